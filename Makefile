@@ -1,0 +1,61 @@
+# `make train` and `make test` set everything up on a machine with only python3 and make.
+#
+#   make setup      install into .venv (instant when nothing changed)
+#   make train      the main job, on 8 simulated devices
+#   make test       lint, types and the suite
+#   make test-all   also what is too long for every day
+#   make docs       build the documentation into site/
+#
+# PYTHON=/path/to/python picks another interpreter; it gets an environment of its own.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+ifeq ($(origin PYTHON), file)
+VENV := .venv
+else
+VENV := .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+endif
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS := dev,docs,hf,tensorboard
+
+.PHONY: setup train test test-all lint types suite docs format clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is older than Python 3.11; write PYTHON=/path/to/python3.11"; exit 2; }
+	@echo "installing into $(VENV) (about two minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+train: setup
+	@$(BIN)/meshwright train simulate=8 mesh.fsdp=4 mesh.tensor=2
+
+test: lint types suite
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: setup
+	@$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+suite: setup
+	@$(BIN)/python -m pytest -m "not full"
+
+test-all: lint types
+	@$(BIN)/python -m pytest
+
+docs: setup
+	@$(BIN)/mkdocs build --strict --quiet
+
+format: setup
+	@$(BIN)/ruff check --fix --quiet .
+	@$(BIN)/ruff format --quiet .
+
+clean:
+	rm -rf .venv .venv-* site .pytest_cache .ruff_cache

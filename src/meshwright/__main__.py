@@ -1,0 +1,5 @@
+"""`python -m meshwright` is the same as `meshwright`."""
+
+from meshwright.cli.main import entry
+
+entry()

@@ -1,0 +1,60 @@
+"""The one error family: what is wrong, why (the numbers), and the nearest thing that works."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a command's exit status means."""
+
+    DONE = 0
+    CHECK_FAILED = 1
+    BAD_INPUT = 2
+    NOTHING_FITS = 3
+    INTERNAL = 70
+    PREEMPTED = 75
+
+
+class MeshwrightError(Exception):
+    """Anything Meshwright reports to a person.
+
+    Attributes:
+        what: one sentence saying what is wrong.
+        why: the reason, with the numbers.
+        fix: what to write instead.
+    """
+
+    exit_code: ExitCode = ExitCode.INTERNAL
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
+        self.what = what
+        self.why = why
+        self.fix = fix
+        super().__init__("\n".join(part for part in (what, why, fix) if part))
+
+
+class UserError(MeshwrightError, ValueError):
+    """A mistake in what the user asked for."""
+
+    exit_code = ExitCode.BAD_INPUT
+
+
+class CheckFailed(MeshwrightError):
+    """A check the user asked for (a proof, a strict ledger) did not hold."""
+
+    exit_code = ExitCode.CHECK_FAILED
+
+
+class EnvironmentProblem(MeshwrightError, RuntimeError):
+    """The machine, not the request, is at fault: a missing package, a peer that never joined."""
+
+    exit_code = ExitCode.CHECK_FAILED
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``did you mean `x`?`` for the nearest known word, or an empty string."""
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean `{match[0]}`?" if match else ""
