@@ -1,0 +1,1 @@
+"""Meshes: axes and their sizes, building meshes over devices, and drawing them."""

@@ -1,0 +1,170 @@
+"""Mesh axes: their names, aliases and order, and the arithmetic of their sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from meshwright.errors import UserError, did_you_mean
+
+AXES = ("pipe", "data", "fsdp", "tensor")
+"""Canonical axes from the slowest links (outermost) to the fastest (innermost)."""
+
+ALIASES = {
+    "dp": "data",
+    "model": "tensor",
+    "tp": "tensor",
+    "mp": "tensor",
+    "pipeline": "pipe",
+    "pp": "pipe",
+}
+
+INFER = -1
+"""The size that means: whatever is left of the devices."""
+
+
+def canonical_axis(name: str) -> str:
+    """Return the canonical name of an axis given by name or alias."""
+    axis = ALIASES.get(name, name)
+    if axis not in AXES:
+        hint = did_you_mean(name, [*AXES, *ALIASES])
+        raise UserError(
+            f"unknown mesh axis `{name}`" + (f": {hint}" if hint else ""),
+            why=f"the axes are {', '.join(sorted(AXES))}; "
+            f"also accepted: {', '.join(f'{a} ({c})' for a, c in ALIASES.items())}",
+        )
+    return axis
+
+
+def canonical_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Rename axes to their canonical names, in canonical order, and check each size."""
+    named: dict[str, int] = {}
+    for name, size in sizes.items():
+        axis = canonical_axis(name)
+        if axis in named:
+            raise UserError(f"mesh axis `{axis}` is given twice", fix=f"write it once: {axis}=…")
+        if size != INFER and size < 1:
+            raise UserError(
+                f"mesh axis `{axis}` has size {size}",
+                fix=f"write a size of 1 or more, or {axis}={INFER} for the devices that are left",
+            )
+        named[axis] = size
+    return {axis: named[axis] for axis in AXES if axis in named}
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Read ``"fsdp=4,tensor=2"``; an empty text is a mesh that only has what is left."""
+    sizes: dict[str, int] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, sign, size = (p.strip() for p in part.partition("="))
+        if sign != "=" or not size.removeprefix("-").isdecimal():
+            raise UserError(
+                f"cannot read `{part}` in the mesh `{text}`",
+                fix='write axis=size pairs, such as "fsdp=4,tensor=2"',
+            )
+        if canonical_axis(name) in sizes:
+            raise UserError(f"mesh axis `{name}` is given twice in `{text}`")
+        sizes[canonical_axis(name)] = int(size)
+    return canonical_sizes(sizes)
+
+
+def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """Return sizes whose product is ``num_devices``, with at most one axis inferred.
+
+    When nothing is left to infer and ``data`` is not given, ``data`` takes what is left,
+    so ``{"fsdp": 4}`` on 8 devices is ``data=2 × fsdp=4``.
+    """
+    if num_devices < 1:
+        raise UserError(f"a mesh needs devices, and there are {num_devices}")
+    wanted = asked = canonical_sizes(sizes)
+    unknown = [axis for axis, size in wanted.items() if size == INFER]
+    if len(unknown) > 1:
+        raise UserError(
+            f"{' and '.join(f'mesh.{a}' for a in unknown)} are both {INFER}",
+            why="only one axis can be inferred from the number of devices",
+            fix=f"write a size for all but one, such as mesh.{unknown[-1]}=1",
+        )
+    if not unknown and "data" not in asked:
+        wanted = canonical_sizes({**asked, "data": INFER})
+        unknown = ["data"]
+    known = math.prod(size for size in wanted.values() if size != INFER)
+    if num_devices % known or (not unknown and known != num_devices):
+        raise _mismatch(wanted, num_devices)
+    resolved = {a: num_devices // known if s == INFER else s for a, s in wanted.items()}
+    if "data" not in asked and resolved.get("data") == 1 and len(resolved) > 1:
+        del resolved["data"]
+    return resolved
+
+
+def shown_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Drop axes of size 1, which change nothing and are not shown."""
+    return {axis: size for axis, size in sizes.items() if size != 1}
+
+
+def describe_sizes(sizes: Mapping[str, int]) -> str:
+    """Return ``data=2 × fsdp=4`` for people; one device is ``1 device``."""
+    shown = shown_sizes(sizes)
+    return " × ".join(f"{axis}={size}" for axis, size in shown.items()) or "1 device"
+
+
+def nearest_sizes(
+    sizes: Mapping[str, int], num_devices: int, most: int = 3
+) -> list[dict[str, int]]:
+    """Return valid meshes for ``num_devices`` that change the asked sizes least.
+
+    Distance is the sum of |log2| ratios per axis. Axes asked for as 1 or to be inferred may take
+    what is left, except that ``data`` absorbs it first.
+    """
+    asked = {axis: size for axis, size in sizes.items() if size not in (INFER, 1)} or {"data": 1}
+    divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
+    candidates: list[tuple[float, dict[str, int]]] = []
+
+    def extend(axes: list[str], left: int, chosen: dict[str, int], distance: float) -> None:
+        if not axes:
+            if left == 1 or "data" not in asked:
+                chosen = chosen if left == 1 else {"data": left, **chosen}
+                candidates.append((distance + math.log2(left) / 2, chosen))
+            return
+        for size in divisors:
+            if left % size == 0:
+                step = abs(math.log2(size / asked[axes[0]]))
+                extend(axes[1:], left // size, {**chosen, axes[0]: size}, distance + step)
+
+    extend(list(asked), num_devices, {}, 0.0)
+    candidates.sort(key=lambda pair: pair[0])
+    return [canonical_sizes(shown_sizes(chosen)) for _, chosen in candidates[:most]]
+
+
+def override_text(sizes: Mapping[str, int]) -> str:
+    """Return sizes the way they are typed on the command line: ``mesh.fsdp=4 mesh.tensor=2``."""
+    shown = shown_sizes(sizes) or {"data": 1}
+    return " ".join(f"mesh.{axis}={size}" for axis, size in shown.items())
+
+
+def _mismatch(wanted: Mapping[str, int], num_devices: int) -> UserError:
+    known = {axis: size for axis, size in wanted.items() if size != INFER}
+    terms = {axis: size for axis, size in known.items() if size != 1} or {"data": 1}
+    product = math.prod(known.values())
+    factors = " × ".join(f"{axis}={size}" for axis, size in terms.items())
+    equation = factors if len(terms) == 1 else f"{factors} = {product}"
+    inferred = next((axis for axis, size in wanted.items() if size == INFER), None)
+    relation = (
+        f"which does not divide {num_devices}, so {inferred} cannot take what is left"
+        if inferred
+        else f"not {num_devices}"
+    )
+    return UserError(
+        f"the mesh does not match the {_plural(num_devices, 'device')}",
+        why=f"{equation}, {relation}",
+        fix="nearest meshes that work: "
+        + "; ".join(override_text(s) for s in _distinct(nearest_sizes(wanted, num_devices))),
+    )
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _distinct(items: Iterable[dict[str, int]]) -> list[dict[str, int]]:
+    seen: list[dict[str, int]] = []
+    return [i for i in items if i not in seen and not seen.append(i)]

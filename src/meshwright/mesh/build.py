@@ -1,0 +1,145 @@
+"""Building meshes: which device sits at which coordinate, with fast links innermost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from meshwright.errors import UserError
+from meshwright.mesh.axes import ALIASES, AXES, INFER, resolve_sizes
+
+Device = Any
+"""A JAX device; typed loosely so that tests can describe machines that are not here."""
+
+
+def build_mesh(sizes: Mapping[str, int], devices: Sequence[Device] | None = None) -> Mesh:
+    """Build a mesh of canonical axes over ``devices`` (all of them by default).
+
+    One size may be -1, and ``data`` takes what is left when it is not given. Axes are ordered
+    pipe, data, fsdp, tensor and have Auto type; axes of size 1 are kept when asked for.
+    """
+    found = list(jax.devices() if devices is None else devices)
+    return arrange_mesh(resolve_sizes(sizes, len(found)), found)
+
+
+def arrange_mesh(sizes: Mapping[str, int], devices: Sequence[Device]) -> Mesh:
+    """Build a mesh with exactly these axis names, in this order, over exactly these devices."""
+    check_same_kind(devices)
+    grid = device_grid(tuple(sizes), tuple(sizes.values()), devices)
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def abstract_mesh(sizes: Mapping[str, int], num_devices: int | None = None) -> AbstractMesh:
+    """Describe a mesh without devices, for planning and for drawing (1024 devices are fine)."""
+    if num_devices is None:
+        if INFER in sizes.values():
+            raise UserError(
+                "the mesh has a size to infer, and no number of devices to infer it from",
+                fix="pass num_devices=, or write every size",
+            )
+        num_devices = math.prod(sizes.values())
+    resolved = resolve_sizes(sizes, num_devices)
+    return AbstractMesh(
+        tuple(resolved.values()), tuple(resolved), axis_types=(AxisType.Auto,) * len(resolved)
+    )
+
+
+def device_grid(
+    names: Sequence[str], shape: Sequence[int], devices: Sequence[Device]
+) -> np.ndarray[Any, np.dtype[Any]]:
+    """Place devices on a grid so that inner axes get the fastest links.
+
+    Axes are laid out outermost first in the order pipe, data, fsdp, tensor (names that are not
+    ours keep their place), then transposed to the order the caller asked for.
+    """
+    order = sorted(range(len(names)), key=lambda i: _rank(names[i], i))
+    ordered_shape = [shape[i] for i in order]
+    grid = _topology_grid(ordered_shape, devices)
+    return grid.transpose([order.index(i) for i in range(len(names))])
+
+
+def check_same_kind(devices: Sequence[Device]) -> None:
+    """Refuse a mesh that mixes kinds of device: the slowest would set the pace for all."""
+    kinds: dict[str, int] = {}
+    for device in devices:
+        kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
+    if len(kinds) > 1:
+        counts = ", ".join(f"{count} × {kind}" for kind, count in sorted(kinds.items()))
+        largest = max(kinds, key=lambda kind: kinds[kind])
+        raise UserError(
+            "the devices are not of one kind",
+            why=f"found {counts}; a mesh runs at the pace of its slowest device",
+            fix="use machines of one kind, or pass devices= with only the "
+            f"{kinds[largest]} {largest}",
+        )
+
+
+def _rank(name: str, position: int) -> tuple[float, int]:
+    axis = ALIASES.get(name, name)
+    # A name that is not ours sorts with `data`: outside the fast-link axes, inside pipe.
+    return (AXES.index(axis) if axis in AXES else AXES.index("data"), position)
+
+
+def _topology_grid(
+    shape: Sequence[int], devices: Sequence[Device]
+) -> np.ndarray[Any, np.dtype[Any]]:
+    slices = _granules(devices)
+    if len(slices) > 1:
+        return _hybrid_grid(shape, devices, slices)
+    if devices and devices[0].platform == "tpu":
+        # Only a TPU torus has an order better than device ids within one slice.
+        return mesh_utils.create_device_mesh(
+            tuple(shape), devices=devices, allow_split_physical_axes=True
+        )
+    return np.array(sorted(devices, key=_by_process), dtype=object).reshape(tuple(shape))
+
+
+def _granules(devices: Sequence[Device]) -> list[int]:
+    """Return the sizes of the groups with fast links inside: TPU slices, else processes' hosts."""
+    keys = [_granule_key(device) for device in devices]
+    return [keys.count(key) for key in dict.fromkeys(keys)]
+
+
+def _granule_key(device: Device) -> int:
+    slice_index = getattr(device, "slice_index", None)
+    return device.process_index if slice_index is None else slice_index
+
+
+def _hybrid_grid(
+    shape: Sequence[int], devices: Sequence[Device], granules: Sequence[int]
+) -> np.ndarray[Any, np.dtype[Any]]:
+    across = split_across(shape, len(granules))
+    by_slice = all(getattr(device, "slice_index", None) is not None for device in devices)
+    if across is None or len(set(granules)) > 1 or across[-1] > 1:
+        # The axes do not line up with the machines, or only by cutting the innermost one: keeping
+        # each process's devices adjacent crosses machines least.
+        return np.array(sorted(devices, key=_by_process), dtype=object).reshape(tuple(shape))
+    within = [size // outer for size, outer in zip(shape, across, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(
+        within,
+        across,
+        devices=devices,
+        process_is_granule=not by_slice,
+        allow_split_physical_axes=devices[0].platform == "tpu",
+    )
+
+
+def split_across(shape: Sequence[int], granules: int) -> list[int] | None:
+    """Split ``granules`` machines over the axes, outermost first; None when they do not divide."""
+    across: list[int] = []
+    left = granules
+    for size in shape:
+        share = math.gcd(size, left)
+        across.append(share)
+        left //= share
+    return across if left == 1 else None
+
+
+def _by_process(device: Device) -> tuple[int, int]:
+    return (device.process_index, device.id)
