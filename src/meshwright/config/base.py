@@ -1,0 +1,112 @@
+"""The base of every config object: frozen, closed to unknown keys, with errors for people."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Sequence
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails
+
+from meshwright.errors import UserError, did_you_mean
+
+
+class Frozen(BaseModel):
+    """A frozen, keyword-only config object; `parse` explains mistakes as a UserError."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # Python takes True for 1, so `mesh.fsdp=true` would mean no sharding at all.
+        if isinstance(value, bool) and _is_number(
+            cls.model_fields[info.field_name or ""].annotation
+        ):
+            raise ValueError("input should be a number, not true or false")
+        return value
+
+    @classmethod
+    def parse(cls, values: dict[str, Any], *, prefix: str = "") -> Self:
+        """Validate a plain dict; errors name keys as ``prefix.key``."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise explain(error, cls, prefix) from None
+
+
+def explain(error: ValidationError, schema: type[BaseModel], prefix: str = "") -> UserError:
+    """Turn pydantic's report into one message: what, why, and what to write instead."""
+    details = error.errors(include_url=False)
+    messages = [_explain_one(detail, schema, prefix) for detail in details]
+    first = messages[0]
+    if len(messages) == 1:
+        return first
+    others = "; ".join(m.what + (f" ({m.fix})" if m.fix else "") for m in messages[1:])
+    return UserError(first.what, why=first.why, fix=f"{first.fix}\nalso: {others}".strip())
+
+
+def field_paths(schema: type[BaseModel], prefix: str = "") -> list[str]:
+    """List every key of a schema as dotted paths."""
+    paths: list[str] = []
+    for name, info in schema.model_fields.items():
+        path = f"{prefix}{name}"
+        paths.append(path)
+        nested = _nested(info.annotation)
+        if nested is not None:
+            paths.extend(field_paths(nested, f"{path}."))
+    return paths
+
+
+def _explain_one(detail: ErrorDetails, schema: type[BaseModel], prefix: str) -> UserError:
+    location = [str(part) for part in detail["loc"]]
+    key = ".".join(([prefix] if prefix else []) + location) or schema.__name__
+    if detail["type"] == "extra_forbidden":
+        return unknown_key(key, [f"{prefix}.{p}" if prefix else p for p in field_paths(schema)])
+    reason = detail.get("ctx", {}).get("error")
+    if isinstance(reason, UserError):
+        return reason
+    if detail["type"] == "missing":
+        return UserError(f"`{key}` is missing", fix=f"write {key}=…")
+    message = detail["msg"].removeprefix("Value error, ")
+    return UserError(
+        f"`{key}={shorten(detail['input'])}` is not valid", why=message[0].lower() + message[1:]
+    )
+
+
+def unknown_key(key: str, known: Sequence[str]) -> UserError:
+    """Return the error for a key that does not exist, with the nearest one that does."""
+    section, _, leaf = key.rpartition(".")
+    siblings = [k for k in known if k.rpartition(".")[0] == section]
+    elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
+    near = did_you_mean(leaf, [k.rpartition(".")[2] for k in siblings])
+    if near:
+        hint = near.replace("`", f"`{section}." if section else "`", 1)
+    elif elsewhere:
+        hint = f"did you mean `{elsewhere[0]}`?"
+    else:
+        hint = did_you_mean(key, known)
+    listing = ", ".join(k.rpartition(".")[2] for k in siblings)
+    where = f"`{section}` has: {listing}" if section and siblings else ""
+    return UserError(f"there is no `{key}`", why=where, fix=hint)
+
+
+def shorten(value: object, limit: int = 60) -> str:
+    """Return a value's text, cut where it would drown the message."""
+    text = str(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _is_number(annotation: Any) -> bool:
+    return any(option in (int, float) for option in (annotation, *typing.get_args(annotation)))
+
+
+def _nested(annotation: Any) -> type[BaseModel] | None:
+    options = (annotation, *typing.get_args(annotation))
+    for option in options:
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None

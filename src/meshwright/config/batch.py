@@ -1,0 +1,111 @@
+"""The one batch equation: global = micro × data × fsdp × accumulation."""
+
+from __future__ import annotations
+
+import math
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from meshwright.config.base import Frozen
+from meshwright.errors import UserError
+
+DEFAULT_MICRO_BATCH_SIZE = 8
+
+
+class Batch(Frozen):
+    """The sizes of a batch, all known.
+
+    Attributes:
+        global_batch_size: samples one optimizer update sees, on all devices together.
+        micro_batch_size: samples one device works on at a time.
+        replicas: devices that work on different samples (data × fsdp).
+        gradient_accumulation_steps: microbatches per update.
+        sync_gradients_every: microbatches between two gradient reductions.
+    """
+
+    global_batch_size: int = Field(ge=1)
+    micro_batch_size: int = Field(ge=1)
+    replicas: int = Field(ge=1)
+    gradient_accumulation_steps: int = Field(ge=1)
+    sync_gradients_every: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _equation(self) -> Self:
+        steps, sync = self.gradient_accumulation_steps, self.sync_gradients_every
+        product = self.micro_batch_size * self.replicas * steps
+        if self.global_batch_size != product:
+            raise UserError(
+                "the batch sizes contradict each other",
+                why=f"micro_batch_size {self.micro_batch_size} × {_replicas(self.replicas)} × "
+                f"gradient_accumulation_steps {steps} = {product}, "
+                f"but global_batch_size is {self.global_batch_size}",
+                fix=f"write training.global_batch_size={product}, or leave one of the three out "
+                "and it is derived",
+            )
+        if steps % sync:
+            raise UserError(
+                f"training.sync_gradients_every={sync} does not divide the accumulation",
+                why=f"gradient_accumulation_steps is {steps}",
+                fix=f"write training.sync_gradients_every={nearest_divisors(steps, sync)}",
+            )
+        return self
+
+
+def solve_batch(
+    *,
+    replicas: int,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    gradient_accumulation_steps: int | None = None,
+    sync_gradients_every: int = 1,
+) -> Batch:
+    """Fill in the sizes that were left out; a contradiction is shown as arithmetic."""
+    total, micro, steps = global_batch_size, micro_batch_size, gradient_accumulation_steps
+    if any(size is not None and size < 1 for size in (total, micro, steps, replicas)):
+        raise UserError("batch sizes must be 1 or more", why=f"given: {total=}, {micro=}, {steps=}")
+    if total is None:
+        micro = DEFAULT_MICRO_BATCH_SIZE if micro is None else micro
+        steps = 1 if steps is None else steps
+        total = micro * replicas * steps
+    elif micro is None:
+        steps = 1 if steps is None else steps
+        micro = _divide(total, replicas * steps, f"{_replicas(replicas)} × accumulation {steps}")
+    elif steps is None:
+        steps = _divide(
+            total, micro * replicas, f"micro_batch_size {micro} × {_replicas(replicas)}"
+        )
+    return Batch.parse(
+        {
+            "global_batch_size": total,
+            "micro_batch_size": micro,
+            "replicas": replicas,
+            "gradient_accumulation_steps": steps,
+            "sync_gradients_every": sync_gradients_every,
+        },
+        prefix="training",
+    )
+
+
+def nearest_divisors(number: int, to: int) -> str:
+    """Return the one or two divisors of ``number`` nearest to ``to``, written ``2 or 4``."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    divisors = {*small, *(number // d for d in small)}
+    nearest = sorted(divisors, key=lambda d: abs(d - to))[:2]
+    return " or ".join(map(str, sorted(nearest)))
+
+
+def _divide(total: int, by: int, meaning: str) -> int:
+    if total % by == 0 and total >= by:
+        return total // by
+    below, above = total // by * by, (total // by + 1) * by
+    nearest = " or ".join(str(n) for n in (below, above) if n > 0)
+    raise UserError(
+        f"training.global_batch_size={total} cannot be divided",
+        why=f"{meaning} = {by}, and {total} is not a multiple of {by}",
+        fix=f"write training.global_batch_size={nearest}",
+    )
+
+
+def _replicas(replicas: int) -> str:
+    return f"{replicas} replicas (data × fsdp)"

@@ -1,0 +1,127 @@
+"""Finding what a section's ``kind`` names, and checking the arguments given to it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from meshwright.config.base import shorten, unknown_key
+from meshwright.errors import UserError, did_you_mean
+
+Builder = Callable[..., Any]
+
+
+def find_builder(
+    section: str, kind: str, known: Collection[str], load: Callable[[str], Builder]
+) -> Builder:
+    """Return what ``kind`` names: one of ``known``, brought by ``load``, or a user's own.
+
+    A user's own is ``package.module:attribute``, imported from the working directory or from
+    installed packages.
+    """
+    if kind in known:
+        return load(kind)
+    if ":" in kind:
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        return _import_attribute(section, kind)
+    hint = did_you_mean(kind, known)
+    raise UserError(
+        f"`{section}.kind={kind}` is not known" + (f": {hint}" if hint else ""),
+        why=f"known kinds: {', '.join(sorted(known))}",
+        fix=f"for your own, write {section}.kind=package.module:Name",
+    )
+
+
+def check_arguments(
+    section: str, builder: Builder, given: Mapping[str, Any], supplied: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Check ``given`` against the builder's signature and return it with types converted.
+
+    ``supplied`` names parameters the caller passes itself (such as rngs), which nobody may give.
+    """
+    parameters = {n: p for n, p in parameters_of(builder).items() if n not in supplied}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = {
+        n: p for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+    }
+    for key in given:
+        if key not in named and not takes_any:
+            raise unknown_key(f"{section}.{key}", [f"{section}.{name}" for name in named])
+    missing = [n for n, p in named.items() if p.default is p.empty and n not in given]
+    if missing:
+        raise UserError(
+            f"`{section}.{missing[0]}` is missing",
+            why=f"{section}.kind needs {', '.join(missing)}",
+            fix=f"write {section}.{missing[0]}=…",
+        )
+    hints = _type_hints(builder)
+    return {key: _convert(section, key, value, hints.get(key)) for key, value in given.items()}
+
+
+def parameters_of(builder: Builder) -> dict[str, inspect.Parameter]:
+    """Return the parameters a builder takes; a class's are those of its ``__init__``."""
+    # A module class's own signature is its metaclass's `*args, **kwargs`.
+    function = builder.__init__ if inspect.isclass(builder) else builder
+    try:
+        parameters = dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError) as error:
+        # Some functions written in C do not say what they take.
+        raise UserError(f"cannot tell what {shorten(builder)} takes", why=str(error)) from None
+    if inspect.isclass(builder):
+        parameters.pop("self", None)
+    return parameters
+
+
+def _convert(section: str, key: str, value: Any, hint: Any) -> Any:
+    if hint is None:
+        return value
+    try:
+        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(
+            value
+        )
+    except ValidationError as error:
+        message = error.errors(include_url=False)[0]["msg"]
+        raise UserError(
+            f"`{section}.{key}={shorten(value)}` is not valid",
+            why=message[0].lower() + message[1:],
+        ) from None
+    except Exception:
+        # An annotation pydantic has no schema for (an initializer, a dtype): the builder judges.
+        return value
+
+
+def _type_hints(builder: Builder) -> dict[str, Any]:
+    function = builder.__init__ if inspect.isclass(builder) else builder
+    try:
+        return typing.get_type_hints(function)
+    except Exception:
+        # Annotations of foreign code may name things that only exist for type checkers.
+        return {}
+
+
+def _import_attribute(section: str, kind: str) -> Builder:
+    module_name, _, attribute = kind.partition(":")
+    try:
+        found = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        # The user's own module may fail in any way while it is imported.
+        raise UserError(
+            f"cannot load `{section}.kind={kind}`",
+            why=f"{type(error).__name__}: {error}",
+            fix="write package.module:Name, importable from this directory",
+        ) from error
+    if not callable(found):
+        raise UserError(
+            f"`{section}.kind={kind}` is not a class or function", why=f"it is {shorten(found)}"
+        )
+    return found

@@ -1,0 +1,184 @@
+"""Composing a config with Hydra: groups, overrides and files, before JAX starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from omegaconf import OmegaConf, open_dict
+
+from meshwright.config.base import field_paths, shorten, unknown_key
+from meshwright.config.groups import CONF_DIR, group_options
+from meshwright.config.schema import Config
+from meshwright.errors import UserError, did_you_mean
+from meshwright.mesh.axes import ALIASES
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What Hydra made of the command line.
+
+    Attributes:
+        values: the job's config as plain values, not yet validated.
+        choices: the file chosen for each group, in order of application.
+        overrides: the overrides as given.
+        run_dir: where a run of it goes.
+        sweep_dir: where the runs of a sweep go.
+        hydra: Hydra's own settings.
+        config_dir: the user's own config directory, if any.
+    """
+
+    values: dict[str, Any]
+    choices: dict[str, str]
+    overrides: tuple[str, ...]
+    run_dir: Path
+    sweep_dir: Path
+    hydra: dict[str, Any]
+    config_dir: Path | None = None
+
+
+def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> Composed:
+    """Compose the config of one job; every mistake is a UserError."""
+    parsed = parse_overrides(overrides)
+    options = group_options(config_dir)
+    for override in parsed:
+        _check_known(override, options)
+    keys = {override.key_or_group for override in parsed}
+    arguments = [_as_hydra(override, options, keys) for override in parsed]
+    if config_dir is not None:
+        arguments.insert(0, f"hydra.searchpath=[{quoted(f'file://{config_dir.resolve()}')}]")
+    try:
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3", job_name="meshwright"):
+            composed = compose("config", overrides=arguments, return_hydra_config=True)
+        hydra = OmegaConf.to_container(composed.hydra, resolve=False)
+        assert isinstance(hydra, dict)
+        run_dir, sweep_dir = Path(composed.hydra.run.dir), Path(composed.hydra.sweep.dir)
+        with open_dict(composed):
+            del composed["hydra"]
+        values = OmegaConf.to_container(composed, resolve=True)
+    except Exception as error:
+        # Everything composed here was typed by a person or sits in a file they wrote.
+        raise _explain(error, options) from error
+    assert isinstance(values, dict)
+    choices = {k: v for k, v in hydra["runtime"]["choices"].items() if not k.startswith("hydra/")}
+    return Composed(
+        values={str(key): value for key, value in values.items()},
+        choices={str(key): str(value) for key, value in choices.items()},
+        overrides=tuple(overrides),
+        run_dir=run_dir,
+        sweep_dir=sweep_dir,
+        hydra={str(key): value for key, value in hydra.items()},
+        config_dir=config_dir,
+    )
+
+
+def validate(composed: Composed) -> Config:
+    """Check composed values against the schema."""
+    return Config.parse(composed.values)
+
+
+def compose_yaml(overrides: Sequence[str], config_dir: Path | None, part: str) -> str:
+    """Return the config as YAML: the ``job`` (validated, every value), ``hydra``'s own, or all."""
+    composed = compose_config(overrides, config_dir)
+    job = validate(composed).model_dump(mode="json")
+    if part == "job":
+        return OmegaConf.to_yaml(OmegaConf.create(job))
+    if part == "hydra":
+        return OmegaConf.to_yaml(OmegaConf.create({"hydra": composed.hydra}))
+    return OmegaConf.to_yaml(OmegaConf.create({"hydra": composed.hydra, **job}))
+
+
+def parse_overrides(overrides: Sequence[str]) -> list[Override]:
+    """Parse overrides with Hydra's grammar."""
+    parser = OverridesParser.create()
+    parsed: list[Override] = []
+    for text in overrides:
+        try:
+            (override,) = parser.parse_overrides([text])
+            if not override.key_or_group:
+                raise ValueError(text)
+        except Exception:
+            # Hydra's grammar reports most mistakes in its own words and fails on some characters.
+            raise UserError(
+                f"cannot read the override `{shorten(text)}`",
+                fix="write key=value, group=choice, +group=choice or ~key; "
+                "quote values with spaces or symbols: key='…'",
+            ) from None
+        parsed.append(override)
+    return parsed
+
+
+def quoted(text: str) -> str:
+    """Return text as a quoted value of Hydra's grammar."""
+    # Backslashes are literal in the grammar, except before a quote or at the end.
+    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
+    return f"'{escaped}'"
+
+
+def canonical_key(key: str) -> str:
+    """Return a key with an alias of a mesh axis, such as ``mesh.tp``, written by its own name."""
+    section, _, name = key.partition(".")
+    return f"mesh.{ALIASES.get(name, name)}" if section == "mesh" and name else key
+
+
+def _check_known(override: Override, options: dict[str, list[str]]) -> None:
+    key = override.key_or_group
+    if _is_hydra(key):
+        return
+    if override.is_sweep_override():
+        raise UserError(
+            f"`{override.input_line}` names several values",
+            fix="add --multirun to run one job for each",
+        )
+    if key in options:
+        value = override.value()
+        if not override.is_delete() and value not in options[key]:
+            hint = did_you_mean(str(value), options[key])
+            raise UserError(
+                f"there is no `{key}={shorten(value)}`" + (f": {hint}" if hint else ""),
+                why=f"`{key}` can be: {', '.join(options[key])}",
+            )
+        return
+    section = key.partition(".")[0]
+    known = [*field_paths(Config), *options]
+    if section not in known:
+        raise unknown_key(key, known)
+
+
+def _as_hydra(override: Override, options: dict[str, list[str]], keys: set[str]) -> str:
+    """Let a plain ``a.b=c`` set keys that no file mentions; the schema judges them afterwards."""
+    text, key = override.input_line or "", override.key_or_group
+    if override.type is not OverrideType.CHANGE or _is_hydra(key):
+        return text
+    if key in options:
+        return f"+{text}" if key == "experiment" else text
+    # An axis given under two names is left as it is, for the schema to see both.
+    if canonical_key(key) not in keys:
+        text = text.replace(key, canonical_key(key), 1)
+    return f"++{text}"
+
+
+def _is_hydra(key: str) -> bool:
+    return key == "hydra" or key.startswith(("hydra.", "hydra/"))
+
+
+def _explain(error: Exception, options: dict[str, list[str]]) -> UserError:
+    text = _first_line(error)
+    missing = re.search(r"Could not (?:find|locate) '(\S+)/(\S+?)'", text)
+    if missing:
+        group, choice = missing.groups()
+        known = ", ".join(options.get(group, []))
+        return UserError(
+            f"there is no `{group}={choice}`", why=f"`{group}` can be: {known}" if known else ""
+        )
+    return UserError("the config cannot be composed", why=text)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,100 @@
+"""Reading who and where this process is from what launchers put into the environment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwright.config.base import shorten
+from meshwright.errors import UserError
+
+# Our key, then the variables that carry it, the most specific first.
+_COMMON = {
+    "world_size": ("WORLD_SIZE",),
+    "rank": ("RANK",),
+    "local_rank": ("LOCAL_RANK",),
+    "num_processes_per_node": ("LOCAL_WORLD_SIZE",),
+    "master_port": ("MASTER_PORT",),
+}
+# A step may use fewer nodes than its job, so the step's variables come before the job's.
+_SLURM = {
+    "world_size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "rank": ("SLURM_PROCID",),
+    "local_rank": ("SLURM_LOCALID",),
+    "num_nodes": ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
+}
+_SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+_OPEN_MPI = {
+    "world_size": ("OMPI_COMM_WORLD_SIZE",),
+    "rank": ("OMPI_COMM_WORLD_RANK",),
+    "local_rank": ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    "num_processes_per_node": ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+}
+
+
+def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the process settings the environment gives; RANK and friends win over launchers'."""
+    found: dict[str, Any] = {}
+    # A SLURM batch script has SLURM_NTASKS without being a task; only srun sets SLURM_PROCID.
+    in_slurm = "SLURM_PROCID" in environ
+    if in_slurm:
+        found |= _even_nodes(_integers(_SLURM, environ), _first(_SLURM_TASKS, environ)[1])
+    elif "OMPI_COMM_WORLD_RANK" in environ:
+        found |= _even_nodes(_integers(_OPEN_MPI, environ))
+    common = _integers(_COMMON, environ)
+    if "world_size" in common and "rank" in common:
+        # A full set of plain variables replaces the launcher's, whose node counts may not match.
+        found = {}
+    found |= common
+    if address := _first(("MASTER_ADDR",), environ)[1]:
+        found["master_addr"] = address
+    elif in_slurm and (nodes := _first(_SLURM_NODES, environ)[1]):
+        found["master_addr"] = first_host(nodes)
+    if "rank" in found:
+        found.setdefault("local_rank", 0)
+    return found
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of a SLURM node list such as ``gpu[003-007,12],login``."""
+    match = re.match(r"((?:[^\[\],\s]|\[\w+[^\[\]]*\])+)(?:,|$)", nodelist)
+    if match is None:
+        raise UserError(f"cannot read the SLURM node list `{nodelist}`", fix="set MASTER_ADDR")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[1])
+
+
+def _first(variables: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the first variable that says something, and what; two empty texts when none does."""
+    texts = ((variable, environ.get(variable, "").strip()) for variable in variables)
+    return next(((variable, text) for variable, text in texts if text), ("", ""))
+
+
+def _integers(table: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> dict[str, int]:
+    values: dict[str, int] = {}
+    for key, variables in table.items():
+        variable, text = _first(variables, environ)
+        if not text:
+            continue
+        try:
+            values[key] = int(text)
+        except ValueError:
+            raise UserError(
+                f"the environment variable {variable} is `{shorten(text)}`",
+                why="it must be a whole number",
+                fix=f"export {variable}=… with a number, or unset it",
+            ) from None
+    return values
+
+
+def _even_nodes(found: dict[str, int], tasks_per_node: str = "") -> dict[str, int]:
+    """Drop node counts of uneven allocations, which have no single processes-per-node figure.
+
+    SLURM writes ``4(x2)`` for 4 tasks on each of 2 nodes, and ``4,3`` where they differ.
+    """
+    world = found.get("world_size", 0)
+    counts = [found[key] for key in ("num_nodes", "num_processes_per_node") if found.get(key)]
+    if "," in tasks_per_node or any(world % count for count in counts):
+        return {k: v for k, v in found.items() if k not in ("num_nodes", "num_processes_per_node")}
+    return found

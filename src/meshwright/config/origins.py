@@ -1,0 +1,98 @@
+"""Where each value of a config comes from: a default, a file, or an override."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from meshwright.config.compose import Composed, canonical_key, parse_overrides
+from meshwright.config.groups import CONF_DIR, GROUPS
+from meshwright.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One value and what set it.
+
+    Attributes:
+        key: dotted path.
+        value: the value in force.
+        source: ``default``, ``file`` or ``override``.
+        detail: the file's name or the override as typed; empty for a default.
+    """
+
+    key: str
+    value: Any
+    source: str
+    detail: str
+
+
+def trace_origins(config: Config, composed: Composed) -> list[Origin]:
+    """Return every value of a config with its origin, in the schema's order."""
+    composed_keys = {canonical_key(key) for key, _ in flatten(composed.values)}
+    from_files = _file_keys(composed)
+    from_overrides = {
+        canonical_key(o.key_or_group): o.input_line or ""
+        for o in parse_overrides(composed.overrides)
+        if not o.is_delete() and o.key_or_group not in GROUPS
+    }
+
+    def origin(key: str, value: Any) -> Origin:
+        if key not in composed_keys:
+            return Origin(key, value, "default", "")
+        if match := _covering(key, from_overrides):
+            return Origin(key, value, "override", from_overrides[match])
+        match = _covering(key, from_files)
+        detail = from_files[match] if match else _chosen_file(key, composed)
+        return Origin(key, value, "file", detail)
+
+    return [origin(key, value) for key, value in flatten(config.model_dump(mode="json"))]
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and their values; an empty dict is a value."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _covering(key: str, known: dict[str, str]) -> str:
+    """Return the longest known path that sets ``key`` or a section that holds it."""
+    parts = key.split(".")
+    prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in known), "")
+
+
+def _file_keys(composed: Composed) -> dict[str, str]:
+    keys: dict[str, str] = {}
+    # The experiment overlays the groups, so it is read last.
+    for group, choice in sorted(composed.choices.items(), key=lambda c: c[0] == "experiment"):
+        path = _find(group, choice, composed.config_dir)
+        if path is None:
+            continue
+        package = "" if group == "experiment" else f"{group}."
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        if isinstance(loaded, dict):
+            named = {str(key): value for key, value in loaded.items() if key != "defaults"}
+            for key, _ in flatten(named):
+                keys[canonical_key(f"{package}{key}")] = f"{group}/{choice}.yaml"
+    return keys
+
+
+def _chosen_file(key: str, composed: Composed) -> str:
+    """Return the file chosen for a key's group; a file it builds on may have set the key."""
+    group = key.partition(".")[0]
+    return f"{group}/{composed.choices[group]}.yaml" if group in composed.choices else "config.yaml"
+
+
+def _find(group: str, choice: str, config_dir: Path | None) -> Path | None:
+    for root in (config_dir, CONF_DIR):
+        if root is not None and (path := root / group / f"{choice}.yaml").is_file():
+            return path
+    return None

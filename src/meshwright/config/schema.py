@@ -1,0 +1,257 @@
+"""The schema of a run: every section and key, its meaning and its default."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from meshwright.config.base import Frozen
+from meshwright.errors import UserError
+from meshwright.mesh.axes import ALIASES, INFER, canonical_axis
+
+Precision = Literal["no", "bf16", "fp16"]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+"""A number of steps or samples; counters on the devices are 32-bit."""
+AxisSize = Annotated[int, Field(le=2**20)]
+"""Devices along an axis; beyond a million it is a slip of the keyboard."""
+
+
+class Open(Frozen):
+    """A section whose other keys are arguments of what ``kind`` names."""
+
+    model_config = ConfigDict(extra="allow")
+
+    kind: str
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keys that are passed on to what ``kind`` names."""
+        return dict(self.__pydantic_extra__ or {})
+
+
+class ModelConfig(Open):
+    """What is trained: a model of ours by kind, or yours as ``package.module:Class``.
+
+    Attributes:
+        kind: gpt, mlp, conv, … or ``package.module:Class``; further keys are its arguments.
+        mesh_shape: the mesh as ``[[4, 2], ["fsdp", "tp"]]``, another spelling of ``mesh``.
+    """
+
+    mesh_shape: tuple[tuple[AxisSize, ...], tuple[str, ...]] | None = None
+
+    @field_validator("mesh_shape", mode="before")
+    @classmethod
+    def _sizes_and_names(cls, value: Any) -> Any:
+        pair = value if isinstance(value, list | tuple) else ()
+        if value is not None and [isinstance(part, list | tuple) for part in pair] != [True, True]:
+            raise ValueError('write sizes and names, such as [[4,2],["fsdp","tp"]]')
+        return value
+
+
+class TaskConfig(Open):
+    """What it is trained for: a loss of ours by kind, or yours as ``package.module:function``."""
+
+
+class DataConfig(Open):
+    """Where samples come from."""
+
+
+class OptimizerConfig(Open):
+    """How parameters are updated: any optax optimizer by name; further keys are its arguments.
+
+    Attributes:
+        kind: the name of an optax optimizer, such as adamw, lion, adafactor or muon.
+        learning_rate: peak learning rate.
+        warmup_steps: updates over which the learning rate rises from zero.
+        schedule: its course afterwards; cosine and linear end at zero with the last step.
+        clip_norm: largest global gradient norm; null leaves gradients as they are.
+        scale_learning_rate: how the rate follows the global batch relative to base_batch_size.
+        base_batch_size: the global batch the learning rate was chosen for.
+    """
+
+    learning_rate: float = Field(default=1e-3, gt=0)
+    warmup_steps: int = Field(default=0, ge=0, lt=2**31)
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    clip_norm: float | None = Field(default=1.0, gt=0)
+    scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
+    base_batch_size: Count | None = None
+
+
+class TrainingConfig(Frozen):
+    """How long and on how much at a time.
+
+    Attributes:
+        steps: optimizer updates.
+        global_batch_size: samples per update = micro_batch_size × data × fsdp × accumulation.
+        micro_batch_size: samples per device and microbatch.
+        gradient_accumulation_steps: microbatches per update.
+        sync_gradients_every: microbatches between two gradient reductions.
+        mixed_precision: no, fp16 or bf16; another spelling of precision.compute.
+    """
+
+    steps: Count = 100
+    global_batch_size: Count | None = None
+    micro_batch_size: Count | None = None
+    gradient_accumulation_steps: Count | None = None
+    sync_gradients_every: Count = 1
+    mixed_precision: Precision | None = None
+
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _no_is_a_word(cls, value: Any) -> Any:
+        return "no" if value is False else value
+
+
+class MeshConfig(Frozen):
+    """Devices per axis; -1 takes what is left. Aliases such as tp and dp are accepted.
+
+    Attributes:
+        pipe: pipeline stages.
+        data: copies of the model, each on other samples.
+        fsdp: devices that share parameters, gradients and optimizer state, on other samples.
+        tensor: devices that share each layer.
+    """
+
+    pipe: AxisSize = 1
+    data: AxisSize = INFER
+    fsdp: AxisSize = 1
+    tensor: AxisSize = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _aliases(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        named: dict[str, Any] = {}
+        for key, size in values.items():
+            axis = canonical_axis(key) if key in ALIASES else key
+            # What is left gives way to a number, so that `dp: 2` works over a file's `data: -1`.
+            if axis in named and INFER not in (size, named[axis]) and size != named[axis]:
+                raise UserError(
+                    f"the {axis} axis of the mesh is given twice",
+                    why=f"as {named[axis]} and, by mesh.{key}, as {size}",
+                    fix=f"write mesh.{axis} once",
+                )
+            named[axis] = named.get(axis, INFER) if size == INFER else size
+        return named
+
+    @field_validator("pipe", "data", "fsdp", "tensor")
+    @classmethod
+    def _positive(cls, size: int) -> int:
+        if size != INFER and size < 1:
+            raise ValueError(f"a size must be 1 or more, or {INFER} for what is left")
+        return size
+
+    def sizes(self) -> dict[str, int]:
+        """Return axis sizes as given; one may be -1."""
+        return {axis: getattr(self, axis) for axis in ("pipe", "data", "fsdp", "tensor")}
+
+
+class ShardingConfig(Frozen):
+    """Which array lives where.
+
+    Attributes:
+        zero: what the fsdp axis shards: 1 optimizer state, 2 and gradients, 3 and parameters.
+        keep_gathered: keep gathered weights through the step instead of gathering per block.
+        blocks: run repeated blocks one by one (unroll) or as one scanned block (scan).
+        min_shard_size: parameters with fewer elements stay replicated over fsdp.
+        rules: path pattern to role (column, row, replicate) or partition spec.
+        remat: what the backward pass computes again: none, full (all of a block), or dots (all
+            of a block but its matrix products).
+    """
+
+    zero: Literal[1, 2, 3] = 3
+    keep_gathered: bool = False
+    blocks: Literal["scan", "unroll"] = "unroll"
+    min_shard_size: int = Field(default=1024, ge=0)
+    rules: dict[str, str | list[str | None]] = Field(default_factory=dict)
+    remat: Literal["none", "full", "dots"] = "none"
+
+
+class PipelineConfig(Frozen):
+    """How microbatches flow through pipeline stages.
+
+    Attributes:
+        schedule: gpipe, 1f1b, interleaved or zb_h1.
+        num_microbatches: microbatches in flight per update; null takes four per stage.
+    """
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1"] = "1f1b"
+    num_microbatches: Count | None = None
+
+
+class PrecisionConfig(Frozen):
+    """Number formats; master weights, loss and reductions are float32 always.
+
+    Attributes:
+        compute: no (float32), bf16 or fp16; null means no.
+        matmul: precision of float32 matrix products, such as default, tensorfloat32 or highest.
+    """
+
+    compute: Precision | None = None
+    matmul: Literal["default", "high", "highest", "bfloat16", "tensorfloat32", "float32"] = (
+        "default"
+    )
+
+    @field_validator("compute", mode="before")
+    @classmethod
+    def _no_is_a_word(cls, value: Any) -> Any:
+        return "no" if value is False else value
+
+
+class CheckpointConfig(Frozen):
+    """What is kept of a run.
+
+    Attributes:
+        enabled: whether the final state is saved in the run directory.
+    """
+
+    enabled: bool = True
+
+
+class TrackingConfig(Frozen):
+    """What is told about a run while it goes on.
+
+    Attributes:
+        log_every: updates between two lines of metrics.
+    """
+
+    log_every: Count = 10
+
+
+class RunConfig(Frozen):
+    """The run itself.
+
+    Attributes:
+        project: outputs go to outputs/<project>/<date>/<time>.
+        seed: the one seed of initialization, data order and dropout.
+    """
+
+    project: str = Field(default="meshwright", min_length=1, pattern=r"^\w[\w.-]*$")
+    seed: int = Field(default=0, ge=0, lt=2**31)
+
+
+class Config(Frozen):
+    """A whole run.
+
+    Attributes:
+        simulate: give this machine so many virtual CPU devices.
+        hardware: the machine a plan is for, such as 8xA100-40GB; null is the one at hand.
+        strict: make a program that deviates from its plan an error.
+    """
+
+    model: ModelConfig
+    task: TaskConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    training: TrainingConfig = TrainingConfig()
+    mesh: MeshConfig = MeshConfig()
+    sharding: ShardingConfig = ShardingConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    run: RunConfig = RunConfig()
+    simulate: int | None = Field(default=None, ge=1, le=1024)
+    hardware: str | None = None
+    strict: bool = False

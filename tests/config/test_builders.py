@@ -1,0 +1,91 @@
+"""What a section's kind names, and whether its arguments fit."""
+
+import pytest
+
+from meshwright.config.builders import check_arguments, find_builder, parameters_of
+from meshwright.errors import UserError
+
+
+class Model:
+    def __init__(self, size: int, *, rate: float = 0.1, rngs: object):
+        self.size, self.rate, self.rngs = size, rate, rngs
+
+
+def function(size: int, **others: object) -> int:
+    return size + len(others)
+
+
+def find(kind: str):
+    return find_builder("model", kind, ["gpt", "mlp"], {"gpt": Model, "mlp": function}.__getitem__)
+
+
+def test_known_kinds_are_loaded_by_name():
+    assert find("gpt") is Model
+
+
+def test_unknown_kinds_name_the_nearest_and_how_to_bring_ones_own():
+    with pytest.raises(UserError) as caught:
+        find("gptt")
+    assert "did you mean `gpt`?" in caught.value.what
+    assert caught.value.why == "known kinds: gpt, mlp"
+    assert "model.kind=package.module:Name" in caught.value.fix
+
+
+def test_ones_own_is_imported_from_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "own_models.py").write_text("class Group:\n    class Net:\n        pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/nowhere"])
+    assert find("own_models:Group.Net").__qualname__ == "Group.Net"
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "reason"),
+    [
+        ("x = 1", "broken_0:Missing", "AttributeError"),
+        ("x = 1", "broken_1:x", "it is 1"),
+        ("def", "broken_2:x", "SyntaxError"),
+        ("raise RuntimeError('boom')", "broken_3:x", "RuntimeError: boom"),
+        ("", "no_such_module_at_all:x", "ModuleNotFoundError"),
+        ("", ".relative:x", "TypeError"),
+        ("", ":x", "ValueError"),
+        ("", "math:", "AttributeError"),
+    ],
+)
+def test_ones_own_that_cannot_be_used_is_a_user_error(tmp_path, monkeypatch, source, kind, reason):
+    if source:
+        (tmp_path / f"{kind.partition(':')[0]}.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError) as caught:
+        find(kind)
+    assert kind in caught.value.what
+    assert reason in caught.value.why
+
+
+def test_arguments_are_converted_to_the_types_of_the_signature():
+    arguments = check_arguments("model", Model, {"size": "8", "rate": 1}, supplied=("rngs",))
+    assert arguments == {"size": 8, "rate": 1.0}
+    assert isinstance(arguments["rate"], float)
+
+
+@pytest.mark.parametrize(
+    ("given_arguments", "message"),
+    [
+        ({"size": "eight"}, "`model.size=eight` is not valid"),
+        ({"size": 8, "raet": 1}, "did you mean `model.rate`"),
+        ({"rate": 1}, "`model.size` is missing"),
+        ({"size": 8, "rngs": 1}, "there is no `model.rngs`"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(given_arguments, message):
+    with pytest.raises(UserError, match=message):
+        check_arguments("model", Model, given_arguments, supplied=("rngs",))
+
+
+def test_a_builder_that_takes_anything_is_given_anything():
+    assert check_arguments("task", function, {"size": 1, "more": "x"}) == {"size": 1, "more": "x"}
+
+
+def test_a_builder_without_a_signature_is_a_user_error():
+    with pytest.raises(UserError, match="cannot tell what"):
+        parameters_of(iter)

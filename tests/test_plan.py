@@ -1,0 +1,199 @@
+"""The Plan: what a config means on so many devices, saved and read back."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.config.schema import Config, ShardingConfig
+from meshwright.errors import UserError
+from meshwright.plan import Plan, make_plan, mesh_sizes, precision
+
+quick = settings(max_examples=100, deadline=None, derandomize=True)
+
+
+def config_of(**sections: dict[str, object]) -> Config:
+    kinds = {s: {"kind": "x"} for s in ("model", "task", "data", "optimizer")}
+    return Config.parse({**kinds, **{s: {**kinds.get(s, {}), **v} for s, v in sections.items()}})
+
+
+def with_shape(sizes: list[int], **mesh: int) -> Config:
+    return config_of(model={"mesh_shape": [sizes, ["fsdp", "tp"]]}, mesh=mesh)
+
+
+@pytest.mark.parametrize("sizes", [[1, 1], [4, 1], [1, 4], [2, 2], [8, 1], [8, 2]])
+def test_documented_mesh_shapes_are_valid_on_their_devices(sizes):
+    plan = make_plan(with_shape(sizes), sizes[0] * sizes[1])
+    assert (plan.size("fsdp"), plan.size("tensor")) == tuple(sizes)
+    assert plan.num_devices == sizes[0] * sizes[1]
+
+
+@pytest.mark.parametrize("sizes", [[4, 2], [8, 1], [1, 8]])
+def test_mesh_shape_and_mesh_mean_the_same(sizes):
+    by_mesh = config_of(mesh={"fsdp": sizes[0], "tensor": sizes[1]})
+    assert make_plan(with_shape(sizes), 8) == make_plan(by_mesh, 8)
+
+
+def test_two_by_two_is_four_devices_and_not_eight():
+    assert make_plan(with_shape([2, 2]), 4).num_devices == 4
+    with pytest.raises(UserError, match="fsdp=2 × tensor=2 = 4, not 8"):
+        make_plan(with_shape([2, 2]), 8)
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 4, "tensor": 2}, {"fsdp": 4}, {"data": -1}, {"data": 1}])
+def test_mesh_shape_beside_an_agreeing_mesh_is_fine(mesh):
+    assert make_plan(with_shape([4, 2], **mesh), 8).mesh == {"fsdp": 4, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "difference"),
+    [
+        ({"fsdp": 2}, "fsdp is 4 by model.mesh_shape and 2 by mesh.fsdp"),
+        ({"fsdp": 1}, "fsdp is 4 by model.mesh_shape and 1 by mesh.fsdp"),
+        ({"fsdp": 4, "tensor": 1}, "tensor is 2 by model.mesh_shape and 1 by mesh.tensor"),
+        ({"data": 2}, "data is 1 by model.mesh_shape and 2 by mesh.data"),
+    ],
+)
+def test_mesh_shape_and_a_differing_mesh_are_refused(mesh, difference):
+    with pytest.raises(UserError) as caught:
+        mesh_sizes(with_shape([4, 2], **mesh))
+    assert caught.value.why == difference
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ([[4], ["fsdp", "tp"]], "1 sizes and 2 names"),
+        ([[4, 2], ["fsdp", "fsdp"]], "names an axis twice"),
+        ([[4, 2], ["model", "tp"]], "`tensor` is given twice"),
+        ([[4, 2], ["fsdp", "tpu"]], "unknown mesh axis `tpu`"),
+        ([[4, 0], ["fsdp", "tp"]], "has size 0"),
+    ],
+)
+def test_impossible_mesh_shapes_are_refused(shape, message):
+    with pytest.raises(UserError, match=message):
+        make_plan(config_of(model={"mesh_shape": shape}), 8)
+
+
+def test_data_takes_what_is_left():
+    plan = make_plan(config_of(mesh={"tensor": 2}), 8)
+    assert plan.mesh == {"data": 4, "tensor": 2}
+    assert plan.batch.replicas == 4
+
+
+def test_axes_are_in_order_and_those_of_size_one_are_not_shown():
+    plan = make_plan(config_of(mesh={"tensor": 2, "fsdp": 1, "pipe": 2, "data": 2}), 8)
+    assert list(plan.mesh.items()) == [("pipe", 2), ("data", 2), ("tensor", 2)]
+    assert make_plan(config_of(), 1).mesh == {}
+
+
+def test_batch_is_solved_over_data_and_fsdp_only():
+    plan = make_plan(
+        config_of(
+            mesh={"fsdp": 2, "tensor": 2, "data": 2},
+            training={"global_batch_size": 64, "micro_batch_size": 4},
+        ),
+        8,
+    )
+    assert (plan.batch.replicas, plan.batch.gradient_accumulation_steps) == (4, 4)
+    assert plan.describe() == "data=2 × fsdp=2 × tensor=2, batch 64 = 4 × 4 × 4, precision no"
+
+
+@pytest.mark.parametrize(
+    ("mixed", "compute", "result"),
+    [
+        (None, None, "no"),
+        ("bf16", None, "bf16"),
+        (None, "fp16", "fp16"),
+        ("bf16", "bf16", "bf16"),
+        ("no", None, "no"),
+    ],
+)
+def test_mixed_precision_is_another_spelling_of_precision(mixed, compute, result):
+    config = config_of(training={"mixed_precision": mixed}, precision={"compute": compute})
+    assert precision(config) == make_plan(config, 1).precision == result
+
+
+@pytest.mark.parametrize(("mixed", "compute"), [("no", "bf16"), ("bf16", "fp16")])
+def test_two_different_precisions_are_refused(mixed, compute):
+    config = config_of(training={"mixed_precision": mixed}, precision={"compute": compute})
+    with pytest.raises(UserError) as caught:
+        make_plan(config, 1)
+    assert f"mixed_precision={mixed}, precision.compute={compute}" in caught.value.why
+
+
+def test_a_pipeline_takes_four_microbatches_per_stage_by_default():
+    plan = make_plan(config_of(mesh={"pipe": 4}), 8)
+    assert (plan.schedule, plan.num_microbatches) == ("1f1b", 16)
+    chosen = config_of(mesh={"pipe": 4}, pipeline={"schedule": "gpipe", "num_microbatches": 6})
+    assert make_plan(chosen, 8).num_microbatches == 6
+    assert "gpipe with 6 microbatches" in make_plan(chosen, 8).describe()
+
+
+def test_without_a_pipe_axis_there_is_no_schedule():
+    plan = make_plan(config_of(pipeline={"num_microbatches": 6}), 8)
+    assert (plan.schedule, plan.num_microbatches) == (None, 1)
+
+
+axis_sizes = st.sampled_from([1, 2, 4])
+
+
+@st.composite
+def plans(draw):
+    mesh = {axis: draw(axis_sizes) for axis in ("pipe", "data", "fsdp", "tensor")}
+    steps = draw(axis_sizes)
+    rules = st.dictionaries(
+        st.text(max_size=6),
+        st.sampled_from(["column", "row"]) | st.lists(st.none() | st.text(max_size=3), max_size=3),
+        max_size=2,
+    )
+    config = config_of(
+        mesh=mesh,
+        training={
+            "micro_batch_size": draw(st.integers(1, 9)),
+            "gradient_accumulation_steps": steps,
+            "sync_gradients_every": draw(st.sampled_from([1, steps])),
+        },
+        sharding={"zero": draw(st.sampled_from([1, 2, 3])), "rules": draw(rules)},
+        precision={"compute": draw(st.sampled_from([None, "no", "bf16", "fp16"]))},
+    )
+    return make_plan(config, mesh["pipe"] * mesh["data"] * mesh["fsdp"] * mesh["tensor"])
+
+
+@quick
+@given(plan=plans())
+def test_a_plan_survives_its_yaml(plan):
+    text = plan.to_yaml()
+    assert Plan.from_yaml(text) == plan
+    assert Plan.from_yaml(text).to_yaml() == text
+
+
+@quick
+@given(text=st.text(max_size=30) | st.text("mesh:batch {}[]-1\n'\"&*!2:0", max_size=30))
+def test_no_text_read_as_a_plan_gives_anything_but_a_user_error(text):
+    with pytest.raises(UserError):
+        Plan.from_yaml(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("fsdp: 4", "fsdp: 2", "data=1 × fsdp=2 = 2, but batch.replicas is 4"),
+        ("fsdp: 4", "fsdp: -1", "all known"),
+        ("fsdp: 4", "fsd: 4", "unknown mesh axis `fsd`"),
+        ("global_batch_size: 32", "global_batch_size: 33", "= 32, but global_batch_size is 33"),
+        ("precision: 'no'", "precision: int8", "`plan.precision=int8` is not valid"),
+        ("matmul:", "matmull:", "did you mean `plan.matmul`"),
+    ],
+)
+def test_an_edited_plan_that_contradicts_itself_is_refused(old, new, message):
+    text = make_plan(config_of(mesh={"fsdp": 4, "tensor": 2}), 8).to_yaml()
+    assert old in text
+    with pytest.raises(UserError, match=message.replace("×", ".")):
+        Plan.from_yaml(text.replace(old, new))
+
+
+def test_a_plan_is_frozen_and_says_what_it_shards():
+    plan = make_plan(config_of(sharding={"zero": 2}), 8)
+    assert plan.sharding == ShardingConfig(zero=2)
+    with pytest.raises(ValueError, match="frozen"):
+        plan.precision = "bf16"
