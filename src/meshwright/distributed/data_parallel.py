@@ -1,0 +1,131 @@
+"""DataParallel: sharded batches, replicated or sharded state, and averaged gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshwright.distributed.leaves import check_mesh_axis, place, place_whole, replicate
+from meshwright.distributed.named_axes import (
+    DEFAULT_AXIS,
+    AxisName,
+    require_axes,
+    resolve_axes,
+    tracks_varying,
+    varying_axes,
+)
+from meshwright.errors import UserError
+
+_STATE_AXES = ("fsdp", "data")
+"""Axes that state is sharded over, first choice first; else the mesh's first axis."""
+
+
+class DataParallel:
+    """Data parallelism on a mesh: every device holds the model and a share of the batch."""
+
+    def create_data_parallel_sharding(self, mesh: Mesh, data_axis: str = "data") -> NamedSharding:
+        """Return the sharding that splits dim 0 over ``data_axis``."""
+        return self.create_data_parallel_sharding_static(mesh, data_axis)
+
+    def shard_batch(self, batch: Any, sharding: NamedSharding) -> Any:
+        """Split every leaf of the batch over the devices; scalars are replicated.
+
+        With several processes each passes the samples it loaded. A dim that does not divide is an
+        error that names the leaf and the numbers.
+        """
+        return self.shard_batch_static(batch, sharding)
+
+    def all_reduce_gradients(
+        self,
+        grads: Any,
+        reduce_type: Literal["mean", "sum"] = "mean",
+        axis_name: AxisName = DEFAULT_AXIS,
+    ) -> Any:
+        """Combine the gradients of all devices along a named axis.
+
+        Inside ``jax.shard_map`` or ``jax.vmap`` pass their axis name. Under plain ``jax.jit``
+        there is no axis: arrays are global, gradients of a mean loss are already the mean over the
+        whole batch, and ``"mean"`` returns them unchanged.
+
+        In ``shard_map`` with ``check_vma`` (its default) JAX sums the gradients of replicated
+        parameters by itself; such gradients are refused, because their mean would be silently
+        too large by the number of devices.
+        """
+        return self.all_reduce_gradients_static(grads, reduce_type, axis_name)
+
+    def shard_model_state(
+        self, state: Any, mesh: Mesh, param_sharding: Literal["replicate", "shard"] = "replicate"
+    ) -> Any:
+        """Copy the state to every device, or split each leaf over the mesh's data axis.
+
+        ``"shard"`` splits the largest dim that divides over ``fsdp``, else ``data``, else the
+        mesh's first axis; a leaf without such a dim is replicated.
+        """
+        if param_sharding == "replicate":
+            return replicate(state, mesh)
+        if param_sharding == "shard":
+            axis = next((name for name in _STATE_AXES if name in mesh.shape), mesh.axis_names[0])
+            return place_whole(state, lambda leaf: _state_sharding(leaf, mesh, axis))
+        raise UserError(
+            f"Unsupported param_sharding: {param_sharding!r}", fix='write "replicate" or "shard"'
+        )
+
+    def replicate_params(self, params: Any, mesh: Mesh) -> Any:
+        """Put a full copy of the parameters on every device of the mesh."""
+        return replicate(params, mesh)
+
+    @staticmethod
+    def create_data_parallel_sharding_static(mesh: Mesh, data_axis: str = "data") -> NamedSharding:
+        """Do what ``create_data_parallel_sharding`` does, without an instance."""
+        check_mesh_axis(mesh, data_axis)
+        return NamedSharding(mesh, PartitionSpec(data_axis))
+
+    @staticmethod
+    def shard_batch_static(batch: Any, sharding: NamedSharding) -> Any:
+        """Do what ``shard_batch`` does, without an instance."""
+        return place(batch, sharding)
+
+    @staticmethod
+    def all_reduce_gradients_static(
+        grads: Any,
+        reduce_type: Literal["mean", "sum"] = "mean",
+        axis_name: AxisName = DEFAULT_AXIS,
+    ) -> Any:
+        """Do what ``all_reduce_gradients`` does, without an instance."""
+        if reduce_type == "sum":
+            axes = require_axes(axis_name, 'all_reduce_gradients with reduce_type="sum"')
+            _check_unreduced(grads, axes)
+            return jax.tree.map(lambda leaf: jax.lax.psum(leaf, axes), grads)
+        if reduce_type == "mean":
+            axes = resolve_axes(axis_name)
+            _check_unreduced(grads, axes)
+            return jax.tree.map(lambda leaf: jax.lax.pmean(leaf, axes), grads) if axes else grads
+        raise UserError(f"Unsupported reduce_type: {reduce_type!r}", fix='write "mean" or "sum"')
+
+
+def _check_unreduced(grads: Any, axes: tuple[str, ...]) -> None:
+    """Refuse gradients that shard_map has already summed: they would be scaled twice."""
+    arrays = [leaf for leaf in jax.tree.leaves(grads) if isinstance(leaf, jax.Array)]
+    for axis in axes:
+        if arrays and tracks_varying(axis) and not any(axis in varying_axes(a) for a in arrays):
+            size = jax.lax.axis_size(axis)
+            raise UserError(
+                f"the gradients are the same on all {size} devices of `{axis}`",
+                why="shard_map with check_vma has already summed the gradients of replicated "
+                f"parameters, so their mean would be {size} times too large",
+                fix="pass check_vma=False to jax.shard_map; or average the loss with jax.lax.pmean "
+                "before differentiating, and leave this call out",
+            )
+
+
+def _state_sharding(leaf: Any, mesh: Mesh, axis: Any) -> NamedSharding:
+    shape = np.shape(leaf)
+    fitting = [dim for dim, size in enumerate(shape) if size and size % mesh.shape[axis] == 0]
+    if not fitting or math.prod(shape) == 0:
+        return NamedSharding(mesh, PartitionSpec())
+    largest = max(fitting, key=lambda dim: shape[dim])
+    return NamedSharding(mesh, PartitionSpec(*(None,) * largest, axis))

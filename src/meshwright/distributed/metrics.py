@@ -1,0 +1,148 @@
+"""DistributedMetrics: means, sums and extremes of metrics over the devices of a named axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshwright.distributed.named_axes import (
+    DEFAULT_AXIS,
+    AxisName,
+    require_axes,
+    resolve_axes,
+    tracks_varying,
+)
+from meshwright.errors import UserError, did_you_mean
+
+Reduction = str | Callable[[jax.Array], jax.Array]
+
+
+class DistributedMetrics:
+    """Combines metrics inside ``jax.shard_map`` or ``jax.vmap``, leaf by leaf.
+
+    Python numbers are the same on every device and pass through. Under plain ``jax.jit`` metrics
+    are global already: mean, max and min return them unchanged, and the others, which need one
+    value per device, are an error.
+    """
+
+    def all_gather(self, metrics: Any, axis_name: AxisName = DEFAULT_AXIS) -> Any:
+        """Stack the values of all devices in a new dim 0."""
+        axes = require_axes(axis_name, "all_gather")
+        return _map_arrays(lambda leaf: _gather(leaf, axes), metrics)
+
+    def reduce_mean(
+        self, metrics: Any, axis_name: AxisName = DEFAULT_AXIS, weights: Any = None
+    ) -> Any:
+        """Average over the devices; with ``weights``, by this device's number of samples.
+
+        ``weights`` is one number per device, or an array that broadcasts to each metric. A device
+        of weight 0 does not count, whatever its value; if all weights are 0 the mean is NaN.
+        """
+        axes = resolve_axes(axis_name)
+        if not axes:
+            return metrics
+        if weights is None:
+            return _map_arrays(lambda leaf: jax.lax.pmean(leaf, axes), metrics)
+        return _map_arrays(lambda leaf: _weighted_mean(leaf, weights, axes), metrics)
+
+    def reduce_sum(self, metrics: Any, axis_name: AxisName = DEFAULT_AXIS) -> Any:
+        """Add up the values of all devices."""
+        axes = require_axes(axis_name, "reduce_sum")
+        return _map_arrays(lambda leaf: jax.lax.psum(leaf, axes), metrics)
+
+    def reduce_max(self, metrics: Any, axis_name: AxisName = DEFAULT_AXIS) -> Any:
+        """Take the largest value of all devices."""
+        axes = resolve_axes(axis_name)
+        return _map_arrays(lambda leaf: jax.lax.pmax(leaf, axes), metrics) if axes else metrics
+
+    def reduce_min(self, metrics: Any, axis_name: AxisName = DEFAULT_AXIS) -> Any:
+        """Take the smallest value of all devices."""
+        axes = resolve_axes(axis_name)
+        return _map_arrays(lambda leaf: jax.lax.pmin(leaf, axes), metrics) if axes else metrics
+
+    def reduce_custom(
+        self,
+        metrics: Mapping[str, Any],
+        reduce_fn: Mapping[str, Reduction | None] | Reduction | None = None,
+        axis_name: AxisName = DEFAULT_AXIS,
+    ) -> dict[str, Any]:
+        """Reduce each metric in its own way.
+
+        ``reduce_fn`` maps metric names to ``"mean"``, ``"sum"``, ``"max"``, ``"min"`` or a function
+        of the values of all devices, stacked in dim 0. One reduction alone holds for all metrics;
+        metrics that are not named are averaged.
+        """
+        chosen = reduce_fn if isinstance(reduce_fn, Mapping) else dict.fromkeys(metrics, reduce_fn)
+        for name in chosen:
+            if name not in metrics:
+                raise UserError(
+                    f"reduce_fn names `{name}`, which is not a metric",
+                    why=f"the metrics are {', '.join(metrics)}",
+                    fix=did_you_mean(name, metrics),
+                )
+        return {
+            name: self._reduce(value, chosen.get(name), axis_name)
+            for name, value in metrics.items()
+        }
+
+    def collect_from_devices(self, metrics: Any) -> Any:
+        """Turn dim 0 of each array into a list of one host value per device.
+
+        Call it on the host, on results whose dim 0 counts devices. Scalars stay as they are. With
+        several processes every process must call it, and gets the values of all.
+        """
+        return jax.tree.map(_split_rows, metrics)
+
+    def _reduce(self, value: Any, reduction: Reduction | None, axis_name: AxisName) -> Any:
+        named = {
+            "mean": self.reduce_mean,
+            "sum": self.reduce_sum,
+            "max": self.reduce_max,
+            "min": self.reduce_min,
+        }
+        if callable(reduction):
+            return _map_arrays(reduction, self.all_gather(value, axis_name))
+        operation = named.get(reduction or "mean")
+        if operation is None:
+            raise UserError(
+                f"Unsupported reduction: {reduction!r}",
+                fix=f"write one of {', '.join(named)}, or pass a function",
+            )
+        return operation(value, axis_name)
+
+
+def _map_arrays(function: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
+    def apply(leaf: Any) -> Any:
+        is_number = isinstance(leaf, int | float | complex) and not isinstance(leaf, np.generic)
+        return leaf if is_number else function(jnp.asarray(leaf))
+
+    return jax.tree.map(apply, tree)
+
+
+def _gather(leaf: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    # Only where types track it can (and must) the result be marked as equal on all devices.
+    tracked = all(tracks_varying(axis) for axis in axes)
+    return jax.lax.all_gather(leaf, axes, to="invarying" if tracked else "varying")
+
+
+def _weighted_mean(leaf: jax.Array, weights: Any, axes: tuple[str, ...]) -> jax.Array:
+    # Token counts overflow 16-bit floats, so totals are kept in at least 32 bits.
+    dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+    weight = jnp.broadcast_to(jnp.asarray(weights, dtype), leaf.shape)
+    # A device without samples may hold NaN, which no weight would silence.
+    weighted = jnp.where(weight == 0, 0, weight * leaf)
+    return jax.lax.psum(weighted, axes) / jax.lax.psum(weight, axes)
+
+
+def _split_rows(leaf: Any) -> Any:
+    if np.ndim(leaf) == 0:
+        return leaf
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        return list(multihost_utils.process_allgather(leaf, tiled=True))
+    return list(np.asarray(leaf))

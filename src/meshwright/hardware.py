@@ -1,0 +1,305 @@
+"""Chips and links: what a device can do, which one is here, and reading ``8xA100-40GB``."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
+from typing import Any, Literal
+
+import yaml
+
+from meshwright.errors import UserError
+
+Topology = Literal["switch", "point_to_point", "torus_2d", "torus_3d", "shared_memory"]
+Platform = Literal["cuda", "rocm", "tpu", "cpu"]
+
+_ROWS = 64
+"""Batch sizes are rounded to multiples of this many rows, which tile well on every chip."""
+
+
+@dataclass(frozen=True)
+class BatchSizeRecommendation:
+    """How many rows a matrix product needs to keep a device busy.
+
+    A row is a sample, or a token in a language model.
+
+    Attributes:
+        min_batch_size: below this most of the device is idle.
+        optimal_batch_size: a round size at which the arithmetic, not the memory, is the limit.
+        critical_batch_size: where memory and arithmetic take equally long (the roofline's knee).
+        notes: where the figures come from.
+    """
+
+    min_batch_size: int
+    optimal_batch_size: int
+    critical_batch_size: int
+    notes: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One kind of chip; figures are for the whole chip, units as in ``hardware.yaml``.
+
+    Attributes:
+        name: how people write it, such as ``A100-40GB``.
+        family: the name shared by its memory variants, such as ``a100``.
+        platform: the JAX platform it belongs to.
+        aliases: other accepted spellings.
+        device_kinds: what JAX reports as ``device_kind``.
+        devices_per_chip: JAX devices that one chip shows.
+        peak_tflops: dense matrix products at ``peak_dtype``, 1e12 FLOP/s.
+        peak_dtype: the 16-bit (on CPU 32-bit) type of that peak.
+        hbm_gb: memory, 1e9 bytes.
+        hbm_tb_per_s: memory bandwidth, 1e12 bytes/s.
+        links_per_chip: fast links that leave the chip.
+        link_gb_per_s: one of those links in one direction, 1e9 bytes/s.
+        topology: how fast links join the chips.
+        fast_domain_chips: the most chips that fast links join; None when nothing limits it.
+        inter_node_gb_per_s: network per chip in one direction; None when it is not published.
+        batch_sizes: recommended batch sizes.
+    """
+
+    name: str
+    family: str
+    platform: Platform
+    aliases: tuple[str, ...] = ()
+    device_kinds: tuple[str, ...]
+    devices_per_chip: int = 1
+    peak_tflops: float
+    peak_dtype: str = "bfloat16"
+    hbm_gb: float
+    hbm_tb_per_s: float
+    links_per_chip: int
+    link_gb_per_s: float
+    topology: Topology
+    fast_domain_chips: int | None
+    inter_node_gb_per_s: float | None
+    batch_sizes: BatchSizeRecommendation
+
+    @property
+    def intra_node_gb_per_s(self) -> float:
+        """All fast links of the chip together, one direction, 1e9 bytes/s."""
+        return self.links_per_chip * self.link_gb_per_s
+
+    @property
+    def tflops_per_device(self) -> float:
+        """Peak of one JAX device, 1e12 FLOP/s."""
+        return self.peak_tflops / self.devices_per_chip
+
+    @property
+    def hbm_gb_per_device(self) -> float:
+        """Memory of one JAX device, 1e9 bytes."""
+        return self.hbm_gb / self.devices_per_chip
+
+    @property
+    def hbm_tb_per_s_per_device(self) -> float:
+        """Memory bandwidth of one JAX device, 1e12 bytes/s."""
+        return self.hbm_tb_per_s / self.devices_per_chip
+
+    @property
+    def devices_per_domain(self) -> int | None:
+        """The most JAX devices that fast links join; None when nothing limits it."""
+        return self.fast_domain_chips and self.fast_domain_chips * self.devices_per_chip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A link that does not belong to one chip; ``gb_per_s`` is one direction, 1e9 bytes/s."""
+
+    name: str
+    gb_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A number of equal devices over a number of nodes (domains of fast links).
+
+    Attributes:
+        chip: what they are.
+        count: JAX devices in all nodes together.
+        nodes: how many groups the fast links form.
+    """
+
+    chip: Chip
+    count: int
+    nodes: int = 1
+
+    @property
+    def devices_per_node(self) -> int:
+        """JAX devices in one node."""
+        return self.count // self.nodes
+
+    def __str__(self) -> str:
+        if self.nodes == 1:
+            return f"{self.count}x{self.chip.name}"
+        return f"{self.nodes}x{self.devices_per_node}x{self.chip.name}"
+
+
+@cache
+def load_chips() -> Mapping[str, Chip]:
+    """Return every known chip by name."""
+    rows: dict[str, dict[str, Any]] = _table()["chips"]
+    return MappingProxyType({name: _chip(name, row) for name, row in rows.items()})
+
+
+@cache
+def load_links() -> Mapping[str, Link]:
+    """Return the known links between chips and machines by name."""
+    rows: dict[str, dict[str, float]] = _table()["links"]
+    return MappingProxyType({name: Link(name=name, **row) for name, row in rows.items()})
+
+
+def unknown_batch_sizes() -> BatchSizeRecommendation:
+    """Return the cautious recommendation for a device that is not in the table."""
+    return _batch_sizes(_table()["unknown_batch_sizes"], "for devices that are not in the table")
+
+
+def roofline_batch_sizes(peak_tflops: float, hbm_tb_per_s: float) -> BatchSizeRecommendation:
+    """Derive batch sizes from the roofline of a 16-bit matrix product.
+
+    With B rows, a weight of two bytes is read once and used for 2·B FLOPs, so memory and
+    arithmetic take equally long at B = FLOP/s ÷ bytes/s. The optimal size is the next multiple of
+    64 above it; the smallest useful one is the power of two at or below a quarter of that.
+    """
+    critical = round(peak_tflops / hbm_tb_per_s)
+    optimal = (critical // _ROWS + 1) * _ROWS
+    return BatchSizeRecommendation(
+        min_batch_size=2 ** int(math.log2(optimal / 4)),
+        optimal_batch_size=optimal,
+        critical_batch_size=critical,
+        notes=f"roofline: {peak_tflops:g} TFLOP/s ÷ {hbm_tb_per_s:g} TB/s",
+    )
+
+
+def find_chip(device_kind: str) -> Chip | None:
+    """Return the chip that JAX reports under this ``device_kind``; None when it is not known.
+
+    The whole text must match: a slice of a chip, or a chip of another form factor with other
+    links, is not the chip whose name it contains.
+    """
+    wanted = _plain(device_kind)
+    for chip in load_chips().values():
+        if wanted in map(_plain, chip.device_kinds):
+            return chip
+    return None
+
+
+def detect(devices: Sequence[Any] | None = None) -> Hardware | None:
+    """Return what these devices (all of JAX's by default) are; None when unknown or mixed.
+
+    Nodes are told apart by slice where JAX reports one, else by process.
+    """
+    if devices is None:
+        import jax
+
+        devices = jax.devices()
+    kinds = {device.device_kind for device in devices}
+    chip = find_chip(kinds.pop()) if len(kinds) == 1 else None
+    if chip is None:
+        return None
+    return Hardware(chip=chip, count=len(devices), nodes=len({_node(d) for d in devices}))
+
+
+def parse_hardware(text: str) -> Hardware:
+    """Read ``8xA100-40GB`` (devices x chip), ``2x8xH100`` (nodes x devices x chip) or ``H200``.
+
+    The numbers count JAX devices. Without a number of nodes, as few as the chip's fast links allow.
+    """
+    number = r"(?:([0-9]{1,7})\s*[x×]\s*)?"
+    match = re.fullmatch(rf"{number}{number}(.+)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise UserError("the hardware is empty", fix="write it as 8xA100-40GB or 2x8xH100")
+    chip = chip_by_name(match[3])
+    numbers = [int(digits) for digits in (match[1], match[2]) if digits] or [chip.devices_per_chip]
+    if 0 in numbers:
+        raise UserError(f"`{text}` has no devices", fix=f"write 1x{chip.name} or more")
+    count = math.prod(numbers)
+    _check_whole_chips(text, chip, numbers[-1])
+    nodes = numbers[0] if len(numbers) == 2 else _fewest_nodes(text, chip, count)
+    return Hardware(chip=chip, count=count, nodes=nodes)
+
+
+def chip_by_name(name: str) -> Chip:
+    """Return the chip people write as ``name``: its name, an alias or JAX's device kind."""
+    wanted = _plain(name)
+    chips = load_chips()
+    for chip in chips.values():
+        if wanted in map(_plain, (chip.name, *chip.aliases, *chip.device_kinds)):
+            return chip
+    variants = [chip.name for chip in chips.values() if _plain(chip.family) == wanted]
+    if variants:
+        raise UserError(
+            f"`{name}` comes in several sizes", fix=f"write {' or '.join(variants)} instead"
+        )
+    spellings = {_plain(s): c.name for c in chips.values() for s in (c.name, *c.aliases, c.family)}
+    close = difflib.get_close_matches(wanted, spellings, n=5, cutoff=0.4)
+    nearest = list(dict.fromkeys(spellings[spelling] for spelling in close))[:3]
+    raise UserError(
+        f"unknown chip `{name}`",
+        why=f"nearest: {', '.join(nearest)}" if nearest else "no chip has a similar name",
+        fix=f"known chips: {', '.join(chips)}",
+    )
+
+
+def _check_whole_chips(text: str, chip: Chip, devices: int) -> None:
+    rest = devices % chip.devices_per_chip
+    if rest:
+        raise UserError(
+            f"`{text}` is not a whole number of chips",
+            why=f"devices are counted, and each {chip.name} is {chip.devices_per_chip} JAX devices",
+            fix=f"write {devices - rest + chip.devices_per_chip} instead of {devices}",
+        )
+
+
+def _fewest_nodes(text: str, chip: Chip, count: int) -> int:
+    domain = chip.devices_per_domain
+    if domain is None or count <= domain:
+        return 1
+    if count % domain:
+        nodes = math.ceil(count / domain)
+        raise UserError(
+            f"`{text}` does not fill its nodes",
+            why=f"fast links join at most {domain} {chip.name} devices, and {count} is not a "
+            f"multiple of {domain}",
+            fix=f"write nodes x devices, such as {nodes}x{math.ceil(count / nodes)}x{chip.name}",
+        )
+    return count // domain
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[\s_-]+", "", text).lower()
+
+
+def _node(device: Any) -> int:
+    slice_index = getattr(device, "slice_index", None)
+    return device.process_index if slice_index is None else slice_index
+
+
+@cache
+def _table() -> dict[str, Any]:
+    text = resources.files("meshwright").joinpath("hardware.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)
+
+
+def _chip(name: str, row: Mapping[str, Any]) -> Chip:
+    given = dict(row)
+    sizes = given.pop("batch_sizes", None)
+    lists = {key: tuple(given.pop(key, ())) for key in ("aliases", "device_kinds")}
+    return Chip(
+        name=name,
+        batch_sizes=_batch_sizes(sizes, "table")
+        if sizes
+        else roofline_batch_sizes(row["peak_tflops"], row["hbm_tb_per_s"]),
+        **lists,
+        **given,
+    )
+
+
+def _batch_sizes(row: Mapping[str, int], notes: str) -> BatchSizeRecommendation:
+    return BatchSizeRecommendation(row["min"], row["optimal"], row["critical"], notes)

@@ -1,0 +1,253 @@
+"""Chips and links: the table, recognising devices, and reading hardware descriptions."""
+
+import dataclasses
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.hardware import (
+    Hardware,
+    detect,
+    find_chip,
+    load_chips,
+    load_links,
+    parse_hardware,
+    roofline_batch_sizes,
+    unknown_batch_sizes,
+)
+
+# Published: dense 16-bit TFLOP/s, memory GB, memory TB/s, fast links GB/s one way, network GB/s.
+PUBLISHED = {
+    "V100-16GB": (125, 16, 0.9, 150, 12),
+    "V100-32GB": (125, 32, 0.9, 150, 12),
+    "A100-40GB": (312, 40, 1.555, 300, 25),
+    "A100-80GB": (312, 80, 2.039, 300, 25),
+    "H100": (989, 80, 3.35, 450, 50),
+    "H200": (989, 141, 4.8, 450, 50),
+    "B200": (2250, 192, 8, 900, 50),
+    "GB200": (2500, 192, 8, 900, 50),
+    "MI300X": (1307, 192, 5.3, 448, 50),
+    "TPU-v4": (275, 32, 1.2, 6 * 45, None),
+    "TPU-v5e": (197, 16, 0.82, 4 * 45, 3.1),
+    "TPU-v5p": (459, 95, 2.765, 6 * 90, 6.25),
+    "TPU-v6e": (918, 32, 1.64, 4 * 90, None),
+    "TPU7x": (2307, 192, 7.4, 1200 / 2, None),
+}
+
+
+def device(kind, process_index=0, slice_index=None):
+    return SimpleNamespace(device_kind=kind, process_index=process_index, slice_index=slice_index)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_chip_has_the_published_figures(name):
+    chip = load_chips()[name]
+    figures = (
+        chip.peak_tflops,
+        chip.hbm_gb,
+        chip.hbm_tb_per_s,
+        chip.intra_node_gb_per_s,
+        chip.inter_node_gb_per_s,
+    )
+    assert figures == PUBLISHED[name]
+
+
+def test_table_holds_the_published_chips_and_cpu():
+    assert set(load_chips()) == {*PUBLISHED, "CPU"}
+
+
+def test_chips_are_frozen_and_loaded_once():
+    assert load_chips() is load_chips()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load_chips()["H100"].hbm_gb = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        load_chips()["X"] = load_chips()["H100"]  # type: ignore[index]
+
+
+def test_no_spelling_names_two_chips():
+    seen: dict[str, str] = {}
+    for chip in load_chips().values():
+        for text in {chip.name, *chip.aliases, *chip.device_kinds}:
+            plain = text.lower().replace(" ", "").replace("-", "")
+            assert seen.setdefault(plain, chip.name) == chip.name
+
+
+def test_infiniband_hdr_is_200_gigabits():
+    assert {name: link.gb_per_s for name, link in load_links().items()} == {
+        "pcie-4.0-x16": 32,
+        "ethernet-10gb": 10 / 8,
+        "infiniband-hdr": 200 / 8,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("TPU v4", "TPU-v4"),
+        ("TPU v5 lite", "TPU-v5e"),
+        ("TPU v5", "TPU-v5p"),
+        ("TPU v5p", "TPU-v5p"),
+        ("TPU v6 lite", "TPU-v6e"),
+        ("TPU7x", "TPU7x"),
+        ("cpu", "CPU"),
+    ],
+)
+def test_device_kind_is_recognised(kind, name):
+    chip = find_chip(kind)
+    assert chip is not None
+    assert chip.name == name
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "NVIDIA GeForce RTX 4090",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA H100 PCIe",
+        "NVIDIA GH200 480GB",
+        "NVIDIA A10",
+        "TPU v4 lite",
+        "gpu",
+        "",
+    ],
+)
+def test_unknown_device_kind_is_not_guessed_at(kind):
+    assert find_chip(kind) is None
+    assert detect([device(kind)]) is None
+
+
+def test_tpu7x_shows_two_devices_per_chip():
+    chip = load_chips()["TPU7x"]
+    assert chip.devices_per_chip == 2
+    assert chip.tflops_per_device == 2307 / 2
+    assert chip.hbm_gb_per_device == 96
+    assert chip.hbm_tb_per_s_per_device == 3.7
+    assert chip.devices_per_domain == 2 * 9216
+
+
+def test_detect_finds_the_virtual_devices():
+    found = detect()
+    assert found is not None
+    assert (found.chip.name, found.count, found.nodes) == ("CPU", 8, 1)
+
+
+def test_detect_counts_nodes_by_slice_then_by_process():
+    by_slice = detect([device("TPU v5p", process_index=i, slice_index=i // 2) for i in range(4)])
+    by_process = detect([device("NVIDIA H200", process_index=i // 2) for i in range(4)])
+    assert by_slice is not None
+    assert by_process is not None
+    assert (by_slice.nodes, by_process.nodes) == (2, 2)
+
+
+def test_detect_does_not_name_a_mixture():
+    assert detect([device("NVIDIA H200"), device("NVIDIA B200")]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "chip", "count", "nodes"),
+    [
+        ("8xA100-40GB", "A100-40GB", 8, 1),
+        ("2x8xH100", "H100", 16, 2),
+        ("16xH100", "H100", 16, 2),
+        ("4×MI300X", "MI300X", 4, 1),
+        ("8 x a100 80gb", "A100-80GB", 8, 1),
+        ("H200", "H200", 1, 1),
+        ("8xTPU7x", "TPU7x", 8, 1),
+        ("TPU7x", "TPU7x", 2, 1),
+        ("256xv5e", "TPU-v5e", 256, 1),
+        ("8xNVIDIA H100 80GB HBM3", "H100", 8, 1),
+        ("1024xCPU", "CPU", 1024, 1),
+        ("8xtpu v5", "TPU-v5p", 8, 1),
+        ("72xGB200", "GB200", 72, 1),
+    ],
+)
+def test_hardware_text_is_read(text, chip, count, nodes):
+    assert parse_hardware(text) == Hardware(chip=load_chips()[chip], count=count, nodes=nodes)
+
+
+def test_hardware_writes_what_it_reads():
+    for text in ("8xA100-40GB", "2x8xH100", "4xTPU7x"):
+        assert str(parse_hardware(text)) == text
+    assert parse_hardware("2x8xH100").devices_per_node == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("8xA100", "A100-40GB or A100-80GB"),
+        ("8xH1000", "nearest: H100"),
+        ("8xB2000", "nearest: B200"),
+        ("zzzz", "known chips: V100-16GB"),
+        ("8x", "unknown chip"),
+        ("", "empty"),
+        ("0xH100", "no devices"),
+        ("3xTPU7x", "write 4 instead of 3"),
+        ("2x3xTPU7x", "write 4 instead of 3"),
+        ("12xH100", "2x6xH100"),
+        ("9" * 5000 + "xH100", "unknown chip"),
+    ],
+)
+def test_bad_hardware_text_says_what_to_write(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_hardware(text)
+
+
+@pytest.mark.parametrize(
+    ("names", "sizes"),
+    [
+        (["TPU-v5e"], (64, 256, 240)),
+        (["TPU-v5p"], (128, 512, 480)),
+        (["TPU-v4"], (64, 256, 192)),
+        (["H100"], (64, 320, 298)),
+        (["A100-40GB", "A100-80GB"], (32, 256, 240)),
+        (["V100-16GB", "V100-32GB"], (16, 128, 96)),
+        (["CPU"], (1, 32, 16)),
+        (["H200"], (64, 256, round(989e12 / 4.8e12))),
+        (["B200"], (64, 320, round(2250e12 / 8e12))),
+        (["MI300X"], (64, 256, round(1307e12 / 5.3e12))),
+        (["TPU-v6e"], (128, 576, round(918e12 / 1.64e12))),
+        (["TPU7x"], (64, 320, round(2307e12 / 7.4e12))),
+    ],
+)
+def test_batch_sizes(names, sizes):
+    for name in names:
+        found = load_chips()[name].batch_sizes
+        triple = (found.min_batch_size, found.optimal_batch_size, found.critical_batch_size)
+        assert triple == sizes
+
+
+def test_unknown_hardware_gets_cautious_batch_sizes():
+    sizes = unknown_batch_sizes()
+    assert (sizes.min_batch_size, sizes.optimal_batch_size, sizes.critical_batch_size) == (
+        32,
+        128,
+        64,
+    )
+
+
+def test_roofline_rule_gives_the_documented_optimal_size():
+    """The rounding rule reproduces every published optimal size from its critical size."""
+    for name in ("TPU-v5e", "TPU-v5p", "TPU-v4", "H100", "A100-40GB", "V100-16GB"):
+        documented = load_chips()[name].batch_sizes
+        derived = roofline_batch_sizes(documented.critical_batch_size, 1.0)
+        assert derived.optimal_batch_size == documented.optimal_batch_size
+        assert "roofline" in derived.notes
+
+
+def test_hardware_does_not_import_jax():
+    code = (
+        "import sys, meshwright.hardware as h; h.parse_hardware('8xH100'); "
+        "sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
