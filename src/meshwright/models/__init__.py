@@ -1,0 +1,38 @@
+"""Plain Flax NNX models, found by kind; a model's own module loads when it is first asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+_BUILDERS = {
+    "gpt": ("gpt", "GPT"),
+    "stacked_gpt": ("stacked", "StackedGPT"),
+    "moe": ("moe", "MoEGPT"),
+    "lstm": ("lstm", "LSTM"),
+    "mlp": ("mlp", "MLP"),
+    "linen_mlp": ("linen_mlp", "linen_mlp"),
+    "conv": ("conv", "ConvNet"),
+    "vit": ("vit", "ViT"),
+    "vae": ("vae", "VAE"),
+}
+
+MODEL_KINDS: tuple[str, ...] = tuple(_BUILDERS)
+"""The kinds `find_builder` knows."""
+
+
+def find_builder(kind: str) -> Callable[..., nnx.Module]:
+    """Return what builds a model of this kind: call it with sizes by keyword and ``rngs=``."""
+    if kind not in _BUILDERS:
+        raise ValueError(f"There is no model kind {kind!r}; the kinds are {', '.join(_BUILDERS)}.")
+    module, name = _BUILDERS[kind]
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+
+
+def build_model(kind: str, *, rngs: nnx.Rngs, **sizes: Any) -> nnx.Module:
+    """Build a model of this kind; sizes left out take the defaults of its class."""
+    return find_builder(kind)(rngs=rngs, **sizes)

@@ -1,0 +1,267 @@
+"""GPT: a decoder-only transformer in the manner of GPT-2."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+QKV = Literal["separate", "fused"]
+"""Three Linear layers for queries, keys and values, or one kernel [D, 3, heads, head_dim]."""
+
+INIT_STD = 0.02
+_init = nnx.initializers.normal(INIT_STD)
+
+
+def residual_std(num_blocks: int) -> float:
+    """Initial deviation of what writes to the residual stream, which 2 writers a block share."""
+    return INIT_STD / math.sqrt(2 * num_blocks)
+
+
+def causal_mask(length: int, segment_ids: Array | None = None) -> Array:
+    """Return who may look at whom: bool [1 or B, T, T], queries by keys.
+
+    A position sees itself and what came before it, within its own document where `segment_ids`
+    [B, T] number the documents packed into a row.
+    """
+    causal = jnp.tril(jnp.ones((length, length), dtype=bool))[None]
+    if segment_ids is None:
+        return causal
+    return causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
+
+
+def attend(query: Array, key: Array, value: Array, mask: Array) -> Array:
+    """softmax(Q·Kᵀ/√C)·V for each head; every group of query heads shares one key/value head.
+
+    Args:
+        query: [B, T, H, C].
+        key: [B, S, K, C], where K divides H.
+        value: [B, S, K, C].
+        mask: bool [1 or B, T, S], true where a query may look.
+
+    Returns:
+        [B, T, H, C].
+    """
+    batch, length, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    query = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    scores = jnp.einsum("btkgc,bskc->bkgts", query, key) / math.sqrt(head_dim)
+    # Half precision loses the small weights of a long row; float64 stays what it is.
+    scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(scores.dtype).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    mixed = jnp.einsum("bkgts,bskc->btkgc", weights, value)
+    return mixed.reshape(batch, length, num_heads, head_dim)
+
+
+def check_heads(*, hidden_size: int, num_heads: int, num_kv_heads: int, qkv: QKV) -> None:
+    """Refuse head counts that do not divide, and a fused kernel for unequal head counts."""
+    if hidden_size % num_heads:
+        raise ValueError(f"hidden_size={hidden_size} does not divide by num_heads={num_heads}.")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads={num_heads} does not divide by num_kv_heads={num_kv_heads}.")
+    if qkv == "fused" and num_kv_heads != num_heads:
+        raise ValueError(
+            f"qkv='fused' needs as many key/value heads as query heads, but num_kv_heads="
+            f"{num_kv_heads} and num_heads={num_heads}; write qkv='separate'."
+        )
+
+
+class Attention(nnx.Module):
+    """Self-attention: project to heads, attend, project back. [B, T, D] → [B, T, D]."""
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        qkv: QKV,
+        out_std: float,
+        rngs: nnx.Rngs,
+    ) -> None:
+        check_heads(
+            hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads, qkv=qkv
+        )
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = hidden_size // num_heads
+        self.fused = qkv == "fused"
+        if self.fused:
+            heads = (3, num_heads, self.head_dim)
+            self.qkv = nnx.LinearGeneral(hidden_size, heads, kernel_init=_init, rngs=rngs)
+        else:
+            kv_size = num_kv_heads * self.head_dim
+            linear = partial(nnx.Linear, hidden_size, kernel_init=_init, rngs=rngs)
+            self.query = linear(hidden_size)
+            self.key = linear(kv_size)
+            self.value = linear(kv_size)
+        out_init = nnx.initializers.normal(out_std)
+        self.out = nnx.Linear(hidden_size, hidden_size, kernel_init=out_init, rngs=rngs)
+
+    def __call__(self, x: Array, mask: Array) -> Array:
+        """Mix the positions of x [B, T, D] as `mask` (bool [1 or B, T, T]) allows."""
+        return self.out(attend(*self.project(x), mask).reshape(x.shape))
+
+    def project(self, x: Array) -> tuple[Array, Array, Array]:
+        """Return queries [B, T, H, C], keys and values [B, T, K, C]."""
+        if self.fused:
+            qkv = self.qkv(x)
+            return qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        queries = (*x.shape[:2], self.num_heads, self.head_dim)
+        pairs = (*x.shape[:2], self.num_kv_heads, self.head_dim)
+        return (
+            self.query(x).reshape(queries),
+            self.key(x).reshape(pairs),
+            self.value(x).reshape(pairs),
+        )
+
+
+class FeedForward(nnx.Module):
+    """W₂·gelu(W₁·x) with four times the width inside. [B, T, D] → [B, T, D]."""
+
+    def __init__(self, *, hidden_size: int, out_std: float, rngs: nnx.Rngs) -> None:
+        out_init = nnx.initializers.normal(out_std)
+        self.up = nnx.Linear(hidden_size, 4 * hidden_size, kernel_init=_init, rngs=rngs)
+        self.down = nnx.Linear(4 * hidden_size, hidden_size, kernel_init=out_init, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """Transform each position of x [B, T, D] on its own."""
+        return self.down(jax.nn.gelu(self.up(x)))
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)). [B, T, D] → [B, T, D]."""
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        qkv: QKV,
+        dropout: float,
+        out_std: float,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.attention_norm = nnx.LayerNorm(hidden_size, epsilon=1e-5, rngs=rngs)
+        self.attention = Attention(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            qkv=qkv,
+            out_std=out_std,
+            rngs=rngs,
+        )
+        self.mlp_norm = nnx.LayerNorm(hidden_size, epsilon=1e-5, rngs=rngs)
+        self.mlp = FeedForward(hidden_size=hidden_size, out_std=out_std, rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x: Array, mask: Array) -> Array:
+        """Add both halves to the residual stream x [B, T, D]."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class Vocabulary(nnx.Module):
+    """The two ends of a language model: tokens to vectors, and vectors back to logits."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        context_length: int,
+        hidden_size: int,
+        dropout: float,
+        tied_embeddings: bool,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.context_length = context_length
+        embed = partial(nnx.Embed, features=hidden_size, embedding_init=_init, rngs=rngs)
+        self.tokens = embed(vocab_size)
+        self.positions = embed(context_length)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.norm = nnx.LayerNorm(hidden_size, epsilon=1e-5, rngs=rngs)
+        linear = partial(nnx.Linear, use_bias=False, kernel_init=_init, rngs=rngs)
+        self.head = None if tied_embeddings else linear(hidden_size, vocab_size)
+
+    def encode(self, tokens: Array) -> Array:
+        """Embed tokens [B, T] and their positions: [B, T, D]."""
+        length = tokens.shape[1]
+        if length > self.context_length:
+            raise ValueError(
+                f"The model knows {self.context_length} positions, but the batch has {length} "
+                f"tokens a row; build it with context_length={length} or shorten the rows."
+            )
+        return self.dropout(self.tokens(tokens) + self.positions(jnp.arange(length)))
+
+    def decode(self, x: Array) -> Array:
+        """Score every token of the vocabulary: [B, T, D] → logits [B, T, V]."""
+        x = self.norm(x)
+        return self.tokens.attend(x) if self.head is None else self.head(x)
+
+
+class GPT(nnx.Module):
+    """Decoder-only language model; the default sizes are those of ``gpt2_tiny``.
+
+    Args:
+        vocab_size: V, tokens in the vocabulary.
+        context_length: the longest row of tokens; positions are learned.
+        num_blocks: transformer blocks.
+        hidden_size: D, width of the residual stream.
+        num_heads: H, query heads of D / H dims each.
+        num_kv_heads: K, key/value heads; fewer than H is grouped-query attention, None means H.
+        qkv: whether queries, keys and values have a kernel each or share one.
+        dropout: rate on the embedded tokens and on both branches of every block.
+        tied_embeddings: whether the token embedding is also the output layer.
+        rngs: streams ``params`` and ``dropout``.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 1024,
+        context_length: int = 128,
+        num_blocks: int = 4,
+        hidden_size: int = 256,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        qkv: QKV = "separate",
+        dropout: float = 0.1,
+        tied_embeddings: bool = True,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.vocabulary = Vocabulary(
+            vocab_size=vocab_size,
+            context_length=context_length,
+            hidden_size=hidden_size,
+            dropout=dropout,
+            tied_embeddings=tied_embeddings,
+            rngs=rngs,
+        )
+        block = partial(
+            Block,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads or num_heads,
+            qkv=qkv,
+            dropout=dropout,
+            out_std=residual_std(num_blocks),
+        )
+        self.blocks = nnx.List([block(rngs=rngs) for _ in range(num_blocks)])
+
+    def __call__(self, tokens: Array, *, segment_ids: Array | None = None) -> Array:
+        """Return next-token logits [B, T, V] for tokens [B, T], T at most `context_length`.
+
+        `segment_ids` [B, T] keep documents packed into one row from seeing each other.
+        """
+        mask = causal_mask(tokens.shape[1], segment_ids)
+        x = self.vocabulary.encode(tokens)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.vocabulary.decode(x)

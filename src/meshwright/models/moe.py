@@ -1,0 +1,146 @@
+"""MoEGPT: the GPT whose feed-forward halves are mixtures of experts, written with einsum."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from meshwright.models.gpt import INIT_STD, Attention, Vocabulary, causal_mask, residual_std
+
+
+class Experts(nnx.Module):
+    """Σₑ gₑ(x)·Wₑ·gelu(Uₑ·x) with gates g = softmax(router(x)). [B, T, D] → [B, T, D].
+
+    Dispatch is dense: every expert sees every token, so no token is dropped and there is no
+    capacity to choose.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_experts: int,
+        expert_size: int,
+        out_std: float,
+        rngs: nnx.Rngs,
+    ) -> None:
+        init = nnx.initializers.normal(INIT_STD)
+        out_init = nnx.initializers.normal(out_std)
+        up_shape = (num_experts, hidden_size, expert_size)
+        down_shape = (num_experts, expert_size, hidden_size)
+        self.router = nnx.Linear(
+            hidden_size, num_experts, use_bias=False, kernel_init=init, rngs=rngs
+        )
+        self.up = nnx.Param(init(rngs.params(), up_shape, jnp.float32))
+        self.down = nnx.Param(out_init(rngs.params(), down_shape, jnp.float32))
+
+    def gates(self, x: Array) -> Array:
+        """How much each expert counts for each token: [B, T, E], sums to one over E."""
+        scores = self.router(x)
+        scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+        return jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+
+    def __call__(self, x: Array) -> Array:
+        """Mix the experts' answers for each position of x [B, T, D]."""
+        inside = jax.nn.gelu(jnp.einsum("btd,edf->btef", x, self.up[...]))
+        gated = inside * self.gates(x)[..., None]
+        return jnp.einsum("btef,efd->btd", gated, self.down[...])
+
+
+class MoEBlock(nnx.Module):
+    """x + attention(norm(x)), then x + experts(norm(x)). [B, T, D] → [B, T, D]."""
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_experts: int,
+        expert_size: int,
+        dropout: float,
+        out_std: float,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.attention_norm = nnx.LayerNorm(hidden_size, epsilon=1e-5, rngs=rngs)
+        self.attention = Attention(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            qkv="separate",
+            out_std=out_std,
+            rngs=rngs,
+        )
+        self.experts_norm = nnx.LayerNorm(hidden_size, epsilon=1e-5, rngs=rngs)
+        self.experts = Experts(
+            hidden_size=hidden_size,
+            num_experts=num_experts,
+            expert_size=expert_size,
+            out_std=out_std,
+            rngs=rngs,
+        )
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x: Array, mask: Array) -> Array:
+        """Add both halves to the residual stream x [B, T, D]."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
+        return x + self.dropout(self.experts(self.experts_norm(x)))
+
+
+class MoEGPT(nnx.Module):
+    """Decoder-only language model with a mixture of experts in every block.
+
+    Args:
+        vocab_size: V, tokens in the vocabulary.
+        context_length: the longest row of tokens.
+        num_blocks: transformer blocks.
+        hidden_size: D, width of the residual stream.
+        num_heads: attention heads.
+        num_experts: E, experts in each block.
+        expert_size: F, width inside one expert.
+        dropout: rate on the embedded tokens and on both branches of every block.
+        rngs: streams ``params`` and ``dropout``.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 1024,
+        context_length: int = 128,
+        num_blocks: int = 2,
+        hidden_size: int = 128,
+        num_heads: int = 4,
+        num_experts: int = 4,
+        expert_size: int = 256,
+        dropout: float = 0.1,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.vocabulary = Vocabulary(
+            vocab_size=vocab_size,
+            context_length=context_length,
+            hidden_size=hidden_size,
+            dropout=dropout,
+            tied_embeddings=True,
+            rngs=rngs,
+        )
+        block = partial(
+            MoEBlock,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_experts=num_experts,
+            expert_size=expert_size,
+            dropout=dropout,
+            out_std=residual_std(num_blocks),
+        )
+        self.blocks = nnx.List([block(rngs=rngs) for _ in range(num_blocks)])
+
+    def __call__(self, tokens: Array, *, segment_ids: Array | None = None) -> Array:
+        """Return next-token logits [B, T, V] for tokens [B, T]."""
+        mask = causal_mask(tokens.shape[1], segment_ids)
+        x = self.vocabulary.encode(tokens)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.vocabulary.decode(x)
