@@ -1,0 +1,168 @@
+"""Rules for equations that hold programs of their own: loops, branches, calls.
+
+A nested program is walked anew at every call, with dims of its own: JAX shares one jaxpr between
+calls that have nothing to do with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from meshwright.program.dims.atoms import Dim, Dims
+from meshwright.program.dims.op import Op, Value, is_inexact, shape_of
+from meshwright.program.jaxprs import Jaxpr, scan_counts
+
+Enter = Callable[[Jaxpr, Sequence[Value], int], list[Value]]
+"""Walks a nested program, run so many times; returns its results."""
+
+CallRule = Callable[[Op, Enter], list[Value]]
+
+_BODY_KEYS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
+
+
+def body_of(op: Op) -> Jaxpr | None:
+    """Return the program of a plain call: one that takes and returns what the equation does."""
+    for key in _BODY_KEYS:
+        body = _open(op.params.get(key))
+        if body is not None and _fits(body.invars, op.avals) and _fits(body.outvars, op.out_avals):
+            return body
+    return None
+
+
+def call(op: Op, enter: Enter) -> list[Value]:
+    """Walk the body of jit, remat, a custom derivative rule or the like."""
+    body = body_of(op)
+    assert body is not None
+    return enter(body, op.operands, 1)
+
+
+def scan(op: Op, enter: Enter) -> list[Value]:
+    """Walk the body once: carries keep their dims, the loop runs through the stacked ones."""
+    consts, carries = scan_counts(op.equation)
+    body, length = _body(op, "jaxpr"), op.params["length"]
+    start = consts + carries
+    values = list(op.operands[:consts])
+    values += _carried(op, range(consts, start))
+    values += [_sliced(value) for value in op.operands[start:]]
+
+    loop = op.factors.dim(length)
+    for operand in range(start, len(op.operands)):
+        op.unify(loop, op.dims(operand)[0])
+        op.note("block", [loop], op.nbytes(operand))
+    results = enter(body, values, length)
+    for before, after in zip(op.operands[consts:start], results[:carries], strict=True):
+        op.unify_all(before.dims, after.dims)
+    if results[carries:]:
+        op.note("block", [loop], sum(op.out_nbytes(i) for i in range(carries, len(results))))
+    stacked = [value._replace(dims=(loop, *value.dims)) for value in results[carries:]]
+    return results[:carries] + stacked
+
+
+def while_loop(op: Op, enter: Enter) -> list[Value]:
+    """Walk condition and body once; how often they run is not known, so it counts once."""
+    in_test, in_body = op.params["cond_nconsts"], op.params["body_nconsts"]
+    start = in_test + in_body
+    carried = _carried(op, range(start, len(op.operands)))
+    enter(_body(op, "cond_jaxpr"), [*op.operands[:in_test], *carried], 1)
+    results = enter(_body(op, "body_jaxpr"), [*op.operands[in_test:start], *carried], 1)
+    for before, after in zip(carried, results, strict=True):
+        op.unify_all(before.dims, after.dims)
+    return results
+
+
+def cond(op: Op, enter: Enter) -> list[Value]:
+    """Walk every branch and merge their results."""
+    branches = [enter(_closed(branch), op.operands[1:], 1) for branch in op.params["branches"]]
+    merged = list[Value]()
+    for first, *others in zip(*branches, strict=True):
+        for other in others:
+            op.unify_all(first.dims, other.dims)
+        merged.append(_either([first, *others]))
+    return merged
+
+
+def shard_map(op: Op, enter: Enter) -> list[Value]:
+    """Walk a program already divided by hand: inside, a divided dim is its minor factor."""
+    body = _body(op, "jaxpr")
+    values = [
+        value._replace(dims=_local(op, operand, shape_of(var.aval)))
+        for operand, (value, var) in enumerate(zip(op.operands, body.invars, strict=True))
+    ]
+    results = enter(body, values, 1)
+    return [
+        value._replace(dims=_whole(op, value.dims, shape_of(var.aval), op.out_shape(result)))
+        for result, (value, var) in enumerate(zip(results, body.outvars, strict=True))
+    ]
+
+
+def _local(op: Op, operand: int, shape: Sequence[int]) -> Dims:
+    dims = list[Dim]()
+    for dim, size, local in zip(op.dims(operand), op.shape(operand), shape, strict=True):
+        devices, part = op.factors.dim(size // local), op.factors.dim(local)
+        if op.unify(dim, devices + part):
+            part = op.factors.dim(local)
+        op.note("block", [devices], op.nbytes(operand))
+        dims.append(part)
+    return tuple(dims)
+
+
+def _whole(op: Op, dims: Dims, local: Sequence[int], shape: Sequence[int]) -> Dims:
+    sizes = zip(dims, local, shape, strict=True)
+    return tuple(op.factors.dim(size // part) + dim for dim, part, size in sizes)
+
+
+def _carried(op: Op, operands: Iterable[int]) -> list[Value]:
+    """Return the carries as the body sees them: after one turn they may depend on everything."""
+    after = _either(op.operands)
+    return [
+        op.operands[operand]._replace(
+            params=frozenset(),
+            has_data=after.has_data,
+            has_grad=after.has_grad and is_inexact(op.avals[operand]),
+        )
+        for operand in operands
+    ]
+
+
+def _either(values: Sequence[Value]) -> Value:
+    """Return the first value with what holds for any of them."""
+    if not values:
+        return Value((), frozenset(), False, False, -1)
+    return values[0]._replace(
+        params=frozenset[int]().union(*(value.params for value in values)),
+        has_data=any(value.has_data for value in values),
+        has_grad=any(value.has_grad for value in values),
+    )
+
+
+def _sliced(value: Value) -> Value:
+    return value._replace(dims=value.dims[1:])
+
+
+def _body(op: Op, key: str) -> Jaxpr:
+    return _closed(op.params[key])
+
+
+def _closed(program: Any) -> Jaxpr:
+    body = _open(program)
+    assert body is not None
+    return body
+
+
+def _open(program: Any) -> Jaxpr | None:
+    """Return the jaxpr inside a closed one, or an open one as it is."""
+    inner = getattr(program, "jaxpr", program)
+    return inner if isinstance(inner, Jaxpr) else None
+
+
+def _fits(variables: Sequence[Any], avals: Sequence[Any]) -> bool:
+    return [shape_of(v.aval) for v in variables] == [shape_of(a) for a in avals]
+
+
+RULES: Mapping[str, CallRule] = {
+    "scan": scan,
+    "while": while_loop,
+    "cond": cond,
+    "shard_map": shard_map,
+}

@@ -1,0 +1,283 @@
+"""Dim classes of a traced program: which dims belong together, and what sharding them costs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from meshwright.program.dims.atoms import Atom, Dim, atoms
+from meshwright.program.dims.op import EventKind, KernelUse, Log, LoggedEvent, nbytes_of, shape_of
+from meshwright.program.dims.walk import Frame, Walk
+from meshwright.program.jaxprs import ClosedJaxpr
+
+LeafRole = Literal["param", "state", "batch"]
+
+
+class LeafLabel(NamedTuple):
+    """What an input of the program is: its role and its canonical path."""
+
+    role: LeafRole
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeafDims:
+    """An input of the program and its dims.
+
+    Attributes:
+        role: trained parameter, other state, or batch.
+        path: canonical path, such as ``blocks.0.mlp.up.kernel``.
+        shape: its shape.
+        nbytes: its bytes.
+        dims: for each dim its atoms, major first; a dim of size 1 has none.
+        uses: how dots, convolutions and lookups over data use its classes; empty for leaves that
+            take part in no such operation (biases, scales, position tables that are added).
+    """
+
+    role: LeafRole
+    path: str
+    shape: tuple[int, ...]
+    nbytes: int
+    dims: tuple[tuple[Atom, ...], ...]
+    uses: Mapping[KernelUse, frozenset[int]]
+
+    @property
+    def is_kernel(self) -> bool:
+        """Whether data is multiplied with it or looked up in it."""
+        return bool(self.uses)
+
+    def dims_used_as(self, *uses: KernelUse) -> tuple[int, ...]:
+        """Return the positions of the dims that are used in one of these ways."""
+        classes = frozenset[int]().union(*(self.uses.get(use, frozenset()) for use in uses))
+        return tuple(
+            d for d, dim in enumerate(self.dims) if any(atom.id in classes for atom in dim)
+        )
+
+
+class Roles(NamedTuple):
+    """Which dims the words column and row mean for a kernel, major first.
+
+    Attributes:
+        column: dims that reach the output of its matrix product (or lookup).
+        row: dims that are contracted (or looked up).
+    """
+
+    column: tuple[int, ...]
+    row: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something an operation does with a class that costs communication if it is sharded.
+
+    Attributes:
+        kind: what happens, see `EventKind`.
+        classes: the classes concerned.
+        nbytes: bytes of the array that would be reduced or gathered, each time.
+        times: how often the surrounding loops run the operation (unknown counts are 1).
+        primitive: the operation.
+        path: its module; empty if unknown.
+        source: the array that is spread or gathered; partial results for one array are merged
+            before they travel, so events that share a source cost once. -1 if it has none.
+    """
+
+    kind: EventKind
+    classes: frozenset[int]
+    nbytes: int
+    times: int
+    primitive: str
+    path: str
+    source: int
+
+    @property
+    def total(self) -> int:
+        """Bytes over all times."""
+        return self.nbytes * self.times
+
+    @property
+    def blocking(self) -> bool:
+        """Whether the operation needs the class whole."""
+        return self.kind in ("gather", "block")
+
+
+@dataclass(frozen=True)
+class DimClasses:
+    """The dim classes of one traced program.
+
+    Attributes:
+        root: the dims of every variable, nested calls included.
+        leaves: the program's inputs in order.
+        batch: classes of the first dim of the batch.
+        heads: classes of kernels that run side by side in products of data with data, as
+            attention heads do.
+        inside_heads: classes those products contract: the dim of a head, the sequence.
+        channels: classes of convolution channels.
+        events: what would cost communication, in program order.
+    """
+
+    root: Frame
+    leaves: tuple[LeafDims, ...]
+    batch: frozenset[int]
+    heads: frozenset[int]
+    inside_heads: frozenset[int]
+    channels: frozenset[int]
+    events: tuple[Event, ...]
+
+    @cached_property
+    def params(self) -> tuple[LeafDims, ...]:
+        """The trained parameters."""
+        return tuple(leaf for leaf in self.leaves if leaf.role == "param")
+
+    @cached_property
+    def vocabularies(self) -> frozenset[int]:
+        """Classes that data is looked up in."""
+        empty = frozenset[int]()
+        return empty.union(*(leaf.uses.get("lookup", empty) for leaf in self.leaves))
+
+    @cached_property
+    def _leaf_by_path(self) -> Mapping[str, LeafDims]:
+        return {leaf.path: leaf for leaf in self.leaves}
+
+    @cached_property
+    def _events_by_class(self) -> Mapping[int, list[int]]:
+        numbers = defaultdict[int, list[int]](list)
+        for number, event in enumerate(self.events):
+            for name in event.classes:
+                numbers[name].append(number)
+        return numbers
+
+    @cached_property
+    def _leaves_by_class(self) -> Mapping[int, list[int]]:
+        positions = defaultdict[int, list[int]](list)
+        for position, leaf in enumerate(self.leaves):
+            for name in _ids(leaf.dims):
+                positions[name].append(position)
+        return positions
+
+    def leaves_with(self, classes: Iterable[int]) -> list[int]:
+        """Return the positions of the inputs that have a dim of any of these classes."""
+        return sorted({i for name in classes for i in self._leaves_by_class.get(name, ())})
+
+    def leaf(self, path: str) -> LeafDims:
+        """Return the input with this canonical path."""
+        return self._leaf_by_path[path]
+
+    def roles_of(self, path: str) -> Roles:
+        """Return which dims of a kernel are its columns and its rows."""
+        leaf = self.leaf(path)
+        column, row = leaf.dims_used_as("column"), leaf.dims_used_as("row")
+        if column or row:
+            return Roles(column, row)
+        return Roles(leaf.dims_used_as("entry"), leaf.dims_used_as("lookup"))
+
+    def events_of(self, classes: Iterable[int]) -> list[Event]:
+        """Return what happens to any of these classes, in program order."""
+        found = {number for name in classes for number in self._events_by_class.get(name, ())}
+        return [self.events[number] for number in sorted(found)]
+
+    def traffic(self, classes: Iterable[int]) -> int:
+        """Return the bytes each device sends per training step if these classes are sharded.
+
+        A large axis is assumed: a reduction sends its array twice (scatter, then gather), a gather
+        once.
+        """
+        once = dict[tuple[EventKind, int], int]()
+        for number, event in enumerate(self.events_of(classes)):
+            key = (event.kind, event.source if event.source >= 0 else -1 - number)
+            trips = 1 if event.blocking else 2
+            once[key] = max(once.get(key, 0), trips * event.total)
+        return sum(once.values())
+
+
+def find_dim_classes(program: ClosedJaxpr, labels: Sequence[LeafLabel]) -> DimClasses:
+    """Find the dim classes of a traced loss.
+
+    Args:
+        program: the loss as a jaxpr over flat leaves.
+        labels: what each input of the program is, in order.
+    """
+    walk = Walk()
+    inputs = [
+        walk.input(
+            variable.aval,
+            leaf=position if label.role == "param" else None,
+            has_data=label.role == "batch",
+        )
+        for position, (variable, label) in enumerate(zip(program.jaxpr.invars, labels, strict=True))
+    ]
+    root, _ = walk.run(program.jaxpr, inputs)
+    uses = _uses(walk.log)
+    leaves = tuple(
+        LeafDims(
+            role=label.role,
+            path=label.path,
+            shape=shape_of(variable.aval),
+            nbytes=nbytes_of(variable.aval),
+            dims=root.dims(variable),
+            uses=uses.get(position, {}),
+        )
+        for position, (variable, label) in enumerate(zip(program.jaxpr.invars, labels, strict=True))
+    )
+    batch = _ids(leaf.dims[0] for leaf in leaves if leaf.role == "batch" and leaf.dims)
+    heads, inside_heads = _attention(walk.log, leaves)
+    return DimClasses(
+        root=root,
+        leaves=leaves,
+        batch=batch,
+        heads=heads,
+        inside_heads=inside_heads,
+        channels=_class_ids(walk.log.channels) - batch,
+        events=tuple(map(_final, walk.log.events)),
+    )
+
+
+def _uses(log: Log) -> Mapping[int, Mapping[KernelUse, frozenset[int]]]:
+    uses = defaultdict[int, dict[KernelUse, frozenset[int]]](dict)
+    for leaves, use, dim in log.uses:
+        for leaf in leaves:
+            uses[leaf][use] = uses[leaf].get(use, frozenset()) | _class_ids([dim])
+    return uses
+
+
+def _attention(log: Log, leaves: Sequence[LeafDims]) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the classes of heads and those contracted inside them.
+
+    Heads run side by side in products of data with data. Where such a product contracts a dim of
+    kernels, as queries with keys do, the other dims of kernels in it count heads too: the queries
+    that share a key head.
+    """
+    of_data = _ids(dim for leaf in leaves if leaf.role == "batch" for dim in leaf.dims)
+    of_kernels = _ids(dim for leaf in leaves if leaf.is_kernel for dim in leaf.dims) - of_data
+    heads, inside = set[int](), set[int]()
+    for product in log.products:
+        shared = _class_ids(product.shared) & of_kernels
+        if shared:
+            contracted = _class_ids(product.contracted)
+            heads |= shared
+            inside |= contracted
+            if contracted & of_kernels:
+                heads |= _class_ids(product.free) & of_kernels
+    return frozenset(heads), frozenset(inside - heads)
+
+
+def _final(event: LoggedEvent) -> Event:
+    return Event(
+        kind=event.kind,
+        classes=_class_ids(event.dims),
+        nbytes=event.nbytes,
+        times=event.times,
+        primitive=event.primitive,
+        path=event.path,
+        source=event.source,
+    )
+
+
+def _class_ids(dims: Iterable[Dim]) -> frozenset[int]:
+    return _ids(map(atoms, dims))
+
+
+def _ids(dims: Iterable[Iterable[Atom]]) -> frozenset[int]:
+    return frozenset(atom.id for dim in dims for atom in dim)

@@ -1,0 +1,252 @@
+"""What a propagation rule works with: one equation, the values it reads, and the log it writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from meshwright.program.dims.atoms import Dim, Dims, Factors
+from meshwright.program.jaxprs import Equation
+
+Shape = tuple[int, ...]
+
+EventKind = Literal["contract", "reduce", "spread", "gather", "block"]
+"""What happens to a class at an operation, and what sharding the class would cost there.
+
+- ``contract``: a dot or convolution sums over it: the result is reduced over the devices.
+- ``reduce``: a sum, maximum or lookup runs over it: the result is reduced over the devices.
+- ``spread``: an operand without the class is used for every index of it: the operand's gradient
+  is reduced over the devices in the backward pass.
+- ``gather``: the operation needs or makes the whole dim: the operand is gathered first, or the
+  result's gradient in the backward pass.
+- ``block``: the class must stay whole: the operation tells its indices apart (the query, key and
+  value of a fused kernel), runs through them one at a time, or is not known.
+"""
+
+KernelUse = Literal["row", "column", "batched", "lookup", "entry"]
+"""How an operation uses a dim of a parameter: a dot contracts it (row), passes it to the result
+(column) or shares it with the data index by index (batched); a lookup picks an index of it, or
+returns all of it (entry)."""
+
+
+class Value(NamedTuple):
+    """What is known about one array of the program.
+
+    Attributes:
+        dims: its dims.
+        params: leaves it is computed from, as long as no data has entered.
+        has_data: whether it depends on the batch.
+        has_grad: whether a gradient flows through it to a parameter.
+        source: equal for values that are the same numbers, only cast or rearranged.
+    """
+
+    dims: Dims
+    params: frozenset[int]
+    has_data: bool
+    has_grad: bool
+    source: int
+
+
+class LoggedEvent(NamedTuple):
+    """An event before the classes are final; the fields are those of `Event`."""
+
+    kind: EventKind
+    dims: Dims
+    nbytes: int
+    times: int
+    primitive: str
+    path: str
+    source: int
+
+
+class LoggedUse(NamedTuple):
+    """A dim of some parameters used by a dot, convolution or lookup."""
+
+    leaves: frozenset[int]
+    use: KernelUse
+    dim: Dim
+
+
+class Product(NamedTuple):
+    """The dims of a product of data with data: side by side, contracted, and of one side only."""
+
+    shared: Dims
+    contracted: Dims
+    free: Dims
+
+
+@dataclass(slots=True)
+class Log:
+    """Everything the rules noted on the way.
+
+    Attributes:
+        events: what would cost communication.
+        uses: how parameters are used.
+        products: the products of data with data.
+        channels: the dims of convolution channels.
+    """
+
+    events: list[LoggedEvent] = field(default_factory=list[LoggedEvent])
+    uses: list[LoggedUse] = field(default_factory=list[LoggedUse])
+    products: list[Product] = field(default_factory=list[Product])
+    channels: list[Dim] = field(default_factory=list[Dim])
+
+
+@dataclass(slots=True)
+class Op:
+    """One equation at one place of the program.
+
+    Attributes:
+        equation: the equation itself.
+        operands: what is known about the inputs.
+        path: the module it belongs to; empty if unknown.
+        times: how often the surrounding loops run it.
+    """
+
+    equation: Equation
+    operands: Sequence[Value]
+    path: str
+    times: int
+    factors: Factors
+    log: Log
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return self.equation.primitive.name
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """The primitive's parameters."""
+        return self.equation.params
+
+    @property
+    def avals(self) -> list[Any]:
+        """The shapes and dtypes of the operands."""
+        return [atom.aval for atom in self.equation.invars]
+
+    @property
+    def out_avals(self) -> list[Any]:
+        """The shapes and dtypes of the results."""
+        return [variable.aval for variable in self.equation.outvars]
+
+    def dims(self, operand: int = 0) -> Dims:
+        """Return the dims of an operand."""
+        return self.operands[operand].dims
+
+    def shape(self, operand: int = 0) -> Shape:
+        """Return the shape of an operand."""
+        return shape_of(self.equation.invars[operand].aval)
+
+    def out_shape(self, result: int = 0) -> Shape:
+        """Return the shape of a result."""
+        return shape_of(self.equation.outvars[result].aval)
+
+    def nbytes(self, operand: int = 0) -> int:
+        """Return the bytes of an operand."""
+        return nbytes_of(self.equation.invars[operand].aval)
+
+    def out_nbytes(self, result: int = 0) -> int:
+        """Return the bytes of a result."""
+        return nbytes_of(self.equation.outvars[result].aval)
+
+    def fresh(self, result: int = 0) -> Dims:
+        """Return new dims for a result, unrelated to the operands'."""
+        return self.factors.dims(self.out_shape(result))
+
+    def unify(self, left: Dim, right: Dim) -> Dim:
+        """Merge two dims; return what of ``left`` found no partner."""
+        return self.factors.unify(left, right)
+
+    def unify_all(self, left: Dims, right: Dims) -> None:
+        """Merge the dims of two arrays of one shape."""
+        for a, b in zip(left, right, strict=True):
+            self.factors.unify(a, b)
+
+    def note(self, kind: EventKind, dims: Iterable[Dim], nbytes: int, source: int = -1) -> None:
+        """Log an event for the classes of these dims."""
+        whole = tuple(dim for dim in dims if dim)
+        if whole:
+            event = LoggedEvent(kind, whole, nbytes, self.times, self.name, self.path, source)
+            self.log.events.append(event)
+
+    def reduce(self, dims: Iterable[Dim]) -> None:
+        """Log that the results are sums, maxima or picks over these dims."""
+        self.note("reduce", dims, sum(map(nbytes_of, self.out_avals)))
+
+    def gather(self, dims: Iterable[Dim], operand: int = 0) -> None:
+        """Log that the operation needs these dims of an operand whole."""
+        self.note("gather", dims, self.nbytes(operand), self.operands[operand].source)
+
+    def make(self, dims: Iterable[Dim]) -> None:
+        """Log that these dims of the result begin here, from operands that must be whole."""
+        if any(value.has_grad for value in self.operands):
+            self.note("gather", dims, self.out_nbytes())
+
+    def tell_apart(self, dims: Iterable[Dim], operand: int = 0) -> None:
+        """Log that the indices of these dims mean different things."""
+        self.note("block", dims, self.nbytes(operand))
+
+    def spread(self, operand: int, dims: Iterable[Dim]) -> None:
+        """Log that an operand is used for every index of dims it does not have."""
+        value = self.operands[operand]
+        if value.has_grad:
+            self.note("spread", dims, self.nbytes(operand), value.source)
+
+    def use(self, operand: int, use: KernelUse, dims: Iterable[Dim]) -> None:
+        """Log how the parameters behind an operand are used."""
+        leaves = self.operands[operand].params
+        if leaves:
+            self.log.uses.extend(LoggedUse(leaves, use, dim) for dim in dims if dim)
+
+
+Rule = Callable[[Op], list[Dims]]
+"""Says what dims the results of an operation have, and logs what happens to the operands'."""
+
+
+def shape_of(aval: Any) -> Shape:
+    """Return the shape of an abstract value; tokens and the like have none."""
+    return tuple(getattr(aval, "shape", ()))
+
+
+def nbytes_of(aval: Any) -> int:
+    """Return the bytes of an abstract value."""
+    itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    return math.prod(shape_of(aval)) * itemsize
+
+
+def is_inexact(aval: Any) -> bool:
+    """Say whether gradients can flow through an abstract value."""
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, np.inexact)
+
+
+def primitives(names: str) -> frozenset[str]:
+    """Return the primitives named in a text."""
+    return frozenset(names.split())
+
+
+def without(dims: Dims, *left_out: Iterable[int]) -> Dims:
+    """Return the dims whose positions are not left out."""
+    skip = {position for group in left_out for position in group}
+    return tuple(dim for position, dim in enumerate(dims) if position not in skip)
+
+
+def pick(dims: Dims, positions: Iterable[int]) -> Dims:
+    """Return the dims at these positions, in their order."""
+    return tuple(dims[position] for position in positions)
+
+
+def unknown(op: Op) -> list[Dims]:
+    """Assume nothing: the results are unrelated to the operands, which must stay whole."""
+    for operand, value in enumerate(op.operands):
+        op.note("block", value.dims, op.nbytes(operand))
+    results = [op.fresh(result) for result in range(len(op.out_avals))]
+    for result, dims in enumerate(results):
+        op.note("block", dims, op.out_nbytes(result))
+    return results

@@ -1,0 +1,95 @@
+"""Rules for operations that run along dims: reductions, cumulative sums, sorts, windows, FFTs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwright.program.dims.atoms import Dims
+from meshwright.program.dims.op import Op, Rule, pick, primitives, without
+
+
+def reduction(op: Op) -> list[Dims]:
+    """Sum, maximum, argmax and the like over some dims."""
+    axes = op.params["axes"] if "axes" in op.params else op.params["dimensions"]
+    results = len(op.out_avals)
+    for value in op.operands[1:results]:
+        op.unify_all(op.dims(), value.dims)
+    op.reduce(pick(op.dims(), axes))
+    return [without(op.dims(), axes)] * results
+
+
+def cumulative(op: Op) -> list[Dims]:
+    """Running sums: each index needs the ones before it."""
+    op.gather([op.dims()[op.params["axis"]]])
+    return [op.dims()]
+
+
+def sort(op: Op) -> list[Dims]:
+    """Sort all operands by the first ones: every index may move."""
+    for value in op.operands[1:]:
+        op.unify_all(op.dims(), value.dims)
+    axis = op.params["dimension"]
+    for operand in range(len(op.operands)):
+        op.gather([op.dims(operand)[axis]], operand)
+    return [op.dims()] * len(op.out_avals)
+
+
+def top_k(op: Op) -> list[Dims]:
+    """Pick the largest along one dim: all of it must be seen."""
+    rank = len(op.dims())
+    axis = op.params.get("axis", op.params.get("reduction_dimension", -1)) % rank
+    op.gather([op.dims()[axis]])
+    kept = op.fresh()[axis]
+    op.make([kept])
+    return [(*op.dims()[:axis], kept, *op.dims()[axis + 1 :])] * len(op.out_avals)
+
+
+def windows(op: Op) -> list[Dims]:
+    """Pooling: dims with a window of one element are left alone, the others need neighbours."""
+    dims = list(op.fresh())
+    for d, window in enumerate(op.params["window_dimensions"]):
+        for operand, value in enumerate(op.operands):
+            if len(value.dims) != len(dims):
+                continue
+            if window == 1 and op.shape(operand)[d] == op.out_shape()[d]:
+                op.unify(value.dims[d], dims[d])
+            else:
+                op.gather([value.dims[d]], operand)
+                op.make([dims[d]])
+    return [tuple(dims)] * len(op.out_avals)
+
+
+def fourier(op: Op) -> list[Dims]:
+    """Transform the last dims, which mixes all their indices."""
+    kept = len(op.dims()) - len(op.params["fft_lengths"])
+    op.gather(op.dims()[kept:])
+    made = op.fresh()[kept:]
+    op.make(made)
+    return [op.dims()[:kept] + made]
+
+
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(
+        primitives(
+            """
+        argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum
+        reduce_xor
+            """
+        ),
+        reduction,
+    ),
+    **dict.fromkeys(primitives("cumlogsumexp cummax cummin cumprod cumsum"), cumulative),
+    "sort": sort,
+    "top_k": top_k,
+    "approx_top_k": top_k,
+    **dict.fromkeys(
+        primitives(
+            """
+        reduce_window reduce_window_max reduce_window_min reduce_window_sum
+        select_and_gather_add select_and_scatter_add
+            """
+        ),
+        windows,
+    ),
+    "fft": fourier,
+}

@@ -1,0 +1,125 @@
+"""The walk over a traced program: every variable gets dims, every rule writes to one log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from meshwright.program.dims import calls, contract, elementwise, reduce, shape, slicing
+from meshwright.program.dims.atoms import Atom, Dims, Factors, atoms
+from meshwright.program.dims.op import Log, Op, Rule, Value, is_inexact, shape_of, unknown
+from meshwright.program.jaxprs import Equation, Jaxpr, Literal, Var, name_stack
+from meshwright.program.names import module_of
+
+RULES: Mapping[str, Rule] = {
+    **elementwise.RULES,
+    **contract.RULES,
+    **shape.RULES,
+    **slicing.RULES,
+    **reduce.RULES,
+}
+
+
+@dataclass(slots=True)
+class Frame:
+    """One call of one jaxpr: the dims of its variables there.
+
+    Attributes:
+        jaxpr: the program that is called.
+        path: the module the call belongs to; empty if unknown.
+        times: how often the surrounding loops run it.
+        calls: by equation number, the frames of the programs that equation holds, in the order
+            (condition, body) of a while loop, the branches of a cond, one for anything else.
+    """
+
+    jaxpr: Jaxpr
+    path: str
+    times: int
+    calls: dict[int, tuple[Frame, ...]] = field(default_factory=dict[int, "tuple[Frame, ...]"])
+    values: dict[Var, Value] = field(default_factory=dict[Var, Value], repr=False)
+
+    def dims(self, variable: Var) -> tuple[tuple[Atom, ...], ...]:
+        """Return the atoms of each dim of a variable of this jaxpr, major first."""
+        return tuple(atoms(dim) for dim in self.values[variable].dims)
+
+
+class Walk:
+    """Walks programs and keeps the log."""
+
+    def __init__(self) -> None:
+        self.factors = Factors()
+        self.log = Log()
+        self._sources = count()
+
+    def input(self, aval: Any, *, leaf: int | None = None, has_data: bool = False) -> Value:
+        """Return a new value: a leaf that is trained, data, or neither."""
+        return Value(
+            dims=self.factors.dims(shape_of(aval)),
+            params=frozenset() if leaf is None else frozenset([leaf]),
+            has_data=has_data,
+            has_grad=leaf is not None and is_inexact(aval),
+            source=next(self._sources),
+        )
+
+    def run(
+        self, jaxpr: Jaxpr, arguments: Sequence[Value], path: str = "", times: int = 1
+    ) -> tuple[Frame, list[Value]]:
+        """Walk a program; return its frame and its results."""
+        frame = Frame(jaxpr, path, times)
+        frame.values.update(zip(jaxpr.invars, arguments, strict=True))
+        for variable in jaxpr.constvars:
+            frame.values[variable] = self.input(variable.aval)
+        for number, equation in enumerate(jaxpr.eqns):
+            results = self._equation(frame, number, equation)
+            frame.values.update(zip(equation.outvars, results, strict=True))
+        return frame, [self._read(frame, atom) for atom in jaxpr.outvars]
+
+    def _read(self, frame: Frame, atom: Any) -> Value:
+        return self.input(atom.aval) if isinstance(atom, Literal) else frame.values[atom]
+
+    def _equation(self, frame: Frame, number: int, equation: Equation) -> list[Value]:
+        op = Op(
+            equation=equation,
+            operands=[self._read(frame, atom) for atom in equation.invars],
+            path=module_of(name_stack(equation)) or frame.path,
+            times=frame.times,
+            factors=self.factors,
+            log=self.log,
+        )
+        rule = RULES.get(op.name)
+        if rule is not None:
+            return self._results(op, rule(op))
+        call = calls.RULES.get(op.name) or (calls.call if calls.body_of(op) else None)
+        if call is None:
+            return self._results(op, unknown(op))
+        return self._call(frame, number, op, call)
+
+    def _call(self, frame: Frame, number: int, op: Op, rule: calls.CallRule) -> list[Value]:
+        def enter(jaxpr: Jaxpr, arguments: Sequence[Value], times: int) -> list[Value]:
+            inner, results = self.run(jaxpr, arguments, op.path, op.times * times)
+            frame.calls[number] = (*frame.calls.get(number, ()), inner)
+            return results
+
+        return rule(op, enter)
+
+    def _results(self, op: Op, dims: Sequence[Dims]) -> list[Value]:
+        has_data = any(value.has_data for value in op.operands)
+        has_grad = op.name != "stop_gradient" and any(value.has_grad for value in op.operands)
+        params = frozenset[int]().union(*(value.params for value in op.operands))
+        return [
+            Value(
+                dims=own,
+                params=frozenset() if has_data else params,
+                has_data=has_data,
+                has_grad=has_grad and is_inexact(aval),
+                source=self._source(op, position),
+            )
+            for position, (own, aval) in enumerate(zip(dims, op.out_avals, strict=True))
+        ]
+
+    def _source(self, op: Op, position: int) -> int:
+        if op.name in elementwise.SAME_NUMBERS:
+            return op.operands[min(position, len(op.operands) - 1)].source
+        return next(self._sources)

@@ -1,0 +1,444 @@
+"""XLA's program text (HLO): getting it from JAX, and reading it into plain records."""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from meshwright.errors import EnvironmentProblem, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The type of one value: an array, or a tuple of shapes.
+
+    Attributes:
+        dtype: XLA's name (``f32``, ``bf16``, ``s32``, ``pred``, ``token``), or ``tuple``.
+        dims: sizes of the array's dims; a bounded dynamic dim counts as its bound.
+        layout: what stands in the braces after the dims, empty when nothing does.
+        elements: the shapes in a tuple.
+    """
+
+    dtype: str
+    dims: tuple[int, ...] = ()
+    layout: str = ""
+    elements: tuple[Shape, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of scalars in an array."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """Logical bytes: no padding of tiles; a tuple has those of its elements."""
+        if self.dtype == "tuple":
+            return sum(element.bytes for element in self.elements)
+        return -(-self.size * dtype_bits(self.dtype) // 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+        name: the name without its percent sign.
+        opcode: what it does, such as ``all-gather-start``.
+        shape: what it returns.
+        operands: names of the values it reads; empty for parameters and constants.
+        literal: the text in the parentheses of a parameter or a constant.
+        attributes: everything after the operands, as text by name.
+        called: the computations it refers to, by role (``body``, ``to_apply``, ``calls``, …).
+        op_name: where it comes from in the traced program: ``jit(f)/jvp(~mlp)/dot_general``.
+        is_root: whether its value is the value of the computation.
+    """
+
+    name: str
+    opcode: str
+    shape: Shape
+    operands: tuple[str, ...] = ()
+    literal: str = ""
+    attributes: Mapping[str, str] = field(default_factory=dict[str, str])
+    called: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    op_name: str = ""
+    is_root: bool = False
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A named list of instructions in an order that defines every value before its use."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        """Instructions by name."""
+        return {instruction.name: instruction for instruction in self.instructions}
+
+    @cached_property
+    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """For each value, the instructions that read it."""
+        users: dict[str, list[Instruction]] = {i.name: [] for i in self.instructions}
+        for instruction in self.instructions:
+            for operand in dict.fromkeys(instruction.operands):
+                users.setdefault(operand, []).append(instruction)
+        return {name: tuple(found) for name, found in users.items()}
+
+    @cached_property
+    def parameters(self) -> Mapping[int, Instruction]:
+        """Parameters by their number."""
+        return {int(i.literal): i for i in self.instructions if i.opcode == "parameter"}
+
+    @cached_property
+    def root(self) -> Instruction:
+        """The instruction whose value the computation returns."""
+        return next((i for i in self.instructions if i.is_root), self.instructions[-1])
+
+
+@dataclass(frozen=True)
+class Program:
+    """A whole HLO module: its computations, where it starts, and how many devices share it."""
+
+    name: str
+    computations: Mapping[str, Computation]
+    entry: Computation
+    num_partitions: int
+
+    def called_by(self, instruction: Instruction, *roles: str) -> list[Computation]:
+        """The computations an instruction calls in the given roles, in the order written."""
+        names = [name for role in roles for name in instruction.called.get(role, ())]
+        return [self.computations[name] for name in names]
+
+
+def dtype_bits(dtype: str) -> int:
+    """Bits of one scalar: 16 for ``bf16``, 8 for ``f8e4m3fn`` and ``pred``, 0 for tokens."""
+    if dtype == "pred":
+        return 8
+    digits = re.match(r"[a-z]+(\d+)", dtype)
+    return int(digits[1]) if digits else 0
+
+
+def parse_hlo(text: str) -> Program:
+    """Read the text of an HLO module, optimized or not."""
+    computations: dict[str, Computation] = {}
+    entry = header = ""
+    name, body = "", dict[str, Instruction]()
+    for line in text.splitlines():
+        if opening := _COMPUTATION.match(line):
+            name, body = opening["name"], {}
+            entry = name if opening["entry"] else entry
+        elif line.startswith("}") and name:
+            computations[name] = Computation(name, tuple(body.values()))
+            name = ""
+        elif name and (instruction := _read_instruction(line)):
+            for operand in instruction.operands:
+                _spell_out(body, operand)
+            body[instruction.name] = instruction
+        elif line.startswith("HloModule "):
+            header = line
+    if entry not in computations:
+        raise UserError("this text is not an HLO module", why="it has no ENTRY computation")
+    partitions = re.search(r"num_partitions=(\d+)", header)
+    return Program(
+        name=header.removeprefix("HloModule ").split(",")[0].strip(),
+        computations=computations,
+        entry=computations[entry],
+        num_partitions=int(partitions[1]) if partitions else 1,
+    )
+
+
+def parse_shape(text: str) -> Shape:
+    """Read one shape, such as ``(f32[8,128]{1,0}, s32[])``."""
+    return _read_shape(text, 0)[0]
+
+
+def trip_count(program: Program, caller: Computation, loop: Instruction) -> int | None:
+    """How often a ``while`` in ``caller`` runs its body; None when the text does not say.
+
+    Optimized text carries ``known_trip_count``. Text from before the optimizer does not, so the
+    count is read from a counter that starts at a constant, grows by a constant, and is compared
+    with a value that the loop does not change.
+    """
+    known = re.search(
+        r'"known_trip_count":\{"n":"(\d+)"', loop.attributes.get("backend_config", "")
+    )
+    if known:
+        return int(known[1])
+    (condition,) = program.called_by(loop, "condition")
+    (body,) = program.called_by(loop, "body")
+    test = condition.root
+    if test.opcode != "compare" or test.attributes.get("direction") != "LT":
+        return None
+    counter = _carried_index(condition, test.operands[0])
+    limit = _integer(condition, test.operands[1])
+    if limit is None:
+        limit = _invariant(caller, loop, body, _carried_index(condition, test.operands[1]))
+    start = _initial(caller, loop, counter)
+    step = _counter_step(body, counter)
+    if limit is None or start is None or step is None:
+        return None
+    return max(0, -(-(limit - start) // step))
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """A compiled step together with its text from before and after optimization.
+
+    The two texts answer different questions. ``partitioned`` is the program as the partitioner
+    left it: every collective with the dtype that was asked for, alone, under its own op name, after
+    duplicate and dead code is gone. It says *what is sent and why*, on any backend. ``optimized``
+    is what this backend runs: it says how many launches are left after combining. On CPU it has no
+    reduce-scatter, and bf16 collectives are widened to f32, so its bytes are not those of a GPU.
+    """
+
+    compiled: Any
+    partitioned: str
+
+    @property
+    def optimized(self) -> str:
+        """The text of the program this backend runs."""
+        return optimized_hlo(self.compiled)
+
+
+def compile_program(
+    lowered: Any, compiler_options: Mapping[str, Any] | None = None
+) -> CompiledProgram:
+    """Compile what ``jax.jit(f).lower(...)`` returned, once, keeping the partitioned text."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-hlo-") as folder, _no_compilation_cache():
+        options = {
+            **(compiler_options or {}),
+            "xla_dump_to": folder,
+            "xla_dump_hlo_pass_re": "spmd-partitioning",
+            "xla_dump_hlo_as_text": True,
+            # Tables from device to slice offset are constants that would be elided at > 10 devices.
+            "xla_dump_large_constants": True,
+        }
+        compiled = lowered.compile(compiler_options=options)
+        dumps = sorted(Path(folder).glob("*after_spmd-partitioning*.txt"))
+        text = dumps[-1].read_text() if dumps else _unpartitioned(compiled)
+    return CompiledProgram(compiled, text)
+
+
+def partitioned_hlo(lowered: Any) -> str:
+    """The text of a lowered computation right after SPMD partitioning (this compiles it)."""
+    return compile_program(lowered).partitioned
+
+
+def optimized_hlo(compiled: Any) -> str:
+    """The text of the program the backend runs."""
+    return compiled.as_text()
+
+
+def _unpartitioned(compiled: Any) -> str:
+    text = optimized_hlo(compiled)
+    partitions = parse_hlo(text).num_partitions
+    if partitions > 1:
+        raise EnvironmentProblem(
+            f"the compiler did not write the partitioned program of {partitions} devices",
+            why="its option xla_dump_hlo_pass_re=spmd-partitioning left no file",
+            fix="read the optimized program instead, and compare only programs of this backend",
+        )
+    return text
+
+
+@contextmanager
+def _no_compilation_cache() -> Generator[None]:
+    """Keep JAX's on-disk cache out: its key ignores dump options, and a hit writes no dump."""
+    settings = jax.config.values
+    if not (settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"]):
+        yield
+        return
+    # JAX decides once per process whether the cache is used; a reset makes it decide again.
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
+
+
+_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{$")
+_INSTRUCTION = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+_ARRAY = re.compile(r"\s*([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?")
+_INDEX_COMMENT = re.compile(r"/\*index=\d+\*/")
+_STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_CALL_ROLES = (
+    "body",
+    "condition",
+    "to_apply",
+    "calls",
+    "branch_computations",
+    "true_computation",
+    "false_computation",
+)
+
+
+def _read_instruction(line: str) -> Instruction | None:
+    line = _INDEX_COMMENT.sub("", line)
+    head = _INSTRUCTION.match(line)
+    if not head:
+        return None
+    shape, end = _read_shape(line, head.end())
+    opcode = _OPCODE.match(line, end)
+    assert opcode, f"no opcode in: {line}"
+    arguments, end = _split(line, opcode.end())
+    rest, _ = _split(line, end + 1)
+    attributes = {key.strip(): value for key, sign, value in map(_equation, rest) if sign}
+    is_leaf = opcode[1] in ("parameter", "constant")
+    return Instruction(
+        name=head["name"],
+        opcode=opcode[1],
+        shape=shape,
+        operands=() if is_leaf else tuple(_operand_name(a) for a in arguments),
+        literal=line[opcode.end() : end] if is_leaf else "",
+        attributes=attributes,
+        called={role: _names(attributes[role]) for role in _CALL_ROLES if role in attributes},
+        op_name=_op_name(attributes.get("metadata", "")),
+        is_root=bool(head["root"]),
+    )
+
+
+def _spell_out(body: dict[str, Instruction], operand: str) -> None:
+    """Add the get-tuple-element that newer text abbreviates to ``%value#2`` where it is used."""
+    source, sign, index = operand.rpartition("#")
+    if not sign or operand in body:
+        return
+    _spell_out(body, source)
+    body[operand] = Instruction(
+        name=operand,
+        opcode="get-tuple-element",
+        shape=body[source].shape.elements[int(index)],
+        operands=(source,),
+        attributes={"index": index},
+        op_name=body[source].op_name,
+    )
+
+
+def _read_shape(text: str, at: int) -> tuple[Shape, int]:
+    """Read the shape at ``at``; returns it with the position after it."""
+    while text[at] in " ,":
+        at += 1
+    if text[at] != "(":
+        array = _ARRAY.match(text, at)
+        assert array, f"no shape in: {text[at : at + 80]}"
+        dims = tuple(int(d.strip().removeprefix("<=")) for d in array[2].split(",") if d.strip())
+        return Shape(array[1], dims, array[3] or ""), array.end()
+    elements: list[Shape] = []
+    at += 1
+    while text[at] != ")":
+        element, at = _read_shape(text, at)
+        elements.append(element)
+    return Shape("tuple", elements=tuple(elements)), at + 1
+
+
+def _split(text: str, start: int) -> tuple[list[str], int]:
+    """Split at the commas of one nesting level, up to its closing bracket or the end of text."""
+    parts: list[str] = []
+    depth, last, end = 0, start, len(text)
+    for token in _STRUCTURE.finditer(text, start):
+        sign = token[0]
+        if sign in "([{":
+            depth += 1
+        elif sign in ")]}":
+            if depth == 0:
+                end = token.start()
+                break
+            depth -= 1
+        elif sign == "," and depth == 0:
+            parts.append(text[last : token.start()])
+            last = token.end()
+    parts.append(text[last:end])
+    return [part.strip() for part in parts if part.strip()], end
+
+
+def _equation(text: str) -> tuple[str, str, str]:
+    return text.partition("=")
+
+
+def _operand_name(text: str) -> str:
+    # Long text writes the operand's shape before its name.
+    return text.split()[-1].removeprefix("%")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"[\w.\-]+", text))
+
+
+def _op_name(metadata: str) -> str:
+    found = _OP_NAME.search(metadata)
+    if not found or "\\" not in found[1]:
+        return found[1] if found else ""
+    # Quotes and the bytes of non-ASCII text come escaped as in C.
+    raw = found[1].encode("ascii", "backslashreplace").decode("unicode_escape")
+    return raw.encode("latin-1", "replace").decode("utf-8", "replace")
+
+
+_SAME_VALUE = ("copy", "convert", "bitcast", "reshape")
+
+
+def _resolve(computation: Computation, name: str) -> Instruction | None:
+    instruction = computation.by_name.get(name)
+    while instruction and instruction.opcode in _SAME_VALUE:
+        instruction = computation.by_name.get(instruction.operands[0])
+    return instruction
+
+
+def _integer(computation: Computation, name: str) -> int | None:
+    found = _resolve(computation, name)
+    if found and found.opcode == "constant" and re.fullmatch(r"-?\d+", found.literal):
+        return int(found.literal)
+    return None
+
+
+def _carried_index(computation: Computation, name: str) -> int | None:
+    """The position in the loop's tuple that ``name`` reads, if it reads just that."""
+    found = _resolve(computation, name)
+    if not found or found.opcode != "get-tuple-element":
+        return None
+    source = _resolve(computation, found.operands[0])
+    return int(found.attributes["index"]) if source and source.opcode == "parameter" else None
+
+
+def _initial(caller: Computation, loop: Instruction, index: int | None) -> int | None:
+    start = _resolve(caller, loop.operands[0])
+    if index is None or not start or start.opcode != "tuple":
+        return None
+    return _integer(caller, start.operands[index])
+
+
+def _invariant(
+    caller: Computation, loop: Instruction, body: Computation, index: int | None
+) -> int | None:
+    """The value at ``index`` if the body passes it on unchanged."""
+    if index is None or body.root.opcode != "tuple":
+        return None
+    unchanged = _carried_index(body, body.root.operands[index]) == index
+    return _initial(caller, loop, index) if unchanged else None
+
+
+def _counter_step(body: Computation, index: int | None) -> int | None:
+    """The positive constant that the body adds to the value at ``index``."""
+    if index is None or body.root.opcode != "tuple":
+        return None
+    update = _resolve(body, body.root.operands[index])
+    if not update or update.opcode != "add":
+        return None
+    for counter, step in (update.operands, update.operands[::-1]):
+        amount = _integer(body, step)
+        if _carried_index(body, counter) == index and amount is not None and amount > 0:
+            return amount
+    return None

@@ -1,0 +1,51 @@
+"""Reading and binding equations: the few places where JAX releases differ, behind one name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+
+Jaxpr = core.Jaxpr
+ClosedJaxpr = core.ClosedJaxpr
+Equation = core.JaxprEqn
+Var = core.Var
+Literal = core.Literal
+
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call", "custom_lin"})
+"""Primitives that only call a jaxpr and can be replaced by its body."""
+
+
+def bind(eqn: Equation, args: Sequence[Any]) -> list[Any]:
+    """Run one equation on other arguments."""
+    params: Any = eqn.primitive.get_bind_params(eqn.params)
+    # Releases return the parameters with "subfuns" inside, or the functions beside them.
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    out = eqn.primitive.bind(*functions, *args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def scan_counts(eqn: Equation) -> tuple[int, int]:
+    """Return how many constants and how many carries a scan equation has."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def called_jaxpr(eqn: Equation) -> ClosedJaxpr:
+    """Return the jaxpr a call, remat or custom-derivative equation runs."""
+    inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
+    assert inner is not None, eqn.primitive.name
+    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+
+
+def aval_of(atom: Any) -> Any:
+    """Return the shape and dtype of a variable or literal."""
+    return atom.aval
+
+
+def name_stack(eqn: Equation) -> str:
+    """Return the scopes an equation was traced in."""
+    return str(eqn.source_info.name_stack)
