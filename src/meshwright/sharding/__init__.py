@@ -1,0 +1,1 @@
+"""Which array lives where, and why: rules, fsdp, tensor, batch."""

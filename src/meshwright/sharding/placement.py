@@ -1,0 +1,94 @@
+"""Where each leaf lives on the mesh, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from meshwright.program.parts import Leaf
+
+DimAxes = tuple[str, ...]
+"""The mesh axes one dim is divided over; empty for a dim that is whole everywhere."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one leaf lives.
+
+    Attributes:
+        path: canonical path.
+        dims: for each dim, the axes it is divided over.
+        reason: why, for people.
+    """
+
+    path: str
+    dims: tuple[DimAxes, ...]
+    reason: str
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The placement as JAX writes it."""
+        return to_spec(self.dims)
+
+    def axes(self) -> set[str]:
+        """Return the axes the leaf is divided over."""
+        return {axis for dim in self.dims for axis in dim}
+
+    def without(self, *axes: str) -> PartitionSpec:
+        """Return the spec with these axes gathered."""
+        return to_spec(tuple(tuple(a for a in dim if a not in axes) for dim in self.dims))
+
+    def shards(self, sizes: Mapping[str, int]) -> int:
+        """Return into how many different pieces the leaf is divided."""
+        count = 1
+        for axis in self.axes():
+            count *= sizes.get(axis, 1)
+        return count
+
+
+def to_spec(dims: Iterable[DimAxes]) -> PartitionSpec:
+    """Write dims' axes as a PartitionSpec without trailing empty dims."""
+    entries: list[Any] = [
+        None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims
+    ]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def bytes_per_device(leaf: Leaf, placement: Placement, sizes: Mapping[str, int]) -> int:
+    """Return the bytes of a leaf's shard."""
+    return leaf.nbytes // placement.shards(sizes)
+
+
+def add_fsdp(
+    leaf: Leaf, tensor_dims: Sequence[DimAxes], *, size: int, smallest: int, keep: int = 0
+) -> Placement:
+    """Divide a leaf over the fsdp axis on its largest divisible dim, beside its tensor dims.
+
+    Args:
+        leaf: the leaf.
+        tensor_dims: what tensor parallelism has already divided.
+        size: devices on the fsdp axis.
+        smallest: leaves with fewer elements stay whole, since gathering them costs more than
+            they save.
+        keep: leading dims that are never divided.
+    """
+    dims = list(tensor_dims)
+    elements = math.prod(leaf.shape[keep:])
+    if elements < smallest:
+        return Placement(leaf.path, tuple(dims), f"whole over fsdp: {elements} elements is small")
+    free = [d for d in range(keep, len(dims)) if not dims[d] and leaf.shape[d] % size == 0]
+    if not free:
+        shape = "×".join(map(str, leaf.shape)) or "scalar"
+        return Placement(
+            leaf.path, tuple(dims), f"whole over fsdp: no free dim of {shape} divides by {size}"
+        )
+    # Of equal dims the last is taken: rows of a kernel are contracted, columns are not.
+    best = max(free, key=lambda d: (leaf.shape[d], d))
+    dims[best] = ("fsdp",)
+    return Placement(leaf.path, tuple(dims), f"fsdp on dim {best}: {leaf.shape[best]} / {size}")

@@ -1,0 +1,196 @@
+"""The ways a model's dim classes could be laid on the tensor axis, with what each would cost."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from meshwright.program.dims import Atom, DimClasses, LeafDims
+
+Dim = tuple[Atom, ...]
+
+Obstacle = Literal["", "size", "recurrent", "inside", "attention", "blocked"]
+"""Why a candidate cannot be used, whatever else is chosen; empty if it can.
+
+- ``size``: its length is no multiple of the axis.
+- ``recurrent``: it is two dims of one parameter.
+- ``inside``: it is an inner factor of a parameter's dim, which no PartitionSpec can express.
+- ``attention``: attention contracts it per head.
+- ``blocked``: an operation needs it whole.
+"""
+
+
+def ways_along(dim: Dim, ways: Mapping[int, int]) -> int:
+    """Return into how many contiguous parts a dim falls when its classes are divided so."""
+    parts = 1
+    for atom in dim:
+        own = ways.get(atom.id, 1)
+        parts *= own
+        if own != atom.size:
+            break
+    return parts
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """Classes laid on the tensor axis together.
+
+    Attributes:
+        classes: the program's classes.
+        ways: into how many parts each class is divided; their product is the axis.
+        touched: positions (in the program's inputs) of the parameters that have such a dim.
+        placed: by position of an input, the dim that would lie on the axis.
+        cost: bytes each device would send per step.
+        obstacle: why it cannot be used.
+        pattern: equal for the candidates of repeated blocks.
+    """
+
+    classes: DimClasses
+    ways: Mapping[int, int]
+    touched: tuple[int, ...]
+    placed: Mapping[int, int]
+    cost: int
+    obstacle: Obstacle
+    pattern: str
+
+    @cached_property
+    def kernels(self) -> frozenset[int]:
+        """Touched parameters that data is multiplied with or looked up in."""
+        return frozenset(i for i in self.touched if self.classes.leaves[i].is_kernel)
+
+    @cached_property
+    def atoms(self) -> tuple[Atom, ...]:
+        """Its classes as a person would write them: in the order of the parameters' dims."""
+        leaves = (self.classes.leaves[i] for i in self.touched)
+        found = (atom for leaf in leaves for dim in leaf.dims for atom in dim)
+        return tuple(dict.fromkeys(atom for atom in found if atom.id in self.ways))
+
+    @cached_property
+    def cover(self) -> int:
+        """Bytes of the parameters it would divide, or could if nothing were in its way."""
+        return self.bytes_of(self.touched if self.obstacle else self.placed)
+
+    def bytes_of(self, leaves: Iterable[int]) -> int:
+        """Bytes of the parameters at these positions of the program's inputs."""
+        found = (self.classes.leaves[i] for i in leaves)
+        return sum(leaf.nbytes for leaf in found if leaf.role == "param")
+
+    @cached_property
+    def reductions(self) -> frozenset[int]:
+        """Identities of the forward events that reduce or gather its classes."""
+        return frozenset().union(*(reductions_of(self.classes, name) for name in self.ways))
+
+
+def reductions_of(classes: DimClasses, name: int) -> frozenset[int]:
+    """Return the identities of the forward events that reduce or gather a class."""
+    return frozenset(id(event) for event in classes.events_of([name]) if event.kind != "spread")
+
+
+def find_candidates(classes: DimClasses, size: int) -> list[Candidate]:
+    """Return every candidate that has a kernel, in the order of the program's inputs."""
+    kernel_dims = [dim for leaf in classes.params if leaf.is_kernel for dim in leaf.dims if dim]
+    sizes = {atom.id: atom.size for dim in kernel_dims for atom in dim}
+    single = [((name, size),) for name in sizes if name not in classes.batch]
+    several = [tuple(ways.items()) for ways in _composites(classes, kernel_dims, size)]
+    distinct = dict.fromkeys([*single, *several])
+    return [_candidate(classes, dict(ways), sizes, size) for ways in distinct]
+
+
+def joint(classes: DimClasses, dim: Dim) -> Dim:
+    """Return the leading atoms of a dim that are only ever reduced together with the first.
+
+    Key heads and the query heads that share one are such a pair: dividing the inner one costs no
+    reduction that dividing the outer one does not. The dim of a head is not: heads are whole.
+    """
+    if len(dim) == 1:
+        return dim
+    outer = reductions_of(classes, dim[0].id)
+    of_heads = dim[0].id in classes.heads
+    count = 1
+    for atom in dim[1:]:
+        same_kind = (atom.id in classes.heads) == of_heads
+        if not same_kind or not reductions_of(classes, atom.id) <= outer:
+            break
+        count += 1
+    return dim[:count]
+
+
+def _composites(classes: DimClasses, dims: Iterable[Dim], size: int) -> Iterator[Mapping[int, int]]:
+    """Yield divisions over several factors of a dim, where the first alone is too short."""
+    for dim in dims:
+        rest, ways = size, dict[int, int]()
+        for atom in joint(classes, dim):
+            ways[atom.id] = math.gcd(rest, atom.size)
+            rest //= ways[atom.id]
+            if rest == 1 or ways[atom.id] != atom.size:
+                break
+        if rest == 1 and len(ways) > 1 and not classes.batch & ways.keys():
+            yield ways
+
+
+def _candidate(
+    classes: DimClasses, ways: Mapping[int, int], sizes: Mapping[int, int], size: int
+) -> Candidate:
+    own = [(i, classes.leaves[i]) for i in classes.leaves_with(ways)]
+    touched = [i for i, leaf in own if leaf.role == "param"]
+    placed = {
+        i: dim
+        for i, leaf in own
+        if leaf.role != "batch" and (dim := _place(leaf, ways, size)) is not None
+    }
+    return Candidate(
+        classes=classes,
+        ways=ways,
+        touched=tuple(touched),
+        placed=placed,
+        cost=classes.traffic(ways),
+        obstacle=_obstacle(classes, ways, sizes, touched),
+        pattern=_pattern(classes, ways, touched),
+    )
+
+
+def _place(leaf: LeafDims, ways: Mapping[int, int], size: int) -> int | None:
+    dims = _dims_with(leaf, ways)
+    fits = len(dims) == 1 and ways_along(leaf.dims[dims[0]], ways) == size
+    return dims[0] if fits else None
+
+
+def _dims_with(leaf: LeafDims, ways: Mapping[int, int]) -> list[int]:
+    return [d for d, dim in enumerate(leaf.dims) if any(atom.id in ways for atom in dim)]
+
+
+def _obstacle(
+    classes: DimClasses, ways: Mapping[int, int], sizes: Mapping[int, int], touched: Sequence[int]
+) -> Obstacle:
+    leaves = [classes.leaves[i] for i in touched]
+    if any(len(_dims_with(leaf, ways)) > 1 for leaf in leaves):
+        return "recurrent"
+    if classes.inside_heads & ways.keys():
+        return "attention"
+    if any(event.kind == "block" for event in classes.events_of(ways)):
+        return "blocked"
+    if any(sizes[name] % own for name, own in ways.items()):
+        return "size"
+    if any(_is_inside(dim, ways) for leaf in leaves for dim in leaf.dims):
+        return "inside"
+    return ""
+
+
+def _is_inside(dim: Dim, ways: Mapping[int, int]) -> bool:
+    """Whether an undivided factor stands before a divided one."""
+    divided = [atom.id in ways for atom in dim]
+    return divided != sorted(divided, reverse=True)
+
+
+def _pattern(classes: DimClasses, ways: Mapping[int, int], touched: Sequence[int]) -> str:
+    """Describe the candidate's places with block numbers left out."""
+    places = {
+        f"{re.sub(r'[0-9]+', '*', leaf.path)}[{d}]={[a.size for a in leaf.dims[d]]}"
+        for leaf in (classes.leaves[i] for i in touched)
+        for d in _dims_with(leaf, ways)
+    }
+    return f"{sorted(ways.values())} {sorted(places)}"
