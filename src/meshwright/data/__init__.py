@@ -1,0 +1,1 @@
+"""Data: sources of samples and their deterministic global order."""

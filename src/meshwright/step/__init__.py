@@ -1,0 +1,1 @@
+"""The step: state, loss → gradients → update, accumulation, precision, loss scaling."""

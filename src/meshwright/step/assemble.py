@@ -1,0 +1,152 @@
+"""From a model, a loss, an optimizer and a plan to a step that is ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from meshwright.errors import UserError
+from meshwright.mesh.build import build_mesh
+from meshwright.plan import Plan
+from meshwright.program.parts import Parts, build_unplaced, split_model
+from meshwright.program.policy import COMPUTE_DTYPES
+from meshwright.program.rolled import roll_program
+from meshwright.program.trace import Loss, TracedLoss, trace_loss
+from meshwright.sharding.decide import Decision, decide
+from meshwright.step.state import TrainState
+from meshwright.step.train_step import TrainStep
+
+ModelSource = Callable[[nnx.Rngs], Any]
+"""Builds the model from its random streams."""
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A step and what it was made from.
+
+    Attributes:
+        step: the compiled step.
+        parts: the model's structure.
+        traced: the loss, traced for one microbatch.
+        decision: where everything lives.
+        plan: what to do.
+        mesh: where.
+        remarks: what could not be done as the plan asked, and why.
+    """
+
+    step: TrainStep
+    parts: Parts
+    traced: TracedLoss
+    decision: Decision
+    plan: Plan
+    mesh: Mesh
+    remarks: tuple[str, ...]
+    _build: ModelSource
+
+    def init(self, seed: int) -> TrainState:
+        """Create the model and the optimizer's state, each leaf where it lives."""
+
+        def create() -> TrainState:
+            values = self.parts.values(build_unplaced(lambda: self._build(nnx.Rngs(seed))))
+            return self.step.fresh_state(self.traced.layout.from_canonical(values))
+
+        return jax.jit(create, out_shardings=self.step.shardings.state)()
+
+    def adopt(self, model: Any) -> TrainState:
+        """Start from a model that exists already, its leaves put where they live."""
+        return self.start(self.parts.values(model))
+
+    def start(self, values: Sequence[Any]) -> TrainState:
+        """Start from the values of the model's leaves, in canonical order."""
+
+        def place(values: list[Any]) -> TrainState:
+            return self.step.fresh_state(self.traced.layout.from_canonical(values))
+
+        return jax.jit(place, out_shardings=self.step.shardings.state)(list(values))
+
+    def canonical_params(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Return values of the step's parameter leaves (or their gradients) by canonical path."""
+        found: dict[str, Any] = {}
+        for step, value in zip(self.traced.layout.select("param"), values, strict=True):
+            for number, source in enumerate(step.sources):
+                path = self.traced.layout.leaves[source].path
+                found[path] = value[number] if step.stacked else value
+        return found
+
+    def canonical(self, state: TrainState) -> dict[str, Any]:
+        """Return the model's leaves by canonical path."""
+        values = self.traced.layout.to_canonical(self.step.leaf_values(state))
+        return {
+            leaf.path: value for leaf, value in zip(self.traced.layout.leaves, values, strict=True)
+        }
+
+    def model(self, state: TrainState) -> Any:
+        """Return the model as the user wrote it, holding the state's values."""
+        values = self.traced.layout.to_canonical(self.step.leaf_values(state))
+        return self.parts.merge(values)
+
+    def put_batch(self, batch: Any) -> list[Any]:
+        """Place a host batch's leaves on the mesh."""
+        return [jax.device_put(leaf, self.step.shardings.batch) for leaf in jax.tree.leaves(batch)]
+
+
+def assemble(
+    model: ModelSource,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    plan: Plan,
+    batch: Any,
+    *,
+    clip_norm: float | None = None,
+    trainable: Any = nnx.Param,
+    devices: Sequence[Any] | None = None,
+    wide: bool = False,
+) -> Assembled:
+    """Trace, decide, and build the step; nothing is compiled yet.
+
+    Args:
+        model: builds the model from `nnx.Rngs`.
+        loss: ``loss(model, batch)``, see `meshwright.Weighted`.
+        optimizer: any optax transformation.
+        plan: what to do.
+        batch: a global batch, as arrays or shapes.
+        clip_norm: largest global gradient norm.
+        trainable: NNX filter for what is trained.
+        devices: where; all devices by default.
+        wide: compute in float64, for proofs.
+    """
+    mesh = build_mesh(plan.mesh, devices)
+    abstract = build_unplaced(lambda: nnx.eval_shape(lambda: model(nnx.Rngs(0))))
+    parts = split_model(abstract, trainable)
+    micro = _microbatch(batch, plan)
+    traced = trace_loss(loss, parts, micro, COMPUTE_DTYPES[plan.precision])
+    remarks: tuple[str, ...] = ()
+    if plan.sharding.blocks == "scan":
+        rolled = roll_program(traced)
+        traced, remarks = rolled.traced, rolled.remarks
+    decision = decide(traced, plan.mesh, plan.sharding)
+    step = TrainStep(traced, decision, plan, mesh, optimizer, clip_norm=clip_norm, wide=wide)
+    return Assembled(step, parts, traced, decision, plan, mesh, remarks, model)
+
+
+def _microbatch(batch: Any, plan: Plan) -> Any:
+    """Return the shapes of one microbatch of a global batch."""
+    count = plan.batch.gradient_accumulation_steps
+    size = plan.batch.global_batch_size
+
+    def shrink(leaf: Any) -> jax.ShapeDtypeStruct:
+        if not leaf.shape or leaf.shape[0] != size:
+            raise UserError(
+                "the batch does not have the plan's number of samples",
+                why=f"an array of shape {tuple(leaf.shape)} for a global batch of {size}",
+                fix=f"give batches of {size} samples, or set training.global_batch_size",
+            )
+        return jax.ShapeDtypeStruct((size // count, *leaf.shape[1:]), leaf.dtype)
+
+    return jax.tree.map(shrink, batch)

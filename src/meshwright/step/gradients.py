@@ -1,0 +1,107 @@
+"""Loss and gradients of one update, accumulated over microbatches inside the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from meshwright.program.trace import LossValue
+from meshwright.weighted import Weighted
+
+LossFunction = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], LossValue]
+"""From (params, state, batch leaves) to the loss's value."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What an update needs to know of a batch.
+
+    Attributes:
+        values: gradient of the mean loss for each parameter leaf.
+        loss: the mean loss.
+        metrics: means of what the loss reports.
+        state: the model's other leaves afterwards.
+    """
+
+    values: list[Any]
+    loss: Array
+    metrics: dict[str, Array]
+    state: list[Any]
+
+
+def compute_gradients(
+    function: LossFunction,
+    params: Sequence[Any],
+    state: Sequence[Any],
+    batch: Sequence[Any],
+    scale: Array | None = None,
+) -> Gradients:
+    """Return the gradients of one batch; ``scale`` multiplies the loss before they are taken."""
+    (_, value), grads = _value_and_grad(function)(list(params), list(state), list(batch), scale)
+    return Gradients(
+        values=_unscale(grads, scale),
+        loss=value.objective.mean,
+        metrics={name: metric.mean for name, metric in value.metrics.items()},
+        state=value.state,
+    )
+
+
+def accumulate_gradients(
+    function: LossFunction,
+    params: Sequence[Any],
+    state: Sequence[Any],
+    microbatches: Sequence[Any],
+    scale: Array | None = None,
+    constrain: Callable[[list[Any]], list[Any]] = lambda gradients: gradients,
+) -> Gradients:
+    """Return the gradients of stacked microbatches [count, …], visited one after another.
+
+    Each microbatch counts with its weight, so the result is the gradient of the mean over the
+    whole batch. ``constrain`` fixes where the sums live while they grow.
+    """
+    grad = _value_and_grad(function)
+
+    def visit(carry: Any, microbatch: list[Any]) -> tuple[Any, Any]:
+        state, sums = carry
+        (_, value), grads = grad(list(params), state, microbatch, scale)
+        weight = value.objective.weight
+        sums = constrain([s + g * weight for s, g in zip(sums, grads, strict=True)])
+        return (value.state, sums), (value.objective, value.metrics)
+
+    zeros = constrain([jnp.zeros_like(p) for p in params])
+    (state, sums), (objectives, metrics) = jax.lax.scan(
+        visit, (list(state), zeros), list(microbatches)
+    )
+    objective = _sum(objectives)
+    weight = jnp.where(objective.weight == 0, 1, objective.weight)
+    return Gradients(
+        values=_unscale([s / weight for s in sums], scale),
+        loss=objective.mean,
+        metrics={name: _sum(metric).mean for name, metric in metrics.items()},
+        state=list(state),
+    )
+
+
+def _value_and_grad(function: LossFunction) -> Callable[..., Any]:
+    def mean_loss(
+        params: list[Any], state: list[Any], batch: list[Any], scale: Array | None
+    ) -> tuple[Array, LossValue]:
+        value = function(params, state, batch)
+        # The mean, not the total, is differentiated: fp16 cotangents of a sum would overflow.
+        mean = value.objective.mean
+        return (mean if scale is None else mean * scale.astype(mean.dtype)), value
+
+    return jax.value_and_grad(mean_loss, has_aux=True)
+
+
+def _unscale(gradients: Sequence[Any], scale: Array | None) -> list[Any]:
+    return [g if scale is None else g / scale.astype(g.dtype) for g in gradients]
+
+
+def _sum(stacked: Weighted) -> Weighted:
+    return Weighted(stacked.total.sum(), stacked.weight.sum())

@@ -1,0 +1,31 @@
+"""The state of a training run: flat leaves, nothing to traverse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import Array
+
+from meshwright.step.scaler import LossScale
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything one update reads and writes.
+
+    Attributes:
+        params: trained leaves, in the layout's order.
+        state: other leaves of the model: statistics, counters, random streams.
+        optimizer: leaves of the optimizer's state.
+        step: updates done.
+        loss_scale: of fp16; None otherwise.
+    """
+
+    params: list[Any]
+    state: list[Any]
+    optimizer: list[Any]
+    step: Array
+    loss_scale: LossScale | None

@@ -1,0 +1,215 @@
+"""The step: (state, batch) → (state, metrics), one compiled program on any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshwright.plan import Plan
+from meshwright.program.forward import Forward, choose_remat
+from meshwright.program.trace import TracedLoss
+from meshwright.sharding.decide import Decision
+from meshwright.sharding.placement import Placement
+from meshwright.step.gradients import Gradients, accumulate_gradients, compute_gradients
+from meshwright.step.microbatch import split_strided
+from meshwright.step.optimizer import FlatOptimizer
+from meshwright.step.scaler import LossScale, all_finite
+from meshwright.step.state import TrainState
+
+Metrics = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class StepShardings:
+    """Where the parts of a TrainState and a batch live.
+
+    Attributes:
+        state: of a whole TrainState, leaf by leaf.
+        batch: of every batch leaf.
+    """
+
+    state: TrainState
+    batch: NamedSharding
+
+
+class TrainStep:
+    """One update as a compiled function.
+
+    Args:
+        traced: the loss, traced for one microbatch.
+        decision: where everything lives.
+        plan: what to do.
+        mesh: where.
+        optimizer: any optax transformation.
+        clip_norm: largest global gradient norm; None for no clipping.
+        wide: compute in float64, for proofs.
+    """
+
+    def __init__(
+        self,
+        traced: TracedLoss,
+        decision: Decision,
+        plan: Plan,
+        mesh: Mesh,
+        optimizer: optax.GradientTransformation,
+        *,
+        clip_norm: float | None = None,
+        wide: bool = False,
+    ) -> None:
+        self.traced, self.decision, self.plan, self.mesh = traced, decision, plan, mesh
+        self._clip_norm = clip_norm
+        steps = traced.layout.step_leaves
+        self._param_numbers = [n for n, s in enumerate(steps) if s.leaf.role == "param"]
+        self._state_numbers = [n for n, s in enumerate(steps) if s.leaf.role == "state"]
+        placements = [decision.optimizer[n] for n in self._param_numbers]
+        self.optimizer = FlatOptimizer(optimizer, traced.layout, placements, dict(plan.mesh))
+        keep = plan.sharding.keep_gathered or not decision.gathers
+        self._forward = Forward(
+            traced,
+            mesh=mesh,
+            pins=decision.pins,
+            gathers=decision.gathers,
+            remat=choose_remat(plan.sharding.remat, keep_gathered=keep),
+            wide=wide,
+        )
+        self.shardings = self._make_shardings()
+        self._jitted = jax.jit(
+            self._update,
+            donate_argnums=0,
+            in_shardings=(self.shardings.state, self.shardings.batch),
+            out_shardings=(self.shardings.state, NamedSharding(mesh, PartitionSpec())),
+        )
+
+    def __call__(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:
+        """Run one update on a batch's leaves; the old state is consumed."""
+        return self._jitted(state, list(batch))
+
+    def lower(self, batch: Sequence[Any]) -> Any:
+        """Lower the step for compilation without running it."""
+        return self._jitted.lower(self.abstract_state(), list(batch))
+
+    def gradients(self, state: TrainState, batch: Sequence[Any]) -> Gradients:
+        """Compute loss and gradients without an update; for proofs."""
+        return self._gradients(state, list(batch))
+
+    def fresh_state(self, leaves: Sequence[Any]) -> TrainState:
+        """Return the state of a run that starts from the step's leaf values (traceable)."""
+        params = [leaves[n] for n in self._param_numbers]
+        scale = LossScale.initial() if self.plan.precision == "fp16" else None
+        return TrainState(
+            params=params,
+            state=[leaves[n] for n in self._state_numbers],
+            optimizer=self.optimizer.init(params),
+            step=jnp.zeros((), jnp.int32),
+            loss_scale=scale,
+        )
+
+    def leaf_values(self, state: TrainState) -> list[Any]:
+        """Return the values of the step's leaves in layout order."""
+        values: dict[int, Any] = dict(zip(self._param_numbers, state.params, strict=True))
+        values.update(zip(self._state_numbers, state.state, strict=True))
+        return [values[n] for n in range(len(values))]
+
+    def abstract_state(self) -> TrainState:
+        """Return the state as shapes with shardings."""
+        structs = [step.leaf.struct for step in self.traced.layout.step_leaves]
+        abstract = jax.eval_shape(self.fresh_state, structs)
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+            abstract,
+            self.shardings.state,
+        )
+
+    def _make_shardings(self) -> StepShardings:
+        at_rest = self.decision.at_rest
+        # A TrainState of shardings has the structure of one of arrays.
+        everywhere: Any = NamedSharding(self.mesh, PartitionSpec())
+        state = TrainState(
+            params=[self._sharding(at_rest[n]) for n in self._param_numbers],
+            state=[self._sharding(at_rest[n]) for n in self._state_numbers],
+            optimizer=[self._sharding(leaf.placement) for leaf in self.optimizer.leaves],
+            step=everywhere,
+            loss_scale=LossScale(everywhere, everywhere, everywhere)
+            if self.plan.precision == "fp16"
+            else None,
+        )
+        return StepShardings(state, NamedSharding(self.mesh, self.decision.batch))
+
+    def _sharding(self, placement: Placement) -> NamedSharding:
+        return NamedSharding(self.mesh, placement.spec)
+
+    def _update(self, state: TrainState, batch: list[Any]) -> tuple[TrainState, Metrics]:
+        with jax.default_matmul_precision(_matmul(self.plan)):
+            gradients = self._gradients(state, batch)
+            values = self._reduced(gradients.values)
+            norm = optax.global_norm(values)
+            metrics = {"loss": gradients.loss, **gradients.metrics, "grad_norm": norm}
+            values = self._clip(values, norm)
+            params = self._constrain(state.params, self.decision.optimizer)
+            params, optimizer = self.optimizer.update(values, state.optimizer, params)
+            after = replace(
+                state,
+                params=params,
+                state=gradients.state,
+                optimizer=optimizer,
+                step=state.step + 1,
+            )
+            return self._judge(state, after, values, metrics)
+
+    def _gradients(self, state: TrainState, batch: list[Any]) -> Gradients:
+        scale = None if state.loss_scale is None else state.loss_scale.scale
+        count = self.plan.batch.gradient_accumulation_steps
+        if count == 1:
+            return compute_gradients(self._loss, state.params, state.state, batch, scale)
+        axes = self.decision.batch[0] if len(self.decision.batch) else ()
+        microbatches = split_strided(batch, count, self.mesh, tuple(axes or ()))
+        return accumulate_gradients(
+            self._loss, state.params, state.state, microbatches, scale, self._reduced
+        )
+
+    def _loss(self, params: Sequence[Any], state: Sequence[Any], batch: Sequence[Any]) -> Any:
+        values: dict[int, Any] = dict(zip(self._param_numbers, params, strict=True))
+        values.update(zip(self._state_numbers, state, strict=True))
+        return self._forward([values[n] for n in range(len(values))], batch)
+
+    def _clip(self, gradients: list[Any], norm: Array) -> list[Any]:
+        if self._clip_norm is None:
+            return gradients
+        factor = jnp.minimum(1.0, self._clip_norm / jnp.maximum(norm, 1e-12))
+        return [g * factor.astype(g.dtype) for g in gradients]
+
+    def _reduced(self, gradients: list[Any]) -> list[Any]:
+        return self._constrain(gradients, self.decision.gradients)
+
+    def _constrain(self, values: Sequence[Any], placements: Sequence[Placement]) -> list[Any]:
+        return [
+            jax.lax.with_sharding_constraint(value, self._sharding(placements[n]))
+            for value, n in zip(values, self._param_numbers, strict=True)
+        ]
+
+    def _judge(
+        self, before: TrainState, after: TrainState, gradients: list[Any], metrics: Metrics
+    ) -> tuple[TrainState, Metrics]:
+        """With loss scaling, keep the old state where a gradient overflowed."""
+        if before.loss_scale is None:
+            return after, metrics
+        finite = all_finite(gradients)
+        scale = before.loss_scale.after(finite)
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old),
+            replace(after, loss_scale=None),
+            replace(before, loss_scale=None),
+        )
+        metrics |= {"loss_scale": scale.scale, "skipped": scale.skipped}
+        return replace(kept, loss_scale=scale), metrics
+
+
+def _matmul(plan: Plan) -> Any:
+    return None if plan.matmul == "default" else plan.matmul
