@@ -1,0 +1,5 @@
+"""The ledger: what a compiled step sends over each mesh axis, against the theoretical minimum."""
+
+from meshwright.ledger.ledger import AxisLedger, Ledger, Line, make_ledger
+
+__all__ = ["AxisLedger", "Ledger", "Line", "make_ledger"]

@@ -1,0 +1,213 @@
+"""Making the ledger of a step: compile it, list what it sends, compare with the minimum."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from meshwright.config.base import Frozen
+from meshwright.ledger.minimum import Needed, needed_exchanges
+from meshwright.program.collectives import Collective, read_collectives, ring_bytes
+from meshwright.program.hlo import compile_program
+from meshwright.program.memory import memory_of
+from meshwright.step.assemble import Assembled
+
+LOWEST, HIGHEST = 0.98, 1.05
+"""A ratio outside is suspicious: above, something is sent that need not be; below, something
+that must be sent is not."""
+
+
+class Line(Frozen):
+    """Collectives of one kind, axis and module.
+
+    Attributes:
+        axes: mesh axes they run over.
+        kind: all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute.
+        module: the module they belong to.
+        phase: forward, backward or update.
+        count: how many per update.
+        payload_bytes: bytes of what is exchanged, per update.
+        sent_bytes: bytes each device sends, per update.
+    """
+
+    axes: list[str]
+    kind: str
+    module: str
+    phase: str
+    count: int
+    payload_bytes: int
+    sent_bytes: int
+
+
+class AxisLedger(Frozen):
+    """One mesh axis.
+
+    Attributes:
+        size: devices on it.
+        sent_bytes: bytes each device sends over it per update.
+        minimum_bytes: what the plan needs to send.
+        ratio: the first over the second; null where nothing needs to be sent.
+        excess: what was sent beyond the minimum, by module.
+    """
+
+    size: int
+    sent_bytes: int
+    minimum_bytes: int
+    ratio: float | None
+    excess: list[str]
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether the axis deviates from its minimum."""
+        if self.ratio is None:
+            return self.sent_bytes > 0
+        return not LOWEST <= self.ratio <= HIGHEST
+
+
+class Ledger(Frozen):
+    """The collectives of a compiled step.
+
+    Attributes:
+        mesh: axis sizes.
+        ratio: bytes sent over bytes needed, all axes together.
+        sent_bytes: bytes each device sends per update.
+        minimum_bytes: what the plan needs to send.
+        axes: axis by axis.
+        lines: every collective, grouped.
+        argument_bytes: per device, of state and batch.
+        temp_bytes: per device, of everything in between.
+        compile_seconds: time the compilation took.
+    """
+
+    mesh: dict[str, int]
+    ratio: float | None
+    sent_bytes: int
+    minimum_bytes: int
+    axes: dict[str, AxisLedger]
+    lines: list[Line]
+    argument_bytes: int
+    temp_bytes: int
+    compile_seconds: float
+
+    @property
+    def suspicious(self) -> list[str]:
+        """The axes that deviate."""
+        return [axis for axis, own in self.axes.items() if own.suspicious]
+
+
+def make_ledger(assembled: Assembled, batch: Any) -> Ledger:
+    """Compile the step for batches of this shape, without running it, and list what it sends."""
+    leaves = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=assembled.step.shardings.batch)
+        for leaf in jax.tree.leaves(batch)
+    ]
+    lowered = assembled.step.lower(leaves)
+    started = time.perf_counter()
+    program = compile_program(lowered)
+    seconds = time.perf_counter() - started
+    mesh = dict(assembled.mesh.shape)
+    collectives = read_collectives(program.partitioned, mesh)
+    needed = needed_exchanges(assembled)
+    memory = memory_of(program.compiled)
+    axes = {
+        axis: _axis(axis, size, mesh, collectives, needed)
+        for axis, size in mesh.items()
+        if size > 1
+    }
+    sent = sum(c.sent_bytes for c in collectives)
+    minimum = sum(n.sent_bytes for n in needed)
+    return Ledger(
+        mesh=assembled.plan.mesh,
+        ratio=_ratio(sent, minimum),
+        sent_bytes=round(sent),
+        minimum_bytes=round(minimum),
+        axes=axes,
+        lines=_lines(collectives),
+        argument_bytes=memory.argument,
+        temp_bytes=memory.temp,
+        compile_seconds=round(seconds, 2),
+    )
+
+
+def _axis(
+    axis: str,
+    size: int,
+    mesh: dict[str, int],
+    collectives: Sequence[Collective],
+    needed: Sequence[Needed],
+) -> AxisLedger:
+    sent: dict[tuple[str, str], float] = defaultdict(float)
+    wanted: dict[tuple[str, str], float] = defaultdict(float)
+    for collective in collectives:
+        share = shares(collective, mesh).get(axis, 0.0)
+        sent[collective.module, _family(collective.kind)] += share
+    for need in needed:
+        if need.axis == axis:
+            wanted[need.module, _family(need.kind)] += need.sent_bytes
+    total, minimum = sum(sent.values()), sum(wanted.values())
+    return AxisLedger(
+        size=size,
+        sent_bytes=round(total),
+        minimum_bytes=round(minimum),
+        ratio=_ratio(total, minimum),
+        excess=_excess(sent, wanted, minimum),
+    )
+
+
+def shares(collective: Collective, mesh: dict[str, int]) -> dict[str, float]:
+    """Divide what a collective over several axes sends among them, innermost first.
+
+    A reduction over data × fsdp is what fsdp scatters, data reduces of the piece, fsdp gathers.
+    """
+    if len(collective.axes) == 1 or any(axis not in mesh for axis in collective.axes):
+        return {collective.axes[0]: collective.sent_bytes}
+    found: dict[str, float] = {}
+    payload = collective.payload_bytes * collective.count
+    for axis in sorted(collective.axes, key=list(mesh).index, reverse=True):
+        found[axis] = ring_bytes(collective.kind, payload, mesh[axis])
+        payload /= mesh[axis]
+    return found
+
+
+def _family(kind: str) -> str:
+    return "reduce" if kind in ("all-reduce", "reduce-scatter") else kind
+
+
+def _excess(
+    sent: dict[tuple[str, str], float], wanted: dict[tuple[str, str], float], minimum: float
+) -> list[str]:
+    """Name what a module sends beyond what it needs, largest first."""
+    over = {key: value - wanted.get(key, 0.0) for key, value in sent.items()}
+    large = {key: value for key, value in over.items() if value > max(minimum, 1.0) * 1e-3}
+    ordered = sorted(large.items(), key=lambda item: -item[1])
+    return [
+        f"{module or 'outside modules'}: {kind} of {value:,.0f} bytes beyond the minimum"
+        for (module, kind), value in ordered
+    ]
+
+
+def _lines(collectives: Iterable[Collective]) -> list[Line]:
+    groups: dict[tuple[Any, ...], list[Collective]] = defaultdict(list)
+    for c in collectives:
+        groups[c.axes, c.kind, c.module, c.phase].append(c)
+    return [
+        Line(
+            axes=list(axes),
+            kind=kind,
+            module=module,
+            phase=phase,
+            count=sum(c.count for c in group),
+            payload_bytes=sum(c.count * c.payload_bytes for c in group),
+            sent_bytes=math.ceil(sum(c.sent_bytes for c in group)),
+        )
+        for (axes, kind, module, phase), group in groups.items()
+    ]
+
+
+def _ratio(sent: float, minimum: float) -> float | None:
+    return round(sent / minimum, 4) if minimum else None

@@ -1,0 +1,125 @@
+"""The theoretical minimum: what a plan has to send per update, axis by axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.program.collectives import ring_bytes
+from meshwright.program.jaxprs import Literal
+from meshwright.program.layout import StepLeaf
+from meshwright.program.policy import COMPUTE_DTYPES
+from meshwright.program.rolled import casts_of
+from meshwright.program.segments import Outer, cut, reads
+from meshwright.sharding.placement import Placement
+from meshwright.step.assemble import Assembled
+
+
+@dataclass(frozen=True)
+class Needed:
+    """One exchange a plan cannot do without.
+
+    Attributes:
+        axis: the mesh axis.
+        kind: all-gather, reduce-scatter or all-reduce.
+        sent_bytes: bytes each device sends per update.
+        module: the module it belongs to.
+        why: for people.
+    """
+
+    axis: str
+    kind: str
+    sent_bytes: float
+    module: str
+    why: str
+
+
+def needed_exchanges(assembled: Assembled) -> list[Needed]:
+    """Return every exchange the plan needs per update."""
+    return [*_weights(assembled), *_activations(assembled)]
+
+
+def _weights(assembled: Assembled) -> Iterator[Needed]:
+    plan, decision = assembled.plan, assembled.decision
+    times = plan.batch.gradient_accumulation_steps
+    gathered_once = _gathered_once(assembled)
+    compute = COMPUTE_DTYPES[plan.precision]
+    for number, step in enumerate(assembled.traced.layout.step_leaves):
+        if step.leaf.role != "param":
+            continue
+        placed = decision.optimizer[number]
+        whole = step.leaf.nbytes / (plan.size("tensor") if "tensor" in placed.axes() else 1)
+        module = step.leaf.path.rpartition(".")[0]
+        if number in decision.gathers:
+            use = whole * (2 / 4 if compute is not None else 1)
+            gathers = 1 if number in gathered_once else 2
+            sent = ring_bytes("all-gather", use, plan.size("fsdp"))
+            yield Needed("fsdp", "all-gather", times * gathers * sent, module, "weights")
+        yield from _reduction(step, placed, whole, assembled, module)
+
+
+def _reduction(
+    step: StepLeaf, placed: Placement, whole: float, assembled: Assembled, module: str
+) -> Iterator[Needed]:
+    """Yield how one gradient is reduced over the devices that saw other samples."""
+    plan = assembled.plan
+    times = plan.batch.gradient_accumulation_steps
+    fsdp, data = plan.size("fsdp"), plan.size("data")
+    divided = "fsdp" in placed.axes() and plan.sharding.zero > 1
+    if fsdp > 1:
+        kind = "reduce-scatter" if divided else "all-reduce"
+        yield Needed("fsdp", kind, times * ring_bytes(kind, whole, fsdp), module, "gradient")
+        if "fsdp" in placed.axes() and plan.sharding.zero < 3:
+            sent = ring_bytes("all-gather", whole, fsdp)
+            yield Needed("fsdp", "all-gather", sent, module, "updated weights")
+    if data > 1:
+        # Only what fsdp has left of each gradient goes over the slower axis.
+        sent = ring_bytes("all-reduce", whole / fsdp, data)
+        yield Needed("data", "all-reduce", times * sent, module, "gradient")
+
+
+def _activations(assembled: Assembled) -> Iterator[Needed]:
+    """Yield the reductions tensor parallelism needs: one per half block and direction."""
+    plan, classes, tensor = assembled.plan, assembled.decision.classes, assembled.decision.tensor
+    if tensor.size == 1:
+        return
+    times = plan.batch.gradient_accumulation_steps
+    seen: set[tuple[str, int]] = set()
+    for event in classes.events_of(tensor.ways):
+        key = (event.kind, event.source)
+        if event.source >= 0 and key in seen:
+            continue
+        seen.add(key)
+        kind = "all-gather" if event.blocking else "all-reduce"
+        sent = ring_bytes(kind, event.total / plan.batch.replicas, tensor.size)
+        direction = "backward" if event.kind == "spread" else "forward"
+        yield Needed("tensor", kind, times * sent, event.path, f"{direction} {event.primitive}")
+
+
+def _gathered_once(assembled: Assembled) -> set[int]:
+    """Return the leaves whose gathered weights are kept from forward to backward."""
+    decision, traced = assembled.decision, assembled.traced
+    if assembled.plan.sharding.keep_gathered:
+        return set(decision.gathers)
+    jaxpr = traced.closed.jaxpr
+    count = len(traced.layout.step_leaves)
+    number = {v: n for n, v in enumerate(jaxpr.invars[:count])}
+    casts = casts_of(jaxpr.eqns, set(number))
+    number |= {cast: number[leaf] for cast, leaf in casts.items()}
+    kept: set[int] = set()
+    for piece in cut(jaxpr):
+        if not isinstance(piece, Outer):
+            continue
+        for variable in reads([e for e in piece.eqns if e.outvars[0] not in casts]):
+            if variable in number and not _scanned(variable, piece, number):
+                kept.add(number[variable])
+    return kept
+
+
+def _scanned(variable: object, piece: Outer, number: object) -> bool:
+    del number
+    return any(
+        eqn.primitive.name == "scan"
+        and any(not isinstance(a, Literal) and a is variable for a in eqn.invars)
+        for eqn in piece.eqns
+    )
