@@ -1,0 +1,94 @@
+"""Splitting a command line into our own flags and the overrides Hydra composes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshwright.cli.commands import COMMANDS, COMMON_FLAGS, Command, Flag
+from meshwright.errors import UserError, did_you_mean
+
+_SHORT = {"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-dir"}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What was typed after ``meshwright``.
+
+    Attributes:
+        command: the command.
+        overrides: everything Hydra composes.
+        flags: our own flags; a switch has an empty value.
+    """
+
+    command: Command
+    overrides: tuple[str, ...]
+    flags: dict[str, str] = field(default_factory=dict[str, str])
+
+    def has(self, flag: str) -> bool:
+        """Whether a flag was given."""
+        return flag in self.flags
+
+    @property
+    def config_dir(self) -> Path | None:
+        """The user's own config directory, checked to exist."""
+        if "--config-dir" not in self.flags:
+            return None
+        path = Path(self.flags["--config-dir"])
+        if not path.is_dir():
+            raise UserError(f"--config-dir: there is no directory `{path}`")
+        return path
+
+
+def parse_arguments(argv: Sequence[str]) -> Arguments:
+    """Read ``command [flags] [overrides]``; flags may stand anywhere after the command."""
+    name, *rest = argv
+    command = find_command(name)
+    known = {flag.name: flag for flag in (*COMMON_FLAGS, *command.flags)}
+    flags: dict[str, str] = {}
+    overrides: list[str] = []
+    words = list(rest)
+    while words:
+        word = words.pop(0)
+        head, equals, value = word.partition("=")
+        head = _SHORT.get(head, head)
+        if not head.startswith("-"):
+            overrides.append(word)
+            continue
+        flag = known.get(head)
+        if flag is None:
+            raise _unknown_flag(head, command, known)
+        if not flag.value:
+            if equals:
+                raise UserError(f"{flag.name} takes no value", fix=f"write {flag.name}")
+            flags[flag.name] = ""
+            continue
+        text = value if equals else words.pop(0) if words else ""
+        if not text:
+            raise UserError(f"{flag.name} needs a value", fix=f"write {flag.name} {flag.value}")
+        flags[flag.name] = text
+    return Arguments(command, tuple(overrides), flags)
+
+
+def find_command(name: str) -> Command:
+    """Return a command by name."""
+    if name in COMMANDS:
+        return COMMANDS[name]
+    hint = did_you_mean(name, COMMANDS)
+    if "=" in name:
+        hint = f"write the command first: meshwright train {name}"
+    raise UserError(
+        f"there is no command `{name}`" + (f": {hint}" if hint else ""),
+        why=f"commands: {', '.join(COMMANDS)}",
+        fix="`meshwright --help` describes them",
+    )
+
+
+def _unknown_flag(head: str, command: Command, known: dict[str, Flag]) -> UserError:
+    hint = did_you_mean(head, known)
+    return UserError(
+        f"`meshwright {command.name}` has no flag `{head}`" + (f": {hint}" if hint else ""),
+        why=f"its flags: {', '.join(known)}",
+        fix="settings are written without dashes: key=value",
+    )

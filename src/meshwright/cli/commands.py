@@ -1,0 +1,93 @@
+"""The table of commands: what `meshwright --help` lists, without importing any of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of one command, taken before Hydra sees the rest.
+
+    Attributes:
+        name: as typed, such as ``--steps``.
+        help: one line.
+        value: placeholder of its value; empty for a switch.
+    """
+
+    name: str
+    help: str
+    value: str = ""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the command line.
+
+    Attributes:
+        name: the word typed after ``meshwright``.
+        help: one line.
+        module: where its ``run(request)`` lives.
+        example: a call that works as it stands.
+        flags: its own flags.
+        needs_devices: whether JAX must be ready before it runs.
+    """
+
+    name: str
+    help: str
+    module: str
+    example: str
+    flags: tuple[Flag, ...] = ()
+    needs_devices: bool = True
+
+
+COMMON_FLAGS = (
+    Flag("--json", "print the result as one JSON value on stdout"),
+    Flag("--cfg", "print the composed config and stop: job, hydra or all", "PART"),
+    Flag("--multirun", "one job for each combination of comma-separated values (also -m)"),
+    Flag("--config-dir", "a directory of your own config groups", "DIR"),
+    Flag("--debug", "show the full traceback of an error"),
+    Flag("--help", "show this help (also -h)"),
+)
+
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command(
+            "train",
+            "train a model on a mesh of devices",
+            "meshwright.cli.train",
+            "meshwright train simulate=8 mesh.fsdp=4 mesh.tensor=2",
+        ),
+        Command(
+            "verify",
+            "prove that a mesh trains exactly like one device",
+            "meshwright.cli.verify",
+            "meshwright verify simulate=8 mesh.fsdp=4 mesh.tensor=2",
+            flags=(
+                Flag("--steps", "updates to compare in float64 (default 5)", "N"),
+                Flag("--out", "where to save the certificate (default certificate.json)", "FILE"),
+            ),
+        ),
+        Command(
+            "inspect",
+            "show the mesh, what each device holds, and why",
+            "meshwright.cli.inspect",
+            "meshwright inspect simulate=8 mesh.fsdp=4 mesh.tensor=2",
+            flags=(Flag("--svg", "also write the mesh drawing to FILE", "FILE"),),
+        ),
+        Command(
+            "config",
+            "show every value of the config and where it comes from",
+            "meshwright.cli.config",
+            "meshwright config training.micro_batch_size=4",
+            needs_devices=False,
+        ),
+        Command(
+            "doctor",
+            "check versions, devices, processes and that devices work together",
+            "meshwright.cli.doctor",
+            "meshwright doctor simulate=8",
+        ),
+    )
+}

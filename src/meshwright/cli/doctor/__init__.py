@@ -1,0 +1,102 @@
+"""`meshwright doctor`: is this machine, and this group of processes, ready to train?"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from meshwright import processes
+from meshwright.cli.doctor import facts
+from meshwright.cli.doctor.reduce import check_all_reduce
+from meshwright.cli.doctor.render import render
+from meshwright.cli.doctor.warnings import disagreements, find_warnings
+from meshwright.errors import ExitCode
+
+if TYPE_CHECKING:
+    from meshwright.cli.request import Request
+
+__all__ = ["collect", "render", "run"]
+
+
+def run(request: Request) -> int:
+    """Print the report; fail if the devices do not work together."""
+    report = collect()
+    request.output.result(report, render(report))
+    return ExitCode.DONE if report["all_reduce_ok"] else ExitCode.CHECK_FAILED
+
+
+def collect() -> dict[str, Any]:
+    """Examine this machine and return what was found, ready for JSON.
+
+    With several connected processes each must call it; they compare what they find.
+    """
+    report: dict[str, Any] = {
+        "versions": facts.versions(),
+        **facts.system(),
+        **_devices(),
+        "accelerators": facts.accelerators(),
+        "environment": facts.environment(os.environ),
+        "ranks": facts.ranks(os.environ),
+        "memory": facts.memory(),
+        "disk": facts.disk(),
+    }
+    _compare(report)
+    report["warnings"] = [*find_warnings(report), *report.pop("disagreements")]
+    return report
+
+
+def _compare(report: dict[str, Any]) -> None:
+    """Make the outcome of the all-reduce common and note where processes differ."""
+    said = {f"{name} version": version for name, version in report["versions"].items()}
+    said |= {
+        "XLA_FLAGS": report["environment"].get("XLA_FLAGS", ""),
+        "the number of local devices": report["local_devices"],
+    }
+    gathered = processes.gather({"said": said, "reduced": report["all_reduce"]})
+    outcomes = [process["reduced"] for process in gathered]
+    report["all_reduce_ok"] = all(outcome["ok"] for outcome in outcomes)
+    faults = {f["id"]: f for outcome in outcomes for f in outcome["wrong_devices"]}
+    report["all_reduce"]["wrong_devices"] = [faults[device] for device in sorted(faults)]
+    report["disagreements"] = disagreements([process["said"] for process in gathered])
+
+
+def _devices() -> dict[str, Any]:
+    """Start JAX, list its devices and let them add up."""
+    try:
+        import jax
+
+        devices = jax.devices()
+    except Exception as error:
+        # A doctor must not fall ill itself: a broken installation is a finding.
+        return _no_devices(f"{type(error).__name__}: {error}".partition("\n")[0])
+    reduced = check_all_reduce(devices)
+    return {
+        "jax_error": None,
+        "backend": jax.default_backend(),
+        "cpu_chosen": str(getattr(jax.config, "jax_platforms", "")).startswith("cpu"),
+        "devices": len(devices),
+        "local_devices": jax.local_device_count(),
+        "device_kinds": dict(Counter(device.device_kind for device in devices)),
+        "device_list": [facts.device(device) for device in devices],
+        "process_index": jax.process_index(),
+        "process_count": jax.process_count(),
+        "all_reduce_ok": reduced["ok"],
+        "all_reduce": reduced,
+    }
+
+
+def _no_devices(error: str) -> dict[str, Any]:
+    return {
+        "jax_error": error,
+        "backend": None,
+        "cpu_chosen": False,
+        "devices": 0,
+        "local_devices": 0,
+        "device_kinds": {},
+        "device_list": [],
+        "process_index": processes.process_index(),
+        "process_count": processes.process_count(),
+        "all_reduce_ok": False,
+        "all_reduce": {"ok": False, "expected": 0, "wrong_devices": [], "error": error},
+    }

@@ -1,0 +1,98 @@
+"""The doctor's report for a person, ending with a block to paste into a bug report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+Report = Mapping[str, Any]
+
+
+def render(report: Report) -> RenderableType:
+    """Return the report as something to print."""
+    facts = Table.grid("", "", padding=(0, 2))
+    for name, value in _facts(report):
+        facts.add_row(Text(name, "dim"), Text(value))
+    return Group(
+        _verdict(report),
+        Text(),
+        facts,
+        Text(),
+        *_warnings(report),
+        Text("For a bug report, copy this:", "dim"),
+        Text(_block(report), overflow="fold"),
+    )
+
+
+def _verdict(report: Report) -> Text:
+    count = report["devices"]
+    if report["all_reduce_ok"] and count == 1:
+        return Text("✓ The device works.", "bold green")
+    if report["all_reduce_ok"]:
+        terms = "1 + 2" if count == 2 else f"1 + … + {count}"
+        total = report["all_reduce"]["expected"]
+        return Text(
+            f"✓ The {count} devices work together: {terms} = {total} on each.", "bold green"
+        )
+    if not count:
+        return Text("✗ There is no device to train on.", "bold red")
+    return Text(f"✗ The {count} devices do not work together.", "bold red")
+
+
+def _warnings(report: Report) -> Iterator[Text]:
+    for warning in report["warnings"]:
+        yield Text(f"! {warning['problem']}", "yellow")
+        yield Text(f"  {warning['remedy']}")
+    if report["warnings"]:
+        yield Text()
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield the facts by name, each as one line of text."""
+    kinds = ", ".join(f"{count} × {kind}" for kind, count in report["device_kinds"].items())
+    # A machine is one CPU device to JAX, so more of them in a process share its cores.
+    virtual = ", virtual" if report["backend"] == "cpu" and report["local_devices"] > 1 else ""
+    yield "devices", (kinds or "none") + virtual + _device_memory(report)
+    count = report["process_count"]
+    among = "the only one" if count == 1 else f"among {count}"
+    yield "process", f"{report['process_index']}, {among}, with {report['local_devices']} devices"
+    for entry in report["ranks"]:
+        rank = f"rank {entry['rank']} of {entry['world_size']}, local rank {entry['local_rank']}"
+        yield f"  {entry['source']}", rank
+    versions = (f"{name} {version or 'missing'}" for name, version in report["versions"].items())
+    yield "versions", ", ".join(versions)
+    yield "system", f"{report['platform']}, {report['usable_cores']} of {report['cores']} cores"
+    yield "memory", _memory(report["memory"])
+    free, total = report["disk"]["free_bytes"], report["disk"]["total_bytes"]
+    yield "disk", f"{decimal(free)} of {decimal(total)} free here"
+    variables = [f"{name}={value}" for name, value in report["environment"].items()]
+    yield "environment", "\n".join(variables) or "nothing set that matters"
+
+
+def _device_memory(report: Report) -> str:
+    totals = {device["memory_total_bytes"] for device in report["device_list"]} - {None}
+    return (
+        f", {' or '.join(decimal(total) for total in sorted(totals))} usable each" if totals else ""
+    )
+
+
+def _memory(memory: Mapping[str, int | None]) -> str:
+    total, available = memory["host_total_bytes"], memory["host_available_bytes"]
+    limit = memory["container_limit_bytes"]
+    text = f"{decimal(available)} of {decimal(total)} available" if total and available else "?"
+    return text + (f", this container may use {decimal(limit)}" if limit else "")
+
+
+def _block(report: Report) -> str:
+    """Return the facts and warnings as fenced plain text."""
+    reduced = "right" if report["all_reduce_ok"] else report["all_reduce"]["error"] or "wrong"
+    lines = [f"all-reduce: {reduced}"]
+    for name, value in _facts(report):
+        lines += [f"{name.strip()}: {line}" for line in value.splitlines()]
+    lines += [f"warning: {warning['problem']}" for warning in report["warnings"]]
+    return "\n".join(["```text", *lines, "```"])

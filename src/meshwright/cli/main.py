@@ -1,0 +1,91 @@
+"""The entry point: reads the command line, runs the command, and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from meshwright.cli.arguments import Arguments, parse_arguments
+from meshwright.cli.help import command_help, general_help
+from meshwright.cli.output import Output, guarded_stdout, print_error
+from meshwright.errors import ExitCode, MeshwrightError
+
+INTERRUPTED = 128 + 2
+READER_LEFT = 128 + 13
+"""Exit codes of SIGINT and SIGPIPE, which Python turns into exceptions."""
+
+
+def entry() -> None:
+    """Run the command line and exit with its code."""
+    code = main(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+        # Libraries that say goodbye on the way out do so on stderr too.
+        os.dup2(2, 1)
+    except BrokenPipeError:
+        # The reader has left; what it did not take is not tried again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = READER_LEFT
+    sys.exit(code)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command line and return its exit code."""
+    debug = "--debug" in argv
+    try:
+        if not argv or argv[0] in ("--help", "-h", "help"):
+            return _print(general_help())
+        if argv[0] == "--version":
+            from importlib.metadata import version
+
+            return _print(f"meshwright {version('meshwright')}")
+        arguments = parse_arguments(argv)
+        if arguments.has("--help"):
+            return _print(command_help(arguments.command))
+        with guarded_stdout(as_json=arguments.has("--json")) as output:
+            return _run(arguments, output)
+    except MeshwrightError as error:
+        if debug:
+            traceback.print_exc()
+        print_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        return READER_LEFT
+    except Exception as error:
+        return _internal_error(error, debug=debug)
+
+
+def _print(text: str) -> int:
+    print(text)
+    return ExitCode.DONE
+
+
+def _run(arguments: Arguments, output: Output) -> int:
+    if arguments.has("--multirun"):
+        from meshwright.cli.multirun import run_sweep
+
+        return run_sweep(arguments, output)
+    from meshwright.cli.request import make_request
+
+    if arguments.has("--cfg"):
+        from meshwright.cli.config import print_composed
+
+        return print_composed(arguments, output)
+    request = make_request(arguments, output)
+    module = importlib.import_module(arguments.command.module)
+    return int(module.run(request))
+
+
+def _internal_error(error: Exception, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"internal error: {type(error).__name__}: {error}", file=sys.stderr)
+    if not debug:
+        print("  add --debug for the traceback, and please report it", file=sys.stderr)
+    return ExitCode.INTERNAL

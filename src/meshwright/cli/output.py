@@ -1,0 +1,111 @@
+"""What goes where: results on stdout; everything else, other libraries' lines too, on stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import MeshwrightError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+
+class Output:
+    """The two streams of a command.
+
+    Attributes:
+        as_json: whether the result is one JSON value instead of something to look at.
+    """
+
+    def __init__(self, result_descriptor: int, *, as_json: bool) -> None:
+        self.as_json = as_json
+        # Names of files may hold bytes that are no text; backslashes are also JSON's escape.
+        self._result = os.fdopen(
+            os.dup(result_descriptor), "w", encoding="utf-8", errors="backslashreplace"
+        )
+
+    def result(self, value: Any, picture: RenderableType | None = None) -> None:
+        """Print the result: ``value`` as JSON, or ``picture`` for a person.
+
+        JSON has no infinity and no NaN; both become null.
+        """
+        if self.as_json:
+            text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+            self._result.write(text + "\n")
+        elif picture is not None:
+            self.console().print(picture)
+        self._result.flush()
+
+    def text(self, text: str) -> None:
+        """Print text that is itself the result, unchanged."""
+        self._result.write(text if text.endswith("\n") else text + "\n")
+        self._result.flush()
+
+    def console(self) -> Console:
+        """Return a rich console on the result stream."""
+        from rich.console import Console
+
+        class ResultConsole(Console):
+            def on_broken_pipe(self) -> None:
+                # Rich would exit with 1, which says that a check failed.
+                raise BrokenPipeError
+
+        return ResultConsole(file=self._result, highlight=False, soft_wrap=False)
+
+    def say(self, message: RenderableType) -> None:
+        """Tell a person something that is not the result."""
+        from rich.console import Console
+
+        Console(file=sys.stderr, highlight=False).print(message)
+
+    def close(self) -> None:
+        """Close the result stream; nothing can be printed afterwards."""
+        self._result.close()
+
+
+@contextmanager
+def guarded_stdout(*, as_json: bool) -> Generator[Output]:
+    """Keep the real stdout for results and send whatever else is printed to stderr.
+
+    File descriptors are redirected too, because native libraries print without asking Python.
+    """
+    stdout = sys.stdout
+    stdout.flush()
+    real = os.dup(1)
+    output = Output(real, as_json=as_json)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield output
+    finally:
+        # Whoever kept the old object may have left something in its buffer.
+        stdout.flush()
+        os.dup2(real, 1)
+        os.close(real)
+        output.close()
+
+
+def print_error(error: MeshwrightError) -> None:
+    """Print an error for a person: what, why, what to write instead."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), (error.what, "bold")))
+    for part in (error.why, error.fix):
+        for line in filter(None, part.splitlines()):
+            console.print(Text("  " + line))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

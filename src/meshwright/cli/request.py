@@ -1,0 +1,56 @@
+"""A Request: one command with its composed config, devices made ready, and where to print."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.cli.arguments import Arguments
+from meshwright.cli.output import Output
+from meshwright.config.compose import Composed, compose_config, validate
+from meshwright.config.schema import Config
+
+if TYPE_CHECKING:
+    from meshwright.plan import Plan
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command gets to work with.
+
+    Attributes:
+        arguments: the command line.
+        composed: what Hydra made of the overrides.
+        config: the validated config.
+        output: where results and remarks go.
+    """
+
+    arguments: Arguments
+    composed: Composed
+    config: Config
+    output: Output
+
+    def plan(self) -> Plan:
+        """Return the plan for the devices JAX has."""
+        import jax
+
+        from meshwright.plan import make_plan
+
+        return make_plan(self.config, jax.device_count())
+
+
+def make_request(arguments: Arguments, output: Output) -> Request:
+    """Compose and validate the config, then make the devices it asks for ready."""
+    composed = compose_config(arguments.overrides, arguments.config_dir)
+    config = validate(composed)
+    if arguments.command.needs_devices:
+        prepare_devices(config)
+    return Request(arguments, composed, config, output)
+
+
+def prepare_devices(config: Config) -> None:
+    """Simulate devices if asked; must run before JAX starts."""
+    if config.simulate is not None:
+        from meshwright.mesh.simulate import simulate_devices
+
+        simulate_devices(config.simulate)

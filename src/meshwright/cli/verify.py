@@ -1,0 +1,74 @@
+"""`meshwright verify`: the certificate that a mesh trains exactly like one device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from meshwright.cli.request import Request
+from meshwright.errors import ExitCode, UserError
+from meshwright.mesh.axes import describe_sizes
+from meshwright.recipe import make_recipe
+from meshwright.verify import Certificate, verify
+
+
+def run(request: Request) -> int:
+    """Compare the mesh with one device, print and save the certificate."""
+    plan, config = request.plan(), request.config
+    recipe = make_recipe(config, plan.batch.global_batch_size)
+    certificate = verify(
+        recipe.model,
+        recipe.task.loss,
+        plan,
+        lambda step: recipe.data.batch(step, plan.batch.global_batch_size),
+        optimizer=recipe.optimizer,
+        steps=_steps(request),
+        clip_norm=config.optimizer.clip_norm,
+        seed=config.run.seed,
+        say=lambda text: request.output.say(Text(text + " …", style="dim")),
+    )
+    report = certificate.model_dump(mode="json")
+    path = Path(request.arguments.flags.get("--out", "certificate.json"))
+    _save(path, report)
+    request.output.result(report, _picture(certificate, path))
+    return ExitCode.DONE if certificate.equal else ExitCode.CHECK_FAILED
+
+
+def _steps(request: Request) -> int:
+    text = request.arguments.flags.get("--steps", "5")
+    if not text.isdecimal() or not 1 <= int(text) <= 1000:
+        raise UserError(f"--steps {text} is not valid", fix="write --steps N with N from 1 to 1000")
+    return int(text)
+
+
+def _save(path: Path, report: object) -> None:
+    try:
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot save the certificate to {path}", why=str(error)) from error
+
+
+def _picture(certificate: Certificate, path: Path) -> RenderableType:
+    good = certificate.equal
+    head = "equal to one device" if good else "NOT equal to one device"
+    style = "bold green" if good else "bold red"
+    lines: list[RenderableType] = [
+        Text.assemble((describe_sizes(certificate.mesh), "bold"), ": ", (head, style)),
+        Text(f"float64, {certificate.steps} updates of {certificate.parameters:,} parameters"),
+        *(Text("  " + comparison.sentence()) for comparison in certificate.float64),
+    ]
+    if certificate.null_leaves:
+        names = ", ".join(certificate.null_leaves[:3])
+        more = "" if len(certificate.null_leaves) <= 3 else ", …"
+        lines.append(
+            Text(
+                f"  {len(certificate.null_leaves)} leaves with a true gradient of zero, compared "
+                f"against the global norm: {names}{more}"
+            )
+        )
+    lines.append(Text(f"precision {certificate.plan['precision']}"))
+    lines += [Text("  " + comparison.sentence()) for comparison in certificate.own_precision]
+    return Group(*lines, Text(f"saved: {path}"))

@@ -1,0 +1,281 @@
+"""The command line as a person meets it: help, exit codes, streams."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshwright.cli.commands import COMMANDS, Command
+from meshwright.cli.main import main
+from meshwright.cli.output import guarded_stdout
+from meshwright.config.groups import group_options
+from meshwright.errors import CheckFailed
+
+
+@pytest.fixture
+def run(capfd):
+    """Run a command line in this process and return (exit code, stdout, stderr)."""
+
+    def call(*argv: str) -> tuple[int, str, str]:
+        code = main(argv)
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def own_command(monkeypatch, tmp_path):
+    """Register a command `own` whose run(request) has the given body."""
+
+    def register(body: str) -> None:
+        source = "import os, sys\nfrom meshwright import errors\ndef run(request):\n"
+        (tmp_path / "own_command.py").write_text(source + textwrap.indent(body, "    "))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "own_command", raising=False)
+        own = Command("own", "", "own_command", "", needs_devices=False)
+        monkeypatch.setitem(COMMANDS, "own", own)
+
+    return register
+
+
+def test_help_lists_every_command(run):
+    for argv in ([], ["--help"], ["-h"], ["help"]):
+        code, out, err = run(*argv)
+        assert (code, err) == (0, "")
+        assert all(f"  {name} " in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_help_of_a_command_lists_its_flags_and_the_groups(run, command):
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert all(flag.name in out for flag in COMMANDS[command].flags)
+    assert "--multirun" in out
+    assert all(name in out for names in group_options().values() for name in names)
+
+
+def test_version(run):
+    code, out, _ = run("--version")
+    assert code == 0
+    assert out.startswith("meshwright ")
+
+
+def test_help_waits_for_nothing_heavy():
+    script = """
+        import sys
+        from meshwright.cli.main import main
+        assert main(["--help"]) == main(["train", "--help"]) == main(["--version"]) == 0
+        heavy = {"jax", "hydra", "pydantic", "rich", "numpy", "flax", "omegaconf"}
+        assert not heavy & set(sys.modules), heavy & set(sys.modules)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "did you mean `train`?"),
+        (["config", "--jsno"], "did you mean `--json`?"),
+        (["config", "training.micro_batchsize=4"], "did you mean `training.micro_batch_size`?"),
+        (["config", "model.hidden_sise=4"], "did you mean `model.hidden_size`?"),
+        (["config", "model.kind=gtp"], "did you mean `gpt`?"),
+        (["config", "--cfg", "jobs"], "write --cfg job, --cfg hydra or --cfg all"),
+        (["config", "--config-dir", "/no/such"], "there is no directory `/no/such`"),
+        (["config", "model.mesh_shape=[[4]]"], '[[4,2],["fsdp","tp"]]'),
+    ],
+)
+def test_bad_input_exits_2_with_a_suggestion_and_no_traceback(run, argv, message):
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback_of_a_users_mistake(run):
+    code, _, err = run("config", "training.steps=0", "--debug")
+    assert code == 2
+    assert "Traceback" in err
+    assert "error: `training.steps=0` is not valid" in err
+
+
+def test_config_shows_every_value_and_its_origin(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    code, out, _ = run("config", 'model.mesh_shape=[[4,2],["fsdp","tp"]]')
+    assert code == 0
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    assert "[[4, 2], ['fsdp', 'tp']]" in lines["model.mesh_shape"]
+    assert "override" in lines["model.mesh_shape"]
+    assert lines["training.steps"].split()[1:3] == ["100", "file"]
+    assert lines["training.gradient_accumulation_steps"].split()[1:] == ["null", "default"]
+
+
+def test_config_as_json_is_one_value(run):
+    code, out, _ = run("config", "training.micro_batch_size=4", "--json")
+    assert code == 0
+    assert json.loads(out)["training.micro_batch_size"] == {
+        "value": 4,
+        "origin": "override",
+        "from": "training.micro_batch_size=4",
+    }
+
+
+def test_a_users_config_directory_is_used(run, tmp_path):
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "slow.yaml").write_text("kind: sgd\nlearning_rate: 1.0e-6\n")
+    code, out, _ = run("config", "optimizer=slow", "--config-dir", str(tmp_path), "--json")
+    assert code == 0
+    assert json.loads(out)["optimizer.learning_rate"] == {
+        "value": 1e-6,
+        "origin": "file",
+        "from": "optimizer/slow.yaml",
+    }
+
+
+@pytest.mark.parametrize(
+    ("part", "sections"), [("job", {"mesh"}), ("hydra", {"hydra"}), ("all", {"hydra", "mesh"})]
+)
+def test_cfg_prints_the_composed_config(run, part, sections):
+    code, out, _ = run("train", "--cfg", part, "mesh.fsdp=4")
+    printed = yaml.safe_load(out)
+    assert code == 0
+    assert {"hydra", "mesh"} & set(printed) == sections
+    assert part == "hydra" or printed["mesh"]["fsdp"] == 4
+
+
+def test_cfg_as_json_is_json(run):
+    code, out, _ = run("config", "--cfg", "job", "--json")
+    assert code == 0
+    assert json.loads(out)["training"]["steps"] == 100
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("return 0", 0, ""),
+        ("return errors.ExitCode.NOTHING_FITS", 3, ""),
+        ("raise errors.UserError('wrong', fix='right')", 2, "error: wrong\n  right\n"),
+        ("raise errors.CheckFailed('differs')", 1, "error: differs\n"),
+        ("raise KeyboardInterrupt", 130, "interrupted"),
+        ("raise BrokenPipeError", 141, ""),
+        ("raise ZeroDivisionError('oh')", 70, "internal error: ZeroDivisionError: oh\n"),
+    ],
+)
+def test_exit_codes(run, own_command, body, code, said):
+    own_command(body)
+    found, out, err = run("own")
+    assert (found, out) == (code, "")
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_an_internal_error_offers_its_traceback(run, own_command):
+    own_command("raise ZeroDivisionError('oh')")
+    assert "add --debug" in run("own")[2]
+    assert "Traceback" in run("own", "--debug")[2]
+
+
+def test_whatever_else_is_printed_goes_to_stderr(run, own_command):
+    own_command(
+        "print('python'); os.write(1, b'native\\n'); os.system('echo child')\n"
+        "request.output.result({'ok': True})\n"
+        "return 0"
+    )
+    code, out, err = run("own", "--json")
+    assert (code, json.loads(out)) == (0, {"ok": True})
+    assert {"python", "native", "child"} <= set(err.split())
+    os.write(1, b"stdout is back\n")
+    assert run("--version")[1].startswith("stdout is back\n")
+
+
+def test_nothing_reaches_stdout_while_the_interpreter_ends(tmp_path):
+    (tmp_path / "noisy.py").write_text(
+        "import atexit, os\n"
+        "def run(request):\n"
+        "    atexit.register(lambda: os.write(1, b'goodbye\\n'))\n"
+        "    print('hello')\n"
+        "    request.output.result({'loss': float('nan'), 'path': 'a\\udcff'})\n"
+        "    return 3\n"
+    )
+    script = (
+        f"import sys; sys.path.append({str(tmp_path)!r});"
+        "from meshwright.cli import commands, main;"
+        "commands.COMMANDS['noisy'] = commands.Command('noisy', '', 'noisy', '', (), False);"
+        "sys.argv = ['meshwright', 'noisy', '--json']; main.entry()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert done.returncode == 3
+    assert json.loads(done.stdout) == {"loss": None, "path": "a\udcff"}
+    assert {"hello", "goodbye"} <= set(done.stderr.split())
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--cfg=job"]])
+def test_a_reader_that_leaves_early_is_no_error(flags, capfd):
+    reader, writer = os.pipe()
+    os.close(reader)
+    stdout = os.dup(1)
+    os.dup2(writer, 1)
+    try:
+        code = main(["config", *flags])
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(writer)
+    assert code == 128 + 13
+    assert capfd.readouterr().err == ""
+
+
+def test_descriptors_are_given_back():
+    def lowest_free() -> int:
+        descriptor = os.dup(1)
+        os.close(descriptor)
+        return descriptor
+
+    before = lowest_free()
+    for _ in range(3):
+        with guarded_stdout(as_json=True) as output:
+            output.text("")
+    with pytest.raises(CheckFailed), guarded_stdout(as_json=False):
+        raise CheckFailed("x")
+    assert lowest_free() == before
+
+
+flags = "--json --cfg --cfg=all job --debug --help"
+overrides = (
+    "training.steps=0 model=gpt ~model mesh.fsdp=3 model.kind=nope model.kind=os:path +a=1 [/bold] "
+    "model.dropout=x \udcff=1 model.x=[bold] simulate=8 task=classification data.kind=a:b"
+)
+words = st.sampled_from([*flags.split(), *overrides.split()]) | st.text(max_size=6)
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(argv=st.lists(words, max_size=3))
+def test_no_command_line_prints_a_traceback(capfd, argv):
+    code = main(["config", *argv])
+    out, err = capfd.readouterr()
+    assert code in (0, 2)
+    assert "internal error" not in err
+    assert ("Traceback" in err) == (code == 2 and "--debug" in argv)
+    assert bool(out) == (code == 0)
+    if code == 0 and "--json" in argv and "--help" not in argv:
+        json.loads(out)
