@@ -99,7 +99,10 @@ def test_a_variable_may_hold_several_arrays():
             self.both = nnx.Param({"a": jnp.ones(2), "b": jnp.zeros(3)})
 
     parts = split_model(nnx.eval_shape(Several))
-    assert [(leaf.path, leaf.shape) for leaf in parts.leaves] == [("both.0", (2,)), ("both.1", (3,))]
+    assert [(leaf.path, leaf.shape) for leaf in parts.leaves] == [
+        ("both.0", (2,)),
+        ("both.1", (3,)),
+    ]
     back = parts.merge([jnp.full(2, 5.0), jnp.full(3, 6.0)])
     assert back.both["b"].tolist() == [6.0] * 3
 

@@ -57,7 +57,8 @@ def test_grouped_and_fused_attention_and_a_separate_head_run_in_bf16():
 
 def test_statistics_stay_float32_and_parameters_enter_in_float32():
     parts, traced = trace(Norms, square_loss, vectors(), jnp.bfloat16)
-    formats = {leaf.path: v.dtype for leaf, v in zip(parts.leaves, traced.closed.in_avals)}
+    avals = traced.closed.in_avals[: len(parts.leaves)]
+    formats = {leaf.path: v.dtype for leaf, v in zip(parts.leaves, avals, strict=True)}
     assert all(formats[leaf.path] == leaf.dtype for leaf in parts.leaves)
     outputs = traced.read_outputs(traced.closed.out_avals)
     state = [leaf for leaf in parts.leaves if leaf.role == "state"]

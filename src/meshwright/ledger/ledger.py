@@ -145,10 +145,10 @@ def _axis(
     wanted: dict[tuple[str, str], float] = defaultdict(float)
     for collective in collectives:
         share = shares(collective, mesh).get(axis, 0.0)
-        sent[collective.module, _family(collective.kind)] += share
+        sent[_part(collective.module), _family(collective.kind)] += share
     for need in needed:
         if need.axis == axis:
-            wanted[need.module, _family(need.kind)] += need.sent_bytes
+            wanted[_part(need.module), _family(need.kind)] += need.sent_bytes
     total, minimum = sum(sent.values()), sum(wanted.values())
     return AxisLedger(
         size=size,
@@ -172,6 +172,11 @@ def shares(collective: Collective, mesh: dict[str, int]) -> dict[str, float]:
         found[axis] = ring_bytes(collective.kind, payload, mesh[axis])
         payload /= mesh[axis]
     return found
+
+
+def _part(module: str) -> str:
+    """Return the part of the model a layer belongs to: query, key and value share a reduction."""
+    return module.rpartition(".")[0] or module
 
 
 def _family(kind: str) -> str:

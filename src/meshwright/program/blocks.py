@@ -48,18 +48,22 @@ def find_block_lists(eqns: Sequence[Equation]) -> list[BlockList]:
         if len(elements) > 1 and sorted(elements) == list(range(len(elements)))
     ]
     ordered = [found for found in lists if _one_after_another(found.ranges)]
-    return sorted(_outermost(ordered), key=lambda found: found.ranges[0])
+    return _apart(sorted(_outermost(ordered), key=lambda found: found.ranges[0]))
 
 
-def _elements(stack: str) -> set[tuple[str, int]]:
-    """Return (list path, index) for every list element whose module the scopes name."""
-    found: set[tuple[str, int]] = set()
+def _elements(stack: str) -> list[tuple[str, int]]:
+    """Return (list path, index) for every list element whose module the scopes name.
+
+    Of one list only the outermost element counts: a module that several blocks share goes by the
+    path it has in the first of them.
+    """
+    found: dict[str, int] = {}
     for path in modules_of(stack):
         parts = path.split(".")
         for position, part in enumerate(parts):
             if part.isdecimal() and position:
-                found.add((".".join(parts[:position]), int(part)))
-    return found
+                found.setdefault(".".join(parts[:position]), int(part))
+    return list(found.items())
 
 
 def _one_after_another(ranges: Sequence[tuple[int, int]]) -> bool:
@@ -74,3 +78,12 @@ def _outermost(lists: Sequence[BlockList]) -> list[BlockList]:
         )
 
     return [found for found in lists if not any(inside(found, other) for other in lists)]
+
+
+def _apart(lists: Sequence[BlockList]) -> list[BlockList]:
+    """Keep the first of lists that take turns, whose blocks then hold the others' as well."""
+    kept: list[BlockList] = []
+    for found in lists:
+        if not kept or kept[-1].ranges[-1][1] <= found.ranges[0][0]:
+            kept.append(found)
+    return kept

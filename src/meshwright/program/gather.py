@@ -1,7 +1,8 @@
-"""Gathering a divided weight for use, so that its gradient comes back divided."""
+"""Making a weight ready for use: cast, and gathered so that its gradient comes back divided."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,25 +13,58 @@ GATHERED = "gathered"
 """The name remat policies know gathered weights by."""
 
 
-def gather(value: Any, mesh: Mesh, *, whole: PartitionSpec, divided: PartitionSpec) -> Any:
-    """Return ``value`` laid out as ``whole``; its gradient is laid out as ``divided``.
+@dataclass(frozen=True)
+class GatherSpecs:
+    """The two layouts of a weight that is divided over fsdp: whole for use, divided at rest."""
 
-    The second half is what makes the backward pass a reduce-scatter: a plain constraint would ask
-    for the whole gradient everywhere.
+    whole: PartitionSpec
+    divided: PartitionSpec
+
+    def per_layer(self) -> GatherSpecs:
+        """Return the layouts of one layer of a stack."""
+        return GatherSpecs(PartitionSpec(*self.whole[1:]), PartitionSpec(*self.divided[1:]))
+
+
+def ready(value: Any, mesh: Mesh, *, dtype: Any, specs: GatherSpecs | None) -> Any:
+    """Return a weight ready for use, in its own number format.
+
+    Args:
+        value: the weight at rest.
+        mesh: where it lives.
+        dtype: the compute format its values are rounded to (and sent in); None rounds nothing.
+        specs: its layouts; None for a weight that is whole already.
+
+    The gradient is laid out as the weight is at rest and not rounded: what comes back over the
+    mesh is a reduce-scatter in the weight's own format. A plain constraint and a plain cast would
+    give the whole gradient everywhere, rounded before the devices' parts are added.
     """
-    whole_sharding, divided_sharding = NamedSharding(mesh, whole), NamedSharding(mesh, divided)
+    if dtype is None and specs is None:
+        return value
+    whole = None if specs is None else NamedSharding(mesh, specs.whole)
+    divided = None if specs is None else NamedSharding(mesh, specs.divided)
 
-    def constrain(weight: Any) -> Any:
-        return jax.lax.with_sharding_constraint(weight, whole_sharding)
+    def prepare(weight: Any) -> Any:
+        used = weight if dtype is None else weight.astype(dtype)
+        if whole is not None:
+            # Fixed on both sides of the gather, or the cast would be moved behind it and twice
+            # the bytes be sent.
+            used = jax.lax.with_sharding_constraint(used, divided)
+            used = jax.lax.with_sharding_constraint(used, whole)
+        return checkpoint_name(used, GATHERED).astype(weight.dtype)
 
-    use = jax.custom_vjp(constrain)
+    use = jax.custom_vjp(prepare)
 
     # Not `use` itself: inside a checkpoint its result would be an operation of its own, and kept.
     def forward(weight: Any) -> tuple[Any, None]:
-        return constrain(weight), None
+        return prepare(weight), None
 
     def backward(_: None, cotangent: Any) -> tuple[Any]:
-        return (jax.lax.with_sharding_constraint(cotangent, divided_sharding),)
+        if whole is not None:
+            # Whole first: otherwise the partitioner may move activations to where the pieces of
+            # the gradient will lie, instead of reducing partial sums.
+            cotangent = jax.lax.with_sharding_constraint(cotangent, whole)
+            cotangent = jax.lax.with_sharding_constraint(cotangent, divided)
+        return (cotangent,)
 
     use.defvjp(forward, backward)
     return checkpoint_name(use(value), GATHERED)

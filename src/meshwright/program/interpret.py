@@ -125,9 +125,3 @@ class Interpreter:
         return list(rematerialized(*args))
 
     enter_checkpoint = enter_remat2
-
-
-def inline_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Return the same program without calls, so that each equation stands in one place only."""
-    inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: Interpreter().run(closed, args))(*inputs)

@@ -144,7 +144,7 @@ def _flat(model: Any) -> list[tuple[tuple[Any, ...], Any]]:
 def _describe(path: tuple[Any, ...], value: Any, array: Any, *, trained: bool) -> Leaf:
     floating = jnp.issubdtype(array.dtype, jnp.floating)
     # Logical axis names are translated by the rules the author gave with them.
-    names = tuple(nnx.get_var_pspec(value) or ()) if isinstance(value, nnx.Variable) else ()
+    names = tuple(nnx.spmd.get_var_pspec(value) or ()) if isinstance(value, nnx.Variable) else ()
     return Leaf(
         path=path_text(path),
         shape=tuple(array.shape),

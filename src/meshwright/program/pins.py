@@ -39,6 +39,16 @@ def find_pins(
     return pins
 
 
+def find_weights(classes: DimClasses) -> frozenset[Var]:
+    """Return the variables that hold weights, cast or rearranged, and no data."""
+    return frozenset(
+        variable
+        for frame in _frames(classes.root)
+        for variable, value in frame.values.items()
+        if value.params and not value.has_data
+    )
+
+
 def _frames(frame: Frame) -> Iterator[Frame]:
     yield frame
     for inner in frame.calls.values():

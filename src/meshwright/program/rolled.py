@@ -14,7 +14,7 @@ from meshwright.program.interpret import Environment, Interpreter
 from meshwright.program.jaxprs import Equation, Literal, Var, aval_of, name_stack
 from meshwright.program.layout import stacked_layout
 from meshwright.program.names import MODULE_MARK
-from meshwright.program.roll import Rolled, roll_blocks
+from meshwright.program.roll import Atom, Name, Rolled, roll_blocks
 from meshwright.program.trace import TracedLoss
 
 
@@ -34,13 +34,19 @@ class RollResult:
 def roll_program(traced: TracedLoss) -> RollResult:
     """Replace every list of equal blocks by a scan over their stacked leaves."""
     jaxpr = traced.closed.jaxpr
-    found = [roll_blocks(jaxpr, blocks) for blocks in find_block_lists(jaxpr.eqns)]
-    rolled = [result for result in found if isinstance(result, Rolled)]
-    remarks = tuple(result for result in found if isinstance(result, str))
-    if not rolled:
-        return RollResult(traced, remarks)
-    builder = _Builder(traced, rolled)
-    return RollResult(builder.program(), remarks)
+    rolled: list[Rolled] = []
+    remarks: list[str] = []
+    for blocks in find_block_lists(jaxpr.eqns):
+        found = roll_blocks(jaxpr, blocks)
+        if isinstance(found, str):
+            remarks.append(found)
+        elif rolled and found.start < rolled[-1].stop:
+            remarks.append(f"`{blocks.path}` begins before `{rolled[-1].blocks.path}` has ended")
+        else:
+            rolled.append(found)
+    if rolled:
+        traced = _Builder(traced, rolled).program()
+    return RollResult(traced, tuple(remarks))
 
 
 class _Builder:
@@ -53,14 +59,11 @@ class _Builder:
         count = len(traced.layout.leaves)
         self.leaf_of = {v: i for i, v in enumerate(self.jaxpr.invars[:count])}
         self.casts = casts_of(self.jaxpr.eqns, set(self.leaf_of))
-        groups = [g for r in rolled for v in r.varying.values() if (g := self._leaf_group(v))]
-        self.layout = stacked_layout(traced.layout.leaves, list(dict.fromkeys(groups)))
-        self.place = {
-            source: (number, position)
-            for number, step in enumerate(self.layout.step_leaves)
-            if step.stacked
-            for position, source in enumerate(step.sources)
-        }
+        self.groups = self._leaf_groups()
+        self.layout = stacked_layout(
+            traced.layout.leaves, list(dict.fromkeys(self.groups.values()))
+        )
+        self.numbers = {step.sources: n for n, step in enumerate(self.layout.step_leaves)}
 
     def program(self) -> TracedLoss:
         structs = [step.leaf.struct for step in self.layout.step_leaves]
@@ -68,23 +71,39 @@ class _Builder:
         closed = jax.make_jaxpr(self._run)(*structs)
         return TracedLoss(closed, self.layout, self.traced.batch, self.traced.metric_names)
 
-    def _leaf_group(self, variables: tuple[Var, ...]) -> tuple[int, ...] | None:
-        """Return the leaves these variables are (or are casts of), if all are."""
+    def _leaf_groups(self) -> dict[Name, tuple[int, ...]]:
+        """Return, for names that stand for (casts of) one leaf of each block, these leaves."""
+        groups: dict[Name, tuple[int, ...]] = {}
+        group_of: dict[int, tuple[int, ...]] = {}
+        for name, atoms in (pair for rolled in self.rolled for pair in rolled.varying.items()):
+            found = self._leaf_group(atoms)
+            # A leaf can be in one stack only: what else reads it gets its slice.
+            if found and all(group_of.setdefault(leaf, found) == found for leaf in found):
+                groups[name] = found
+        return groups
+
+    def _leaf_group(self, atoms: Sequence[Atom]) -> tuple[int, ...] | None:
+        variables = [atom for atom in atoms if not isinstance(atom, Literal)]
         sources = [self.casts.get(v, v) for v in variables]
-        if not all(source in self.leaf_of for source in sources):
+        if len(variables) < len(atoms) or not all(s in self.leaf_of for s in sources):
             return None
-        return tuple(self.leaf_of[source] for source in sources)
+        numbers = tuple(self.leaf_of[source] for source in sources)
+        leaves = [self.traced.layout.leaves[number] for number in numbers]
+        kinds = {
+            (leaf.role, leaf.is_weight, leaf.dtype, leaf.variable, leaf.annotation, v in self.casts)
+            for v, leaf in zip(variables, leaves, strict=True)
+        }
+        return numbers if len(kinds) == 1 and len(set(numbers)) == len(numbers) else None
 
     def _run(self, *inputs: Any) -> list[Any]:
         env = self._environment(inputs)
         interpreter = Interpreter()
         done = 0
-        stacked = {v for r in self.rolled for vs in r.varying.values() for v in vs}
         for rolled in self.rolled:
-            self._outer(interpreter, env, self.jaxpr.eqns[done : rolled.start], stacked)
+            interpreter.equations(self._outer(done, rolled.start), env)
             self._scan(rolled, env)
             done = rolled.stop
-        self._outer(interpreter, env, self.jaxpr.eqns[done:], set())
+        interpreter.equations(self._outer(done, len(self.jaxpr.eqns)), env)
         return self._outputs(env, inputs)
 
     def _environment(self, inputs: Sequence[Any]) -> _Leaves:
@@ -94,45 +113,37 @@ class _Builder:
         env.update(zip(self.jaxpr.invars[len(self.leaf_of) :], batch, strict=True))
         return env
 
-    def _outer(
-        self, interpreter: Interpreter, env: Environment, eqns: Sequence[Equation], skip: set[Var]
-    ) -> None:
-        # Casts of leaves that are scanned over are done on the stack.
-        own = [e for e in eqns if not (e.outvars[:1] and e.outvars[0] in skip & set(self.casts))]
-        interpreter.equations(own, env)
+    def _outer(self, start: int, stop: int) -> list[Equation]:
+        """Return equations outside of blocks; leaves are cast where they are read."""
+        eqns = self.jaxpr.eqns[start:stop]
+        return [e for e in eqns if not (e.outvars and e.outvars[0] in self.casts)]
 
     def _scan(self, rolled: Rolled, env: _Leaves) -> None:
         interpreter = _Renamed(rolled.blocks.path)
         names = list(rolled.varying)
-        ys_names = list(rolled.results)
         constants = {v: env[v] for v in rolled.constants}
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            inner: Environment = dict(constants)
+            inner: dict[Any, Any] = dict(constants)
             inner.update(zip((c.enters for c in rolled.carries), carry, strict=True))
             inner.update(zip(names, xs, strict=True))
             interpreter.equations(rolled.eqns, inner)
-            return [inner[c.leaves] for c in rolled.carries], [inner[v] for v in ys_names]
+            return [inner[c.leaves] for c in rolled.carries], [inner[v] for v in rolled.results]
 
-        init = [env[c.initial] for c in rolled.carries]
-        xs = [self._stack(rolled.varying[name], env) for name in names]
+        init = [_read(c.initial, env) for c in rolled.carries]
+        xs = [self._stack(name, rolled.varying[name], env) for name in names]
         carry, ys = jax.lax.scan(body, init, xs, length=rolled.blocks.num_blocks)
-        finals = {c.leaves: value for c, value in zip(rolled.carries, carry, strict=True)}
-        for name, values in zip(ys_names, ys, strict=True):
-            counterparts = rolled.results[name]
+        for counterparts, values in zip(rolled.results.values(), ys, strict=True):
             env.stacks[counterparts] = values
-            for index, variable in enumerate(counterparts):
-                last = index == len(counterparts) - 1 and name in finals
-                env.later[variable] = (finals[name], None) if last else (values, index)
+            env.later.update((v, (values, index)) for index, v in enumerate(counterparts))
+        env.update(zip((c.last for c in rolled.carries), carry, strict=True))
 
-    def _stack(self, variables: tuple[Var, ...], env: _Leaves) -> Any:
-        group = self._leaf_group(variables)
-        if group is None:
-            return jnp.stack([env[v] for v in variables])
-        stacked = env.leaves[self.place[group[0]][0]]
-        return (
-            stacked.astype(aval_of(variables[0]).dtype) if variables[0] in self.casts else stacked
-        )
+    def _stack(self, name: Name, atoms: Sequence[Atom], env: _Leaves) -> Any:
+        if name not in self.groups:
+            return jnp.stack([_read(atom, env) for atom in atoms])
+        stacked = env.leaves[self.numbers[self.groups[name]]]
+        dtype = aval_of(name).dtype
+        return stacked if stacked.dtype == dtype else stacked.astype(dtype)
 
     def _outputs(self, env: _Leaves, inputs: Sequence[Any]) -> list[Any]:
         pairs = 2 * (1 + len(self.traced.metric_names))
@@ -144,9 +155,11 @@ class _Builder:
             if step.leaf.role != "state":
                 continue
             atoms = tuple(after[source] for source in step.sources)
-            if all(self.leaf_of.get(a) == s for a, s in zip(atoms, step.sources, strict=True)):
+            own = tuple(self.jaxpr.invars[source] for source in step.sources)
+            known = not any(isinstance(atom, Literal) for atom in atoms)
+            if known and atoms == own:
                 values.append(inputs[number])
-            elif step.stacked and atoms in env.stacks:
+            elif known and step.stacked and atoms in env.stacks:
                 values.append(env.stacks[atoms])
             else:
                 each = [_read(atom, env) for atom in atoms]
@@ -155,21 +168,25 @@ class _Builder:
 
 
 class _Leaves(dict[Var, Any]):
-    """An environment that slices stacked leaves and results only where one block's is read."""
+    """An environment that slices stacks, and casts leaves, only where one of them is read."""
 
     def __init__(self, builder: _Builder, leaves: Sequence[Any]) -> None:
         super().__init__()
         self.leaves = leaves
         self.stacks: dict[tuple[Any, ...], Any] = {}
         self.later: dict[Var, tuple[Any, int | None]] = {}
+        self._casts = builder.casts
         for number, step in enumerate(builder.layout.step_leaves):
             for position, source in enumerate(step.sources):
                 variable = builder.jaxpr.invars[source]
                 self.later[variable] = (leaves[number], position if step.stacked else None)
 
     def __missing__(self, variable: Var) -> Any:
-        value, position = self.later[variable]
-        self[variable] = value if position is None else value[position]
+        if variable in self._casts:
+            self[variable] = self[self._casts[variable]].astype(aval_of(variable).dtype)
+        else:
+            value, position = self.later[variable]
+            self[variable] = value if position is None else value[position]
         return self[variable]
 
 
@@ -201,4 +218,4 @@ def casts_of(eqns: Sequence[Equation], leaves: set[Var]) -> dict[Var, Var]:
 
 
 def _read(atom: Any, env: Environment) -> Any:
-    return atom.val if isinstance(atom, Literal) else env[atom]
+    return jnp.asarray(atom.val, aval_of(atom).dtype) if isinstance(atom, Literal) else env[atom]

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
 from meshwright.program.names import MODULE_MARK, path_text
 from meshwright.program.policy import Policy
@@ -101,7 +102,7 @@ class _Registry:
             return []
         # Other models of the same classes (a teacher in the loss) hold arrays, copies hold tracers.
         leaves = jax.tree.leaves(nnx.state(module))
-        if not places or (leaves and not any(isinstance(x, jax.core.Tracer) for x in leaves)):
+        if not places or (leaves and not any(isinstance(x, Tracer) for x in leaves)):
             return []
         above = self._running[-1] if self._running else ROOT
         return [place for place in places if above == ROOT or place.startswith(above + ".")]

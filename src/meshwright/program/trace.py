@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.errors import UserError
-from meshwright.program.interpret import inline_calls
 from meshwright.program.jaxprs import ClosedJaxpr
 from meshwright.program.layout import Layout, plain_layout
 from meshwright.program.names import path_text
+from meshwright.program.normalize import normalize
 from meshwright.program.parts import Leaf, Parts
 from meshwright.program.policy import cast_floats, follow_policy
 from meshwright.program.scopes import module_scopes
@@ -116,7 +116,7 @@ def trace_loss(loss: Loss, parts: Parts, batch: Any, compute_dtype: Any = None) 
     if compute_dtype is not None and changed & weights:
         # Weights the loss itself changes (a moving average) are not rounded on their way.
         traced = jax.make_jaxpr(lambda *inputs: program(*inputs))(*structs)
-    closed = inline_calls(traced)
+    closed = normalize(traced)
     return TracedLoss(closed, plain_layout(parts.leaves), described, tuple(names))
 
 

@@ -8,21 +8,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshwright.program.derivatives import pullback_of, pushforward_of
 from meshwright.program.interpret import Interpreter
-from meshwright.program.jaxprs import ClosedJaxpr, Equation, bind, called_jaxpr
+from meshwright.program.jaxprs import Equation, bind, called_jaxpr
 
 NARROW = (jnp.float32, jnp.bfloat16, jnp.float16)
 _DTYPE_PARAMS = ("new_dtype", "dtype", "preferred_element_type")
 
 
 def widen(value: Any) -> Any:
-    """Return a floating value as float64, anything else as it is."""
-    return jnp.asarray(value, jnp.float64) if is_narrow(value) else value
+    """Return a floating or complex value as float64 or complex128, anything else as it is."""
+    return jnp.asarray(value, _wider(value.dtype)) if is_narrow(value) else value
 
 
 def is_narrow(value: Any) -> bool:
-    """Whether a value is floating point and narrower than float64."""
-    return getattr(value, "dtype", None) in NARROW
+    """Whether a value is floating point or complex and narrower than it could be."""
+    return _wider(getattr(value, "dtype", None)) is not None
+
+
+def _wider(dtype: Any) -> Any:
+    if dtype in NARROW:
+        return jnp.dtype(jnp.float64)
+    return jnp.dtype(jnp.complex128) if dtype == jnp.complex64 else None
 
 
 class Widening(Interpreter):
@@ -51,14 +58,13 @@ class Widening(Interpreter):
             return [widen(out) for out in bind(eqn, narrowed)]
         params = dict(eqn.params)
         for key in _DTYPE_PARAMS:
-            if params.get(key) in NARROW:
-                params[key] = jnp.dtype(jnp.float64)
+            if (wider := _wider(params.get(key))) is not None:
+                params[key] = wider
         return bind(eqn.replace(params=params), args)
 
     def enter_custom_jvp_call(self, eqn: Equation, args: list[Any]) -> list[Any]:
         """Evaluate a function with its own derivative, the derivative's program widened too."""
-        primal: ClosedJaxpr = called_jaxpr(eqn)
-        tangent = _derivative_jaxpr(eqn, primal)
+        primal, tangent = called_jaxpr(eqn), pushforward_of(eqn)
         function = jax.custom_jvp(lambda *operands: self.run(primal, operands))
 
         def jvp(primals: Any, tangents: Any) -> Any:
@@ -71,56 +77,18 @@ class Widening(Interpreter):
 
     def enter_custom_vjp_call(self, eqn: Equation, args: list[Any]) -> list[Any]:
         """Evaluate a function with its own pullback, the pullback's program widened too."""
-        primal: ClosedJaxpr = called_jaxpr(eqn)
+        primal = called_jaxpr(eqn)
         function = jax.custom_vjp(lambda *operands: self.run(primal, operands))
 
         def forward(*operands: Any) -> Any:
             return self.run(primal, operands), operands
 
         def backward(operands: Any, cotangents: Any) -> Any:
-            pullback = _pullback_jaxpr(eqn, primal)
-            return tuple(self.run(pullback, [*operands, *cotangents]))
+            return tuple(self.run(pullback_of(eqn), [*operands, *cotangents]))
 
         function.defvjp(forward, backward)
         return list(function(*args))
 
 
-def _structs(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
-
-
 def _as_traced(value: Any, aval: Any) -> Any:
     return jnp.asarray(value, aval.dtype) if is_narrow(aval) else value
-
-
-def _derivative_jaxpr(eqn: Equation, primal: ClosedJaxpr) -> ClosedJaxpr:
-    structs = _structs(primal.jaxpr.invars)
-    count = len(structs)
-    function = lambda *operands: bind(eqn, operands)  # noqa: E731
-
-    def jvp(*both: Any) -> Any:
-        out, tangents = jax.jvp(function, list(both[:count]), list(both[count:]))
-        return [*out, *tangents]
-
-    return jax.make_jaxpr(jvp)(*structs, *_tangent_structs(structs))
-
-
-def _pullback_jaxpr(eqn: Equation, primal: ClosedJaxpr) -> ClosedJaxpr:
-    structs = _structs(primal.jaxpr.invars)
-    count = len(structs)
-
-    def pullback(*both: Any) -> Any:
-        _, pull = jax.vjp(lambda *operands: bind(eqn, operands), *both[:count])
-        return list(pull(list(both[count:])))
-
-    outputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in primal.out_avals]
-    return jax.make_jaxpr(pullback)(*structs, *_tangent_structs(outputs))
-
-
-def _tangent_structs(structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-    return [
-        s
-        if jnp.issubdtype(s.dtype, jnp.inexact)
-        else jax.ShapeDtypeStruct(s.shape, jax.dtypes.float0)
-        for s in structs
-    ]

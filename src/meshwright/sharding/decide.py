@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import ShardingConfig
 from meshwright.mesh.axes import ALIASES, AXES
 from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
-from meshwright.program.forward import GatherSpecs
+from meshwright.program.gather import GatherSpecs
 from meshwright.program.jaxprs import Var
 from meshwright.program.layout import StepLeaf
-from meshwright.program.pins import find_pins
+from meshwright.program.parts import Leaf
+from meshwright.program.pins import find_pins, find_weights
 from meshwright.program.trace import TracedLoss
 from meshwright.sharding.placement import DimAxes, Placement, add_fsdp
-from meshwright.sharding.rules import apply_rule, check_rules, explicit, find_rule
+from meshwright.sharding.rules import (
+    TENSOR_ROLES,
+    annotated,
+    apply_rule,
+    check_rules,
+    entry_names,
+    find_rule,
+)
 from meshwright.sharding.tensor import TensorChoice, check_tensor_size, choose_tensor_dims
+
+EVERYWHERE = "the same on every device"
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,7 @@ class Decision:
         gradients: for each step leaf, where its gradient is reduced to.
         gathers: by number, the step leaves that are gathered for use.
         pins: where activations live.
+        weights: variables of the program that hold weights and no data.
         batch: how batches are divided.
         classes: the dims of the program.
         tensor: what the tensor axis divides.
@@ -40,6 +52,7 @@ class Decision:
     gradients: tuple[Placement, ...]
     gathers: Mapping[int, GatherSpecs]
     pins: Mapping[Var, PartitionSpec]
+    weights: frozenset[Var]
     batch: PartitionSpec
     classes: DimClasses
     tensor: TensorChoice
@@ -49,9 +62,10 @@ def decide(traced: TracedLoss, sizes: Mapping[str, int], sharding: ShardingConfi
     """Decide where leaves, gradients, optimizer state and activations live on a mesh."""
     classes = dim_classes(traced)
     tensor = choose_tensor_dims(classes, sizes.get("tensor", 1))
-    check_tensor_size(classes, tensor)
+    if not sharding.rules:
+        check_tensor_size(classes, tensor)
     paths = [leaf.path for leaf in traced.layout.leaves]
-    check_rules(sharding.rules, [p.path for p in traced.layout.leaves if p.role == "param"])
+    check_rules(sharding.rules, [leaf.path for leaf in traced.layout.leaves if leaf.is_weight])
     divided = tuple(
         _place(step, paths, classes, tensor, sizes, sharding) for step in traced.layout.step_leaves
     )
@@ -65,6 +79,7 @@ def decide(traced: TracedLoss, sizes: Mapping[str, int], sharding: ShardingConfi
         pins=find_pins(classes, batch_axes=batch_axes, tensor_dim=tensor.sharded_dim)
         if batch_axes or tensor.size > 1
         else {},
+        weights=find_weights(classes),
         batch=PartitionSpec(tuple(batch_axes)) if batch_axes else PartitionSpec(),
         classes=classes,
         tensor=tensor,
@@ -87,37 +102,45 @@ def _place(
     sharding: ShardingConfig,
 ) -> Placement:
     leaf = step.leaf
-    if leaf.role == "param" and (rule := find_rule(sharding.rules, step, paths)):
+    rule = find_rule(sharding.rules, step, paths) if leaf.is_weight else None
+    if rule is not None and rule[1] not in TENSOR_ROLES:
         return apply_rule(*rule, step, classes, sizes)
-    if leaf.annotation is not None and _names_axes(leaf.annotation):
-        asked = explicit(leaf.path, leaf.annotation, len(leaf.shape), "annotated in the model")
-        return _present(asked, sizes)
+    if rule is not None:
+        on_tensor = apply_rule(*rule, step, classes, sizes)
+    elif leaf.annotation is not None and _names_axes(leaf.annotation):
+        return annotated(leaf, sizes)
+    else:
+        on_tensor = _by_the_model(leaf, tensor)
+    if not leaf.is_weight or sizes.get("fsdp", 1) == 1:
+        return on_tensor
+    # A stack's first dim is the blocks: dividing it would put whole blocks on single devices.
+    placed = add_fsdp(
+        leaf,
+        on_tensor.dims,
+        size=sizes["fsdp"],
+        smallest=sharding.min_shard_size,
+        keep=1 if step.stacked else 0,
+    )
+    reasons = filter(None, (on_tensor.reason.removesuffix(EVERYWHERE), placed.reason))
+    return Placement(leaf.path, placed.dims, "; ".join(reasons))
+
+
+def _by_the_model(leaf: Leaf, tensor: TensorChoice) -> Placement:
+    """Place a leaf as the model's own computation suggests."""
     dims: list[DimAxes] = [()] * len(leaf.shape)
     choice = tensor.leaves.get(leaf.path)
     if choice is not None and choice.dim is not None:
         dims[choice.dim] = ("tensor",)
     reason = choice.reason if choice is not None else ""
-    if leaf.role == "state" or sizes.get("fsdp", 1) == 1:
-        return Placement(leaf.path, tuple(dims), reason or "the same on every device")
-    # A stack's first dim is the blocks: dividing it would put whole blocks on single devices.
-    placed = add_fsdp(
-        leaf,
-        dims,
-        size=sizes["fsdp"],
-        smallest=sharding.min_shard_size,
-        keep=1 if step.stacked else 0,
-    )
-    return Placement(leaf.path, placed.dims, "; ".join(filter(None, (reason, placed.reason))))
+    if leaf.annotation is not None:
+        unknown = ", ".join(str(name) for name in leaf.annotation)
+        reason = "; ".join(filter(None, (f"annotated ({unknown}), no mesh axis", reason)))
+    return Placement(leaf.path, tuple(dims), reason or EVERYWHERE)
 
 
-def _names_axes(annotation: Sequence[object]) -> bool:
-    names = [name for name in annotation if name is not None]
+def _names_axes(annotation: Sequence[Any]) -> bool:
+    names = [name for entry in annotation for name in entry_names(entry)]
     return bool(names) and all(name in AXES or name in ALIASES for name in names)
-
-
-def _present(placement: Placement, sizes: Mapping[str, int]) -> Placement:
-    dims = tuple(tuple(a for a in axes if sizes.get(a, 1) > 1) for axes in placement.dims)
-    return Placement(placement.path, dims, placement.reason)
 
 
 def _drop_fsdp(placement: Placement) -> Placement:
@@ -129,5 +152,5 @@ def _gathers(steps: Sequence[StepLeaf], placements: Sequence[Placement]) -> dict
     return {
         number: GatherSpecs(whole=placement.without("fsdp"), divided=placement.spec)
         for number, (step, placement) in enumerate(zip(steps, placements, strict=True))
-        if step.leaf.role == "param" and "fsdp" in placement.axes()
+        if step.leaf.is_weight and "fsdp" in placement.axes()
     }

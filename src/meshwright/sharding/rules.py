@@ -7,13 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.errors import UserError, did_you_mean
-from meshwright.mesh.axes import AXES, canonical_axis
+from meshwright.mesh.axes import canonical_axis
 from meshwright.program.dims import DimClasses
 from meshwright.program.layout import StepLeaf
+from meshwright.program.parts import Leaf
 from meshwright.sharding.placement import DimAxes, Placement
 
 Rule = str | Sequence[Any]
 """``column``, ``row``, ``replicate``, or a partition spec such as ``["fsdp", "tensor"]``."""
+
+TENSOR_ROLES = ("column", "row")
+"""Rules that speak of the tensor axis only; fsdp divides another dim beside them."""
 
 
 def find_rule(
@@ -22,7 +26,14 @@ def find_rule(
     """Return the last rule whose pattern matches one of the leaves a step leaf holds."""
     found = None
     for pattern, rule in rules.items():
-        if any(matches(pattern, paths[source]) for source in step.sources):
+        matched = [matches(pattern, paths[source]) for source in step.sources]
+        if any(matched) and not all(matched):
+            raise UserError(
+                f"the sharding rule `{pattern}` names only some blocks of `{step.leaf.path}`",
+                why="rolled blocks are one array, which lives in one way",
+                fix=f"write `{step.leaf.path}`, or sharding.blocks=unroll",
+            )
+        if any(matched):
             found = (pattern, rule)
     return found
 
@@ -56,7 +67,7 @@ def apply_rule(
     because = f"rule `{pattern}`: {rule if isinstance(rule, str) else list(rule)}"
     if rule == "replicate":
         return Placement(leaf.path, ((),) * len(leaf.shape), because)
-    if rule in ("column", "row"):
+    if rule in TENSOR_ROLES:
         roles = classes.roles_of(leaf.path)
         candidates = roles.column if rule == "column" else roles.row
         # A bias has no rows and no matrix product of its own: its one dim is the column.
@@ -69,31 +80,47 @@ def apply_rule(
             f"the sharding rule `{pattern}: {rule}` is not known",
             fix='write column, row, replicate, or a spec such as ["fsdp", "tensor"]',
         )
-    return _checked(explicit(leaf.path, rule, len(leaf.shape), because), leaf.shape, sizes)
+    # A rule speaks of the model's own leaf, a stack has the blocks as one dim more.
+    entries = [None, *rule] if step.stacked else rule
+    return _explicit(leaf, entries, because, sizes)
 
 
-def explicit(path: str, spec: Sequence[Any], rank: int, because: str) -> Placement:
-    """Return the placement a partition spec writes out; it may be shorter than the dims."""
-    if len(spec) > rank:
-        raise UserError(
-            f"the partition spec of `{path}` has {len(spec)} entries", why=f"it has {rank} dims"
-        )
-    entries = [*spec, *([None] * (rank - len(spec)))]
-    return Placement(path, tuple(_axes(entry) for entry in entries), because)
+def annotated(leaf: Leaf, sizes: Mapping[str, int]) -> Placement:
+    """Return the placement the model's author wrote beside a parameter."""
+    return _explicit(leaf, leaf.annotation or (), "annotated in the model", sizes)
 
 
-def _axes(entry: Any) -> DimAxes:
+def entry_names(entry: Any) -> tuple[str, ...]:
+    """Return the axis names in one entry of a partition spec."""
     if entry is None:
         return ()
-    names = (entry,) if isinstance(entry, str) else tuple(entry)
-    return tuple(canonical_axis(name) for name in names)
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _explicit(leaf: Leaf, spec: Sequence[Any], because: str, sizes: Mapping[str, int]) -> Placement:
+    rank = len(leaf.shape)
+    if len(spec) > rank:
+        raise UserError(
+            f"the partition spec of `{leaf.path}` has {len(spec)} entries",
+            why=f"{because}; it has {rank} dims",
+            fix="write one entry per dim, null for a dim that stays whole",
+        )
+    entries = [*spec, *([None] * (rank - len(spec)))]
+    dims = tuple(tuple(canonical_axis(name) for name in entry_names(e)) for e in entries)
+    axes = [axis for dim in dims for axis in dim]
+    if len(set(axes)) < len(axes):
+        raise UserError(
+            f"the partition spec of `{leaf.path}` names an axis twice",
+            why=because,
+            fix="an axis divides one dim of an array",
+        )
+    return _checked(Placement(leaf.path, dims, because), leaf.shape, sizes)
 
 
 def _checked(placement: Placement, shape: Sequence[int], sizes: Mapping[str, int]) -> Placement:
     for number, (axes, size) in enumerate(zip(placement.dims, shape, strict=True)):
         parts = 1
         for axis in axes:
-            assert axis in AXES
             parts *= sizes.get(axis, 1)
         if size % parts:
             raise UserError(

@@ -75,6 +75,7 @@ class TrainStep:
             traced,
             mesh=mesh,
             pins=decision.pins,
+            weights=decision.weights,
             gathers=decision.gathers,
             remat=choose_remat(plan.sharding.remat, keep_gathered=keep),
             wide=wide,

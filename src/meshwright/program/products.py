@@ -1,0 +1,85 @@
+"""Products and lookups in half precision whose weight gradients are summed in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshwright.program.interpret import Interpreter
+from meshwright.program.jaxprs import Equation, aval_of, bind
+
+HALF = (jnp.bfloat16, jnp.float16)
+PRODUCTS = ("dot_general", "conv_general_dilated")
+USES = (*PRODUCTS, "gather")
+
+
+def use_weight(eqn: Equation, args: list[Any], weight: int) -> list[Any]:
+    """Evaluate a product or lookup; the gradient of operand ``weight`` is summed in float32.
+
+    A weight's gradient is a sum over all samples, whose parts lie on different devices. Left to
+    itself it is rounded to the compute format before the devices' parts are added. The weight may
+    be given as float32 numbers; they are read in the format the equation was traced for.
+    """
+    formats = [aval_of(atom).dtype for atom in eqn.invars]
+
+    def forward_only(*operands: Any) -> Any:
+        cast = [
+            x if number != weight else x.astype(formats[number])
+            for number, x in enumerate(operands)
+        ]
+        return bind(eqn, cast)[0]
+
+    run = jax.custom_vjp(forward_only)
+
+    def forward(*operands: Any) -> tuple[Any, Any]:
+        return forward_only(*operands), operands
+
+    def backward(operands: Any, cotangent: Any) -> tuple[Any, ...]:
+        return tuple(
+            _weight_gradient(eqn, operands, weight, cotangent)
+            if number == weight
+            else _gradient(forward_only, operands, number, cotangent)
+            for number in range(len(operands))
+        )
+
+    run.defvjp(forward, backward)
+    return [run(*args)]
+
+
+def _gradient(function: Any, operands: Any, number: int, cotangent: Any) -> Any:
+    operand = operands[number]
+    if not jnp.issubdtype(operand.dtype, jnp.inexact):
+        return None
+
+    def of_one(value: Any) -> Any:
+        return function(*operands[:number], value, *operands[number + 1 :])
+
+    return jax.linear_transpose(of_one, operand)(cotangent)[0]
+
+
+def _weight_gradient(eqn: Equation, operands: Any, weight: int, cotangent: Any) -> Any:
+    given = operands[weight]
+    is_product = eqn.primitive.name in PRODUCTS
+    # A lookup adds rows up: the rows are widened. A product widens while it adds.
+    dtype = aval_of(eqn.invars[weight]).dtype if is_product else jnp.dtype(jnp.float32)
+    cotangent = cotangent if is_product else cotangent.astype(dtype)
+
+    def of_weight(value: Any) -> Any:
+        return bind(eqn, [*operands[:weight], value, *operands[weight + 1 :]])[0]
+
+    transposed = jax.linear_transpose(of_weight, jax.ShapeDtypeStruct(given.shape, dtype))
+    pullback = jax.make_jaxpr(lambda c: transposed(c)[0])(cotangent)
+    (wide,) = _WideProducts().run(pullback, [cotangent])
+    return wide.astype(given.dtype)
+
+
+class _WideProducts(Interpreter):
+    """Evaluates products of half-precision operands with float32 results."""
+
+    def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
+        if eqn.primitive.name in PRODUCTS:
+            params = {**eqn.params, "preferred_element_type": jnp.dtype(jnp.float32)}
+            return bind(eqn.replace(params=params), args)
+        return bind(eqn, args)

@@ -1,0 +1,391 @@
+"""Rolled blocks are the unrolled program: loss, gradients and new state, or a stated reason."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from program.programs import assert_close, differentiate, trace
+from small_models import (
+    WIDTH,
+    Norms,
+    Residual,
+    Residuals,
+    builder,
+    fill,
+    square_loss,
+    task_batch,
+    vectors,
+)
+
+from meshwright import Weighted
+from meshwright.program.blocks import find_block_lists
+from meshwright.program.rolled import roll_program
+from meshwright.program.widen import Widening, widen
+
+
+@pytest.fixture(autouse=True)
+def _double_precision():
+    with jax.enable_x64(True):
+        yield
+
+
+def results(traced, values, batch):
+    """Return the loss, its metrics, and gradients and state by path, in float64."""
+    run = lambda inputs: Widening().run(traced.closed, inputs)  # noqa: E731
+    loss, value, leaves = differentiate(run, traced, [widen(v) for v in values], batch)
+    metrics = {name: metric.total / metric.weight for name, metric in value.metrics.items()}
+    return {"the loss": loss, **metrics, **leaves}
+
+
+def check(build, loss, batch, *, stacked=True, compute=None, trainable=nnx.Param):
+    """Compare rolled with unrolled on the same values; return the rolled program."""
+    with jax.enable_x64(False):
+        parts, unrolled = trace(build, loss, batch, compute, trainable=trainable)
+        result = roll_program(unrolled)
+        values = parts.values(fill(build))
+    assert result.remarks == ()
+    assert any(s.stacked for s in result.traced.layout.step_leaves) is stacked
+    expected = results(unrolled, values, batch)
+    assert_close(results(result.traced, values, batch), expected, 1e-12)
+    return result.traced
+
+
+def scans(traced):
+    return [e.params["length"] for e in traced.closed.jaxpr.eqns if e.primitive.name == "scan"]
+
+
+def test_gpt_is_rolled_with_its_dropout():
+    loss, batch = task_batch("gpt", samples=4)
+    traced = check(builder("gpt", dropout=0.1), loss, batch)
+    assert scans(traced) == [2]
+    assert not any(".0." in leaf.path for leaf in traced.leaves)
+
+
+def test_gpt_is_rolled_in_bf16():
+    loss, batch = task_batch("gpt", samples=4)
+    traced = check(builder("gpt"), loss, batch, compute=jnp.bfloat16)
+    assert scans(traced) == [2]
+
+
+def test_layouts_translate_both_ways():
+    parts, traced = trace(builder("gpt"), *task_batch("gpt"), rolled=True)
+    values = parts.values(fill(builder("gpt")))
+    there = traced.layout.from_canonical(values)
+    assert [x.shape for x in there] == [leaf.shape for leaf in traced.leaves]
+    back = traced.layout.to_canonical(there)
+    assert all(jnp.array_equal(a, b) for a, b in zip(back, values, strict=True))
+
+
+class Shared(nnx.Module):
+    """Blocks that draw from one random stream, one after another."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0, dropout=1)
+        self.rngs = rngs
+        self.blocks = nnx.List([Residual(rngs=rngs) for _ in range(3)])
+        self.dropout = nnx.Dropout(0.5)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = self.dropout(block(x), rngs=self.rngs)
+        return x
+
+
+def test_a_random_stream_is_carried_from_block_to_block():
+    traced = check(Shared, square_loss, vectors())
+    assert scans(traced) == [3]
+    assert "rngs.dropout.count" in [leaf.path for leaf in traced.leaves]
+
+
+class Collecting(Residuals):
+    """Every block's output is looked at, and the parent adds the residual."""
+
+    def __call__(self, x):
+        hidden, aux = [], jnp.zeros(())
+        for block in self.blocks:
+            y = block(x)
+            aux = aux + jnp.mean(y**2)
+            x = x + 0.5 * y
+            hidden.append(x)
+        return x, hidden, aux
+
+
+def collecting_loss(model, batch):
+    x, hidden, aux = model(batch["x"])
+    contrast = sum(jnp.mean(jnp.abs(h)) * (i + 1) for i, h in enumerate(hidden))
+    return jnp.mean((x - batch["y"]) ** 2) + 0.1 * aux, {"contrast": Weighted(contrast, 2.0)}
+
+
+def test_outputs_of_every_block_are_collected():
+    traced = check(lambda: Collecting(3), collecting_loss, vectors())
+    assert scans(traced) == [3]
+
+
+class TwoLists(nnx.Module):
+    """An encoder and a decoder; the decoder's blocks all read the encoder's result."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.encoder = nnx.List([Residual(rngs=rngs) for _ in range(3)])
+        self.decoder = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for block in self.encoder:
+            x = block(x)
+        y = jnp.zeros_like(x)
+        for layer in self.decoder:
+            y = jnp.tanh(layer(y) + x)
+        return y
+
+
+def test_two_lists_become_two_scans():
+    traced = check(TwoLists, square_loss, vectors())
+    assert scans(traced) == [3, 2]
+
+
+class Before(Residuals):
+    """The parent works before each block, not after it."""
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(jnp.sin(x) * 2)
+        return x
+
+
+def test_what_the_parent_does_before_each_block_is_rolled_too():
+    traced = check(lambda: Before(3), square_loss, vectors())
+    assert scans(traced) == [3]
+    assert sum(e.primitive.name == "sin" for e in traced.closed.jaxpr.eqns) == 0
+
+
+class Zipped(nnx.Module):
+    """Two lists whose elements take turns."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.norms = nnx.List([nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(3)])
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(3)])
+
+    def __call__(self, x):
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = jnp.tanh(layer(norm(x)))
+        return x
+
+
+def test_lists_that_take_turns_are_rolled_together():
+    traced = check(Zipped, square_loss, vectors())
+    assert scans(traced) == [3]
+    assert {leaf.path for leaf in traced.leaves} == {
+        "norms.*.scale",
+        "norms.*.bias",
+        "layers.*.kernel",
+        "layers.*.bias",
+    }
+
+
+class BatchNormed(nnx.Module):
+    """Blocks with batch statistics and dropout of their own."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([Norms(rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_batch_statistics_of_every_block_are_kept():
+    traced = check(BatchNormed, square_loss, vectors())
+    assert "blocks.*.norm.mean" in [leaf.path for leaf in traced.leaves]
+
+
+def penalised(model, batch):
+    weights = jax.tree.leaves(nnx.state(model, nnx.Param))
+    return square_loss(model, batch) + 1e-3 * sum(jnp.sum(w**2) for w in weights)
+
+
+@pytest.mark.parametrize("compute", [None, jnp.bfloat16])
+def test_weights_read_outside_their_block_are_still_there(compute):
+    check(lambda: Residuals(3), penalised, vectors(), compute=compute)
+
+
+class Paired(nnx.Module):
+    """Four blocks, of which two at a time share their layers."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        first, second = Residual(rngs=rngs), Residual(rngs=rngs)
+        self.blocks = nnx.List([Wrapped(first), Wrapped(first), Wrapped(second), Wrapped(second)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Wrapped(nnx.Module):
+    """A block around a module that may be shared."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        return self.inner(x) * self.scale[...]
+
+
+def test_weights_shared_by_some_blocks_stay_shared():
+    traced = check(Paired, square_loss, vectors())
+    paths = [leaf.path for leaf in traced.leaves]
+    assert "blocks.*.scale" in paths
+    assert "blocks.0.inner.up.kernel" in paths
+
+
+def test_blocks_of_which_some_are_frozen_are_not_stacked_together():
+    last = nnx.All(nnx.Param, nnx.PathContains(1))
+    traced = check(Residuals, square_loss, vectors(), stacked=False, trainable=last)
+    assert {leaf.path for leaf in traced.leaves if leaf.role == "param"} == {
+        f"blocks.1.{name}"
+        for name in ("norm.scale", "norm.bias", "up.kernel", "up.bias", "down.kernel", "down.bias")
+    }
+
+
+class Neighbours(nnx.Module):
+    """Each block also reads the next block's weights."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for number, block in enumerate(self.blocks):
+            x = jnp.tanh(block(x)) * self.blocks[(number + 1) % 4].bias[...]
+        return x
+
+
+def test_overlapping_groups_of_weights_stay_correct():
+    check(Neighbours, square_loss, vectors())
+
+
+def scaled_gradient(factor):
+    """Return the identity whose gradient is multiplied by a factor."""
+
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    identity.defvjp(lambda x: (x, None), lambda _, g: (g * factor,))
+    return identity
+
+
+class Scaled(nnx.Module):
+    """Blocks that differ, if at all, in their backward pass only."""
+
+    def __init__(self, factors):
+        rngs = nnx.Rngs(0)
+        self.factors = factors
+        self.blocks = nnx.List([Residual(rngs=rngs) for _ in factors])
+
+    def __call__(self, x):
+        for block, factor in zip(self.blocks, self.factors, strict=True):
+            x = scaled_gradient(factor)(block(x))
+        return x
+
+
+def test_blocks_with_equal_backward_rules_are_rolled():
+    check(lambda: Scaled((0.5, 0.5, 0.5)), square_loss, vectors())
+
+
+def test_blocks_that_differ_in_their_backward_rule_are_not_rolled():
+    _, traced = trace(lambda: Scaled((0.5, 0.25)), square_loss, vectors())
+    result = roll_program(traced)
+    assert result.traced is traced
+    assert result.remarks == (
+        "`blocks.1` differs from `blocks.0`: custom_vjp_call against custom_vjp_call",
+    )
+
+
+class Different(nnx.Module):
+    """Blocks that are not the same program."""
+
+    def __init__(self, how):
+        self.how = how
+        rngs = nnx.Rngs(0)
+        widths = (8, 24) if how == "shape" else (8, 8)
+        self.blocks = nnx.List([nnx.Linear(WIDTH, w, rngs=rngs) for w in widths])
+        self.back = nnx.List([nnx.Linear(w, WIDTH, rngs=rngs) for w in widths])
+
+    def __call__(self, x):
+        for index, (up, down) in enumerate(zip(self.blocks, self.back, strict=True)):
+            y = up(x)
+            if self.how == "constant":
+                y = y * (0.1 + index)
+            if self.how == "operation":
+                y = jnp.sin(y) if index else jnp.cos(y)
+            if self.how == "length" and index:
+                y = jnp.sin(y)
+            if self.how == "table":
+                y = jnp.where(np.arange(8) < index, 0.0, y)
+            x = down(y)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("shape", "dot_general works on another shape"),
+        ("operation", "sin against cos|cos against sin"),
+        ("length", "`blocks.1` differs from `blocks.0`"),
+    ],
+)
+def test_blocks_that_differ_are_left_alone_with_the_reason(how, reason):
+    _, traced = trace(lambda: Different(how), square_loss, vectors())
+    result = roll_program(traced)
+    assert result.traced is traced
+    (remark,) = result.remarks
+    assert any(part in remark for part in reason.split("|"))
+
+
+@pytest.mark.parametrize("how", ["constant", "table"])
+def test_constants_that_differ_are_stacked(how):
+    traced = check(lambda: Different(how), square_loss, vectors())
+    assert scans(traced) == [2]
+
+
+class Branching(nnx.Module):
+    """Blocks with a loop, a branch and a checkpoint inside, and dropped samples."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([Residual(rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            y = jax.checkpoint(lambda x, block=block: jnp.sin(x) * block.up.bias[:WIDTH])(x)
+            y, _ = jax.lax.scan(lambda c, _: (jnp.cos(c), None), y, length=2)
+            x = jax.lax.cond(y.sum() > 0, lambda y: y * 2, lambda y: y, y) + block(x)
+        return x
+
+
+def test_loops_branches_and_checkpoints_inside_blocks_are_compared():
+    traced = check(Branching, square_loss, vectors())
+    assert scans(traced) == [2]
+
+
+def test_blocks_used_twice_or_out_of_order_are_no_list_of_blocks():
+    class Twice(Residuals):
+        def __call__(self, x):
+            return super().__call__(super().__call__(x))
+
+    class Backwards(Residuals):
+        def __call__(self, x):
+            for block in reversed(list(self.blocks)):
+                x = block(x)
+            return x
+
+    for build in (Twice, Backwards):
+        _, traced = trace(build, square_loss, vectors())
+        assert find_block_lists(traced.closed.jaxpr.eqns) == []
