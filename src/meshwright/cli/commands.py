@@ -77,6 +77,12 @@ COMMANDS = {
             flags=(Flag("--svg", "also write the mesh drawing to FILE", "FILE"),),
         ),
         Command(
+            "ledger",
+            "compile a step and count what it sends, against the minimum",
+            "meshwright.cli.ledger",
+            "meshwright ledger simulate=8 mesh.fsdp=8",
+        ),
+        Command(
             "config",
             "show every value of the config and where it comes from",
             "meshwright.cli.config",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -87,11 +87,9 @@ def _stack(leaves: Sequence[Leaf]) -> Leaf:
     parts = first.path.split(".")
     for i in varying:
         parts[i] = "*"
-    return Leaf(
+    return replace(
+        first,
         path=".".join(parts),
         shape=(len(leaves), *first.shape),
-        dtype=first.dtype,
-        role=first.role,
-        variable=first.variable,
         annotation=(None, *first.annotation) if first.annotation else None,
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.errors import UserError, did_you_mean
 from meshwright.mesh.axes import canonical_axis
-from meshwright.program.dims import DimClasses
+from meshwright.program.dims import DimClasses, Roles
 from meshwright.program.layout import StepLeaf
 from meshwright.program.parts import Leaf
 from meshwright.sharding.placement import DimAxes, Placement
@@ -68,12 +68,10 @@ def apply_rule(
     if rule == "replicate":
         return Placement(leaf.path, ((),) * len(leaf.shape), because)
     if rule in TENSOR_ROLES:
-        roles = classes.roles_of(leaf.path)
-        candidates = roles.column if rule == "column" else roles.row
-        # A bias has no rows and no matrix product of its own: its one dim is the column.
-        chosen = candidates[0] if candidates else len(leaf.shape) - 1
         dims: list[DimAxes] = [()] * len(leaf.shape)
-        dims[chosen] = ("tensor",)
+        chosen = _role_dim(str(rule), step, classes.roles_of(leaf.path), sizes.get("tensor", 1))
+        if chosen is not None:
+            dims[chosen] = ("tensor",)
         return _checked(Placement(leaf.path, tuple(dims), because), leaf.shape, sizes)
     if isinstance(rule, str):
         raise UserError(
@@ -83,6 +81,21 @@ def apply_rule(
     # A rule speaks of the model's own leaf, a stack has the blocks as one dim more.
     entries = [None, *rule] if step.stacked else rule
     return _explicit(leaf, entries, because, sizes)
+
+
+def _role_dim(rule: str, step: StepLeaf, roles: Roles, size: int) -> int | None:
+    """Return the dim a role speaks of: one that divides, if there are several."""
+    own, other = (roles.column, roles.row) if rule == "column" else (roles.row, roles.column)
+    shape = step.leaf.shape
+    if not own and not other:
+        # A bias has no rows and no matrix product of its own: its last dim is the column.
+        last = len(shape) - 1
+        return last if rule == "column" and last >= int(step.stacked) else None
+    candidates = [d for d in own if d not in other]
+    if not candidates:
+        # A square kernel between equal dims: outputs are written last.
+        candidates = list(own if rule == "row" else reversed(own))
+    return next((d for d in candidates if shape[d] % size == 0), next(iter(candidates), None))
 
 
 def annotated(leaf: Leaf, sizes: Mapping[str, int]) -> Placement:

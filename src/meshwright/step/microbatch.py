@@ -9,13 +9,14 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
-def split_strided(batch: Sequence[Any], count: int, mesh: Mesh, axes: tuple[str, ...]) -> list[Any]:
+def split_strided(batch: Sequence[Any], count: int, mesh: Mesh, spec: PartitionSpec) -> list[Any]:
     """Return arrays [count, B / count, …]: microbatch m holds samples m, m + count, ….
 
     Taking every count-th sample keeps each sample where it is: a device that holds a contiguous
     piece of the batch holds a piece of every microbatch. Contiguous microbatches would be moved.
+    ``spec`` is how the batch is divided.
     """
-    sharding = NamedSharding(mesh, PartitionSpec(None, axes or None))
+    sharding = NamedSharding(mesh, PartitionSpec(None, *spec))
 
     def split(array: Any) -> Any:
         rows = array.reshape(array.shape[0] // count, count, *array.shape[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,11 @@ class OptimizerLeaf:
     dtype: Any
     placement: Placement
     param: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole leaf."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class FlatOptimizer:

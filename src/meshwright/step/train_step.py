@@ -169,8 +169,7 @@ class TrainStep:
         count = self.plan.batch.gradient_accumulation_steps
         if count == 1:
             return compute_gradients(self._loss, state.params, state.state, batch, scale)
-        axes = self.decision.batch[0] if len(self.decision.batch) else ()
-        microbatches = split_strided(batch, count, self.mesh, tuple(axes or ()))
+        microbatches = split_strided(batch, count, self.mesh, self.decision.batch)
         return accumulate_gradients(
             self._loss, state.params, state.state, microbatches, scale, self._reduced
         )

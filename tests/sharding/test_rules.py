@@ -1,0 +1,199 @@
+"""What a user says about where parameters live is done, or refused with the numbers."""
+
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+from program.programs import trace
+from small_models import (
+    WIDTH,
+    Odd,
+    Residuals,
+    builder,
+    odd_batch,
+    odd_loss,
+    square_loss,
+    task_batch,
+    vectors,
+)
+
+from meshwright.config.schema import ShardingConfig
+from meshwright.errors import UserError
+from meshwright.program.parts import build_unplaced, split_model
+from meshwright.program.trace import trace_loss
+from meshwright.sharding.decide import decide
+from meshwright.sharding.rules import check_rules, matches
+
+SIZES = {"fsdp": 2, "tensor": 2}
+
+
+def place(rules, *, build=Residuals, loss=square_loss, batch=None, sizes=None, rolled=False):
+    """Return spec and reason of every leaf."""
+    _, traced = trace(build, loss, vectors() if batch is None else batch, rolled=rolled)
+    config = ShardingConfig(rules=rules, min_shard_size=0)
+    decision = decide(traced, SIZES if sizes is None else sizes, config)
+    return {p.path: (p.spec, p.reason) for p in decision.at_rest}
+
+
+@pytest.mark.parametrize(
+    ("rule", "spec"),
+    [
+        ("column", (("fsdp", "tensor"))),
+        ("row", (("tensor", "fsdp"))),
+        ("replicate", ()),
+        (["tensor", "fsdp"], ("tensor", "fsdp")),
+        (["tp", None], ("tensor",)),
+        ([None, "model"], (None, "tensor")),
+        (["fsdp"], ("fsdp",)),
+        ([], ()),
+    ],
+)
+def test_rules_place_kernels(rule, spec):
+    placed = place({"blocks.*.up.kernel": rule})
+    for block in (0, 1):
+        found, reason = placed[f"blocks.{block}.up.kernel"]
+        assert found == PartitionSpec(*spec)
+        assert reason.startswith(f"rule `blocks.*.up.kernel`: {rule}")
+
+
+@pytest.mark.parametrize("rule", ["column", ["fsdp", "tensor"]])
+def test_a_rule_means_the_same_for_rolled_blocks(rule):
+    placed = place({"blocks.*.up.kernel": rule}, rolled=True)
+    assert placed["blocks.*.up.kernel"][0] == PartitionSpec(None, "fsdp", "tensor")
+
+
+def test_a_rule_for_one_of_several_rolled_blocks_is_refused():
+    with pytest.raises(UserError, match=r"`blocks\.0\.up\.kernel` names only some blocks"):
+        place({"blocks.0.up.kernel": "column"}, rolled=True)
+    placed = place({"blocks.0.up.kernel": "replicate"})
+    assert placed["blocks.0.up.kernel"][0] == PartitionSpec()
+    assert placed["blocks.1.up.kernel"][0] != PartitionSpec()
+
+
+def test_column_and_row_follow_the_computation_not_the_order_of_dims():
+    loss, batch = task_batch("gpt")
+    build = builder("gpt", tied_embeddings=False, qkv="fused")
+    rules = {
+        "vocabulary.tokens.embedding": "row",
+        "blocks.*.attention.out.*": "row",
+        "blocks.*.attention.qkv.*": "column",
+    }
+    placed = place(rules, build=build, loss=loss, batch=batch)
+    assert placed["vocabulary.tokens.embedding"][0] == PartitionSpec("tensor", "fsdp")
+    assert placed["blocks.1.attention.out.kernel"][0] == PartitionSpec("tensor", "fsdp")
+    assert placed["blocks.1.attention.out.bias"][0] == PartitionSpec("fsdp")
+    assert placed["blocks.1.attention.qkv.kernel"][0] == PartitionSpec("fsdp", None, "tensor")
+
+
+def test_a_rule_may_cover_scalars_and_biases():
+    placed = place({"**": "column"}, build=Odd, loss=odd_loss, batch=odd_batch(), sizes={})
+    assert placed["temperature"][0] == PartitionSpec()
+    placed = place({"blocks.**": "row"}, rolled=True)
+    assert placed["blocks.*.up.bias"][0] == PartitionSpec(None, "fsdp")
+    placed = place({"blocks.**": "column"}, rolled=True)
+    assert placed["blocks.*.up.bias"][0] == PartitionSpec(None, "tensor")
+
+
+def test_the_last_matching_rule_wins_and_others_are_left_to_the_model():
+    rules = {"**.kernel": "replicate", "blocks.1.**": ["fsdp"]}
+    placed = place(rules)
+    assert placed["blocks.0.down.kernel"][0] == PartitionSpec()
+    assert placed["blocks.1.down.kernel"][0] == PartitionSpec("fsdp")
+    assert placed["blocks.0.up.bias"][0] == PartitionSpec("tensor")
+
+
+def test_axes_the_mesh_does_not_have_are_left_out():
+    rules = {"blocks.*.up.kernel": ["fsdp", "tensor"]}
+    assert place(rules, sizes={"fsdp": 2})["blocks.0.up.kernel"][0] == PartitionSpec("fsdp")
+    assert place(rules, sizes={})["blocks.0.up.kernel"][0] == PartitionSpec()
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"blocks.*.upp.kernel": "row"}, r"matches no parameter\n12 parameters.*\ndid you mean"),
+        ({"nothing": "row"}, r"`nothing` matches no parameter"),
+        ({"blocks.*.up.kernel": "colum"}, r"`blocks\.\*\.up\.kernel: colum` is not known"),
+        ({"blocks.*.up.kernel": ["tensr"]}, r"unknown mesh axis `tensr`"),
+        ({"blocks.*.up.kernel": [None, None, "fsdp"]}, r"3 entries\n.*it has 2 dims"),
+        ({"blocks.*.up.kernel": ["fsdp", "fsdp"]}, r"names an axis twice"),
+    ],
+)
+def test_rules_that_cannot_be_followed_are_refused(rules, message):
+    with pytest.raises(UserError, match=message):
+        place(rules)
+
+
+def test_a_rule_whose_size_does_not_divide_shows_the_numbers():
+    with pytest.raises(UserError, match=r"dim 0 has size 16, which 3 parts \(fsdp=3\) do not"):
+        place({"blocks.*.up.kernel": ["fsdp"]}, sizes={"fsdp": 3})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "expected"),
+    [
+        ("blocks.*.kernel", "blocks.0.kernel", True),
+        ("blocks.*.kernel", "blocks.0.up.kernel", False),
+        ("blocks.**.kernel", "blocks.0.up.kernel", True),
+        ("**.kernel", "blocks.0.up.kernel", True),
+        ("blocks.*", "blocks.12", True),
+        ("block", "blocks", False),
+        ("layer_*.w", "layer_3.w", True),
+        ("a.b", "aXb", False),
+    ],
+)
+def test_patterns(pattern, path, expected):
+    assert matches(pattern, path) is expected
+
+
+def test_no_rules_need_no_parameters():
+    check_rules({}, [])
+
+
+class Annotated(nnx.Module):
+    """Two layers whose author wrote where they live."""
+
+    def __init__(self, names):
+        init = nnx.with_partitioning(nnx.initializers.normal(0.1), names)
+        self.first = nnx.Linear(WIDTH, WIDTH, kernel_init=init, rngs=nnx.Rngs(0))
+        self.last = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.last(self.first(x))
+
+
+def annotated(names, sizes=None, **rules):
+    abstract = build_unplaced(lambda: nnx.eval_shape(lambda: Annotated(names)))
+    traced = trace_loss(square_loss, split_model(abstract), vectors())
+    config = ShardingConfig(rules=rules, min_shard_size=0)
+    decision = decide(traced, SIZES if sizes is None else sizes, config)
+    return {p.path: (p.spec, p.reason) for p in decision.at_rest}
+
+
+@pytest.mark.parametrize(
+    ("names", "spec"),
+    [
+        (("fsdp", "tensor"), ("fsdp", "tensor")),
+        (("mp", None), ("tensor",)),
+        ((None, ("fsdp", "tp")), (None, ("fsdp", "tensor"))),
+    ],
+)
+def test_annotations_of_the_author_are_respected(names, spec):
+    placed = annotated(names)
+    assert placed["first.kernel"] == (PartitionSpec(*spec), "annotated in the model")
+    assert placed["last.kernel"][0] != PartitionSpec()
+
+
+def test_a_rule_comes_before_an_annotation():
+    placed = annotated(("fsdp", "tensor"), **{"first.kernel": "replicate"})
+    assert placed["first.kernel"][0] == PartitionSpec()
+
+
+def test_annotations_that_name_no_mesh_axis_are_mentioned():
+    spec, reason = annotated(("embed", "mlp"))["first.kernel"]
+    assert spec != PartitionSpec()
+    assert reason.startswith("annotated (embed, mlp), no mesh axis; ")
+
+
+def test_an_annotation_whose_size_does_not_divide_is_refused():
+    with pytest.raises(UserError, match=r"`first\.kernel` cannot be divided.*\n.*3 parts"):
+        annotated(("fsdp", None), sizes={"fsdp": 3})
