@@ -1,0 +1,120 @@
+"""Writes the figures of benchmarks/results/ into docs/benchmarks.md, between its markers.
+
+python benchmarks/page.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+RESULTS = ROOT / "benchmarks" / "results"
+MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.S)
+
+
+def main() -> None:
+    PAGE.write_text(filled(PAGE.read_text()))
+
+
+def filled(page: str) -> str:
+    """Return the page with every marked part written anew from its record."""
+    return MARKED.sub(lambda found: f"{found[1]}{section(found[2])}\n{found[3]}", page)
+
+
+def section(name: str) -> str:
+    """Return one benchmark's figures as Markdown."""
+    record = json.loads((RESULTS / f"{name}.json").read_text())
+    targets = [f"{what}: {found}" for what, found in record["targets"].items()]
+    parts = ["\n".join(TABLES[name](record)), "\n".join(f"- {line}" for line in targets)]
+    return "\n" + "\n\n".join([*parts, circumstances(record)]) + "\n"
+
+
+def circumstances(record: dict[str, Any]) -> str:
+    """Return when and on what the figures were measured."""
+    machine, versions = record["hardware"], record["versions"]
+    return (
+        f"{record['date']}, {machine['cores']} cores of {machine['cpu']} under a load of "
+        f"{machine['load']}, Python {versions['python']}, JAX {versions['jax']}, "
+        f"Flax {versions['flax']}: `{record['command']}`"
+    )
+
+
+def host_overhead(record: dict[str, Any]) -> list[str]:
+    """One row for each loop, then the ratios."""
+    heads = ("loop", "leaves", "ms per step", "fastest block", "of which at work")
+    loops = [
+        [name, loop["leaves"]]
+        + [
+            f"{loop[key]:.1f}"
+            for key in ("ms_per_step", "fastest_block_ms_per_step", "thread_ms_per_step")
+        ]
+        for name, loop in record["loops"].items()
+    ]
+    ratios = [
+        [name, f"{r['median']:.2f}", f"{r['interval'][0]:.2f} to {r['interval'][1]:.2f}"]
+        + [f"{r['of_thread_medians']:.2f}"]
+        for name, r in record["ratios"].items()
+    ]
+    heads_of_ratios = ("ratio", "within a round", "95%", "at work")
+    return [*table(heads, loops), "", *table(heads_of_ratios, ratios)]
+
+
+def memory_depth(record: dict[str, Any]) -> list[str]:
+    """One row for each way to run blocks, then the arguments of each mesh."""
+    kinds = [
+        [f"`{k['blocks']}`", "kept" if k["keep_gathered"] else "again", k["width"]]
+        + [f"{row['temp_bytes'] / 1e6:.2f} MB" for row in k["depths"]]
+        + [f"{blocks:.2f}" for blocks in k["rest_in_blocks"]]
+        + [f"{k['growth_of_rest']:.2f}"]
+        for k in record["kinds"]
+    ]
+    heads = ("blocks", "gathered", "width", "temp, 4 blocks", "16 blocks")
+    heads += ("rest in blocks, 4", "16", "growth")
+    arguments = [
+        [mesh_name(a["mesh"]), f"{a['compiled_bytes']:,}", f"{a['listed_bytes']:,}"]
+        for a in record["arguments"]
+    ]
+    return [
+        *table(heads, kinds),
+        "",
+        *table(("mesh", "argument bytes, compiled", "listed"), arguments),
+    ]
+
+
+def compile_time(record: dict[str, Any]) -> list[str]:
+    """One row for each mesh."""
+    counts = list(next(iter(record["meshes"].values()))["seconds"])
+    rows = [
+        [name]
+        + [f"{m['seconds'][count]:.1f} s ({m['cpu_seconds'][count]:.1f})" for count in counts]
+        + [f"{m['ratio']:.2f} ({m['cpu_ratio']:.2f})"]
+        for name, m in record["meshes"].items()
+    ]
+    return table(("mesh", *(f"{count} devices" for count in counts), "ratio"), rows)
+
+
+TABLES = {
+    "host_overhead": host_overhead,
+    "memory_depth": memory_depth,
+    "compile_time": compile_time,
+}
+
+
+def mesh_name(mesh: dict[str, int]) -> str:
+    return " × ".join(f"{axis}={size}" for axis, size in mesh.items())
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[Any]]) -> list[str]:
+    """Return a Markdown table; all columns but the first are numbers or words to the right."""
+    heads = list(heads)
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return ["| " + " | ".join(map(str, line)) + " |" for line in lines]
+
+
+if __name__ == "__main__":
+    main()

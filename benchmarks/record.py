@@ -1,0 +1,70 @@
+"""What every benchmark writes beside its figures: where, when, with what, and how to repeat it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from math import comb
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def write_record(name: str, figures: dict[str, Any]) -> None:
+    """Write benchmarks/results/NAME.json."""
+    record = {
+        "command": f"python benchmarks/{name}.py",
+        "hardware": hardware(),
+        "versions": {
+            "python": platform.python_version(),
+            **{package: version(package) for package in ("jax", "jaxlib", "flax", "optax")},
+        },
+        "date": datetime.now(UTC).date().isoformat(),
+        **figures,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps(record, indent=1, ensure_ascii=False)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
+
+
+def hardware() -> dict[str, Any]:
+    """Return the processor, its cores, and how busy it is with other things."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median and its 95% confidence interval, without assuming a distribution."""
+    ordered = sorted(values)
+    count = len(ordered)
+    below, rank = 0.0, 0
+    # The rank-th smallest value exceeds the true median with the chance of `below`.
+    while (below := below + comb(count, rank) / 2**count) <= 0.025:
+        rank += 1
+    rank = max(rank, 1)
+    return statistics.median(ordered), ordered[rank - 1], ordered[count - rank]
+
+
+def verdict(value: float, limit: float, *, at_most: bool = True) -> str:
+    """Return whether a figure keeps to its limit, for people."""
+    kept = value <= limit if at_most else value >= limit
+    return "met" if kept else "missed"
+
+
+def _cpu_model() -> str:
+    try:
+        listing = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return platform.processor() or platform.machine()
+    fields = dict(line.split(":", 1) for line in listing.splitlines() if ":" in line)
+    return fields.get("Model name", platform.machine()).strip()
