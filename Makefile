@@ -5,6 +5,7 @@
 #   make test       lint, types and the suite
 #   make test-all   also what is too long for every day
 #   make docs       build the documentation into site/
+#   make benchmarks measure what can be measured without an accelerator
 #
 # PYTHON=/path/to/python picks another interpreter; it gets an environment of its own.
 
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := dev,docs,hf,tensorboard
 
-.PHONY: setup train test test-all lint types suite docs format clean
+.PHONY: setup train test test-all lint types suite docs benchmarks format clean
 
 setup: $(STAMP)
 
@@ -45,13 +46,19 @@ types: setup
 	@$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 suite: setup
-	@$(BIN)/python -m pytest -m "not full"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full"
 
 test-all: lint types
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 docs: setup
 	@$(BIN)/mkdocs build --strict --quiet
+
+benchmarks: setup
+	@$(BIN)/python benchmarks/host_overhead.py
+	@$(BIN)/python benchmarks/memory_depth.py
+	@$(BIN)/python benchmarks/compile_time.py
+	@$(BIN)/python benchmarks/page.py
 
 format: setup
 	@$(BIN)/ruff check --fix --quiet .

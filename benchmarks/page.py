@@ -56,11 +56,10 @@ def host_overhead(record: dict[str, Any]) -> list[str]:
         for name, loop in record["loops"].items()
     ]
     ratios = [
-        [name, f"{r['median']:.2f}", f"{r['interval'][0]:.2f} to {r['interval'][1]:.2f}"]
-        + [f"{r['of_thread_medians']:.2f}"]
+        [name, *(f"{r[key]:.3f}" for key in ("median", "of_thread_medians")), spread(r["interval"])]
         for name, r in record["ratios"].items()
     ]
-    heads_of_ratios = ("ratio", "within a round", "95%", "at work")
+    heads_of_ratios = ("ratio", "within a round", "at work", "95% interval within a round")
     return [*table(heads, loops), "", *table(heads_of_ratios, ratios)]
 
 
@@ -103,6 +102,10 @@ TABLES = {
     "memory_depth": memory_depth,
     "compile_time": compile_time,
 }
+
+
+def spread(interval: list[float]) -> str:
+    return f"{interval[0]:.3f} to {interval[1]:.3f}"
 
 
 def mesh_name(mesh: dict[str, int]) -> str:

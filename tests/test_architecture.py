@@ -11,7 +11,13 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "meshwright"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
-NEIGHBOURS = {("config", "mesh"), ("plan", "config"), ("plan", "mesh"), ("sharding", "program")}
+NEIGHBOURS = {
+    ("config", "hardware"),
+    ("config", "mesh"),
+    ("plan", "config"),
+    ("plan", "mesh"),
+    ("sharding", "program"),
+}
 """Imports within a floor that the documentation explains."""
 
 BESIDE = {

@@ -6,7 +6,14 @@ from hypothesis import strategies as st
 
 from meshwright.config.schema import Config, ShardingConfig
 from meshwright.errors import UserError
-from meshwright.plan import Plan, make_plan, mesh_sizes, precision
+from meshwright.plan import (
+    Plan,
+    check_supported,
+    make_plan,
+    mesh_sizes,
+    precision,
+    unused_settings,
+)
 
 quick = settings(max_examples=100, deadline=None, derandomize=True)
 
@@ -197,3 +204,36 @@ def test_a_plan_is_frozen_and_says_what_it_shards():
     assert plan.sharding == ShardingConfig(zero=2)
     with pytest.raises(ValueError, match="frozen"):
         plan.precision = "bf16"
+
+
+def test_a_pipeline_can_be_planned_but_not_run_yet():
+    plan = make_plan(config_of(mesh={"pipe": 2, "fsdp": 2, "tensor": 2}), 8)
+    assert plan.describe().startswith("pipe=2 × fsdp=2 × tensor=2")
+    with pytest.raises(UserError, match="pipeline parallelism is not available yet") as caught:
+        check_supported(plan)
+    assert caught.value.fix.endswith(
+        "mesh.fsdp or mesh.tensor for these devices: fsdp=4 × tensor=2"
+    )
+    check_supported(make_plan(config_of(mesh={"fsdp": 4, "tensor": 2}), 8))
+
+
+@pytest.mark.parametrize(
+    ("sections", "pipe", "said"),
+    [
+        ({}, 1, []),
+        ({"pipeline": {"schedule": "1f1b"}}, 1, []),
+        (
+            {"pipeline": {"schedule": "gpipe", "num_microbatches": 4}},
+            1,
+            ["pipeline.schedule=gpipe pipeline.num_microbatches=4 has no effect: the mesh data=8"],
+        ),
+        ({"pipeline": {"schedule": "gpipe"}}, 2, []),
+        ({"hardware": "8xH100"}, 1, ["hardware=8xH100 has no effect"]),
+    ],
+)
+def test_settings_that_change_nothing_are_named(sections, pipe, said):
+    hardware = sections.pop("hardware", None)
+    config = config_of(**sections, mesh={"pipe": pipe}).model_copy(update={"hardware": hardware})
+    found = unused_settings(config, make_plan(config, 8))
+    assert len(found) == len(said)
+    assert all(text.startswith(start) for text, start in zip(found, said, strict=True))

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from meshwright.mesh.inspect import inspect_sharding, visualize_mesh
     from meshwright.mesh.simulate import simulate_devices
     from meshwright.plan import Plan
+    from meshwright.sharding.shard import shard_fsdp
     from meshwright.trainer import Trainer
     from meshwright.weighted import Weighted
 
@@ -23,6 +24,7 @@ _HOMES = {
     "abstract_mesh": "meshwright.mesh.build",
     "build_mesh": "meshwright.mesh.build",
     "inspect_sharding": "meshwright.mesh.inspect",
+    "shard_fsdp": "meshwright.sharding.shard",
     "simulate_devices": "meshwright.mesh.simulate",
     "visualize_mesh": "meshwright.mesh.inspect",
 }
@@ -36,6 +38,7 @@ __all__ = [
     "abstract_mesh",
     "build_mesh",
     "inspect_sharding",
+    "shard_fsdp",
     "simulate_devices",
     "visualize_mesh",
 ]

@@ -129,6 +129,34 @@ def make_plan(config: Config, num_devices: int) -> Plan:
     )
 
 
+def check_supported(plan: Plan) -> None:
+    """Refuse what a plan can describe but no step can run yet."""
+    stages = plan.size("pipe")
+    if stages > 1:
+        fsdp = stages * plan.size("fsdp")
+        without = {axis: size for axis, size in plan.mesh.items() if axis != "pipe"}
+        raise UserError(
+            "pipeline parallelism is not available yet",
+            why=f"the mesh is {describe_sizes(plan.mesh)}, with {stages} pipeline stages",
+            fix="use mesh.fsdp or mesh.tensor for these devices: "
+            + describe_sizes(canonical_sizes({**without, "fsdp": fsdp})),
+        )
+
+
+def unused_settings(config: Config, plan: Plan) -> list[str]:
+    """Name, in a sentence each, settings that were given and change nothing in a run."""
+    unused: list[str] = []
+    if plan.size("pipe") == 1 and config.pipeline != PipelineConfig():
+        given = config.pipeline.model_dump(exclude_defaults=True)
+        text = " ".join(f"pipeline.{key}={value}" for key, value in given.items())
+        unused.append(f"{text} has no effect: the mesh {describe_sizes(plan.mesh)} has no pipe")
+    if config.hardware is not None:
+        unused.append(
+            f"hardware={config.hardware} has no effect on a run, which uses the devices at hand"
+        )
+    return unused
+
+
 def mesh_sizes(config: Config) -> dict[str, int]:
     """Return the mesh asked for, by ``mesh`` or by ``model.mesh_shape``; one size may be -1."""
     asked = config.mesh.sizes()

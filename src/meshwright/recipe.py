@@ -5,31 +5,40 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+import jax
 import numpy as np
 import optax
-from flax import nnx
-from numpy.typing import NDArray
 
 from meshwright import models, tasks
-from meshwright.config.builders import Builder, check_arguments, find_builder, parameters_of
+from meshwright.config.builders import (
+    Builder,
+    build,
+    check_arguments,
+    explain_failure,
+    find_builder,
+    parameters_of,
+)
 from meshwright.config.schema import Config, OptimizerConfig
-from meshwright.data.order import sample_ids
+from meshwright.data.batches import read_batch
+from meshwright.data.feed import (
+    BATCH_PARAMETERS,
+    Data,
+    HostBatch,
+    SyntheticData,
+    is_batch_function,
+    read_data,
+)
 from meshwright.data.text import TextSource
-from meshwright.errors import UserError
-from meshwright.tasks.task import Task
+from meshwright.errors import MeshwrightError, UserError
+from meshwright.inputs.checks import check_optimizer
+from meshwright.inputs.model import call_with_rngs, model_source
+from meshwright.inputs.task import HasLoss, read_task
+from meshwright.program.trace import Loss
+from meshwright.step.assemble import ModelSource
 
-ModelBuilder = Callable[[nnx.Rngs], nnx.Module]
-HostBatch = dict[str, NDArray[Any]]
-
-
-class Data(Protocol):
-    """Where the batches of a run come from."""
-
-    def batch(self, step: int, batch_size: int) -> HostBatch:
-        """Return the global batch of one update: a function of the seed and the step alone."""
-        ...
+_SOURCES: Mapping[str, Builder] = {"text": TextSource}
 
 
 @dataclass(frozen=True)
@@ -38,51 +47,34 @@ class Recipe:
 
     Attributes:
         model: builds the model from its random streams.
-        task: loss, metrics and the shape of batches.
+        loss: the task's loss; what fails inside it is told as a mistake of the config.
+        task: what the model is trained for.
         data: where batches come from.
         optimizer: how parameters are updated.
     """
 
-    model: ModelBuilder
-    task: Task
+    model: ModelSource
+    loss: Loss
+    task: HasLoss
     data: Data
     optimizer: optax.GradientTransformation
 
-
-@dataclass(frozen=True)
-class SyntheticData:
-    """Batches made up by the task, different for every step."""
-
-    task: Task
-    seed: int
-
-    def batch(self, step: int, batch_size: int) -> HostBatch:
-        """Return the made-up batch of one update."""
-        return self.task.synthetic_batch(hash((self.seed, step)) % 2**31, batch_size)
-
-
-@dataclass(frozen=True)
-class SourceData:
-    """Batches read from a source in the global order."""
-
-    source: TextSource
-    seed: int
-
-    def batch(self, step: int, batch_size: int) -> HostBatch:
-        """Return the rows of one update."""
-        ids = sample_ids(
-            seed=self.seed, step=step, batch_size=batch_size, num_samples=len(self.source)
-        )
-        return dict(self.source.rows(ids))
+    def example_batch(self, batch_size: int) -> Any:
+        """Return the shapes of a global batch."""
+        batch = read_batch(self.data.batch(0, batch_size))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 
 def make_recipe(config: Config, global_batch_size: int) -> Recipe:
     """Make every object of a run; the learning rate may depend on the global batch."""
     task = make_task(config)
+    loss = _explained(task.loss, config)
+    data = make_data(config, task)
     return Recipe(
-        model=model_builder(config),
+        model=model_source(model_builder(config), loss, lambda: read_batch(data.batch(0, 1))),
+        loss=loss,
         task=task,
-        data=make_data(config, task),
+        data=data,
         optimizer=make_optimizer(config, global_batch_size),
     )
 
@@ -90,48 +82,46 @@ def make_recipe(config: Config, global_batch_size: int) -> Recipe:
 def check_sections(config: Config) -> None:
     """Check that every ``kind`` exists and takes the arguments it is given."""
     model_builder(config)
-    make_task(config)
-    if config.data.kind != "synthetic":
-        _data_arguments(config)
+    task = make_task(config)
+    if config.data.kind == "synthetic":
+        _synthetic_batches(config, task)
+    else:
+        _data_arguments(config, task)
     _optimizer_arguments(config.optimizer)
 
 
-def model_builder(config: Config) -> ModelBuilder:
-    """Return a function that builds the model from its random streams."""
-    kind = config.model.kind
-    builder = find_builder("model", kind, models.MODEL_KINDS, models.find_builder)
+def model_builder(config: Config) -> ModelSource:
+    """Return a function that builds the model, as its author wrote it, from random streams."""
+    kind, builder = config.model.kind, _model_class(config)
     arguments = check_arguments("model", builder, config.model.arguments(), supplied=("rngs",))
-
-    def build(rngs: nnx.Rngs) -> nnx.Module:
-        try:
-            return builder(**arguments, rngs=rngs)
-        except ValueError as error:
-            raise UserError(f"model.kind={kind} refuses its arguments", why=str(error)) from error
-
-    return build
+    call = call_with_rngs(builder, arguments)
+    return lambda rngs: build("model", kind, lambda: call(rngs), {})
 
 
-def make_task(config: Config) -> Task:
+def make_task(config: Config) -> HasLoss:
     """Return the task; sizes it shares with the model follow the model unless given."""
     builder = find_builder("task", config.task.kind, tasks.TASK_KINDS, tasks.find_task)
-    shared = _shared_arguments(builder, _model_arguments(config))
-    arguments = check_arguments("task", builder, {**shared, **config.task.arguments()})
-    return builder(**arguments)
+    shared = _accepted(builder, _model_sizes(config))
+    return read_task(config.task.kind, builder, {**shared, **config.task.arguments()})
 
 
-def make_data(config: Config, task: Task) -> Data:
+def make_data(config: Config, task: HasLoss) -> Data:
     """Return where batches come from."""
-    seed = config.run.seed
-    if config.data.kind == "synthetic":
-        return SyntheticData(task, seed)
-    builder, arguments = _data_arguments(config)
-    return SourceData(builder(**arguments), seed)
+    kind, seed = config.data.kind, config.run.seed
+    if kind == "synthetic":
+        return SyntheticData(_synthetic_batches(config, task), seed)
+    builder, arguments = _data_arguments(config, task)
+    return read_data(kind, builder, arguments, seed)
 
 
 def make_optimizer(config: Config, global_batch_size: int) -> optax.GradientTransformation:
     """Return the optax optimizer with its learning-rate schedule."""
     builder, arguments = _optimizer_arguments(config.optimizer)
-    return builder(learning_rate=learning_rate(config, global_batch_size), **arguments)
+    rate = learning_rate(config, global_batch_size)
+    arguments = {"learning_rate": rate, **arguments}
+    optimizer = build("optimizer", config.optimizer.kind, builder, arguments)
+    check_optimizer(optimizer)
+    return optimizer
 
 
 def learning_rate(config: Config, global_batch_size: int) -> optax.Schedule:
@@ -149,6 +139,22 @@ def learning_rate(config: Config, global_batch_size: int) -> optax.Schedule:
         return course
     warmup = optax.linear_schedule(0.0, peak, optimizer.warmup_steps)
     return optax.join_schedules([warmup, course], [optimizer.warmup_steps])
+
+
+def _explained(loss: Loss, config: Config) -> Loss:
+    """Tell what fails inside a loss as a mistake of the config: model and task must fit."""
+
+    def explained(model: Any, batch: Any) -> Any:
+        try:
+            return loss(model, batch)
+        except MeshwrightError:
+            raise
+        except Exception as error:
+            what = f"task.kind={config.task.kind} fails on model.kind={config.model.kind}"
+            fix = "choose task=… and data=… that suit the model; --debug shows the whole traceback"
+            raise explain_failure(what, error, fix) from error
+
+    return explained
 
 
 def _batch_factor(optimizer: OptimizerConfig, global_batch_size: int) -> float:
@@ -183,25 +189,39 @@ def _is_optimizer(value: Any) -> bool:
     )
 
 
-def _data_arguments(config: Config) -> tuple[Builder, dict[str, Any]]:
-    known: dict[str, Builder] = {"text": TextSource}
-    kinds = [*known, "synthetic"]
-    builder = find_builder("data", config.data.kind, kinds, lambda kind: known[kind])
-    shared: dict[str, Any] = {}
-    if "context_length" in (sizes := _model_arguments(config)):
-        shared["sequence_length"] = sizes["context_length"]
-    given = {**shared, **config.data.arguments()}
-    return builder, check_arguments("data", builder, given)
+def _data_arguments(config: Config, task: HasLoss) -> tuple[Builder, dict[str, Any]]:
+    """Return what makes the data; its seed is the run's and its rows as long as the task's."""
+    kinds = [*_SOURCES, "synthetic"]
+    builder = find_builder("data", config.data.kind, kinds, _SOURCES.__getitem__)
+    length = getattr(task, "context_length", _model_sizes(config).get("context_length"))
+    shared = {"seed": config.run.seed} | ({"sequence_length": length} if length else {})
+    given = {**_accepted(builder, shared), **config.data.arguments()}
+    supplied = BATCH_PARAMETERS if is_batch_function(builder) else ()
+    return builder, check_arguments("data", builder, given, supplied)
 
 
-def _model_arguments(config: Config) -> dict[str, Any]:
+def _synthetic_batches(config: Config, task: HasLoss) -> Callable[[int, int], HostBatch]:
+    make = getattr(task, "synthetic_batch", None)
+    if make is None:
+        raise UserError(
+            f"task.kind={config.task.kind} cannot make up batches for data=synthetic",
+            why="it has no method synthetic_batch(seed, batch_size)",
+            fix="write data.kind=package.module:function with a function of step and batch_size",
+        )
+    return make
+
+
+def _model_class(config: Config) -> Builder:
+    return find_builder("model", config.model.kind, models.MODEL_KINDS, models.find_builder)
+
+
+def _model_sizes(config: Config) -> dict[str, Any]:
     """Return the model's arguments with its own defaults filled in."""
-    builder = find_builder("model", config.model.kind, models.MODEL_KINDS, models.find_builder)
-    parameters = parameters_of(builder).values()
+    parameters = parameters_of(_model_class(config)).values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     return {**defaults, **config.model.arguments()}
 
 
-def _shared_arguments(builder: Builder, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    accepted = parameters_of(builder)
-    return {name: value for name, value in sizes.items() if name in accepted}
+def _accepted(builder: Builder, values: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = parameters_of(builder)
+    return {name: value for name, value in values.items() if name in parameters}

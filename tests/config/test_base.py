@@ -54,6 +54,17 @@ def test_unknown_keys_name_the_nearest_in_the_same_section():
     assert caught.value.fix == "did you mean `inner.size`?"
 
 
+def test_a_call_explains_mistakes_like_parse():
+    with pytest.raises(UserError) as caught:
+        Inner(siez=1)
+    assert caught.value.what == "there is no `siez`"
+    assert caught.value.why == "there are: size, rate, on, mode"
+    assert caught.value.fix == "did you mean `size`?"
+    with pytest.raises(UserError, match=r"there is no `inner\.siez`"):
+        Outer(name="x", inner={"siez": 1})
+    assert "pydantic" not in str(caught.value)
+
+
 def test_a_key_of_another_section_is_found_there():
     error = unknown_key("training.fsdp", ["training.steps", "mesh.data", "mesh.fsdp"])
     assert error.fix == "did you mean `mesh.fsdp`?"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.config.builders import check_arguments, find_builder, parameters_of
+from meshwright.config.builders import build, check_arguments, find_builder, parameters_of
 from meshwright.errors import UserError
 
 
@@ -89,3 +89,30 @@ def test_a_builder_that_takes_anything_is_given_anything():
 def test_a_builder_without_a_signature_is_a_user_error():
     with pytest.raises(UserError, match="cannot tell what"):
         parameters_of(iter)
+
+
+def test_an_argument_that_a_file_may_have_set_says_how_to_leave_it_out():
+    with pytest.raises(UserError) as caught:
+        check_arguments("model", Model, {"blocks": 8}, supplied=("rngs",))
+    assert caught.value.why == "`model` has: size, rate"
+    assert caught.value.fix == "where a file sets it, ~model.blocks leaves it out"
+
+
+def test_a_builder_that_fails_is_named_with_the_users_line_and_the_error():
+    def fails(size: int) -> None:
+        raise RuntimeError(f"no {size}\nand more")
+
+    with pytest.raises(UserError) as caught:
+        build("data", "own:fails", fails, {"size": 3})
+    assert caught.value.what == "data.kind=own:fails cannot be built"
+    assert caught.value.why.startswith("test_builders.py, line ")
+    assert caught.value.why.endswith(": RuntimeError: no 3")
+    assert "--debug" in caught.value.fix
+
+
+def test_a_builders_own_user_errors_pass_unchanged():
+    def refuses() -> None:
+        raise UserError("not like this")
+
+    with pytest.raises(UserError, match=r"^not like this$"):
+        build("data", "own:refuses", refuses, {})

@@ -95,6 +95,38 @@ def test_experiments_work_with_and_without_the_plus():
 
 
 @pytest.mark.parametrize(
+    ("overrides", "arguments"),
+    [
+        (["model.kind=own:Net"], {}),
+        (["model.kind=own:Net", "model.width=64"], {"width": 64}),
+        (["model.width=64", "model.kind=own:Net", "+experiment=quick_test"], {"width": 64}),
+    ],
+)
+def test_a_kind_of_ones_own_takes_nothing_of_a_file_nobody_chose(overrides, arguments):
+    assert config_of(*overrides).model.arguments() == arguments
+
+
+def test_a_file_that_was_chosen_and_the_files_own_kind_keep_its_arguments():
+    chosen = config_of("model=gpt2_nano", "model.kind=own:Net")
+    assert chosen.model.arguments() == config_of("model=gpt2_nano").model.arguments()
+    assert config_of("model.kind=gpt") == config_of()
+
+
+def test_every_section_with_a_kind_starts_anew_with_another():
+    config = config_of("optimizer.kind=adam", "optimizer.b1=0.8", "model=mlp", "task.kind=own:loss")
+    assert config.optimizer.arguments() == {"b1": 0.8}
+    assert (config.task.kind, config.data.kind) == ("own:loss", "synthetic")
+    assert config_of("optimizer.kind=adamw").optimizer == config_of().optimizer
+
+
+def test_what_an_experiment_gives_to_ones_own_kind_stays(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "own.yaml").write_text("# @package _global_\nmodel:\n  width: 3\n")
+    config = config_of("+experiment=own", "model.kind=own:Net", config_dir=tmp_path)
+    assert config.model.arguments() == {"width": 3}
+
+
+@pytest.mark.parametrize(
     ("overrides", "sizes"),
     [
         (["mesh.tp=2"], {"tensor": 2, "data": -1}),
@@ -175,7 +207,7 @@ def test_a_users_own_group_files_are_found(tmp_path, folder):
     (own / "model" / "tiny.yaml").write_text("kind: gpt\nnum_blocks: 1\n")
     config = config_of("model=tiny", config_dir=own)
     assert config.model.arguments() == {"num_blocks": 1}
-    with pytest.raises(UserError, match="gpt2_tiny, tiny"):
+    with pytest.raises(UserError, match="stacked_gpt_tiny, tiny, vae"):
         config_of("model=tniy", config_dir=own)
 
 

@@ -40,10 +40,26 @@ def test_choosing_a_group_counts_as_its_file():
     assert said(origins["precision.compute"]) == ("bf16", "file", "precision/bf16.yaml")
 
 
+def test_a_task_chosen_by_the_model_counts_as_its_file():
+    origins = origins_of("model=mlp")
+    assert said(origins["task.kind"]) == ("classification", "file", "task/classification.yaml")
+    assert said(origins["data.kind"]) == ("synthetic", "file", "data/synthetic.yaml")
+
+
+def test_ones_own_kind_is_an_override_and_what_it_left_out_is_gone():
+    origins = origins_of("model.kind=own:Net", "model.width=3")
+    assert said(origins["model.kind"]) == ("own:Net", "override", "model.kind=own:Net")
+    assert {key for key in origins if key.startswith("model.")} == {
+        "model.kind",
+        "model.mesh_shape",
+        "model.width",
+    }
+
+
 def test_an_experiment_file_overlays_the_groups():
     origins = origins_of("+experiment=quick_test", "training.steps=7")
     assert said(origins["tracking.log_every"]) == (5, "file", "experiment/quick_test.yaml")
-    assert said(origins["model.vocab_size"]) == (1024, "file", "model/gpt2_tiny.yaml")
+    assert said(origins["model.vocab_size"]) == (1024, "file", "model/gpt2_nano.yaml")
     assert said(origins["training.steps"]) == (7, "override", "training.steps=7")
 
 

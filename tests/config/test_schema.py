@@ -39,6 +39,13 @@ def test_every_section_and_key_is_documented():
             assert name in doc or name == "kind", f"{key} is not documented"
 
 
+def test_hardware_is_known_before_anything_starts():
+    sections = {s: {"kind": "x"} for s in ("model", "task", "data", "optimizer")}
+    assert Config.parse({**sections, "hardware": "2x8xH100"}).hardware == "2x8xH100"
+    with pytest.raises(UserError, match="unknown chip `banana`"):
+        Config.parse({**sections, "hardware": "banana"})
+
+
 def test_further_keys_of_an_open_section_are_arguments():
     model = ModelConfig.parse({"kind": "gpt", "hidden_size": 8, "arguments": 1})
     assert model.arguments() == {"hidden_size": 8, "arguments": 1}

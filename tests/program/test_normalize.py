@@ -22,9 +22,9 @@ def test_no_call_is_left_and_no_bit_is_changed():
     def inner(x):
         return jax.jit(jnp.sin)(x) + jax.nn.gelu(x)
 
-    closed = jax.make_jaxpr(
-        lambda x: jax.lax.scan(lambda c, _: (inner(c), c), inner(x), length=2)
-    )(X)
+    closed = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (inner(c), c), inner(x), length=2))(
+        X
+    )
     normal = normalize(closed)
     assert CALLS & {e.primitive.name for e, _ in equations(closed.jaxpr)}
     assert not CALLS & {e.primitive.name for e, _ in equations(normal.jaxpr)}

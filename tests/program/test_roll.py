@@ -55,6 +55,7 @@ def scans(traced):
     return [e.params["length"] for e in traced.closed.jaxpr.eqns if e.primitive.name == "scan"]
 
 
+@pytest.mark.full
 def test_gpt_is_rolled_with_its_dropout():
     loss, batch = task_batch("gpt", samples=4)
     traced = check(builder("gpt", dropout=0.1), loss, batch)
@@ -69,12 +70,13 @@ def test_gpt_is_rolled_in_bf16():
 
 
 def test_layouts_translate_both_ways():
-    parts, traced = trace(builder("gpt"), *task_batch("gpt"), rolled=True)
-    values = parts.values(fill(builder("gpt")))
-    there = traced.layout.from_canonical(values)
+    with jax.enable_x64(False):
+        parts, traced = trace(Residuals, square_loss, vectors(), rolled=True)
+        values = parts.values(fill(Residuals))
+        there = traced.layout.from_canonical(values)
+        back = traced.layout.to_canonical(there)
     assert [x.shape for x in there] == [leaf.shape for leaf in traced.leaves]
-    back = traced.layout.to_canonical(there)
-    assert all(jnp.array_equal(a, b) for a, b in zip(back, values, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(back, values, strict=True))
 
 
 class Shared(nnx.Module):
@@ -83,7 +85,7 @@ class Shared(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0, dropout=1)
         self.rngs = rngs
-        self.blocks = nnx.List([Residual(rngs=rngs) for _ in range(3)])
+        self.blocks = nnx.List([Residual(rngs=rngs) for _ in range(2)])
         self.dropout = nnx.Dropout(0.5)
 
     def __call__(self, x):
@@ -94,7 +96,7 @@ class Shared(nnx.Module):
 
 def test_a_random_stream_is_carried_from_block_to_block():
     traced = check(Shared, square_loss, vectors())
-    assert scans(traced) == [3]
+    assert scans(traced) == [2]
     assert "rngs.dropout.count" in [leaf.path for leaf in traced.leaves]
 
 
@@ -154,8 +156,8 @@ class Before(Residuals):
 
 
 def test_what_the_parent_does_before_each_block_is_rolled_too():
-    traced = check(lambda: Before(3), square_loss, vectors())
-    assert scans(traced) == [3]
+    traced = check(Before, square_loss, vectors())
+    assert scans(traced) == [2]
     assert sum(e.primitive.name == "sin" for e in traced.closed.jaxpr.eqns) == 0
 
 
@@ -207,9 +209,8 @@ def penalised(model, batch):
     return square_loss(model, batch) + 1e-3 * sum(jnp.sum(w**2) for w in weights)
 
 
-@pytest.mark.parametrize("compute", [None, jnp.bfloat16])
-def test_weights_read_outside_their_block_are_still_there(compute):
-    check(lambda: Residuals(3), penalised, vectors(), compute=compute)
+def test_weights_read_outside_their_block_are_still_there():
+    check(Residuals, penalised, vectors(), compute=jnp.bfloat16)
 
 
 class Paired(nnx.Module):
@@ -248,8 +249,7 @@ def test_blocks_of_which_some_are_frozen_are_not_stacked_together():
     last = nnx.All(nnx.Param, nnx.PathContains(1))
     traced = check(Residuals, square_loss, vectors(), stacked=False, trainable=last)
     assert {leaf.path for leaf in traced.leaves if leaf.role == "param"} == {
-        f"blocks.1.{name}"
-        for name in ("norm.scale", "norm.bias", "up.kernel", "up.bias", "down.kernel", "down.bias")
+        f"blocks.1.{name}" for name in ("up.kernel", "up.bias", "down.kernel")
     }
 
 

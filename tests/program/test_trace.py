@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from program.programs import evaluate, trace
+from program.programs import evaluate, quick, trace
 from small_models import (
     WIDTH,
     Norms,
@@ -43,7 +43,7 @@ def run_plainly(model, loss, batch):
     """Run a loss as Flax users do; return its mean and the model afterwards."""
     graphdef, state = nnx.split(model)
 
-    @jax.jit
+    @quick
     def run(state, batch):
         model = nnx.merge(graphdef, state)
         value = plain_value(loss(model, batch))
@@ -53,14 +53,19 @@ def run_plainly(model, loss, batch):
     return value, nnx.merge(graphdef, after)
 
 
-@pytest.mark.parametrize("case", sorted(CASES))
+LONG = {"gpt", "lstm", "pair"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.full) if c in LONG else c for c in sorted(CASES)]
+)
 def test_the_traced_loss_and_its_state_are_the_plain_ones_bit_for_bit(case):
     build, loss, batch = CASES[case]
     model = fill(build)
     parts, traced = trace(build, loss, batch)
     value = evaluate(traced, parts.values(model), batch)
     expected, after = run_plainly(model, loss, batch)
-    assert jax.jit(lambda w: w.total / w.weight)(value.objective) == expected
+    assert quick(lambda w: w.total / w.weight)(value.objective) == expected
     afterwards = parts.values(after)
     for ours, number in zip(value.state, parts.indices("state"), strict=True):
         theirs, leaf = afterwards[number], parts.leaves[number]

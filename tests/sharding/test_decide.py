@@ -25,7 +25,7 @@ from meshwright.sharding.decide import decide
 
 
 def decision(build, loss, batch, sizes, *, rolled=False, trainable=nnx.Param, **config):
-    parts, traced = trace(build, loss, batch, rolled=rolled, trainable=trainable)
+    _, traced = trace(build, loss, batch, rolled=rolled, trainable=trainable)
     return traced, decide(traced, sizes, ShardingConfig(**{"min_shard_size": 0, **config}))
 
 

@@ -45,7 +45,7 @@ def run(request: Request) -> int:
 def _assemble(request: Request) -> Assembled:
     plan, config = request.plan(), request.config
     recipe = make_recipe(config, plan.batch.global_batch_size)
-    batch = recipe.task.example_batch(plan.batch.global_batch_size)
+    batch = recipe.data.batch(0, plan.batch.global_batch_size)
     return assemble(recipe.model, recipe.task.loss, recipe.optimizer, plan, batch)
 
 
@@ -102,9 +102,7 @@ def _rows(leaves: list[LeafReport]) -> Iterator[Text]:
         shape = "×".join(map(str, first.shape)) or "scalar"
         spec = "[" + ", ".join(axes or "·" for axes in first.spec) + "]"
         size = human_bytes(first.bytes_per_device)
-        yield Text.assemble(
-            (f"{path:<{width}}", "bold"), f"  {shape + times:<12}  {spec}  {size} per device"
-        )
+        yield Text.assemble((f"{path:<{width}}", "bold"), f"  {shape + times:<12}  {spec}  {size}")
         yield Text(f"    {first.reason}", style="dim")
 
 

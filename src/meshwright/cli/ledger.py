@@ -19,7 +19,7 @@ def run(request: Request) -> int:
     """Compile the step without running it and list its collectives."""
     plan, config = request.plan(), request.config
     recipe = make_recipe(config, plan.batch.global_batch_size)
-    batch = recipe.task.example_batch(plan.batch.global_batch_size)
+    batch = recipe.data.batch(0, plan.batch.global_batch_size)
     assembled = assemble(
         recipe.model,
         recipe.task.loss,

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
-from rich.console import Group
-from rich.text import Text
 
 from meshwright.cli.request import Request
 from meshwright.config.schema import Config
-from meshwright.errors import ExitCode, UserError
-from meshwright.mesh.build import build_mesh
+from meshwright.errors import CheckFailed, ExitCode, UserError
+from meshwright.ledger import make_ledger
 from meshwright.mesh.draw import render_mesh
-from meshwright.plan import Plan
+from meshwright.plan import Plan, check_supported, unused_settings
 from meshwright.recipe import Recipe, make_recipe
+from meshwright.step.assemble import Assembled
 from meshwright.trainer import FitResult, Metrics, Trainer
 
 logger = logging.getLogger("meshwright.train")
@@ -27,24 +25,33 @@ logger = logging.getLogger("meshwright.train")
 def run(request: Request) -> int:
     """Train, and tell what was done."""
     config, plan = request.config, request.plan()
+    check_supported(plan)
     recipe = make_recipe(config, plan.batch.global_batch_size)
+    trainer = _trainer(config, plan, recipe)
+    # Whatever is wrong with the model, the task or the data shows here, before a file is written.
+    example = recipe.example_batch(plan.batch.global_batch_size)
+    assembled = trainer.assemble(example)
+    if config.strict:
+        _check_strictly(assembled, example)
     folder = _open_run(request, plan)
-    _log_to(folder / "train.log", request)
+    _log_to(folder / "train.log")
     if not request.output.as_json:
-        request.output.say(render_mesh(build_mesh(plan.mesh)))
+        request.output.say(render_mesh(assembled.mesh))
     logger.info("plan: %s", plan.describe())
+    for remark in (*unused_settings(config, plan), *assembled.remarks):
+        logger.warning("remark: %s", remark)
     logger.info("output: %s", folder)
-    result = _fit(config, plan, recipe, folder)
+    result = _fit(trainer, assembled, recipe, config, folder)
     if config.checkpoint.enabled:
         _save(folder / "checkpoint", result)
     _tell(request, plan, folder, result)
     return ExitCode.DONE
 
 
-def _fit(config: Config, plan: Plan, recipe: Recipe, folder: Path) -> FitResult:
-    trainer = Trainer(
+def _trainer(config: Config, plan: Plan, recipe: Recipe) -> Trainer:
+    return Trainer(
         model=recipe.model,
-        loss=recipe.task.loss,
+        loss=recipe.loss,
         optimizer=recipe.optimizer,
         mesh=plan,
         clip_norm=config.optimizer.clip_norm,
@@ -52,10 +59,29 @@ def _fit(config: Config, plan: Plan, recipe: Recipe, folder: Path) -> FitResult:
         log_every=config.tracking.log_every,
     )
 
-    def batches() -> Iterator[Any]:
-        for step in range(config.training.steps):
-            yield recipe.data.batch(step, plan.batch.global_batch_size)
 
+def _check_strictly(assembled: Assembled, batch: Any) -> None:
+    """Compile the step and refuse one that does otherwise than the plan asked."""
+    ledger = make_ledger(assembled, batch)
+    deviations = [
+        f"over {axis} it sends {own.sent_bytes:,} bytes where {own.minimum_bytes:,} are needed"
+        for axis, own in ledger.axes.items()
+        if own.suspicious
+    ]
+    deviations += assembled.remarks
+    if deviations:
+        raise CheckFailed(
+            "the program deviates from its plan",
+            why="; ".join(deviations),
+            fix="`meshwright ledger` with the same settings shows where; strict=false trains",
+        )
+
+
+def _fit(
+    trainer: Trainer, assembled: Assembled, recipe: Recipe, config: Config, folder: Path
+) -> FitResult:
+    steps, size = config.training.steps, assembled.plan.batch.global_batch_size
+    batches = (recipe.data.batch(step, size) for step in range(steps))
     with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
 
         def on_metrics(step: int, metrics: Metrics) -> None:
@@ -64,7 +90,7 @@ def _fit(config: Config, plan: Plan, recipe: Recipe, folder: Path) -> FitResult:
             shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             logger.info("step %5d  %s", step, shown)
 
-        return trainer.fit(batches(), steps=config.training.steps, on_metrics=on_metrics)
+        return trainer.fit(batches, steps=steps, on_metrics=on_metrics, assembled=assembled)
 
 
 def _open_run(request: Request, plan: Plan) -> Path:
@@ -85,7 +111,9 @@ def _open_run(request: Request, plan: Plan) -> Path:
     return folder
 
 
-def _log_to(path: Path, request: Request) -> None:
+def _log_to(path: Path) -> None:
+    # Orbax tells about every file it writes.
+    logging.getLogger("absl").setLevel(logging.WARNING)
     logger.setLevel(logging.INFO)
     logger.propagate = False
     for old in list(logger.handlers):
@@ -120,7 +148,7 @@ def _tell(request: Request, plan: Plan, folder: Path, result: FitResult) -> None
         "run_dir": str(folder),
         "mesh": plan.mesh,
         "devices": plan.num_devices,
-        "steps": request.config.training.steps,
+        "steps": result.updates,
         "first_loss": losses[0],
         "final_loss": losses[-1],
         "seconds": round(result.seconds, 2),
@@ -131,4 +159,8 @@ def _tell(request: Request, plan: Plan, folder: Path, result: FitResult) -> None
         f"loss {losses[0]:.4f} → {losses[-1]:.4f}",
         f"everything about it: {folder}",
     ]
-    request.output.result(report, Group(*(Text(line) for line in lines)))
+    if request.output.as_json:
+        request.output.result(report)
+    else:
+        # As plain text, because a path that is wrapped cannot be copied.
+        request.output.text("\n".join(lines))

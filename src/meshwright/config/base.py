@@ -12,8 +12,18 @@ from pydantic_core import ErrorDetails
 from meshwright.errors import UserError, did_you_mean
 
 
-class Frozen(BaseModel):
-    """A frozen, keyword-only config object; `parse` explains mistakes as a UserError."""
+class _Explaining(type(BaseModel)):
+    """Makes a call of the class explain mistakes; what pydantic builds inside is not called."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            raise explain(error, typing.cast(type[BaseModel], cls)) from None
+
+
+class Frozen(BaseModel, metaclass=_Explaining):
+    """A frozen, keyword-only config object; every mistake is explained as a UserError."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
@@ -88,9 +98,11 @@ def unknown_key(key: str, known: Sequence[str]) -> UserError:
     elif elsewhere:
         hint = f"did you mean `{elsewhere[0]}`?"
     else:
-        hint = did_you_mean(key, known)
+        # Within a section every whole key resembles the others.
+        hint = "" if siblings else did_you_mean(key, known)
     listing = ", ".join(k.rpartition(".")[2] for k in siblings)
-    where = f"`{section}` has: {listing}" if section and siblings else ""
+    holder = f"`{section}` has" if section else "there are"
+    where = f"{holder}: {listing}" if siblings else ""
     return UserError(f"there is no `{key}`", why=where, fix=hint)
 
 

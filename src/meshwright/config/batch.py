@@ -40,14 +40,13 @@ class Batch(Frozen):
                 why=f"micro_batch_size {self.micro_batch_size} × {_replicas(self.replicas)} × "
                 f"gradient_accumulation_steps {steps} = {product}, "
                 f"but global_batch_size is {self.global_batch_size}",
-                fix=f"write training.global_batch_size={product}, or leave one of the three out "
-                "and it is derived",
+                fix=f"{_would_work(str(product))}; or leave one of the three out and it is derived",
             )
         if steps % sync:
             raise UserError(
-                f"training.sync_gradients_every={sync} does not divide the accumulation",
+                f"sync_gradients_every={sync} does not divide the accumulation",
                 why=f"gradient_accumulation_steps is {steps}",
-                fix=f"write training.sync_gradients_every={nearest_divisors(steps, sync)}",
+                fix=f"{nearest_divisors(steps, sync)} would work (training.sync_gradients_every)",
             )
         return self
 
@@ -101,10 +100,15 @@ def _divide(total: int, by: int, meaning: str) -> int:
     below, above = total // by * by, (total // by + 1) * by
     nearest = " or ".join(str(n) for n in (below, above) if n > 0)
     raise UserError(
-        f"training.global_batch_size={total} cannot be divided",
+        f"a global batch of {total} samples cannot be divided",
         why=f"{meaning} = {by}, and {total} is not a multiple of {by}",
-        fix=f"write training.global_batch_size={nearest}",
+        fix=_would_work(nearest),
     )
+
+
+def _would_work(sizes: str) -> str:
+    """Name sizes for those who hand over batches, and the key for those who write a config."""
+    return f"a global batch of {sizes} samples would work (training.global_batch_size)"
 
 
 def _replicas(replicas: int) -> str:

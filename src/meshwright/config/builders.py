@@ -6,16 +6,21 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from meshwright.config.base import shorten, unknown_key
-from meshwright.errors import UserError, did_you_mean
+from meshwright.errors import MeshwrightError, UserError, did_you_mean
 
 Builder = Callable[..., Any]
+
+_PACKAGE = Path(__file__).parent.parent
+_LIBRARIES = f"{os.sep}site-packages{os.sep}"
 
 
 def find_builder(
@@ -40,6 +45,28 @@ def find_builder(
     )
 
 
+def build(section: str, kind: str, builder: Builder, arguments: Mapping[str, Any]) -> Any:
+    """Call a builder; what fails inside it is told as a mistake of the config."""
+    try:
+        return builder(**arguments)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise explain_failure(f"{section}.kind={kind} cannot be built", error) from error
+
+
+def explain_failure(what: str, error: Exception, fix: str = "") -> UserError:
+    """Return what went wrong in code a config names: the error, and the line of the user's own."""
+    text = next(iter(str(error).splitlines()), "")
+    lines = [
+        f"{os.path.basename(frame.filename)}, line {frame.lineno}: "
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", str(_PACKAGE))) and _LIBRARIES not in frame.filename
+    ]
+    why = f"{lines[-1] if lines else ''}{type(error).__name__}: {shorten(text, 300)}"
+    return UserError(what, why=why, fix=fix or "add --debug for the whole traceback")
+
+
 def check_arguments(
     section: str, builder: Builder, given: Mapping[str, Any], supplied: tuple[str, ...] = ()
 ) -> dict[str, Any]:
@@ -54,7 +81,7 @@ def check_arguments(
     }
     for key in given:
         if key not in named and not takes_any:
-            raise unknown_key(f"{section}.{key}", [f"{section}.{name}" for name in named])
+            raise _unknown_argument(section, key, list(named))
     missing = [n for n, p in named.items() if p.default is p.empty and n not in given]
     if missing:
         raise UserError(
@@ -78,6 +105,16 @@ def parameters_of(builder: Builder) -> dict[str, inspect.Parameter]:
     if inspect.isclass(builder):
         parameters.pop("self", None)
     return parameters
+
+
+def _unknown_argument(section: str, key: str, known: list[str]) -> UserError:
+    error = unknown_key(f"{section}.{key}", [f"{section}.{name}" for name in known])
+    left_out = f"where a file sets it, ~{section}.{key} leaves it out"
+    return UserError(
+        error.what,
+        why=error.why or f"{section}.kind takes no arguments",
+        fix="\n".join(filter(None, [error.fix, left_out])),
+    )
 
 
 def _convert(section: str, key: str, value: Any, hint: Any) -> Any:

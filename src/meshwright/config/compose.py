@@ -11,13 +11,19 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
-from omegaconf import OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from meshwright.config.base import field_paths, shorten, unknown_key
 from meshwright.config.groups import CONF_DIR, group_options
-from meshwright.config.schema import Config
+from meshwright.config.schema import Config, Open
 from meshwright.errors import UserError, did_you_mean
 from meshwright.mesh.axes import ALIASES
+
+_OPEN_SECTIONS = tuple(
+    name
+    for name, info in Config.model_fields.items()
+    if isinstance(info.annotation, type) and issubclass(info.annotation, Open)
+)
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,9 @@ def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> 
         _check_known(override, options)
     keys = {override.key_or_group for override in parsed}
     arguments = [_as_hydra(override, options, keys) for override in parsed]
-    if config_dir is not None:
-        arguments.insert(0, f"hydra.searchpath=[{quoted(f'file://{config_dir.resolve()}')}]")
+    own = [f"hydra.searchpath=[{quoted(f'file://{config_dir.resolve()}')}]"] if config_dir else []
     try:
-        with initialize_config_dir(str(CONF_DIR), version_base="1.3", job_name="meshwright"):
-            composed = compose("config", overrides=arguments, return_hydra_config=True)
+        composed = _compose([*own, *_files_left_out(own, arguments, parsed), *arguments])
         hydra = OmegaConf.to_container(composed.hydra, resolve=False)
         assert isinstance(hydra, dict)
         run_dir, sweep_dir = Path(composed.hydra.run.dir), Path(composed.hydra.sweep.dir)
@@ -125,6 +129,36 @@ def canonical_key(key: str) -> str:
     """Return a key with an alias of a mesh axis, such as ``mesh.tp``, written by its own name."""
     section, _, name = key.partition(".")
     return f"mesh.{ALIASES.get(name, name)}" if section == "mesh" and name else key
+
+
+def _compose(arguments: list[str]) -> DictConfig:
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3", job_name="meshwright"):
+        return compose("config", overrides=arguments, return_hydra_config=True)
+
+
+def _files_left_out(own: list[str], arguments: list[str], parsed: Sequence[Override]) -> list[str]:
+    """Leave out a group's file where only its ``kind`` is given, and is another than the file's.
+
+    What the file says beside its kind are arguments of that kind, which nobody gave to this one. A
+    file chosen on the command line stays.
+    """
+    chosen = {override.key_or_group for override in parsed}
+    kinds = {
+        section: override.value()
+        for section in _OPEN_SECTIONS
+        for override in parsed
+        if override.key_or_group == f"{section}.kind" and not override.is_delete()
+        if section not in chosen
+    }
+    if not kinds:
+        return []
+    of_others = [
+        argument
+        for argument, override in zip(arguments, parsed, strict=True)
+        if override.key_or_group.partition(".")[0] not in kinds
+    ]
+    files = _compose([*own, *of_others])
+    return [f"~{s}" for s, kind in kinds.items() if OmegaConf.select(files, f"{s}.kind") != kind]
 
 
 def _check_known(override: Override, options: dict[str, list[str]]) -> None:

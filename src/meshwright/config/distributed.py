@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from meshwright.config.base import Frozen, explain
+from meshwright.config.base import Frozen
 from meshwright.config.batch import nearest_divisors
 from meshwright.config.environment import read_environment
 from meshwright.errors import UserError
@@ -64,12 +64,9 @@ class DistributedConfig(Frozen):
     def __init__(self, **values: Any) -> None:
         fields = type(self).model_fields
         given = {k: v for k, v in values.items() if v is not None or k not in fields}
-        try:
-            # The first pass checks each value alone, so that inference only meets sane numbers.
-            super().__init__(**given)
-            super().__init__(**_infer({key: getattr(self, key) for key in given}))
-        except ValidationError as error:
-            raise explain(error, type(self)) from None
+        # The first pass checks each value alone, so that inference only meets sane numbers.
+        super().__init__(**given)
+        super().__init__(**_infer({key: getattr(self, key) for key in given}))
         _check(self)
 
     @classmethod

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from meshwright.config.base import Frozen
 from meshwright.errors import UserError
+from meshwright.hardware import parse_hardware
 from meshwright.mesh.axes import ALIASES, INFER, canonical_axis
 
 Precision = Literal["no", "bf16", "fp16"]
@@ -237,7 +238,7 @@ class Config(Frozen):
     Attributes:
         simulate: give this machine so many virtual CPU devices.
         hardware: the machine a plan is for, such as 8xA100-40GB; null is the one at hand.
-        strict: make a program that deviates from its plan an error.
+        strict: make a program that deviates from its plan an error; it is compiled once more.
     """
 
     model: ModelConfig
@@ -255,3 +256,10 @@ class Config(Frozen):
     simulate: int | None = Field(default=None, ge=1, le=1024)
     hardware: str | None = None
     strict: bool = False
+
+    @field_validator("hardware")
+    @classmethod
+    def _known_hardware(cls, text: str | None) -> str | None:
+        if text is not None:
+            parse_hardware(text)
+        return text

@@ -1,12 +1,37 @@
-"""The class-based interface to meshes, data parallelism, placement and metrics."""
+"""The class-based interface to meshes, data parallelism, placement, gradients and metrics."""
 
-from meshwright.distributed.data_parallel import DataParallel
-from meshwright.distributed.device_placement import DevicePlacement
-from meshwright.distributed.hardware_type import HardwareType
-from meshwright.distributed.mesh_manager import DeviceMeshManager
-from meshwright.distributed.metrics import DistributedMetrics
-from meshwright.distributed.multinode import setup_multinode
-from meshwright.hardware import BatchSizeRecommendation
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.distributed.data_parallel import DataParallel
+    from meshwright.distributed.device_placement import DevicePlacement
+    from meshwright.distributed.gradient_accumulator import (
+        GradientAccumulator,
+        GradientAccumulatorConfig,
+    )
+    from meshwright.distributed.hardware_type import HardwareType
+    from meshwright.distributed.loss_scaler import DynamicLossScaler, DynamicLossScalerConfig
+    from meshwright.distributed.mesh_manager import DeviceMeshManager
+    from meshwright.distributed.metrics import DistributedMetrics
+    from meshwright.distributed.multinode import setup_multinode
+    from meshwright.hardware import BatchSizeRecommendation
+
+_HOMES = {
+    "BatchSizeRecommendation": "meshwright.hardware",
+    "DataParallel": "meshwright.distributed.data_parallel",
+    "DeviceMeshManager": "meshwright.distributed.mesh_manager",
+    "DevicePlacement": "meshwright.distributed.device_placement",
+    "DistributedMetrics": "meshwright.distributed.metrics",
+    "DynamicLossScaler": "meshwright.distributed.loss_scaler",
+    "DynamicLossScalerConfig": "meshwright.distributed.loss_scaler",
+    "GradientAccumulator": "meshwright.distributed.gradient_accumulator",
+    "GradientAccumulatorConfig": "meshwright.distributed.gradient_accumulator",
+    "HardwareType": "meshwright.distributed.hardware_type",
+    "setup_multinode": "meshwright.distributed.multinode",
+}
 
 __all__ = [
     "BatchSizeRecommendation",
@@ -14,6 +39,17 @@ __all__ = [
     "DeviceMeshManager",
     "DevicePlacement",
     "DistributedMetrics",
+    "DynamicLossScaler",
+    "DynamicLossScalerConfig",
+    "GradientAccumulator",
+    "GradientAccumulatorConfig",
     "HardwareType",
     "setup_multinode",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Names load when first used: whoever needs a mesh does not pay for the rest.
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'meshwright.distributed' has no attribute {name!r}")

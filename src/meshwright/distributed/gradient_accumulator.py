@@ -19,8 +19,8 @@ class GradientAccumulatorConfig:
     """How many microbatches make an update.
 
     Attributes:
-        accumulation_steps: microbatches between two updates.
-        normalize_gradients: return the mean of what was accumulated; the sum otherwise.
+        accumulation_steps: microbatches per update.
+        normalize_gradients: give the mean of what was accumulated; the sum otherwise.
     """
 
     accumulation_steps: int = 1
@@ -39,7 +39,7 @@ class GradientAccumulator:
     """Adds up gradients until an update is due.
 
     It lives on the host, between compiled functions. `meshwright.Trainer` accumulates inside its
-    compiled step instead, which keeps only one set of gradients.
+    compiled step instead.
 
     Args:
         config: how many microbatches make an update.
@@ -61,13 +61,14 @@ class GradientAccumulator:
             grads: any pytree of arrays, NNX states included.
             weight: how much the microbatch counts, such as its number of tokens.
         """
-        weight = jnp.asarray(weight, jnp.float32)
-        if self._sums is None:
-            self._dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(grads)]
-            self._sums, self._weight = _start(grads, weight)
+        leaves, treedef = jax.tree.flatten(grads)
+        if self._count == 0:
+            self._treedef = treedef
+            self._dtypes = tuple(jnp.result_type(leaf) for leaf in leaves)
+            self._sums, self._weight = _start(leaves, weight)
         else:
-            _check_alike(self._sums, grads)
-            self._sums, self._weight = _add(self._sums, self._weight, grads, weight)
+            _check_alike(self._treedef, self._sums, treedef, leaves)
+            self._sums, self._weight = _add(self._sums, self._weight, leaves, weight)
         self._count += 1
 
     def should_update(self, step: int) -> bool:
@@ -75,22 +76,66 @@ class GradientAccumulator:
         return (step + 1) % self.config.accumulation_steps == 0
 
     def get_gradients(self) -> Any:
-        """Return the mean of what was accumulated, in its own formats, and start anew.
+        """Return the mean of what was accumulated, in the gradients' own formats, and start anew.
 
-        Fewer microbatches than `accumulation_steps`, at the end of an epoch, give their own mean.
+        A window that is not full, such as an epoch's last, gives the mean of what it holds.
         """
-        if self._sums is None:
+        if self._count == 0:
             raise UserError("nothing was accumulated", fix="call accumulate(grads) first")
-        # A sum is a mean that is not divided.
-        weight = self._weight if self.config.normalize_gradients else jnp.ones((), jnp.float32)
-        dtypes = jax.tree.unflatten(jax.tree.structure(self._sums), self._dtypes)
-        mean = _divide(self._sums, weight, _Static(tuple(jax.tree.leaves(dtypes))))
+        weight = self._weight if self.config.normalize_gradients else 1.0
+        leaves = _divide(self._sums, weight, self._dtypes)
+        treedef = self._treedef
         self.reset()
-        return mean
+        return jax.tree.unflatten(treedef, leaves)
 
     def reset(self) -> None:
         """Forget what was accumulated."""
-        self._sums: Any = None
-        self._weight: Any = None
-        self._dtypes: list[Any] = []
         self._count = 0
+        self._sums: list[Array] = []
+        self._weight: Any = None
+        self._treedef: Any = None
+        self._dtypes: tuple[Any, ...] = ()
+
+
+def _check_alike(treedef: Any, sums: list[Array], other: Any, leaves: list[Any]) -> None:
+    if treedef != other:
+        raise UserError(
+            "the gradients have another structure than those accumulated so far",
+            why=f"first {treedef}, now {other}",
+            fix="call reset() before gradients of another model",
+        )
+    for total, leaf in zip(sums, leaves, strict=True):
+        if total.shape != np.shape(leaf):
+            raise UserError(
+                "the gradients have other shapes than those accumulated so far",
+                why=f"first {total.shape}, now {np.shape(leaf)}",
+                fix="call reset() before gradients of another model",
+            )
+
+
+@jax.jit
+def _start(leaves: list[Any], weight: Array | float) -> tuple[list[Array], Array]:
+    return [_weighted(leaf, weight) for leaf in leaves], jnp.asarray(weight, jnp.float32)
+
+
+@partial(jax.jit, donate_argnums=(0, 1))
+def _add(
+    sums: list[Array], total: Array, leaves: list[Any], weight: Array | float
+) -> tuple[list[Array], Array]:
+    added = [s + _weighted(leaf, weight) for s, leaf in zip(sums, leaves, strict=True)]
+    return added, total + jnp.asarray(weight, jnp.float32)
+
+
+@partial(jax.jit, static_argnums=2)
+def _divide(sums: list[Array], weight: Array | float, dtypes: tuple[Any, ...]) -> list[Array]:
+    divisor = jnp.where(jnp.asarray(weight) == 0, 1, weight)
+    return [
+        (s / jnp.asarray(divisor, s.dtype)).astype(dtype)
+        for s, dtype in zip(sums, dtypes, strict=True)
+    ]
+
+
+def _weighted(leaf: Any, weight: Array | float) -> Array:
+    """Return a gradient times its weight, in float32 or wider: half precision would lose sums."""
+    wide = jnp.promote_types(jnp.result_type(leaf), jnp.float32)
+    return jnp.asarray(leaf, wide) * jnp.asarray(weight, wide)

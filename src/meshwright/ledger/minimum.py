@@ -63,7 +63,7 @@ def _reduction(
 ) -> Iterator[Needed]:
     """Yield how one gradient is reduced over the devices that saw other samples."""
     plan = assembled.plan
-    times = plan.batch.gradient_accumulation_steps
+    times = plan.batch.gradient_accumulation_steps // plan.batch.sync_gradients_every
     fsdp, data = plan.size("fsdp"), plan.size("data")
     divided = "fsdp" in placed.axes() and plan.sharding.zero > 1
     if fsdp > 1:

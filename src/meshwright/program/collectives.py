@@ -374,6 +374,10 @@ def _parts_of_sum(
         part = computation.by_name[name]
         if len(computation.users[name]) != 1 or part.is_root:
             return None
+        while part.opcode == "copy":
+            part = computation.by_name[part.operands[0]]
+            if len(computation.users[part.name]) != 1:
+                return None
         if part.opcode == "all-reduce" and len(part.operands) == 1:
             parts.append(part)
         elif part.opcode == "add" and (found := _parts_of_sum(computation, part, inside)):

@@ -2,60 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.program.gather import GATHERED, GatherSpecs, ready
-from meshwright.program.interpret import Environment, Interpreter
+from meshwright.program.gather import GatherSpecs, ready
+from meshwright.program.interpret import Environment, Interpreter, ScanBody
 from meshwright.program.jaxprs import ClosedJaxpr, Equation, Literal, Var, aval_of, scan_counts
-from meshwright.program.products import HALF, USES, use_weight
+from meshwright.program.products import HALF, PRODUCTS, use_weight
+from meshwright.program.remat import Remat
 from meshwright.program.rolled import casts_of
 from meshwright.program.segments import Segment, Unit, cut
 from meshwright.program.trace import LossValue, TracedLoss
 from meshwright.program.widen import Widening
-
-
-@dataclass(frozen=True)
-class Remat:
-    """What of a block is kept for its backward pass.
-
-    Attributes:
-        policy: JAX checkpoint policy; None keeps everything.
-        gather_inside: whether weights are gathered again for the backward pass.
-    """
-
-    policy: Callable[..., Any] | None = None
-    gather_inside: bool = False
-
-
-def choose_remat(kind: str, *, keep_gathered: bool) -> Remat:
-    """Return the checkpoint policy for a kind of remat and a lifetime of gathered weights."""
-    policies = jax.checkpoint_policies
-    if kind == "full":
-        return Remat(policies.nothing_saveable, not keep_gathered)
-    if kind == "dots":
-        return Remat(policies.dots_with_no_batch_dims_saveable, not keep_gathered)
-    if keep_gathered:
-        return Remat()
-    return Remat(_all_but_gathered, gather_inside=True)
-
-
-def _all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Keep everything except gathered weights.
-
-    Neither constraints nor casts to a wider format are kept: what they were applied to is no
-    larger, and for weights it is their divided form.
-    """
-    if primitive.name == "name":
-        return params["name"] != GATHERED
-    if primitive.name == "convert_element_type":
-        return params["new_dtype"].itemsize <= inputs[0].dtype.itemsize
-    return primitive.name != "sharding_constraint"
 
 
 class Forward:
@@ -67,6 +30,7 @@ class Forward:
         pins: layouts of activations.
         weights: variables that hold weights and no data.
         gathers: by number of the step leaf, the layouts of weights divided over fsdp.
+        whole: by number of the step leaf, its layout when gathered.
         remat: what blocks keep for their backward pass.
         wide: hold every float as float64.
     """
@@ -79,13 +43,14 @@ class Forward:
         pins: Mapping[Var, PartitionSpec],
         weights: Collection[Var],
         gathers: Mapping[int, GatherSpecs],
+        whole: Sequence[PartitionSpec],
         remat: Remat,
         wide: bool = False,
     ) -> None:
         self.traced = traced
         jaxpr = traced.closed.jaxpr
-        uses = _weight_uses(traced, gathers)
-        kind = _WideOnMesh if wide else _OnMesh
+        uses = weight_uses(traced, gathers, whole)
+        kind = WideOnMesh if wide else OnMesh
         self._pieces = cut(jaxpr)
         self._make = lambda: kind(mesh, pins, weights, uses, remat)
 
@@ -96,37 +61,42 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class _WeightUse:
+class WeightUse:
     """How a variable stands for a parameter.
 
     Attributes:
         leaf: the parameter's own variable.
         dtype: the compute format it is cast to; None for its own.
         specs: how it is gathered; None if it is whole already.
+        whole: its layout when gathered.
     """
 
     leaf: Var
     dtype: Any
     specs: GatherSpecs | None
+    whole: PartitionSpec
 
 
-def _weight_uses(traced: TracedLoss, gathers: Mapping[int, GatherSpecs]) -> dict[Var, _WeightUse]:
+def weight_uses(
+    traced: TracedLoss, gathers: Mapping[int, GatherSpecs], whole: Sequence[PartitionSpec]
+) -> dict[Var, WeightUse]:
+    """Find the variables that stand for parameters: the leaves and their casts."""
     jaxpr = traced.closed.jaxpr
     uses = {
-        variable: _WeightUse(variable, None, gathers.get(number))
+        variable: WeightUse(variable, None, gathers.get(number), whole[number])
         for number, (variable, step) in enumerate(
             zip(jaxpr.invars, traced.layout.step_leaves, strict=False)
         )
-        if step.leaf.role == "param"
+        if step.leaf.is_weight
     }
     casts = casts_of(jaxpr.eqns, set(uses))
     return uses | {
-        cast: _WeightUse(leaf, aval_of(cast).dtype, uses[leaf].specs)
-        for cast, leaf in casts.items()
+        other: WeightUse(leaf, aval_of(other).dtype, uses[leaf].specs, uses[leaf].whole)
+        for other, leaf in casts.items()
     }
 
 
-class _OnMesh(Interpreter):
+class OnMesh(Interpreter):
     """Evaluates a program on a mesh.
 
     Weights are made ready for use where they are first read, or inside each block that reads them.
@@ -139,7 +109,7 @@ class _OnMesh(Interpreter):
         mesh: Mesh,
         pins: Mapping[Var, PartitionSpec],
         weights: Collection[Var],
-        uses: Mapping[Var, _WeightUse],
+        uses: Mapping[Var, WeightUse],
         remat: Remat,
     ) -> None:
         self._mesh = mesh
@@ -188,15 +158,18 @@ class _OnMesh(Interpreter):
     def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
         """Evaluate an equation; where weights are used, their gradients are summed in float32."""
         weight = self._weight_operand(eqn)
-        return super().leaf(eqn, args) if weight is None else use_weight(eqn, args, weight)
+        if weight is None:
+            return super().leaf(eqn, args)
+        use = self._uses.get(cast(Var, eqn.invars[weight]))
+        whole = None if use is None else NamedSharding(self._mesh, use.whole)
+        return use_weight(eqn, args, weight, whole if eqn.primitive.name == "gather" else None)
 
-    def enter_scan(self, eqn: Equation, args: list[Any]) -> list[Any]:
-        """Evaluate a scan; a stack of layers gathers each layer's weights when its turn comes."""
+    def scan_body(self, eqn: Equation, consts: list[Any]) -> ScanBody:
+        """Return a scan's body; a stack of layers gathers each layer's weights in its turn."""
         stacked = self._scanned_over(eqn)
         if not stacked:
-            return super().enter_scan(eqn, args)
-        num_consts, num_carry = scan_counts(eqn)
-        consts, init = args[:num_consts], args[num_consts : num_consts + num_carry]
+            return super().scan_body(eqn, consts)
+        _, num_carry = scan_counts(eqn)
         closed: ClosedJaxpr = eqn.params["jaxpr"]
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -209,17 +182,9 @@ class _OnMesh(Interpreter):
                 out = self.run(closed, operands)
             return out[:num_carry], out[num_carry:]
 
-        if self._remat.policy is not None:
-            body = jax.checkpoint(body, policy=self._remat.policy, prevent_cse=False)
-        carry, ys = jax.lax.scan(
-            body,
-            init,
-            args[num_consts + num_carry :],
-            length=eqn.params["length"],
-            reverse=eqn.params["reverse"],
-            unroll=eqn.params["unroll"],
-        )
-        return [*carry, *ys]
+        if self._remat.policy is None:
+            return body
+        return jax.checkpoint(body, policy=self._remat.policy, prevent_cse=False)
 
     def _unit(self, unit: Unit, env: Environment) -> None:
         """Evaluate a block under its checkpoint policy."""
@@ -267,7 +232,7 @@ class _OnMesh(Interpreter):
         """Return a stack of layers to scan over: divided, or gathered at once."""
         return env[self._uses[atom].leaf] if self._remat.gather_inside else self._use(atom, env)
 
-    def _layer(self, use: _WeightUse, piece: Any) -> Any:
+    def _layer(self, use: WeightUse, piece: Any) -> Any:
         """Return one layer of a stack, ready for use."""
         if not self._remat.gather_inside:
             return piece
@@ -282,7 +247,7 @@ class _OnMesh(Interpreter):
     def _is_cast(self, variable: Var) -> bool:
         return variable in self._uses and self._uses[variable].dtype is not None
 
-    def _scanned_over(self, eqn: Equation) -> dict[int, _WeightUse]:
+    def _scanned_over(self, eqn: Equation) -> dict[int, WeightUse]:
         """Return which operands of a scan are stacks of weights it runs through."""
         if eqn.primitive.name != "scan":
             return {}
@@ -294,8 +259,10 @@ class _OnMesh(Interpreter):
         }
 
     def _weight_operand(self, eqn: Equation) -> int | None:
-        """Return which operand of a half-precision product or lookup is the weight."""
-        if eqn.primitive.name not in USES or aval_of(eqn.outvars[0]).dtype not in HALF:
+        """Return which operand of a lookup or a half-precision product is the weight."""
+        name = eqn.primitive.name
+        in_half = name in PRODUCTS and aval_of(eqn.outvars[0]).dtype in HALF
+        if name != "gather" and not in_half:
             return None
         found = [
             number
@@ -315,7 +282,7 @@ class _OnMesh(Interpreter):
             self._ready = outside
 
 
-class _WideOnMesh(_OnMesh, Widening):
+class WideOnMesh(OnMesh, Widening):
     """The same in float64: nothing is rounded."""
 
     def _make_ready(self, value: Any, dtype: Any, specs: GatherSpecs | None) -> Any:

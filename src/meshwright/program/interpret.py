@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from meshwright.program.jaxprs import (
 )
 
 Environment = dict[Var, Any]
+ScanBody = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
 
 
 class Interpreter:
@@ -80,22 +81,25 @@ class Interpreter:
     def enter_scan(self, eqn: Equation, args: list[Any]) -> list[Any]:
         """Evaluate a scan with the pass applied to its body."""
         num_consts, num_carry = scan_counts(eqn)
-        consts, init = args[:num_consts], args[num_consts : num_consts + num_carry]
-        closed: ClosedJaxpr = eqn.params["jaxpr"]
-
-        def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            out = self.run(closed, [*consts, *carry, *xs])
-            return out[:num_carry], out[num_carry:]
-
         carry, ys = jax.lax.scan(
-            body,
-            init,
+            self.scan_body(eqn, args[:num_consts]),
+            args[num_consts : num_consts + num_carry],
             args[num_consts + num_carry :],
             length=eqn.params["length"],
             reverse=eqn.params["reverse"],
             unroll=eqn.params["unroll"],
         )
         return [*carry, *ys]
+
+    def scan_body(self, eqn: Equation, consts: list[Any]) -> ScanBody:
+        """Return the body of a scan as a function of carry and slices."""
+        _, num_carry = scan_counts(eqn)
+
+        def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            out = self.run(eqn.params["jaxpr"], [*consts, *carry, *xs])
+            return out[:num_carry], out[num_carry:]
+
+        return body
 
     def enter_while(self, eqn: Equation, args: list[Any]) -> list[Any]:
         """Evaluate a while loop with the pass applied to its condition and body."""

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from meshwright.program.dims import Atom, DimClasses
-from meshwright.program.dims.walk import Frame
+from meshwright.program.dims import Atom, DimClasses, Frame, all_frames
 from meshwright.program.jaxprs import Equation, Literal, Var, aval_of, name_stack
 from meshwright.program.names import module_of
 
@@ -31,7 +30,7 @@ def find_pins(
     meshes it does; with every crossing fixed, the compiled program is the one asked for.
     """
     pins: dict[Var, PartitionSpec] = {}
-    for frame in _frames(classes.root):
+    for frame in all_frames(classes.root):
         for variable in _crossing(frame):
             spec = _spec(frame, variable, classes.batch, batch_axes, tensor_dim)
             if spec is not None:
@@ -43,17 +42,10 @@ def find_weights(classes: DimClasses) -> frozenset[Var]:
     """Return the variables that hold weights, cast or rearranged, and no data."""
     return frozenset(
         variable
-        for frame in _frames(classes.root)
+        for frame in all_frames(classes.root)
         for variable, value in frame.values.items()
         if value.params and not value.has_data
     )
-
-
-def _frames(frame: Frame) -> Iterator[Frame]:
-    yield frame
-    for inner in frame.calls.values():
-        for called in inner:
-            yield from _frames(called)
 
 
 def _crossing(frame: Frame) -> Iterator[Var]:

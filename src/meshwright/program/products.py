@@ -1,4 +1,4 @@
-"""Products and lookups in half precision whose weight gradients are summed in float32."""
+"""Products and lookups whose weight gradients are summed in float32, ready to be added up."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from meshwright.program.interpret import Interpreter
 from meshwright.program.jaxprs import Equation, aval_of, bind
 
 HALF = (jnp.bfloat16, jnp.float16)
 PRODUCTS = ("dot_general", "conv_general_dilated")
-USES = (*PRODUCTS, "gather")
 
 
-def use_weight(eqn: Equation, args: list[Any], weight: int) -> list[Any]:
+def use_weight(
+    eqn: Equation, args: list[Any], weight: int, whole: NamedSharding | None = None
+) -> list[Any]:
     """Evaluate a product or lookup; the gradient of operand ``weight`` is summed in float32.
 
     A weight's gradient is a sum over all samples, whose parts lie on different devices. Left to
     itself it is rounded to the compute format before the devices' parts are added. The weight may
     be given as float32 numbers; they are read in the format the equation was traced for.
+
+    ``whole`` is the layout of the gradient before it is divided. It is fixed here because a
+    compiler that is free to would add the rows of a lookup to the other gradient of a tied
+    embedding, which then has to be reduced over the mesh before, and the sum once more.
     """
     formats = [aval_of(atom).dtype for atom in eqn.invars]
 
@@ -38,7 +44,7 @@ def use_weight(eqn: Equation, args: list[Any], weight: int) -> list[Any]:
 
     def backward(operands: Any, cotangent: Any) -> tuple[Any, ...]:
         return tuple(
-            _weight_gradient(eqn, operands, weight, cotangent)
+            _constrained(_weight_gradient(eqn, operands, weight, cotangent), whole)
             if number == weight
             else _gradient(forward_only, operands, number, cotangent)
             for number in range(len(operands))
@@ -46,6 +52,10 @@ def use_weight(eqn: Equation, args: list[Any], weight: int) -> list[Any]:
 
     run.defvjp(forward, backward)
     return [run(*args)]
+
+
+def _constrained(value: Any, sharding: NamedSharding | None) -> Any:
+    return value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)
 
 
 def _gradient(function: Any, operands: Any, number: int, cotangent: Any) -> Any:
@@ -76,7 +86,7 @@ def _weight_gradient(eqn: Equation, operands: Any, weight: int, cotangent: Any) 
 
 
 class _WideProducts(Interpreter):
-    """Evaluates products of half-precision operands with float32 results."""
+    """Evaluates products with float32 results."""
 
     def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
         if eqn.primitive.name in PRODUCTS:

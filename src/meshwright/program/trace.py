@@ -83,7 +83,7 @@ def trace_loss(loss: Loss, parts: Parts, batch: Any, compute_dtype: Any = None) 
 
     Parameters enter in float32 and are cast to ``compute_dtype`` inside the program.
     """
-    batch_leaves, batch_tree = jax.tree.flatten(batch)
+    batch_tree = jax.tree.structure(batch)
     described = _describe_batch(batch)
     names: list[str] = []
     changed: set[int] = set()
@@ -111,7 +111,7 @@ def trace_loss(loss: Loss, parts: Parts, batch: Any, compute_dtype: Any = None) 
         return [x for w in weighted for x in (w.total, w.weight)] + state
 
     structs = [leaf.struct for leaf in parts.leaves]
-    structs += [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in batch_leaves]
+    structs += [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in described]
     traced = jax.make_jaxpr(program)(*structs)
     if compute_dtype is not None and changed & weights:
         # Weights the loss itself changes (a moving average) are not rounded on their way.
@@ -147,7 +147,7 @@ def _weighted(name: str, value: Any) -> Weighted:
 def _describe_batch(batch: Any) -> tuple[BatchLeaf, ...]:
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     described = [
-        BatchLeaf(path_text(_key(k) for k in path) or "batch", tuple(leaf.shape), leaf.dtype)
+        BatchLeaf(path_text(_key(k) for k in path) or "batch", tuple(leaf.shape), _on_device(leaf))
         for path, leaf in leaves
     ]
     sizes = {leaf.path: leaf.shape[0] for leaf in described if leaf.shape}
@@ -158,6 +158,11 @@ def _describe_batch(batch: Any) -> tuple[BatchLeaf, ...]:
             fix="make dim 0 of every array the sample",
         )
     return tuple(described)
+
+
+def _on_device(leaf: Any) -> Any:
+    """Return the format a host array has on a device: 64-bit numbers are halved by default."""
+    return jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
 
 
 def _key(entry: Any) -> Any:

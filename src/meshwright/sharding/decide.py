@@ -70,20 +70,25 @@ def decide(traced: TracedLoss, sizes: Mapping[str, int], sharding: ShardingConfi
         _place(step, paths, classes, tensor, sizes, sharding) for step in traced.layout.step_leaves
     )
     whole = tuple(_drop_fsdp(placement) for placement in divided)
-    batch_axes = {a: sizes[a] for a in ("data", "fsdp") if sizes.get(a, 1) > 1}
+    axes = batch_axes(sizes)
     return Decision(
         at_rest=divided if sharding.zero == 3 else whole,
         optimizer=divided,
         gradients=whole if sharding.zero == 1 else divided,
         gathers=_gathers(traced.layout.step_leaves, divided) if sharding.zero == 3 else {},
-        pins=find_pins(classes, batch_axes=batch_axes, tensor_dim=tensor.sharded_dim)
-        if batch_axes or tensor.size > 1
+        pins=find_pins(classes, batch_axes=axes, tensor_dim=tensor.sharded_dim)
+        if axes or tensor.size > 1
         else {},
         weights=find_weights(classes),
-        batch=PartitionSpec(tuple(batch_axes)) if batch_axes else PartitionSpec(),
+        batch=PartitionSpec(tuple(axes)) if axes else PartitionSpec(),
         classes=classes,
         tensor=tensor,
     )
+
+
+def batch_axes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the mesh axes samples are divided over, outermost first, and their sizes."""
+    return {axis: sizes[axis] for axis in ("data", "fsdp") if sizes.get(axis, 1) > 1}
 
 
 def dim_classes(traced: TracedLoss) -> DimClasses:

@@ -9,16 +9,19 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from meshwright.errors import UserError
 from meshwright.mesh.build import build_mesh
 from meshwright.plan import Plan
+from meshwright.program.local import LocalForward
 from meshwright.program.parts import Parts, build_unplaced, split_model
 from meshwright.program.policy import COMPUTE_DTYPES
+from meshwright.program.remat import choose_remat
 from meshwright.program.rolled import roll_program
 from meshwright.program.trace import Loss, TracedLoss, trace_loss
-from meshwright.sharding.decide import Decision, decide
+from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
+from meshwright.sharding.placement import to_spec
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import TrainStep
 
@@ -68,7 +71,17 @@ class Assembled:
         def place(values: list[Any]) -> TrainState:
             return self.step.fresh_state(self.traced.layout.from_canonical(values))
 
-        return jax.jit(place, out_shardings=self.step.shardings.state)(list(values))
+        # First onto the mesh: they may come from other devices.
+        there = jax.device_put(list(values), self._canonical_shardings())
+        return jax.jit(place, out_shardings=self.step.shardings.state)(there)
+
+    def _canonical_shardings(self) -> list[NamedSharding]:
+        found: dict[int, NamedSharding] = {}
+        steps = self.traced.layout.step_leaves
+        for step, placement in zip(steps, self.decision.at_rest, strict=True):
+            spec = to_spec(placement.dims[1:] if step.stacked else placement.dims)
+            found |= dict.fromkeys(step.sources, NamedSharding(self.mesh, spec))
+        return [found[number] for number in range(len(found))]
 
     def canonical_params(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return values of the step's parameter leaves (or their gradients) by canonical path."""
@@ -131,8 +144,37 @@ def assemble(
         rolled = roll_program(traced)
         traced, remarks = rolled.traced, rolled.remarks
     decision = decide(traced, plan.mesh, plan.sharding)
-    step = TrainStep(traced, decision, plan, mesh, optimizer, clip_norm=clip_norm, wide=wide)
+    local = None
+    if plan.batch.sync_gradients_every > 1:
+        local = _local_forward(loss, parts, micro, plan, mesh, wide=wide)
+    step = TrainStep(
+        traced, decision, plan, mesh, optimizer, clip_norm=clip_norm, local=local, wide=wide
+    )
     return Assembled(step, parts, traced, decision, plan, mesh, remarks, model)
+
+
+def _local_forward(
+    loss: Loss, parts: Parts, micro: Any, plan: Plan, mesh: Mesh, *, wide: bool
+) -> LocalForward | None:
+    """Return the loss of one device's samples; None where each device has them all."""
+    axes = batch_axes(plan.mesh)
+    if not axes:
+        return None
+    if plan.sharding.zero > 1 and "fsdp" in axes:
+        raise UserError(
+            f"sync_gradients_every={plan.batch.sync_gradients_every} needs whole gradients",
+            why=f"sharding.zero={plan.sharding.zero} divides gradients over fsdp={axes['fsdp']}",
+            fix="write sharding.zero=1 or training.sync_gradients_every=1",
+        )
+    own = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((a.shape[0] // plan.batch.replicas, *a.shape[1:]), a.dtype),
+        micro,
+    )
+    traced = trace_loss(loss, parts, own, COMPUTE_DTYPES[plan.precision])
+    if plan.sharding.blocks == "scan":
+        traced = roll_program(traced).traced
+    remat = choose_remat(plan.sharding.remat, keep_gathered=True)
+    return LocalForward(traced, dim_classes(traced), axes, mesh, remat, wide=wide)
 
 
 def _microbatch(batch: Any, plan: Plan) -> Any:

@@ -42,7 +42,7 @@ def compute_gradients(
     scale: Array | None = None,
 ) -> Gradients:
     """Return the gradients of one batch; ``scale`` multiplies the loss before they are taken."""
-    (_, value), grads = _value_and_grad(function)(list(params), list(state), list(batch), scale)
+    (_, value), grads = value_and_grad(function)(list(params), list(state), list(batch), scale)
     return Gradients(
         values=_unscale(grads, scale),
         loss=value.objective.mean,
@@ -64,7 +64,7 @@ def accumulate_gradients(
     Each microbatch counts with its weight, so the result is the gradient of the mean over the
     whole batch. ``constrain`` fixes where the sums live while they grow.
     """
-    grad = _value_and_grad(function)
+    grad = value_and_grad(function)
 
     def visit(carry: Any, microbatch: list[Any]) -> tuple[Any, Any]:
         state, sums = carry
@@ -77,17 +77,30 @@ def accumulate_gradients(
     (state, sums), (objectives, metrics) = jax.lax.scan(
         visit, (list(state), zeros), list(microbatches)
     )
+    return finish_gradients(sums, objectives, metrics, list(state), scale)
+
+
+def finish_gradients(
+    sums: Sequence[Any],
+    objectives: Weighted,
+    metrics: dict[str, Weighted],
+    state: list[Any],
+    scale: Array | None,
+) -> Gradients:
+    """Divide weighted sums, collected part by part, once by the whole weight."""
     objective = _sum(objectives)
     weight = jnp.where(objective.weight == 0, 1, objective.weight)
     return Gradients(
         values=_unscale([s / weight for s in sums], scale),
         loss=objective.mean,
         metrics={name: _sum(metric).mean for name, metric in metrics.items()},
-        state=list(state),
+        state=state,
     )
 
 
-def _value_and_grad(function: LossFunction) -> Callable[..., Any]:
+def value_and_grad(function: LossFunction) -> Callable[..., Any]:
+    """Return (params, state, batch, scale) → ((scaled mean loss, value), gradients)."""
+
     def mean_loss(
         params: list[Any], state: list[Any], batch: list[Any], scale: Array | None
     ) -> tuple[Array, LossValue]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import optax
 
-from meshwright.program.dims.elementwise import ELEMENTWISE
-from meshwright.program.jaxprs import CALLS, ClosedJaxpr, Jaxpr, aval_of
 from meshwright.program.layout import Layout, StepLeaf
 from meshwright.program.parts import Leaf
 from meshwright.sharding.placement import Placement, add_fsdp
-
-_SPREADS_SCALARS = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
+from meshwright.step.stackable import Name, owners, treats_stacks_alike
 
 
 @dataclass(frozen=True)
@@ -66,15 +63,14 @@ class FlatOptimizer:
         self._transformation = transformation
         self._params = layout.select("param")
         self._leaves = layout.leaves
-        stacked = any(step.stacked for step in self._params)
         structs = [step.leaf.struct for step in self._params]
-        self._unstack = stacked and not self._is_elementwise(structs)
+        stacked = any(step.stacked for step in self._params)
+        self._unstack = stacked and not self._treats_stacks_alike(structs)
         abstract = jax.eval_shape(lambda values: transformation.init(self._tree(values)), structs)
         flat, self._treedef = jax.tree_util.tree_flatten_with_path(abstract)
-        owners = self._owners(abstract)
         self.leaves = tuple(
-            _describe(path, leaf, owner, placements, sizes, unstacked=self._unstack)
-            for (path, leaf), owner in zip(flat, owners, strict=True)
+            self._describe(path, leaf, owner, placements, sizes)
+            for (path, leaf), owner in zip(flat, self._owners(abstract), strict=True)
         )
 
     def init(self, params: Sequence[Any]) -> list[Any]:
@@ -93,15 +89,8 @@ class FlatOptimizer:
 
     def _tree(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return leaves as optax sees them: nested dicts by path."""
-        tree: dict[str, Any] = {}
-        for step, value in zip(self._params, values, strict=True):
-            for path, piece in self._pieces(step, value):
-                *folders, name = path.split(".")
-                place = tree
-                for folder in folders:
-                    place = place.setdefault(folder, {})
-                place[name] = piece
-        return tree
+        pairs = (self._pieces(step, v) for step, v in zip(self._params, values, strict=True))
+        return _nested(pair for pieces in pairs for pair in pieces)
 
     def _pieces(self, step: StepLeaf, value: Any) -> list[tuple[str, Any]]:
         if not (self._unstack and step.stacked):
@@ -123,35 +112,60 @@ class FlatOptimizer:
 
     def _owners(self, abstract: Any) -> list[int | None]:
         """Return, for each leaf of the state, the parameter it is kept for."""
-        numbers = self._tree([_Number(n) for n in range(len(self._params))])
-        marked = optax.tree_utils.tree_map_params(
+        numbers = self._tree([Name(n) for n in range(len(self._params))])
+        return owners(self._transformation, abstract, numbers)
+
+    def _treats_stacks_alike(self, structs: Sequence[Any]) -> bool:
+        steps = self._params
+        single = [
+            (self._leaves[source].path, self._leaves[source].struct)
+            for step in steps
+            for source in step.sources
+        ]
+        stack_of = {self._leaves[i].path: step.leaf.path for step in steps for i in step.sources}
+
+        return treats_stacks_alike(
             self._transformation,
-            lambda _, number: number,
-            abstract,
-            numbers,
-            transform_non_params=lambda _: _Number(None),
+            stacked=_nested((s.leaf.path, x) for s, x in zip(steps, structs, strict=True)),
+            single=_nested(single),
+            stack_of=stack_of,
         )
-        found = jax.tree.leaves(marked, is_leaf=lambda leaf: isinstance(leaf, _Number))
-        return [number.value for number in found]
 
-    def _is_elementwise(self, structs: Sequence[Any]) -> bool:
-        def run(gradients: Any, params: Any) -> Any:
-            state = self._transformation.init(params)
-            return self._transformation.update(gradients, state, params)
+    def _describe(
+        self,
+        path: Any,
+        leaf: Any,
+        owner: int | None,
+        placements: Sequence[Placement],
+        sizes: Mapping[str, int],
+    ) -> OptimizerLeaf:
+        text = jax.tree_util.keystr(path, simple=True, separator=".")
+        placement = Placement(text, ((),) * len(leaf.shape), "kept whole")
+        if owner is not None:
+            like = placements[owner]
+            unstacked = self._unstack and self._params[owner].stacked
+            dims = like.dims[1:] if unstacked else like.dims
+            if _fits(dims, leaf.shape, sizes):
+                placement = Placement(text, dims, f"like {like.path}")
+            elif sizes.get("fsdp", 1) > 1:
+                own = Leaf(text, tuple(leaf.shape), leaf.dtype, "param", "optimizer")
+                placement = add_fsdp(own, placement.dims, size=sizes["fsdp"], smallest=1024)
+        return OptimizerLeaf(text, tuple(leaf.shape), leaf.dtype, placement, owner)
 
-        tree = {str(n): struct for n, struct in enumerate(structs)}
-        return _elementwise(jax.make_jaxpr(run)(tree, tree).jaxpr)
 
-
-@dataclass(frozen=True)
-class _Number:
-    """A parameter's number as a leaf of a tree; slicing it for a block gives it back."""
-
-    value: int | None
+def _nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in pairs:
+        *folders, name = path.split(".")
+        place = tree
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[name] = value
+    return tree
 
 
 def _slice(value: Any, number: int) -> Any:
-    if isinstance(value, _Number):
+    if isinstance(value, Name):
         return value
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape[1:], value.dtype)
@@ -165,29 +179,6 @@ def _lookup(tree: Mapping[str, Any], path: str) -> Any:
     return found
 
 
-def _describe(
-    path: Any,
-    leaf: Any,
-    owner: int | None,
-    placements: Sequence[Placement],
-    sizes: Mapping[str, int],
-    *,
-    unstacked: bool,
-) -> OptimizerLeaf:
-    text = jax.tree_util.keystr(path, simple=True, separator=".")
-    whole = Placement(text, ((),) * len(leaf.shape), "kept whole")
-    placement = whole
-    if owner is not None:
-        like = placements[owner]
-        dims = like.dims[1:] if unstacked and len(like.dims) == len(leaf.shape) + 1 else like.dims
-        if _fits(dims, leaf.shape, sizes):
-            placement = Placement(text, dims, f"like {like.path}")
-        elif sizes.get("fsdp", 1) > 1:
-            own = Leaf(text, tuple(leaf.shape), leaf.dtype, "param", "optimizer")
-            placement = add_fsdp(own, whole.dims, size=sizes["fsdp"], smallest=1024)
-    return OptimizerLeaf(text, tuple(leaf.shape), leaf.dtype, placement, owner)
-
-
 def _fits(dims: Sequence[Sequence[str]], shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
     if len(dims) != len(shape):
         return False
@@ -196,20 +187,5 @@ def _fits(dims: Sequence[Sequence[str]], shape: Sequence[int], sizes: Mapping[st
         for axis in axes:
             parts *= sizes.get(axis, 1)
         if size % parts:
-            return False
-    return True
-
-
-def _elementwise(jaxpr: Jaxpr) -> bool:
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        shapes = {s for a in (*eqn.invars, *eqn.outvars) if (s := aval_of(a).shape)}
-        if name in CALLS:
-            inner: ClosedJaxpr = eqn.params["jaxpr"]
-            if not _elementwise(inner.jaxpr):
-                return False
-        elif not shapes:
-            continue
-        elif len(shapes) > 1 or name not in ELEMENTWISE | _SPREADS_SCALARS:
             return False
     return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,17 +13,21 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.plan import Plan
-from meshwright.program.forward import Forward, choose_remat
-from meshwright.program.trace import TracedLoss
-from meshwright.sharding.decide import Decision
+from meshwright.program.forward import Forward
+from meshwright.program.remat import choose_remat
+from meshwright.program.trace import LossValue, TracedLoss
+from meshwright.sharding.decide import Decision, batch_axes
 from meshwright.sharding.placement import Placement
 from meshwright.step.gradients import Gradients, accumulate_gradients, compute_gradients
+from meshwright.step.local import accumulate_locally
 from meshwright.step.microbatch import split_strided
 from meshwright.step.optimizer import FlatOptimizer
 from meshwright.step.scaler import LossScale, all_finite
 from meshwright.step.state import TrainState
 
 Metrics = dict[str, Array]
+LossOfLeaves = Callable[[Sequence[Any], Sequence[Any]], LossValue]
+"""From leaf values in layout order and batch leaves to the loss's value."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class TrainStep:
         mesh: where.
         optimizer: any optax transformation.
         clip_norm: largest global gradient norm; None for no clipping.
+        local: the loss of one device's samples, where gradients are reduced only now and then.
         wide: compute in float64, for proofs.
     """
 
@@ -61,10 +66,12 @@ class TrainStep:
         optimizer: optax.GradientTransformation,
         *,
         clip_norm: float | None = None,
+        local: LossOfLeaves | None = None,
         wide: bool = False,
     ) -> None:
         self.traced, self.decision, self.plan, self.mesh = traced, decision, plan, mesh
         self._clip_norm = clip_norm
+        self._local = local
         steps = traced.layout.step_leaves
         self._param_numbers = [n for n, s in enumerate(steps) if s.leaf.role == "param"]
         self._state_numbers = [n for n, s in enumerate(steps) if s.leaf.role == "state"]
@@ -77,6 +84,7 @@ class TrainStep:
             pins=decision.pins,
             weights=decision.weights,
             gathers=decision.gathers,
+            whole=[placement.without("fsdp") for placement in decision.at_rest],
             remat=choose_remat(plan.sharding.remat, keep_gathered=keep),
             wide=wide,
         )
@@ -114,9 +122,7 @@ class TrainStep:
 
     def leaf_values(self, state: TrainState) -> list[Any]:
         """Return the values of the step's leaves in layout order."""
-        values: dict[int, Any] = dict(zip(self._param_numbers, state.params, strict=True))
-        values.update(zip(self._state_numbers, state.state, strict=True))
-        return [values[n] for n in range(len(values))]
+        return self._join(state.params, state.state)
 
     def abstract_state(self) -> TrainState:
         """Return the state as shapes with shardings."""
@@ -170,14 +176,30 @@ class TrainStep:
         if count == 1:
             return compute_gradients(self._loss, state.params, state.state, batch, scale)
         microbatches = split_strided(batch, count, self.mesh, self.decision.batch)
+        if self._local is not None:
+            local = self._local
+            return accumulate_locally(
+                lambda params, state, batch: local(self._join(params, state), batch),
+                state.params,
+                state.state,
+                microbatches,
+                every=self.plan.batch.sync_gradients_every,
+                mesh=self.mesh,
+                batch_axes=batch_axes(self.plan.mesh),
+                scale=scale,
+            )
         return accumulate_gradients(
             self._loss, state.params, state.state, microbatches, scale, self._reduced
         )
 
     def _loss(self, params: Sequence[Any], state: Sequence[Any], batch: Sequence[Any]) -> Any:
+        return self._forward(self._join(params, state), batch)
+
+    def _join(self, params: Sequence[Any], state: Sequence[Any]) -> list[Any]:
+        """Return parameter and state leaves in layout order."""
         values: dict[int, Any] = dict(zip(self._param_numbers, params, strict=True))
         values.update(zip(self._state_numbers, state, strict=True))
-        return self._forward([values[n] for n in range(len(values))], batch)
+        return [values[n] for n in range(len(values))]
 
     def _clip(self, gradients: list[Any], norm: Array) -> list[Any]:
         if self._clip_norm is None:

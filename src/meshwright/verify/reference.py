@@ -2,118 +2,146 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from meshwright.program.interpret import Interpreter
-from meshwright.program.trace import TracedLoss
-from meshwright.program.widen import Widening, widen
+from meshwright.program.parts import Leaf, Parts
+from meshwright.program.trace import Loss, LossValue, TracedLoss, read_loss
+from meshwright.program.widen import Widening
+from meshwright.verify.observed import Observed, fetch
+
+Evaluate = Callable[[list[Any], list[Any]], LossValue]
+"""From the model's leaf values and the leaves of one microbatch to the loss's value."""
 
 
-@dataclass(frozen=True)
-class Observed:
-    """What a training run showed.
+def traced_loss(traced: TracedLoss, *, wide: bool) -> Evaluate:
+    """Evaluate a traced program as it stands, in float64 if ``wide``."""
+    interpreter = Widening() if wide else Interpreter()
+    return lambda values, batch: traced.read_outputs(
+        interpreter.run(traced.closed, [*values, *batch])
+    )
 
-    Attributes:
-        losses: mean loss of every update.
-        gradients: of the first update, by canonical path.
-        parameters: after the last update, by canonical path.
-    """
 
-    losses: list[float]
-    gradients: dict[str, np.ndarray[Any, Any]]
-    parameters: dict[str, np.ndarray[Any, Any]]
+def written_loss(loss: Loss, parts: Parts, batch: Any) -> Evaluate:
+    """Evaluate the loss as its author wrote it; ``batch`` shows how a batch is nested."""
+    tree = jax.tree.structure(batch)
+
+    def evaluate(values: list[Any], leaves: list[Any]) -> LossValue:
+        model = parts.merge(values)
+        objective, _ = read_loss(loss(model, jax.tree.unflatten(tree, leaves)))
+        after = parts.values(model)
+        return LossValue(objective, {}, [after[i] for i in parts.indices("state")])
+
+    return evaluate
 
 
 class Reference:
     """One device, one microbatch after another, one optax update.
 
     Args:
-        traced: the loss, traced for one microbatch on the model's own leaves.
+        evaluate: the loss.
+        leaves: the model's leaves.
         microbatches: how many a batch is divided into.
-        optimizer: any optax transformation.
-        clip_norm: largest global gradient norm.
-        wide: compute in float64.
+        loss_scale: factor on the loss while gradients are taken, which half precision needs.
     """
 
     def __init__(
         self,
-        traced: TracedLoss,
+        evaluate: Evaluate,
+        leaves: Sequence[Leaf],
         *,
         microbatches: int,
+        loss_scale: float = 1.0,
+    ) -> None:
+        self._evaluate = evaluate
+        self._leaves = leaves
+        self._count = microbatches
+        self._scale = loss_scale
+        self._gradient = jax.jit(self._value_and_gradient)
+
+    def first_update(self, values: Sequence[Any], batch: Sequence[Any]) -> Observed:
+        """Return the loss and the gradients of one batch; nothing is trained."""
+        params, state = self._split(values)
+        loss, gradients, state = self._batch_gradient(params, state, batch)
+        return Observed([loss], gradients, fetch(params), self._named(state))
+
+    def run(
+        self,
+        values: Sequence[Any],
+        batches: Sequence[Sequence[Any]],
         optimizer: optax.GradientTransformation,
         clip_norm: float | None,
-        wide: bool,
-    ) -> None:
-        self._traced = traced
-        self._count = microbatches
-        self._optimizer = (
-            optimizer
-            if clip_norm is None
-            else optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
-        )
-        self._interpreter = Widening() if wide else Interpreter()
-        self._wide = wide
-        self._paths = [leaf.path for leaf in traced.leaves if leaf.role == "param"]
-        self._gradient = jax.jit(self._loss_and_gradient)
-        self._step = jax.jit(self._update)
-
-    def run(self, leaves: Sequence[Any], batches: Sequence[Sequence[Any]]) -> Observed:
+    ) -> Observed:
         """Train from these leaf values on these batches."""
-        params, state = self._split([widen(v) if self._wide else v for v in leaves])
-        optimizer = self._optimizer.init(params)
+        if clip_norm is not None:
+            optimizer = optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+        params, state = self._split(values)
+        moments = optimizer.init(_nested(params))
         losses: list[float] = []
         first: dict[str, Any] = {}
+
+        @jax.jit
+        def update(params: Any, moments: Any, gradients: Any) -> Any:
+            tree = _nested(params)
+            updates, moments = optimizer.update(_nested(gradients), moments, tree)
+            changed: Any = optax.apply_updates(tree, updates)
+            return flatten_dict(changed, sep="."), moments
+
         for batch in batches:
             loss, gradients, state = self._batch_gradient(params, state, batch)
-            losses.append(float(loss))
-            first = first or jax.device_get(gradients)
-            params, optimizer = self._step(params, optimizer, gradients)
-        return Observed(losses, _numpy(first), _numpy(jax.device_get(params)))
+            losses.append(loss)
+            first = first or gradients
+            params, moments = update(params, moments, gradients)
+        return Observed(losses, first, fetch(params), self._named(state))
 
     def _batch_gradient(
         self, params: dict[str, Any], state: list[Any], batch: Sequence[Any]
-    ) -> tuple[Any, dict[str, Any], list[Any]]:
-        totals: list[tuple[Any, Any]] = []
+    ) -> tuple[float, dict[str, Any], list[Any]]:
+        """Return mean loss, its gradients and the state after a batch; sums are the host's."""
+        total, weight = np.float64(0), np.float64(0)
         sums: dict[str, Any] = {}
         for number in range(self._count):
             # Every count-th sample, written out: what the step calls a strided microbatch.
             micro = [np.asarray(leaf)[number :: self._count] for leaf in batch]
-            (mean, (weight, state)), grads = self._gradient(params, state, micro)
-            totals.append((mean * weight, weight))
-            weighted = {path: g * weight for path, g in grads.items()}
-            sums = {p: sums[p] + g for p, g in weighted.items()} if sums else weighted
-        weight = sum(w for _, w in totals)
-        return sum(t for t, _ in totals) / weight, {p: g / weight for p, g in sums.items()}, state
+            (_, value), gradients = self._gradient(params, state, micro)
+            state = value.state
+            share = np.float64(value.objective.weight)
+            total, weight = total + np.float64(value.objective.total), weight + share
+            for path, gradient in fetch(gradients).items():
+                part = gradient.astype(np.float64) * (share / self._scale)
+                sums[path] = sums[path] + part if path in sums else part
+        weight = weight or np.float64(1)
+        return float(total / weight), {path: s / weight for path, s in sums.items()}, state
 
-    def _loss_and_gradient(self, params: dict[str, Any], state: list[Any], batch: list[Any]) -> Any:
-        def mean_loss(params: dict[str, Any]) -> Any:
-            outputs = self._interpreter.run(self._traced.closed, self._join(params, state) + batch)
-            value = self._traced.read_outputs(outputs)
-            weight = jnp.where(value.objective.weight == 0, 1, value.objective.weight)
-            return value.objective.total / weight, (weight, value.state)
+    def _value_and_gradient(
+        self, params: dict[str, Any], state: list[Any], batch: list[Any]
+    ) -> Any:
+        def mean_loss(params: dict[str, Any]) -> tuple[Any, LossValue]:
+            value = self._evaluate(self._join(params, state), batch)
+            return value.objective.mean * self._scale, value
 
         return jax.value_and_grad(mean_loss, has_aux=True)(params)
 
-    def _update(self, params: Any, optimizer: Any, gradients: Any) -> Any:
-        updates, optimizer = self._optimizer.update(gradients, optimizer, params)
-        return optax.apply_updates(params, updates), optimizer
-
     def _split(self, values: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
-        leaves = self._traced.leaves
-        params = {x.path: v for x, v in zip(leaves, values, strict=True) if x.role == "param"}
-        return params, [v for x, v in zip(leaves, values, strict=True) if x.role == "state"]
+        pairs = list(zip(self._leaves, values, strict=True))
+        params = {leaf.path: value for leaf, value in pairs if leaf.role == "param"}
+        return params, [value for leaf, value in pairs if leaf.role == "state"]
 
     def _join(self, params: dict[str, Any], state: Sequence[Any]) -> list[Any]:
         rest = iter(state)
-        return [params[x.path] if x.role == "param" else next(rest) for x in self._traced.leaves]
+        return [params[x.path] if x.role == "param" else next(rest) for x in self._leaves]
+
+    def _named(self, state: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
+        paths = [leaf.path for leaf in self._leaves if leaf.role == "state"]
+        return fetch(dict(zip(paths, state, strict=True)))
 
 
-def _numpy(values: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    return {path: np.asarray(value) for path, value in values.items()}
+def _nested(params: dict[str, Any]) -> Any:
+    """Return parameters as optimizers see them, by which some choose what to do with each."""
+    return unflatten_dict(params, sep=".")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import math
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -15,11 +15,12 @@ import numpy as np
 import optax
 from flax import nnx
 
-from meshwright.plan import Plan
-from meshwright.program.jaxprs import Jaxpr, aval_of
+from meshwright.data.batches import read_batch
+from meshwright.plan import Plan, check_supported
+from meshwright.program.parts import build_unplaced
 from meshwright.program.policy import COMPUTE_DTYPES
 from meshwright.program.trace import Loss, TracedLoss, trace_loss
-from meshwright.program.widen import widen
+from meshwright.program.widen import is_narrow
 from meshwright.step.assemble import Assembled, ModelSource, assemble
 from meshwright.verify.certificate import Certificate, Comparison
 from meshwright.verify.compare import (
@@ -28,7 +29,10 @@ from meshwright.verify.compare import (
     compare_roughly,
     null_leaves,
 )
-from meshwright.verify.reference import Observed, Reference
+from meshwright.verify.observed import Observed, fetch
+from meshwright.verify.on_mesh import canonical_values, noting, train_on_mesh
+from meshwright.verify.reference import Evaluate, Reference, traced_loss, written_loss
+from meshwright.verify.rounding import rounding_tolerance
 
 FLOAT64_TOLERANCE = 1e-10
 
@@ -62,153 +66,178 @@ def verify(
         devices: of the mesh; all devices by default.
         say: told what is being done.
     """
-    proof = _Proof(
-        model=model,
-        loss=loss,
-        plan=plan,
-        batches=[jax.tree.leaves(batches(n)) for n in range(steps)],
-        optimizer=optimizer or optax.adamw(1e-3),
-        clip_norm=clip_norm,
-        seed=seed,
-        trainable=trainable,
-        devices=devices,
-        example=batches(0),
-    )
-    say("float64: one device")
-    with jax.enable_x64(True):
-        expected = proof.reference(wide=True)
-        say("float64: the mesh")
-        found = proof.on_mesh(wide=True)
-    nulls = null_leaves(expected.gradients)
-    float64 = [
-        compare_losses(expected.losses, found.losses, FLOAT64_TOLERANCE),
-        compare_exactly("gradients", expected.gradients, found.gradients, nulls, FLOAT64_TOLERANCE),
-        compare_exactly(
-            "parameters", expected.parameters, found.parameters, nulls, FLOAT64_TOLERANCE
-        ),
-    ]
-    say(f"precision {plan.precision}: one device and the mesh")
-    own = proof.own_precision()
-    return Certificate(
-        equal=all(c.equal for c in (*float64, *own)),
-        mesh=plan.mesh,
-        plan=plan.model_dump(mode="json"),
-        steps=steps,
-        parameters=sum(value.size for value in expected.parameters.values()),
-        float64=float64,
-        null_leaves=nulls,
-        own_precision=own,
-        versions={name: version(name) for name in ("meshwright", "jax", "flax", "optax")},
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    )
+    check_supported(plan)
+    # JAX's 64-bit mode would change what a model is; only the evaluation is widened.
+    with jax.enable_x64(False):
+        read = [read_batch(batches(n)) for n in range(steps)]
+        make = functools.partial(
+            assemble,
+            model,
+            loss,
+            noting(optimizer or optax.adamw(1e-3)),
+            plan,
+            read[0],
+            clip_norm=clip_norm,
+            trainable=trainable,
+            devices=devices,
+        )
+        own = make(wide=False)
+        proof = _Proof(
+            own=own,
+            wide=make(wide=True),
+            loss=loss,
+            traced=_trace(loss, own, read[0]),
+            values=_create(model, own, seed),
+            batches=read,
+            optimizer=optimizer or optax.adamw(1e-3),
+            clip_norm=clip_norm,
+            seed=seed,
+        )
+        return proof.certify(say)
 
 
 @dataclass(frozen=True)
 class _Proof:
-    model: ModelSource
+    """What a proof works with.
+
+    Attributes:
+        own: the step in the plan's own precision.
+        wide: the same step in float64.
+        loss: as its author wrote it.
+        traced: the loss traced for one microbatch, before any pass.
+        values: the model's first leaf values, created on one device.
+        batches: the global batch of every update.
+        optimizer: as the user gave it.
+        clip_norm: largest global gradient norm.
+        seed: of the model.
+    """
+
+    own: Assembled
+    wide: Assembled
     loss: Loss
-    plan: Plan
-    batches: list[list[Any]]
+    traced: TracedLoss
+    values: list[Any]
+    batches: list[Any]
     optimizer: optax.GradientTransformation
     clip_norm: float | None
     seed: int
-    trainable: Any
-    devices: Sequence[Any] | None
-    example: Any
 
-    def assembled(self, *, wide: bool) -> Assembled:
-        # Traced as it will train; only the evaluation of the program is widened.
-        with jax.enable_x64(False):
-            return assemble(
-                self.model,
-                self.loss,
-                self.optimizer,
-                self.plan,
-                self.example,
-                clip_norm=self.clip_norm,
-                trainable=self.trainable,
-                devices=self.devices,
-                wide=wide,
-            )
-
-    def leaves(self, assembled: Assembled) -> list[Any]:
-        """Return the model's first values, created in its own precision on one device."""
-        with jax.enable_x64(False):
-            return jax.jit(lambda: assembled.parts.values(self.model(nnx.Rngs(self.seed))))()
-
-    def traced(self, assembled: Assembled) -> TracedLoss:
-        count = self.plan.batch.gradient_accumulation_steps
-        micro = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((a.shape[0] // count, *a.shape[1:]), a.dtype),
-            self.example,
+    def certify(self, say: Callable[[str], None]) -> Certificate:
+        plan = self.own.plan
+        say("float64: one device")
+        expected = self.reference_in_float64()
+        say("float64: the mesh")
+        found = self.mesh_in_float64()
+        nulls = null_leaves(expected.gradients)
+        float64 = _compare_in_float64(expected, found, nulls)
+        say(f"precision {plan.precision}: the mesh")
+        own = self.own_precision(expected)
+        say("as written: one device")
+        written = self.as_written(expected)
+        return Certificate(
+            equal=all(c.equal for c in (*float64, *own, *written)),
+            mesh=plan.mesh,
+            plan=plan.model_dump(mode="json"),
+            steps=len(self.batches),
+            parameters=sum(value.size for value in expected.parameters.values()),
+            float64=float64,
+            null_leaves=nulls,
+            own_precision=own,
+            as_written=written,
+            versions={name: version(name) for name in ("meshwright", "jax", "flax", "optax")},
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
-        with jax.enable_x64(False):
-            dtype = COMPUTE_DTYPES[self.plan.precision]
-            return trace_loss(self.loss, assembled.parts, micro, dtype)
 
-    def reference(self, *, wide: bool, steps: int | None = None) -> Observed:
-        assembled = self.assembled(wide=wide)
-        reference = Reference(
-            self.traced(assembled),
-            microbatches=self.plan.batch.gradient_accumulation_steps,
-            optimizer=self.optimizer,
-            clip_norm=self.clip_norm,
-            wide=wide,
-        )
-        return reference.run(self.leaves(assembled), self.batches[:steps])
+    def reference_in_float64(self) -> Observed:
+        with jax.enable_x64(True):
+            reference = self.reference(traced_loss(self.traced, wide=True))
+            values = _widened(self.values)
+            return reference.run(values, self.leaves(), self.optimizer, self.clip_norm)
 
-    def on_mesh(self, *, wide: bool, steps: int | None = None) -> Observed:
-        assembled = self.assembled(wide=wide)
-        values = [widen(v) if wide else v for v in self.leaves(assembled)]
-        state = assembled.start(values)
-        first = assembled.put_batch(self.batches[0])
-        gradients = jax.jit(lambda s, b: assembled.step.gradients(s, b).values)(state, first)
-        by_path = assembled.canonical_params(gradients)
-        losses: list[float] = []
-        for batch in self.batches[:steps]:
-            state, metrics = assembled.step(state, assembled.put_batch(batch))
-            losses.append(float(metrics["loss"]))
-        return Observed(losses, _fetch(by_path), _fetch(assembled.canonical_params(state.params)))
+    def mesh_in_float64(self) -> Observed:
+        with jax.enable_x64(True):
+            state = self.wide.start(_widened(self.values))
+            return train_on_mesh(self.wide, state, self.leaves(), self.clip_norm)
 
-    def own_precision(self) -> list[Comparison]:
-        """Compare loss and gradients of the first update in the plan's own number format."""
-        expected = self.reference(wide=False, steps=1)
-        found = self.on_mesh(wide=False, steps=1)
-        tolerance = _rounding_tolerance(self.plan, self.traced(self.assembled(wide=False)))
+    def own_precision(self, exact: Observed) -> list[Comparison]:
+        """Compare initial values, loss and gradients of the first update in the plan's format."""
+        state = self.own.init(self.seed)
+        born = canonical_values(self.own, state)
+        found = train_on_mesh(self.own, state, self.leaves()[:1], self.clip_norm)
+        expected = exact
+        if COMPUTE_DTYPES[self.own.plan.precision] is not None:
+            # Half precision rounds so coarsely that only the same roundings compare closely.
+            evaluate = traced_loss(self.traced, wide=False)
+            reference = self.reference(evaluate, loss_scale=found.loss_scale)
+            expected = reference.first_update(self.values, self.leaves()[0])
+        tolerance = rounding_tolerance(self.own.plan, self.traced)
+        paths = [leaf.path for leaf in self.traced.leaves]
+        alone = fetch(dict(zip(paths, self.values, strict=True)))
         return [
-            compare_losses(expected.losses, found.losses, tolerance),
-            compare_roughly("gradients", expected.gradients, found.gradients, tolerance),
+            compare_exactly("initial values", alone, born, 1e-5),
+            *_compare_roughly(expected, found, tolerance, null_leaves(exact.gradients)),
         ]
 
+    def as_written(self, exact: Observed) -> list[Comparison]:
+        """Compare the reference with the loss as its author wrote it, which nothing has traced."""
+        reference = self.reference(written_loss(self.loss, self.own.parts, self.batches[0]))
+        found = reference.first_update(self.values, self.leaves()[0])
+        tolerance = rounding_tolerance(self.own.plan, self.traced)
+        return _compare_roughly(exact, found, tolerance, null_leaves(exact.gradients))
 
-def _fetch(values: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    return {path: np.asarray(value) for path, value in jax.device_get(values).items()}
+    def reference(self, evaluate: Evaluate, *, loss_scale: float = 1.0) -> Reference:
+        count = self.own.plan.batch.gradient_accumulation_steps
+        return Reference(evaluate, self.traced.leaves, microbatches=count, loss_scale=loss_scale)
 
-
-def _rounding_tolerance(plan: Plan, traced: TracedLoss) -> float:
-    """Return how far two orders of summation may lie apart.
-
-    Every matrix product of the program rounds its result to the compute format once, forward and
-    twice backward; independent roundings add like a random walk. Sums over n terms in float32 add
-    √n roundings of their own.
-    """
-    dtype = COMPUTE_DTYPES[plan.precision] or jnp.float32
-    products, terms = _count_products(traced.closed.jaxpr)
-    rounding = float(jnp.finfo(dtype).eps)
-    summing = float(jnp.finfo(jnp.float32).eps)
-    return 4 * (rounding * math.sqrt(3 * max(products, 1)) + summing * math.sqrt(terms))
+    def leaves(self) -> list[list[Any]]:
+        return [jax.tree.leaves(batch) for batch in self.batches]
 
 
-def _count_products(jaxpr: Jaxpr, times: int = 1) -> tuple[int, int]:
-    """Return how many products the program has, and the most terms one of their gradients sums."""
-    products, terms = 0, 1
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-            columns = max(aval_of(eqn.invars[1]).shape[-1], 1)
-            products += times
-            terms = max(terms, math.prod(aval_of(eqn.outvars[0]).shape) // columns)
-        if eqn.primitive.name == "scan":
-            inner = eqn.params["jaxpr"].jaxpr
-            more, longest = _count_products(inner, times * eqn.params["length"])
-            products, terms = products + more, max(terms, longest)
-    return products, terms
+def _trace(loss: Loss, assembled: Assembled, batch: Any) -> TracedLoss:
+    plan = assembled.plan
+    count = plan.batch.gradient_accumulation_steps
+    micro = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((a.shape[0] // count, *a.shape[1:]), a.dtype), batch
+    )
+    return trace_loss(loss, assembled.parts, micro, COMPUTE_DTYPES[plan.precision])
+
+
+def _create(model: ModelSource, assembled: Assembled, seed: int) -> list[Any]:
+    """Return the model's first leaf values, created in its own precision on one device."""
+
+    def create() -> list[Any]:
+        return assembled.parts.values(build_unplaced(lambda: model(nnx.Rngs(seed))))
+
+    # On the host, from where they go to one device and to many without a program of their own.
+    return [v if _is_key(v) else np.asarray(v) for v in jax.jit(create)()]
+
+
+def _is_key(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _widened(values: Sequence[Any]) -> list[Any]:
+    return [v.astype(np.float64) if is_narrow(v) else v for v in values]
+
+
+def _compare_in_float64(
+    expected: Observed, found: Observed, nulls: Sequence[str]
+) -> list[Comparison]:
+    tolerance = FLOAT64_TOLERANCE
+    comparisons = [
+        compare_losses(expected.losses, found.losses, tolerance),
+        compare_exactly("gradients", expected.gradients, found.gradients, tolerance, nulls),
+        compare_exactly("parameters", expected.parameters, found.parameters, tolerance, nulls),
+    ]
+    if expected.state:
+        comparisons.append(compare_exactly("state", expected.state, found.state, tolerance))
+    return comparisons
+
+
+def _compare_roughly(
+    expected: Observed, found: Observed, tolerance: float, nulls: Sequence[str]
+) -> list[Comparison]:
+    return [
+        compare_losses(expected.losses[:1], found.losses, tolerance),
+        compare_roughly("gradients", expected.gradients, found.gradients, tolerance, nulls),
+    ]

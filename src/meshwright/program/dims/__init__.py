@@ -9,7 +9,7 @@ from meshwright.program.dims.classes import (
     Roles,
     find_dim_classes,
 )
-from meshwright.program.dims.walk import Frame
+from meshwright.program.dims.walk import Frame, all_frames
 
 __all__ = [
     "Atom",
@@ -19,5 +19,6 @@ __all__ = [
     "LeafDims",
     "LeafLabel",
     "Roles",
+    "all_frames",
     "find_dim_classes",
 ]

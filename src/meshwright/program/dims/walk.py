@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -43,6 +43,14 @@ class Frame:
     def dims(self, variable: Var) -> tuple[tuple[Atom, ...], ...]:
         """Return the atoms of each dim of a variable of this jaxpr, major first."""
         return tuple(atoms(dim) for dim in self.values[variable].dims)
+
+
+def all_frames(frame: Frame) -> Iterator[Frame]:
+    """Yield a frame and every frame called from it."""
+    yield frame
+    for inner in frame.calls.values():
+        for called in inner:
+            yield from all_frames(called)
 
 
 class Walk:

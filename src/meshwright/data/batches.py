@@ -1,0 +1,161 @@
+"""Reading the batches a user hands over: arrays of numbers, and every batch of one form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshwright.errors import UserError
+
+
+@dataclass(frozen=True)
+class BatchForm:
+    """What the compiled step fixes about a batch.
+
+    Attributes:
+        tree: how the arrays are nested.
+        arrays: shape and dtype of each array by its path.
+    """
+
+    tree: Any
+    arrays: dict[str, tuple[tuple[int, ...], Any]]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the batch: the size of dim 0 of every array."""
+        return next(iter(self.arrays.values()))[0][0]
+
+
+def read_batches(batches: Any) -> Iterator[Any]:
+    """Yield batches as arrays the devices know; all must have the form of the first."""
+    if isinstance(batches, Mapping) or hasattr(batches, "shape"):
+        raise UserError(
+            f"the batches are one {type(batches).__name__}",
+            why="each update takes the next batch of an iterable",
+            fix="write a list or a generator of batches, such as [batch] * 100",
+        )
+    if not isinstance(batches, Iterable):
+        raise UserError(
+            f"the batches are of type {type(batches).__name__}, which cannot be iterated",
+            fix="write a list or a generator of batches",
+        )
+    expected: BatchForm | None = None
+    for number, given in enumerate(batches):
+        batch = read_batch(given)
+        form = form_of(batch)
+        if expected is not None and form != expected:
+            raise _other_form(number, form, expected)
+        expected = form
+        yield batch
+
+
+def read_batch(batch: Any) -> Any:
+    """Return a batch whose leaves are arrays (or their shapes) with the sample as dim 0.
+
+    64-bit numbers become 32-bit ones, unless JAX's 64-bit mode is on.
+    """
+    batch = jax.tree_util.tree_map_with_path(lambda path, x: _read_leaf(_name(path), x), batch)
+    sizes = {path: shape[0] for path, (shape, _) in form_of(batch).arrays.items()}
+    if not sizes:
+        raise UserError("the batch holds no arrays", fix='write a dict such as {"x": …, "y": …}')
+    if len(set(sizes.values())) > 1:
+        raise UserError(
+            "the arrays of the batch have different numbers of samples",
+            why=", ".join(f"{path}: {size}" for path, size in sizes.items()),
+            fix="make dim 0 of every array the sample",
+        )
+    if 0 in sizes.values():
+        raise UserError("the batch has no samples", why="dim 0 of its arrays is 0")
+    return batch
+
+
+def form_of(batch: Any) -> BatchForm:
+    """Return the form of a batch that was read."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
+    return BatchForm(tree, {_name(path): (tuple(x.shape), x.dtype) for path, x in leaves})
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".") or "batch"
+
+
+def _read_leaf(name: str, leaf: Any) -> Any:
+    array = leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else _to_numpy(name, leaf)
+    if not jnp.issubdtype(array.dtype, jnp.number) and array.dtype != bool:
+        is_text = isinstance(array, np.ndarray) and array.dtype.kind in "SUT"
+        holds = "text" if is_text else "no numbers"
+        raise UserError(
+            f"`{name}` of the batch holds {holds}",
+            why=f"its dtype is {array.dtype}, and devices compute with numbers",
+            fix="turn it into integers or floats, or leave the field out of the batch",
+        )
+    if not array.shape:
+        raise UserError(
+            f"`{name}` of the batch is a single number",
+            why="dim 0 of every array is the sample, and it has no dims",
+            fix="give one value per sample, or put a constant into the loss instead",
+        )
+    return _narrow(name, array) if isinstance(array, np.ndarray) else array
+
+
+def _to_numpy(name: str, leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    # Tensors of other libraries know how to become a NumPy array.
+    if hasattr(leaf, "__array__"):
+        try:
+            return np.asarray(leaf)
+        except Exception as error:
+            # Each library has its own reasons, such as a tensor that lives on its device.
+            raise UserError(f"`{name}` of the batch is no array", why=str(error)) from error
+    raise UserError(
+        f"`{name}` of the batch is of type {type(leaf).__name__}, not an array",
+        fix="write np.asarray(…) around lists, and leave text out",
+    )
+
+
+def _narrow(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    target = jax.dtypes.canonicalize_dtype(array.dtype)
+    if target == array.dtype:
+        return array
+    if array.dtype.kind in "iu" and array.size:
+        limits = np.iinfo(target)
+        if array.min() < limits.min or array.max() > limits.max:
+            raise UserError(
+                f"`{name}` of the batch has integers of more than 32 bits",
+                why=f"from {array.min()} to {array.max()}, and devices count in 32 bits",
+                fix=f"keep them from {limits.min} to {limits.max}",
+            )
+    return array.astype(target)
+
+
+def _other_form(number: int, form: BatchForm, expected: BatchForm) -> UserError:
+    what = f"batch {number} has another form than those before it"
+    every = "the step is compiled for one form; "
+    if form.tree != expected.tree:
+        before, now = (", ".join(f.arrays) for f in (expected, form))
+        return UserError(
+            what,
+            why=f"before: {before}; now: {now}",
+            fix=every + "give every batch the same arrays",
+        )
+    if form.num_samples != expected.num_samples:
+        return UserError(
+            what,
+            why=f"it has {form.num_samples} samples, and the first batch had "
+            f"{expected.num_samples}",
+            fix=every + "drop a short last batch, or fill it up and return mw.Weighted from the "
+            "loss with a mask that leaves the filling out",
+        )
+    path = next(p for p, array in form.arrays.items() if array != expected.arrays[p])
+    (old_shape, old_type), (shape, dtype) = expected.arrays[path], form.arrays[path]
+    return UserError(
+        what,
+        why=f"`{path}` was {old_type}{list(old_shape)} and is now {dtype}{list(shape)}",
+        fix=every + "pad or convert every batch to it",
+    )

@@ -1,0 +1,90 @@
+"""Checks of what is handed to the trainer, before anything is built from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import numpy as np
+from jax.sharding import Mesh
+
+from meshwright.config.base import shorten
+from meshwright.config.schema import Precision
+from meshwright.errors import UserError
+from meshwright.mesh.axes import parse_mesh
+
+
+def asked_sizes(mesh: Any) -> Mapping[str, int]:
+    """Return the axis sizes a mesh argument names; ``"auto"`` leaves them all to be found."""
+    if isinstance(mesh, str):
+        return parse_mesh("" if mesh == "auto" else mesh)
+    if isinstance(mesh, Mesh):
+        axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+        raise UserError(
+            "the mesh is a jax.sharding.Mesh",
+            why="the trainer makes its own, with axes whose names say what they are for",
+            fix=f'write mesh="{axes}" and devices=list(mesh.devices.flat)',
+        )
+    if not isinstance(mesh, Mapping):
+        raise UserError(
+            f"the mesh is {shorten(mesh)}, of type {type(mesh).__name__}",
+            fix='write mesh="fsdp=4,tensor=2", a dict of axis sizes, or a Plan',
+        )
+    return mesh
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse a loss that is no function."""
+    if not callable(loss):
+        raise UserError(
+            f"the loss is {shorten(loss)}, of type {type(loss).__name__}",
+            fix="write a function loss(model, batch) that returns a scalar",
+        )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse what is no optax transformation, and say how to make one of it."""
+    if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
+        return
+    if isinstance(optimizer, int | float):
+        fix = f"write optimizer=optax.adamw({optimizer}) if it is a learning rate"
+    elif isinstance(optimizer, str):
+        fix = f"write optimizer=optax.{optimizer}(…) if it is the name of one"
+    elif callable(optimizer):
+        fix = f"call it: optimizer={getattr(optimizer, '__name__', 'optimizer')}(…)"
+    else:
+        fix = "write one such as optax.adamw(3e-4)"
+    raise UserError(
+        f"the optimizer is {shorten(optimizer)}, of type {type(optimizer).__name__}",
+        why="it must be an optax transformation, with init and update",
+        fix=fix,
+    )
+
+
+def check_precision(precision: Any) -> None:
+    """Refuse a number format that does not exist."""
+    known = get_args(Precision)
+    if precision not in known:
+        raise UserError(
+            f"there is no precision {precision!r}",
+            why='"no" is float32 throughout; "bf16" and "fp16" compute in 16 bits',
+            fix=f"write precision={' or '.join(repr(name) for name in known)}",
+        )
+
+
+def check_count(name: str, count: Any) -> None:
+    """Refuse what is not a whole number from 1."""
+    if not isinstance(count, int | np.integer) or isinstance(count, bool) or count < 1:
+        raise UserError(
+            f"{name}={count!r} is not valid", fix=f"write {name} as a whole number, 1 or more"
+        )
+
+
+def check_clip_norm(norm: Any) -> None:
+    """Refuse a norm that would leave no gradient."""
+    if norm is not None and not norm > 0:
+        raise UserError(
+            f"clip_norm={norm} would stop all learning",
+            why="gradients are scaled down to this norm",
+            fix="write clip_norm=1.0, or None for no clipping",
+        )

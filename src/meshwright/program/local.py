@@ -1,0 +1,126 @@
+"""The traced loss on one device's own samples, drawing the random numbers it would draw for all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from meshwright.errors import UserError
+from meshwright.program.dims import DimClasses, all_frames
+from meshwright.program.forward import OnMesh, WideOnMesh, weight_uses
+from meshwright.program.jaxprs import Equation, Var, bind
+from meshwright.program.remat import Remat
+from meshwright.program.segments import cut
+from meshwright.program.trace import LossValue, TracedLoss
+
+
+class LocalForward:
+    """The loss of one device's samples, inside a `jax.shard_map` over the batch axes.
+
+    Args:
+        traced: the loss, traced for one device's part of a microbatch.
+        classes: the dims of that program.
+        batch_axes: the mesh axes samples are divided over, outermost first, and their sizes.
+        mesh: the mesh.
+        remat: what blocks keep for their backward pass.
+        wide: hold every float as float64.
+    """
+
+    def __init__(
+        self,
+        traced: TracedLoss,
+        classes: DimClasses,
+        batch_axes: Mapping[str, int],
+        mesh: Any,
+        remat: Remat,
+        *,
+        wide: bool,
+    ) -> None:
+        check_samples_apart(classes)
+        self._traced = traced
+        self._pieces = cut(traced.closed.jaxpr)
+        # No layouts inside `shard_map`: there is only this device.
+        nowhere = [PartitionSpec()] * len(traced.layout.step_leaves)
+        uses = weight_uses(traced, {}, nowhere)
+        draws = dict(_batched_draws(classes))
+        kind = _WideLocal if wide else _Local
+        self._make = lambda: kind(mesh, uses, remat, draws, batch_axes)
+
+    def __call__(self, leaves: Sequence[Any], batch: Sequence[Any]) -> LossValue:
+        """Evaluate the loss on the step's leaf values and this device's batch leaves."""
+        outputs = self._make().program(self._traced.closed, self._pieces, [*leaves, *batch])
+        return self._traced.read_outputs(outputs)
+
+
+def check_samples_apart(classes: DimClasses) -> None:
+    """Refuse a model that mixes samples: each device would mix only its own."""
+    for event in classes.events_of(classes.batch):
+        if event.path and event.kind != "spread":
+            raise UserError(
+                f"training.sync_gradients_every cannot be used: `{event.path}` mixes samples",
+                why=f"its {event.primitive} runs over the samples of the whole microbatch "
+                "(as BatchNorm does), which lie on different devices",
+                fix="write training.sync_gradients_every=1",
+            )
+
+
+class _DrawsForAll:
+    """Draws random numbers for the whole microbatch and keeps this device's part.
+
+    Bits are a function of (key, place), so a device that draws for all gets the bits it would
+    have got without `shard_map`; it costs some arithmetic and sends nothing.
+    """
+
+    _draws: Mapping[Var, int]
+    _batch_axes: Mapping[str, int]
+
+    def draw(self, eqn: Equation, args: list[Any]) -> list[Any] | None:
+        """Evaluate a draw whose result has the samples in one of its dims; None for others."""
+        dim = self._draws.get(eqn.outvars[0])
+        if eqn.primitive.name != "random_bits" or dim is None:
+            return None
+        shape = list(eqn.params["shape"])
+        own = shape[dim]
+        shape[dim] = own * math.prod(self._batch_axes.values())
+        (bits,) = bind(eqn.replace(params={**eqn.params, "shape": tuple(shape)}), args)
+        place = jax.lax.axis_index(tuple(self._batch_axes)) * own
+        return [jax.lax.dynamic_slice_in_dim(bits, place, own, dim)]
+
+
+class _Local(_DrawsForAll, OnMesh):
+    def __init__(
+        self,
+        mesh: Any,
+        uses: Any,
+        remat: Remat,
+        draws: Mapping[Var, int],
+        batch_axes: Mapping[str, int],
+    ) -> None:
+        super().__init__(mesh, {}, (), uses, remat)
+        self._draws, self._batch_axes = draws, batch_axes
+
+    def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
+        return self.draw(eqn, args) or super().leaf(eqn, args)
+
+    def _weight_operand(self, eqn: Equation) -> int | None:
+        # A lookup's gradient needs no layout here; half-precision products are summed as elsewhere.
+        return None if eqn.primitive.name == "gather" else super()._weight_operand(eqn)
+
+
+class _WideLocal(_Local, WideOnMesh):
+    """The same in float64."""
+
+
+def _batched_draws(classes: DimClasses) -> Iterator[tuple[Var, int]]:
+    """Yield random bits whose dims include the samples, and which dim that is."""
+    for frame in all_frames(classes.root):
+        for eqn in frame.jaxpr.eqns:
+            if eqn.primitive.name != "random_bits":
+                continue
+            for dim, atoms in enumerate(frame.dims(eqn.outvars[0])):
+                if atoms and atoms[0].id in classes.batch:
+                    yield eqn.outvars[0], dim

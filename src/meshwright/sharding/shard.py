@@ -1,0 +1,78 @@
+"""Dividing the arrays of any tree over an axis of a mesh, for loops written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from meshwright.config.schema import ShardingConfig
+from meshwright.errors import UserError, did_you_mean
+from meshwright.program.parts import Leaf
+from meshwright.sharding.placement import DimAxes, add_fsdp, to_spec
+
+_MIN_SHARD_SIZE = ShardingConfig().min_shard_size
+
+
+def shard_fsdp(
+    params: Any, mesh: Mesh, *, axis_name: str = "fsdp", min_shard_size: int = _MIN_SHARD_SIZE
+) -> Any:
+    """Return the tree with each array divided over an axis, so that a device holds 1/N of it.
+
+    Each array is divided on its largest dim that divides evenly; arrays without one, and small
+    ones, are whole on every device. What an array is already divided over on this mesh stays.
+
+    Args:
+        params: any pytree of arrays, an `nnx.State`, an NNX model or a dict of them. Optimizer
+            state is divided like its parameters.
+        mesh: where to put it.
+        axis_name: the axis to divide over.
+        min_shard_size: arrays with fewer elements are not divided.
+    """
+    if axis_name not in mesh.axis_names:
+        raise UserError(
+            f"the mesh has no axis `{axis_name}`",
+            why=f"its axes are {', '.join(map(str, mesh.axis_names))}",
+            fix=did_you_mean(axis_name, [str(name) for name in mesh.axis_names])
+            or "name one of them with axis_name=",
+        )
+
+    def put(leaf: Any) -> Any:
+        return jax.device_put(leaf, _sharding(leaf, mesh, axis_name, min_shard_size))
+
+    if not _holds_modules(params):
+        return jax.tree.map(put, params)
+    # As a tree, a model would lose what it shares: tied weights would become two arrays.
+    graph, state = nnx.split(params)
+    return nnx.merge(graph, jax.tree.map(put, state))
+
+
+def _sharding(leaf: Any, mesh: Mesh, axis: str, smallest: int) -> NamedSharding:
+    described = Leaf("", tuple(np.shape(leaf)), jnp.result_type(leaf), "param", "array")
+    before = _divided(leaf, mesh, axis)
+    after = add_fsdp(described, before, size=mesh.shape[axis], smallest=smallest).dims
+    # The rule has a name of its own for the axis.
+    dims = [old if new == old else (axis,) for old, new in zip(before, after, strict=True)]
+    return NamedSharding(mesh, to_spec(dims))
+
+
+def _divided(leaf: Any, mesh: Mesh, axis: str) -> list[DimAxes]:
+    """Return what each dim of an array is already divided over, other than ``axis``."""
+    sharding = getattr(leaf, "sharding", None)
+    ndim = np.ndim(leaf)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+        return [()] * ndim
+    entries = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
+    names = [entry if isinstance(entry, tuple) else (entry,) for entry in entries]
+    return [tuple(n for n in dim if n is not None and n != axis) for dim in names]
+
+
+def _holds_modules(tree: Any) -> bool:
+    def is_module(node: Any) -> bool:
+        return isinstance(node, nnx.Pytree)
+
+    return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))

@@ -1,0 +1,68 @@
+"""Accumulating gradients on each device first, and reducing them once for several microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+
+from meshwright.step.gradients import Gradients, LossFunction, finish_gradients, value_and_grad
+
+
+def accumulate_locally(
+    function: LossFunction,
+    params: Sequence[Any],
+    state: Sequence[Any],
+    microbatches: Sequence[Any],
+    *,
+    every: int,
+    mesh: Mesh,
+    batch_axes: Mapping[str, int],
+    scale: Array | None = None,
+) -> Gradients:
+    """Return the gradients of stacked microbatches [count, …], reduced once per ``every`` of them.
+
+    ``function`` sees one device's samples. Each device adds up its own weighted gradients; the
+    sums of all devices are added at the end of each group.
+    """
+    grad = value_and_grad(function)
+    axes = tuple(batch_axes)
+
+    def group_sums(
+        params: list[Any], state: list[Any], group: list[Any], scale: Array | None
+    ) -> Any:
+        def visit(carry: Any, microbatch: list[Any]) -> tuple[Any, Any]:
+            state, sums = carry
+            (_, value), grads = grad(params, state, microbatch, scale)
+            weight = value.objective.weight
+            sums = [s + g * weight for s, g in zip(sums, grads, strict=True)]
+            return (value.state, sums), (value.objective, value.metrics)
+
+        zeros = [jnp.zeros_like(p) for p in params]
+        (state, sums), parts = jax.lax.scan(visit, (state, zeros), group)
+        totals = jax.tree.map(lambda part: part.sum(), parts)
+        return state, *jax.lax.psum((sums, totals), axes)
+
+    whole, divided = PartitionSpec(), PartitionSpec(None, axes)
+    mapped = jax.shard_map(
+        group_sums,
+        mesh=mesh,
+        in_specs=(whole, whole, divided, whole),
+        out_specs=(whole, whole, whole),
+        axis_names=set(axes),
+        check_vma=False,
+    )
+
+    def next_group(carry: Any, group: list[Any]) -> tuple[Any, Any]:
+        state, sums = carry
+        state, more, totals = mapped(list(params), state, group, scale)
+        return (state, [a + b for a, b in zip(sums, more, strict=True)]), totals
+
+    groups = [a.reshape(a.shape[0] // every, every, *a.shape[1:]) for a in microbatches]
+    start = (list(state), [jnp.zeros_like(p) for p in params])
+    (state, sums), (objectives, metrics) = jax.lax.scan(next_group, start, groups)
+    return finish_gradients(sums, objectives, metrics, list(state), scale)

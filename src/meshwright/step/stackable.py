@@ -1,0 +1,165 @@
+"""Whether an optimizer treats a stack of blocks as it treats the blocks one by one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from meshwright.program.dims.elementwise import ELEMENTWISE
+from meshwright.program.jaxprs import (
+    CALLS,
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    Var,
+    aval_of,
+    called_jaxpr,
+)
+
+_SPREADS_SCALARS = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
+
+Tree = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Name:
+    """Names a parameter, as a leaf of a tree."""
+
+    value: Any
+
+
+def owners(transformation: optax.GradientTransformation, state: Any, names: Tree) -> list[Any]:
+    """Return, for each leaf of an optimizer's state, the name of the parameter it is kept for.
+
+    ``names`` holds a `Name` for each parameter; leaves kept for none (counters) give None.
+    """
+    marked = optax.tree_utils.tree_map_params(
+        transformation,
+        # What a part of the optimizer leaves to another part has no leaf there.
+        lambda leaf, name: leaf if isinstance(leaf, optax.MaskedNode) else name,
+        state,
+        names,
+        transform_non_params=lambda _: Name(None),
+        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
+    )
+    found = jax.tree.leaves(marked, is_leaf=lambda leaf: isinstance(leaf, Name))
+    return [name.value for name in found]
+
+
+def treats_stacks_alike(
+    transformation: optax.GradientTransformation,
+    *,
+    stacked: Tree,
+    single: Tree,
+    stack_of: Mapping[str, str],
+) -> bool:
+    """Whether an update of stacked parameters is the stack of the single ones' updates.
+
+    It is if every operation works element by element and each block's elements see the same
+    operations as the stack's: a mask by rank or by path tells the two apart.
+
+    Args:
+        transformation: the optimizer.
+        stacked: the parameters' shapes with blocks stacked.
+        single: the same with every block on its own.
+        stack_of: by path of a single parameter, the path of the stack that holds it.
+    """
+    table = _Table()
+    try:
+        together = _outputs(transformation, stacked, table, {})
+    except (KeyError, TypeError, ValueError):
+        # Labels or masks written out for the model's own parameters do not fit stacks.
+        return False
+    if together is None:
+        return False
+    apart = _outputs(transformation, single, table, stack_of)
+    if apart is None:
+        return False
+    return all(found == together[stack_of.get(path, path)] for path, found in apart.items())
+
+
+def _outputs(
+    transformation: optax.GradientTransformation,
+    params: Tree,
+    table: _Table,
+    stack_of: Mapping[str, str],
+) -> dict[Any, list[int]] | None:
+    """Return, by parameter, what its update and its part of the state are computed as."""
+
+    def run(gradients: Any, params: Any) -> Any:
+        state = transformation.init(params)
+        return transformation.update(gradients, state, params)
+
+    closed, shapes = jax.make_jaxpr(run, return_shape=True)(params, params)
+    paths = _leaf_paths(params)
+    names_of = jax.tree.unflatten(jax.tree.structure(params), [Name(path) for path in paths])
+    inputs = [(kind, stack_of.get(path, path)) for kind in ("gradient", "param") for path in paths]
+    names = {v: table.number(key) for v, key in zip(closed.jaxpr.invars, inputs, strict=True)}
+    names |= table.constants(closed)
+    if not table.read(closed.jaxpr, names):
+        return None
+    found = defaultdict[Any, list[int]](list)
+    kept_for = owners(transformation, shapes[1], names_of)
+    for atom, path in zip(closed.jaxpr.outvars, [*paths, *kept_for], strict=True):
+        found[path].append(table.name(atom, names))
+    return {path: sorted(numbers) for path, numbers in found.items()}
+
+
+def _leaf_paths(tree: Tree) -> list[str]:
+    """Return the paths of a nested dict's leaves, in JAX's order."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
+
+
+class _Table:
+    """Numbers values by how they are computed; shapes do not count."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, key: Any) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def name(self, atom: Any, names: Mapping[Var, int]) -> int:
+        if isinstance(atom, Literal):
+            return self._constant(atom.val)
+        return names[atom]
+
+    def constants(self, closed: ClosedJaxpr) -> dict[Var, int]:
+        pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        return {variable: self._constant(value) for variable, value in pairs}
+
+    def read(self, jaxpr: Jaxpr, names: dict[Var, int]) -> bool:
+        """Number a program's variables; False if it does not work element by element."""
+        for eqn in jaxpr.eqns:
+            primitive = eqn.primitive.name
+            operands = [self.name(atom, names) for atom in eqn.invars]
+            if primitive in CALLS:
+                closed = called_jaxpr(eqn)
+                inner = dict(zip(closed.jaxpr.invars, operands, strict=True))
+                inner |= self.constants(closed)
+                if not self.read(closed.jaxpr, inner):
+                    return False
+                results = [self.name(atom, inner) for atom in closed.jaxpr.outvars]
+            else:
+                shapes = {s for a in (*eqn.invars, *eqn.outvars) if (s := aval_of(a).shape)}
+                spreads = primitive in _SPREADS_SCALARS
+                if shapes and (len(shapes) > 1 or not (spreads or primitive in ELEMENTWISE)):
+                    return False
+                params = "" if spreads else str(sorted(eqn.params.items()))
+                results = [
+                    self.number((primitive, params, *operands, position))
+                    for position in range(len(eqn.outvars))
+                ]
+            names.update(zip(eqn.outvars, results, strict=True))
+        return True
+
+    def _constant(self, value: Any) -> int:
+        array = np.asarray(value)
+        return self.number(("constant", str(array.dtype), array.tobytes()))

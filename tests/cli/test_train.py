@@ -1,0 +1,138 @@
+"""`meshwright train` as a person meets it: what it writes, what it says, what it refuses."""
+
+import json
+import logging
+import sys
+
+import orbax.checkpoint as ocp
+import pytest
+import yaml
+
+from meshwright.cli.main import main
+from meshwright.plan import Plan
+
+OWN = """
+import numpy as np
+from flax import nnx
+
+class Net(nnx.Module):
+    def __init__(self, *, width: int = 8, rngs: nnx.Rngs):
+        self.layer = nnx.Linear(4, width, rngs=rngs)
+    def __call__(self, x):
+        return self.layer(x)
+
+def loss(model, batch):
+    return (model(batch["x"]) ** 2).mean()
+
+class Lossless: pass
+
+def data(step, batch_size):
+    return {"x": np.random.default_rng(step).normal(size=(batch_size, 4))}
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    """Run `meshwright train` in an empty directory; return (exit code, stdout, stderr)."""
+    (tmp_path / "own_train.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setenv("COLUMNS", "40")
+
+    def call(*overrides: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = main(["train", "training.steps=2", *overrides])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    yield call
+    sys.modules.pop("own_train", None)
+
+
+@pytest.fixture
+def talkative_libraries():
+    """Let every library log to stderr, as some do once they are imported."""
+    handler = logging.StreamHandler()
+    root, level = logging.getLogger(), logging.getLogger().level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    yield
+    root.removeHandler(handler)
+    root.setLevel(level)
+
+
+def test_a_run_leaves_everything_behind_and_says_where(run, tmp_path, talkative_libraries):
+    folder = tmp_path / ("a-folder-with-a-name-longer-than-the-terminal-is-wide" * 3)
+    code, out, err = run("model=mlp", "model.widths=[784,16,10]", f"hydra.run.dir={folder}")
+    assert code == 0
+    assert out.splitlines()[0].startswith("trained 2 updates of 64 samples on 8 devices in ")
+    assert out.splitlines()[-1] == f"everything about it: {folder}"
+    assert "plan: data=8, batch 64 = 8 × 8 × 1, precision no" in err
+    assert "checkpoint" not in err.replace(str(folder), "")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["task"]["kind"] == "classification"
+    assert Plan.from_yaml((folder / "plan.yaml").read_text()).mesh == {"data": 8}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1]
+    assert lines[0].keys() == {"step", "loss", "accuracy", "grad_norm"}
+    saved = ocp.StandardCheckpointer().metadata(folder / "checkpoint").item_metadata
+    assert dict(saved)["layers.0.kernel"].shape == (784, 16)
+
+
+def test_ones_own_model_loss_and_data_with_json(run):
+    code, out, err = run(
+        "model.kind=own_train:Net",
+        "model.width=16",
+        "task.kind=own_train:loss",
+        "data.kind=own_train:data",
+        "pipeline.schedule=gpipe",
+        "hardware=8xA100-40GB",
+        "strict=true",
+        "mesh.fsdp=8",
+        "--json",
+    )
+    assert code == 0
+    report = json.loads(out)
+    assert report["mesh"] == {"fsdp": 8}
+    assert report["steps"] == 2
+    assert report["final_loss"] < report["first_loss"]
+    assert "remark: pipeline.schedule=gpipe has no effect: the mesh fsdp=8 has no pipe" in err
+    assert "remark: hardware=8xA100-40GB has no effect" in err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["mesh.pipe=2"], "pipeline parallelism is not available yet"),
+        (["hardware=banana"], "unknown chip `banana`"),
+        (["task.kind=own_train:Lossless"], "task.kind=own_train:Lossless has no loss"),
+        (["data.kind=own_train:Lossless"], "data.kind=own_train:Lossless gives no batches"),
+        (["model.kind=own_train:Net", "model.widht=4"], "did you mean `model.width`?"),
+        (["model.kind=own_train:Net"], "task.kind=language_modeling fails on model.kind=own"),
+        (["data.kind=own_train:data"], "The batch has no field 'tokens'"),
+        (["training.global_batch_size=9"], "a global batch of 8 or 16 samples would work"),
+    ],
+)
+def test_mistakes_exit_2_before_anything_is_written(run, tmp_path, overrides, message):
+    code, out, err = run(*overrides)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".py"] in (
+        [],
+        ["__pycache__"],
+    )
+
+
+def test_strict_refuses_a_program_that_sends_more_than_its_plan(run, monkeypatch):
+    monkeypatch.setattr("meshwright.ledger.ledger.HIGHEST", 0.0)
+    monkeypatch.setattr("meshwright.ledger.ledger.LOWEST", -1.0)
+    code, _, err = run(
+        "model.kind=own_train:Net",
+        "task.kind=own_train:loss",
+        "data.kind=own_train:data",
+        "strict=true",
+    )
+    assert code == 1
+    assert "error: the program deviates from its plan" in err
+    assert "over data it sends" in err

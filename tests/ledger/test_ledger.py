@@ -1,0 +1,115 @@
+"""The ledger equals theory, and notices a program that does something else."""
+
+import dataclasses
+
+import jax
+import optax
+import pytest
+
+from meshwright.config.batch import solve_batch
+from meshwright.config.schema import ShardingConfig
+from meshwright.ledger import make_ledger
+from meshwright.ledger.ledger import shares
+from meshwright.models import build_model
+from meshwright.plan import Plan
+from meshwright.program.collectives import Collective
+from meshwright.step.assemble import assemble
+from meshwright.step.train_step import TrainStep
+from meshwright.tasks import find_task
+
+SIZES = {"vocab_size": 256, "context_length": 32, "hidden_size": 64, "num_blocks": 2}
+
+
+def assembled_for(mesh, *, accumulation=1, precision="no", **sharding):
+    task = find_task("language_modeling")(vocab_size=256, context_length=32)
+    replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
+    plan = Plan(
+        mesh=mesh,
+        batch=solve_batch(
+            replicas=replicas,
+            micro_batch_size=1,
+            gradient_accumulation_steps=accumulation,
+        ),
+        sharding=ShardingConfig(min_shard_size=64, **sharding),
+        precision=precision,
+    )
+    batch = task.example_batch(plan.batch.global_batch_size)
+    model = lambda rngs: build_model("gpt", rngs=rngs, **SIZES)  # noqa: E731
+    optimizer = optax.adamw(1e-3)
+    return assemble(model, task.loss, optimizer, plan, batch, clip_norm=1.0), batch
+
+
+def parameter_bytes(assembled):
+    return sum(leaf.nbytes for leaf in assembled.traced.layout.leaves if leaf.role == "param")
+
+
+def test_data_parallelism_sends_the_closed_form():
+    assembled, batch = assembled_for({"data": 8})
+    ledger = make_ledger(assembled, batch)
+    closed_form = 2 * 7 / 8 * parameter_bytes(assembled)
+    assert ledger.axes["data"].minimum_bytes == pytest.approx(closed_form)
+    assert ledger.sent_bytes == pytest.approx(closed_form, rel=0.001)
+    assert ledger.suspicious == []
+
+
+@pytest.mark.parametrize(("keep", "passes"), [(False, 3), (True, 2)])
+def test_fsdp_sends_the_closed_form(keep, passes):
+    assembled, batch = assembled_for({"fsdp": 8}, keep_gathered=keep)
+    ledger = make_ledger(assembled, batch)
+    leaves = assembled.traced.layout.leaves
+    blocks = sum(x.nbytes for x in leaves if x.role == "param" and x.path.startswith("blocks"))
+    outside = parameter_bytes(assembled) - blocks
+    # Embeddings and the last norm are used at both ends and stay gathered.
+    closed_form = 7 / 8 * (passes * blocks + 2 * outside)
+    assert ledger.axes["fsdp"].minimum_bytes == pytest.approx(closed_form, rel=0.001)
+    assert 0.98 <= ledger.axes["fsdp"].ratio <= 1.05
+
+
+@pytest.fixture(scope="module")
+def on_tensor():
+    """A step on fsdp=2 × tensor=4, its batch and its ledger, compiled once."""
+    assembled, batch = assembled_for({"fsdp": 2, "tensor": 4})
+    return assembled, batch, make_ledger(assembled, batch)
+
+
+def test_tensor_parallelism_needs_one_reduction_per_half_block_and_direction(on_tensor):
+    _, _, ledger = on_tensor
+    # Per device: one sample of 32 positions × 64 in float32; 4 per block, 2 at the ends.
+    activation = 1 * 32 * 64 * 4
+    closed_form = (4 * 2 + 2) * 2 * 3 / 4 * activation
+    assert ledger.axes["tensor"].minimum_bytes == pytest.approx(closed_form, rel=0.1)
+    assert ledger.suspicious == []
+
+
+def test_argument_bytes_are_the_listed_shards_and_the_batch(on_tensor):
+    assembled, batch, ledger = on_tensor
+    state = assembled.step.abstract_state()
+    shards = sum(
+        jax.numpy.prod(jax.numpy.array(x.sharding.shard_shape(x.shape))).item() * x.dtype.itemsize
+        for x in jax.tree.leaves(state)
+        if not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+    )
+    keys = sum(
+        8 for x in jax.tree.leaves(state) if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+    )
+    tokens = batch["tokens"].size // 2 * 4
+    assert ledger.argument_bytes == shards + keys + tokens
+
+
+def test_a_program_without_pins_is_noticed():
+    assembled, batch = assembled_for({"fsdp": 8})
+    unpinned = dataclasses.replace(assembled.decision, pins={}, gathers={})
+    step = TrainStep(assembled.traced, unpinned, assembled.plan, assembled.mesh, optax.adamw(1e-3))
+    ledger = make_ledger(dataclasses.replace(assembled, step=step), batch)
+    assert ledger.suspicious == ["fsdp"]
+
+
+def test_a_reduction_over_two_axes_is_shared_between_them():
+    reduction = Collective(
+        kind="all-reduce", axes=("data", "fsdp"), group_size=8, count=1, count_is_known=True,
+        payload_bytes=800, dtype="f32", module="", phase="update", name="", op_name="",
+    )  # fmt: skip
+    found = shares(reduction, {"data": 2, "fsdp": 4})
+    assert found["fsdp"] == pytest.approx(2 * 3 / 4 * 800)
+    assert found["data"] == pytest.approx(2 * 1 / 2 * 200)
+    assert sum(found.values()) == pytest.approx(2 * 7 / 8 * 800)

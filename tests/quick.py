@@ -1,0 +1,39 @@
+"""Compiling for tests that run a program once or twice: machine code need not be polished."""
+
+import functools
+import sys
+
+import jax
+import pytest
+
+NOT_POLISHED = {"xla_backend_optimization_level": 0}
+"""Known to every compiler; how a program is partitioned does not change."""
+
+BY_OLD_EMITTERS = {"xla_cpu_use_fusion_emitters": False}
+"""Known to compilers that have new ones for CPUs; together they are four times as fast."""
+
+
+@functools.cache
+def quick_options():
+    """Return the options this compiler knows."""
+    options = NOT_POLISHED | BY_OLD_EMITTERS
+    try:
+        jax.jit(lambda x: x + 1, compiler_options=options)(0)
+    except jax.errors.JaxRuntimeError:
+        return NOT_POLISHED
+    return options
+
+
+@pytest.fixture
+def quick_compilation(monkeypatch):
+    """Let the programs Meshwright compiles during a test be compiled quickly."""
+    compiled = jax.jit
+
+    def jit(*args, **kwargs):
+        caller = sys._getframe(1).f_globals["__name__"]
+        # Libraries mark functions that run inside of others, where options are refused.
+        options = {"compiler_options": quick_options()} if caller.startswith("meshwright") else {}
+        return compiled(*args, **kwargs, **options)
+
+    quick_options()
+    monkeypatch.setattr(jax, "jit", jit)

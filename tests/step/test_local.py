@@ -1,0 +1,85 @@
+"""Reducing gradients once per several microbatches: the same update, less sent."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshwright as mw
+from meshwright.config.batch import solve_batch
+from meshwright.errors import UserError
+from meshwright.ledger import make_ledger
+from meshwright.plan import Plan
+from meshwright.step.assemble import assemble
+
+random = np.random.default_rng(0)
+BATCH = {
+    "x": random.normal(size=(32, 8)).astype(np.float32),
+    "y": random.normal(size=(32, 4)).astype(np.float32),
+    "weight": random.uniform(0.1, 2.0, size=32).astype(np.float32),
+}
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+        self.down = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.dropout(jax.nn.relu(self.up(x))))
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.up(x))
+
+
+def loss(model, batch):
+    errors = ((model(batch["x"]) - batch["y"]) ** 2).mean(-1)
+    return mw.Weighted((errors * batch["weight"]).sum(), batch["weight"].sum())
+
+
+def step_for(mesh, every, model=Net, zero=1):
+    replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
+    batch = solve_batch(
+        replicas=replicas,
+        global_batch_size=32,
+        gradient_accumulation_steps=4,
+        sync_gradients_every=every,
+    )
+    sharding = mw.ShardingConfig(min_shard_size=1, zero=zero)
+    plan = Plan(mesh=mesh, batch=batch, sharding=sharding)
+    devices = jax.devices()[: plan.num_devices]
+    return assemble(lambda rngs: model(rngs), loss, optax.sgd(0.1), plan, BATCH, devices=devices)
+
+
+def gradients(assembled):
+    state, batch = assembled.init(0), assembled.put_batch(BATCH)
+    values = jax.jit(lambda s, b: assembled.step.gradients(s, b).values)(state, batch)
+    return [np.asarray(value) for value in values]
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}])
+def test_the_gradient_is_the_same_and_less_is_sent(mesh):
+    always, seldom = step_for(mesh, 1), step_for(mesh, 4)
+    # Dropout and unequal weights included; the bound is float32 rounding of sums of order one.
+    for a, b in zip(gradients(always), gradients(seldom), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+    sent = [make_ledger(one, BATCH).axes["data"].sent_bytes for one in (always, seldom)]
+    assert sent[0] == 4 * sent[1]
+
+
+def test_a_model_that_mixes_samples_is_refused():
+    with pytest.raises(UserError, match="`norm` mixes samples"):
+        step_for({"data": 4}, 2, model=Normed)
+
+
+def test_divided_gradients_are_refused():
+    with pytest.raises(UserError, match=r"zero=3 divides gradients over fsdp=4"):
+        step_for({"fsdp": 4}, 2, zero=3)

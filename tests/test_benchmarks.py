@@ -1,0 +1,45 @@
+"""The page of benchmarks shows what was measured."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def load(name):
+    """Import a file of benchmarks/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+page = load("page")
+
+
+def test_the_page_is_filled_from_the_records():
+    text = page.PAGE.read_text()
+    assert re.findall(r"<!-- figures: (\w+) -->", text) == list(page.TABLES)
+    assert page.filled(text) == text, "run `python benchmarks/page.py`"
+
+
+@pytest.mark.parametrize("name", page.TABLES)
+def test_a_record_says_where_when_and_how_it_was_made(name):
+    record = json.loads((page.RESULTS / f"{name}.json").read_text())
+    assert record["command"] == f"python benchmarks/{name}.py"
+    assert {"cpu", "cores", "load"} <= set(record["hardware"])
+    assert {"python", "jax", "jaxlib", "flax"} <= set(record["versions"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
+    assert record["command"].split()[-1] in (ROOT / "Makefile").read_text()
+
+
+def test_the_interval_of_a_median_has_the_ranks_of_the_textbook():
+    """For 20 values the 6th and the 15th smallest enclose the median with 95%."""
+    interval = load("record").median_interval
+    assert interval(list(range(1, 21))) == (10.5, 6, 15)
+    assert interval([7.0]) == (7.0, 7.0, 7.0)

@@ -1,0 +1,201 @@
+"""From a config to objects: every model we ship, and models, losses and data of one's own."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from meshwright.config.compose import compose_config, validate
+from meshwright.config.groups import group_options
+from meshwright.config.schema import Config
+from meshwright.errors import UserError
+from meshwright.program.trace import read_loss
+from meshwright.recipe import check_sections, learning_rate, make_optimizer, make_recipe
+
+OWN = """
+import flax.linen as nn
+import numpy as np
+from flax import nnx
+
+class Net(nnx.Module):
+    def __init__(self, *, width: int = 8, rngs: nnx.Rngs):
+        self.layer = nnx.Linear(4, width, rngs=rngs)
+    def __call__(self, x):
+        return self.layer(x)
+
+class LinenNet(nn.Module):
+    width: int = 8
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.width)(x)
+
+class Broken(nnx.Module):
+    def __init__(self, rngs):
+        raise KeyError("oh")
+
+def loss(model, batch, *, scale: float = 1.0, width: int = 1):
+    return scale * (model(batch["x"]) ** 2).mean() + width
+
+class Lossless: pass
+
+def data(step, batch_size, *, seed):
+    return {"x": np.random.default_rng((seed, step)).normal(size=(batch_size, 4))}
+
+def optimizer(learning_rate):
+    return 3.0
+"""
+
+
+def config_of(*overrides: str) -> Config:
+    return validate(compose_config(overrides))
+
+
+def shapes_of_loss(recipe, batch_size: int = 8):
+    """Return the shape of the loss on a batch, without computing anything."""
+    batch = recipe.example_batch(batch_size)
+
+    def run(batch):
+        value, _ = read_loss(recipe.loss(recipe.model(nnx.Rngs(0)), batch))
+        return value.total
+
+    return jax.eval_shape(run, batch).shape
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_recipe.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize("model", sorted(set(group_options()["model"]) - {"gpt2", "gpt2_medium"}))
+def test_every_model_we_ship_has_a_task_and_data_that_suit_it(model):
+    config = config_of(f"model={model}")
+    check_sections(config)
+    assert shapes_of_loss(make_recipe(config, 8)) == ()
+
+
+@pytest.mark.parametrize(("model", "millions"), [("gpt2", 124.4), ("gpt2_medium", 354.8)])
+def test_the_sizes_of_gpt2_are_those_published(model, millions):
+    config = config_of(f"model={model}")
+    sizes = config.model.arguments()
+    width = sizes["hidden_size"]
+    block = 12 * width**2 + 13 * width
+    ends = (sizes["vocab_size"] + sizes["context_length"] + 2) * width
+    assert round((ends + sizes["num_blocks"] * block) / 1e6, 1) == millions
+    one_block = make_recipe(config_of(f"model={model}", "model.num_blocks=1"), 8)
+    params = nnx.state(nnx.eval_shape(lambda: one_block.model(nnx.Rngs(0))), nnx.Param)
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) == ends + block
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kinds"),
+    [
+        ([], ("language_modeling", "text")),
+        (["model=lstm_tiny"], ("language_modeling", "text")),
+        (["model=conv"], ("classification", "synthetic")),
+        (["model=vae"], ("reconstruction", "synthetic")),
+        (["model=vae", "+experiment=quick_test"], ("reconstruction", "synthetic")),
+        (["model=mlp", "task=reconstruction"], ("reconstruction", "synthetic")),
+        (["task=reconstruction", "data=text", "model=mlp"], ("reconstruction", "text")),
+    ],
+)
+def test_a_model_brings_its_task_and_data_unless_others_are_chosen(overrides, kinds):
+    config = config_of(*overrides)
+    assert (config.task.kind, config.data.kind) == kinds
+
+
+def test_rows_are_as_long_as_the_models_context_or_else_the_tasks():
+    def length(*overrides: str) -> int:
+        return make_recipe(config_of(*overrides), 8).example_batch(2)["tokens"].shape[1] - 1
+
+    assert length("model.context_length=16") == 16
+    assert length("model=lstm_tiny", "task.context_length=24") == 24
+    assert length("data.sequence_length=8") == 8
+
+
+@pytest.mark.parametrize("overrides", [["data=text"], ["data=synthetic"], ["model=mlp"]])
+def test_batches_hold_32_bit_numbers(overrides):
+    batch = make_recipe(config_of(*overrides), 8).data.batch(0, 2)
+    assert {array.dtype.itemsize for array in batch.values()} == {4}
+
+
+@pytest.mark.parametrize("model", ["Net", "LinenNet"])
+def test_ones_own_model_loss_and_data(own, model):
+    config = config_of(
+        f"model.kind=own_recipe:{model}",
+        "model.width=16",
+        "task.kind=own_recipe:loss",
+        "task.scale=2",
+        "data.kind=own_recipe:data",
+        "run.seed=5",
+    )
+    check_sections(config)
+    recipe = make_recipe(config, 8)
+    batch = recipe.data.batch(3, 2)
+    np.testing.assert_array_equal(batch["x"], np.random.default_rng((5, 3)).normal(size=(2, 4)))
+    net = recipe.model(nnx.Rngs(0))
+    # The loss follows the model's width, which it shares by name.
+    assert recipe.loss(net, batch) == 2 * (net(batch["x"]) ** 2).mean() + 16
+    assert shapes_of_loss(recipe) == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what", "why"),
+    [
+        (["task.kind=own_recipe:Lossless"], "task.kind=own_recipe:Lossless has no loss", ""),
+        (["task.kind=own_recipe:data"], "`task.seed` is missing", ""),
+        (["task.kind=own_recipe:loss", "data=synthetic"], "cannot make up batches", ""),
+        (["data.kind=own_recipe:Lossless"], "data.kind=own_recipe:Lossless gives no batches", ""),
+        (["optimizer.kind=own_recipe:optimizer"], "the optimizer is 3.0", ""),
+        (["model=vit_tiny", "model.image_size=30"], "model.kind=vit cannot be built", "ValueError"),
+        (
+            ["model.kind=own_recipe:Broken"],
+            "model.kind=own_recipe:Broken cannot be built",
+            "own_recipe.py, line 20: KeyError: 'oh'",
+        ),
+        (
+            ["model.kind=own_recipe:Net"],
+            "task.kind=language_modeling fails on model.kind=own_recipe:Net",
+            "own_recipe.py, line 10: TypeError",
+        ),
+        (
+            ["data.sequence_length=200"],
+            "task.kind=language_modeling fails on model.kind=gpt",
+            "ValueError: The model knows 128 positions",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_a_mistake_of_the_config(own, overrides, what, why):
+    with pytest.raises(UserError) as caught:
+        shapes_of_loss(make_recipe(config_of(*overrides), 8))
+    assert what in caught.value.what
+    assert why in caught.value.why
+
+
+def test_the_learning_rate_rises_and_falls_to_zero():
+    config = config_of(
+        "optimizer.learning_rate=2", "optimizer.warmup_steps=4", "training.steps=12",
+        "optimizer.schedule=cosine",
+    )  # fmt: skip
+    rate = learning_rate(config, 8)
+    expected = [0.0, 1.0, 2.0, 1.0, 0.0]
+    np.testing.assert_allclose([rate(n) for n in (0, 2, 4, 8, 12)], expected, atol=1e-6)
+    scaled = config_of("optimizer.learning_rate=2", "optimizer.warmup_steps=0",
+        "optimizer.schedule=constant", "optimizer.scale_learning_rate=sqrt",
+        "optimizer.base_batch_size=2",
+    )  # fmt: skip
+    assert learning_rate(scaled, 8)(0) == 4.0
+
+
+@pytest.mark.parametrize("kind", group_options()["optimizer"])
+def test_every_optimizer_we_ship_updates_a_matrix(kind):
+    optimizer = make_optimizer(config_of(f"optimizer={kind}"), 8)
+    params = {"w": jax.ShapeDtypeStruct((4, 6), np.float32)}
+
+    def update(params):
+        return optimizer.update(params, optimizer.init(params), params)[0]
+
+    assert jax.eval_shape(update, params)["w"].shape == (4, 6)
