@@ -164,13 +164,11 @@ class Trainer:
     def assemble(self, batch: Any) -> Assembled:
         """Make the step for batches of this shape; nothing runs yet."""
         batch = read_batch(batch)
-        plan = self._plan(form_of(batch).num_samples)
-        check_supported(plan)
         return assemble(
             model_source(self.model, self.loss, lambda: batch),
             self.loss,
             self.optimizer,
-            plan,
+            self._plan(form_of(batch).num_samples),
             batch,
             clip_norm=self.clip_norm,
             trainable=self.trainable,
@@ -190,7 +188,7 @@ class Trainer:
             model_source(self.model, self.loss, lambda: first),
             self.loss,
             self._plan(form_of(first).num_samples),
-            batches,
+            lambda step: read_batch(batches(step)),
             optimizer=self.optimizer,
             steps=steps,
             clip_norm=self.clip_norm,
@@ -204,8 +202,14 @@ class Trainer:
 
     def _plan(self, num_samples: int) -> Plan:
         if isinstance(self.mesh, Plan):
-            self._check_plan(self.mesh, num_samples)
-            return self.mesh
+            plan = self.mesh
+            self._check_given(plan, num_samples)
+        else:
+            plan = self._make_plan(num_samples)
+        check_supported(plan)
+        return plan
+
+    def _make_plan(self, num_samples: int) -> Plan:
         count = len(self.devices) if self.devices is not None else jax.device_count()
         sizes = resolve_sizes(asked_sizes(self.mesh), count)
         return Plan(
@@ -220,7 +224,7 @@ class Trainer:
             precision=self.precision,
         )
 
-    def _check_plan(self, plan: Plan, num_samples: int) -> None:
+    def _check_given(self, plan: Plan, num_samples: int) -> None:
         batch = plan.batch
         beside: dict[str, tuple[Any, Any, Any]] = {
             "precision": (self.precision, "no", plan.precision),

@@ -84,7 +84,7 @@ def test_the_last_of_two_overrides_wins():
 
 def test_deleting_a_key_gives_its_default_back():
     assert config_of("+experiment=quick_test").training.steps == 20
-    assert config_of("+experiment=quick_test", "~training.steps").training.steps == 100
+    assert config_of("+experiment=quick_test", "~training.steps").training.steps == 80
 
 
 def test_experiments_work_with_and_without_the_plus():

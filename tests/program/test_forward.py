@@ -1,6 +1,7 @@
 """Remat and the lifetime of gathered weights change memory and traffic, never a gradient."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -119,3 +120,28 @@ def test_temporary_memory_of_rolled_blocks_does_not_grow_with_depth():
     # What a block leaves behind: its input, and its gradient's piece of an eighth.
     assert (deep - shallow) / 12 <= activation + 1.1 * block / 8
     assert temporary(16, remat="full", keep_gathered=True) >= deep + 15 * block
+
+
+class Wide(nnx.Module):
+    """A layer applied to rows of rows, wide enough for the CPU to leave it to its library."""
+
+    def __init__(self):
+        self.linear = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.linear(x.reshape(16, 8, 64)).reshape(x.shape)
+
+
+def test_half_precision_gradients_run_on_one_device_and_are_summed_in_float32():
+    batch = vectors(width=512)
+    assembled = put_together(Wide, square_loss, batch, {}, wide=False, precision="bf16")
+    state, placed = assembled.adopt(filled(Wide)), assembled.put_batch(batch)
+    lowered = jax.jit(lambda s, b: assembled.step.gradients(s, b).values).lower(state, placed)
+    found = assembled.canonical_params(lowered.compile()(state, placed))["linear.kernel"]
+    x = np.float64(jnp.bfloat16(batch["x"])).reshape(-1, 64)
+    model = filled(Wide).linear
+    kernel, bias = (np.float64(jnp.bfloat16(v[...])) for v in (model.kernel, model.bias))
+    y = np.float64(jnp.bfloat16(np.float32(jnp.bfloat16(x @ kernel)) + np.float32(bias)))
+    error = np.float64(jnp.bfloat16(2 * (y - batch["y"].reshape(-1, 64)) / batch["x"].size))
+    # 128 rows are summed: in bf16 the sum would be off by 2⁻⁸ of its size.
+    np.testing.assert_allclose(found, x.T @ error, atol=2**-11 * np.abs(x.T @ error).max())

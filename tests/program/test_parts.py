@@ -88,6 +88,14 @@ def test_numbers_without_a_gradient_are_never_trained():
     assert not parts.leaves[1].is_weight
 
 
+def test_complex_weights_are_trained():
+    class Spectral(nnx.Module):
+        def __init__(self):
+            self.weight = nnx.Param(jnp.zeros(3, jnp.complex64))
+
+    assert paths(split_model(nnx.eval_shape(Spectral)), "param") == ["weight"]
+
+
 def test_nothing_to_train_is_an_error_that_names_the_filter():
     with pytest.raises(UserError, match=r"no trainable parameters\n2 leaves, none.*BatchStat"):
         split_model(nnx.eval_shape(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0))), nnx.BatchStat)

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from program.programs import modules_by_primitive
-from small_models import WIDTH, Residual, Residuals, fill, numbers
+from program.programs import modules_by_primitive, trace
+from small_models import WIDTH, Residual, Residuals, fill, numbers, square_loss, vectors
 
+from meshwright.program.rolled import roll_program
 from meshwright.program.scopes import module_scopes
 
 X = numbers(4, WIDTH)
@@ -161,3 +162,37 @@ def test_a_bound_method_kept_from_inside_still_works_outside():
     with module_scopes(model):
         encode = model.encode
     assert jnp.array_equal(encode(X), jnp.sin(jnp.cos(X)))
+
+
+def checkpointed(transform):
+    """Return a model of two blocks whose call is wrapped by a Flax transform."""
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.part = Part(rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        @transform
+        def __call__(self, x):
+            return jnp.sin(self.dropout(self.part(x)))
+
+    class Model(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.blocks = nnx.List([Block(rngs) for _ in range(3)])
+
+        def __call__(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    return Model
+
+
+@pytest.mark.parametrize("transform", [nnx.remat, nnx.jit])
+def test_methods_that_are_traced_once_are_named_after_each_block(transform):
+    _, traced = trace(checkpointed(transform), square_loss, vectors(), jnp.bfloat16)
+    found = modules_by_primitive(traced.closed)
+    assert found["sin"] == [f"blocks.{n}" for n in range(3)]
+    assert found["dot_general"] == [f"blocks.{n}.part.linear" for n in range(3)]
+    assert roll_program(traced).remarks == ()

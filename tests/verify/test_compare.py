@@ -142,5 +142,5 @@ def test_other_leaves_or_shapes_are_a_mistake_of_the_proof_itself(compare):
         compare("gradients", leaves(a=[1.0, 1.0]), leaves(a=[1.0]), 1.0)
     with pytest.raises(AssertionError, match="other leaves"):
         compare("gradients", leaves(a=[1.0]), leaves(a=[1.0], b=[1.0]), 1.0)
-    with pytest.raises(AssertionError, match="nothing to compare"):
+    with pytest.raises(AssertionError, match="gradients: "):
         compare("gradients", {}, {}, 1.0)

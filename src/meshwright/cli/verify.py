@@ -12,7 +12,7 @@ from meshwright.cli.request import Request
 from meshwright.errors import ExitCode, UserError
 from meshwright.mesh.axes import describe_sizes
 from meshwright.recipe import make_recipe
-from meshwright.verify import Certificate, verify
+from meshwright.verify import Certificate, Comparison, verify
 
 
 def run(request: Request) -> int:
@@ -21,7 +21,7 @@ def run(request: Request) -> int:
     recipe = make_recipe(config, plan.batch.global_batch_size)
     certificate = verify(
         recipe.model,
-        recipe.task.loss,
+        recipe.loss,
         plan,
         lambda step: recipe.data.batch(step, plan.batch.global_batch_size),
         optimizer=recipe.optimizer,
@@ -55,20 +55,28 @@ def _picture(certificate: Certificate, path: Path) -> RenderableType:
     good = certificate.equal
     head = "equal to one device" if good else "NOT equal to one device"
     style = "bold green" if good else "bold red"
-    lines: list[RenderableType] = [
+    return Group(
         Text.assemble((describe_sizes(certificate.mesh), "bold"), ": ", (head, style)),
-        Text(f"float64, {certificate.steps} updates of {certificate.parameters:,} parameters"),
-        *(Text("  " + comparison.sentence()) for comparison in certificate.float64),
-    ]
-    if certificate.null_leaves:
-        names = ", ".join(certificate.null_leaves[:3])
-        more = "" if len(certificate.null_leaves) <= 3 else ", …"
-        lines.append(
-            Text(
-                f"  {len(certificate.null_leaves)} leaves with a true gradient of zero, compared "
-                f"against the global norm: {names}{more}"
-            )
-        )
-    lines.append(Text(f"precision {certificate.plan['precision']}"))
-    lines += [Text("  " + comparison.sentence()) for comparison in certificate.own_precision]
-    return Group(*lines, Text(f"saved: {path}"))
+        *_section(
+            f"float64, {certificate.steps} updates of {certificate.parameters:,} parameters",
+            certificate.float64,
+        ),
+        *_null_leaves(certificate.null_leaves),
+        *_section(f"precision {certificate.plan['precision']}", certificate.own_precision),
+        *_section("the loss as written, float32, one device", certificate.as_written),
+        Text(f"saved: {path}"),
+    )
+
+
+def _section(title: str, comparisons: list[Comparison]) -> list[Text]:
+    lines = [Text(f"  {c.sentence()}", style="" if c.equal else "red") for c in comparisons]
+    return [Text(title), *lines]
+
+
+def _null_leaves(names: list[str]) -> list[Text]:
+    if not names:
+        return []
+    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    leaves = "1 leaf" if len(names) == 1 else f"{len(names)} leaves"
+    text = f"  {leaves} with a true gradient of zero, compared against the global norm: {shown}"
+    return [Text(text)]

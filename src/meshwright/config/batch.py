@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from meshwright.config.base import Frozen
 from meshwright.errors import UserError
 
-DEFAULT_MICRO_BATCH_SIZE = 8
+DEFAULT_MICRO_BATCH_SIZE = 4
 
 
 class Batch(Frozen):

@@ -90,7 +90,7 @@ class TrainingConfig(Frozen):
         mixed_precision: no, fp16 or bf16; another spelling of precision.compute.
     """
 
-    steps: Count = 100
+    steps: Count = 80
     global_batch_size: Count | None = None
     micro_batch_size: Count | None = None
     gradient_accumulation_steps: Count | None = None

@@ -162,7 +162,13 @@ class OnMesh(Interpreter):
             return super().leaf(eqn, args)
         use = self._uses.get(cast(Var, eqn.invars[weight]))
         whole = None if use is None else NamedSharding(self._mesh, use.whole)
-        return use_weight(eqn, args, weight, whole if eqn.primitive.name == "gather" else None)
+        return use_weight(
+            eqn,
+            args,
+            weight,
+            whole=whole if eqn.primitive.name == "gather" else None,
+            widen_first=self._mesh.devices.flat[0].platform == "cpu",
+        )
 
     def scan_body(self, eqn: Equation, consts: list[Any]) -> ScanBody:
         """Return a scan's body; a stack of layers gathers each layer's weights in its turn."""

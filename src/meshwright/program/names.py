@@ -36,3 +36,14 @@ def module_of(op_name: str) -> str:
 def modules_of(op_name: str) -> list[str]:
     """Every module path in a name stack, outermost first."""
     return _MODULE.findall(op_name)
+
+
+def rename_module(scopes: str, old: str, new: str) -> str:
+    """Return a name stack with a module, and all modules inside it, under another path."""
+    if old == new:
+        return scopes
+    first, other = MODULE_MARK + old, MODULE_MARK + new
+    return "/".join(
+        other + part[len(first) :] if part == first or part.startswith(first + ".") else part
+        for part in scopes.split("/")
+    )

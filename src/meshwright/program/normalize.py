@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from meshwright.program.interpret import Interpreter
-from meshwright.program.jaxprs import ClosedJaxpr, Equation, aval_of, bind
+from meshwright.program.jaxprs import ClosedJaxpr, Equation, aval_of, bind, name_stack
+from meshwright.program.names import module_of, rename_module
 
 
 def normalize(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -24,8 +25,33 @@ def normalize(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 class _Normal(Interpreter):
     def __init__(self) -> None:
+        self._first_module: dict[int, str] = {}
+        self._renames: list[tuple[str, str]] = []
         # By identity of the transposed value, which is kept alive with its source.
         self._transposed: dict[int, tuple[Any, tuple[int, ...], Any]] = {}
+
+    def scope(self, eqn: Equation) -> str:
+        scopes = name_stack(eqn)
+        for old, new in self._renames:
+            scopes = rename_module(scopes, old, new)
+        return scopes
+
+    def equation(self, eqn: Equation, args: list[Any]) -> list[Any]:
+        """Evaluate one equation; JAX traces a function once, so its scopes may be another's.
+
+        A block's checkpointed method is traced in the first block and found again for the others:
+        what it holds is then named after the module that calls it.
+        """
+        inner = eqn.params.get("jaxpr")
+        module = module_of(self.scope(eqn))
+        if inner is None or not module:
+            return super().equation(eqn, args)
+        first = self._first_module.setdefault(id(inner), module)
+        self._renames.append((first, module))
+        try:
+            return super().equation(eqn, args)
+        finally:
+            self._renames.pop()
 
     def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
         if eqn.primitive.name == "transpose":

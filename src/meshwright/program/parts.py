@@ -142,15 +142,15 @@ def _flat(model: Any) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def _describe(path: tuple[Any, ...], value: Any, array: Any, *, trained: bool) -> Leaf:
-    floating = jnp.issubdtype(array.dtype, jnp.floating)
+    has_gradient = jnp.issubdtype(array.dtype, jnp.inexact)
     # Logical axis names are translated by the rules the author gave with them.
     names = tuple(nnx.spmd.get_var_pspec(value) or ()) if isinstance(value, nnx.Variable) else ()
     return Leaf(
         path=path_text(path),
         shape=tuple(array.shape),
         dtype=array.dtype,
-        role="param" if trained and floating else "state",
+        role="param" if trained and has_gradient else "state",
         variable=type(value).__name__,
         annotation=names if any(names) else None,
-        is_weight=floating and (trained or isinstance(value, nnx.Param)),
+        is_weight=has_gradient and (trained or isinstance(value, nnx.Param)),
     )

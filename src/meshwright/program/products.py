@@ -16,7 +16,12 @@ PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 def use_weight(
-    eqn: Equation, args: list[Any], weight: int, whole: NamedSharding | None = None
+    eqn: Equation,
+    args: list[Any],
+    weight: int,
+    *,
+    whole: NamedSharding | None,
+    widen_first: bool,
 ) -> list[Any]:
     """Evaluate a product or lookup; the gradient of operand ``weight`` is summed in float32.
 
@@ -27,6 +32,8 @@ def use_weight(
     ``whole`` is the layout of the gradient before it is divided. It is fixed here because a
     compiler that is free to would add the rows of a lookup to the other gradient of a tied
     embedding, which then has to be reduced over the mesh before, and the sum once more.
+    ``widen_first`` widens the operands of a gradient instead of its sum: the CPU's runtime has no
+    products of half-precision numbers with float32 results.
     """
     formats = [aval_of(atom).dtype for atom in eqn.invars]
 
@@ -44,7 +51,9 @@ def use_weight(
 
     def backward(operands: Any, cotangent: Any) -> tuple[Any, ...]:
         return tuple(
-            _constrained(_weight_gradient(eqn, operands, weight, cotangent), whole)
+            _constrained(
+                _weight_gradient(eqn, operands, weight, cotangent, widen_first=widen_first), whole
+            )
             if number == weight
             else _gradient(forward_only, operands, number, cotangent)
             for number in range(len(operands))
@@ -69,7 +78,9 @@ def _gradient(function: Any, operands: Any, number: int, cotangent: Any) -> Any:
     return jax.linear_transpose(of_one, operand)(cotangent)[0]
 
 
-def _weight_gradient(eqn: Equation, operands: Any, weight: int, cotangent: Any) -> Any:
+def _weight_gradient(
+    eqn: Equation, operands: Any, weight: int, cotangent: Any, *, widen_first: bool
+) -> Any:
     given = operands[weight]
     is_product = eqn.primitive.name in PRODUCTS
     # A lookup adds rows up: the rows are widened. A product widens while it adds.
@@ -81,15 +92,19 @@ def _weight_gradient(eqn: Equation, operands: Any, weight: int, cotangent: Any) 
 
     transposed = jax.linear_transpose(of_weight, jax.ShapeDtypeStruct(given.shape, dtype))
     pullback = jax.make_jaxpr(lambda c: transposed(c)[0])(cotangent)
-    (wide,) = _WideProducts().run(pullback, [cotangent])
+    (wide,) = _WideProducts(widen_first=widen_first).run(pullback, [cotangent])
     return wide.astype(given.dtype)
 
 
 class _WideProducts(Interpreter):
     """Evaluates products with float32 results."""
 
+    def __init__(self, *, widen_first: bool) -> None:
+        self._widen_first = widen_first
+
     def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
-        if eqn.primitive.name in PRODUCTS:
-            params = {**eqn.params, "preferred_element_type": jnp.dtype(jnp.float32)}
-            return bind(eqn.replace(params=params), args)
-        return bind(eqn, args)
+        if eqn.primitive.name not in PRODUCTS:
+            return bind(eqn, args)
+        params = {**eqn.params, "preferred_element_type": jnp.dtype(jnp.float32)}
+        operands = [x.astype(jnp.float32) for x in args] if self._widen_first else args
+        return bind(eqn.replace(params=params), operands)

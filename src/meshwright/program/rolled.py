@@ -13,7 +13,7 @@ from meshwright.program.blocks import find_block_lists
 from meshwright.program.interpret import Environment, Interpreter
 from meshwright.program.jaxprs import Equation, Literal, Var, aval_of, name_stack
 from meshwright.program.layout import stacked_layout
-from meshwright.program.names import MODULE_MARK
+from meshwright.program.names import rename_module
 from meshwright.program.roll import Atom, Name, Rolled, roll_blocks
 from meshwright.program.trace import TracedLoss
 
@@ -194,15 +194,10 @@ class _Renamed(Interpreter):
     """Names the rolled block's scopes ``blocks.*`` instead of ``blocks.0``."""
 
     def __init__(self, path: str) -> None:
-        self._first, self._any = f"{MODULE_MARK}{path}.0", f"{MODULE_MARK}{path}.*"
+        self._path = path
 
     def scope(self, eqn: Equation) -> str:
-        return "/".join(
-            self._any + part[len(self._first) :]
-            if part == self._first or part.startswith(self._first + ".")
-            else part
-            for part in name_stack(eqn).split("/")
-        )
+        return rename_module(name_stack(eqn), f"{self._path}.0", f"{self._path}.*")
 
 
 def casts_of(eqns: Sequence[Equation], leaves: set[Var]) -> dict[Var, Var]:

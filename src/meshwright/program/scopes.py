@@ -117,7 +117,9 @@ def _methods(cls: type) -> list[str]:
     return [
         name
         for name, value in cls.__dict__.items()
-        if inspect.isfunction(value) and (name == "__call__" or not name.startswith("_"))
+        if (inspect.isfunction(value) and not name.startswith("_"))
+        # The call itself may be wrapped, as `nnx.jit` does.
+        or (name == "__call__" and callable(value))
     ]
 
 
@@ -126,15 +128,16 @@ def _scoped(method: Callable[..., Any], registry: _Registry, policy: Policy) -> 
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         # Where contexts are nested, the innermost alone names and casts.
         path = registry.path(self) if _OPEN[-1:] == [registry] else ""
+        bound = method.__get__(self, type(self))
         if not path:
-            return method(self, *args, **kwargs)
+            return bound(*args, **kwargs)
         with (
             jax.named_scope(MODULE_MARK + path),
             registry.running(path),
             policy.inside_module(),
         ):
             args, kwargs = policy.on_entry((args, kwargs))
-            out = method(self, *args, **kwargs)
+            out = bound(*args, **kwargs)
         return policy.on_exit(out)
 
     return call

@@ -27,7 +27,7 @@ def null_leaves(gradients: Leaves) -> list[str]:
 
 
 def compare_exactly(
-    what: str, expected: Leaves, found: Leaves, tolerance: float, nulls: Sequence[str] = ()
+    what: str, expected: Leaves, found: Leaves, tolerance: float, *, nulls: Sequence[str] = ()
 ) -> Comparison:
     """Compare each leaf relative to its largest value; null leaves relative to the global norm.
 
@@ -43,23 +43,34 @@ def compare_exactly(
 
 
 def compare_roughly(
-    what: str, expected: Leaves, found: Leaves, tolerance: float, nulls: Sequence[str] = ()
+    what: str,
+    expected: Leaves,
+    found: Leaves,
+    tolerance: float,
+    *,
+    nulls: Sequence[str] = (),
+    noise: Mapping[str, float] | None = None,
 ) -> Comparison:
     """Compare each leaf's error norm with its own norm plus its share of the global norm.
 
     Rounding errors follow the size of what is added up, not of the sum: a leaf whose gradient
     nearly cancels has errors like its neighbours'. Null leaves, which cancel altogether, are
-    compared with the global norm.
+    compared with the global norm. ``noise`` is the error norm each leaf may have besides.
     """
     norm = global_norm(expected)
     elements = sum(value.size for value in expected.values())
     differences: dict[str, float] = {}
     for path, value in expected.items():
         share = 1.0 if path in nulls else math.sqrt(value.size / elements)
-        scale = _norm(value) + norm * share
-        error = _norm(_difference(value, found[path]))
+        scale = _norm(value) + norm * share + (noise or {}).get(path, 0.0) / tolerance
+        error = error_norm(value, found[path])
         differences[path] = error / scale if scale else error
     return _summarise(what, expected, found, differences, tolerance)
+
+
+def error_norm(expected: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> float:
+    """Return the norm of what two leaves differ by."""
+    return _norm(_difference(expected, found))
 
 
 def compare_losses(
