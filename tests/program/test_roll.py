@@ -8,7 +8,6 @@ from flax import nnx
 from program.programs import assert_close, differentiate, trace
 from small_models import (
     WIDTH,
-    Norms,
     Residual,
     Residuals,
     builder,
@@ -65,7 +64,7 @@ def test_gpt_is_rolled_with_its_dropout():
 
 def test_gpt_is_rolled_in_bf16():
     loss, batch = task_batch("gpt", samples=4)
-    traced = check(builder("gpt"), loss, batch, compute=jnp.bfloat16)
+    traced = check(builder("gpt", qkv="fused"), loss, batch, compute=jnp.bfloat16)
     assert scans(traced) == [2]
 
 
@@ -120,8 +119,8 @@ def collecting_loss(model, batch):
 
 
 def test_outputs_of_every_block_are_collected():
-    traced = check(lambda: Collecting(3), collecting_loss, vectors())
-    assert scans(traced) == [3]
+    traced = check(Collecting, collecting_loss, vectors())
+    assert scans(traced) == [2]
 
 
 class TwoLists(nnx.Module):
@@ -129,7 +128,7 @@ class TwoLists(nnx.Module):
 
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.encoder = nnx.List([Residual(rngs=rngs) for _ in range(3)])
+        self.encoder = nnx.List([Residual(rngs=rngs) for _ in range(2)])
         self.decoder = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
 
     def __call__(self, x):
@@ -143,7 +142,7 @@ class TwoLists(nnx.Module):
 
 def test_two_lists_become_two_scans():
     traced = check(TwoLists, square_loss, vectors())
-    assert scans(traced) == [3, 2]
+    assert scans(traced) == [2, 2]
 
 
 class Before(Residuals):
@@ -166,8 +165,8 @@ class Zipped(nnx.Module):
 
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.norms = nnx.List([nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(3)])
-        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(3)])
+        self.norms = nnx.List([nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2)])
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
 
     def __call__(self, x):
         for norm, layer in zip(self.norms, self.layers, strict=True):
@@ -177,7 +176,7 @@ class Zipped(nnx.Module):
 
 def test_lists_that_take_turns_are_rolled_together():
     traced = check(Zipped, square_loss, vectors())
-    assert scans(traced) == [3]
+    assert scans(traced) == [2]
     assert {leaf.path for leaf in traced.leaves} == {
         "norms.*.scale",
         "norms.*.bias",
@@ -186,16 +185,27 @@ def test_lists_that_take_turns_are_rolled_together():
     }
 
 
+class Normed(nnx.Module):
+    """A layer with batch statistics."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.norm(self.linear(x))
+
+
 class BatchNormed(nnx.Module):
-    """Blocks with batch statistics and dropout of their own."""
+    """Blocks with batch statistics of their own."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.blocks = nnx.List([Norms(rngs=rngs) for _ in range(2)])
+        self.blocks = nnx.List([Normed(rngs) for _ in range(2)])
 
     def __call__(self, x):
         for block in self.blocks:
-            x = x + block(x)
+            x = block(x)
         return x
 
 
@@ -296,7 +306,7 @@ class Scaled(nnx.Module):
 
 
 def test_blocks_with_equal_backward_rules_are_rolled():
-    check(lambda: Scaled((0.5, 0.5, 0.5)), square_loss, vectors())
+    check(lambda: Scaled((0.5, 0.5)), square_loss, vectors())
 
 
 def test_blocks_that_differ_in_their_backward_rule_are_not_rolled():

@@ -213,7 +213,7 @@ def test_what_is_not_finite_on_both_sides_is_not_equal():
 def test_an_error_of_half_precision_alone(monkeypatch):
     """Float64 does not see what only half-precision programs do."""
     right = products._weight_gradient
-    monkeypatch.setattr(products, "_weight_gradient", lambda *a: 0.9 * right(*a))
+    monkeypatch.setattr(products, "_weight_gradient", lambda *a, **k: 0.9 * right(*a, **k))
     broken = failures(certify({"fsdp": 2}, model=Plain, precision="bf16"))
     assert list(broken) == ["own_precision gradients"]
     assert broken["own_precision gradients"].first_different == "down.kernel"
