@@ -4,6 +4,7 @@
 #   make train      the main job, on 8 simulated devices
 #   make test       lint, types and the suite
 #   make test-all   also what is too long for every day
+#   make browser    install Debian's chromium, if no browser is there for the tests of reports
 #   make docs       build the documentation into site/
 #   make benchmarks measure what can be measured without an accelerator
 #
@@ -18,9 +19,10 @@ VENV := .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info
 endif
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := dev,docs,hf,tensorboard
+BROWSER := $(VENV)/.browser
+EXTRAS := dev,docs,hf,images,parquet,tensorboard
 
-.PHONY: setup train test test-all lint types suite docs benchmarks format clean
+.PHONY: setup train test test-all lint types suite browser docs benchmarks format clean
 
 setup: $(STAMP)
 
@@ -45,11 +47,25 @@ lint: setup
 types: setup
 	@$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-suite: setup
+suite: setup browser
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full"
 
-test-all: lint types
+test-all: lint types browser
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The report page is tried in a real browser; where Debian's cannot be installed, that is skipped.
+browser: setup $(BROWSER)
+
+$(BROWSER):
+	@command -v chromium chromium-browser google-chrome >/dev/null || { \
+	  echo "installing Debian's chromium for the tests of the report page"; \
+	  root=$$([ "$$(id -u)" = 0 ] || echo "sudo -n"); \
+	  { $$root apt-get install -y -qq --no-install-recommends chromium || \
+	    { $$root apt-get update -qq && \
+	      $$root apt-get install -y -qq --no-install-recommends chromium; }; } \
+	  </dev/null >$(VENV)/browser.log 2>&1 || \
+	  echo "it could not be installed (see $(VENV)/browser.log); those tests are skipped"; }
+	@touch $@
 
 docs: setup
 	@$(BIN)/mkdocs build --strict --quiet
@@ -58,6 +74,7 @@ benchmarks: setup
 	@$(BIN)/python benchmarks/host_overhead.py
 	@$(BIN)/python benchmarks/memory_depth.py
 	@$(BIN)/python benchmarks/compile_time.py
+	@$(BIN)/python benchmarks/data_pipeline.py
 	@$(BIN)/python benchmarks/page.py
 
 format: setup

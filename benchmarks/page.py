@@ -97,10 +97,27 @@ def compile_time(record: dict[str, Any]) -> list[str]:
     return table(("mesh", *(f"{count} devices" for count in counts), "ratio"), rows)
 
 
+def data_pipeline(record: dict[str, Any]) -> list[str]:
+    """One row for each way to read."""
+    heads = ("source", "of the time waiting", "waits of 1 ms or more", "median wait", "longest")
+    rows = [
+        [
+            name,
+            f"{p['wait_share']:.2%}",
+            f"{p['waits_noticed']} of {record['settings']['steps']}",
+            f"{p['median_wait_ms']:.2f} ms",
+            f"{p['longest_wait_ms']:.1f} ms",
+        ]
+        for name, p in record["pipelines"].items()
+    ]
+    return table(heads, rows)
+
+
 TABLES = {
     "host_overhead": host_overhead,
     "memory_depth": memory_depth,
     "compile_time": compile_time,
+    "data_pipeline": data_pipeline,
 }
 
 

@@ -27,6 +27,19 @@ def quick_options():
 @pytest.fixture
 def quick_compilation(monkeypatch):
     """Let the programs Meshwright compiles during a test be compiled quickly."""
+    compile_quickly(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def quick_module():
+    """Let the programs Meshwright compiles during all tests of a file be compiled quickly."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        compile_quickly(monkeypatch)
+        yield
+
+
+def compile_quickly(monkeypatch):
+    """Give every program Meshwright compiles the quick options."""
     compiled = jax.jit
 
     def jit(*args, **kwargs):

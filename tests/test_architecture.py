@@ -14,6 +14,8 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 NEIGHBOURS = {
     ("config", "hardware"),
     ("config", "mesh"),
+    ("pipeline", "program"),
+    ("pipeline", "sharding"),
     ("plan", "config"),
     ("plan", "mesh"),
     ("sharding", "program"),
@@ -23,7 +25,18 @@ NEIGHBOURS = {
 BESIDE = {
     "models": set[str](),
     "tasks": {"errors", "weighted"},
-    "distributed": {"errors", "weighted", "mesh", "hardware", "config", "processes", "step"},
+    "distributed": {
+        "errors",
+        "weighted",
+        "mesh",
+        "hardware",
+        "config",
+        "processes",
+        "step",
+        "plan",
+        "recipe",
+        "trainer",
+    },
 }
 """What the rooms without a floor may import."""
 

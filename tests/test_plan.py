@@ -206,15 +206,42 @@ def test_a_plan_is_frozen_and_says_what_it_shards():
         plan.precision = "bf16"
 
 
-def test_a_pipeline_can_be_planned_but_not_run_yet():
-    plan = make_plan(config_of(mesh={"pipe": 2, "fsdp": 2, "tensor": 2}), 8)
+def test_gradients_cannot_be_reduced_now_and_then_with_stages():
+    training = {"gradient_accumulation_steps": 8, "sync_gradients_every": 4}
+    plan = make_plan(config_of(mesh={"pipe": 2, "fsdp": 2, "tensor": 2}, training=training), 8)
     assert plan.describe().startswith("pipe=2 × fsdp=2 × tensor=2")
-    with pytest.raises(UserError, match="pipeline parallelism is not available yet") as caught:
+    with pytest.raises(UserError, match="cannot be used with pipeline stages"):
         check_supported(plan)
-    assert caught.value.fix.endswith(
-        "mesh.fsdp or mesh.tensor for these devices: fsdp=4 × tensor=2"
+    check_supported(make_plan(config_of(mesh={"pipe": 4, "tensor": 2}), 8))
+
+
+def batch_of(stages=2, data=2, microbatches=None, **training):
+    config = config_of(
+        mesh={"pipe": stages, "data": data},
+        training=training,
+        pipeline={"num_microbatches": microbatches},
     )
-    check_supported(make_plan(config_of(mesh={"fsdp": 4, "tensor": 2}), 8))
+    plan = make_plan(config, stages * data)
+    return (
+        plan.batch.global_batch_size,
+        plan.batch.micro_batch_size,
+        plan.batch.gradient_accumulation_steps,
+        plan.num_microbatches,
+    )
+
+
+def test_microbatches_of_a_pipeline_are_the_accumulation():
+    assert batch_of() == (64, 4, 8, 8)
+    assert batch_of(microbatches=6, micro_batch_size=1) == (12, 1, 6, 6)
+    assert batch_of(global_batch_size=32, micro_batch_size=1) == (32, 1, 16, 16)
+    assert batch_of(global_batch_size=20) == (20, 2, 5, 5)
+    assert batch_of(gradient_accumulation_steps=3) == (24, 4, 3, 3)
+    assert batch_of(microbatches=4, gradient_accumulation_steps=12) == (96, 4, 12, 4)
+
+
+def test_flushes_must_divide_an_update():
+    with pytest.raises(UserError, match="num_microbatches=4 or 6"):
+        batch_of(microbatches=5, gradient_accumulation_steps=12)
 
 
 @pytest.mark.parametrize(

@@ -6,39 +6,66 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.config.schema import Config, ShardingConfig
+    from meshwright import pipeline
+    from meshwright.checkpoint import export_safetensors, read_params
+    from meshwright.config.schema import (
+        CheckpointConfig,
+        Config,
+        PipelineConfig,
+        ShardingConfig,
+        TrackingConfig,
+    )
+    from meshwright.data.arrays import ArraySource
     from meshwright.mesh.build import abstract_mesh, build_mesh
     from meshwright.mesh.inspect import inspect_sharding, visualize_mesh
     from meshwright.mesh.simulate import simulate_devices
     from meshwright.plan import Plan
+    from meshwright.proof import verify
     from meshwright.sharding.shard import shard_fsdp
-    from meshwright.trainer import Trainer
-    from meshwright.verify import verify
+    from meshwright.trainer import Callback, EarlyStopping, Trainer
     from meshwright.weighted import Weighted
 
 _HOMES = {
+    "ArraySource": "meshwright.data.arrays",
+    "Callback": "meshwright.trainer",
+    "CheckpointConfig": "meshwright.config.schema",
     "Config": "meshwright.config.schema",
+    "EarlyStopping": "meshwright.trainer",
+    "PipelineConfig": "meshwright.config.schema",
     "Plan": "meshwright.plan",
     "ShardingConfig": "meshwright.config.schema",
+    "TrackingConfig": "meshwright.config.schema",
     "Trainer": "meshwright.trainer",
     "Weighted": "meshwright.weighted",
     "abstract_mesh": "meshwright.mesh.build",
     "build_mesh": "meshwright.mesh.build",
+    "export_safetensors": "meshwright.checkpoint",
     "inspect_sharding": "meshwright.mesh.inspect",
+    "read_params": "meshwright.checkpoint",
     "shard_fsdp": "meshwright.sharding.shard",
     "simulate_devices": "meshwright.mesh.simulate",
+    "verify": "meshwright.proof",
     "visualize_mesh": "meshwright.mesh.inspect",
 }
 
 __all__ = [
+    "ArraySource",
+    "Callback",
+    "CheckpointConfig",
     "Config",
+    "EarlyStopping",
+    "PipelineConfig",
     "Plan",
     "ShardingConfig",
+    "TrackingConfig",
     "Trainer",
     "Weighted",
     "abstract_mesh",
     "build_mesh",
+    "export_safetensors",
     "inspect_sharding",
+    "pipeline",
+    "read_params",
     "shard_fsdp",
     "simulate_devices",
     "verify",
@@ -50,6 +77,6 @@ def __getattr__(name: str) -> Any:
     # Names load when first used, so that `import meshwright` and help texts stay instant.
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name == "verify":
-        return importlib.import_module("meshwright.verify")
+    if name == "pipeline":
+        return importlib.import_module("meshwright.pipeline")
     raise AttributeError(f"module 'meshwright' has no attribute {name!r}")

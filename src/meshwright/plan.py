@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Self
 
 import yaml
 from pydantic import Field, field_validator, model_validator
 
 from meshwright.config.base import Frozen
-from meshwright.config.batch import Batch, solve_batch
+from meshwright.config.batch import Batch, nearest_divisors, solve_batch
 from meshwright.config.schema import (
     Config,
     PipelineConfig,
@@ -36,7 +37,9 @@ class Plan(Frozen):
         batch: samples per update, per device and per microbatch.
         sharding: what is sharded, how long gathered weights live, rules, remat.
         schedule: pipeline schedule; null without a pipe axis.
-        num_microbatches: microbatches the pipeline works on per update; 1 without a pipe axis.
+        num_microbatches: microbatches the pipeline works on between two flushes; 1 without a pipe
+            axis.
+        num_chunks: pieces of the model on each pipeline stage.
         precision: compute format: no (float32), bf16 or fp16.
         matmul: precision of float32 matrix products.
     """
@@ -46,6 +49,7 @@ class Plan(Frozen):
     sharding: ShardingConfig = ShardingConfig()
     schedule: str | None = None
     num_microbatches: int = Field(default=1, ge=1)
+    num_chunks: int = Field(default=1, ge=1)
     precision: Precision = "no"
     matmul: str = "default"
 
@@ -66,7 +70,26 @@ class Plan(Frozen):
                 f"but batch.replicas is {self.batch.replicas}",
                 fix=f"write batch.replicas: {replicas}",
             )
+        if self.size("pipe") > 1:
+            self._check_pipeline()
         return self
+
+    def _check_pipeline(self) -> None:
+        steps, count = self.batch.gradient_accumulation_steps, self.num_microbatches
+        if self.schedule is None:
+            raise UserError(
+                "the plan has pipeline stages and no schedule",
+                why=f"pipe={self.size('pipe')}",
+                fix="write schedule: 1f1b",
+            )
+        if steps % count:
+            raise UserError(
+                f"{count} microbatches at a time do not divide the {steps} of an update",
+                why=f"pipeline.num_microbatches={count}, "
+                f"training.gradient_accumulation_steps={steps}",
+                fix=f"write pipeline.num_microbatches={nearest_divisors(steps, count)}, "
+                "or leave one of the two out",
+            )
 
     @property
     def num_devices(self) -> int:
@@ -87,7 +110,8 @@ class Plan(Frozen):
             f"precision {self.precision}",
         ]
         if self.schedule:
-            parts.append(f"{self.schedule} with {self.num_microbatches} microbatches")
+            chunks = f" and {self.num_chunks} chunks a stage" if self.num_chunks > 1 else ""
+            parts.append(f"{self.schedule} with {self.num_microbatches} microbatches{chunks}")
         return ", ".join(parts)
 
     def to_yaml(self) -> str:
@@ -109,10 +133,10 @@ class Plan(Frozen):
 def make_plan(config: Config, num_devices: int) -> Plan:
     """Produce the plan a config describes for so many devices."""
     sizes = resolve_sizes(mesh_sizes(config), num_devices)
-    schedule, microbatches = _pipeline(config.pipeline, sizes.get("pipe", 1))
     training = config.training
-    batch = solve_batch(
-        replicas=sizes.get("data", 1) * sizes.get("fsdp", 1),
+    batch = solve_pipeline_batch(
+        config.pipeline,
+        sizes,
         global_batch_size=training.global_batch_size,
         micro_batch_size=training.micro_batch_size,
         gradient_accumulation_steps=training.gradient_accumulation_steps,
@@ -122,24 +146,20 @@ def make_plan(config: Config, num_devices: int) -> Plan:
         mesh=shown_sizes(sizes),
         batch=batch,
         sharding=config.sharding,
-        schedule=schedule,
-        num_microbatches=microbatches,
         precision=precision(config),
         matmul=config.precision.matmul,
+        **pipeline_fields(config.pipeline, sizes, batch),
     )
 
 
 def check_supported(plan: Plan) -> None:
-    """Refuse what a plan can describe but no step can run yet."""
-    stages = plan.size("pipe")
-    if stages > 1:
-        fsdp = stages * plan.size("fsdp")
-        without = {axis: size for axis, size in plan.mesh.items() if axis != "pipe"}
+    """Refuse what a plan can describe but no step can run."""
+    if plan.size("pipe") > 1 and plan.batch.sync_gradients_every > 1:
         raise UserError(
-            "pipeline parallelism is not available yet",
-            why=f"the mesh is {describe_sizes(plan.mesh)}, with {stages} pipeline stages",
-            fix="use mesh.fsdp or mesh.tensor for these devices: "
-            + describe_sizes(canonical_sizes({**without, "fsdp": fsdp})),
+            "training.sync_gradients_every cannot be used with pipeline stages",
+            why=f"it is {plan.batch.sync_gradients_every} and the mesh is "
+            f"{describe_sizes(plan.mesh)}; stages add up gradients as microbatches come back",
+            fix="write training.sync_gradients_every=1",
         )
 
 
@@ -198,7 +218,41 @@ def precision(config: Config) -> Precision:
     return mixed or compute or "no"
 
 
-def _pipeline(pipeline: PipelineConfig, stages: int) -> tuple[str | None, int]:
-    if stages == 1:
-        return None, 1
-    return pipeline.schedule, pipeline.num_microbatches or PIPELINE_MICROBATCHES_PER_STAGE * stages
+def solve_pipeline_batch(
+    pipeline: PipelineConfig,
+    sizes: Mapping[str, int],
+    *,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    gradient_accumulation_steps: int | None = None,
+    sync_gradients_every: int = 1,
+) -> Batch:
+    """Fill in the batch sizes that were left out; with stages, an update has many microbatches."""
+    stages, replicas = sizes.get("pipe", 1), sizes.get("data", 1) * sizes.get("fsdp", 1)
+    steps = gradient_accumulation_steps
+    derived = global_batch_size is not None and micro_batch_size is not None
+    if stages > 1 and steps is None and not derived:
+        steps = pipeline.num_microbatches or PIPELINE_MICROBATCHES_PER_STAGE * stages
+        if pipeline.num_microbatches is None and global_batch_size is not None:
+            own = global_batch_size // replicas
+            steps = max((n for n in range(1, min(steps, own) + 1) if own % n == 0), default=1)
+    return solve_batch(
+        replicas=replicas,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        gradient_accumulation_steps=steps,
+        sync_gradients_every=sync_gradients_every,
+    )
+
+
+def pipeline_fields(
+    pipeline: PipelineConfig, sizes: Mapping[str, int], batch: Batch
+) -> dict[str, Any]:
+    """Return a plan's fields about its pipeline; none without stages."""
+    if sizes.get("pipe", 1) == 1:
+        return {}
+    return {
+        "schedule": pipeline.schedule,
+        "num_microbatches": pipeline.num_microbatches or batch.gradient_accumulation_steps,
+        "num_chunks": pipeline.num_chunks if pipeline.schedule == "interleaved" else 1,
+    }

@@ -57,6 +57,8 @@ def connect(
 
     # Without this the CPU backend of several processes has no collectives.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX would keep SIGTERM to itself, as a notice that the process must ask it for.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             coordinator_address,

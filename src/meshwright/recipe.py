@@ -20,17 +20,11 @@ from meshwright.config.builders import (
     find_builder,
     parameters_of,
 )
+from meshwright.config.duration import Duration, parse_duration
 from meshwright.config.schema import Config, OptimizerConfig
 from meshwright.data.batches import read_batch
-from meshwright.data.feed import (
-    BATCH_PARAMETERS,
-    Data,
-    HostBatch,
-    SyntheticData,
-    is_batch_function,
-    read_data,
-)
-from meshwright.data.text import TextSource
+from meshwright.data.feed import Data
+from meshwright.data.make import MadeData
 from meshwright.errors import MeshwrightError, UserError
 from meshwright.inputs.checks import check_optimizer
 from meshwright.inputs.model import call_with_rngs, model_source
@@ -38,7 +32,8 @@ from meshwright.inputs.task import HasLoss, read_task
 from meshwright.program.trace import Loss
 from meshwright.step.assemble import ModelSource
 
-_SOURCES: Mapping[str, Builder] = {"text": TextSource}
+_SHARED_SIZES = ("vocab_size", "context_length", "input_name", "input_shape", "num_classes")
+"""What data may take over from the task, or else from the model."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +44,29 @@ class Recipe:
         model: builds the model from its random streams.
         loss: the task's loss; what fails inside it is told as a mistake of the config.
         task: what the model is trained for.
-        data: where batches come from.
+        made: where batches come from: for training, and held out.
         optimizer: how parameters are updated.
+        learning_rate: the learning rate, by update.
+        duration: how long to train.
     """
 
     model: ModelSource
     loss: Loss
     task: HasLoss
-    data: Data
+    made: MadeData
     optimizer: optax.GradientTransformation
+    learning_rate: optax.Schedule
+    duration: Duration
+
+    @property
+    def data(self) -> Data:
+        """Where the batches of the training come from."""
+        return self.made.train
+
+    @property
+    def eval_data(self) -> Data | None:
+        """Samples that are never trained on; None if there are none."""
+        return self.made.held_out
 
     def example_batch(self, batch_size: int) -> Any:
         """Return the shapes of a global batch."""
@@ -69,24 +78,34 @@ def make_recipe(config: Config, global_batch_size: int) -> Recipe:
     """Make every object of a run; the learning rate may depend on the global batch."""
     task = make_task(config)
     loss = _explained(task.loss, config)
-    data = make_data(config, task)
+    made = find_data(config, task)
+    duration = training_duration(config)
+    updates = None
+    if duration.seconds is None:
+        samples = None if duration.epochs is None else made.train.num_samples
+        updates = duration.total_updates(num_samples=samples, batch_size=global_batch_size)
+    rate = learning_rate(config, global_batch_size, updates)
     return Recipe(
-        model=model_source(model_builder(config), loss, lambda: read_batch(data.batch(0, 1))),
+        model=model_source(model_builder(config), loss, lambda: read_batch(made.train.batch(0, 1))),
         loss=loss,
         task=task,
-        data=data,
-        optimizer=make_optimizer(config, global_batch_size),
+        made=made,
+        optimizer=make_optimizer(config, rate),
+        learning_rate=rate,
+        duration=duration,
     )
+
+
+def training_duration(config: Config) -> Duration:
+    """Return how long a config asks to train."""
+    text = config.training.max_duration
+    return Duration(updates=config.training.steps) if text is None else parse_duration(text)
 
 
 def check_sections(config: Config) -> None:
     """Check that every ``kind`` exists and takes the arguments it is given."""
     model_builder(config)
-    task = make_task(config)
-    if config.data.kind == "synthetic":
-        _synthetic_batches(config, task)
-    else:
-        _data_arguments(config, task)
+    find_data(config, make_task(config)).check()
     _optimizer_arguments(config.optimizer)
 
 
@@ -106,29 +125,47 @@ def make_task(config: Config) -> HasLoss:
 
 
 def make_data(config: Config, task: HasLoss) -> Data:
-    """Return where batches come from."""
-    kind, seed = config.data.kind, config.run.seed
-    if kind == "synthetic":
-        return SyntheticData(_synthetic_batches(config, task), seed)
-    builder, arguments = _data_arguments(config, task)
-    return read_data(kind, builder, arguments, seed)
+    """Return where the batches of the training come from."""
+    return find_data(config, task).train
 
 
-def make_optimizer(config: Config, global_batch_size: int) -> optax.GradientTransformation:
+def make_eval_data(config: Config, task: HasLoss) -> Data | None:
+    """Return samples that are never trained on; None if there are none."""
+    return find_data(config, task).held_out
+
+
+def find_data(config: Config, task: HasLoss) -> MadeData:
+    """Return the data of both, not read yet; what they share is read once."""
+    sizes = _model_sizes(config)
+    shared = {name: getattr(task, name, sizes.get(name)) for name in _SHARED_SIZES}
+    shared["sequence_length"] = shared["context_length"]
+    given = {name: value for name, value in shared.items() if value is not None}
+    return MadeData(config.data, config.run.seed, given, task)
+
+
+def make_optimizer(config: Config, rate: optax.Schedule) -> optax.GradientTransformation:
     """Return the optax optimizer with its learning-rate schedule."""
     builder, arguments = _optimizer_arguments(config.optimizer)
-    rate = learning_rate(config, global_batch_size)
     arguments = {"learning_rate": rate, **arguments}
     optimizer = build("optimizer", config.optimizer.kind, builder, arguments)
     check_optimizer(optimizer)
     return optimizer
 
 
-def learning_rate(config: Config, global_batch_size: int) -> optax.Schedule:
-    """Return the learning rate as a function of the update, scaled with the global batch."""
-    optimizer, steps = config.optimizer, config.training.steps
+def learning_rate(config: Config, global_batch_size: int, updates: int | None) -> optax.Schedule:
+    """Return the learning rate as a function of the update, scaled with the global batch.
+
+    ``updates`` is the last one; None if only time will tell.
+    """
+    optimizer = config.optimizer
+    if updates is None and optimizer.schedule != "constant":
+        raise UserError(
+            f"optimizer.schedule={optimizer.schedule} needs to know the last update",
+            why=f"training.max_duration={config.training.max_duration} is a time",
+            fix="write optimizer.schedule=constant, or training.steps=… instead of a time",
+        )
     peak = optimizer.learning_rate * _batch_factor(optimizer, global_batch_size)
-    after = max(steps - optimizer.warmup_steps, 1)
+    after = max((updates or 0) - optimizer.warmup_steps, 1)
     courses: Mapping[str, Callable[[], optax.Schedule]] = {
         "constant": lambda: optax.constant_schedule(peak),
         "cosine": lambda: optax.cosine_decay_schedule(peak, after),
@@ -187,28 +224,6 @@ def _is_optimizer(value: Any) -> bool:
         and not value.__name__.startswith("_")
         and "learning_rate" in parameters_of(value)
     )
-
-
-def _data_arguments(config: Config, task: HasLoss) -> tuple[Builder, dict[str, Any]]:
-    """Return what makes the data; its seed is the run's and its rows as long as the task's."""
-    kinds = [*_SOURCES, "synthetic"]
-    builder = find_builder("data", config.data.kind, kinds, _SOURCES.__getitem__)
-    length = getattr(task, "context_length", _model_sizes(config).get("context_length"))
-    shared = {"seed": config.run.seed} | ({"sequence_length": length} if length else {})
-    given = {**_accepted(builder, shared), **config.data.arguments()}
-    supplied = BATCH_PARAMETERS if is_batch_function(builder) else ()
-    return builder, check_arguments("data", builder, given, supplied)
-
-
-def _synthetic_batches(config: Config, task: HasLoss) -> Callable[[int, int], HostBatch]:
-    make = getattr(task, "synthetic_batch", None)
-    if make is None:
-        raise UserError(
-            f"task.kind={config.task.kind} cannot make up batches for data=synthetic",
-            why="it has no method synthetic_batch(seed, batch_size)",
-            fix="write data.kind=package.module:function with a function of step and batch_size",
-        )
-    return make
 
 
 def _model_class(config: Config) -> Builder:

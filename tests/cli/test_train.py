@@ -4,10 +4,10 @@ import json
 import logging
 import sys
 
-import orbax.checkpoint as ocp
 import pytest
 import yaml
 
+from meshwright.checkpoint import read_params
 from meshwright.cli.main import main
 from meshwright.plan import Plan
 
@@ -66,17 +66,21 @@ def test_a_run_leaves_everything_behind_and_says_where(run, tmp_path, talkative_
     code, out, err = run("model=mlp", "model.widths=[784,16,10]", f"hydra.run.dir={folder}")
     assert code == 0
     assert out.splitlines()[0].startswith("trained 2 updates of 32 samples on 8 devices in ")
-    assert out.splitlines()[-1] == f"everything about it: {folder}"
-    assert "plan: data=8, batch 32 = 4 × 8 × 1, precision no" in err
-    assert "checkpoint" not in err.replace(str(folder), "")
+    assert f"everything about it: {folder}" in out.splitlines()
+    assert "data=8, batch 32 = 4 × 8 × 1, precision no" in err
+    assert "Orbax" not in err
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["task"]["kind"] == "classification"
     assert Plan.from_yaml((folder / "plan.yaml").read_text()).mesh == {"data": 8}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [0, 1]
-    assert lines[0].keys() == {"step", "loss", "accuracy", "grad_norm"}
-    saved = ocp.StandardCheckpointer().metadata(folder / "checkpoint").item_metadata
-    assert dict(saved)["layers.0.kernel"].shape == (784, 16)
+    assert [(line["split"], line["update"]) for line in lines] == [
+        ("train", 1),
+        ("train", 2),
+        ("eval", 2),
+    ]
+    assert lines[0].keys() >= {"loss", "accuracy", "grad_norm", "learning_rate", "step_seconds"}
+    assert read_params(folder)["layers.0.kernel"].shape == (784, 16)
+    assert json.loads((folder / "result.json").read_text())["updates"] == 2
 
 
 def test_ones_own_model_loss_and_data_with_json(run):
@@ -97,14 +101,13 @@ def test_ones_own_model_loss_and_data_with_json(run):
     assert report["mesh"] == {"fsdp": 8}
     assert report["steps"] == 2
     assert report["final_loss"] < report["first_loss"]
-    assert "remark: pipeline.schedule=gpipe has no effect: the mesh fsdp=8 has no pipe" in err
-    assert "remark: hardware=8xA100-40GB has no effect" in err
+    assert "pipeline.schedule=gpipe has no effect: the mesh fsdp=8 has no pipe" in err
+    assert "hardware=8xA100-40GB has no effect" in err
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["mesh.pipe=2"], "pipeline parallelism is not available yet"),
         (["hardware=banana"], "unknown chip `banana`"),
         (["task.kind=own_train:Lossless"], "task.kind=own_train:Lossless has no loss"),
         (["data.kind=own_train:Lossless"], "data.kind=own_train:Lossless gives no batches"),
@@ -112,6 +115,12 @@ def test_ones_own_model_loss_and_data_with_json(run):
         (["model.kind=own_train:Net"], "task.kind=language_modeling fails on model.kind=own"),
         (["data.kind=own_train:data"], "The batch has no field 'tokens'"),
         (["training.global_batch_size=9"], "a global batch of 8 or 16 samples would work"),
+        (["data.path=nowhere.txt"], "data.path=nowhere.txt"),
+        (["training.max_duration=soon"], "max_duration=soon is no duration"),
+        (["training.max_duration=5min"], "optimizer.schedule=cosine needs to know the last"),
+        (["training.early_stopping_patience=2"], "write training.eval_every=… too"),
+        (["resume=must"], "resume=must, and there is no checkpoint to go on from"),
+        (["resume=nowhere"], "there is no folder"),
     ],
 )
 def test_mistakes_exit_2_before_anything_is_written(run, tmp_path, overrides, message):
@@ -137,3 +146,44 @@ def test_strict_refuses_a_program_that_sends_more_than_its_plan(run, monkeypatch
     assert code == 1
     assert "error: the program deviates from its plan" in err
     assert "over data it sends" in err
+
+
+OWN_RUN = (
+    "model.kind=own_train:Net", "task.kind=own_train:loss", "data.kind=own_train:data",
+    "optimizer=sgd", "hydra.run.dir=run",
+)  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_compiled(
+    run, tmp_path, monkeypatch
+):
+    (tmp_path / "run").write_text("a file, not a folder")
+    monkeypatch.setattr("meshwright.trainer.training.compile_step", pytest.fail)
+    code, _, err = run(*OWN_RUN)
+    assert code == 2
+    assert f"error: cannot write the output directory {tmp_path}/run" in err
+
+
+def test_a_run_goes_on_and_a_changed_config_is_shown(run, tmp_path):
+    assert run(*OWN_RUN)[0] == 0
+    before = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    code, _, err = run(*OWN_RUN, "optimizer.learning_rate=0.5", "run.seed=7", "training.steps=4")
+    assert code == 2
+    assert "optimizer.learning_rate was 0.1 and is 0.5; run.seed was 0 and is 7" in err
+    code, _, err = run(*OWN_RUN, "training.steps=4", "training.global_batch_size=64")
+    assert code == 2
+    assert "the global batch was 32 samples and is 64" in err
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == before
+    code, out, _ = run(*OWN_RUN, "training.steps=4", "mesh.fsdp=4", "--json")
+    assert code == 0
+    assert json.loads(out)["steps"] == 4
+    code, out, err = run(
+        *OWN_RUN, "training.steps=5", "optimizer.learning_rate=0.5", "--json",
+        "checkpoint.accept_changes=true",
+    )  # fmt: skip
+    assert code == 0
+    assert "optimizer.learning_rate was 0.1 and is 0.5" in err
+    # It is done already: nothing is left to do, and nothing is lost.
+    code, out, _ = run(*OWN_RUN, "training.steps=5", "--json", "checkpoint.accept_changes=true")
+    assert code == 0
+    assert (json.loads(out)["steps"], json.loads(out)["final_loss"]) == (5, None)

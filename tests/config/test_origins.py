@@ -43,7 +43,7 @@ def test_choosing_a_group_counts_as_its_file():
 def test_a_task_chosen_by_the_model_counts_as_its_file():
     origins = origins_of("model=mlp")
     assert said(origins["task.kind"]) == ("classification", "file", "task/classification.yaml")
-    assert said(origins["data.kind"]) == ("synthetic", "file", "data/synthetic.yaml")
+    assert said(origins["data.kind"]) == ("digits", "file", "data/digits.yaml")
 
 
 def test_ones_own_kind_is_an_override_and_what_it_left_out_is_gone():

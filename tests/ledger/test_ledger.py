@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import optax
 import pytest
+from flax import nnx
+from small_models import SAMPLES, WIDTH, Residuals, square_loss, vectors
 
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
@@ -57,12 +59,35 @@ def test_fsdp_sends_the_closed_form(keep, passes):
     assembled, batch = assembled_for({"fsdp": 8}, keep_gathered=keep)
     ledger = make_ledger(assembled, batch)
     leaves = assembled.traced.layout.leaves
-    blocks = sum(x.nbytes for x in leaves if x.role == "param" and x.path.startswith("blocks"))
-    outside = parameter_bytes(assembled) - blocks
-    # Embeddings and the last norm are used at both ends and stay gathered.
-    closed_form = 7 / 8 * (passes * blocks + 2 * outside)
+    blocks = [x for x in leaves if x.role == "param" and x.path.startswith("blocks")]
+    again = sum(x.nbytes for x in blocks if not x.path.endswith("bias"))
+    # Embeddings and the last norm are used at both ends and stay gathered; no gradient needs to
+    # know a bias.
+    closed_form = 7 / 8 * (passes * again + 2 * (parameter_bytes(assembled) - again))
     assert ledger.axes["fsdp"].minimum_bytes == pytest.approx(closed_form, rel=0.001)
     assert 0.98 <= ledger.axes["fsdp"].ratio <= 1.05
+
+
+@pytest.mark.parametrize("frozen", ["up", "down"])
+def test_frozen_weights_are_gathered_but_have_no_gradient_to_reduce(frozen):
+    """Those that read data only once: what they are given has no gradient either."""
+    trainable = nnx.All(nnx.Param, nnx.Not(nnx.PathContains(frozen)))
+    plan = Plan(
+        mesh={"fsdp": 8},
+        batch=solve_batch(replicas=8, global_batch_size=SAMPLES),
+        sharding=ShardingConfig(min_shard_size=0),
+    )
+    source = lambda rngs: Residuals(2, rngs=rngs)  # noqa: E731
+    assembled = assemble(source, square_loss, optax.sgd(0.1), plan, vectors(), trainable=trainable)
+    ledger = make_ledger(assembled, vectors())
+    kernel, bias = 7 / 8 * 4 * WIDTH * 2 * WIDTH, 7 / 8 * 4 * 2 * WIDTH
+    passes = {
+        # The first block's kernel is only read forward, as biases are.
+        "up": (1 + 2) * kernel + 2 * bias + (2 + 3) * kernel,
+        "down": (2 + 3) * kernel + 2 * 2 * bias + (2 + 2) * kernel,
+    }[frozen]
+    assert ledger.axes["fsdp"].minimum_bytes == pytest.approx(passes)
+    assert ledger.axes["fsdp"].ratio == pytest.approx(1, abs=0.02)
 
 
 @pytest.fixture(scope="module")

@@ -38,10 +38,10 @@ def forward(model):
     graphdef, state = nnx.split(model)
 
     @jax.jit
-    def run(tokens, segment_ids=None):
+    def run(tokens, segment_ids=None, positions=None):
         copy = nnx.merge(graphdef, state, copy=True)
         copy.eval()
-        return copy(tokens, segment_ids=segment_ids)
+        return copy(tokens, segment_ids=segment_ids, positions=positions)
 
     return run
 
@@ -118,6 +118,14 @@ def test_packed_documents_do_not_see_each_other(forward):
     after = forward(changed, segment_ids=segments)
     np.testing.assert_array_equal(before[:, 3:], after[:, 3:])
     assert np.all(np.abs(before[:, :3] - after[:, :3]).max(axis=-1) > 1e-6)
+
+
+def test_a_packed_document_has_the_logits_it_has_alone(forward):
+    segments = np.array([[1] * 3 + [2] * 5] * 2, dtype=np.int32)
+    positions = np.array([[0, 1, 2, 0, 1, 2, 3, 4]] * 2, dtype=np.int32)
+    packed = forward(TOKENS, segment_ids=segments, positions=positions)
+    alone = forward(np.roll(TOKENS, -3, axis=1))
+    np.testing.assert_allclose(packed[:, 3:], alone[:, :5], atol=1e-6)
 
 
 def test_one_document_equals_no_documents(forward):

@@ -1,5 +1,7 @@
 """Remat and the lifetime of gathered weights change memory and traffic, never a gradient."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,3 +147,33 @@ def test_half_precision_gradients_run_on_one_device_and_are_summed_in_float32():
     error = np.float64(jnp.bfloat16(2 * (y - batch["y"].reshape(-1, 64)) / batch["x"].size))
     # 128 rows are summed: in bf16 the sum would be off by 2⁻⁸ of its size.
     np.testing.assert_allclose(found, x.T @ error, atol=2**-11 * np.abs(x.T @ error).max())
+
+
+class Sums(nnx.Module):
+    """Weights that are repeated for samples, in every way: each gradient is a sum over them."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.places = nnx.Embed(WIDTH, 8, rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(8))
+        self.shift = nnx.Param(jnp.zeros((WIDTH, 8)))
+        self.turn = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        y = x[..., None] * self.scale[...] + self.places(jnp.arange(WIDTH)) + self.shift[None]
+        y, _ = jax.lax.scan(lambda y, _: (self.turn(y), None), y, length=2)
+        return y.mean(axis=-1)
+
+
+def test_half_precision_gradients_are_summed_over_devices_in_float32():
+    batch = vectors()
+    assembled = put_together(Sums, square_loss, batch, {"data": 4}, wide=False, precision="bf16")
+    text = compile_program(assembled.step.lower(list(batch.values())), QUICK).partitioned
+    shapes = re.findall(r"= (\S+) all-reduce\(", text)
+    assert len(shapes) >= len(assembled.parts.leaves)
+    assert {shape.partition("[")[0] for shape in shapes} == {"f32"}
+    state, placed = assembled.adopt(filled(Sums)), assembled.put_batch(batch)
+    gradients = quick(lambda s, b: assembled.step.gradients(s, b).values)(state, placed)
+    _, plain = plain_gradients(filled(Sums), square_loss, batch)
+    # Values are rounded to bf16 a few times on the way; sums of 256 of them are not.
+    assert_close(assembled.canonical_params(gradients), plain, 2**-6)

@@ -145,9 +145,9 @@ def test_weights_the_loss_changes_itself_are_averaged_in_float32():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda x: x.mean(axis=1), r"the loss is not a scalar\nit has shape \(16,\)"),
+        (lambda x: x.mean(axis=1), r"not a scalar\nit has shape \(16,\) and type float32"),
         (lambda x: (x.mean(), x), "the loss is not a scalar"),
-        (lambda x: None, "the loss is not a scalar"),
+        (lambda x: None, "the loss is not a scalar\nit is None"),
         (lambda x: Weighted(x, x.sum()), "the loss is not a scalar"),
         (lambda x: (x.mean(), {"hidden": x}), "metric `hidden` is not a scalar"),
         (lambda x: [x.mean()], "the loss is not a scalar"),

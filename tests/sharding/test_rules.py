@@ -110,7 +110,7 @@ def test_axes_the_mesh_does_not_have_are_left_out():
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"blocks.*.upp.kernel": "row"}, r"matches no parameter\n6 parameters.*\ndid you mean"),
+        ({"blocks.*.upp.kernel": "row"}, r"matches no parameter\n.* 6 parameters.*\ndid you mean"),
         ({"nothing": "row"}, r"`nothing` matches no parameter"),
         ({"blocks.*.up.kernel": "colum"}, r"`blocks\.\*\.up\.kernel: colum` is not known"),
         ({"blocks.*.up.kernel": ["tensr"]}, r"unknown mesh axis `tensr`"),

@@ -76,6 +76,27 @@ def test_model_sees_the_segments_of_its_inputs():
     np.testing.assert_array_equal(seen, segments[:, :-1])
 
 
+def test_a_model_that_takes_positions_gets_those_of_its_inputs():
+    positions = np.arange(28).reshape(4, 7)
+
+    def model(tokens, *, positions):
+        return bigram(tokens) + positions[:, :, None]
+
+    def shifted(tokens):
+        return model(tokens, positions=positions[:, :-1])
+
+    got, _ = TASK.loss(model, {"tokens": TOKENS, "positions": positions})
+    expected, _ = TASK.loss(shifted, {"tokens": TOKENS})
+    np.testing.assert_array_equal(got.total, expected.total)
+
+
+def test_a_model_that_takes_neither_still_predicts_within_documents_only():
+    segments = np.array([[1, 1, 1, 2, 2, 0, 0]] * 4)
+    batch = {"tokens": TOKENS, "segment_ids": segments, "positions": segments}
+    got, _ = TASK.loss(lambda tokens: bigram(tokens), batch)
+    assert got.weight == 4 * 3
+
+
 def test_unequal_microbatches_add_up_to_the_whole():
     mask = np.array([[1] * 6, [0] * 6, [1] * 2 + [0] * 4, [1] * 5 + [0]], bool)
     parts = [{"tokens": TOKENS[i : i + 2], "mask": mask[i : i + 2]} for i in (0, 2)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.cli.commands import COMMANDS, COMMON_FLAGS, Command, Flag
+from meshwright.cli.commands import COMMANDS, Command, Flag
 from meshwright.errors import UserError, did_you_mean
 
 _SHORT = {"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-dir"}
@@ -18,7 +18,7 @@ class Arguments:
 
     Attributes:
         command: the command.
-        overrides: everything Hydra composes.
+        overrides: everything Hydra composes, or the words of a command that composes nothing.
         flags: our own flags; a switch has an empty value.
     """
 
@@ -45,7 +45,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     """Read ``command [flags] [overrides]``; flags may stand anywhere after the command."""
     name, *rest = argv
     command = find_command(name)
-    known = {flag.name: flag for flag in (*COMMON_FLAGS, *command.flags)}
+    known = {flag.name: flag for flag in command.all_flags}
     flags: dict[str, str] = {}
     overrides: list[str] = []
     words = list(rest)
@@ -90,5 +90,5 @@ def _unknown_flag(head: str, command: Command, known: dict[str, Flag]) -> UserEr
     return UserError(
         f"`meshwright {command.name}` has no flag `{head}`" + (f": {hint}" if hint else ""),
         why=f"its flags: {', '.join(known)}",
-        fix="settings are written without dashes: key=value",
+        fix="settings are written without dashes: key=value" if command.composes else "",
     )

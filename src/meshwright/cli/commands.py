@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.launch.arguments import FLAGS as LAUNCH_FLAGS
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -30,7 +32,10 @@ class Command:
         module: where its ``run(request)`` lives.
         example: a call that works as it stands.
         flags: its own flags.
+        usage: what follows its name.
         needs_devices: whether JAX must be ready before it runs.
+        composes: whether what is typed is a config; if not, ``run(arguments, output)`` takes the
+            words as they are.
     """
 
     name: str
@@ -38,7 +43,15 @@ class Command:
     module: str
     example: str
     flags: tuple[Flag, ...] = ()
+    usage: str = "[flags] [overrides]"
     needs_devices: bool = True
+    composes: bool = True
+
+    @property
+    def all_flags(self) -> tuple[Flag, ...]:
+        """Its own flags and those every command has."""
+        common = (flag for flag in COMMON_FLAGS if self.composes or flag.name not in CONFIG_FLAGS)
+        return (*self.flags, *common)
 
 
 COMMON_FLAGS = (
@@ -49,6 +62,9 @@ COMMON_FLAGS = (
     Flag("--debug", "show the full traceback of an error"),
     Flag("--help", "show this help (also -h)"),
 )
+
+CONFIG_FLAGS = ("--cfg", "--multirun", "--config-dir")
+"""Flags of the commands that compose a config."""
 
 COMMANDS = {
     command.name: command
@@ -81,6 +97,44 @@ COMMANDS = {
             "compile a step and count what it sends, against the minimum",
             "meshwright.cli.ledger",
             "meshwright ledger simulate=8 mesh.fsdp=8",
+        ),
+        Command(
+            "profile",
+            "run a few updates and tell where their time goes",
+            "meshwright.cli.profile",
+            "meshwright profile simulate=8 mesh.fsdp=4 mesh.tensor=2",
+            flags=(
+                Flag("--updates", "updates to profile (default 5)", "N"),
+                Flag("--out", "folder of the trace and profile.json (default ./profile)", "DIR"),
+            ),
+        ),
+        Command(
+            "launch",
+            "run a command or a script in several processes of this machine",
+            "meshwright.cli.launch",
+            "meshwright launch --nprocs 2 --devices-per-process 2 -- train mesh.fsdp=4",
+            flags=tuple(Flag(name, *text) for name, text in LAUNCH_FLAGS.items()),
+            usage="--nprocs N [flags] -- COMMAND [flags of the command] [overrides]",
+        ),
+        Command(
+            "report",
+            "write a page about a run, or one that compares several",
+            "meshwright.cli.report",
+            "meshwright report outputs/meshwright",
+            flags=(Flag("--out", "where to write the page (default RUN/report.html)", "FILE"),),
+            usage="RUN [RUN …] [flags]",
+            needs_devices=False,
+            composes=False,
+        ),
+        Command(
+            "export",
+            "write the parameters of a run's checkpoint to a safetensors file",
+            "meshwright.cli.export",
+            "meshwright export outputs/meshwright/2026-01-31/12-00-00 model.safetensors",
+            flags=(Flag("--update", "which checkpoint (default: the newest)", "N"),),
+            usage="RUN FILE [flags]",
+            needs_devices=False,
+            composes=False,
         ),
         Command(
             "config",

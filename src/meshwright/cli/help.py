@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.cli.commands import COMMANDS, COMMON_FLAGS, Command, Flag
+from meshwright.cli.commands import COMMANDS, Command, Flag
 
 
 def general_help() -> str:
@@ -27,18 +27,25 @@ def general_help() -> str:
 
 def command_help(command: Command) -> str:
     """Return what `meshwright COMMAND --help` prints."""
+    lines = [
+        f"meshwright {command.name}: {command.help}",
+        "",
+        f"usage: meshwright {command.name} {command.usage}",
+        f"example: {command.example}",
+        "",
+        "flags:",
+        *_flag_lines(command.all_flags),
+        *(_config_lines() if command.composes else ()),
+    ]
+    return "\n".join(lines)
+
+
+def _config_lines() -> list[str]:
     from meshwright.config.groups import group_options
 
     options = group_options()
     width = max(len(group) for group in options)
-    lines = [
-        f"meshwright {command.name}: {command.help}",
-        "",
-        f"usage: meshwright {command.name} [flags] [overrides]",
-        f"example: {command.example}",
-        "",
-        "flags:",
-        *_flag_lines((*command.flags, *COMMON_FLAGS)),
+    return [
         "",
         "config groups (write group=choice; `+experiment=choice` overlays several):",
         *(f"  {group:<{width}}  {', '.join(names)}" for group, names in options.items()),
@@ -47,7 +54,6 @@ def command_help(command: Command) -> str:
         "  simulate=N  use N virtual CPU devices    hardware=8xA100-40GB  the machine planned for",
         "  hydra.run.dir=DIR  where a run is written",
     ]
-    return "\n".join(lines)
 
 
 def _flag_lines(flags: tuple[Flag, ...]) -> list[str]:

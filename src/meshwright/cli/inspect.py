@@ -12,14 +12,16 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.cli.request import Request
-from meshwright.cli.units import human_bytes
 from meshwright.errors import ExitCode, UserError
 from meshwright.mesh.build import build_mesh
 from meshwright.mesh.draw import render_mesh
 from meshwright.mesh.svg import mesh_svg
+from meshwright.pipeline.draw import render_timeline
+from meshwright.pipeline.report import pipeline_report
 from meshwright.recipe import make_recipe
 from meshwright.sharding.explain import LeafReport, explain
 from meshwright.step.assemble import Assembled, assemble
+from meshwright.units import human_bytes
 
 
 def run(request: Request) -> int:
@@ -38,6 +40,8 @@ def run(request: Request) -> int:
         "totals": _totals(assembled, leaves),
         "remarks": list(assembled.remarks),
     }
+    if assembled.step.pipeline is not None:
+        report["pipeline"] = asdict(pipeline_report(assembled.step.pipeline))
     request.output.result(report, _picture(assembled, leaves, report))
     return ExitCode.DONE
 
@@ -86,9 +90,28 @@ def _picture(
         Text(summary),
         *(Text(f"remark: {remark}") for remark in assembled.remarks),
         Text(),
+        *_pipeline(assembled, report),
         *_rows(leaves),
     ]
     return Group(*parts)
+
+
+def _pipeline(assembled: Assembled, report: dict[str, Any]) -> Iterator[RenderableType]:
+    """Yield what the stages have and when they work."""
+    pipeline = assembled.step.pipeline
+    if pipeline is None:
+        return
+    found = report["pipeline"]
+    for number, stage in enumerate(found["stages"]):
+        blocks = ", ".join(map(str, stage["blocks"]))
+        also = " + ".join(["", *stage["also"]])
+        yield Text(
+            f"stage {number}: blocks {blocks}{also}, {stage['parameters']:,} parameters, "
+            f"{stage['flops']:,} FLOPs a microbatch, keeps {stage['microbatches_kept']}"
+        )
+    table = pipeline.schedule.table(pipeline.num_microbatches, pipeline.num_stages)
+    yield render_timeline(table.timeline())
+    yield Text()
 
 
 def _rows(leaves: list[LeafReport]) -> Iterator[Text]:

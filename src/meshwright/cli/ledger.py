@@ -7,12 +7,12 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.cli.request import Request
-from meshwright.cli.units import human_bytes
 from meshwright.errors import CheckFailed, ExitCode
 from meshwright.ledger import Ledger, make_ledger
 from meshwright.mesh.axes import describe_sizes
 from meshwright.recipe import make_recipe
 from meshwright.step.assemble import assemble
+from meshwright.units import human_bytes
 
 
 def run(request: Request) -> int:

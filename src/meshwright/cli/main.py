@@ -29,6 +29,10 @@ def entry() -> None:
         # The reader has left; what it did not take is not tried again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = READER_LEFT
+    if code and "meshwright.launch.connect" in sys.modules:
+        from meshwright.launch.connect import leave_at_once
+
+        leave_at_once(code)
     sys.exit(code)
 
 
@@ -42,10 +46,16 @@ def main(argv: Sequence[str]) -> int:
             from importlib.metadata import version
 
             return _print(f"meshwright {version('meshwright')}")
+        if argv[0] == "launch" and not {"--help", "-h"} & set(argv[1:2]):
+            from meshwright.cli.launch import launch
+
+            return launch(argv[1:])
         arguments = parse_arguments(argv)
         if arguments.has("--help"):
             return _print(command_help(arguments.command))
-        with guarded_stdout(as_json=arguments.has("--json")) as output:
+        from meshwright.launch.connect import is_main
+
+        with guarded_stdout(as_json=arguments.has("--json"), silent=not is_main()) as output:
             return _run(arguments, output)
     except MeshwrightError as error:
         if debug:
@@ -58,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         return READER_LEFT
     except Exception as error:
-        return _internal_error(error, debug=debug)
+        return _unexpected(error, debug=debug)
 
 
 def _print(text: str) -> int:
@@ -67,6 +77,8 @@ def _print(text: str) -> int:
 
 
 def _run(arguments: Arguments, output: Output) -> int:
+    if not arguments.command.composes:
+        return int(importlib.import_module(arguments.command.module).run(arguments, output))
     if arguments.has("--multirun"):
         from meshwright.cli.multirun import run_sweep
 
@@ -79,12 +91,24 @@ def _run(arguments: Arguments, output: Output) -> int:
         return print_composed(arguments, output)
     request = make_request(arguments, output)
     module = importlib.import_module(arguments.command.module)
-    return int(module.run(request))
+    code = int(module.run(request))
+    if code == ExitCode.DONE:
+        from meshwright.launch.connect import disconnect_processes
+
+        disconnect_processes()
+    return code
 
 
-def _internal_error(error: Exception, *, debug: bool) -> int:
+def _unexpected(error: Exception, *, debug: bool) -> int:
     if debug:
         traceback.print_exc()
+    if "meshwright.launch.connect" in sys.modules:
+        from meshwright.launch.connect import explain_lost_peer
+
+        lost = explain_lost_peer(error)
+        if lost is not None:
+            print_error(lost)
+            return lost.exit_code
     print(f"internal error: {type(error).__name__}: {error}", file=sys.stderr)
     if not debug:
         print("  add --debug for the traceback, and please report it", file=sys.stderr)

@@ -21,10 +21,12 @@ class Output:
 
     Attributes:
         as_json: whether the result is one JSON value instead of something to look at.
+        silent: whether another process tells all of it.
     """
 
-    def __init__(self, result_descriptor: int, *, as_json: bool) -> None:
+    def __init__(self, result_descriptor: int, *, as_json: bool, silent: bool = False) -> None:
         self.as_json = as_json
+        self.silent = silent
         # Names of files may hold bytes that are no text; backslashes are also JSON's escape.
         self._result = os.fdopen(
             os.dup(result_descriptor), "w", encoding="utf-8", errors="backslashreplace"
@@ -35,6 +37,8 @@ class Output:
 
         JSON has no infinity and no NaN; both become null.
         """
+        if self.silent:
+            return
         if self.as_json:
             text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
             self._result.write(text + "\n")
@@ -44,6 +48,8 @@ class Output:
 
     def text(self, text: str) -> None:
         """Print text that is itself the result, unchanged."""
+        if self.silent:
+            return
         self._result.write(text if text.endswith("\n") else text + "\n")
         self._result.flush()
 
@@ -60,6 +66,8 @@ class Output:
 
     def say(self, message: RenderableType) -> None:
         """Tell a person something that is not the result."""
+        if self.silent:
+            return
         from rich.console import Console
 
         Console(file=sys.stderr, highlight=False).print(message)
@@ -70,17 +78,19 @@ class Output:
 
 
 @contextmanager
-def guarded_stdout(*, as_json: bool) -> Generator[Output]:
+def guarded_stdout(*, as_json: bool, silent: bool = False) -> Generator[Output]:
     """Keep the real stdout for results and send whatever else is printed to stderr.
 
-    File descriptors are redirected too, because native libraries print without asking Python.
+    File descriptors are redirected too, because native libraries print without asking Python. What
+    they print in a silent process, which is not the one that tells a person, is dropped.
     """
     stdout = sys.stdout
     stdout.flush()
     real = os.dup(1)
-    output = Output(real, as_json=as_json)
+    output = Output(real, as_json=as_json, silent=silent)
+    elsewhere = os.open(os.devnull, os.O_WRONLY) if silent else os.dup(2)
     try:
-        os.dup2(2, 1)
+        os.dup2(elsewhere, 1)
         with redirect_stdout(sys.stderr):
             yield output
     finally:
@@ -88,6 +98,7 @@ def guarded_stdout(*, as_json: bool) -> Generator[Output]:
         stdout.flush()
         os.dup2(real, 1)
         os.close(real)
+        os.close(elsewhere)
         output.close()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.cli.arguments import Arguments
@@ -44,13 +45,19 @@ def make_request(arguments: Arguments, output: Output) -> Request:
     composed = compose_config(arguments.overrides, arguments.config_dir)
     config = validate(composed)
     if arguments.command.needs_devices:
-        prepare_devices(config)
+        composed = prepare_devices(config, composed)
     return Request(arguments, composed, config, output)
 
 
-def prepare_devices(config: Config) -> None:
-    """Simulate devices if asked; must run before JAX starts."""
-    if config.simulate is not None:
-        from meshwright.mesh.simulate import simulate_devices
+def prepare_devices(config: Config, composed: Composed) -> Composed:
+    """Simulate devices if asked and join the other processes; must run before JAX starts.
 
-        simulate_devices(config.simulate)
+    Returns:
+        The same with directories that all processes agree on: their names hold the time.
+    """
+    from meshwright import processes
+    from meshwright.launch.connect import connect_processes
+
+    connect_processes(config.simulate)
+    run_dir, sweep_dir = processes.broadcast([str(composed.run_dir), str(composed.sweep_dir)])
+    return replace(composed, run_dir=Path(run_dir), sweep_dir=Path(sweep_dir))

@@ -1,166 +1,197 @@
-"""`meshwright train`: a whole run from a config, with its log, config and result on disk."""
+"""`meshwright train`: a whole run from a config, with everything about it on disk."""
 
 from __future__ import annotations
 
 import json
-import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orbax.checkpoint as ocp
+import yaml
 
 from meshwright.cli.request import Request
+from meshwright.cli.sample import generate_sample
+from meshwright.config.origins import trace_origins
 from meshwright.config.schema import Config
-from meshwright.errors import CheckFailed, ExitCode, UserError
-from meshwright.ledger import make_ledger
+from meshwright.errors import ExitCode, UserError
 from meshwright.mesh.draw import render_mesh
-from meshwright.plan import Plan, check_supported, unused_settings
+from meshwright.plan import Plan, check_supported, make_plan, unused_settings
+from meshwright.processes import broadcast
 from meshwright.recipe import Recipe, make_recipe
-from meshwright.step.assemble import Assembled
-from meshwright.trainer import FitResult, Metrics, Trainer
-
-logger = logging.getLogger("meshwright.train")
+from meshwright.step.assemble import assemble
+from meshwright.step.state import TrainState
+from meshwright.tracking.make import make_trackers
+from meshwright.tracking.tracker import Tracker
+from meshwright.trainer.callbacks import Callback, EarlyStopping
+from meshwright.trainer.folder import make_folder
+from meshwright.trainer.resume import Origin, check_same_run, find_origin
+from meshwright.trainer.training import FitResult, Training
 
 
 def run(request: Request) -> int:
     """Train, and tell what was done."""
-    config, plan = request.config, request.plan()
-    check_supported(plan)
+    folder = Path(broadcast(str(request.composed.run_dir.absolute())))
+    origin = find_origin(request.config.resume, folder)
+    config = _keep_batch(request.config, origin)
+    plan = _plan(config)
     recipe = make_recipe(config, plan.batch.global_batch_size)
-    trainer = _trainer(config, plan, recipe)
+    changes = _check_origin(origin, config, recipe)
     # Whatever is wrong with the model, the task or the data shows here, before a file is written.
     example = recipe.example_batch(plan.batch.global_batch_size)
-    assembled = trainer.assemble(example)
-    if config.strict:
-        _check_strictly(assembled, example)
-    folder = _open_run(request, plan)
-    _log_to(folder / "train.log")
+    assembled = assemble(
+        recipe.model,
+        recipe.loss,
+        recipe.optimizer,
+        plan,
+        example,
+        clip_norm=config.optimizer.clip_norm,
+    )
+    callbacks = _callbacks(config)
+    make_folder(folder, _files(request, config, plan))
     if not request.output.as_json:
         request.output.say(render_mesh(assembled.mesh))
-    logger.info("plan: %s", plan.describe())
-    for remark in (*unused_settings(config, plan), *assembled.remarks):
-        logger.warning("remark: %s", remark)
-    logger.info("output: %s", folder)
-    result = _fit(trainer, assembled, recipe, config, folder)
-    if config.checkpoint.enabled:
-        _save(folder / "checkpoint", result)
-    _tell(request, plan, folder, result)
+    told: dict[str, Any] = {}
+
+    def finish(state: TrainState) -> dict[str, Any]:
+        tokens = config.training.sample_tokens
+        told["sample"] = generate_sample(recipe, assembled, state, num_tokens=tokens)
+        return told
+
+    training = Training(
+        assembled=assembled,
+        loss=recipe.loss,
+        batch=example,
+        data=recipe.data,
+        duration=recipe.duration,
+        start=lambda: assembled.init(config.run.seed),
+        seed=config.run.seed,
+        eval_data=recipe.eval_data,
+        eval_every=config.training.eval_every,
+        eval_batches=config.training.eval_batches,
+        log_every=config.tracking.log_every,
+        workers=config.data.workers,
+        prefetch=config.data.prefetch,
+        callbacks=callbacks,
+        run_dir=folder,
+        make_tracker=partial(_trackers, config, folder),
+        checkpoint=config.checkpoint,
+        origin=origin,
+        config=config.model_dump(mode="json"),
+        project=config.run.project,
+        learning_rate=recipe.learning_rate,
+        strict=config.strict,
+        profile=config.training.profile_communication,
+        finish=finish,
+        remarks=[*unused_settings(config, plan), *changes],
+    )
+    result = training.run()
+    _tell(request, plan, result, told["sample"])
     return ExitCode.DONE
 
 
-def _trainer(config: Config, plan: Plan, recipe: Recipe) -> Trainer:
-    return Trainer(
-        model=recipe.model,
-        loss=recipe.loss,
-        optimizer=recipe.optimizer,
-        mesh=plan,
-        clip_norm=config.optimizer.clip_norm,
-        seed=config.run.seed,
-        log_every=config.tracking.log_every,
+def _plan(config: Config) -> Plan:
+    import jax
+
+    plan = make_plan(config, jax.device_count())
+    check_supported(plan)
+    return plan
+
+
+def _keep_batch(config: Config, origin: Origin | None) -> Config:
+    """Return the config with the global batch of the checkpoint, unless it names its own."""
+    if origin is None or config.training.global_batch_size is not None:
+        return config
+    size = origin.passport.global_batch_size
+    training = config.training.model_copy(update={"global_batch_size": size})
+    return config.model_copy(update={"training": training})
+
+
+def _check_origin(origin: Origin | None, config: Config, recipe: Recipe) -> list[str]:
+    """Check that a checkpoint is of this run; returns the changes that were accepted."""
+    if origin is None:
+        return []
+    accept = config.checkpoint.accept_changes
+    size, kept = config.training.global_batch_size, origin.passport.global_batch_size
+    if size != kept and not accept:
+        raise UserError(
+            f"the global batch was {kept} samples and is {size}",
+            why=f"the checkpoint of update {origin.update} was trained with {kept}, and the order "
+            "of the samples follows from it",
+            fix="leave out training.global_batch_size to keep it; checkpoint.accept_changes=true "
+            "goes on all the same",
+        )
+    return check_same_run(
+        origin.passport,
+        config.model_dump(mode="json"),
+        dataset=recipe.data.fingerprint(),
+        accept=accept,
     )
 
 
-def _check_strictly(assembled: Assembled, batch: Any) -> None:
-    """Compile the step and refuse one that does otherwise than the plan asked."""
-    ledger = make_ledger(assembled, batch)
-    deviations = [
-        f"over {axis} it sends {own.sent_bytes:,} bytes where {own.minimum_bytes:,} are needed"
-        for axis, own in ledger.axes.items()
-        if own.suspicious
+def _files(request: Request, config: Config, plan: Plan) -> dict[str, str]:
+    """Return what the run's folder holds from the start."""
+    origins = trace_origins(request.config, request.composed)
+    entries = [
+        {"key": o.key, "value": o.value, "origin": o.source, "from": o.detail} for o in origins
     ]
-    deviations += assembled.remarks
-    if deviations:
-        raise CheckFailed(
-            "the program deviates from its plan",
-            why="; ".join(deviations),
-            fix="`meshwright ledger` with the same settings shows where; strict=false trains",
-        )
-
-
-def _fit(
-    trainer: Trainer, assembled: Assembled, recipe: Recipe, config: Config, folder: Path
-) -> FitResult:
-    steps, size = config.training.steps, assembled.plan.batch.global_batch_size
-    batches = (recipe.data.batch(step, size) for step in range(steps))
-    with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
-
-        def on_metrics(step: int, metrics: Metrics) -> None:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
-            file.flush()
-            shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-            logger.info("step %5d  %s", step, shown)
-
-        return trainer.fit(batches, steps=steps, on_metrics=on_metrics, assembled=assembled)
-
-
-def _open_run(request: Request, plan: Plan) -> Path:
-    import yaml
-
-    folder = request.composed.run_dir.absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        config = request.config.model_dump(mode="json")
-        (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-        (folder / "plan.yaml").write_text(plan.to_yaml())
-    except OSError as error:
-        raise UserError(
-            f"cannot write the output directory {folder}",
-            why=str(error),
-            fix="write hydra.run.dir=… with a directory you can write to",
-        ) from error
-    return folder
-
-
-def _log_to(path: Path) -> None:
-    # Orbax tells about every file it writes.
-    logging.getLogger("absl").setLevel(logging.WARNING)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    for old in list(logger.handlers):
-        logger.removeHandler(old)
-    file = logging.FileHandler(path, encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logger.addHandler(file)
-    screen = logging.StreamHandler()
-    screen.setFormatter(logging.Formatter("%(message)s"))
-    logger.addHandler(screen)
-
-
-def _save(path: Path, result: FitResult) -> None:
-    checkpointer = ocp.StandardCheckpointer()
-    params = {
-        leaf.path: value
-        for leaf, value in zip(
-            result.assembled.traced.layout.leaves,
-            result.assembled.canonical(result.state).values(),
-            strict=True,
-        )
-        if leaf.role == "param"
+    values = config.model_dump(mode="json")
+    return {
+        "config.yaml": yaml.safe_dump(values, sort_keys=False, allow_unicode=True),
+        "config.json": json.dumps(entries, ensure_ascii=False),
+        "plan.yaml": plan.to_yaml(),
     }
-    checkpointer.save(path, params, force=True)
-    checkpointer.wait_until_finished()
-    checkpointer.close()
 
 
-def _tell(request: Request, plan: Plan, folder: Path, result: FitResult) -> None:
+def _callbacks(config: Config) -> list[Callback]:
+    patience = config.training.early_stopping_patience
+    if patience is None:
+        return []
+    if config.training.eval_every is None:
+        raise UserError(
+            f"training.early_stopping_patience={patience} counts evaluations",
+            why="training.eval_every is null, so there is only one, at the end",
+            fix="write training.eval_every=… too",
+        )
+    return [EarlyStopping(patience, min_delta=config.training.early_stopping_min_delta)]
+
+
+def _trackers(config: Config, folder: Path, updates: int | None) -> Tracker:
+    return make_trackers(config.tracking, folder, total_updates=updates)
+
+
+def _tell(request: Request, plan: Plan, result: FitResult, sample: str | None) -> None:
     losses = list(result.losses.values())
-    report = {
-        "run_dir": str(folder),
+    report: dict[str, Any] = {
+        "run_dir": str(result.run_dir),
         "mesh": plan.mesh,
         "devices": plan.num_devices,
         "steps": result.updates,
-        "first_loss": losses[0],
-        "final_loss": losses[-1],
+        "first_loss": losses[0] if losses else None,
+        "final_loss": losses[-1] if losses else None,
+        "eval_loss": result.eval_loss,
         "seconds": round(result.seconds, 2),
+        "stopped": result.stopped,
+        "sample": sample,
     }
-    lines = [
-        f"trained {report['steps']} updates of {plan.batch.global_batch_size} samples on "
-        f"{plan.num_devices} devices in {result.seconds:.0f} s",
-        f"loss {losses[0]:.4f} → {losses[-1]:.4f}",
-        f"everything about it: {folder}",
-    ]
     if request.output.as_json:
         request.output.result(report)
-    else:
-        # As plain text, because a path that is wrapped cannot be copied.
-        request.output.text("\n".join(lines))
+        return
+    # As plain text, because a path that is wrapped cannot be copied.
+    request.output.text("\n".join(_lines(plan, result, losses, sample)))
+
+
+def _lines(plan: Plan, result: FitResult, losses: list[float], sample: str | None) -> list[str]:
+    lines = [
+        f"trained {result.updates} updates of {plan.batch.global_batch_size} samples on "
+        f"{plan.num_devices} devices in {result.seconds:.0f} s: {result.stopped}",
+    ]
+    if losses:
+        evaluated = "" if result.eval_loss is None else f", held out {result.eval_loss:.4f}"
+        lines.append(f"loss {losses[0]:.4f} → {losses[-1]:.4f}{evaluated}")
+    if sample:
+        lines += ["", "a sample of what it writes:", *sample.splitlines(), ""]
+    return [
+        *lines,
+        f"everything about it: {result.run_dir}",
+        f"look at it: meshwright report {result.run_dir}",
+    ]

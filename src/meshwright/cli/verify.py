@@ -11,8 +11,8 @@ from rich.text import Text
 from meshwright.cli.request import Request
 from meshwright.errors import ExitCode, UserError
 from meshwright.mesh.axes import describe_sizes
+from meshwright.proof import Certificate, Comparison, verify
 from meshwright.recipe import make_recipe
-from meshwright.verify import Certificate, Comparison, verify
 
 
 def run(request: Request) -> int:

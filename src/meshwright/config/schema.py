@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from meshwright.config.base import Frozen
+from meshwright.config.duration import parse_duration
 from meshwright.errors import UserError
 from meshwright.hardware import parse_hardware
 from meshwright.mesh.axes import ALIASES, INFER, canonical_axis
@@ -54,7 +55,24 @@ class TaskConfig(Open):
 
 
 class DataConfig(Open):
-    """Where samples come from."""
+    """Where samples come from: a kind of ours or yours; further keys are its arguments.
+
+    Attributes:
+        kind: text, tokens, jsonl, images, … or ``package.module:Name``.
+        eval_path: samples to evaluate on; by default a part of the others is held out.
+        eval_fraction: the part held out; null means 0.02 for kinds of ours and nothing for yours.
+        shuffle: whether every epoch has an order of its own.
+        on_corrupt: whether a record that cannot be read stops the run or is skipped and counted.
+        workers: processes that read ahead; 0 reads on threads.
+        prefetch: batches read ahead; 0 reads each when it is asked for.
+    """
+
+    eval_path: str | None = None
+    eval_fraction: float | None = Field(default=None, ge=0, le=0.5)
+    shuffle: bool = True
+    on_corrupt: Literal["stop", "skip"] = "stop"
+    workers: int = Field(default=0, ge=0, le=1024)
+    prefetch: int = Field(default=4, ge=0, le=1024)
 
 
 class OptimizerConfig(Open):
@@ -83,19 +101,41 @@ class TrainingConfig(Frozen):
 
     Attributes:
         steps: optimizer updates.
+        max_duration: another way to say how long: 1000st (updates), 2ep (epochs), 30min, 12h; it
+            replaces steps.
         global_batch_size: samples per update = micro_batch_size × data × fsdp × accumulation.
         micro_batch_size: samples per device and microbatch.
         gradient_accumulation_steps: microbatches per update.
         sync_gradients_every: microbatches between two gradient reductions.
         mixed_precision: no, fp16 or bf16; another spelling of precision.compute.
+        eval_every: updates between two evaluations; null evaluates once, at the end.
+        eval_batches: the most batches one evaluation takes.
+        early_stopping_patience: evaluations without a better loss after which training stops.
+        early_stopping_min_delta: by how much a loss must be lower to be better.
+        sample_tokens: tokens of text to generate at the end, where model and data allow it.
+        profile_communication: profile a few updates, and tell where their time goes.
     """
 
     steps: Count = 80
+    max_duration: str | None = None
     global_batch_size: Count | None = None
     micro_batch_size: Count | None = None
     gradient_accumulation_steps: Count | None = None
     sync_gradients_every: Count = 1
     mixed_precision: Precision | None = None
+    eval_every: Count | None = None
+    eval_batches: Count = 16
+    early_stopping_patience: Count | None = None
+    early_stopping_min_delta: float = Field(default=0.0, ge=0)
+    sample_tokens: int = Field(default=200, ge=0, le=100_000)
+    profile_communication: bool = False
+
+    @field_validator("max_duration")
+    @classmethod
+    def _readable_duration(cls, text: str | None) -> str | None:
+        if text is not None:
+            parse_duration(text)
+        return text
 
     @field_validator("mixed_precision", mode="before")
     @classmethod
@@ -174,11 +214,14 @@ class PipelineConfig(Frozen):
 
     Attributes:
         schedule: gpipe, 1f1b, interleaved or zb_h1.
-        num_microbatches: microbatches in flight per update; null takes four per stage.
+        num_microbatches: microbatches per update, or between two flushes if
+            training.gradient_accumulation_steps is a multiple; null takes four per stage.
+        num_chunks: pieces of the model on each stage, for interleaved.
     """
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1"] = "1f1b"
     num_microbatches: Count | None = None
+    num_chunks: Count = 2
 
 
 class PrecisionConfig(Frozen):
@@ -201,23 +244,41 @@ class PrecisionConfig(Frozen):
 
 
 class CheckpointConfig(Frozen):
-    """What is kept of a run.
+    """What is kept of a run, so that it can go on later.
 
     Attributes:
-        enabled: whether the final state is saved in the run directory.
+        enabled: whether anything is saved in the run directory.
+        every: updates between two checkpoints; the last update is always saved.
+        keep_last: how many of the newest are kept.
+        keep_best: how many of those with the lowest evaluation loss are kept besides.
+        accept_changes: resume although the config says otherwise than the checkpoint's.
     """
 
     enabled: bool = True
+    every: Count = 100
+    keep_last: Count = 2
+    keep_best: int = Field(default=1, ge=0)
+    accept_changes: bool = False
 
 
 class TrackingConfig(Frozen):
-    """What is told about a run while it goes on.
+    """What is told about a run while it goes on; files in its folder are written always.
 
     Attributes:
         log_every: updates between two lines of metrics.
+        tensorboard: whether to write scalars for TensorBoard into the run folder.
+        wandb: whether to send metrics to Weights & Biases; run.project is the project.
+        wandb_entity: the user or team at W&B; null is W&B's own default.
+        mlflow: whether to send metrics to MLflow; run.project is the experiment.
+        mlflow_uri: the MLflow server, such as http://host:5000; null is MLflow's own default.
     """
 
     log_every: Count = 10
+    tensorboard: bool = False
+    wandb: bool = False
+    wandb_entity: str | None = None
+    mlflow: bool = False
+    mlflow_uri: str | None = None
 
 
 class RunConfig(Frozen):
@@ -238,7 +299,9 @@ class Config(Frozen):
     Attributes:
         simulate: give this machine so many virtual CPU devices.
         hardware: the machine a plan is for, such as 8xA100-40GB; null is the one at hand.
-        strict: make a program that deviates from its plan an error; it is compiled once more.
+        strict: make a program that deviates from its plan an error.
+        resume: auto goes on from the newest checkpoint in the run directory, if there is one; must
+            wants one; never starts anew; a path names a run or a checkpoint to go on from.
     """
 
     model: ModelConfig
@@ -256,6 +319,7 @@ class Config(Frozen):
     simulate: int | None = Field(default=None, ge=1, le=1024)
     hardware: str | None = None
     strict: bool = False
+    resume: str = Field(default="auto", min_length=1)
 
     @field_validator("hardware")
     @classmethod

@@ -1,31 +1,47 @@
-"""Where the batches of a run come from: made up by the task, read from a source, or the user's."""
+"""What gives the batches of a run: a function of the seed and the step, row by row."""
 
 from __future__ import annotations
 
-import inspect
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.config.builders import Builder, build, parameters_of
 from meshwright.data.order import sample_ids
-from meshwright.errors import UserError
 
 HostBatch = dict[str, NDArray[Any]]
+Rows = NDArray[np.int64]
+"""Places in a global batch, from 0 to its size - 1: what one process needs of it."""
 
-BATCH_PARAMETERS = ("step", "batch_size")
-"""What a function that gives batches takes: the update's number and the samples of a batch."""
+
+class OutOfData(Exception):
+    """There is no batch for this step; every process finds the same."""
 
 
 class Data(Protocol):
     """Where the batches of a run come from."""
 
-    def batch(self, step: int, batch_size: int) -> HostBatch:
-        """Return the global batch of one update: a function of the seed and the step alone."""
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of an epoch; None if there is no end, or none that is known."""
+        ...
+
+    def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> HostBatch:
+        """Return the global batch of one update, or only these rows of it.
+
+        It is a function of the seed and the step alone.
+        """
+        ...
+
+    def fingerprint(self) -> str:
+        """Return a short text that changes when the samples or their numbering do."""
+        ...
+
+    def describe(self) -> str:
+        """Return one line for people."""
         ...
 
 
@@ -42,70 +58,104 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
+class SourceData:
+    """Batches read from a source in the global order.
+
+    Attributes:
+        source: the samples; one with ``fingerprint()``, ``describe()`` or ``tokenizer`` is asked.
+        seed: of the run.
+        shuffle: whether every epoch has an order of its own.
+    """
+
+    source: Source
+    seed: int
+    shuffle: bool = True
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the source."""
+        return len(self.source)
+
+    @property
+    def tokenizer(self) -> Any:
+        """What turns text into the source's tokens and back; None where there is no text."""
+        return getattr(self.source, "tokenizer", None)
+
+    def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> HostBatch:
+        """Return the rows of one update."""
+        ids = sample_ids(
+            seed=self.seed,
+            step=step,
+            batch_size=batch_size,
+            num_samples=len(self.source),
+            rows=rows,
+            shuffle=self.shuffle,
+        )
+        return dict(self.source.rows(ids))
+
+    def fingerprint(self) -> str:
+        """Return the source's, or one of its class and size."""
+        return fingerprint_of(_own(self.source, "fingerprint"), self.shuffle)
+
+    def describe(self) -> str:
+        """Return the source's own line."""
+        return _own(self.source, "describe")
+
+
+@dataclass(frozen=True)
 class SyntheticData:
     """Batches made up by the task, different for every step.
 
     Attributes:
         make: makes a batch from a seed and a size.
         seed: of the run.
+        stream: further numbers that set these batches apart from others of the same run.
     """
 
     make: Callable[[int, int], HostBatch]
     seed: int
+    stream: tuple[int, ...] = ()
 
-    def batch(self, step: int, batch_size: int) -> HostBatch:
+    num_samples = None
+
+    def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> HostBatch:
         """Return the made-up batch of one update."""
-        mixed = np.random.SeedSequence((self.seed, step)).generate_state(1)[0]
-        return self.make(int(mixed), batch_size)
+        mixed = np.random.SeedSequence((self.seed, step, *self.stream)).generate_state(1)[0]
+        return take_rows(self.make(int(mixed), batch_size), rows)
+
+    def fingerprint(self) -> str:
+        """Return what depends on the task's name and sizes."""
+        return fingerprint_of("synthetic", repr(getattr(self.make, "__self__", "")), self.stream)
+
+    def describe(self) -> str:
+        """Say that it is made up."""
+        return "made-up samples"
 
 
-@dataclass(frozen=True)
-class SourceData:
-    """Batches read from a source in the global order."""
+def take_rows(batch: Any, rows: Rows | None) -> Any:
+    """Return these rows of a batch's arrays; all of them if ``rows`` is None."""
+    if rows is None:
+        return batch
+    if isinstance(batch, dict):
+        return {name: take_rows(value, rows) for name, value in batch.items()}
+    if isinstance(batch, np.ndarray):
+        return batch[rows]
+    import jax
 
-    source: Source
-    seed: int
-
-    def batch(self, step: int, batch_size: int) -> HostBatch:
-        """Return the rows of one update."""
-        ids = sample_ids(
-            seed=self.seed, step=step, batch_size=batch_size, num_samples=len(self.source)
-        )
-        return dict(self.source.rows(ids))
+    return jax.tree.map(lambda array: np.asarray(array)[rows], batch)
 
 
-@dataclass(frozen=True)
-class FunctionData:
-    """Batches given by a function of the update's number and the batch size."""
-
-    function: Callable[..., HostBatch]
-
-    def batch(self, step: int, batch_size: int) -> HostBatch:
-        """Return what the function gives."""
-        return self.function(step=step, batch_size=batch_size)
+def fingerprint_of(*facts: Any) -> str:
+    """Return 16 hex digits that stand for these facts; arrays and bytes count by their content."""
+    digest = hashlib.blake2b(digest_size=8)
+    for fact in facts:
+        digest.update(fact if isinstance(fact, bytes) else repr(fact).encode())
+        digest.update(b"\0")
+    return digest.hexdigest()
 
 
-def is_batch_function(builder: Builder) -> bool:
-    """Whether it is itself what gives the batches: a function of ``step`` and ``batch_size``."""
-    return not inspect.isclass(builder) and set(BATCH_PARAMETERS) <= set(parameters_of(builder))
-
-
-def read_data(kind: str, builder: Builder, arguments: dict[str, Any], seed: int) -> Data:
-    """Return the data ``kind`` names.
-
-    It is a function of ``step`` and ``batch_size``; or a class or function that gives an object
-    with ``batch(step, batch_size)``, or with ``len`` and ``rows(ids)``.
-    """
-    if is_batch_function(builder):
-        return FunctionData(partial(builder, **arguments))
-    made = build("data", kind, builder, arguments)
-    if callable(getattr(made, "batch", None)):
-        return made
-    if callable(getattr(made, "rows", None)) and hasattr(made, "__len__"):
-        return SourceData(made, seed)
-    raise UserError(
-        f"data.kind={kind} gives no batches",
-        why=f"it made a {type(made).__name__}, which has neither batch nor rows and a length",
-        fix="give it a method batch(self, step, batch_size) that returns a dict of arrays, or name "
-        "a function of step and batch_size",
-    )
+def _own(source: Any, method: str) -> str:
+    asked = getattr(source, method, None)
+    if callable(asked):
+        return str(asked())
+    return f"{type(source).__name__}, {len(source):,} samples"

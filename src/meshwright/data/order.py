@@ -2,24 +2,97 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
+TABLE_SAMPLES = 2**20
+"""Epochs of up to so many samples are sorted into a table; a network scrambles larger ones, which
+need no memory but are not perfectly even where there are few samples."""
 
-def sample_ids(*, seed: int, step: int, batch_size: int, num_samples: int) -> NDArray[np.int64]:
+ROUNDS = 6
+"""Of mixing; four make a Feistel network look random, two more are cheap."""
+
+
+def sample_ids(
+    *,
+    seed: int,
+    step: int,
+    batch_size: int,
+    num_samples: int,
+    rows: NDArray[np.int64] | None = None,
+    shuffle: bool = True,
+) -> NDArray[np.int64]:
     """Return the samples of one update: epoch after epoch, each in an order of its own.
 
     The answer does not depend on processes, devices or what was asked before, so any process can
-    compute the slice it needs and a resumed run sees what an uninterrupted one would have seen.
+    compute the rows it needs and a resumed run sees what an uninterrupted one would have seen.
+
+    Args:
+        seed: of the run.
+        step: the update, from 0.
+        batch_size: samples of the whole update.
+        num_samples: samples there are; an epoch sees each exactly once.
+        rows: which places of the batch are asked for; all by default.
+        shuffle: whether an epoch has an order of its own, or that of the samples' numbers.
     """
-    positions = np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
-    epochs, places = np.divmod(positions, num_samples)
-    ids = np.empty_like(positions)
+    places = np.arange(batch_size, dtype=np.int64) if rows is None else rows
+    epochs, places = np.divmod(step * batch_size + places, num_samples)
+    if not shuffle:
+        return places
+    ids = np.empty_like(places)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
-        ids[chosen] = _epoch_order(seed, int(epoch), num_samples)[places[chosen]]
+        ids[chosen] = _permute(places[chosen], num_samples, seed, int(epoch))
     return ids
 
 
-def _epoch_order(seed: int, epoch: int, num_samples: int) -> NDArray[np.int64]:
-    return np.random.default_rng((seed, epoch)).permutation(num_samples)
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scatter 64-bit numbers: neighbours become unrelated (the finalizer of SplitMix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _permute(
+    places: NDArray[np.int64], num_samples: int, seed: int, epoch: int
+) -> NDArray[np.int64]:
+    """Return what the epoch's permutation has at these places."""
+    if num_samples <= TABLE_SAMPLES:
+        return _table(num_samples, seed, epoch)[places]
+    keys = _keys(seed, epoch, ROUNDS)
+    ids = _encrypt(places.astype(np.uint64), keys, num_samples)
+    # The network permutes the next power of two; what falls outside goes through it again until
+    # it is inside.
+    while (outside := ids >= num_samples).any():
+        ids[outside] = _encrypt(ids[outside], keys, num_samples)
+    return ids.astype(np.int64)
+
+
+@lru_cache(maxsize=4)
+def _table(num_samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    scattered = mix(mix(np.arange(num_samples, dtype=np.uint64)) + _keys(seed, epoch, 1))
+    return np.argsort(scattered, kind="stable")
+
+
+def _keys(seed: int, epoch: int, count: int) -> NDArray[np.uint64]:
+    keys = np.random.SeedSequence((seed, epoch)).generate_state(count, np.uint64)
+    return keys.astype(np.uint64)
+
+
+def _encrypt(
+    values: NDArray[np.uint64], keys: NDArray[np.uint64], num_samples: int
+) -> NDArray[np.uint64]:
+    bits = max((num_samples - 1).bit_length(), 2)
+    low_bits = np.uint64(bits // 2)
+    low_mask = np.uint64((1 << (bits // 2)) - 1)
+    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    high, low = values >> low_bits, values & low_mask
+    # Each half changes by what the other half is, which can be undone: no two values meet.
+    for number, key in enumerate(keys):
+        if number % 2:
+            low = low ^ (mix(high + key) & low_mask)
+        else:
+            high = high ^ (mix(low + key) & high_mask)
+    return (high << low_bits) | low

@@ -1,65 +1,64 @@
-"""Text as bytes: files of the user's, or the Python standard library's own source."""
+"""Text: files of the user's, or the Python standard library's own source."""
 
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from meshwright.errors import UserError
+from meshwright.data.corrupt import CorruptRecords, OnCorrupt
+from meshwright.data.documents import Documents, Packing
+from meshwright.data.feed import Source
+from meshwright.data.files import list_files, read_bytes
+from meshwright.data.records import with_count
+from meshwright.data.tokenizer import check_vocabulary, load_tokenizer
 
 CORPUS_BYTES = 16 * 2**20
 """How much of the standard library is read: enough for a demonstration, quick to load."""
 
 
-class TextSource:
-    """Consecutive rows of bytes, each one token longer than the sequence so targets are inside.
+def text_source(
+    *,
+    sequence_length: int,
+    path: str | None = None,
+    tokenizer: str | None = None,
+    packing: Packing = "stream",
+    vocab_size: int | None = None,
+    on_corrupt: OnCorrupt = "stop",
+) -> Source:
+    """Return the text of a file, or of all files in a folder, as rows of tokens.
 
-    Attributes:
+    Args:
         sequence_length: tokens the model sees per row.
+        path: a file or folder; without one, the source code of the Python standard library.
+        tokenizer: a ``tokenizers`` JSON file; without one, every byte is a token.
+        packing: whether rows are cut from all files one after the other, or files stay apart.
+        vocab_size: tokens of the model, which must suffice.
+        on_corrupt: what to do about a file that is no UTF-8; bytes need not be.
     """
-
-    vocab_size = 256
-
-    def __init__(self, *, sequence_length: int, path: str | None = None) -> None:
-        self.sequence_length = sequence_length
-        self._bytes = _read(path)
-        if len(self) < 1:
-            raise UserError(
-                f"data.path={path} is too short",
-                why=f"it has {self._bytes.size} bytes and one row takes {sequence_length + 1}",
-                fix="give a longer text, or a smaller data.sequence_length",
-            )
-
-    def __len__(self) -> int:
-        return (self._bytes.size - 1) // self.sequence_length
-
-    def rows(self, ids: NDArray[np.int64]) -> dict[str, NDArray[np.int32]]:
-        """Return the rows with these ids: ``tokens`` of shape [len(ids), sequence_length + 1]."""
-        starts = ids[:, None] * self.sequence_length
-        places = starts + np.arange(self.sequence_length + 1)
-        return {"tokens": self._bytes[places].astype(np.int32)}
+    found = load_tokenizer(tokenizer)
+    check_vocabulary(found, vocab_size)
+    documents = Documents(found, found.vocab_size)
+    corrupt = CorruptRecords(on_corrupt)
+    for file in _standard_library() if path is None else list_files(path):
+        content = read_bytes(file)
+        if tokenizer is None:
+            documents.add_tokens([np.frombuffer(content, np.uint8)])
+            continue
+        try:
+            documents.add_text(content.decode())
+        except UnicodeDecodeError as error:
+            corrupt.meet(str(file), f"it is no UTF-8: {error.reason} at byte {error.start:,}")
+    name = "the Python standard library" if path is None else f"data.path={path}"
+    return with_count(documents.into_rows(packing, sequence_length, name), corrupt)
 
 
-def _read(path: str | None) -> NDArray[np.uint8]:
-    if path is None:
-        return _standard_library()
-    found = Path(path)
-    if not found.exists():
-        raise UserError(f"data.path={path} does not exist", why=f"looked in {Path.cwd()}")
-    files = sorted(f for f in found.rglob("*") if f.is_file()) if found.is_dir() else [found]
-    return np.frombuffer(b"\n".join(f.read_bytes() for f in files), np.uint8)
-
-
-def _standard_library() -> NDArray[np.uint8]:
+def _standard_library() -> Iterator[Path]:
     folder = Path(sysconfig.get_paths()["stdlib"])
-    parts: list[bytes] = []
     total = 0
     for file in sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py")):
-        if "site-packages" in file.parts or total >= CORPUS_BYTES:
-            continue
-        parts.append(file.read_bytes())
-        total += len(parts[-1])
-    return np.frombuffer(b"\n".join(parts), np.uint8)
+        if "site-packages" not in file.parts and total < CORPUS_BYTES:
+            total += file.stat().st_size
+            yield file

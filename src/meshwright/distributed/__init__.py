@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meshwright.distributed.mesh_manager import DeviceMeshManager
     from meshwright.distributed.metrics import DistributedMetrics
     from meshwright.distributed.multinode import setup_multinode
+    from meshwright.distributed.trainer import Trainer
     from meshwright.hardware import BatchSizeRecommendation
 
 _HOMES = {
@@ -30,6 +31,7 @@ _HOMES = {
     "GradientAccumulator": "meshwright.distributed.gradient_accumulator",
     "GradientAccumulatorConfig": "meshwright.distributed.gradient_accumulator",
     "HardwareType": "meshwright.distributed.hardware_type",
+    "Trainer": "meshwright.distributed.trainer",
     "setup_multinode": "meshwright.distributed.multinode",
 }
 
@@ -44,6 +46,7 @@ __all__ = [
     "GradientAccumulator",
     "GradientAccumulatorConfig",
     "HardwareType",
+    "Trainer",
     "setup_multinode",
 ]
 

@@ -51,8 +51,11 @@ def own_device_ids(
 ) -> list[int] | None:
     """Return the GPU this process owns among those it sees; None means all of them.
 
-    Several processes on a node take one GPU each, unless each sees only its own already.
+    Several processes on a node take one GPU each, unless each sees only its own already, or
+    `meshwright launch` has given each its own.
     """
+    if given := environ.get("JAX_LOCAL_DEVICE_IDS"):
+        return [int(number) for number in given.split(",")]
     visible = next((environ[name] for name in _VISIBLE if environ.get(name)), "")
     if processes_per_node == 1 or len([part for part in visible.split(",") if part]) == 1:
         return None

@@ -1,5 +1,12 @@
 """The ledger: what a compiled step sends over each mesh axis, against the theoretical minimum."""
 
-from meshwright.ledger.ledger import AxisLedger, Ledger, Line, make_ledger
+from meshwright.ledger.ledger import (
+    AxisLedger,
+    Ledger,
+    Line,
+    lower_step,
+    make_ledger,
+    read_ledger,
+)
 
-__all__ = ["AxisLedger", "Ledger", "Line", "make_ledger"]
+__all__ = ["AxisLedger", "Ledger", "Line", "lower_step", "make_ledger", "read_ledger"]

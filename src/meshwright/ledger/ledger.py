@@ -13,7 +13,7 @@ import jax
 from meshwright.config.base import Frozen
 from meshwright.ledger.minimum import Needed, needed_exchanges
 from meshwright.program.collectives import Collective, read_collectives, ring_bytes
-from meshwright.program.hlo import compile_program
+from meshwright.program.hlo import CompiledProgram, compile_program
 from meshwright.program.memory import memory_of
 from meshwright.step.assemble import Assembled
 
@@ -102,14 +102,25 @@ class Ledger(Frozen):
 
 def make_ledger(assembled: Assembled, batch: Any) -> Ledger:
     """Compile the step for batches of this shape, without running it, and list what it sends."""
+    lowered = lower_step(assembled, batch)
+    started = time.perf_counter()
+    program = compile_program(lowered)
+    return read_ledger(assembled, program, compile_seconds=time.perf_counter() - started)
+
+
+def lower_step(assembled: Assembled, batch: Any) -> Any:
+    """Lower the step for batches of this shape, ready to be compiled."""
     leaves = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=assembled.step.shardings.batch)
         for leaf in jax.tree.leaves(batch)
     ]
-    lowered = assembled.step.lower(leaves)
-    started = time.perf_counter()
-    program = compile_program(lowered)
-    seconds = time.perf_counter() - started
+    return assembled.step.lower(leaves)
+
+
+def read_ledger(
+    assembled: Assembled, program: CompiledProgram, *, compile_seconds: float
+) -> Ledger:
+    """List what a compiled step sends."""
     mesh = dict(assembled.mesh.shape)
     collectives = read_collectives(program.partitioned, mesh)
     needed = needed_exchanges(assembled)
@@ -130,7 +141,7 @@ def make_ledger(assembled: Assembled, batch: Any) -> Ledger:
         lines=_lines(collectives),
         argument_bytes=memory.argument,
         temp_bytes=memory.temp,
-        compile_seconds=round(seconds, 2),
+        compile_seconds=round(compile_seconds, 2),
     )
 
 

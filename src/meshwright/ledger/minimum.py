@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshwright.program.backward import read_again
 from meshwright.program.collectives import ring_bytes
 from meshwright.program.jaxprs import Literal
 from meshwright.program.layout import StepLeaf
@@ -45,7 +46,7 @@ def _weights(assembled: Assembled) -> Iterator[Needed]:
     gathered_once = _gathered_once(assembled)
     compute = COMPUTE_DTYPES[plan.precision]
     for number, step in enumerate(assembled.traced.layout.step_leaves):
-        if step.leaf.role != "param":
+        if not step.leaf.is_weight:
             continue
         placed = decision.optimizer[number]
         whole = step.leaf.nbytes / (plan.size("tensor") if "tensor" in placed.axes() else 1)
@@ -55,7 +56,8 @@ def _weights(assembled: Assembled) -> Iterator[Needed]:
             gathers = 1 if number in gathered_once else 2
             sent = ring_bytes("all-gather", use, plan.size("fsdp"))
             yield Needed("fsdp", "all-gather", times * gathers * sent, module, "weights")
-        yield from _reduction(step, placed, whole, assembled, module)
+        if step.leaf.role == "param":
+            yield from _reduction(step, placed, whole, assembled, module)
 
 
 def _reduction(
@@ -97,7 +99,7 @@ def _activations(assembled: Assembled) -> Iterator[Needed]:
 
 
 def _gathered_once(assembled: Assembled) -> set[int]:
-    """Return the leaves whose gathered weights are kept from forward to backward."""
+    """Return the leaves whose weights, once gathered, are kept, or not read again."""
     decision, traced = assembled.decision, assembled.traced
     if assembled.plan.sharding.keep_gathered:
         return set(decision.gathers)
@@ -107,6 +109,8 @@ def _gathered_once(assembled: Assembled) -> set[int]:
     casts = casts_of(jaxpr.eqns, set(number))
     number |= {cast: number[leaf] for cast, leaf in casts.items()}
     kept: set[int] = set()
+    if assembled.plan.sharding.remat == "none":
+        kept |= set(decision.gathers) - read_again(traced)
     for piece in cut(jaxpr):
         if not isinstance(piece, Outer):
             continue

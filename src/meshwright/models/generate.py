@@ -21,6 +21,7 @@ def generate(
     context_length: int,
     temperature: float = 0.0,
     seed: int = 0,
+    sharding: jax.sharding.Sharding | None = None,
 ) -> np.ndarray:
     """Continue a prompt with a model that maps tokens [B, T] to next-token logits [B, T, V].
 
@@ -33,6 +34,7 @@ def generate(
         context_length: W, the most tokens the model sees at a time.
         temperature: 0 takes the likeliest token; 1 samples from the model's own distribution.
         seed: of the samples; one seed always gives the same text.
+        sharding: where the new tokens live; must be everywhere if several processes call this.
 
     Returns:
         int32 [B, P + num_tokens], the prompt and its continuation.
@@ -51,11 +53,12 @@ def generate(
         jax.random.key(seed),
         np.float32(temperature),
         num_tokens=num_tokens,
+        sharding=sharding,
     )
     return np.concatenate([tokens, np.asarray(new)], axis=1)
 
 
-@partial(jax.jit, static_argnums=0, static_argnames="num_tokens")
+@partial(jax.jit, static_argnums=0, static_argnames=("num_tokens", "sharding"))
 def _continue(
     graphdef: nnx.GraphDef[nnx.Module],
     state: nnx.State[Any, Any],
@@ -65,6 +68,7 @@ def _continue(
     temperature: Array,
     *,
     num_tokens: int,
+    sharding: jax.sharding.Sharding | None,
 ) -> Array:
     """Return the `num_tokens` tokens [B, N] that follow the `filled` first ones of `window`."""
 
@@ -78,7 +82,7 @@ def _continue(
         return _append(window, filled, token), token
 
     _, tokens = jax.lax.scan(step, (window, filled), jax.random.split(key, num_tokens))
-    return tokens.T
+    return tokens.T if sharding is None else jax.lax.with_sharding_constraint(tokens.T, sharding)
 
 
 def _choose(logits: Array, key: Array, temperature: Array) -> Array:

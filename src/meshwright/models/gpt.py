@@ -190,15 +190,16 @@ class Vocabulary(nnx.Module):
         linear = partial(nnx.Linear, use_bias=False, kernel_init=_init, rngs=rngs)
         self.head = None if tied_embeddings else linear(hidden_size, vocab_size)
 
-    def encode(self, tokens: Array) -> Array:
-        """Embed tokens [B, T] and their positions: [B, T, D]."""
+    def encode(self, tokens: Array, positions: Array | None = None) -> Array:
+        """Embed tokens [B, T] and their positions [B, T], by default 0 to T - 1: [B, T, D]."""
         length = tokens.shape[1]
         if length > self.context_length:
             raise ValueError(
                 f"The model knows {self.context_length} positions, but the batch has {length} "
                 f"tokens a row; build it with context_length={length} or shorten the rows."
             )
-        return self.dropout(self.tokens(tokens) + self.positions(jnp.arange(length)))
+        positions = jnp.arange(length) if positions is None else positions
+        return self.dropout(self.tokens(tokens) + self.positions(positions))
 
     def decode(self, x: Array) -> Array:
         """Score every token of the vocabulary: [B, T, D] → logits [B, T, V]."""
@@ -255,13 +256,16 @@ class GPT(nnx.Module):
         )
         self.blocks = nnx.List([block(rngs=rngs) for _ in range(num_blocks)])
 
-    def __call__(self, tokens: Array, *, segment_ids: Array | None = None) -> Array:
+    def __call__(
+        self, tokens: Array, *, segment_ids: Array | None = None, positions: Array | None = None
+    ) -> Array:
         """Return next-token logits [B, T, V] for tokens [B, T], T at most `context_length`.
 
-        `segment_ids` [B, T] keep documents packed into one row from seeing each other.
+        `segment_ids` [B, T] keep documents packed into one row from seeing each other, and
+        `positions` [B, T] let each begin at 0.
         """
         mask = causal_mask(tokens.shape[1], segment_ids)
-        x = self.vocabulary.encode(tokens)
+        x = self.vocabulary.encode(tokens, positions)
         for block in self.blocks:
             x = block(x, mask)
         return self.vocabulary.decode(x)

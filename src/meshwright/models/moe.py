@@ -137,10 +137,12 @@ class MoEGPT(nnx.Module):
         )
         self.blocks = nnx.List([block(rngs=rngs) for _ in range(num_blocks)])
 
-    def __call__(self, tokens: Array, *, segment_ids: Array | None = None) -> Array:
+    def __call__(
+        self, tokens: Array, *, segment_ids: Array | None = None, positions: Array | None = None
+    ) -> Array:
         """Return next-token logits [B, T, V] for tokens [B, T]."""
         mask = causal_mask(tokens.shape[1], segment_ids)
-        x = self.vocabulary.encode(tokens)
+        x = self.vocabulary.encode(tokens, positions)
         for block in self.blocks:
             x = block(x, mask)
         return self.vocabulary.decode(x)

@@ -55,7 +55,9 @@ class StackedGPT(nnx.Module):
 
         self.blocks = make_blocks(rngs)
 
-    def __call__(self, tokens: Array, *, segment_ids: Array | None = None) -> Array:
+    def __call__(
+        self, tokens: Array, *, segment_ids: Array | None = None, positions: Array | None = None
+    ) -> Array:
         """Return next-token logits [B, T, V] for tokens [B, T], as `GPT` does."""
         mask = causal_mask(tokens.shape[1], segment_ids)
 
@@ -63,5 +65,5 @@ class StackedGPT(nnx.Module):
         def run(x: Array, block: Block, mask: Array) -> Array:
             return block(x, mask)
 
-        x = run(self.vocabulary.encode(tokens), self.blocks, mask)
+        x = run(self.vocabulary.encode(tokens, positions), self.blocks, mask)
         return self.vocabulary.decode(x)

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.program.gather import GatherSpecs, ready
 from meshwright.program.interpret import Environment, Interpreter, ScanBody
-from meshwright.program.jaxprs import ClosedJaxpr, Equation, Literal, Var, aval_of, scan_counts
+from meshwright.program.jaxprs import (
+    REARRANGES,
+    ClosedJaxpr,
+    Equation,
+    Literal,
+    Var,
+    aval_of,
+    bind,
+    scan_counts,
+)
 from meshwright.program.products import HALF, PRODUCTS, use_weight
 from meshwright.program.remat import Remat
 from meshwright.program.rolled import casts_of
 from meshwright.program.segments import Segment, Unit, cut
 from meshwright.program.trace import LossValue, TracedLoss
 from meshwright.program.widen import Widening
+
+_ADDS = frozenset({"add", "sub"})
+"""Primitives that repeat an operand with dims of size 1, and whose gradients need no operand."""
 
 
 class Forward:
@@ -69,12 +82,14 @@ class WeightUse:
         dtype: the compute format it is cast to; None for its own.
         specs: how it is gathered; None if it is whole already.
         whole: its layout when gathered.
+        trained: whether it has a gradient.
     """
 
     leaf: Var
     dtype: Any
     specs: GatherSpecs | None
     whole: PartitionSpec
+    trained: bool
 
 
 def weight_uses(
@@ -83,7 +98,9 @@ def weight_uses(
     """Find the variables that stand for parameters: the leaves and their casts."""
     jaxpr = traced.closed.jaxpr
     uses = {
-        variable: WeightUse(variable, None, gathers.get(number), whole[number])
+        variable: WeightUse(
+            variable, None, gathers.get(number), whole[number], step.leaf.role == "param"
+        )
         for number, (variable, step) in enumerate(
             zip(jaxpr.invars, traced.layout.step_leaves, strict=False)
         )
@@ -91,8 +108,7 @@ def weight_uses(
     }
     casts = casts_of(jaxpr.eqns, set(uses))
     return uses | {
-        other: WeightUse(leaf, aval_of(other).dtype, uses[leaf].specs, uses[leaf].whole)
-        for other, leaf in casts.items()
+        other: replace(uses[leaf], dtype=aval_of(other).dtype) for other, leaf in casts.items()
     }
 
 
@@ -100,8 +116,10 @@ class OnMesh(Interpreter):
     """Evaluates a program on a mesh.
 
     Weights are made ready for use where they are first read, or inside each block that reads them.
-    A weight in half precision is ready as float32 numbers that hold half-precision values: products
-    read them as half precision, and their gradients stay float32 on the way back.
+    A weight in half precision is ready as float32 numbers that hold half-precision values: what
+    reads them reads half precision, and their gradients stay float32 on the way back. They stay
+    ready while they are only rearranged: the gradient of a bias is the sum of what it was repeated
+    for, over samples on all devices.
     """
 
     def __init__(
@@ -147,48 +165,67 @@ class OnMesh(Interpreter):
         if eqn.outvars and self._is_cast(eqn.outvars[0]):
             return [self.read(atom, env) for atom in eqn.invars]
         stacked = self._scanned_over(eqn)
-        weight = self._weight_operand(eqn)
+        unrounded = {self._weight_operand(eqn), *self._held(eqn)}
+        if self._rearranged(eqn):
+            unrounded.add(0)
+        shape = aval_of(eqn.outvars[0]).shape if eqn.primitive.name in _ADDS else None
         return [
             self._stack(atom, env)
             if number in stacked
-            else self._operand(atom, env, as_weight=number == weight)
+            else self._operand(atom, env, shape, as_weight=number in unrounded)
             for number, atom in enumerate(eqn.invars)
         ]
 
     def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
         """Evaluate an equation; where weights are used, their gradients are summed in float32."""
+        if self._rearranged(eqn):
+            widens = eqn.primitive.name == "convert_element_type"
+            return self._stay_ready(eqn, args if widens else bind(eqn, args))
         weight = self._weight_operand(eqn)
         if weight is None:
             return super().leaf(eqn, args)
+        is_lookup = eqn.primitive.name == "gather"
         use = self._uses.get(cast(Var, eqn.invars[weight]))
         whole = None if use is None else NamedSharding(self._mesh, use.whole)
-        return use_weight(
+        # Rows that no data chooses, such as those of positions, are weights still.
+        stays = is_lookup and eqn.outvars[0] in self._weights
+        results = use_weight(
             eqn,
             args,
             weight,
-            whole=whole if eqn.primitive.name == "gather" else None,
-            widen_first=self._mesh.devices.flat[0].platform == "cpu",
+            whole=whole if is_lookup else None,
+            widen_first=self._platform == "cpu",
+            rounds=not stays,
         )
+        return self._stay_ready(eqn, results) if stays else results
+
+    def _stay_ready(self, eqn: Equation, results: Sequence[Any]) -> list[Any]:
+        """Remember what an equation made of a weight, and return it rounded as it was traced."""
+        self._ready[eqn.outvars[0]] = results[0]
+        return [results[0].astype(aval_of(eqn.outvars[0]).dtype)]
 
     def scan_body(self, eqn: Equation, consts: list[Any]) -> ScanBody:
         """Return a scan's body; a stack of layers gathers each layer's weights in its turn."""
-        stacked = self._scanned_over(eqn)
-        if not stacked:
+        stacked, held = self._scanned_over(eqn), self._held(eqn)
+        if not stacked and not held:
             return super().scan_body(eqn, consts)
         _, num_carry = scan_counts(eqn)
         closed: ClosedJaxpr = eqn.params["jaxpr"]
+        invars = closed.jaxpr.invars
+        rounded = [
+            value if number not in held else value.astype(aval_of(invars[number]).dtype)
+            for number, value in enumerate(consts)
+        ]
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            operands = [*consts, *carry, *xs]
-            layer = {
-                closed.jaxpr.invars[number]: self._layer(use, operands[number])
-                for number, use in stacked.items()
-            }
-            with self._own(layer):
+            operands = [*rounded, *carry, *xs]
+            weights = {invars[n]: self._layer(use, operands[n]) for n, use in stacked.items()}
+            weights |= {invars[number]: consts[number] for number in held}
+            with self._own(weights):
                 out = self.run(closed, operands)
             return out[:num_carry], out[num_carry:]
 
-        if self._remat.policy is None:
+        if self._remat.policy is None or not stacked:
             return body
         return jax.checkpoint(body, policy=self._remat.policy, prevent_cse=False)
 
@@ -221,17 +258,28 @@ class OnMesh(Interpreter):
         results = jax.checkpoint(run, policy=self._remat.policy)(*arguments)
         env.update(zip(unit.results, results, strict=True))
 
-    def _operand(self, atom: Var | Literal, env: Environment, *, as_weight: bool) -> Any:
+    @property
+    def _platform(self) -> str:
+        return self._mesh.devices.flat[0].platform
+
+    def _operand(
+        self, atom: Var | Literal, env: Environment, shape: Any = None, *, as_weight: bool
+    ) -> Any:
         if isinstance(atom, Literal) or (atom not in self._uses and atom not in self._ready):
             return self.read(atom, env)
         value = self._use(atom, env)
+        if shape is not None and self._is_ready_half(atom):
+            # Repeated before it is rounded, so that what comes back is widened before it is summed.
+            value = jnp.broadcast_to(value, shape)
         return value if as_weight else self._rounded(value, aval_of(atom).dtype)
 
     def _use(self, variable: Var, env: Environment) -> Any:
         """Return a weight ready for use, made ready once."""
         if variable not in self._ready:
             use = self._uses[variable]
-            self._ready[variable] = self._make_ready(env[use.leaf], use.dtype, use.specs)
+            self._ready[variable] = self._make_ready(
+                env[use.leaf], use.dtype, use.specs, trained=use.trained
+            )
         return self._ready[variable]
 
     def _stack(self, atom: Any, env: Environment) -> Any:
@@ -242,10 +290,13 @@ class OnMesh(Interpreter):
         """Return one layer of a stack, ready for use."""
         if not self._remat.gather_inside:
             return piece
-        return self._make_ready(piece, use.dtype, use.specs.per_layer() if use.specs else None)
+        specs = use.specs.per_layer() if use.specs else None
+        return self._make_ready(piece, use.dtype, specs, trained=use.trained)
 
-    def _make_ready(self, value: Any, dtype: Any, specs: GatherSpecs | None) -> Any:
-        return ready(value, self._mesh, dtype=dtype, specs=specs)
+    def _make_ready(
+        self, value: Any, dtype: Any, specs: GatherSpecs | None, *, trained: bool = True
+    ) -> Any:
+        return ready(value, self._mesh, dtype=dtype, specs=specs, trained=trained)
 
     def _rounded(self, value: Any, dtype: Any) -> Any:
         return value.astype(dtype)
@@ -264,9 +315,33 @@ class OnMesh(Interpreter):
             if number >= first and not isinstance(atom, Literal) and atom in self._uses
         }
 
+    def _held(self, eqn: Equation) -> set[int]:
+        """Return which operands of a scan are half-precision weights that every turn reads."""
+        if eqn.primitive.name != "scan":
+            return set()
+        num_consts, _ = scan_counts(eqn)
+        return {n for n, atom in enumerate(eqn.invars[:num_consts]) if self._is_ready_half(atom)}
+
+    def _rearranged(self, eqn: Equation) -> bool:
+        """Whether an equation only rearranges a half-precision weight, or widens it."""
+        name = eqn.primitive.name
+        if name == "convert_element_type":
+            return eqn.params["new_dtype"] == jnp.float32 and self._is_ready_half(eqn.invars[0])
+        return name in REARRANGES and self._is_ready_half(eqn.invars[0])
+
+    def _is_ready_half(self, atom: Var | Literal) -> bool:
+        if isinstance(atom, Literal) or aval_of(atom).dtype not in HALF:
+            return False
+        return atom in self._ready or self._is_cast(atom)
+
     def _weight_operand(self, eqn: Equation) -> int | None:
         """Return which operand of a lookup or a half-precision product is the weight."""
         name = eqn.primitive.name
+        if name == "mul":
+            shape = aval_of(eqn.outvars[0]).shape
+            scales = [n for n, atom in enumerate(eqn.invars) if self._is_ready_half(atom)]
+            repeated = [n for n in scales if aval_of(eqn.invars[n]).shape != shape]
+            return repeated[0] if len(scales) == len(repeated) == 1 else None
         in_half = name in PRODUCTS and aval_of(eqn.outvars[0]).dtype in HALF
         if name != "gather" and not in_half:
             return None
@@ -291,11 +366,16 @@ class OnMesh(Interpreter):
 class WideOnMesh(OnMesh, Widening):
     """The same in float64: nothing is rounded."""
 
-    def _make_ready(self, value: Any, dtype: Any, specs: GatherSpecs | None) -> Any:
-        return super()._make_ready(value, None, specs)
+    def _make_ready(
+        self, value: Any, dtype: Any, specs: GatherSpecs | None, *, trained: bool = True
+    ) -> Any:
+        return super()._make_ready(value, None, specs, trained=trained)
 
     def _rounded(self, value: Any, dtype: Any) -> Any:
         return value
 
     def _weight_operand(self, eqn: Equation) -> int | None:
         return None
+
+    def _is_ready_half(self, atom: Var | Literal) -> bool:
+        return False

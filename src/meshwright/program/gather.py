@@ -25,7 +25,9 @@ class GatherSpecs:
         return GatherSpecs(PartitionSpec(*self.whole[1:]), PartitionSpec(*self.divided[1:]))
 
 
-def ready(value: Any, mesh: Mesh, *, dtype: Any, specs: GatherSpecs | None) -> Any:
+def ready(
+    value: Any, mesh: Mesh, *, dtype: Any, specs: GatherSpecs | None, trained: bool = True
+) -> Any:
     """Return a weight ready for use, in its own number format.
 
     Args:
@@ -33,6 +35,7 @@ def ready(value: Any, mesh: Mesh, *, dtype: Any, specs: GatherSpecs | None) -> A
         mesh: where it lives.
         dtype: the compute format its values are rounded to (and sent in); None rounds nothing.
         specs: its layouts; None for a weight that is whole already.
+        trained: whether it has a gradient.
 
     The gradient is laid out as the weight is at rest and not rounded: what comes back over the
     mesh is a reduce-scatter in the weight's own format. A plain constraint and a plain cast would
@@ -52,6 +55,9 @@ def ready(value: Any, mesh: Mesh, *, dtype: Any, specs: GatherSpecs | None) -> A
             used = jax.lax.with_sharding_constraint(used, whole)
         return checkpoint_name(used, GATHERED).astype(weight.dtype)
 
+    if not trained:
+        # A custom derivative that nothing differentiates would be kept, gathered, like any result.
+        return prepare(value)
     use = jax.custom_vjp(prepare)
 
     # Not `use` itself: inside a checkpoint its result would be an operation of its own, and kept.

@@ -16,6 +16,11 @@ Literal = core.Literal
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call", "custom_lin"})
 """Primitives that only call a jaxpr and can be replaced by its body."""
 
+REARRANGES = frozenset(
+    {"broadcast_in_dim", "dynamic_slice", "reshape", "slice", "squeeze", "transpose"}
+)
+"""Primitives that only move, repeat or leave out what they are given."""
+
 
 def bind(eqn: Equation, args: Sequence[Any]) -> list[Any]:
     """Run one equation on other arguments."""

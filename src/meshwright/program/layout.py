@@ -29,6 +29,14 @@ class StepLeaf:
         """Whether it holds several leaves of the model."""
         return len(self.sources) > 1
 
+    def split(self, value: Any) -> list[Any]:
+        """Return the model's leaves this leaf holds, in the order of `sources`."""
+        return [value[n] for n in range(len(self.sources))] if self.stacked else [value]
+
+    def join(self, values: Sequence[Any]) -> Any:
+        """Return this leaf for the model's leaves it holds; the inverse of `split`."""
+        return jnp.stack(list(values)) if self.stacked else values[0]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -44,19 +52,13 @@ class Layout:
 
     def from_canonical(self, values: Sequence[Any]) -> list[Any]:
         """Return the step's leaves for the model's leaf values."""
-        return [
-            jnp.stack([values[i] for i in step.sources])
-            if step.stacked
-            else values[step.sources[0]]
-            for step in self.step_leaves
-        ]
+        return [step.join([values[i] for i in step.sources]) for step in self.step_leaves]
 
     def to_canonical(self, values: Sequence[Any]) -> list[Any]:
         """Return the model's leaf values for the step's leaves."""
         found: dict[int, Any] = {}
         for step, value in zip(self.step_leaves, values, strict=True):
-            for position, source in enumerate(step.sources):
-                found[source] = value[position] if step.stacked else value
+            found.update(zip(step.sources, step.split(value), strict=True))
         return [found[i] for i in range(len(self.leaves))]
 
     def select(self, role: Role) -> list[StepLeaf]:

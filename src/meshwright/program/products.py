@@ -1,4 +1,4 @@
-"""Products and lookups whose weight gradients are summed in float32, ready to be added up."""
+"""Products, factors and lookups whose weight gradients are summed in float32."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ def use_weight(
     *,
     whole: NamedSharding | None,
     widen_first: bool,
+    rounds: bool = True,
 ) -> list[Any]:
-    """Evaluate a product or lookup; the gradient of operand ``weight`` is summed in float32.
+    """Evaluate a product, factor or lookup; the gradient of its weight is summed in float32.
 
     A weight's gradient is a sum over all samples, whose parts lie on different devices. Left to
-    itself it is rounded to the compute format before the devices' parts are added. The weight may
-    be given as float32 numbers; they are read in the format the equation was traced for.
+    itself it is rounded to the compute format before the devices' parts are added. The weight,
+    operand number ``weight``, may be given as float32 numbers; if ``rounds``, they are read in the
+    format the equation was traced for.
 
     ``whole`` is the layout of the gradient before it is divided. It is fixed here because a
     compiler that is free to would add the rows of a lookup to the other gradient of a tied
@@ -39,7 +41,7 @@ def use_weight(
 
     def forward_only(*operands: Any) -> Any:
         cast = [
-            x if number != weight else x.astype(formats[number])
+            x if number != weight or not rounds else x.astype(formats[number])
             for number, x in enumerate(operands)
         ]
         return bind(eqn, cast)[0]
@@ -83,12 +85,14 @@ def _weight_gradient(
 ) -> Any:
     given = operands[weight]
     is_product = eqn.primitive.name in PRODUCTS
-    # A lookup adds rows up: the rows are widened. A product widens while it adds.
+    # A lookup adds rows up, a factor what it scaled: these are widened. A product widens while it
+    # adds.
     dtype = aval_of(eqn.invars[weight]).dtype if is_product else jnp.dtype(jnp.float32)
     cotangent = cotangent if is_product else cotangent.astype(dtype)
+    others = [x.astype(dtype) if x.dtype in HALF else x for x in operands]
 
     def of_weight(value: Any) -> Any:
-        return bind(eqn, [*operands[:weight], value, *operands[weight + 1 :]])[0]
+        return bind(eqn, [*others[:weight], value, *others[weight + 1 :]])[0]
 
     transposed = jax.linear_transpose(of_weight, jax.ShapeDtypeStruct(given.shape, dtype))
     pullback = jax.make_jaxpr(lambda c: transposed(c)[0])(cotangent)

@@ -138,10 +138,17 @@ def _weighted(name: str, value: Any) -> Weighted:
         if shape != () or (not hasattr(part, "dtype") and not isinstance(part, int | float)):
             raise UserError(
                 f"{name} is not a scalar",
-                why=f"it has shape {shape} and type {type(part).__name__}",
+                why=_describe_value(part),
                 fix="return its mean, or mw.Weighted(total, weight)",
             )
     return Weighted(jnp.asarray(value.total, jnp.float32), jnp.asarray(value.weight, jnp.float32))
+
+
+def _describe_value(value: Any) -> str:
+    # Within a trace, the type of an array is a word of JAX's that says nothing to its author.
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"it has shape {value.shape} and type {value.dtype}"
+    return "it is None" if value is None else f"it is of type {type(value).__name__}"
 
 
 def _describe_batch(batch: Any) -> tuple[BatchLeaf, ...]:

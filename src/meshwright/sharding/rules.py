@@ -45,7 +45,7 @@ def check_rules(rules: Mapping[str, Rule], paths: Sequence[str]) -> None:
             hint = did_you_mean(pattern, paths)
             raise UserError(
                 f"the sharding rule `{pattern}` matches no parameter",
-                why=f"{len(paths)} parameters, such as `{paths[0]}`",
+                why=f"the model has {len(paths)} parameters, such as `{paths[0]}`",
                 fix=hint or "`meshwright inspect` lists every parameter's path",
             )
 

@@ -13,6 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from meshwright.errors import UserError
 from meshwright.mesh.build import build_mesh
+from meshwright.pipeline.cut import BlockCut, cut_blocks, ordered_by_stage
+from meshwright.pipeline.gradients import PipelinedLoss
+from meshwright.pipeline.place import on_stages, pipelined_loss
+from meshwright.pipeline.report import pipeline_report
+from meshwright.pipeline.schedules import get_schedule
 from meshwright.plan import Plan
 from meshwright.program.local import LocalForward
 from meshwright.program.parts import Parts, build_unplaced, split_model
@@ -41,6 +46,7 @@ class Assembled:
         plan: what to do.
         mesh: where.
         remarks: what could not be done as the plan asked, and why.
+        batch_tree: how the arrays of a batch are nested.
     """
 
     step: TrainStep
@@ -50,6 +56,7 @@ class Assembled:
     plan: Plan
     mesh: Mesh
     remarks: tuple[str, ...]
+    batch_tree: Any
     _build: ModelSource
 
     def init(self, seed: int) -> TrainState:
@@ -87,9 +94,8 @@ class Assembled:
         """Return values of the step's parameter leaves (or their gradients) by canonical path."""
         found: dict[str, Any] = {}
         for step, value in zip(self.traced.layout.select("param"), values, strict=True):
-            for number, source in enumerate(step.sources):
-                path = self.traced.layout.leaves[source].path
-                found[path] = value[number] if step.stacked else value
+            paths = [self.traced.layout.leaves[source].path for source in step.sources]
+            found.update(zip(paths, step.split(value), strict=True))
         return found
 
     def canonical(self, state: TrainState) -> dict[str, Any]:
@@ -140,17 +146,49 @@ def assemble(
     micro = _microbatch(batch, plan)
     traced = trace_loss(loss, parts, micro, COMPUTE_DTYPES[plan.precision])
     remarks: tuple[str, ...] = ()
-    if plan.sharding.blocks == "scan":
+    stages = plan.size("pipe")
+    if plan.sharding.blocks == "scan" or stages > 1:
         rolled = roll_program(traced)
         traced, remarks = rolled.traced, rolled.remarks
+    cut = None
+    if stages > 1:
+        cut = ordered_by_stage(cut_blocks(traced, remarks), stages, plan.num_chunks)
+        traced = cut.traced
     decision = decide(traced, plan.mesh, plan.sharding)
+    pipeline = None
+    if cut is not None:
+        decision = on_stages(decision, cut, stages, plan.num_chunks)
+        pipeline = _pipeline(cut, decision, plan, mesh, wide=wide)
+        remarks = (*remarks, *pipeline_report(pipeline).warnings)
     local = None
     if plan.batch.sync_gradients_every > 1:
         local = _local_forward(loss, parts, micro, plan, mesh, wide=wide)
     step = TrainStep(
-        traced, decision, plan, mesh, optimizer, clip_norm=clip_norm, local=local, wide=wide
+        traced,
+        decision,
+        plan,
+        mesh,
+        optimizer,
+        clip_norm=clip_norm,
+        local=local,
+        pipeline=pipeline,
+        wide=wide,
     )
-    return Assembled(step, parts, traced, decision, plan, mesh, remarks, model)
+    tree = jax.tree.structure(batch)
+    return Assembled(step, parts, traced, decision, plan, mesh, remarks, tree, model)
+
+
+def _pipeline(
+    cut: BlockCut, decision: Decision, plan: Plan, mesh: Mesh, *, wide: bool
+) -> PipelinedLoss:
+    """Return the loss and its gradients as a pipeline of the plan's stages."""
+    schedule = get_schedule(plan.schedule or "1f1b", plan.num_chunks)
+    schedule.shape(plan.num_microbatches, plan.size("pipe"))
+    keep = plan.sharding.keep_gathered or not decision.gathers
+    remat = choose_remat(plan.sharding.remat, keep_gathered=keep)
+    return pipelined_loss(
+        cut, decision, mesh, schedule, plan.num_microbatches, remat=remat, wide=wide
+    )
 
 
 def _local_forward(

@@ -12,13 +12,19 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshwright.pipeline.gradients import PipelinedLoss
 from meshwright.plan import Plan
 from meshwright.program.forward import Forward
 from meshwright.program.remat import choose_remat
 from meshwright.program.trace import LossValue, TracedLoss
 from meshwright.sharding.decide import Decision, batch_axes
 from meshwright.sharding.placement import Placement
-from meshwright.step.gradients import Gradients, accumulate_gradients, compute_gradients
+from meshwright.step.gradients import (
+    Gradients,
+    accumulate_gradients,
+    compute_gradients,
+    finish_gradients,
+)
 from meshwright.step.local import accumulate_locally
 from meshwright.step.microbatch import split_strided
 from meshwright.step.optimizer import FlatOptimizer
@@ -54,6 +60,7 @@ class TrainStep:
         optimizer: any optax transformation.
         clip_norm: largest global gradient norm; None for no clipping.
         local: the loss of one device's samples, where gradients are reduced only now and then.
+        pipeline: the loss and its gradients by stages, on a mesh with a pipe axis.
         wide: compute in float64, for proofs.
     """
 
@@ -67,11 +74,12 @@ class TrainStep:
         *,
         clip_norm: float | None = None,
         local: LossOfLeaves | None = None,
+        pipeline: PipelinedLoss | None = None,
         wide: bool = False,
     ) -> None:
         self.traced, self.decision, self.plan, self.mesh = traced, decision, plan, mesh
         self._clip_norm = clip_norm
-        self._local = local
+        self._local, self.pipeline = local, pipeline
         steps = traced.layout.step_leaves
         self._param_numbers = [n for n, s in enumerate(steps) if s.leaf.role == "param"]
         self._state_numbers = [n for n, s in enumerate(steps) if s.leaf.role == "state"]
@@ -173,6 +181,10 @@ class TrainStep:
     def _gradients(self, state: TrainState, batch: list[Any]) -> Gradients:
         scale = None if state.loss_scale is None else state.loss_scale.scale
         count = self.plan.batch.gradient_accumulation_steps
+        if self.pipeline is not None:
+            microbatches = split_strided(batch, count, self.mesh, self.decision.batch)
+            found = self.pipeline(self._join(state.params, state.state), microbatches, scale)
+            return finish_gradients(found.gradients, *found.losses, found.state, scale)
         if count == 1:
             return compute_gradients(self._loss, state.params, state.state, batch, scale)
         microbatches = split_strided(batch, count, self.mesh, self.decision.batch)

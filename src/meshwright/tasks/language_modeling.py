@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,9 +25,13 @@ class LanguageModeling:
 
     - ``mask`` [B, T]: how much each target counts;
     - ``segment_ids``, of the shape of ``tokens`` or ``inputs``: the number of the document each
-      token belongs to, 0 for padding. They are handed to the model as ``segment_ids=``. With
-      ``tokens``, targets in another document than their input do not count; with ``inputs``,
-      ``mask`` has to say so, because the last target's document is not in the batch.
+      token belongs to, 0 for padding. With ``tokens``, targets in another document than their
+      input do not count; with ``inputs``, ``mask`` has to say so, because the last target's
+      document is not in the batch;
+    - ``positions``, of the same shape: the place of each token within its document.
+
+    Segment ids and positions are handed to a model whose call takes ``segment_ids`` and
+    ``positions``.
 
     Attributes:
         vocab_size: tokens of the synthetic batches are below it.
@@ -40,10 +45,9 @@ class LanguageModeling:
         """Return nats per token (perplexity is exp of its mean) and the metric ``accuracy``."""
         inputs, targets = read_pair(batch)
         segments = batch.get("segment_ids")
-        if segments is None:
-            logits = model(inputs)
-        else:
-            logits = model(inputs, segment_ids=segments[:, : inputs.shape[1]])
+        known = [name for name in ("segment_ids", "positions") if name in batch]
+        taken = taken_names(model, known) if known else []
+        logits = model(inputs, **{name: batch[name][:, : inputs.shape[1]] for name in taken})
         nats = cross_entropy(logits, targets)
         weights = read_weights(batch, nats)
         if segments is not None:
@@ -70,6 +74,14 @@ def read_pair(batch: Batch) -> tuple[Array, Array]:
         return batch["inputs"], read_field(batch, "targets")
     tokens = read_field(batch, "tokens", "inputs")
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def taken_names(model: Callable[..., Array], names: list[str]) -> list[str]:
+    """Return those of the names that a model's call has a parameter for."""
+    parameters = inspect.signature(model).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return names
+    return [name for name in names if name in parameters]
 
 
 def within_document(segments: Array, inputs: Array) -> Array:

@@ -1,0 +1,114 @@
+"""Whether reading starves the training: packed tokens from disk, batches of 256 × 1024 tokens.
+
+A step is a sleep of 20 ms, as if the devices computed; the time the loop then waits for the next
+batch is what the pipeline costs. The first steps, while the buffer fills, do not count. A pipeline
+that has nothing to read shows what remains of it: handing over a batch, and other programs' turns.
+
+    python benchmarks/data_pipeline.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from record import verdict, write_record
+
+from meshwright.data.feed import Data, SourceData
+from meshwright.data.given import as_data
+from meshwright.data.loader import load_batches
+from meshwright.data.token_rows import PackedRows
+from meshwright.data.tokens import token_source
+
+BATCH, LENGTH, VOCABULARY = 256, 1024, 50_257
+TOKENS = 2**28
+"""Half a gigabyte on disk."""
+STEP_SECONDS = 0.020
+WARM_UP, STEPS = 20, 500
+NOTICED = 1e-3
+"""A wait of a millisecond or more is counted."""
+MOST_WAITING = 0.01
+"""Share of the time that may be spent waiting."""
+
+
+def write_tokens(folder: Path) -> Path:
+    random = np.random.default_rng(0)
+    path = folder / "tokens.npy"
+    tokens = np.lib.format.open_memmap(path, "w+", np.uint16, (TOKENS,))
+    for start in range(0, TOKENS, 2**24):
+        tokens[start : start + 2**24] = random.integers(0, VOCABULARY, 2**24, np.uint16)
+    tokens.flush()
+    return path
+
+
+def pipelines(path: Path) -> Iterator[tuple[str, Data, dict[str, int]]]:
+    """Yield what is measured: its name, the data, and how they are read ahead."""
+    settings: Any = {"path": str(path), "sequence_length": LENGTH, "vocab_size": VOCABULARY}
+    ready = {"tokens": np.zeros((BATCH, LENGTH + 1), np.int32)}
+    yield "nothing to read", as_data(lambda step, batch_size: ready), {}
+    plain = SourceData(token_source(**settings), 0)
+    yield "token rows", plain, {}
+    yield "token rows, 1 process", plain, {"workers": 1}
+    ends = token_source(**settings, separator=0)
+    yield "token rows, documents apart", SourceData(ends, 0), {}
+    tokens = np.load(path, mmap_mode="r")
+    lengths = np.random.default_rng(1).geometric(1 / 500, TOKENS // 600)
+    boundaries = np.concatenate([[0], np.cumsum(lengths)])
+    boundaries = boundaries[boundaries < TOKENS]
+    yield "packed documents", SourceData(PackedRows(tokens, boundaries, LENGTH, "packed"), 0), {}
+
+
+def measure(data: Data, ahead: dict[str, int]) -> dict[str, Any]:
+    """Return how long the loop waited in each of its steps, in milliseconds."""
+    waits: list[float] = []
+    read = time.process_time()
+    with load_batches(data, batch_size=BATCH, stop=WARM_UP + STEPS, **ahead) as stream:
+        for _ in range(WARM_UP + STEPS):
+            asked = time.perf_counter()
+            batch = next(stream)
+            waits.append(time.perf_counter() - asked)
+            assert batch["tokens"].shape == (BATCH, LENGTH + 1)
+            time.sleep(STEP_SECONDS)
+    read = time.process_time() - read
+    counted = waits[WARM_UP:]
+    return {
+        "wait_share": round(sum(counted) / (sum(counted) + STEPS * STEP_SECONDS), 5),
+        "waits_noticed": sum(wait >= NOTICED for wait in counted),
+        "longest_wait_ms": round(max(counted) * 1e3, 3),
+        "median_wait_ms": round(statistics.median(counted) * 1e3, 3),
+        "cpu_ms_per_batch": round(read / (WARM_UP + STEPS) * 1e3, 2),
+    }
+
+
+def main() -> None:
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data, ahead in pipelines(write_tokens(Path(folder))):
+            found[name] = measure(data, ahead)
+            print(f"{name:30}{found[name]}")
+    share = found["token rows"]["wait_share"]
+    share -= found["nothing to read"]["wait_share"]
+    target = f"at most {MOST_WAITING:.0%} of the time: {verdict(share, MOST_WAITING)}"
+    write_record(
+        "data_pipeline",
+        {
+            "settings": {
+                "batch": [BATCH, LENGTH],
+                "step_ms": STEP_SECONDS * 1e3,
+                "steps": STEPS,
+                "warm_up": WARM_UP,
+                "tokens_on_disk": TOKENS,
+            },
+            "pipelines": found,
+            "targets": {"waiting for token rows, beyond that for nothing": target},
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

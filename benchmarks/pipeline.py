@@ -1,0 +1,119 @@
+"""What a pipeline of four stages keeps, how long it takes to compile, and how long stages wait.
+
+Compiles the step of a GPT of 8 blocks on 4 virtual devices, for 4, 16 and 64 microbatches of the
+same size; nothing runs. How long stages wait is simulated from the very table of ticks that the
+compiled program executes, with forward passes, input gradients and weight gradients that take the
+same time: virtual devices share their cores, and a clock would say nothing about waiting.
+
+    python benchmarks/pipeline.py
+"""
+
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from record import verdict, write_record
+
+from meshwright.config.batch import solve_batch
+from meshwright.mesh.simulate import simulate_devices
+from meshwright.models import build_model
+from meshwright.pipeline.schedules import Schedule, get_schedule
+from meshwright.plan import Plan
+from meshwright.program.memory import memory_of
+from meshwright.step.assemble import Assembled, assemble
+from meshwright.tasks.language_modeling import LanguageModeling
+
+STAGES, BLOCKS, ROWS = 4, 8, 4
+MICROBATCHES = (4, 16, 64)
+SIZES = {"vocab_size": 256, "context_length": 64, "hidden_size": 64, "num_heads": 4}
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1")
+
+FLAT = 1.3
+"""Largest growth of temporary memory from 16 to 64 microbatches that counts as none."""
+NEAR = 0.05
+"""Largest relative deviation of the simulated bubble from the formula."""
+SMALLER = 0.45
+"""Largest bubble of zb_h1 relative to that of 1f1b, for 8 microbatches."""
+
+
+def main() -> None:
+    simulate_devices(STAGES)
+    found = {
+        name: [measure(get_schedule(name), count) for count in MICROBATCHES] for name in SCHEDULES
+    }
+    growth = {name: rows[-1]["temp_bytes"] / rows[-2]["temp_bytes"] for name, rows in found.items()}
+    slower = max(rows[-1]["compile_cpu_s"] / rows[0]["compile_cpu_s"] for rows in found.values())
+    deviation = max(
+        abs(row["bubble"] / row["formula"] - 1) for n in ("gpipe", "1f1b") for row in found[n]
+    )
+    ratio = float(bubble(get_schedule("zb_h1"), 8) / bubble(get_schedule("1f1b"), 8))
+    targets = {
+        "1f1b, temporary memory of 64 microbatches over that of 16": f"{growth['1f1b']:.2f}, at "
+        f"most {FLAT}: {verdict(growth['1f1b'], FLAT)}",
+        "gpipe, the same": f"{growth['gpipe']:.2f}, grows: "
+        + verdict(growth["gpipe"], FLAT, at_most=False),
+        "bubble of gpipe and 1f1b against (S-1)/(M+S-1)": f"within {deviation:.1%}, at most "
+        f"{NEAR:.0%}: {verdict(deviation, NEAR)}",
+        "bubble of zb_h1 over that of 1f1b, 8 microbatches": f"{ratio:.3f}, at most {SMALLER}: "
+        + verdict(ratio, SMALLER),
+        "compile time (processor time) of 64 microbatches over that of 4": f"{slower:.2f}, at most "
+        f"{FLAT}: {verdict(slower, FLAT)}",
+    }
+    for name, text in targets.items():
+        print(f"{name}: {text}")
+    model = f"GPT, {BLOCKS} blocks, width 64, {ROWS} rows of 64 tokens a microbatch, AdamW, pipe=4"
+    write_record("pipeline", {"model": model, "schedules": found, "targets": targets})
+
+
+def measure(schedule: Schedule, count: int) -> dict[str, Any]:
+    assembled, batch = assemble_gpt(schedule, count)
+    lowered = assembled.step.lower(jax.tree.leaves(batch))
+    started = time.process_time()
+    compiled = lowered.compile()
+    seconds = time.process_time() - started
+    row = {
+        "microbatches": count,
+        "temp_bytes": memory_of(compiled).temp,
+        "compile_cpu_s": round(seconds, 1),
+        "ticks": len(schedule.table(count, STAGES).ticks),
+        "bubble": float(bubble(schedule, count)),
+        "formula": float(schedule.bubble(count, STAGES)),
+    }
+    print(
+        f"{schedule.name:12}{count:4} microbatches{row['temp_bytes'] / 1e6:8.2f} MB"
+        f"{seconds:7.1f} s  bubble {row['bubble']:.3f}, formula {row['formula']:.3f}",
+        flush=True,
+    )
+    return row
+
+
+def bubble(schedule: Schedule, count: int) -> Fraction:
+    """Return how long stages wait in the table the program executes."""
+    return schedule.table(count, STAGES).timeline().bubble
+
+
+def assemble_gpt(schedule: Schedule, count: int) -> tuple[Assembled, Any]:
+    task = LanguageModeling(vocab_size=SIZES["vocab_size"], context_length=SIZES["context_length"])
+    samples = ROWS * count
+    batch = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype),
+        task.synthetic_batch(0, samples),
+    )
+    plan = Plan(
+        mesh={"pipe": STAGES},
+        batch=solve_batch(replicas=1, global_batch_size=samples, gradient_accumulation_steps=count),
+        schedule=schedule.name,
+        num_microbatches=count,
+        num_chunks=schedule.num_chunks,
+    )
+    build: Any = lambda rngs: build_model("gpt", rngs=rngs, num_blocks=BLOCKS, dropout=0.0, **SIZES)  # noqa: E731
+    return assemble(build, task.loss, optax.adamw(1e-3), plan, batch), batch
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""What the trainer adds to its step: metrics, trackers, and checkpoints in the background.
+
+One run of the whole trainer (a look at the metrics every 10 updates, JSONL and TensorBoard, a
+checkpoint every 50) alternates with blocks of the bare compiled step, in one process: whatever
+else the machine does hits both alike. Each block of the trainer holds a whole checkpoint, begun in
+its middle. A save is then compared with a synchronous one of the same state.
+
+    python benchmarks/trainer_overhead.py
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from record import median_interval, verdict, write_record
+
+import meshwright as mw
+from meshwright.config.duration import Duration
+from meshwright.data.given import as_data
+from meshwright.step.canonical import CanonicalForm
+from meshwright.tracking.make import make_trackers
+from meshwright.trainer import training as room
+from meshwright.trainer.training import Training
+
+PAIRS, BLOCK = 24, 50
+LOG_EVERY, SAVE_EVERY = 10, 50
+BATCH, WIDTH, DEPTH = 256, 768, 6
+WITHIN, BLOCKED = 1.02, 0.20
+"""The trainer against the bare step, lower bound; a save's hold-up against a synchronous save."""
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(DEPTH)])
+
+    def __call__(self, x):
+        """Pass x [B, D] through all layers."""
+        for layer in self.layers:
+            x = x + jax.nn.gelu(layer(x))
+        return x
+
+
+def loss(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["x"]) ** 2)
+
+
+class Alternating:
+    """A feed that gives the trainer a block of batches, then runs as many bare steps itself."""
+
+    waited = 0.0
+
+    def __init__(self, run: Any, state: Any, batch: list[Any]) -> None:
+        self._run, self._state, self._batch = run, state, batch
+        self.last: Any = None
+        self.trainer: list[float] = []
+        self.bare: list[float] = []
+
+    @contextmanager
+    def open(self, start: int, stop: int | None) -> Iterator[Iterator[list[Any]]]:
+        """Give the batches of the trainer's blocks."""
+        yield self._batches()
+
+    def step(self, state: Any, batch: list[Any]) -> Any:
+        """Run the trainer's step, and remember what to wait for."""
+        result = self._run(state, batch)
+        self.last = result[1]
+        return result
+
+    def _batches(self) -> Iterator[list[Any]]:
+        # Half a block first, so that checkpoints begin in the middle of the others.
+        for _ in range(BLOCK // 2):
+            yield self._batch
+        for _ in range(PAIRS):
+            jax.block_until_ready(self.last)
+            started = time.perf_counter()
+            for _ in range(BLOCK):
+                yield self._batch
+            jax.block_until_ready(self.last)
+            self.trainer.append((time.perf_counter() - started) / BLOCK)
+            self.bare.append(self._bare())
+
+    def _bare(self) -> float:
+        started = time.perf_counter()
+        metrics = None
+        for _ in range(BLOCK):
+            self._state, metrics = self._run(self._state, self._batch)
+        jax.block_until_ready(metrics)
+        return (time.perf_counter() - started) / BLOCK
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Run the pairs and the saves."""
+    data = {"x": np.random.default_rng(0).normal(size=(BATCH, WIDTH)).astype("float32")}
+    trainer = mw.Trainer(
+        model=Net, loss=loss, optimizer=optax.adamw(1e-4), log_every=LOG_EVERY, mesh="data=1"
+    )
+    assembled = trainer.assemble(data)
+    feeds: list[Alternating] = []
+
+    def feed(*_: Any, **__: Any) -> Alternating:
+        return feeds[0]
+
+    room.Feed = feed  # type: ignore[assignment,misc]
+    compile_step = room.compile_step
+
+    def compiled(assembled: Any, batch: Any) -> Any:
+        step = compile_step(assembled, batch)
+        placed = [jax.device_put(v, assembled.step.shardings.batch) for v in data.values()]
+        feeds.append(Alternating(step.run, assembled.init(1), placed))
+        return step.__class__(**{**vars(step), "run": feeds[0].step})
+
+    room.compile_step = compiled
+    tracking = mw.TrackingConfig(tensorboard=True)
+    result = Training(
+        assembled=assembled,
+        loss=loss,
+        batch=data,
+        data=as_data(data),
+        duration=Duration(updates=BLOCK // 2 + PAIRS * BLOCK),
+        start=lambda: assembled.init(0),
+        seed=0,
+        log_every=LOG_EVERY,
+        run_dir=folder,
+        make_tracker=lambda updates: make_trackers(tracking, folder, total_updates=updates),
+        checkpoint=mw.CheckpointConfig(every=SAVE_EVERY),
+    ).run()
+    return {
+        "trainer_ms": [1e3 * t for t in feeds[0].trainer],
+        "bare_ms": [1e3 * t for t in feeds[0].bare],
+        "blocked_ms": blocked(folder),
+        "synchronous_ms": [1e3 * t for t in synchronous(result, folder)],
+    }
+
+
+def blocked(folder: Path) -> list[float]:
+    """Return how long each save of the run held it up, in milliseconds."""
+    events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return [1e3 * e["blocked_seconds"] for e in events if e["kind"] == "checkpoint"]
+
+
+def synchronous(result: Any, folder: Path) -> list[float]:
+    """Return how long saving the same state takes a loop that waits for it."""
+    state = CanonicalForm(result.assembled).copy(result.state)
+    times = []
+    with ocp.StandardCheckpointer() as checkpointer:
+        for number in range(5):
+            started = time.perf_counter()
+            checkpointer.save(folder / f"synchronous{number}", state)
+            checkpointer.wait_until_finished()
+            times.append(time.perf_counter() - started)
+    return times
+
+
+def main() -> None:
+    """Measure, print, record."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Path(folder))
+    pairs = zip(found["trainer_ms"], found["bare_ms"], strict=True)
+    ratio, low, high = median_interval([a / b for a, b in pairs])
+    bare = statistics.median(found["bare_ms"])
+    held, whole = (statistics.median(found[n]) for n in ("blocked_ms", "synchronous_ms"))
+    print(f"bare step     {bare:8.1f} ms, {len(found['bare_ms'])} pairs of blocks of {BLOCK}")
+    print(f"trainer       {ratio:8.3f} of it (95%: {low:.3f} to {high:.3f}), lower bound at most "
+          f"{WITHIN}: {verdict(low, WITHIN)}")  # fmt: skip
+    print(f"a save        {held:8.1f} ms held up, {held / whole:.1%} of a synchronous one "
+          f"({whole:.0f} ms), at most {BLOCKED:.0%}: {verdict(held / whole, BLOCKED)}")  # fmt: skip
+    write_record(
+        "trainer_overhead",
+        {
+            "pairs": len(found["bare_ms"]),
+            "updates_per_block": BLOCK,
+            "bare_step_ms": round(bare, 2),
+            "ratio": round(ratio, 4),
+            "ratio_95": [round(low, 4), round(high, 4)],
+            "save_blocks_ms": round(held, 2),
+            "synchronous_save_ms": round(whole, 1),
+            "save_blocks_share": round(held / whole, 4),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""`meshwright profile`: where the time of an update goes, from a trace of a few of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.cli.request import Request
+from meshwright.errors import ExitCode, UserError
+from meshwright.plan import check_supported
+from meshwright.processes import is_main
+from meshwright.profile import Profile, Profiler, read_profile
+from meshwright.program.hlo import optimized_hlo
+from meshwright.recipe import Recipe, make_recipe
+from meshwright.step.assemble import Assembled, assemble
+from meshwright.trainer.compiled import compile_step
+from meshwright.trainer.feed import Feed
+from meshwright.units import human_bytes
+
+
+def run(request: Request) -> int:
+    """Compile, warm up, trace some updates, and tell what they spent their time on."""
+    plan, config = request.plan(), request.config
+    check_supported(plan)
+    folder = Path(request.arguments.flags.get("--out", "profile"))
+    profiler = Profiler(folder / "trace", _updates(request))
+    recipe = make_recipe(config, plan.batch.global_batch_size)
+    assembled = assemble(
+        recipe.model,
+        recipe.loss,
+        recipe.optimizer,
+        plan,
+        recipe.example_batch(plan.batch.global_batch_size),
+        clip_norm=config.optimizer.clip_norm,
+    )
+    request.output.say(Text(f"compiling for {plan.num_devices} devices …", style="dim"))
+    profile = _measure(request, recipe, assembled, profiler)
+    if is_main():
+        text = json.dumps(profile.to_json() | {"trace": "trace"}, indent=2)
+        (folder / "profile.json").write_text(text + "\n", encoding="utf-8")
+    request.output.result(profile.to_json(), picture(profile))
+    return ExitCode.DONE
+
+
+def _measure(request: Request, recipe: Recipe, assembled: Assembled, profiler: Profiler) -> Profile:
+    config, size = request.config, assembled.plan.batch.global_batch_size
+    compiled = compile_step(assembled, recipe.example_batch(size))
+    feed = Feed(
+        recipe.data,
+        batch_size=size,
+        sharding=assembled.step.shardings.batch,
+        workers=config.data.workers,
+        prefetch=config.data.prefetch,
+    )
+    state = assembled.init(config.run.seed)
+    with feed.open(0, profiler.updates + 1) as batches:
+        # The first update holds what is done once.
+        state, metrics = compiled.run(state, next(batches))
+        profiler.start((state, metrics))
+        waited = feed.waited
+        for number, batch in enumerate(batches):
+            with jax.profiler.StepTraceAnnotation("update", step_num=number):
+                state, metrics = compiled.run(state, batch)
+        profiler.stop((state, metrics))
+    return read_profile(
+        profiler.trace,
+        assembled.mesh,
+        optimized_hlo(compiled.run),
+        updates=profiler.updates,
+        input_wait_seconds=feed.waited - waited,
+    )
+
+
+def _updates(request: Request) -> int:
+    text = request.arguments.flags.get("--updates", "5")
+    if not text.isdecimal() or not 1 <= int(text) <= 1000:
+        raise UserError(
+            f"--updates {text} is not valid", fix="write --updates N with N from 1 to 1000"
+        )
+    return int(text)
+
+
+def picture(profile: Profile) -> RenderableType:
+    """Return a profile as something to look at."""
+    parts: list[RenderableType] = [
+        Text.assemble(
+            (f"{1000 * profile.seconds_per_update:,.1f} ms per update", "bold"),
+            f", mean of {profile.updates} on {len(profile.devices)} devices",
+        ),
+        _shares(profile),
+    ]
+    if profile.collectives:
+        parts += [Text(), _collectives(profile)]
+    if profile.advice:
+        parts += [Text(), *(Text(f"! {line}", style="yellow") for line in profile.advice)]
+    trace = f"trace: {profile.trace} (TensorBoard --logdir there, or its trace.json.gz in Perfetto)"
+    return Group(*parts, Text(), Text(trace, overflow="fold"))
+
+
+def _shares(profile: Profile) -> Table:
+    table = Table.grid("", "", "", padding=(0, 2))
+    for name, share in profile.shares.items():
+        bar = "█" * round(30 * share)
+        table.add_row(name.replace("_", " "), Text(f"{share:6.1%}"), bar)
+    hidden = profile.hidden_communication
+    table.add_row("behind compute", Text(f"{hidden:6.1%}"), "communication that costs no time")
+    table.add_row("load balance", Text(f"{profile.load_balance:6.2f}"), "busiest device over mean")
+    return table
+
+
+def _collectives(profile: Profile, most: int = 12) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("axis", "kind", "module", "count", "ms", "exposed ms", "sent"):
+        left = name in ("axis", "kind", "module")
+        table.add_column(name, justify="left" if left else "right", overflow="fold")
+    for time in profile.collectives[:most]:
+        table.add_row(
+            time.axis,
+            time.kind,
+            time.module or "outside modules",
+            f"{time.count:g}",
+            f"{1000 * time.seconds:.2f}",
+            f"{1000 * time.exposed_seconds:.2f}",
+            "–" if time.bytes is None else human_bytes(time.bytes),
+        )
+    rest = profile.collectives[most:]
+    if rest:
+        seconds = sum(time.seconds for time in rest)
+        table.add_row(f"… and {len(rest)} more", "", "", "", f"{1000 * seconds:.2f}", "", "")
+    return table

@@ -1,0 +1,49 @@
+"""A sample of what a trained language model writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwright.models.generate import generate
+from meshwright.recipe import Recipe
+from meshwright.step.assemble import Assembled
+from meshwright.step.state import TrainState
+from meshwright.tasks.language_modeling import LanguageModeling
+
+PROMPT_TOKENS = 16
+TEMPERATURE = 0.8
+"""Below 1, so that a young model's unlikely guesses do not drown the likely ones."""
+
+
+def generate_sample(
+    recipe: Recipe, assembled: Assembled, state: TrainState, *, num_tokens: int
+) -> str | None:
+    """Continue the beginning of a held-out text; None where model or data do not write text."""
+    tokenizer: Any = getattr(recipe.data, "tokenizer", None)
+    if not num_tokens or tokenizer is None or not isinstance(recipe.task, LanguageModeling):
+        return None
+    source = recipe.eval_data or recipe.data
+    batch = source.batch(0, 1)
+    row = np.asarray(batch["tokens"] if "tokens" in batch else batch["inputs"])[0]
+    prompt = row[None, : min(PROMPT_TOKENS, recipe.task.context_length - 1)]
+    tokens = generate(
+        assembled.model(state),
+        prompt,
+        num_tokens=num_tokens,
+        context_length=recipe.task.context_length,
+        temperature=TEMPERATURE,
+        sharding=NamedSharding(assembled.mesh, PartitionSpec()),
+    )
+    # What the vocabulary holds beyond the tokenizer's own tokens stands for nothing.
+    known = tokens[0][tokens[0] < tokenizer.vocab_size]
+    return _printable(str(tokenizer.decode(known)))
+
+
+def _printable(text: str) -> str:
+    """Return text without what would move the cursor or ring the bell of a terminal."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )

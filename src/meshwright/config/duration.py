@@ -1,0 +1,56 @@
+"""How long to train: so many updates, epochs, or so much time."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from meshwright.errors import UserError
+
+_SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Duration:
+    """How long to train; one of the three is given.
+
+    Attributes:
+        updates: optimizer updates.
+        epochs: passes over the data.
+        seconds: time, as process 0 measures it.
+    """
+
+    updates: int | None = None
+    epochs: float | None = None
+    seconds: float | None = None
+
+    def total_updates(self, *, num_samples: int | None, batch_size: int) -> int | None:
+        """Return the updates it takes, rounded up; None if only time will tell."""
+        if self.epochs is None:
+            return self.updates
+        if num_samples is None:
+            raise UserError(
+                f"{self.epochs:g} epochs cannot be counted",
+                why="the data does not say how many samples it has",
+                fix="write training.steps=… or training.max_duration=30min",
+            )
+        return max(1, math.ceil(self.epochs * num_samples / batch_size))
+
+
+def parse_duration(text: str) -> Duration:
+    """Read ``1000st``, ``2ep``, ``90s``, ``30min``, ``12h`` or ``2d``."""
+    match = _WRITTEN.fullmatch(text)
+    number, unit = (float(match[1]), match[2].lower()) if match else (0.0, "")
+    if number > 0 and unit == "st" and number == int(number) and number < 2**31:
+        return Duration(updates=int(number))
+    if number > 0 and unit == "ep":
+        return Duration(epochs=number)
+    if number > 0 and unit in _SECONDS:
+        return Duration(seconds=number * _SECONDS[unit])
+    raise UserError(
+        f"max_duration={text} is no duration",
+        why="it is a number above zero and a unit: st (updates), ep (epochs), s, min, h or d",
+        fix="write 1000st, 2ep or 30min",
+    )

@@ -1,0 +1,82 @@
+"""Samples in arrays: in memory, or mapped from .npy and .npz files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.feed import HostBatch, fingerprint_of
+from meshwright.data.files import content_sample, find_path, load_array
+from meshwright.errors import UserError
+
+
+class ArraySource:
+    """Samples in arrays that share dim 0: ``ArraySource(x=images, y=labels)``."""
+
+    def __init__(self, **arrays: Any) -> None:
+        self.arrays: dict[str, Any] = {
+            name: array if isinstance(array, np.ndarray) else np.asarray(array)
+            for name, array in arrays.items()
+        }
+        check_arrays(self.arrays)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.arrays.values())))
+
+    def rows(self, ids: NDArray[np.int64]) -> HostBatch:
+        """Return these samples of every array."""
+        return {name: np.asarray(array[ids]) for name, array in self.arrays.items()}
+
+    def fingerprint(self) -> str:
+        """Return what depends on names, shapes, dtypes and content."""
+        facts = [
+            (name, array.shape, str(array.dtype), content_sample(array))
+            for name, array in self.arrays.items()
+        ]
+        return fingerprint_of("arrays", facts)
+
+    def describe(self) -> str:
+        """List the arrays."""
+        listing = ", ".join(
+            f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in self.arrays.items()
+        )
+        return f"{len(self):,} samples of {listing}"
+
+
+def array_files(*, path: str) -> ArraySource:
+    """Return the arrays of an .npz file, or of a folder with one .npy file for each."""
+    return ArraySource(**read_arrays(path))
+
+
+def read_arrays(path: str) -> dict[str, Any]:
+    """Return the arrays of a file or folder by name; .npy files are mapped, not read."""
+    found = find_path(path)
+    if found.is_dir():
+        return {file.stem: load_array(file) for file in sorted(found.glob("*.npy"))}
+    loaded = load_array(found)
+    return loaded if isinstance(loaded, dict) else {Path(found).stem: loaded}
+
+
+def check_arrays(arrays: dict[str, Any]) -> None:
+    """Refuse arrays that are no samples, are empty, or do not belong together."""
+    if not arrays:
+        raise UserError("there are no arrays", fix="name at least one, such as x=…")
+    for name, array in arrays.items():
+        if array.ndim == 0 or array.dtype.kind not in "biufc":
+            raise UserError(
+                f"`{name}` is no array of samples",
+                why=f"its dtype is {array.dtype} and its shape {array.shape}",
+                fix="give numbers, with the sample as dim 0",
+            )
+    sizes = {name: len(array) for name, array in arrays.items()}
+    if len(set(sizes.values())) > 1:
+        raise UserError(
+            "the arrays have different numbers of samples",
+            why=", ".join(f"{name}: {size}" for name, size in sizes.items()),
+            fix="make dim 0 of every array the sample",
+        )
+    if 0 in sizes.values():
+        raise UserError("the dataset is empty", why="dim 0 of its arrays is 0")

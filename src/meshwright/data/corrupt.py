@@ -1,0 +1,47 @@
+"""What happens to records that cannot be read: the run stops, or they are skipped and counted."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.errors import UserError
+
+OnCorrupt = Literal["stop", "skip"]
+
+
+@dataclass
+class CorruptRecords:
+    """Meets the records of a dataset that cannot be read.
+
+    Attributes:
+        policy: stop with an error, or skip.
+        count: records skipped so far.
+        first: what was wrong with the first of them.
+    """
+
+    policy: OnCorrupt
+    count: int = 0
+    first: str = ""
+
+    def meet(self, where: str, why: str) -> None:
+        """Stop at a record, or count it."""
+        if self.policy == "stop":
+            raise UserError(
+                f"{where} cannot be read",
+                why=why,
+                fix="mend the record, or write data.on_corrupt=skip to go on without it",
+            )
+        self.count += 1
+        self.first = self.first or f"{where}: {why}"
+
+    def warn(self) -> None:
+        """Tell how many were skipped, if any."""
+        if self.count:
+            warnings.warn(f"{self.note()}; the first is {self.first}", stacklevel=2)
+
+    def note(self) -> str:
+        """Return how many were skipped; empty if none were."""
+        what = "record was" if self.count == 1 else "records were"
+        return f"{self.count:,} corrupt {what} skipped" if self.count else ""

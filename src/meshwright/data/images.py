@@ -1,0 +1,229 @@
+"""Pictures: in arrays, or as files in one folder for each class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.arrays import read_arrays
+from meshwright.data.corrupt import CorruptRecords, OnCorrupt
+from meshwright.data.feed import HostBatch, Source, fingerprint_of
+from meshwright.data.files import content_sample, find_path, list_files
+from meshwright.errors import EnvironmentProblem, UserError
+
+ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
+IMAGE_NAMES = ("image", "images", "x", "data")
+LABEL_NAMES = ("label", "labels", "y", "target")
+
+
+def image_source(
+    *,
+    path: str,
+    input_shape: tuple[int, ...] = (28, 28, 1),
+    input_name: str = "image",
+    num_classes: int | None = None,
+    on_corrupt: OnCorrupt = "stop",
+) -> Source:
+    """Return the pictures of a file of arrays, or of a folder with one folder for each class.
+
+    Args:
+        path: an .npz file or a folder of .npy files with ``image`` and ``label`` (or ``x`` and
+            ``y``), or a folder of folders of pictures.
+        input_shape: height, width and channels (1 or 3); files are brought to it. A flat shape
+            takes arrays as they are.
+        input_name: what the pictures are called in the batch.
+        num_classes: labels are below it.
+        on_corrupt: what to do about a file that is no picture.
+    """
+    found = find_path(path)
+    if found.is_dir() and not any(found.glob("*.npy")):
+        return ImageFolder(found, input_shape, input_name, num_classes, on_corrupt)
+    return ImageArrays(read_arrays(path), input_shape, input_name, num_classes, f"data.path={path}")
+
+
+class ImageArrays:
+    """Pictures and labels in arrays; integers from 0 to 255 become numbers from 0 to 1."""
+
+    def __init__(
+        self,
+        arrays: dict[str, Any],
+        input_shape: tuple[int, ...],
+        input_name: str,
+        num_classes: int | None,
+        name: str,
+    ) -> None:
+        self.images: NDArray[Any] = _named(arrays, IMAGE_NAMES, name)
+        self.labels: NDArray[Any] = np.asarray(_named(arrays, LABEL_NAMES, name))
+        self.input_shape, self.input_name, self.name = tuple(input_shape), input_name, name
+        self._check()
+        check_labels(self.labels, num_classes, name)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def rows(self, ids: NDArray[np.int64]) -> HostBatch:
+        """Return float32 pictures, and int32 ``label``."""
+        images = np.asarray(self.images[ids])
+        scale = 1 / 255 if images.dtype == np.uint8 else 1
+        images = images.astype(np.float32).reshape(len(ids), *self.input_shape) * np.float32(scale)
+        return {self.input_name: images, "label": self.labels[ids].astype(np.int32)}
+
+    def fingerprint(self) -> str:
+        """Return what depends on pictures and labels."""
+        contents = [(a.shape, str(a.dtype), content_sample(a)) for a in (self.images, self.labels)]
+        return fingerprint_of("images", contents, self.input_shape)
+
+    def describe(self) -> str:
+        """Say how many there are."""
+        return f"{self.name}: {len(self):,} pictures of {list(self.images.shape[1:])}"
+
+    def _check(self) -> None:
+        if not len(self.images):
+            raise UserError(f"{self.name} is empty", why="it holds no pictures")
+        if len(self.images) != len(self.labels):
+            raise UserError(
+                f"{self.name} has another number of pictures than of labels",
+                why=f"{len(self.images):,} and {len(self.labels):,}",
+            )
+        if self.images.dtype.kind not in "uif":
+            raise UserError(
+                f"{self.name} holds no pictures", why=f"their dtype is {self.images.dtype}"
+            )
+        if math.prod(self.images.shape[1:]) != math.prod(self.input_shape):
+            shape = list(self.images.shape[1:])
+            raise UserError(
+                f"the pictures of {self.name} do not fit the task",
+                why=f"they are {shape} and task.input_shape is {list(self.input_shape)}",
+                fix=f"write task.input_shape={str(shape).replace(' ', '')}",
+            )
+
+
+class ImageFolder:
+    """Pictures in files, one folder for each class; read when they are needed.
+
+    With ``on_corrupt=skip``, a file that is no picture gives way to the next one that is, so that
+    the numbers of all others stay what they are.
+
+    Attributes:
+        files: the pictures, class after class.
+        classes: the names of the folders; a label is a place in them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        input_shape: tuple[int, ...],
+        input_name: str,
+        num_classes: int | None,
+        on_corrupt: OnCorrupt,
+    ) -> None:
+        self.folder, self.input_shape, self.input_name = folder, tuple(input_shape), input_name
+        if len(input_shape) != 3 or input_shape[2] not in (1, 3):
+            raise UserError(
+                f"pictures cannot be brought to task.input_shape={list(input_shape)}",
+                fix="write height, width and channels (1 or 3), such as [32,32,3]",
+            )
+        self.classes = sorted(
+            f.name for f in folder.iterdir() if f.is_dir() and not f.name.startswith(".")
+        )
+        if not self.classes:
+            raise UserError(
+                f"data.path={folder} has no classes",
+                why="there are no folders in it",
+                fix="put the pictures of each class into a folder of its own",
+            )
+        listed = [list_files(str(folder / name), ENDINGS) for name in self.classes]
+        self.files = [file for files in listed for file in files]
+        self._labels = np.repeat(np.arange(len(listed), dtype=np.int32), [len(f) for f in listed])
+        check_labels(self._labels, num_classes, f"data.path={folder}")
+        self._corrupt = CorruptRecords(on_corrupt)
+        _import_pillow()
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @property
+    def num_skipped(self) -> int:
+        """Files met so far that are no pictures, counted each time."""
+        return self._corrupt.count
+
+    def rows(self, ids: NDArray[np.int64]) -> HostBatch:
+        """Return float32 pictures from 0 to 1, and int32 ``label``."""
+        read = [self._read(int(number)) for number in ids]
+        labels = self._labels[[number for number, _ in read]]
+        return {self.input_name: np.stack([image for _, image in read]), "label": labels}
+
+    def fingerprint(self) -> str:
+        """Return what depends on the files' names and sizes."""
+        facts = [(str(f.relative_to(self.folder)), f.stat().st_size) for f in self.files]
+        return fingerprint_of("image folder", facts, self.input_shape)
+
+    def describe(self) -> str:
+        """Say how many there are."""
+        line = f"data.path={self.folder}: {len(self):,} pictures of {len(self.classes)} classes"
+        return "; ".join(filter(None, [line, self._corrupt.note()]))
+
+    def _read(self, number: int) -> tuple[int, NDArray[np.float32]]:
+        for place in range(number, number + len(self.files)):
+            file = self.files[place % len(self.files)]
+            try:
+                return place % len(self.files), _open(file, self.input_shape)
+            except (OSError, ValueError, SyntaxError) as error:
+                # Pillow raises a SyntaxError for some broken files.
+                first = not self._corrupt.count
+                self._corrupt.meet(str(file), f"it is no picture that is whole: {error}")
+                if first:
+                    self._corrupt.warn()
+        raise UserError(f"data.path={self.folder} is empty", why="no file is a whole picture")
+
+
+def check_labels(labels: NDArray[Any], num_classes: int | None, name: str) -> None:
+    """Refuse labels the model has no output for."""
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise UserError(
+            f"the labels of {name} are no integers, one a picture",
+            why=f"they are {labels.dtype}{list(labels.shape)}",
+        )
+    highest = int(labels.max())
+    if labels.min() < 0 or (num_classes is not None and highest >= num_classes):
+        wrong = int(labels.min()) if labels.min() < 0 else highest
+        raise UserError(
+            f"{name} has the label {wrong}, which the model does not know",
+            why=f"labels are from 0 to {(num_classes or 2**31) - 1}",
+            fix=f"write model.num_classes={highest + 1} (and task.num_classes) or more",
+        )
+
+
+def _open(file: Path, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    height, width, channels = shape
+    with _import_pillow().open(file) as image:
+        pixels = image.convert("L" if channels == 1 else "RGB").resize((width, height))
+    return np.asarray(pixels, np.float32).reshape(shape) / np.float32(255)
+
+
+def _named(arrays: dict[str, Any], names: Sequence[str], source: str) -> Any:
+    for name in names:
+        if name in arrays:
+            return arrays[name]
+    raise UserError(
+        f"{source} has no array `{names[0]}`",
+        why=f"its arrays are {', '.join(arrays) or 'none'}",
+        fix=f"name it {', '.join(names[:-1])} or {names[-1]}",
+    )
+
+
+def _import_pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise EnvironmentProblem(
+            "folders of pictures need the package pillow",
+            why="it is not installed",
+            fix="pip install 'meshwright[images]'",
+        ) from error
+    return Image

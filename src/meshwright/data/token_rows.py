@@ -1,0 +1,174 @@
+"""Rows of tokens: cut from one long stream, or packed from documents that stay apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.feed import HostBatch, fingerprint_of
+from meshwright.data.files import content_sample
+from meshwright.data.packing import PackingIndex, pack, place
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.errors import UserError
+
+
+@dataclass(frozen=True)
+class StreamRows:
+    """Consecutive rows of token arrays, each one token longer than the sequence.
+
+    A row's last token is the next row's first, so that every token but the first is predicted
+    exactly once. What is left at the end of an array and fills no row is not used.
+
+    Attributes:
+        arrays: one or several flat arrays; no row goes from one into the next.
+        sequence_length: tokens the model sees per row.
+        name: where they come from, for people.
+        tokenizer: turns them into text again; None if that is not known.
+        vocab_size: tokens must be below it; None does not check.
+        separator: the token that ends a document; with one, rows also say which document each
+            token belongs to.
+    """
+
+    arrays: Sequence[NDArray[Any]]
+    sequence_length: int
+    name: str
+    tokenizer: Tokenizer | None = None
+    vocab_size: int | None = None
+    separator: int | None = None
+
+    def __post_init__(self) -> None:
+        check_length(len(self), max(map(len, self.arrays)), self.sequence_length, self.name)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum([max(len(a) - 1, 0) // self.sequence_length for a in self.arrays])
+
+    def rows(self, ids: NDArray[np.int64]) -> HostBatch:
+        """Return ``tokens`` of shape [len(ids), sequence_length + 1]."""
+        tokens = np.empty((len(ids), self.sequence_length + 1), np.int32)
+        which = np.searchsorted(self._ends, ids, side="right")
+        starts = (ids - np.concatenate([[0], self._ends])[which]) * self.sequence_length
+        # Slice by slice: that is one copy a row, where an index for each token would be slower.
+        for row, array, start in zip(tokens, which, starts, strict=True):
+            row[:] = self.arrays[array][start : start + self.sequence_length + 1]
+        check_tokens(tokens, self.vocab_size, self.name)
+        if self.separator is None:
+            return {"tokens": tokens}
+        return {"tokens": tokens, **documents_of(tokens, self.separator)}
+
+    def fingerprint(self) -> str:
+        """Return what depends on the tokens and how they are cut."""
+        contents = [(len(a), str(a.dtype), content_sample(a)) for a in self.arrays]
+        return fingerprint_of("stream", contents, self.sequence_length, self.separator)
+
+    def describe(self) -> str:
+        """Say how many rows there are."""
+        total = sum(map(len, self.arrays))
+        return f"{self.name}: {total:,} tokens in {len(self):,} rows of {self.sequence_length}"
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows packed from whole documents, which are told apart by ``segment_ids``.
+
+    Attributes:
+        tokens: all documents, one after the other.
+        boundaries: document i is ``tokens[boundaries[i]:boundaries[i + 1]]``.
+        sequence_length: tokens the model sees per row.
+        name: where they come from, for people.
+        tokenizer: turns them into text again.
+    """
+
+    tokens: NDArray[Any]
+    boundaries: NDArray[np.int64]
+    sequence_length: int
+    name: str
+    tokenizer: Tokenizer | None = None
+    index: PackingIndex = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Documents need not fill a row, so there is always one unless there are no tokens.
+        index = pack(self.boundaries, self.sequence_length + 1)
+        object.__setattr__(self, "index", index)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def rows(self, ids: NDArray[np.int64]) -> HostBatch:
+        """Return ``tokens``, ``segment_ids`` and ``positions`` [len(ids), sequence_length + 1].
+
+        Places after the last document hold 0 everywhere.
+        """
+        placed = place(self.index, ids)
+
+        def spread(values: NDArray[Any]) -> NDArray[np.int32]:
+            whole = np.zeros(len(ids) * self.index.row_length, np.int32)
+            whole[placed.targets] = values
+            return whole.reshape(len(ids), -1)
+
+        return {
+            "tokens": spread(self.tokens[placed.sources]),
+            "segment_ids": spread(placed.segments),
+            "positions": spread(placed.positions),
+        }
+
+    def fingerprint(self) -> str:
+        """Return what depends on the documents and how they are packed."""
+        contents = content_sample(self.tokens), content_sample(self.boundaries)
+        sizes = len(self.tokens), len(self.boundaries), self.sequence_length
+        return fingerprint_of("packed", contents, sizes)
+
+    def describe(self) -> str:
+        """Say how many documents and rows there are, and how full."""
+        return (
+            f"{self.name}: {len(self.boundaries) - 1:,} documents of {len(self.tokens):,} tokens "
+            f"in {len(self):,} rows of {self.sequence_length}, {self.index.fill:.0%} full"
+        )
+
+
+def documents_of(tokens: NDArray[Any], separator: int) -> HostBatch:
+    """Return ``segment_ids`` and ``positions`` of rows in which a token ends each document."""
+    length = tokens.shape[1]
+    begins = np.zeros(tokens.shape, bool)
+    begins[:, 1:] = tokens[:, :-1] == separator
+    places = np.arange(length, dtype=np.int32)
+    beginnings = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    return {
+        "segment_ids": 1 + np.cumsum(begins, axis=1, dtype=np.int32),
+        "positions": (places - beginnings).astype(np.int32),
+    }
+
+
+def check_length(num_rows: int, num_tokens: int, sequence_length: int, name: str) -> None:
+    """Refuse data that do not fill one row."""
+    if num_rows < 1:
+        raise UserError(
+            f"{name} is too short" if num_tokens else f"{name} is empty",
+            why=f"it has {num_tokens:,} tokens and one row takes {sequence_length + 1:,}",
+            fix="give more data, or a smaller data.sequence_length",
+        )
+
+
+def check_tokens(tokens: NDArray[Any], vocab_size: int | None, name: str) -> None:
+    """Refuse tokens that the model has no embedding for."""
+    if not tokens.size:
+        return
+    lowest, highest = int(tokens.min()), int(tokens.max())
+    if lowest >= 0 and (vocab_size is None or highest < vocab_size):
+        return
+    wrong = lowest if lowest < 0 else highest
+    raise UserError(
+        f"{name} has the token {wrong:,}, which the model does not know",
+        why=f"tokens are from 0 to {(vocab_size or 2**31) - 1:,}",
+        fix=f"write model.vocab_size={highest + 1} or more, or check data.dtype"
+        if lowest >= 0
+        else "check data.dtype and the file",
+    )

@@ -1,0 +1,148 @@
+"""Text to tokens and back: bytes, or any Hugging Face ``tokenizers`` JSON file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.feed import fingerprint_of
+from meshwright.data.files import find_path
+from meshwright.errors import EnvironmentProblem, UserError
+
+Tokens = NDArray[Any]
+"""Token ids, in the smallest unsigned type that holds the vocabulary."""
+
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
+"""What tokenizers call the token that ends a document, looked for in this order."""
+
+
+class Tokenizer(Protocol):
+    """Turns text into tokens and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token is below it."""
+        ...
+
+    @property
+    def separator(self) -> int | None:
+        """The token that ends a document; None if there is none."""
+        ...
+
+    def encode(self, text: str) -> Tokens:
+        """Return the tokens of a text."""
+        ...
+
+    def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the tokens of each text."""
+        ...
+
+    def decode(self, tokens: Any) -> str:
+        """Return the text of tokens; ids beyond the vocabulary show as a mark."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Return a short text that changes when the tokens of a text do."""
+        ...
+
+
+class ByteTokenizer:
+    """One token per byte of UTF-8; documents end with a line break."""
+
+    vocab_size = 256
+    separator = 10
+
+    def encode(self, text: str) -> Tokens:
+        """Return the bytes of a text."""
+        return np.frombuffer(text.encode(), np.uint8)
+
+    def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the bytes of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, tokens: Any) -> str:
+        """Return the text of bytes; what is no UTF-8 shows as �."""
+        return bytes(min(int(token), 255) for token in tokens).decode(errors="replace")
+
+    def fingerprint(self) -> str:
+        """Return the same always."""
+        return "bytes"
+
+
+class FileTokenizer:
+    """A tokenizer in the JSON format of Hugging Face's ``tokenizers``."""
+
+    def __init__(self, path: str) -> None:
+        self._tokenizer, text = _load(path)
+        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        ends = (self._tokenizer.token_to_id(name) for name in END_NAMES)
+        self.separator: int | None = next((end for end in ends if end is not None), None)
+        self._dtype = token_dtype(self.vocab_size)
+        self._fingerprint = fingerprint_of(text)
+
+    def encode(self, text: str) -> Tokens:
+        """Return the tokens of a text, without special ones around them."""
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the tokens of each text; they are computed on several cores."""
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, self._dtype) for one in encoded]
+
+    def decode(self, tokens: Any) -> str:
+        """Return the text of tokens; ids beyond the vocabulary are left out."""
+        known = [int(token) for token in tokens if 0 <= int(token) < self.vocab_size]
+        return self._tokenizer.decode(known, skip_special_tokens=False)
+
+    def fingerprint(self) -> str:
+        """Return what depends on the file's content."""
+        return self._fingerprint
+
+
+def load_tokenizer(path: str | None) -> Tokenizer:
+    """Return the tokenizer of a JSON file, or bytes without one."""
+    return ByteTokenizer() if path is None else FileTokenizer(path)
+
+
+def token_dtype(vocab_size: int) -> Any:
+    """Return the smallest unsigned type that holds every token."""
+    return np.min_scalar_type(max(vocab_size - 1, 0))
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> None:
+    """Refuse a tokenizer that has more tokens than the model."""
+    if vocab_size is None or tokenizer.vocab_size <= vocab_size:
+        return
+    raise UserError(
+        "the tokenizer does not fit the model",
+        why=f"it has {tokenizer.vocab_size:,} tokens and the model's vocabulary {vocab_size:,}",
+        fix=f"write model.vocab_size={tokenizer.vocab_size}, or more",
+    )
+
+
+def _load(path: str) -> tuple[Any, bytes]:
+    found = find_path(path, "data.tokenizer")
+    try:
+        from tokenizers import Tokenizer as HuggingFaceTokenizer
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"data.tokenizer={path} needs the package tokenizers",
+            why="it is not installed",
+            fix="pip install 'meshwright[hf]'",
+        ) from error
+    if found.is_dir():
+        found = find_path(str(found / "tokenizer.json"), "data.tokenizer")
+    text = Path(found).read_bytes()
+    try:
+        return HuggingFaceTokenizer.from_str(text.decode()), text
+    except Exception as error:
+        # The library raises plain exceptions for whatever the file lacks.
+        raise UserError(
+            f"data.tokenizer={path} is no tokenizer",
+            why=str(error),
+            fix="give a tokenizer.json, as `tokenizers` and Hugging Face models have it",
+        ) from error

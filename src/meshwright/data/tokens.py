@@ -1,0 +1,81 @@
+"""Token arrays on disk, mapped rather than read: .npy files, or .bin files of plain numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.feed import Source
+from meshwright.data.files import list_files, load_array, map_array
+from meshwright.data.token_rows import StreamRows
+from meshwright.data.tokenizer import check_vocabulary, load_tokenizer
+from meshwright.errors import UserError
+
+TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
+
+ENDINGS = (".npy", ".bin")
+
+
+def token_source(
+    *,
+    path: str,
+    sequence_length: int,
+    dtype: TokenType | None = None,
+    separator: int | None = None,
+    tokenizer: str | None = None,
+    vocab_size: int | None = None,
+) -> Source:
+    """Return the tokens of a file, or of all in a folder, as rows.
+
+    Args:
+        path: an .npy file of integers, a .bin file of plain numbers, or a folder of them.
+        sequence_length: tokens the model sees per row.
+        dtype: of the numbers in .bin files, which do not say; uint16 by default.
+        separator: the token that ends a document; with one, documents do not see each other.
+        tokenizer: a ``tokenizers`` JSON file, to show what the model writes as text.
+        vocab_size: tokens of the model; one beyond it is an error.
+    """
+    found = None if tokenizer is None else load_tokenizer(tokenizer)
+    if found is not None:
+        check_vocabulary(found, vocab_size)
+    arrays = [_flat(file, dtype) for file in list_files(path, ENDINGS)]
+    name = f"data.path={path}"
+    return StreamRows(arrays, sequence_length, name, found, vocab_size, separator)
+
+
+def _flat(file: Path, dtype: TokenType | None) -> NDArray[Any]:
+    if file.suffix == ".npy":
+        array = load_array(file)
+        if dtype is not None and array.dtype != dtype:
+            raise _wrong_type(file, f"its dtype is {array.dtype}, and data.dtype={dtype}")
+    else:
+        array = _plain_numbers(file, dtype or "uint16")
+    if array.dtype.kind not in "iu":
+        raise _wrong_type(file, f"its dtype is {array.dtype}")
+    if array.ndim != 1:
+        raise UserError(
+            f"{file} is no row of tokens",
+            why=f"its shape is {array.shape}",
+            fix="save the tokens of all documents one after the other, as array.reshape(-1)",
+        )
+    return array
+
+
+def _plain_numbers(file: Path, dtype: TokenType) -> NDArray[Any]:
+    size, width = file.stat().st_size, np.dtype(dtype).itemsize
+    if size % width:
+        raise _wrong_type(file, f"its {size:,} bytes are no multiple of {width}, as {dtype} has")
+    if not size:
+        return np.empty(0, dtype)
+    return map_array(str(file), dtype, 0, (size // width,))
+
+
+def _wrong_type(file: Path, why: str) -> UserError:
+    return UserError(
+        f"{file} does not hold tokens of that type",
+        why=why,
+        fix="tokens are integers; for .bin files write data.dtype=uint16, uint32 or another",
+    )

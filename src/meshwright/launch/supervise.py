@@ -1,0 +1,173 @@
+"""Starting processes, watching them, and ending all of them when one fails or a person asks."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import IO
+
+from meshwright.launch import guard
+from meshwright.launch.lines import Lines
+
+GRACE_AFTER_FAILURE = 8.0
+"""Seconds; the others can only wait for the process that is gone, so they need little time."""
+GRACE_AFTER_REQUEST = 60.0
+"""Seconds; a run that is asked to stop may save its state first."""
+LAST_WORDS = 0.5
+"""Seconds the others have to fail by themselves before they are asked to end."""
+
+_NEVER = float("inf")
+_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Supervisor:
+    """Runs one command in several processes, from the start to the end of the last one."""
+
+    def __init__(
+        self, command: Sequence[str], *, stderr: IO[bytes], grace_seconds: float | None = None
+    ) -> None:
+        self._command = list(command)
+        self._grace = grace_seconds
+        self._lines = Lines(stderr)
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self._pumps: list[threading.Thread] = []
+        self._running: set[int] = set()
+        self._ends: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._asked = False
+        self._failure: tuple[int, int] | None = None
+        self._terminate_at = self._kill_at = _NEVER
+
+    def run(self, environments: Sequence[Mapping[str, str]]) -> int:
+        """Start a process per environment and return the first failure's exit code, or 0."""
+        with _guarded_group() as group, self._listening():
+            for rank, environ in enumerate(environments):
+                self._start(rank, environ, group)
+            while self._running:
+                self._answer_requests()
+                self._note_end()
+                self._enforce()
+        # The group is gone, so nothing holds the pipes open any more.
+        for pump in self._pumps:
+            pump.join()
+        return 0 if self._failure is None else exit_code(self._failure[1])
+
+    def _start(self, rank: int, environ: Mapping[str, str], group: int) -> None:
+        worker = subprocess.Popen(
+            self._command,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            # The results of process 0 are the launch's: they keep the stream, terminal or pipe.
+            stdout=None if rank == 0 else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=group,
+        )
+        self._workers.append(worker)
+        self._running.add(rank)
+        for stream in filter(None, (worker.stdout, worker.stderr)):
+            pump = threading.Thread(target=self._lines.pump, args=(rank, stream), daemon=True)
+            pump.start()
+            self._pumps.append(pump)
+        # One thread waits for each, so that failures arrive in the order they happen.
+        threading.Thread(target=self._await_end, args=(rank, worker), daemon=True).start()
+
+    def _await_end(self, rank: int, worker: subprocess.Popen[bytes]) -> None:
+        self._ends.put((rank, worker.wait()))
+
+    def _answer_requests(self) -> None:
+        """Pass a first request to end on; a second one is an order."""
+        while not self._requests.empty():
+            number = self._requests.get()
+            self._send(signal.SIGKILL if self._asked else number)
+            self._asked = True
+            self._terminate_at = _NEVER
+            self._kill_at = time.monotonic() + self._seconds(GRACE_AFTER_REQUEST)
+
+    def _note_end(self) -> None:
+        try:
+            rank, returncode = self._ends.get(timeout=0.1)
+        except queue.Empty:
+            return
+        self._running.discard(rank)
+        if returncode == 0 or self._failure is not None:
+            return
+        self._failure = (rank, returncode)
+        if not self._asked:
+            self._terminate_at = time.monotonic() + LAST_WORDS
+            self._kill_at = self._terminate_at + self._seconds(GRACE_AFTER_FAILURE)
+            if returncode < 0:
+                # Who is killed cannot say so itself.
+                self._lines.say(f"error: process {rank} {_how(returncode)}")
+
+    def _enforce(self) -> None:
+        now = time.monotonic()
+        if self._running and now >= self._terminate_at and self._failure is not None:
+            rank, returncode = self._failure
+            count = len(self._running)
+            others = "the other is" if count == 1 else f"the other {count} are"
+            self._lines.say(f"process {rank} {_how(returncode)}; {others} being ended")
+            self._send(signal.SIGTERM)
+            self._terminate_at = _NEVER
+        if self._running and now >= self._kill_at:
+            self._send(signal.SIGKILL)
+            self._kill_at = _NEVER
+
+    def _send(self, number: int) -> None:
+        for rank in self._running:
+            self._workers[rank].send_signal(number)
+
+    def _seconds(self, default: float) -> float:
+        return default if self._grace is None else self._grace
+
+    @contextmanager
+    def _listening(self) -> Generator[None]:
+        """Take Ctrl-C and requests to end as such; the processes have a group of their own."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        heard = [n for n in _REQUESTS if signal.getsignal(n) is not signal.SIG_IGN]
+        before = {n: signal.signal(n, lambda n, _: self._requests.put(n)) for n in heard}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def exit_code(returncode: int) -> int:
+    """Return the code a shell would: 128 + n for a process ended by signal n."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def _how(returncode: int) -> str:
+    if returncode >= 0:
+        return f"ended with exit code {returncode}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    return f"was killed by {name}"
+
+
+@contextmanager
+def _guarded_group() -> Generator[int]:
+    """Yield a process group that does not outlive this block, nor this process."""
+    leader = subprocess.Popen(
+        [sys.executable, "-I", "-S", guard.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        process_group=0,
+    )
+    assert leader.stdin is not None
+    try:
+        yield leader.pid
+    finally:
+        leader.stdin.close()
+        leader.wait()

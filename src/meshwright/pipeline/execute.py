@@ -1,0 +1,459 @@
+"""The executor: one program that every stage runs, tick by tick, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from meshwright.pipeline.halves import Differentiated
+from meshwright.pipeline.operations import Shape
+from meshwright.pipeline.rows import Forms, Row
+from meshwright.weighted import Weighted
+
+Message = list[Any]
+"""What one stage hands to the next."""
+
+
+class Losses(NamedTuple):
+    """Totals and weights of what is minimised, and of what is reported."""
+
+    objective: Weighted
+    metrics: dict[str, Weighted]
+
+
+@dataclass(frozen=True)
+class StageFunctions:
+    """A model cut into stages, as functions of one microbatch.
+
+    Blocks are given as rows: for each block of a virtual stage, its leaves.
+
+    Attributes:
+        embed: from (outer weights, inputs) to what the first virtual stage receives.
+        blocks: from (rows, fixed rows, outer weights, message, changing rows, inputs, number of the
+            virtual stage) to (message, changing rows).
+        head: from (outer weights, message, inputs) to the losses.
+        embed_reads: numbers of the outer weights ``embed`` is given, in order.
+        blocks_read: those of ``blocks``.
+        head_reads: those of ``head``.
+    """
+
+    embed: Callable[[list[Any], Any], Message]
+    blocks: Callable[..., tuple[Message, list[list[Any]]]]
+    head: Callable[[list[Any], Message, Any], Losses]
+    embed_reads: Sequence[int]
+    blocks_read: Sequence[int]
+    head_reads: Sequence[int]
+
+
+@dataclass(frozen=True)
+class StageValues:
+    """What one stage holds while it works through a batch.
+
+    Attributes:
+        weights: trained leaves of its blocks, each [chunks × blocks, …].
+        fixed: leaves of its blocks that nothing changes.
+        changing: state of its blocks, which every forward pass replaces.
+        outer: trained leaves outside of the blocks.
+        inputs: a pytree of what each microbatch brings, each [microbatches, …].
+    """
+
+    weights: list[Any]
+    fixed: list[Any]
+    changing: list[Any]
+    outer: list[Any]
+    inputs: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StageSums:
+    """What a stage has added up.
+
+    Attributes:
+        weights: gradients of its blocks' leaves, each microbatch with its weight.
+        outer: its share of the outer weights' gradients.
+        losses: its share of totals and weights: all of it on the last stage.
+        changing: the state of its blocks afterwards.
+    """
+
+    weights: list[Any]
+    outer: list[Any]
+    losses: Losses
+    changing: list[Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Between:
+    """What lies between two ticks."""
+
+    inbox: list[Any]
+    gradients: list[Any]
+    kept: list[Any]
+    cuts: list[Any]
+    sums: StageSums
+
+
+class Ticks:
+    """Runs the ticks of one stage, inside a `jax.shard_map` over the pipe axis.
+
+    Args:
+        functions: the model's stages.
+        values: what this stage holds.
+        shape: the pipeline's size.
+        forms: which kinds of operations and messages the tick table has, and its slots.
+        axis: name of the mesh axis of stages.
+        scale: factor on the loss while gradients are taken, which half precision needs.
+        constrain: fixes where sums live while they grow.
+    """
+
+    def __init__(
+        self,
+        functions: StageFunctions,
+        values: StageValues,
+        shape: Shape,
+        forms: Forms,
+        *,
+        axis: str,
+        scale: Array | None,
+        constrain: Callable[[StageSums], StageSums],
+    ) -> None:
+        self.functions, self.values, self.shape, self.forms = functions, values, shape, forms
+        self.axis, self.scale, self.constrain = axis, scale, constrain
+        held = values.weights + values.fixed + values.changing
+        self.blocks = held[0].shape[0] // shape.num_chunks if held else 1
+        self.message = self._message_shapes()
+        self.program = self._differentiate()
+
+    def run(self, rows: Row) -> StageSums:
+        """Execute every row of the table and return this stage's sums."""
+        sums = self.constrain(self._no_sums())
+        empty = self._nothing(self.message)
+        start = _Between(
+            inbox=_buffers(self.message, self.forms.num_activations),
+            gradients=_buffers(self._gradient_shapes(), self.forms.num_gradients),
+            kept=_buffers(self.program.kept_shapes, self.forms.num_kept),
+            cuts=_buffers(self._cut_shapes(), self.forms.num_cuts),
+            sums=sums,
+        )
+        back = self._nothing(self._gradient_shapes())
+        (end, _, _), _ = lax.scan(self._tick, (start, empty, back), rows)
+        return end.sums
+
+    def _tick(self, carry: Any, row: Row) -> tuple[Any, None]:
+        between, arrived, arrived_back = carry
+        inbox = _put(between.inbox, arrived, row.activation_in)
+        gradients = _put(between.gradients, arrived_back, row.gradient_in)
+        between = replace(between, inbox=inbox, gradients=gradients)
+        between, sent = self._forward(between, row)
+        between, sent_back = self._backward(between, row)
+        if self.forms.splits_backward:
+            between = self._weight(between, row)
+        between = replace(between, sums=self.constrain(between.sums))
+        arrived = self._send(sent, 1, row.sends, always=self.forms.always_sends)
+        arrived_back = self._send(
+            sent_back, -1, row.sends_back, always=self.forms.always_sends_back
+        )
+        return (between, arrived, arrived_back), None
+
+    def _forward(self, between: _Between, row: Row) -> tuple[_Between, Message]:
+        op = row.forward
+
+        def work() -> Any:
+            inputs = self._inputs(op.microbatch)
+            outer = self._outer(self.functions.embed_reads)
+            message = lax.cond(
+                op.reads < 0,
+                # Branches that end in differently laid out arrays are refused by the compiler.
+                lambda: lax.optimization_barrier(self.functions.embed(outer, inputs)),
+                lambda: lax.optimization_barrier(_get(between.inbox, op.reads)),
+            )
+            changing = between.sums.changing
+            operands = self._operands(message, changing, op.chunk, inputs, row.stage)
+            taken = self.program.forward(*self._held(op.chunk), *operands)
+            whole, rows = taken.further
+            changing = self._put_rows(changing, rows, op.chunk)
+            return self._join(taken.y, whole), taken.kept, changing
+
+        def rest() -> Any:
+            return self._nothing(self.message), _get(between.kept, op.keeps), between.sums.changing
+
+        message, kept, changing = lax.cond(op.microbatch >= 0, work, rest)
+        sums = replace(between.sums, changing=changing)
+        between = replace(between, kept=_put(between.kept, kept, op.keeps), sums=sums)
+        return self._head(between, message, row), message
+
+    def _head(self, between: _Between, message: Message, row: Row) -> _Between:
+        """Where a microbatch has come to its end, evaluate the loss and start its way back."""
+        reads = self.functions.head_reads
+        losses, outer = between.sums.losses, self._pick(between.sums.outer, reads)
+
+        # Branches hand on what they change and nothing else: the compiler copies the rest.
+        def work() -> Any:
+            found, gradients, back, tail = self._loss_gradient(message, row.forward.microbatch)
+            added = jax.tree.map(jnp.add, losses, found)
+            return added, _added(outer, gradients, tail), [*back, *tail]
+
+        def rest() -> Any:
+            return losses, outer, _get(between.gradients, row.gradient_own)
+
+        losses, outer, own = lax.cond(row.gradient_own >= 0, work, rest)
+        sums = replace(between.sums, losses=losses, outer=_placed(between.sums.outer, reads, outer))
+        gradients = _put(between.gradients, own, row.gradient_own)
+        return replace(between, gradients=gradients, sums=sums)
+
+    def _loss_gradient(self, message: Message, microbatch: Array) -> Any:
+        floats, whole = self._split(message)
+        inputs = self._inputs(microbatch)
+
+        def mean(outer: list[Any], floats: list[Any]) -> tuple[Array, Losses]:
+            losses = self.functions.head(outer, self._join(floats, whole), inputs)
+            return losses.objective.mean, losses
+
+        outer = self._outer(self.functions.head_reads)
+        value, pullback, losses = jax.vjp(mean, outer, floats, has_aux=True)
+        weight = losses.objective.weight.astype(value.dtype)
+        start = weight if self.scale is None else self.scale.astype(value.dtype)
+        gradients, back = pullback(start)
+        return losses, gradients, back, [] if self.scale is None else [weight]
+
+    def _backward(self, between: _Between, row: Row) -> tuple[_Between, list[Any]]:
+        op, split = row.backward, self.forms.splits_backward
+        sums = self._block_sums(between.sums)
+
+        def work() -> Any:
+            back = _get(between.gradients, op.reads)
+            gradient, tail = back[: self.num_floats], back[self.num_floats :]
+            held, kept = self._held(op.chunk), _get(between.kept, op.keeps)
+            if split:
+                gradient, cut = self.program.input_gradient(*held, kept, gradient)
+                # The weight rides along until the weight gradient needs it.
+                return [*gradient, *tail], [*cut, *tail], None
+            weights, gradient = self.program.backward(*held, kept, gradient)
+            return [*gradient, *tail], [], self._add(sums, weights, op.chunk, tail)
+
+        def rest() -> Any:
+            nothing = self._nothing(self._gradient_shapes())
+            cut = _get(between.cuts, op.cut) if split else []
+            return nothing, cut, None if split else sums
+
+        gradient, cut, added = lax.cond(op.microbatch >= 0, work, rest)
+        if split:
+            between = replace(between, cuts=_put(between.cuts, cut, op.cut))
+        else:
+            between = self._with_block_sums(between, added)
+        return self._embed_gradient(between, gradient, row), gradient
+
+    def _weight(self, between: _Between, row: Row) -> _Between:
+        op = row.weight
+        sums = self._block_sums(between.sums)
+
+        def work() -> Any:
+            cut = _get(between.cuts, op.cut)
+            count = len(cut) - (self.scale is not None)
+            kept = _get(between.kept, op.keeps)
+            weights = self.program.weight_gradient(*self._held(op.chunk), kept, cut[:count])
+            return self._add(sums, weights, op.chunk, cut[count:])
+
+        return self._with_block_sums(between, lax.cond(op.microbatch >= 0, work, lambda: sums))
+
+    def _embed_gradient(self, between: _Between, back: list[Any], row: Row) -> _Between:
+        """Where a microbatch is back at the start, add up the gradients of what came before."""
+        op, reads = row.backward, self.functions.embed_reads
+        outer = self._pick(between.sums.outer, reads)
+        if not outer:
+            return between
+
+        def work() -> list[Any]:
+            inputs = self._inputs(op.microbatch)
+            _, pullback = jax.vjp(
+                lambda outer: self._split(self.functions.embed(outer, inputs))[0],
+                self._outer(reads),
+            )
+            (gradients,) = pullback(back[: self.num_floats])
+            return _added(outer, gradients, back[self.num_floats :])
+
+        here = (op.microbatch >= 0) & (op.chunk == 0) & (row.stage == 0)
+        outer = lax.cond(here, work, lambda: outer)
+        sums = replace(between.sums, outer=_placed(between.sums.outer, reads, outer))
+        return replace(between, sums=sums)
+
+    def _differentiate(self) -> Differentiated:
+        def stage(weights: Any, fixed: Any, floats: Any, others: Any) -> Any:
+            rows, outer = weights
+            whole, changing, inputs, virtual = others
+            message, changing = self.functions.blocks(
+                rows, fixed, outer, self._join(floats, whole), changing, inputs, virtual
+            )
+            floats, whole = self._split(message)
+            return floats, (whole, changing)
+
+        zero = jnp.zeros((), jnp.int32)
+        message = self._nothing(self.message)
+        weights, fixed = self._held(zero)
+        operands = self._operands(message, self.values.changing, zero, self._inputs(zero), zero)
+        return Differentiated(stage, weights, fixed, *operands)
+
+    def _held(self, chunk: Array) -> tuple[Any, Any]:
+        """Return what a chunk's forward and backward both read."""
+        rows = self._rows(self.values.weights, chunk)
+        outer = self._outer(self.functions.blocks_read)
+        return (rows, outer), self._rows(self.values.fixed, chunk)
+
+    def _operands(
+        self, message: Message, changing: list[Any], chunk: Array, inputs: Any, stage: Array
+    ) -> tuple[Any, Any]:
+        floats, whole = self._split(message)
+        virtual = chunk * self.shape.num_stages + stage
+        return floats, (whole, self._rows(changing, chunk), inputs, virtual)
+
+    def _message_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        return jax.eval_shape(
+            lambda: self.functions.embed(
+                self._outer(self.functions.embed_reads), self._inputs(jnp.zeros((), jnp.int32))
+            )
+        )
+
+    def _gradient_shapes(self) -> list[Any]:
+        weight = [] if self.scale is None else [self._losses_shape().objective.total]
+        return [a for a in self.message if _is_float(a)] + weight
+
+    def _cut_shapes(self) -> list[Any]:
+        if not self.forms.splits_backward:
+            return []
+        return [*self.program.cut_shapes, *self._gradient_shapes()[self.num_floats :]]
+
+    @property
+    def num_floats(self) -> int:
+        """How many parts of a message have a gradient."""
+        return sum(map(_is_float, self.message))
+
+    def _split(self, message: Message) -> tuple[list[Any], list[Any]]:
+        return [a for a in message if _is_float(a)], [a for a in message if not _is_float(a)]
+
+    def _join(self, floats: Sequence[Any], whole: Sequence[Any]) -> Message:
+        first, second = iter(floats), iter(whole)
+        return [next(first) if _is_float(a) else next(second) for a in self.message]
+
+    def _inputs(self, microbatch: Array) -> Any:
+        return jax.tree.map(
+            lambda a: lax.dynamic_index_in_dim(a, microbatch, 0, keepdims=False), self.values.inputs
+        )
+
+    def _outer(self, numbers: Sequence[int]) -> list[Any]:
+        return self._pick(self.values.outer, numbers)
+
+    def _rows(self, leaves: list[Any], chunk: Array) -> list[list[Any]]:
+        """Return a chunk's leaves block by block."""
+        if self.shape.num_chunks > 1:
+            start = chunk * self.blocks
+            leaves = [lax.dynamic_slice_in_dim(a, start, self.blocks) for a in leaves]
+        return [[leaf[block] for leaf in leaves] for block in range(self.blocks)]
+
+    def _put_rows(self, leaves: list[Any], rows: list[list[Any]], chunk: Array) -> list[Any]:
+        for block, row in enumerate(rows):
+            at = chunk * self.blocks + block
+            leaves = [
+                lax.dynamic_update_index_in_dim(a, new.astype(a.dtype), at, 0)
+                for a, new in zip(leaves, row, strict=True)
+            ]
+        return leaves
+
+    def _block_sums(self, sums: StageSums) -> tuple[list[Any], list[Any]]:
+        """Return the sums that gradients of blocks are added to."""
+        return sums.weights, self._pick(sums.outer, self.functions.blocks_read)
+
+    def _with_block_sums(self, between: _Between, found: tuple[list[Any], list[Any]]) -> _Between:
+        weights, outer = found
+        outer = _placed(between.sums.outer, self.functions.blocks_read, outer)
+        return replace(between, sums=replace(between.sums, weights=weights, outer=outer))
+
+    def _add(self, sums: Any, gradients: Any, chunk: Array, tail: list[Any]) -> Any:
+        weights, outer = sums
+        rows, more = gradients
+        for block, row in enumerate(rows):
+            at = chunk * self.blocks + block if self.shape.num_chunks > 1 else block
+            weights = [_add_at(a, _times(g, tail), at) for a, g in zip(weights, row, strict=True)]
+        return weights, _added(outer, more, tail)
+
+    def _pick(self, values: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
+        return [values[n] for n in numbers]
+
+    def _nothing(self, shapes: Sequence[Any]) -> list[Any]:
+        return [jnp.zeros(a.shape, a.dtype) for a in shapes]
+
+    def _no_sums(self) -> StageSums:
+        losses = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self._losses_shape())
+        return StageSums(
+            weights=[jnp.zeros_like(a) for a in self.values.weights],
+            outer=[jnp.zeros_like(a) for a in self.values.outer],
+            losses=losses,
+            changing=list(self.values.changing),
+        )
+
+    def _losses_shape(self) -> Losses:
+        message = self._nothing(self.message)
+        inputs = self._inputs(jnp.zeros((), jnp.int32))
+        outer = self._outer(self.functions.head_reads)
+        return jax.eval_shape(lambda: self.functions.head(outer, message, inputs))
+
+    def _send(self, values: list[Any], step: int, needed: Array, *, always: bool) -> list[Any]:
+        """Hand values to the next or previous stage, in ticks in which anyone has something."""
+        count = self.shape.num_stages
+        # Only chunks close the ring: the last stage's next chunk is on the first stage.
+        pairs = [(i, (i + step) % count) for i in range(count)]
+        if self.shape.num_chunks == 1:
+            pairs = [(a, b) for a, b in pairs if b - a == step]
+
+        def send() -> list[Any]:
+            return [lax.ppermute(value, self.axis, pairs) for value in values]
+
+        return send() if always else lax.cond(needed, send, lambda: values)
+
+
+def _is_float(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def _buffers(shapes: Sequence[Any], slots: int) -> list[Any]:
+    return [jnp.zeros((max(1, slots), *a.shape), a.dtype) for a in shapes]
+
+
+def _get(buffers: list[Any], slot: Array) -> list[Any]:
+    at = jnp.maximum(slot, 0)
+    return [lax.dynamic_index_in_dim(b, at, 0, keepdims=False) for b in buffers]
+
+
+def _put(buffers: list[Any], values: Sequence[Any], slot: Array) -> list[Any]:
+    """Write values into a slot; a negative slot changes nothing."""
+    at = jnp.maximum(slot, 0)
+    return [
+        lax.dynamic_update_index_in_dim(
+            b, jnp.where(slot >= 0, v, lax.dynamic_index_in_dim(b, at, 0, keepdims=False)), at, 0
+        )
+        for b, v in zip(buffers, values, strict=True)
+    ]
+
+
+def _add_at(stack: Any, value: Any, at: Array | int) -> Any:
+    before = lax.dynamic_index_in_dim(stack, at, 0, keepdims=False)
+    return lax.dynamic_update_index_in_dim(stack, before + value, at, 0)
+
+
+def _placed(values: Sequence[Any], numbers: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """Return values with those of these numbers replaced."""
+    found = dict(zip(numbers, new, strict=True))
+    return [found.get(number, value) for number, value in enumerate(values)]
+
+
+def _added(sums: Sequence[Any], gradients: Sequence[Any], tail: list[Any]) -> list[Any]:
+    return [s + _times(g, tail) for s, g in zip(sums, gradients, strict=True)]
+
+
+def _times(gradient: Any, tail: list[Any]) -> Any:
+    return gradient * tail[0].astype(gradient.dtype) if tail else gradient

@@ -1,0 +1,136 @@
+"""The operations of a pipeline: what one stage does with one microbatch, and how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+
+from meshwright.errors import UserError
+
+
+class Kind(Enum):
+    """What an operation computes.
+
+    Attributes:
+        FORWARD: a stage's output.
+        BACKWARD: gradients with respect to a stage's input and its weights, at once.
+        INPUT_GRAD: the gradient with respect to the input alone, which another stage waits for.
+        WEIGHT_GRAD: the gradient with respect to the weights alone, which nobody waits for.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_GRAD = "I"
+    WEIGHT_GRAD = "W"
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation of one stage.
+
+    Attributes:
+        kind: what is computed.
+        microbatch: for which microbatch, from 0.
+        chunk: for which of the stage's pieces of the model, from 0.
+    """
+
+    kind: Kind
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        chunk = f".{self.chunk}" if self.chunk else ""
+        return f"{self.kind.value}{self.microbatch}{chunk}"
+
+    @property
+    def hands_back(self) -> bool:
+        """Whether it gives the gradient the stage before waits for."""
+        return self.kind in (Kind.BACKWARD, Kind.INPUT_GRAD)
+
+    @property
+    def releases(self) -> bool:
+        """Whether nothing of this microbatch is needed any more afterwards."""
+        return self.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)
+
+
+Operations = Sequence[Sequence[Op]]
+"""What each stage does, in order."""
+
+Event = tuple[str, int, int]
+"""Something a stage waits for: ("F" or "G", microbatch, virtual stage)."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a pipeline.
+
+    Attributes:
+        num_microbatches: M, microbatches between two flushes.
+        num_stages: S, groups of devices one after another.
+        num_chunks: v, pieces of the model on each stage; virtual stage ``chunk·S + stage``.
+    """
+
+    num_microbatches: int
+    num_stages: int
+    num_chunks: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_microbatches", "num_stages", "num_chunks"):
+            value = getattr(self, name)
+            if value < 1:
+                raise UserError(
+                    f"{name}={value} is not a number of {name[4:]}", fix="write 1 or more"
+                )
+
+    @property
+    def num_virtual(self) -> int:
+        """Pieces of the model a microbatch passes through."""
+        return self.num_stages * self.num_chunks
+
+    def virtual(self, op: Op, stage: int) -> int:
+        """Return which piece of the model an operation of a stage works on."""
+        return op.chunk * self.num_stages + stage
+
+    def gives(self, op: Op, stage: int) -> Event | None:
+        """Return what others can go on with after an operation."""
+        if op.kind is Kind.FORWARD:
+            return ("F", op.microbatch, self.virtual(op, stage))
+        return ("G", op.microbatch, self.virtual(op, stage)) if op.hands_back else None
+
+    def needs(self, op: Op, stage: int) -> list[Event]:
+        """Return what has to be there before an operation."""
+        m, at = op.microbatch, self.virtual(op, stage)
+        if op.kind is Kind.FORWARD:
+            return [("F", m, at - 1)] if at > 0 else []
+        if op.kind is Kind.WEIGHT_GRAD:
+            return [("G", m, at)]
+        return [("F", m, at)] + ([("G", m, at + 1)] if at < self.num_virtual - 1 else [])
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long operations take, in any unit; those of a whole stage, not of one of its chunks.
+
+    Attributes:
+        forward: a stage's forward pass of one microbatch.
+        input_grad: its gradient with respect to its input.
+        weight_grad: its gradient with respect to its weights.
+        scale: each stage's times relative to these; empty for equal stages.
+    """
+
+    forward: Fraction | int = 1
+    input_grad: Fraction | int = 1
+    weight_grad: Fraction | int = 1
+    scale: tuple[Fraction | int, ...] = ()
+
+    def of(self, op: Op, stage: int, num_chunks: int = 1) -> Fraction:
+        """Return how long an operation takes on a stage."""
+        whole = {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.input_grad + self.weight_grad,
+            Kind.INPUT_GRAD: self.input_grad,
+            Kind.WEIGHT_GRAD: self.weight_grad,
+        }[op.kind]
+        return Fraction(whole) * (self.scale[stage] if self.scale else 1) / num_chunks

@@ -1,0 +1,132 @@
+"""What a pipeline's stages have and how long they wait, for people and programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from meshwright.pipeline.advice import pipeline_warnings
+from meshwright.pipeline.cut import BlockCut, stage_order
+from meshwright.pipeline.gradients import PipelinedLoss
+from meshwright.pipeline.operations import Times
+from meshwright.pipeline.timeline import Timeline, in_flight
+from meshwright.program.flops import forward_flops
+
+UNEQUAL_ENDS = "its embedding or head weighs less with fewer stages (mesh.pipe) of more blocks"
+"""What helps where every stage has the same number of blocks."""
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What one stage does.
+
+    Attributes:
+        blocks: numbers of its blocks.
+        also: what it does beside them: embedding, head.
+        parameters: trained numbers it uses.
+        flops: products of one microbatch's forward pass, on all devices of the stage together.
+        microbatches_kept: the most microbatches it keeps at a time, of one chunk each.
+    """
+
+    blocks: tuple[int, ...]
+    also: tuple[str, ...]
+    parameters: int
+    flops: int
+    microbatches_kept: int
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """What a pipeline is.
+
+    Attributes:
+        schedule: its name.
+        num_microbatches: microbatches between two flushes.
+        num_chunks: pieces of the model on each stage.
+        ticks: ticks between two flushes.
+        bubble: share of the time stages wait, simulated from the executed ticks, stages equal.
+        bubble_formula: the same by the closed formula.
+        bubble_with_flops: the same, each stage as slow as its FLOPs say.
+        efficiency: share of the time stages work.
+        stages: the stages.
+        warnings: what is worth changing.
+    """
+
+    schedule: str
+    num_microbatches: int
+    num_chunks: int
+    ticks: int
+    bubble: float
+    bubble_formula: float
+    bubble_with_flops: float
+    efficiency: float
+    stages: tuple[StageFacts, ...]
+    warnings: tuple[str, ...]
+
+
+def pipeline_report(pipelined: PipelinedLoss) -> PipelineReport:
+    """Describe a pipeline."""
+    schedule, count = pipelined.schedule, pipelined.num_microbatches
+    stages = stage_facts(pipelined)
+    table = schedule.table(count, pipelined.num_stages)
+    bubble = table.timeline().bubble
+    costs = [stage.flops for stage in stages]
+    return PipelineReport(
+        schedule=schedule.name,
+        num_microbatches=count,
+        num_chunks=schedule.num_chunks,
+        ticks=len(table.ticks),
+        bubble=float(bubble),
+        bubble_formula=float(schedule.bubble(count, pipelined.num_stages)),
+        bubble_with_flops=float(timeline_with_flops(pipelined).bubble),
+        efficiency=float(1 - bubble),
+        stages=tuple(stages),
+        warnings=tuple(
+            pipeline_warnings(schedule, count, pipelined.num_stages, costs, remedy=UNEQUAL_ENDS)
+        ),
+    )
+
+
+def timeline_with_flops(pipelined: PipelinedLoss) -> Timeline:
+    """Return when stages work in the executed ticks, each as slow as its FLOPs say."""
+    costs = [stage.flops for stage in stage_facts(pipelined)]
+    mean = Fraction(sum(costs), len(costs)) or Fraction(1)
+    scale = tuple(Fraction(cost) / mean for cost in costs) if any(costs) else ()
+    table = pipelined.schedule.table(pipelined.num_microbatches, pipelined.num_stages)
+    return table.timeline(Times(scale=scale))
+
+
+def stage_facts(pipelined: PipelinedLoss) -> list[StageFacts]:
+    """Return what each stage has."""
+    cut, count = pipelined.cut, pipelined.num_stages
+    chunks = pipelined.schedule.num_chunks
+    order = stage_order(cut.num_blocks, count, chunks)
+    each = len(order) // count
+    table = pipelined.schedule.table(pipelined.num_microbatches, count)
+    kept = in_flight(table.operations())
+    steps = cut.traced.layout.step_leaves
+    trained = [n for n in cut.stacks if steps[n].leaf.role == "param"]
+    block_size = sum(steps[n].leaf.size for n in trained) // cut.num_blocks
+    block_flops = forward_flops(cut.eqn.params["jaxpr"].jaxpr)
+    found: list[StageFacts] = []
+    for stage in range(count):
+        ends = ["embedding"] * (stage == 0) + ["head"] * (stage == count - 1)
+        sizes, flops = zip(*(_end(cut, end) for end in ends), strict=True) if ends else ((), ())
+        found.append(
+            StageFacts(
+                blocks=tuple(order[stage * each : (stage + 1) * each]),
+                also=tuple(ends),
+                parameters=each * block_size + sum(sizes),
+                flops=each * block_flops + sum(flops),
+                microbatches_kept=kept[stage],
+            )
+        )
+    return found
+
+
+def _end(cut: BlockCut, end: str) -> tuple[int, int]:
+    """Return the trained numbers and the FLOPs of what comes before or after the blocks."""
+    eqns, leaves = cut.reads(cut.initial if end == "embedding" else cut.losses)
+    steps = cut.traced.layout.step_leaves
+    size = sum(steps[n].leaf.size for n in leaves if steps[n].leaf.role == "param")
+    return size, forward_flops(cut.jaxpr.replace(eqns=eqns))

@@ -1,0 +1,80 @@
+"""The tick table: what one program that all stages execute together does, tick by tick."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from meshwright.pipeline.operations import Event, Op, Operations, Shape, Times
+from meshwright.pipeline.timeline import Span, Timeline
+
+Tick = tuple[tuple[Op, ...], ...]
+"""For each stage, its operations of one tick in order."""
+
+
+@dataclass(frozen=True)
+class TickTable:
+    """What all stages do together; a tick lasts as long as its slowest stage.
+
+    What a stage hands over in a tick arrives before the next one.
+
+    Attributes:
+        shape: the pipeline's size.
+        ticks: the ticks in order.
+    """
+
+    shape: Shape
+    ticks: tuple[Tick, ...]
+
+    def placed(self) -> Iterator[tuple[int, int, Op]]:
+        """Yield (tick, stage, operation) in the order of execution."""
+        for number, tick in enumerate(self.ticks):
+            for stage, ops in enumerate(tick):
+                for op in ops:
+                    yield number, stage, op
+
+    def operations(self) -> list[list[Op]]:
+        """Return what each stage does, in order."""
+        stages = range(self.shape.num_stages)
+        return [[op for tick in self.ticks for op in tick[stage]] for stage in stages]
+
+    def timeline(self, times: Times | None = None) -> Timeline:
+        """Return when everything happens if operations take this long."""
+        times = times or Times()
+        spans: list[Span] = []
+        start = Fraction(0)
+        for tick in self.ticks:
+            ends = [start]
+            for stage, ops in enumerate(tick):
+                now = start
+                for op in ops:
+                    end = now + times.of(op, stage, self.shape.num_chunks)
+                    spans.append(Span(stage, op, now, end))
+                    now = end
+                ends.append(now)
+            start = max(ends)
+        return Timeline(self.shape, tuple(spans), start)
+
+
+def in_lockstep(lists: Operations, shape: Shape) -> TickTable:
+    """Lay lists of operations out one per stage and tick, each as early as what it needs allows."""
+    done: set[Event] = set()
+    position = [0] * shape.num_stages
+    ticks: list[Tick] = []
+    while any(at < len(ops) for at, ops in zip(position, lists, strict=True)):
+        row: list[tuple[Op, ...]] = []
+        new: list[Event] = []
+        for stage, ops in enumerate(lists):
+            op = ops[position[stage]] if position[stage] < len(ops) else None
+            if op is None or not done.issuperset(shape.needs(op, stage)):
+                row.append(())
+                continue
+            row.append((op,))
+            position[stage] += 1
+            given = shape.gives(op, stage)
+            new += [given] if given else []
+        assert any(row), "stages wait for each other"
+        done.update(new)
+        ticks.append(tuple(row))
+    return TickTable(shape, tuple(ticks))

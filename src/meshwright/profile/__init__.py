@@ -1,0 +1,16 @@
+"""Where the time of an update goes: a profiler trace, read back and explained."""
+
+from meshwright.profile.during import NoProfiling, Profiling
+from meshwright.profile.profile import CollectiveTime, DeviceTime, Profile
+from meshwright.profile.profiler import Profiler
+from meshwright.profile.read import read_profile
+
+__all__ = [
+    "CollectiveTime",
+    "DeviceTime",
+    "NoProfiling",
+    "Profile",
+    "Profiler",
+    "Profiling",
+    "read_profile",
+]

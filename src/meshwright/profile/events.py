@@ -1,0 +1,153 @@
+"""Reading a trace: which device ran which operation when, on CPUs, GPUs and TPUs alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import EnvironmentProblem
+from meshwright.profile.intervals import Interval
+from meshwright.profile.profiler import MARK
+
+_DEVICE_PLANE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
+_TPU_LINES = ("XLA Ops", "Async XLA Ops")
+_STREAM = re.compile(r"Stream\b")
+_CONTAINER = re.compile(r"(\w+\.)*(while|call|conditional)(\.|$)|parallel_call")
+_TRANSFER = re.compile(r"Memcpy(H2D|D2H|HtoD|DtoH)|MemcpyAsync", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An operation on a device.
+
+    Attributes:
+        device: the device, as its process counts them from 0.
+        name: the HLO instruction; the kernel's own name where the trace names none.
+        kernel: the name of the event itself.
+        start: when, in nanoseconds since the trace began.
+        end: until when.
+    """
+
+    device: int
+    name: str
+    kernel: str
+    start: float
+    end: float
+
+    @property
+    def interval(self) -> Interval:
+        """From when to when."""
+        return self.start, self.end
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a trace holds: the operations, and the time it is about."""
+
+    events: list[Event]
+    window: Interval
+
+
+def read_trace(folder: Path) -> Trace:
+    """Read the newest trace in a folder."""
+    from jax.profiler import ProfileData
+
+    files = sorted(folder.glob("plugins/profile/*/*.xplane.pb"))
+    if not files:
+        raise EnvironmentProblem(
+            f"there is no trace in {folder}", why="no file plugins/profile/*/*.xplane.pb"
+        )
+    return read_planes(ProfileData.from_file(str(files[-1])).planes)
+
+
+def read_planes(planes: Iterable[Any]) -> Trace:
+    """Read the planes of a trace: one of the host and, except on CPUs, one per device."""
+    events: list[Event] = []
+    marks: list[Interval] = []
+    for plane in planes:
+        if device := _DEVICE_PLANE.fullmatch(plane.name):
+            events += _device_events(plane, int(device[1]))
+        elif plane.name == "/host:CPU":
+            for line in plane.lines:
+                on_cpu, marked = _host_line(line)
+                events += on_cpu
+                marks += marked
+    if not events:
+        raise EnvironmentProblem(
+            "the trace holds no operation of a device",
+            fix="profile at least one update, with devices JAX can trace",
+        )
+    window = marks[-1] if marks else _span(events)
+    return Trace([e for e in events if e.end > window[0] and e.start < window[1]], window)
+
+
+def _device_events(plane: Any, device: int) -> Iterator[Event]:
+    """Yield what an accelerator ran: a TPU's line of operations, or a GPU's streams."""
+    lines = list(plane.lines)
+    chosen = [line for line in lines if line.name in _TPU_LINES]
+    for line in chosen or [line for line in lines if _STREAM.match(line.name)]:
+        found = [
+            Event(device, _instruction(event), event.name, *_times(event))
+            for event in line.events
+            # A copy from or to the host is neither computing nor devices talking.
+            if not _TRANSFER.match(event.name)
+        ]
+        yield from _leaves(found)
+
+
+def _host_line(line: Any) -> tuple[list[Event], list[Interval]]:
+    """Return what a thread ran for a CPU device, and the marks around whole profiles."""
+    found: list[Event] = []
+    marks: list[Interval] = []
+    for event in line.events:
+        if event.name == MARK:
+            marks.append(_times(event))
+            continue
+        if event.name.startswith("end: ") or event.duration_ns <= 0:
+            continue
+        stats = _stats(event, "hlo_op", "device_ordinal")
+        if "hlo_op" in stats:
+            device = int(stats.get("device_ordinal", 0))
+            found.append(Event(device, str(stats["hlo_op"]), event.name, *_times(event)))
+    return list(_leaves(found)), marks
+
+
+def _leaves(events: list[Event]) -> Iterator[Event]:
+    """Leave out loops and calls, whose time is that of the operations inside them."""
+    ordered = sorted(events, key=lambda event: (event.start, -event.end))
+    for event, following in zip_longest(ordered, ordered[1:]):
+        inside = following is not None and following.end <= event.end
+        same = following is not None and following.device == event.device
+        if not (inside and same) and not _CONTAINER.match(event.name):
+            yield event
+
+
+def _stats(event: Any, *wanted: str) -> dict[str, Any]:
+    """Return some of what is noted at an event; reading all of it takes seconds for a trace."""
+    found: dict[str, Any] = {}
+    for key, value in event.stats:
+        if key in wanted:
+            found[key] = value
+            if len(found) == len(wanted):
+                break
+    return found
+
+
+def _instruction(event: Any) -> str:
+    stats = _stats(event, "hlo_op")
+    # TPUs write the whole instruction: `%fusion.3 = f32[8]{0} fusion(…)`.
+    name = str(stats.get("hlo_op") or event.name)
+    return name.split(" ")[0].removeprefix("%")
+
+
+def _times(event: Any) -> Interval:
+    return event.start_ns, event.start_ns + event.duration_ns
+
+
+def _span(events: Iterable[Event]) -> Interval:
+    intervals = [event.interval for event in events]
+    return min(start for start, _ in intervals), max(end for _, end in intervals)

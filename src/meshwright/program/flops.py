@@ -1,0 +1,141 @@
+"""How much arithmetic a traced loss is, and how much the devices could do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from meshwright.config.schema import Precision
+from meshwright.hardware import Chip, detect
+from meshwright.program.jaxprs import Equation, Jaxpr, aval_of, called_jaxpr
+from meshwright.program.trace import TracedLoss
+
+TRAINING = 3
+"""Forward and backward pass, in forward passes: a product has two gradients, each as large."""
+
+_FLOAT32_SHARE: Mapping[str, float] = {"v100": 1 / 8, "cuda": 1 / 2, "rocm": 1 / 2, "tpu": 1.0}
+"""Peak of float32 products over that of 16-bit ones, by chip family or platform: tensor cores run
+them as TF32 at half the rate (a V100 has none of that), TPUs round them to bfloat16."""
+
+
+def count_flops(traced: TracedLoss) -> int:
+    """Count the floating-point operations of one microbatch, forward and backward, all devices.
+
+    Matrix products and convolutions are counted, a multiplication and an addition as two; the rest
+    of a model is small beside them. What remat computes again is not: it is no progress.
+    """
+    return TRAINING * forward_flops(traced.closed.jaxpr)
+
+
+def forward_flops(jaxpr: Jaxpr) -> int:
+    """Count the operations of the products and convolutions in a program, loops multiplied in."""
+    return sum(_flops(eqn) for eqn in jaxpr.eqns)
+
+
+def peak_flops(devices: Sequence[Any], precision: Precision) -> float | None:
+    """Return the operations per second of all devices together; None where that is not known.
+
+    CPUs have no figure that means anything: their virtual devices share the same cores.
+    """
+    hardware = detect(devices)
+    if hardware is None or hardware.chip.platform == "cpu":
+        return None
+    share = _float32_share(hardware.chip) if precision == "no" else 1.0
+    return hardware.count * hardware.chip.tflops_per_device * 1e12 * share
+
+
+def _float32_share(chip: Chip) -> float:
+    return _FLOAT32_SHARE.get(chip.family, _FLOAT32_SHARE[chip.platform])
+
+
+def _flops(eqn: Equation) -> int:
+    name = eqn.primitive.name
+    if rule := _RULES.get(name):
+        return rule(eqn)
+    if name.startswith("dot_product_attention_fwd"):
+        return _attention(eqn)
+    if {"jaxpr", "call_jaxpr", "fun_jaxpr"} & set(eqn.params):
+        return forward_flops(called_jaxpr(eqn).jaxpr)
+    return 0
+
+
+def _dot(eqn: Equation) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return _product(eqn, contracted)
+
+
+def _ragged_dot(eqn: Equation) -> int:
+    """Count a product whose rows belong to different matrices; each row meets one of them."""
+    (contracted, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    return _product(eqn, contracted)
+
+
+def _product(eqn: Equation, contracted: Sequence[int]) -> int:
+    left = aval_of(eqn.invars[0]).shape
+    return 2 * _size(eqn.outvars[0]) * math.prod(left[dim] for dim in contracted)
+
+
+def _convolution(eqn: Equation) -> int:
+    """Count the pairs of kernel and input elements that meet; padding and holes meet nothing."""
+    params, dims = eqn.params, eqn.params["dimension_numbers"]
+    image, kernel, out = (aval_of(v).shape for v in (*eqn.invars[:2], eqn.outvars[0]))
+    spatial = zip(
+        [out[dim] for dim in dims.out_spec[2:]],
+        [kernel[dim] for dim in dims.rhs_spec[2:]],
+        [image[dim] for dim in dims.lhs_spec[2:]],
+        params["window_strides"],
+        params["padding"],
+        params["lhs_dilation"],
+        params["rhs_dilation"],
+        strict=True,
+    )
+    meetings = math.prod(_meetings(*dim) for dim in spatial)
+    batch, features = (out[dim] for dim in dims.out_spec[:2])
+    return 2 * batch * features * kernel[dims.rhs_spec[1]] * meetings
+
+
+def _meetings(
+    places: int, taps: int, length: int, stride: int, padding: Any, holes: int, spread: int
+) -> int:
+    """Count, along one dim, the pairs of output place and kernel tap that read an input element.
+
+    ``holes`` is the distance between input elements, ``spread`` that between taps.
+    """
+    read = np.arange(places)[:, None] * stride + np.arange(taps) * spread - padding[0]
+    return int(np.sum((read >= 0) & (read % holes == 0) & (read // holes < length)))
+
+
+def _attention(eqn: Equation) -> int:
+    """Count the two products inside a fused attention of (batch, time, heads, features)."""
+    query, key = (aval_of(atom).shape for atom in eqn.invars[:2])
+    return 4 * math.prod(query) * key[1]
+
+
+def _scan(eqn: Equation) -> int:
+    return eqn.params["length"] * forward_flops(eqn.params["jaxpr"].jaxpr)
+
+
+def _while(eqn: Equation) -> int:
+    """Count one round: the number of rounds is not in the program."""
+    return forward_flops(eqn.params["body_jaxpr"].jaxpr)
+
+
+def _cond(eqn: Equation) -> int:
+    return max(forward_flops(branch.jaxpr) for branch in eqn.params["branches"])
+
+
+def _size(atom: Any) -> int:
+    return math.prod(aval_of(atom).shape)
+
+
+_RULES: Mapping[str, Callable[[Equation], int]] = {
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _convolution,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}

@@ -1,0 +1,127 @@
+"""How far rounding alone may move a result: the tolerance of what is not compared in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from meshwright.program.jaxprs import ClosedJaxpr, Equation, Jaxpr, aval_of
+
+MARGIN = 2.0
+"""How many times the error that is typical a result may be off."""
+
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+
+_PASSES = 3
+"""A product is computed once forward and twice backward: for its input and for its weight."""
+
+_FLOAT32 = 2.0**-24
+_TENSORFLOAT32 = 2.0**-11
+_BFLOAT16 = 2.0**-8
+"""The largest relative error of rounding once: half of the distance between two numbers."""
+
+_OPERANDS = {
+    "cpu": {},
+    "gpu": {"default": _TENSORFLOAT32, "tensorfloat32": _TENSORFLOAT32, "bfloat16": _BFLOAT16},
+    "tpu": {"default": _BFLOAT16, "bfloat16": _BFLOAT16},
+}
+"""By platform and matmul precision, how the operands of a float32 product are rounded first."""
+
+
+def rounding_tolerance(
+    closed: ClosedJaxpr, *, matmul: str = "default", platform: str = "cpu"
+) -> float:
+    """Return how far apart two correct evaluations of a program and its gradients may lie.
+
+    Relative to the size of what is added up. Two kinds of errors meet, and independent errors add
+    like a random walk:
+
+    - every product rounds its result to its number format, forward and twice backward: with N
+      products and u the largest error of one rounding, u·√(3N);
+    - a sum over n terms rounds after each of them, in float32: u₃₂·√n for the longest sum.
+    """
+    operands = _OPERANDS.get(platform, {}).get(matmul, 0.0)
+    variance, longest = 0.0, 1
+    for eqn, times in equations(closed.jaxpr):
+        if eqn.primitive.name in _PRODUCTS:
+            own = max(_unit(aval_of(eqn.outvars[0]).dtype), operands)
+            variance += _PASSES * times * own**2
+        longest = max(longest, _terms(eqn))
+    return MARGIN * (math.sqrt(variance) + _FLOAT32 * math.sqrt(longest))
+
+
+def draws_of(closed: ClosedJaxpr) -> list[tuple[Any, ...]]:
+    """Return the random draws of a program: number format and shape say which bits fall."""
+    return [
+        (eqn.params["bit_width"], eqn.params["shape"])
+        for eqn, _ in equations(closed.jaxpr)
+        if eqn.primitive.name == "random_bits"
+    ]
+
+
+def computes_in_half(closed: ClosedJaxpr) -> bool:
+    """Whether a product of the program has a 16-bit result."""
+    return any(
+        eqn.primitive.name in _PRODUCTS and aval_of(eqn.outvars[0]).dtype.itemsize == 2
+        for eqn, _ in equations(closed.jaxpr)
+    )
+
+
+def equations(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[Equation, int]]:
+    """Yield every equation with the number of times it is evaluated."""
+    for eqn in jaxpr.eqns:
+        yield eqn, times
+        inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+        for inner in _inner(eqn):
+            yield from equations(inner, inside)
+
+
+def _inner(eqn: Equation) -> Iterator[Jaxpr]:
+    for value in eqn.params.values():
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, Jaxpr):
+                yield item
+
+
+def _terms(eqn: Equation) -> int:
+    """Return how many terms an equation or its gradients add up."""
+    name = eqn.primitive.name
+    if name == "dot_general":
+        return _terms_of_product(eqn)
+    if name == "conv_general_dilated":
+        return _terms_of_convolution(eqn)
+    if name in ("reduce_sum", "broadcast_in_dim", "cumsum"):
+        sizes = [math.prod(aval_of(x).shape) for x in (eqn.invars[0], eqn.outvars[0])]
+        return max(sizes) // max(min(sizes), 1)
+    return 1
+
+
+def _terms_of_product(eqn: Equation) -> int:
+    """Return the largest of: dims contracted, rows (summed for one weight), columns (the other)."""
+    (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    shapes = [aval_of(x).shape for x in eqn.invars[:2]]
+    contracted = math.prod(shapes[0][d] for d in left)
+    rows = _rest(shapes[0], (*left, *left_batch))
+    columns = _rest(shapes[1], (*right, *right_batch))
+    return max(contracted, rows, columns)
+
+
+def _terms_of_convolution(eqn: Equation) -> int:
+    """Return the largest of: terms of one output, and outputs each kernel element is used for."""
+    numbers = eqn.params["dimension_numbers"]
+    kernel, out = aval_of(eqn.invars[1]).shape, aval_of(eqn.outvars[0]).shape
+    features = kernel[numbers.rhs_spec[0]]
+    return max(math.prod(kernel) // features, math.prod(out) // features)
+
+
+def _rest(shape: tuple[int, ...], without: tuple[int, ...]) -> int:
+    return math.prod(size for dim, size in enumerate(shape) if dim not in without)
+
+
+def _unit(dtype: Any) -> float:
+    return float(jnp.finfo(dtype).eps) / 2

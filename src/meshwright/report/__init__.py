@@ -1,0 +1,7 @@
+"""Pages a person looks at: one self-contained HTML file about one run, or comparing several."""
+
+from meshwright.report.find import find_runs
+from meshwright.report.page import make_page
+from meshwright.report.read import read_run
+
+__all__ = ["find_runs", "make_page", "read_run"]

@@ -1,0 +1,306 @@
+// The sections of the page, each from the runs it is about.
+
+const last = (points) => points.findLast(([, y]) => isNumber(y))?.[1];
+
+function curveOf(run, split, metric) {
+  return run.curves.find((curve) => curve.split === split && curve.metric === metric);
+}
+
+function newest(run, split, metric) {
+  const curve = curveOf(run, split, metric);
+  return curve ? last(curve.points) : undefined;
+}
+
+// The middle value is what a run usually does, whatever its first updates and its pauses took.
+function usual(run, metric) {
+  const curve = curveOf(run, "train", metric);
+  const values = curve ? curve.points.map(([, y]) => y).filter(isNumber).sort((a, b) => a - b) : [];
+  return values.length ? values[values.length >> 1] : undefined;
+}
+
+function highest(run, metric) {
+  const curve = curveOf(run, "train", metric);
+  const values = curve ? curve.points.map(([, y]) => y).filter(isNumber) : [];
+  return values.length ? values.reduce((a, b) => Math.max(a, b)) : undefined;
+}
+
+function meshText(run) {
+  const axes = Object.entries(run.facts.mesh || {}).filter(([, size]) => size > 1);
+  return axes.map(([axis, size]) => `${axis}=${size}`).join(" × ");
+}
+
+function updatesDone(run) {
+  const ends = run.curves.map((curve) => curve.points.at(-1)?.[0] ?? 0);
+  return run.result?.updates ?? (ends.length ? Math.max(...ends) : undefined);
+}
+
+function status(run) {
+  if (!run.result) return { text: "no result yet: still going on, or interrupted", style: "open" };
+  return { text: run.result.stopped ? `finished: ${run.result.stopped}` : "finished", style: "done" };
+}
+
+// What the facts remark and no event says again.
+function remarks(run) {
+  const said = new Set(run.events.map((event) => event.message));
+  return [run.facts.remarks ?? []].flat().map(words).filter((remark) => !said.has(remark));
+}
+
+const warnings = (run) => run.events.filter((event) => event.kind === "warning");
+
+function finalLoss(run) {
+  return run.result?.final_loss ?? newest(run, "train", "loss");
+}
+
+function evalLoss(run) {
+  return run.result?.eval_loss ?? newest(run, "eval", "loss");
+}
+
+const FACTS = [
+  ["Status", (run) => status(run).text],
+  ["Started", (run) => (run.facts.started ? moment(run.facts.started) : "")],
+  ["Resumed", (run) => (run.facts.resumed || []).map(moment).join("; ")],
+  ["Updates", (run) => number(updatesDone(run))],
+  ["Time", (run) => seconds(run.result?.seconds)],
+  ["First loss", (run) => number(run.result?.first_loss ?? curveOf(run, "train", "loss")?.points[0]?.[1])],
+  ["Final loss", (run) => number(finalLoss(run))],
+  ["Loss on held-out data", (run) => number(evalLoss(run))],
+  ["Tokens per second", (run) => count(usual(run, "tokens_per_second"))],
+  ["Samples per second", (run) => count(usual(run, "samples_per_second"))],
+  ["Time per update", (run) => seconds(usual(run, "step_seconds"))],
+  ["Utilisation (MFU)", (run) => percent(usual(run, "mfu"))],
+  ["Plan", (run) => run.facts.plan],
+  ["Mesh", (run) => meshText(run)],
+  ["Devices", (run) => {
+    const { count: devices, kind, platform, processes } = run.facts.devices;
+    return `${devices} × ${kind || platform}${processes > 1 ? ` in ${processes} processes` : ""}`;
+  }],
+  ["Parameters", (run) => `${count(run.facts.parameters.count)} (${number(run.facts.parameters.count)}), ${bytes(run.facts.parameters.bytes)}`],
+  ["Global batch", (run) => `${number(run.facts.global_batch_size)} samples` +
+    (run.facts.tokens_per_sample ? ` of ${number(run.facts.tokens_per_sample)} tokens` : "")],
+  ["Data", (run) => run.facts.dataset.description],
+  ["Fingerprint of the data", (run) => run.facts.dataset.fingerprint],
+  ["Seed", (run) => run.facts.seed],
+  ["FLOPs per update", (run) => count(run.facts.flops_per_update)],
+  ["Versions", (run) => Object.entries(run.facts.versions).map(([name, value]) => `${name} ${value}`).join(", ")],
+  ["Command", (run) => [run.facts.command].flat().join(" ")],
+  ["Folder", (run) => run.path],
+];
+
+function tiles(run) {
+  const shown = [
+    ["Final loss", number(finalLoss(run))],
+    ["Held-out loss", number(evalLoss(run))],
+    ["Updates", number(updatesDone(run))],
+    ["Time", seconds(run.result?.seconds)],
+    ["Tokens/s", count(usual(run, "tokens_per_second"))],
+    ["Samples/s", count(usual(run, "samples_per_second"))],
+    ["Per update", seconds(usual(run, "step_seconds"))],
+    ["MFU", percent(usual(run, "mfu"))],
+    ["Mesh", meshText(run) || "–"],
+    ["Parameters", count(run.facts.parameters?.count)],
+    ["Memory per device", bytes(run.facts.memory_per_device?.total)],
+  ].filter(([, value]) => value !== "–");
+  return h("dl", { class: "tiles" }, shown.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+}
+
+function factsSection(runs) {
+  const samples = runs.filter((run) => run.result?.sample);
+  return [
+    runs.length === 1 ? guarded(() => tiles(runs[0])) : null,
+    runs.length === 1 ?
+      h("details", {}, h("summary", {}, "All facts"), sideBySide("Facts of the run", runs, FACTS)) :
+      sideBySide("Facts of the runs", runs, FACTS),
+    samples.map((run) => h("details", {}, h("summary", {}, `Generated sample${runs.length > 1 ? `, ${run.label}` : ""}`),
+      h("pre", {}, words(run.result.sample)))),
+  ].flat();
+}
+
+// Metrics in the order of words.js; a task's own come after the loss.
+function metricsOf(runs) {
+  const found = [...new Set(runs.flatMap((run) => run.curves.map((curve) => curve.metric)))];
+  const order = Object.keys(METRICS);
+  const rank = (metric) => (metric === "loss" ? -1 : order.includes(metric) ? order.indexOf(metric) : 0);
+  return found.sort((a, b) => rank(a) - rank(b));
+}
+
+function curvesSection(runs) {
+  const metrics = metricsOf(runs);
+  if (!metrics.length) return [missing("No metrics yet: metrics.jsonl gets a line every tracking.log_every updates.")];
+  let amount = 0;
+  const charts = metrics.map((metric) => {
+        const curves = runs.flatMap((run) => run.curves.filter((curve) => curve.metric === metric)
+      .map((curve) => ({ ...curve, run: run.label, color: runs.length > 1 ? run.color : curve.split === "eval" ? 1 : 0,
+        name: runs.length > 1 ? `${run.label} ${curve.split}` : curve.split })));
+    const known = about(metric);
+    const shown = curves.map((curve) => `${curve.name} ends at ${known.say(last(curve.points))}`).join(", ");
+    return new LineChart({ ...known, curves, smoothing: () => amount, describe: `${known.title} by update: ${shown}` });
+  });
+  const output = h("output", {}, "0");
+  const slider = h("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: "0", id: "smoothing",
+    oninput: (event) => {
+      amount = Number(event.target.value);
+      output.textContent = event.target.value;
+      charts.forEach((chart) => chart.draw());
+    } });
+  const evals = runs.some((run) => run.curves.some((curve) => curve.split === "eval"));
+  const legend = runs.length > 1 ?
+    [...runs.map((run) => h("li", {}, swatch(run), run.label)), evals ? h("li", {}, h("span", { class: "swatch dashed" }), "dashed: held-out data") : null] :
+    [h("li", {}, h("span", { class: "swatch c0" }), "train"), evals ? h("li", {}, h("span", { class: "swatch c1" }), "eval (held-out data)") : null];
+  const thinned = runs.some((run) => run.curves.some((curve) => curve.count > curve.points.length));
+  return [
+    h("div", { class: "controls" }, h("ul", { class: "legend" }, legend),
+      h("label", { for: "smoothing" }, "smoothing ", slider, output)),
+    h("div", { class: "charts" }, charts.map((chart) => chart.figure)),
+    h("p", { class: "note" }, "Point at a chart, or focus it and use the arrow keys, to read values; drag to zoom, double-click for the whole range." +
+      (thinned ? " Long curves are thinned: of each stretch the lowest and the highest point are kept." : "")),
+  ];
+}
+
+const SHARES = [["compute", "computing", 0], ["communication", "communicating", 1], ["input_wait", "waiting for input", 2], ["idle", "idle", 3]];
+
+function timeSection(runs) {
+  const profiled = runs.filter((run) => run.profile);
+  if (!profiled.length) return [missing("No profile: training.profile_communication=true, or `meshwright profile`, measures where the time of an update goes.")];
+  return [
+    stackedBars({ label: "Share of the time of an update", runs: profiled, total: () => 1, say: percent,
+      parts: SHARES.map(([key, name, color]) => ({ name, color, value: (run) => run.profile.shares?.[key] || 0 })) }),
+    perRun(profiled, "Profiles", ({ profile }) => [
+      h("p", {}, `${seconds(profile.seconds_per_update)} per update, measured over ${number(profile.updates)} updates.`,
+        isNumber(profile.hidden_communication) ? ` Communication ran behind computing for ${percent(profile.hidden_communication)} of the time.` : "",
+        isNumber(profile.load_balance) ? ` The busiest device computed ${number(profile.load_balance)} × as long as the mean.` : ""),
+      (profile.advice || []).length ? h("ul", { class: "advice" }, profile.advice.map((line) => h("li", {}, words(line)))) : null,
+      collectives(profile),
+    ].filter(Boolean)),
+  ];
+}
+
+function collectives(profile) {
+  const rows = [...(profile.collectives || [])].sort((a, b) => (b.seconds || 0) - (a.seconds || 0));
+  if (!rows.length) return missing("No collectives: the devices did not communicate, or the trace does not tell.");
+  return dataTable({ caption: "Collectives by time", rows, filter: rows.length > 12, columns: [
+    { title: "axis", value: (row) => [row.axis].flat().join("×"), cell: (row) => [row.axis].flat().join("×") || "–" },
+    { title: "kind", value: (row) => row.kind, cell: (row) => words(row.kind) },
+    { title: "module", value: (row) => row.module, cell: (row) => row.module || "–", style: "path" },
+    { title: "count", numeric: true, value: (row) => row.count, cell: (row) => number(row.count) },
+    { title: "time", numeric: true, value: (row) => row.seconds, cell: (row) => seconds(row.seconds) },
+    { title: "not hidden", numeric: true, value: (row) => row.exposed_seconds, cell: (row) => seconds(row.exposed_seconds) },
+    { title: "bytes", numeric: true, value: (row) => row.bytes, cell: (row) => bytes(row.bytes) },
+  ] });
+}
+
+const MEMORY = [["parameters", 0], ["optimizer", 1], ["state", 2], ["batch", 4], ["temporary", 3]];
+
+function memorySection(runs) {
+  const known = runs.filter((run) => run.facts.memory_per_device);
+  if (!known.length) return [missing("No memory figures: run.json, written at the start of training, holds them.")];
+  const size = (run, key) => Number(run.facts.memory_per_device[key]) || 0;
+  return [stackedBars({ label: "Memory per device", runs: known, say: bytes,
+    total: (run) => size(run, "total") || MEMORY.reduce((sum, [key]) => sum + size(run, key), 0),
+    parts: MEMORY.map(([key, color]) => ({ name: key, color, value: (run) => size(run, key) })),
+    mark: (run) => highest(run, "memory_bytes") })];
+}
+
+function meshSection(runs) {
+  const drawn = runs.filter((run) => run.facts.mesh_svg);
+  if (!drawn.length) return [missing("No drawing of the mesh: run.json, written at the start of training, holds it.")];
+  // As an image: a drawing from a file can then neither run a script nor restyle the page.
+  return [perRun(drawn, "Meshes", (run) => h("div", { class: "scroll" }, h("img", { class: "mesh", alt: `Mesh ${meshText(run)}`,
+    src: `data:image/svg+xml,${encodeURIComponent(words(run.facts.mesh_svg))}` })))];
+}
+
+function specText(spec) {
+  return Array.isArray(spec) ? `[${spec.map((axes) => [axes].flat().filter(Boolean).join(",") || "·").join(", ")}]` : words(spec);
+}
+
+function shardingSection(runs) {
+  const known = runs.filter((run) => (run.facts.sharding || []).length);
+  if (!known.length) return [missing("No table of parameters: run.json, written at the start of training, holds it; `meshwright inspect` shows it too.")];
+  return [perRun(known, "Sharding", (run) => dataTable({ caption: "Where each parameter lives, and why",
+    rows: run.facts.sharding, filter: true, wide: true, columns: [
+      { title: "parameter", value: (row) => row.path, cell: (row) => words(row.path), style: "path" },
+      { title: "shape", value: (row) => [row.shape].flat().join("×"), cell: (row) => [row.shape].flat().join("×") || "scalar" },
+      { title: "dtype", value: (row) => row.dtype, cell: (row) => words(row.dtype) },
+      { title: "divided over", value: (row) => specText(row.spec), cell: (row) => specText(row.spec), style: "path" },
+      { title: "per device", numeric: true, value: (row) => row.bytes_per_device, cell: (row) => bytes(row.bytes_per_device) },
+      { title: "why", value: (row) => row.reason, cell: (row) => words(row.reason), style: "long" },
+    ] }))];
+}
+
+function ledgerSection(runs) {
+  const known = runs.filter((run) => run.ledger);
+  if (!known.length) return [missing("No ledger: `meshwright ledger` with the run's settings counts what a step sends over each axis, against the minimum.")];
+  const rows = known.flatMap((run) => Object.entries(run.ledger.axes || {}).map(([axis, own]) => ({ run, axis, ...own })));
+  const several = known.length > 1 ? [{ title: "run", value: (row) => row.run.label, cell: (row) => [swatch(row.run), row.run.label] }] : [];
+  const axes = rows.length ? dataTable({ caption: "Bytes each device sends per update", rows, columns: [
+    ...several,
+    { title: "axis", value: (row) => row.axis, cell: (row) => row.axis },
+    { title: "devices", numeric: true, value: (row) => row.size, cell: (row) => number(row.size) },
+    { title: "sent", numeric: true, value: (row) => row.sent_bytes, cell: (row) => bytes(row.sent_bytes) },
+    { title: "needed", numeric: true, value: (row) => row.minimum_bytes, cell: (row) => bytes(row.minimum_bytes) },
+    { title: "ratio", numeric: true, value: (row) => row.ratio, cell: (row) => ratio(row) },
+    { title: "beyond the minimum", value: (row) => [row.excess || []].flat().join("; "), cell: (row) => [row.excess || []].flat().join("; "), style: "long" },
+  ] }) : missing("Nothing is sent: the mesh has one device.");
+  return [axes, perRun(known, "Ledgers", (run) => ledgerLines(run.ledger.lines || []))];
+}
+
+function ratio(row) {
+  if (!isNumber(row.ratio)) return row.sent_bytes > 0 ? h("span", { class: "badge bad" }, "not needed") : "–";
+  // Bounds of the ledger itself: outside, something is sent that need not be, or the reverse.
+  return h("span", { class: `badge ${row.ratio >= 0.98 && row.ratio <= 1.05 ? "good" : "bad"}` }, row.ratio.toFixed(3));
+}
+
+function ledgerLines(lines) {
+  if (!lines.length) return h("div");
+  const rows = [...lines].sort((a, b) => b.sent_bytes - a.sent_bytes);
+  return h("details", {}, h("summary", {}, `Every collective (${rows.length} kinds)`), dataTable({
+    caption: "Collectives of one update", rows, filter: true, columns: [
+      { title: "module", value: (row) => row.module, cell: (row) => row.module || "outside modules", style: "path" },
+      { title: "kind", value: (row) => row.kind, cell: (row) => words(row.kind) },
+      { title: "axes", value: (row) => [row.axes].flat().join("×"), cell: (row) => [row.axes].flat().join("×") },
+      { title: "phase", value: (row) => row.phase, cell: (row) => words(row.phase) },
+      { title: "count", numeric: true, value: (row) => row.count, cell: (row) => number(row.count) },
+      { title: "sent", numeric: true, value: (row) => row.sent_bytes, cell: (row) => bytes(row.sent_bytes) },
+    ] }));
+}
+
+function originText(entry) {
+  return [entry.origin, entry.from].filter(Boolean).map(words).join(" ");
+}
+
+function configSection(runs) {
+  const known = runs.filter((run) => run.config.length);
+  if (!known.length) return [missing("No config: config.json, written at the start of `meshwright train`, holds every value and its origin.")];
+  return runs.length > 1 ? configDifferences(known) : configOfOne(known[0]);
+}
+
+function configOfOne(run) {
+  const rank = (entry) => ["override", "file"].findIndex((kind) => originText(entry).startsWith(kind)) + 1 || 3;
+  const rows = [...run.config].sort((a, b) => rank(a) - rank(b));
+  return [dataTable({ caption: "Settings and where they come from", rows, filter: true, columns: [
+    { title: "setting", value: (row) => row.key, cell: (row) => words(row.key), style: "path" },
+    { title: "value", value: (row) => words(row.value), cell: (row) => words(row.value), style: "long" },
+    { title: "origin", value: originText, cell: (row) => h("span", { class: rank(row) === 1 ? "strong" : rank(row) === 3 ? "dim" : null }, originText(row) || "–") },
+  ] })];
+}
+
+function configDifferences(runs) {
+  const values = runs.map((run) => new Map(run.config.map((entry) => [words(entry.key), words(entry.value)])));
+  const keys = [...new Set(values.flatMap((own) => [...own.keys()]))];
+  const differ = keys.filter((key) => values.some((own) => own.get(key) !== values[0].get(key)));
+  if (!differ.length) return [missing(`The settings of these runs do not differ (${keys.length} compared).`)];
+  return [h("p", { class: "note" }, `${differ.length} of ${keys.length} settings differ.`),
+    sideBySide("Settings that differ", runs, differ.map((key) => [key, (run) => values[runs.indexOf(run)].get(key) ?? "not set"]))];
+}
+
+function eventsSection(runs) {
+  return [perRun(runs, "Events", (run) => {
+    const rows = [...remarks(run).map((message) => ({ kind: "remark", message })), ...run.events];
+    if (!rows.length) return missing("No events: events.jsonl gets checkpoints, evaluations and warnings.");
+    return dataTable({ caption: "What happened", rows, filter: rows.length > 12, columns: [
+      { title: "update", numeric: true, value: (row) => row.update, cell: (row) => number(row.update) },
+      { title: "kind", value: (row) => row.kind, cell: (row) => h("span", { class: row.kind === "warning" ? "badge bad" : row.kind === "remark" ? "badge" : null }, words(row.kind)) },
+      { title: "message", value: (row) => words(row.message), cell: (row) => words(row.message), style: "long" },
+      { title: "time", value: (row) => row.time, cell: (row) => (isNumber(row.time) ? moment(row.time) : "–") },
+    ] });
+  })];
+}

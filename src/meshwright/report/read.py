@@ -1,0 +1,116 @@
+"""Reading a run folder, whichever of its files are there and whatever state they are in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshwright.config.origins import flatten
+
+MOST_POINTS = 2000
+"""Points of one curve on a page; a curve with more keeps the extremes of each stretch."""
+MOST_EVENTS = 1000
+
+Points = list[tuple[int, float | None]]
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Return everything a page shows of a run; what is missing is None or empty."""
+    facts = _json(folder / "run.json")
+    profile, ledger, result = (
+        _json(folder / f"{name}.json") for name in ("profile", "ledger", "result")
+    )
+    return {
+        "name": "/".join(folder.absolute().parts[-2:]),
+        "path": str(folder.absolute()),
+        "facts": facts if isinstance(facts, dict) else {},
+        "result": result if isinstance(result, dict) else None,
+        "curves": read_curves(folder / "metrics.jsonl"),
+        "profile": profile if isinstance(profile, dict) else None,
+        "ledger": ledger if isinstance(ledger, dict) else None,
+        "config": _config(folder),
+        "events": list(_lines(folder / "events.jsonl"))[-MOST_EVENTS:],
+    }
+
+
+def read_curves(path: Path) -> list[dict[str, Any]]:
+    """Return the curves of metrics.jsonl: split, metric, number of values, points to draw.
+
+    Of two lines of one split and update the later counts: a run that went on from a checkpoint
+    has made that update again.
+    """
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for line in _lines(path):
+        split, update = line.get("split"), line.get("update")
+        if isinstance(split, str) and isinstance(update, int):
+            rows[split, update] = line
+    curves: dict[tuple[str, str], Points] = {}
+    for (split, update), line in sorted(rows.items(), key=lambda row: row[0][1]):
+        for name, value in line.items():
+            if name not in ("split", "update", "time") and _is_value(value):
+                curves.setdefault((split, name), []).append((update, value))
+    return [
+        {"split": split, "metric": name, "count": len(points), "points": thin(points)}
+        for (split, name), points in curves.items()
+    ]
+
+
+def thin(points: Points, most: int = MOST_POINTS) -> Points:
+    """Return at most so many points: the first, the last, and each stretch's lowest and highest."""
+    if len(points) <= most:
+        return points
+    stretches = most // 2 - 1
+    kept = {0, len(points) - 1}
+    for number in range(stretches):
+        start, stop = (len(points) * n // stretches for n in (number, number + 1))
+        heights = [(value, at) for at in range(start, stop) if (value := points[at][1]) is not None]
+        kept |= {at for _, at in (min(heights), max(heights))} if heights else {start}
+    return [points[at] for at in sorted(kept)]
+
+
+def _is_value(value: Any) -> bool:
+    # Null stands for a number that is not finite; it becomes a gap in the curve.
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _config(folder: Path) -> list[dict[str, Any]]:
+    entries = _json(folder / "config.json")
+    if isinstance(entries, list):
+        return [entry for entry in entries if isinstance(entry, dict) and "key" in entry]
+    try:
+        values = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    if not isinstance(values, dict):
+        return []
+    return [{"key": key, "value": value, "origin": ""} for key, value in flatten(values)]
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines; a torn line is passed over."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return
+    for line in content.splitlines():
+        value = _parse(line)
+        if isinstance(value, dict):
+            yield value
+
+
+def _json(path: Path) -> Any:
+    try:
+        return _parse(path.read_bytes())
+    except OSError:
+        return None
+
+
+def _parse(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None

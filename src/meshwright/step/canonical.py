@@ -1,0 +1,161 @@
+"""A training state by canonical path: what checkpoints hold, whatever the mesh and the layout."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwright.program.layout import StepLeaf
+from meshwright.sharding.placement import to_spec
+from meshwright.step.assemble import Assembled
+from meshwright.step.scaler import LossScale
+from meshwright.step.state import TrainState
+
+CanonicalState = dict[str, dict[str, Any]]
+"""By group (params, state, optimizer, counters), arrays by canonical path."""
+
+_Split = Callable[[Any], list[Any]]
+_Join = Callable[[list[Any]], Any]
+
+
+class CanonicalForm:
+    """Translates between a step's state and its canonical form.
+
+    Args:
+        assembled: the step whose states are translated.
+    """
+
+    def __init__(self, assembled: Assembled) -> None:
+        self._step = assembled.step
+        self._layout = assembled.traced.layout
+        self._mesh = assembled.mesh
+        self._optimizer = [
+            self._optimizer_pieces(n) for n in range(len(self._step.optimizer.leaves))
+        ]
+        abstract = jax.eval_shape(self._from_state, self._step.abstract_state())
+        self._shardings = self._make_shardings(abstract)
+        self.structs: CanonicalState = jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+            abstract,
+            self._shardings,
+        )
+        self._compiled: Any = None
+        self._place = jax.jit(
+            self._to_state, donate_argnums=0, out_shardings=self._step.shardings.state
+        )
+
+    def copy(self, state: TrainState) -> CanonicalState:
+        """Return the state in new arrays by canonical path; the next update may consume the old.
+
+        The copies of accelerators' arrays are in the host's memory.
+        """
+        self.prepare()
+        return self._compiled(state)
+
+    def prepare(self) -> None:
+        """Compile what `copy` runs, so that the first copy is as quick as the others."""
+        if self._compiled is None:
+            copy = jax.jit(self._from_state, out_shardings=self._for_copies())
+            self._compiled = copy.lower(self._step.abstract_state()).compile()
+
+    def state(self, canonical: CanonicalState) -> TrainState:
+        """Return the state a canonical form describes; its arrays are consumed."""
+        with warnings.catch_warnings():
+            # Pieces of stacks are consumed without being of use for what they become.
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            return self._place(canonical)
+
+    def _from_state(self, state: TrainState) -> CanonicalState:
+        values = self._layout.to_canonical(self._step.leaf_values(state))
+        groups: CanonicalState = {"params": {}, "state": {}, "optimizer": {}, "counters": {}}
+        for leaf, value in zip(self._layout.leaves, values, strict=True):
+            groups["params" if leaf.role == "param" else "state"][leaf.path] = _as_numbers(value)
+        for (paths, split, _), value in zip(self._optimizer, state.optimizer, strict=True):
+            pieces = map(_as_numbers, split(value))
+            groups["optimizer"].update(zip(paths, pieces, strict=True))
+        groups["counters"]["step"] = state.step
+        if state.loss_scale is not None:
+            groups["counters"] |= vars(state.loss_scale)
+        # Without a new value the compiled program could hand out the state's own arrays.
+        return jax.tree.map(jnp.copy, groups)
+
+    def _to_state(self, groups: CanonicalState) -> TrainState:
+        leaves = self._layout.leaves
+        values = [
+            _like(groups["params" if leaf.role == "param" else "state"][leaf.path], leaf.dtype)
+            for leaf in leaves
+        ]
+        fresh = self._step.fresh_state(self._layout.from_canonical(values))
+        counters = dict(groups["counters"])
+        step = counters.pop("step")
+        return TrainState(
+            params=fresh.params,
+            state=fresh.state,
+            optimizer=[
+                _like(join([groups["optimizer"][path] for path in paths]), described.dtype)
+                for (paths, _, join), described in zip(
+                    self._optimizer, self._step.optimizer.leaves, strict=True
+                )
+            ],
+            step=step,
+            loss_scale=LossScale(**counters) if fresh.loss_scale is not None else None,
+        )
+
+    def _optimizer_pieces(self, number: int) -> tuple[list[str], _Split, _Join]:
+        """Return an optimizer leaf's canonical paths, and how to take it apart and together."""
+        leaf = self._step.optimizer.leaves[number]
+        step = None if leaf.param is None else self._layout.select("param")[leaf.param]
+        if step is None or not step.stacked or not leaf.path.endswith(step.leaf.path):
+            return [leaf.path], lambda value: [value], lambda pieces: pieces[0]
+        before = leaf.path.removesuffix(step.leaf.path)
+        paths = [before + self._layout.leaves[source].path for source in step.sources]
+        return paths, step.split, step.join
+
+    def _make_shardings(self, abstract: CanonicalState) -> Any:
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
+        found: Any = jax.tree.map(lambda _: everywhere, abstract)
+        decision = self._step.decision
+        steps = self._layout.step_leaves
+        for step, placement in zip(steps, decision.at_rest, strict=True):
+            for source in step.sources:
+                leaf = self._layout.leaves[source]
+                group = "params" if leaf.role == "param" else "state"
+                if _is_key(leaf.dtype):
+                    continue
+                found[group][leaf.path] = self._piece_sharding(step, placement.dims)
+        for (paths, _, _), leaf in zip(self._optimizer, self._step.optimizer.leaves, strict=True):
+            owner = None if leaf.param is None else self._layout.select("param")[leaf.param]
+            apart = owner if owner is not None and len(paths) > 1 else None
+            sharding = self._piece_sharding(apart, leaf.placement.dims)
+            found["optimizer"] |= dict.fromkeys(paths, sharding)
+        return found
+
+    def _piece_sharding(self, step: StepLeaf | None, dims: Any) -> NamedSharding:
+        """Return where a piece of a leaf lives: as the leaf does, without the dim of the stack."""
+        stacked = step is not None and step.stacked
+        return NamedSharding(self._mesh, to_spec(dims[1:] if stacked else dims))
+
+    def _for_copies(self) -> Any:
+        if self._mesh.devices.flat[0].platform == "cpu":
+            return self._shardings
+        return jax.tree.map(lambda s: s.with_memory_kind("pinned_host"), self._shardings)
+
+
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _as_numbers(value: Any) -> Any:
+    return jax.random.key_data(value) if _is_key(value.dtype) else value
+
+
+def _like(value: Any, dtype: Any) -> Any:
+    if not _is_key(dtype):
+        return value
+    # The key's own type knows its generator, which need not be the default one.
+    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(jnp.empty((0,), dtype)))

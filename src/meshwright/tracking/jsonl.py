@@ -1,0 +1,111 @@
+"""The files of a run folder: run.json, metrics.jsonl, events.jsonl and result.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+
+class JsonlTracker:
+    """Writes what it is told into files that other programs read, one line at a time.
+
+    A run that goes on after an interruption goes on in the same files. Numbers that JSON cannot
+    hold (NaN, infinity) are written as null.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, IO[bytes]] = {}
+
+    def start(self, facts: Mapping[str, Any]) -> None:
+        """Write run.json; of a run that goes on, the first start stays."""
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        written = {"format": 1, "started": now, **facts}
+        path = self._folder / "run.json"
+        if earlier := _read_object(path):
+            written["started"] = earlier.get("started", written["started"])
+            written["resumed"] = [*earlier.get("resumed", []), now]
+        # A result from before the interruption no longer is this run's.
+        (self._folder / "result.json").unlink(missing_ok=True)
+        _write_whole(path, written)
+
+    def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
+        """Append a line to metrics.jsonl."""
+        self._append(
+            "metrics.jsonl", {"split": split, "update": update, "time": time.time(), **values}
+        )
+
+    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
+        """Append a line to events.jsonl."""
+        own = {"time": time.time(), "update": update, "kind": kind, "message": message}
+        self._append("events.jsonl", {**details, **own})
+
+    def close(self, result: Mapping[str, Any]) -> None:
+        """Write result.json, unless the run failed, and close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        if result:
+            _write_whole(self._folder / "result.json", result)
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        if name not in self._files:
+            path = self._folder / name
+            mend_last_line(path)
+            self._files[name] = path.open("ab")
+        line = json.dumps(finite(record), ensure_ascii=False, allow_nan=False, default=str)
+        # As one write and one flush, so that a killed process tears at most the last line.
+        self._files[name].write(line.encode() + b"\n")
+        self._files[name].flush()
+
+
+def mend_last_line(path: Path) -> None:
+    """Make a file of JSON lines end with a whole line: finish the last one, or cut it off."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    start = content.rfind(b"\n") + 1
+    last = content[start:]
+    if not last:
+        return
+    with path.open("r+b") as file:
+        if isinstance(_parse(last), dict):
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+        else:
+            file.truncate(start)
+
+
+def _write_whole(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a file so that a reader finds the old content or the new, never half of it."""
+    text = json.dumps(finite(value), indent=1, ensure_ascii=False, allow_nan=False, default=str)
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    value = _parse(path.read_bytes()) if path.is_file() else None
+    return value if isinstance(value, dict) else {}
+
+
+def _parse(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
+
+
+def finite(value: Any) -> Any:
+    """Return a value with null for every number that JSON cannot hold."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value

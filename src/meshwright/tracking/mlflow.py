@@ -1,0 +1,67 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.tracking.settings import run_name, service_settings
+
+_MOST_PARAMS = 100
+"""Parameters MLflow takes in one request."""
+_LONGEST_PARAM = 500
+
+
+class MlflowTracker:
+    """Sends metrics to an MLflow experiment named as the run's project.
+
+    Args:
+        folder: the run folder; it keeps the id, by which a run that goes on is found again.
+        uri: the tracking server; MLflow's own default if None.
+    """
+
+    def __init__(self, folder: Path, *, uri: str | None = None) -> None:
+        self._folder = folder
+        self._uri = uri
+        self._client: Any = None
+        self._id = ""
+
+    def start(self, facts: Mapping[str, Any]) -> None:
+        """Open the run, or go on with it."""
+        self._client = importlib.import_module("mlflow").MlflowClient(tracking_uri=self._uri)
+        kept = self._folder / "mlflow_run_id"
+        if kept.exists():
+            self._id = kept.read_text().strip()
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        project = str(facts.get("project", "meshwright"))
+        known = self._client.get_experiment_by_name(project)
+        experiment = known.experiment_id if known else self._client.create_experiment(project)
+        run = self._client.create_run(experiment, run_name=run_name(self._folder))
+        self._id = run.info.run_id
+        kept.write_text(self._id + "\n")
+        self._log_settings(service_settings(self._folder, facts))
+
+    def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
+        """Send the metrics."""
+        metric = importlib.import_module("mlflow.entities").Metric
+        now = int(time.time() * 1000)
+        metrics = [metric(f"{split}/{k}", float(v), now, update) for k, v in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
+        """Do nothing: MLflow has no place for events."""
+
+    def close(self, result: Mapping[str, Any]) -> None:
+        """End the run, as failed if there is no result."""
+        if self._id:
+            self._client.set_terminated(self._id, status="FINISHED" if result else "FAILED")
+
+    def _log_settings(self, settings: Mapping[str, Any]) -> None:
+        param = importlib.import_module("mlflow.entities").Param
+        params = [param(key, str(value)[:_LONGEST_PARAM]) for key, value in settings.items()]
+        for at in range(0, len(params), _MOST_PARAMS):
+            self._client.log_batch(self._id, params=params[at : at + _MOST_PARAMS])

@@ -1,0 +1,101 @@
+"""The progress bar of a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.tracking.lines import Pace, say_event, say_facts, say_metrics
+from meshwright.tracking.wording import say_values
+from meshwright.units import human_seconds
+
+_STYLES = {"warning": "yellow", "stop": "bold"}
+
+
+class ProgressTracker:
+    """Keeps a bar with the newest metrics at the bottom of a terminal.
+
+    Evaluations and events scroll by above it.
+
+    Args:
+        console: the terminal.
+        folder: where the run is written.
+        total_updates: how many updates there will be, if that is known.
+        clock: seconds, for the time that is left.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        folder: Path,
+        *,
+        total_updates: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._folder = folder
+        self._clock = clock
+        self._pace = Pace(total_updates, clock)
+        self._update = 0
+        self._values: dict[str, float] = {}
+        self._left: float | None = None
+        self._live: Live | None = None
+        self._started = clock()
+
+    def start(self, facts: Mapping[str, Any]) -> None:
+        """Print the facts and show the bar."""
+        for line in say_facts(facts, self._folder):
+            self._print(Text(line))
+        self._started = self._clock()
+        self._live = Live(
+            console=self._console,
+            get_renderable=self.picture,
+            refresh_per_second=2,
+            # What others print on the way appears above the bar instead of through it.
+            redirect_stdout=False,
+            redirect_stderr=True,
+        )
+        self._live.start()
+
+    def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
+        """Move the bar on; an evaluation is printed above it."""
+        if split == "train":
+            self._update, self._values = update, dict(values)
+            self._left = self._pace.seconds_left(update)
+        else:
+            self._print(Text(say_metrics(split, update, values, self._pace)))
+
+    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
+        """Print what happened above the bar."""
+        if line := say_event(kind, update, message):
+            self._print(Text(line, style=_STYLES.get(kind, "dim")))
+
+    def close(self, result: Mapping[str, Any]) -> None:
+        """Leave the bar as it is and give the terminal back."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def picture(self) -> RenderableType:
+        """Return the bar: how far, how long, and the newest metrics below."""
+        total = self._pace.total_updates
+        bar = ProgressBar(total, self._update, pulse=not total, animation_time=self._clock())
+        row = Table.grid(padding=(0, 2), expand=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        left = "" if self._left is None else f", ETA {human_seconds(self._left)}"
+        elapsed = human_seconds(self._clock() - self._started)
+        row.add_row(bar, Text(f"{self._pace.count(self._update).strip()}  {elapsed}{left}"))
+        values = " · ".join(text.strip() for text in say_values(self._values))
+        return Group(row, Text(values or "waiting for the first update", style="dim"))
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text)

@@ -1,0 +1,27 @@
+"""What services are told about a run besides its metrics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_SHORT_FACTS = ("plan", "mesh", "devices", "parameters", "global_batch_size", "versions", "dataset")
+"""Facts worth a place beside the settings; tables and drawings are left to the report."""
+
+
+def run_name(folder: Path) -> str:
+    """Return the last two parts of a run folder's path, its date and its time."""
+    return "/".join(folder.absolute().parts[-2:])
+
+
+def service_settings(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in the run folder's config.json, and the short facts, by name."""
+    try:
+        entries = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        settings = {str(entry["key"]): entry["value"] for entry in entries}
+    except (OSError, ValueError, KeyError, TypeError):
+        # A run from Python has no such file.
+        settings = {}
+    return settings | {f"run_{name}": facts[name] for name in _SHORT_FACTS if facts.get(name)}

@@ -1,0 +1,45 @@
+"""Scalars for TensorBoard, written with TensorBoard's own event writer."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class TensorBoardTracker:
+    """Writes ``train/loss`` and the like below ``tensorboard/`` in the run folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "tensorboard"
+        self._writer: Any = None
+
+    def start(self, facts: Mapping[str, Any]) -> None:
+        """Open an event file; TensorBoard reads those of a folder one after the other."""
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        # The queue is long, because a full one would make the training wait for the disk.
+        self._writer = EventFileWriter(str(self._folder), max_queue_size=1000, flush_secs=10)
+
+    def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
+        """Write each metric as a scalar at this update."""
+        summaries = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        events = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        scalars = [
+            summaries.Summary.Value(tag=f"{split}/{name}", simple_value=value)
+            for name, value in values.items()
+            if math.isfinite(value)
+        ]
+        summary = summaries.Summary(value=scalars)
+        self._writer.add_event(events.Event(wall_time=time.time(), step=update, summary=summary))
+
+    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
+        """Do nothing: TensorBoard has no place for events."""
+
+    def close(self, result: Mapping[str, Any]) -> None:
+        """Write what is queued and close the file."""
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,59 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.tracking.settings import run_name, service_settings
+
+INIT_TIMEOUT_SECONDS = 60
+"""How long a service that does not answer may hold up the start."""
+
+
+class WandbTracker:
+    """Sends metrics to a W&B project named as the run's.
+
+    Args:
+        folder: the run folder; a run that goes on in it goes on under the same id.
+        entity: the user or team; W&B's own default if None.
+    """
+
+    def __init__(self, folder: Path, *, entity: str | None = None) -> None:
+        self._folder = folder
+        self._entity = entity
+        self._run: Any = None
+
+    def start(self, facts: Mapping[str, Any]) -> None:
+        """Open the run, or go on with it."""
+        wandb = importlib.import_module("wandb")
+        self._run = wandb.init(
+            project=str(facts.get("project", "meshwright")),
+            entity=self._entity,
+            id=hashlib.sha256(str(self._folder.absolute()).encode()).hexdigest()[:16],
+            name=run_name(self._folder),
+            dir=str(self._folder),
+            config=service_settings(self._folder, facts),
+            resume="allow",
+            settings=wandb.Settings(init_timeout=INIT_TIMEOUT_SECONDS),
+        )
+        # W&B's own step only grows; a run that goes on from a checkpoint steps back.
+        self._run.define_metric("*", step_metric="update")
+
+    def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
+        """Hand the metrics to W&B, which sends them on its own time."""
+        self._run.log({"update": update, **{f"{split}/{k}": v for k, v in values.items()}})
+
+    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
+        """Show a warning as an alert; other events stay in the run folder."""
+        if kind == "warning" and self._run is not None:
+            self._run.alert(title="meshwright", text=message)
+
+    def close(self, result: Mapping[str, Any]) -> None:
+        """Note the result and end the run, as failed if there is none."""
+        if self._run is not None:
+            self._run.summary.update(dict(result))
+            self._run.finish(exit_code=0 if result else 1)

@@ -1,0 +1,130 @@
+"""The facts of a run that are known before its first update: what run.json holds."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwright.mesh.svg import mesh_svg
+from meshwright.processes import process_count
+from meshwright.sharding.explain import explain
+from meshwright.step.assemble import Assembled
+from meshwright.trainer.compiled import CompiledStep
+from meshwright.trainer.meter import Work
+
+FORMAT = 1
+_PACKAGES = ("meshwright", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions that decide what a run computes."""
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def describe_run(
+    assembled: Assembled,
+    compiled: CompiledStep,
+    work: Work,
+    *,
+    project: str,
+    seed: int,
+    dataset: Mapping[str, Any],
+    remarks: Sequence[str],
+) -> dict[str, Any]:
+    """Return the facts of a run as JSON holds them."""
+    plan, mesh = assembled.plan, assembled.mesh
+    reports = explain(assembled.traced.layout, assembled.decision, plan.mesh)
+    return {
+        "format": FORMAT,
+        "project": project,
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": package_versions(),
+        "command": list(sys.argv),
+        "devices": describe_devices(mesh.devices),
+        "mesh": dict(plan.mesh),
+        "mesh_svg": mesh_svg(mesh),
+        "plan": plan.describe(),
+        "parameters": {
+            "count": sum(int(np.prod(r.shape)) for r in reports),
+            "bytes": sum(r.bytes for r in reports),
+        },
+        "memory_per_device": memory_per_device(assembled, compiled),
+        "sharding": [
+            {
+                "path": r.path,
+                "shape": list(r.shape),
+                "dtype": r.dtype,
+                "spec": list(r.spec),
+                "bytes_per_device": r.bytes_per_device,
+                "reason": r.reason,
+            }
+            for r in reports
+        ],
+        "flops_per_update": work.flops,
+        "peak_flops": work.peak_flops,
+        "dataset": dict(dataset),
+        "seed": seed,
+        "global_batch_size": plan.batch.global_batch_size,
+        "tokens_per_sample": None if work.tokens is None else work.tokens // work.samples,
+        "compile_seconds": round(compiled.seconds, 2),
+        "remarks": list(remarks),
+    }
+
+
+def describe_devices(devices: Any) -> dict[str, Any]:
+    """Return how many devices there are, and of what kind."""
+    first = devices.flat[0]
+    return {
+        "count": int(devices.size),
+        "kind": first.device_kind,
+        "platform": first.platform,
+        "processes": process_count(),
+    }
+
+
+def memory_per_device(assembled: Assembled, compiled: CompiledStep) -> dict[str, int | None]:
+    """Return the bytes one device holds, by what they are for."""
+    state = assembled.step.abstract_state()
+    batch = 0
+    if compiled.memory is not None:
+        batch = compiled.memory.argument - _bytes(state)
+    temporary = None if compiled.memory is None else compiled.memory.temp
+    return {
+        "parameters": _bytes(state.params),
+        "optimizer": _bytes(state.optimizer),
+        "state": _bytes([state.state, state.step, state.loss_scale]),
+        "batch": max(batch, 0),
+        "temporary": temporary,
+        "total": _bytes(state) + max(batch, 0) + (temporary or 0),
+    }
+
+
+def tokens_per_sample(batch: Any) -> int | None:
+    """Return the tokens of a sample of a language-modelling batch; None for other batches."""
+    if not isinstance(batch, Mapping):
+        return None
+    for name, beyond in (("tokens", 1), ("inputs", 0)):
+        array = batch.get(name)
+        if array is not None and len(array.shape) == 2 and np.issubdtype(array.dtype, np.integer):
+            return int(array.shape[1]) - beyond
+    return None
+
+
+def _bytes(tree: Any) -> int:
+    """Return the bytes of one device's pieces of a tree of placed shapes."""
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )

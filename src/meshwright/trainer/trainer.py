@@ -1,0 +1,312 @@
+"""What a library user holds: a model, a loss, an optimizer and a mesh, ready to be trained."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from meshwright.config.duration import Duration, parse_duration
+from meshwright.config.schema import (
+    CheckpointConfig,
+    PipelineConfig,
+    Precision,
+    ShardingConfig,
+    TrackingConfig,
+)
+from meshwright.data.batches import form_of, read_batch
+from meshwright.data.feed import Data
+from meshwright.data.given import IterableData, SequenceData, as_data
+from meshwright.errors import UserError
+from meshwright.inputs.checks import (
+    asked_sizes,
+    check_clip_norm,
+    check_count,
+    check_loss,
+    check_optimizer,
+    check_precision,
+)
+from meshwright.inputs.model import exists, model_source
+from meshwright.mesh.axes import resolve_sizes, shown_sizes
+from meshwright.plan import Plan, check_supported, pipeline_fields, solve_pipeline_batch
+from meshwright.program.trace import Loss
+from meshwright.proof import Certificate, verify
+from meshwright.step.assemble import Assembled, assemble
+from meshwright.step.state import TrainState
+from meshwright.tracking.make import make_trackers
+from meshwright.tracking.tracker import Tracker
+from meshwright.trainer.callbacks import Callback, OnMetrics
+from meshwright.trainer.folder import make_folder
+from meshwright.trainer.loop import RAN_OUT
+from meshwright.trainer.resume import find_origin
+from meshwright.trainer.training import FitResult, Training
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Trains a Flax NNX model on any mesh of devices.
+
+    Attributes:
+        model: builds the model, from `nnx.Rngs` if it takes them; or a model that exists already;
+            or a Linen module.
+        loss: ``loss(model, batch)``: a scalar mean, or `Weighted(total, weight)`; optionally with
+            a dict of metrics.
+        optimizer: any optax transformation.
+        mesh: ``"fsdp=4,tensor=2"``, a mapping of axis sizes, or a whole `Plan`; ``"auto"`` and an
+            empty text put all devices on ``data``.
+        precision: no (float32), bf16 or fp16.
+        gradient_accumulation_steps: microbatches per update.
+        sync_gradients_every: microbatches between two gradient reductions.
+        clip_norm: largest global gradient norm.
+        sharding: what is divided and how; see `ShardingConfig`.
+        pipeline: the schedule of a mesh with pipeline stages; see `PipelineConfig`.
+        trainable: NNX filter for what is trained.
+        seed: of initialization and dropout.
+        log_every: updates between two looks at the metrics.
+        devices: where to train; all devices by default.
+    """
+
+    model: Any
+    loss: Loss
+    optimizer: optax.GradientTransformation
+    mesh: str | Mapping[str, int] | Plan = "auto"
+    precision: Precision = "no"
+    gradient_accumulation_steps: int = 1
+    sync_gradients_every: int = 1
+    clip_norm: float | None = None
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    trainable: Any = nnx.Param
+    seed: int = 0
+    log_every: int = 10
+    devices: list[Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_loss(self.loss)
+        check_optimizer(self.optimizer)
+        check_precision(self.precision)
+        check_count("gradient_accumulation_steps", self.gradient_accumulation_steps)
+        check_count("sync_gradients_every", self.sync_gradients_every)
+        check_count("log_every", self.log_every)
+        check_clip_norm(self.clip_norm)
+
+    def fit(
+        self,
+        data: Any,
+        *,
+        steps: int | None = None,
+        max_duration: str | None = None,
+        batch_size: int | None = None,
+        eval_data: Any = None,
+        eval_every: int | None = None,
+        eval_batches: int = 16,
+        callbacks: Sequence[Callback] = (),
+        on_metrics: Callable[[int, dict[str, float]], None] | None = None,
+        run_dir: str | Path | None = None,
+        resume: str = "auto",
+        checkpoint: CheckpointConfig | None = None,
+        tracking: TrackingConfig | None = None,
+        assembled: Assembled | None = None,
+    ) -> FitResult:
+        """Train for so many updates, or so long.
+
+        If the batches run out before that, training stops there with a warning, and the result
+        says how many updates were done.
+
+        Args:
+            data: a list or an iterable of global batches (pytrees of arrays, dim 0 being the
+                sample); a dict of arrays; a function of (step, batch_size) or (seed, step,
+                batch_size); a source with ``len`` and ``rows(ids)``; or one of `meshwright.data`.
+            steps: updates to do.
+            max_duration: instead of steps: ``"1000st"``, ``"2ep"``, ``"30min"``.
+            batch_size: samples of a global batch; needed where the data are not batches already.
+            eval_data: held-out data in any of these forms.
+            eval_every: updates between two evaluations; None for one at the end.
+            eval_batches: the most batches one evaluation takes.
+            callbacks: code that runs at fixed points.
+            on_metrics: called with the update's number, from 0, and its metrics at every look.
+            run_dir: where to write metrics, checkpoints and the rest; None for nowhere.
+            resume: auto goes on from the newest checkpoint in run_dir, if there is one; must
+                wants one; never starts anew; a path names a run or a checkpoint.
+            checkpoint: what is kept in run_dir.
+            tracking: who is told, besides the files in run_dir.
+            assembled: what `assemble` gave for such batches, to not do it again.
+        """
+        duration = _read_duration(steps, max_duration)
+        given = as_data(data, self.seed)
+        first = _first_batch(given, batch_size or self._planned_batch())
+        assembled = assembled or self.assemble(first)
+        folder = None if run_dir is None else Path(run_dir).absolute()
+        training = Training(
+            assembled=assembled,
+            loss=self.loss,
+            batch=first,
+            data=given,
+            duration=duration,
+            start=lambda: self._start(assembled),
+            seed=self.seed,
+            eval_data=None if eval_data is None else as_data(eval_data, self.seed),
+            eval_every=eval_every,
+            eval_batches=eval_batches,
+            log_every=self.log_every,
+            callbacks=[*callbacks, *([OnMetrics(on_metrics)] if on_metrics else [])],
+            run_dir=folder,
+            checkpoint=checkpoint or CheckpointConfig(),
+            origin=find_origin(resume, folder),
+        )
+        if folder is not None:
+            make_folder(folder)
+            training.make_tracker = partial(_trackers, tracking or TrackingConfig(), folder)
+        result = training.run()
+        if result.stopped == RAN_OUT:
+            _warn_ran_out(result.updates, duration.updates or 0)
+        return result
+
+    def assemble(self, batch: Any) -> Assembled:
+        """Make the step for batches of this shape; nothing runs yet."""
+        batch = read_batch(batch)
+        return assemble(
+            model_source(self.model, self.loss, lambda: batch),
+            self.loss,
+            self.optimizer,
+            self._plan(form_of(batch).num_samples),
+            batch,
+            clip_norm=self.clip_norm,
+            trainable=self.trainable,
+            devices=self.devices,
+        )
+
+    def verify(self, batches: Callable[[int], Any], *, steps: int = 5) -> Certificate:
+        """Prove that training on the mesh equals training on one device.
+
+        Args:
+            batches: the global batch of each update, by its number.
+            steps: updates to compare in float64.
+        """
+        check_count("steps", steps)
+        first = read_batch(batches(0))
+        return verify(
+            model_source(self.model, self.loss, lambda: first),
+            self.loss,
+            self._plan(form_of(first).num_samples),
+            lambda step: read_batch(batches(step)),
+            optimizer=self.optimizer,
+            steps=steps,
+            clip_norm=self.clip_norm,
+            seed=self.seed,
+            trainable=self.trainable,
+            devices=self.devices,
+        )
+
+    def _planned_batch(self) -> int | None:
+        return self.mesh.batch.global_batch_size if isinstance(self.mesh, Plan) else None
+
+    def _start(self, assembled: Assembled) -> TrainState:
+        return assembled.adopt(self.model) if exists(self.model) else assembled.init(self.seed)
+
+    def _plan(self, num_samples: int) -> Plan:
+        if isinstance(self.mesh, Plan):
+            plan = self.mesh
+            self._check_given(plan, num_samples)
+        else:
+            plan = self._make_plan(num_samples)
+        check_supported(plan)
+        return plan
+
+    def _make_plan(self, num_samples: int) -> Plan:
+        count = len(self.devices) if self.devices is not None else jax.device_count()
+        sizes = resolve_sizes(asked_sizes(self.mesh), count)
+        steps = self.gradient_accumulation_steps
+        batch = solve_pipeline_batch(
+            self.pipeline,
+            sizes,
+            global_batch_size=num_samples,
+            gradient_accumulation_steps=None if steps == 1 else steps,
+            sync_gradients_every=self.sync_gradients_every,
+        )
+        return Plan(
+            mesh=shown_sizes(sizes),
+            batch=batch,
+            sharding=self.sharding,
+            precision=self.precision,
+            **pipeline_fields(self.pipeline, sizes, batch),
+        )
+
+    def _check_given(self, plan: Plan, num_samples: int) -> None:
+        batch = plan.batch
+        beside: dict[str, tuple[Any, Any, Any]] = {
+            "precision": (self.precision, "no", plan.precision),
+            "sharding": (self.sharding, ShardingConfig(), plan.sharding),
+            "pipeline": (self.pipeline, PipelineConfig(), PipelineConfig()),
+            **{
+                name: (getattr(self, name), 1, getattr(batch, name))
+                for name in ("gradient_accumulation_steps", "sync_gradients_every")
+            },
+        }
+        for name, (given, default, planned) in beside.items():
+            if given not in (default, planned):
+                raise UserError(
+                    f"{name} is given beside a plan that says otherwise",
+                    why=f"the trainer has {given}, the plan {planned}",
+                    fix=f"leave {name} out, or change it in the plan",
+                )
+        if num_samples != batch.global_batch_size:
+            raise UserError(
+                f"the batches have {num_samples} samples, and the plan is for "
+                f"{batch.global_batch_size}",
+                fix=f"give batches of {batch.global_batch_size}, or make a plan for {num_samples}",
+            )
+
+
+def _read_duration(steps: int | None, max_duration: str | None) -> Duration:
+    if (steps is None) == (max_duration is None):
+        raise UserError(
+            "say how long to train, once",
+            why=f"steps is {steps} and max_duration is {max_duration}",
+            fix='write steps=1000, or max_duration="2ep" or "30min"',
+        )
+    if max_duration is not None:
+        return parse_duration(max_duration)
+    check_count("steps", steps)
+    return Duration(updates=steps)
+
+
+def _first_batch(data: Data, batch_size: int | None) -> Any:
+    """Return a global batch, which says what all of them are like."""
+    if isinstance(data, SequenceData | IterableData):
+        first = data.first()
+        if first is None:
+            raise UserError(
+                "there are no batches to train on",
+                why="the iterable gave none",
+                fix="give at least one; a generator can be gone through only once",
+            )
+        return read_batch(first)
+    if batch_size is None:
+        raise UserError(
+            "the samples of a global batch are not known",
+            why=f"the data are {data.describe()}, which come in batches of any size",
+            fix="write batch_size=…",
+        )
+    check_count("batch_size", batch_size)
+    return read_batch(data.batch(0, batch_size))
+
+
+def _trackers(tracking: TrackingConfig, folder: Path, updates: int | None) -> Tracker:
+    return make_trackers(tracking, folder, total_updates=updates)
+
+
+def _warn_ran_out(done: int, steps: int) -> None:
+    warnings.warn(
+        f"the batches ran out after {done} of {steps} updates; the result holds what was trained. "
+        f"Give at least {steps} batches, or a generator without an end",
+        UserWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,35 @@
+"""Numbers with units, the way people read them."""
+
+from __future__ import annotations
+
+
+def human_bytes(count: float) -> str:
+    """Return bytes with a binary unit: ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def human_count(count: float) -> str:
+    """Return a number with three digits and a letter: ``52.7k``."""
+    for letter in ("", "k", "M", "G"):
+        if abs(count) < 999.5:
+            return f"{count:.3g}{letter}"
+        count /= 1000
+    return f"{count:.3g}T"
+
+
+def human_seconds(seconds: float) -> str:
+    """Return a duration in its two largest units: ``3m12s``."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if not hours:
+        return f"{minutes}m{rest:02d}s"
+    days, hours = divmod(hours, 24)
+    return f"{days}d{hours:02d}h" if days else f"{hours}h{minutes:02d}m"

@@ -1,0 +1,123 @@
+"""Checkpoints on disk: what is kept, what is refused, and what they hold."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from meshwright.checkpoint import (
+    CheckpointStore,
+    Passport,
+    export_safetensors,
+    find_store,
+    read_params,
+)
+from meshwright.cli.main import main
+from meshwright.errors import UserError
+
+
+def state(value):
+    return {
+        "params": {"up.kernel": np.full((2, 3), value, np.float32)},
+        "counters": {"step": np.asarray(value, np.int32)},
+    }
+
+
+def save(store, update, loss=None):
+    store.save(state(update), Passport(update=update, seed=1, global_batch_size=8), loss=loss)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run with the checkpoints 3, 4 (the newest two) and 2 (the best)."""
+    store = CheckpointStore(tmp_path / "run/checkpoints", keep_last=2, keep_best=1)
+    for update, loss in ((1, 0.5), (2, 0.1), (3, 0.3), (4, None)):
+        save(store, update, loss)
+    assert store.close().error is None
+    return tmp_path / "run"
+
+
+def test_the_newest_and_the_best_are_kept(folder):
+    store = CheckpointStore(folder / "checkpoints", read_only=True)
+    assert store.updates() == [2, 3, 4]
+    assert (store.latest(), store.best()) == (4, 2)
+    assert store.passport(3) == Passport(update=3, seed=1, global_batch_size=8)
+    assert store.shapes(2) == {"params": {"up.kernel": (2, 3)}, "counters": {"step": ()}}
+    restored = store.restore(3, state(0))
+    np.testing.assert_array_equal(restored["params"]["up.kernel"], np.full((2, 3), 3))
+    store.close()
+
+
+def test_parameters_are_read_and_exported(folder, tmp_path, capfd):
+    np.testing.assert_array_equal(read_params(folder)["up.kernel"], np.full((2, 3), 4))
+    np.testing.assert_array_equal(
+        read_params(folder / "checkpoints/2")["up.kernel"], np.full((2, 3), 2)
+    )
+    export_safetensors(folder, tmp_path / "model.safetensors", update=3)
+    (name, array), *_ = load_file(tmp_path / "model.safetensors").items()
+    assert name == "up.kernel"
+    np.testing.assert_array_equal(array, np.full((2, 3), 3))
+    assert main(["export", str(folder), str(tmp_path / "again.safetensors")]) == 0
+    assert "1 tensors, 6 parameters" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere", "out"], "there is no folder"),
+        (["{folder}", "out", "--update", "7"], "there is no checkpoint of update 7"),
+        (["{folder}", "out", "--update", "x"], "--update x is not a number"),
+        (["{folder}"], "export takes a run and a file"),
+        (["{folder}/..", "out"], "there is no checkpoint in"),
+    ],
+)
+def test_what_cannot_be_exported(folder, words, message, capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", *(word.format(folder=folder) for word in words)]) == 2
+    assert message in capfd.readouterr().err
+
+
+def test_a_run_its_checkpoints_and_one_of_them_are_found(folder):
+    store = folder / "checkpoints"
+    assert find_store(folder) == find_store(store) == (store, None)
+    assert find_store(store / "3") == (store, 3)
+
+
+def test_a_checkpoint_that_is_damaged_is_named(folder):
+    for file in (folder / "checkpoints/4/passport").rglob("*"):
+        if file.is_file():
+            file.write_text("{")
+    store = CheckpointStore(folder / "checkpoints", read_only=True)
+    with pytest.raises(UserError, match="checkpoints/4 cannot be read"):
+        store.passport(4)
+    store.close()
+
+
+def test_a_save_that_is_cut_off_leaves_no_checkpoint(folder):
+    # What a killed process leaves: a temporary folder without its final name.
+    (folder / "checkpoints/5.orbax-checkpoint-tmp-1/state").mkdir(parents=True)
+    store = CheckpointStore(folder / "checkpoints")
+    assert store.latest() == 4
+    save(store, 5)
+    assert store.close().error is None
+    assert not list((folder / "checkpoints").glob("*tmp*"))
+
+
+def test_a_save_that_fails_is_told_and_the_next_is_tried(folder, monkeypatch):
+    store = CheckpointStore(folder / "checkpoints")
+
+    def refuse(*_, **__):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._manager, "save", refuse)
+        save(store, 6)
+        assert "no space left" in str(store.wait().error)
+    save(store, 7)
+    assert store.close().error is None
+    assert 7 in CheckpointStore(folder / "checkpoints", read_only=True).updates()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write checkpoints"):
+        CheckpointStore(tmp_path / "file/checkpoints")

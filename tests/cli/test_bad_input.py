@@ -1,0 +1,131 @@
+"""Mistakes in a model, a loss, the data or the sharding: one clear error each, exit code 2."""
+
+import sys
+
+import numpy as np
+import optax
+import pytest
+
+import meshwright as mw
+from meshwright.cli.main import main
+from meshwright.errors import UserError
+
+OWN = """
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+class Net(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.layer = nnx.Linear(4, 8, rngs=rngs)
+    def __call__(self, x):
+        return self.layer(x)
+
+def loss(model, batch):
+    return (model(batch["x"]) ** 2).mean()
+
+def vector_loss(model, batch):
+    return (model(batch["x"]) ** 2).mean(-1)
+
+def nan_loss(model, batch):
+    return jnp.log(-1 - loss(model, batch))
+
+def data(step, batch_size):
+    return {"x": np.random.default_rng(step).normal(size=(batch_size, 4))}
+
+def nan_data(step, batch_size):
+    return {"x": np.full((batch_size, 4), np.nan)}
+
+def short_data(step, batch_size):
+    return data(step, batch_size - 1)
+"""
+
+MISTAKES = {
+    "the batch does not divide": (
+        ["training.global_batch_size=12"],
+        "error: a global batch of 12 samples cannot be divided\n"
+        "  8 replicas (data × fsdp) × accumulation 1 = 8, and 12 is not a multiple of 8\n"
+        "  a global batch of 8 or 16 samples would work (training.global_batch_size)\n",
+    ),
+    "the data gives batches of another size": (
+        ["data.kind=bad_input:short_data"],
+        "give batches of 32",
+    ),
+    "the loss is a vector": (
+        ["task.kind=bad_input:vector_loss"],
+        "error: the loss is not a scalar\n  it has shape (32,) and type float32\n"
+        "  return its mean, or mw.Weighted(total, weight)\n",
+    ),
+    "a rule matches nothing": (
+        ["sharding.rules={blocks.*.kernel: column}", "mesh.tensor=2"],
+        "error: the sharding rule `blocks.*.kernel` matches no parameter\n"
+        "  the model has 2 parameters, such as `layer.bias`\n",
+    ),
+    "a rule nearly matches": (
+        ["sharding.rules={layer.kernal: column}", "mesh.tensor=2"],
+        "did you mean `layer.kernel`?\n",
+    ),
+}
+
+NOT_FINITE = ("task.kind=bad_input:nan_loss", "data.kind=bad_input:nan_data")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    """Run a command in an empty directory beside a model; return exit code, stdout and stderr."""
+    (tmp_path / "bad_input.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = ("model.kind=bad_input:Net", "data.kind=bad_input:data", "task.kind=bad_input:loss")
+
+    def call(command: str, *overrides: str) -> tuple[int, str, str]:
+        code = main([command, *own, "training.steps=2", *overrides])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    yield call
+    sys.modules.pop("bad_input", None)
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "ledger"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_error_before_anything_is_compiled_or_written(run, tmp_path, command, mistake):
+    overrides, message = MISTAKES[mistake]
+    code, out, err = run(command, *overrides)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("error: ") == 1
+    assert "Traceback" not in err
+    assert {path.name for path in tmp_path.iterdir()} <= {"bad_input.py", "__pycache__"}
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "ledger", "inspect"])
+def test_a_tensor_axis_larger_than_the_heads(capfd, command):
+    sizes = ("model.num_heads=2", "model.num_blocks=1", "model.hidden_size=32")
+    code = main([command, "mesh.tensor=4", *sizes])
+    out, err = capfd.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith("error: tensor=4 is larger than the 2 attention heads of `blocks.0.")
+    assert "use mesh.tensor=2, or a model with a multiple of 4 heads" in err
+
+
+@pytest.mark.parametrize("override", NOT_FINITE)
+def test_a_loss_that_is_not_finite_at_the_start_of_training(run, override):
+    code, out, err = run("train", override)
+    assert (code, out) == (2, "")
+    assert "error: the loss is nan at update 0\n  the first batch already gives it: " in err
+    assert "Traceback" not in err
+
+
+def test_a_proof_of_a_loss_that_is_not_finite(run):
+    code, out, err = run("verify", NOT_FINITE[0])
+    assert (code, out) == (2, "")
+    assert "error: the loss of the first batch is nan on one device" in err
+
+
+def test_a_trainer_that_meets_a_loss_that_is_not_finite_in_its_first_update(run):
+    import bad_input
+
+    trainer = mw.Trainer(model=bad_input.Net, loss=bad_input.loss, optimizer=optax.sgd(0.1))
+    with pytest.raises(UserError, match="the loss is nan at update 0"):
+        trainer.fit([{"x": np.full((8, 4), np.nan, np.float32)}], steps=1)

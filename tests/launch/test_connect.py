@@ -1,0 +1,184 @@
+"""Launched processes join each other, share one config, and let only process 0 speak."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright import processes
+from meshwright.errors import EnvironmentProblem, UserError
+from meshwright.launch.connect import (
+    connect_processes,
+    devices_of_each,
+    explain_lost_peer,
+    is_main,
+)
+
+LIMIT_SECONDS = 120
+
+
+def launch(*words: str, cwd=None) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", "launch", *words],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+        cwd=cwd,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_two_processes_with_two_devices_are_one_machine_to_doctor():
+    code, out, err = launch("--nprocs=2", "--devices-per-process=2", "--", "doctor", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert (report["devices"], report["local_devices"], report["process_count"]) == (4, 2, 2)
+    assert report["all_reduce_ok"]
+    assert report["ranks"] == [
+        {"source": "environment", "rank": 0, "world_size": 2, "local_rank": 0}
+    ]
+    assert not [w for w in report["warnings"] if "disk" not in w["problem"]]
+    assert err == ""
+
+
+def test_a_mesh_spans_processes_and_a_script_can_join_them(tmp_path):
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import json\n"
+        "from meshwright.distributed import setup_multinode\n"
+        "info = setup_multinode()\n"
+        "import meshwright as mw\n"
+        "mesh = mw.build_mesh({'fsdp': 4})\n"
+        "print(json.dumps([info['rank'], [d.process_index for d in mesh.devices.flat]]))\n"
+    )
+    code, out, err = launch("--nprocs=2", "--devices-per-process=2", str(script))
+    assert code == 0, err
+    assert json.loads(out) == [0, [0, 0, 1, 1]]
+    assert "[1] [1, [0, 0, 1, 1]]" in err
+
+
+def test_a_contradiction_is_told_once_with_exit_code_2():
+    words = ("--nprocs=2", "--devices-per-process=2", "--", "doctor", "simulate=8")
+    code, out, err = launch(*words)
+    assert (code, out) == (2, "")
+    assert err.count("error: simulate=8 contradicts --devices-per-process 2") == 1
+    assert err.count("2 processes × 2 devices = 4, not 8") == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", ["inspect", "ledger"])
+def test_commands_that_look_at_a_mesh_work_in_two_processes(command):
+    overrides = ("simulate=4", "mesh.fsdp=4", "+experiment=quick_test", "--json")
+    code, out, err = launch("--nprocs=2", "--", command, *overrides)
+    assert code == 0, err
+    assert json.loads(out)["mesh"] == {"fsdp": 4}
+
+
+@pytest.mark.full
+def test_a_profile_covers_the_devices_of_both_processes(tmp_path):
+    overrides = ("model=mlp", "model.widths=[784,16,10]", "optimizer=sgd", "simulate=4")
+    words = ("--nprocs=2", "--", "profile", *overrides, "--updates=2", "--json")
+    code, out, err = launch(*words, cwd=tmp_path)
+    assert code == 0, err
+    report = json.loads(out)
+    assert len(report["devices"]) == 4
+    assert all(device["compute"] > 0 for device in report["devices"])
+    assert {c["axis"] for c in report["collectives"]} == {"data"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+def test_training_ends_everywhere_when_one_process_is_killed(tmp_path, rank):
+    command = [sys.executable, "-m", "meshwright", "launch", "--nprocs=2", "--", "train"]
+    overrides = ("model=mlp", "model.widths=[784,16,10]", "optimizer=sgd", "simulate=4")
+    launcher = subprocess.Popen(
+        [*command, *overrides, "training.steps=1000000"],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    try:
+        assert launcher.stderr is not None
+        for line in launcher.stderr:
+            if "loss" in line:
+                break
+        workers = {rank_of(pid): pid for pid in children(launcher.pid)}
+        os.kill(workers[rank], signal.SIGKILL)
+        _, err = launcher.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert f"error: process {rank} was killed by SIGKILL" in err
+    assert "Check failure stack trace" not in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values())
+
+
+def children(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in listed.split()]
+
+
+def rank_of(pid: int) -> int | None:
+    environ = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return next((int(text[5:]) for text in environ if text.startswith("RANK=")), None)
+
+
+@pytest.mark.parametrize(
+    ("simulate", "world", "given", "expected"),
+    [(8, 1, None, 8), (8, 2, None, 4), (8, 2, "4", 4), (8, 1, "2", 8)],
+)
+def test_simulated_devices_are_divided(simulate, world, given, expected):
+    environ = {} if given is None else {"JAX_NUM_CPU_DEVICES": given}
+    assert devices_of_each(simulate, world, environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("simulate", "world", "given", "fix"),
+    [(8, 3, None, "write simulate=6 or 9"), (1, 2, None, "write simulate=2"), (8, 2, "2", "=4")],
+)
+def test_devices_that_do_not_come_out_even_are_refused(simulate, world, given, fix):
+    environ = {} if given is None else {"JAX_NUM_CPU_DEVICES": given}
+    with pytest.raises(UserError, match=fix):
+        devices_of_each(simulate, world, environ)
+
+
+def test_one_process_connects_to_nobody():
+    connect_processes(environ={})
+    assert is_main({})
+    assert is_main({"RANK": "0", "WORLD_SIZE": "2"})
+    assert not is_main({"RANK": "1", "WORLD_SIZE": "2"})
+
+
+def test_connecting_after_jax_has_started_is_refused():
+    import jax
+
+    jax.devices()
+    with pytest.raises(EnvironmentProblem, match="too late"):
+        connect_processes(environ={"RANK": "1", "WORLD_SIZE": "2"})
+
+
+class JaxRuntimeError(RuntimeError):
+    """Named as JAX names it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (JaxRuntimeError("Gloo all-reduce failed: Connection reset by peer"), True),
+        (JaxRuntimeError("NCCL operation ncclAllReduce failed: remote error"), True),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
+        (ValueError("peer"), False),
+    ],
+)
+def test_a_lost_peer_is_told_from_other_errors(monkeypatch, error, lost):
+    assert explain_lost_peer(error) is None
+    monkeypatch.setattr(processes, "process_count", lambda: 2)
+    explained = explain_lost_peer(error)
+    assert (explained is not None) == lost
+    if explained is not None:
+        assert "lost another process" in explained.what

@@ -1,0 +1,185 @@
+"""Stages that differ, each on its own devices, equal the model on one device."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from quick import quick_compilation
+from small_models import double
+
+import meshwright as mw
+from meshwright.errors import UserError
+from meshwright.pipeline.documented import GPipePipeline, PipelineStage, pipeline_forward
+from meshwright.pipeline.pipeline import Pipeline
+
+WIDTHS = (24, 16, 16, 8, 5)
+SPECS = [
+    [{"in_features": a, "out_features": b, "relu": b != WIDTHS[-1]}]
+    for a, b in itertools.pairwise(WIDTHS)
+]
+
+
+__all__ = ["quick_compilation"]
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(autouse=True)
+def _double_precision():
+    with jax.enable_x64(True):
+        yield
+
+
+def mlp_stages():
+    return [double(PipelineStage(spec, n, rngs=nnx.Rngs(n))) for n, spec in enumerate(SPECS)]
+
+
+def inputs(samples=18, width=WIDTHS[0]):
+    return np.random.default_rng(0).normal(size=(samples, width))
+
+
+def labels(samples=18):
+    return np.random.default_rng(1).integers(WIDTHS[-1], size=samples)
+
+
+def cross_entropy(logits, label):
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), label[:, None], axis=1)
+    return -picked.mean()
+
+
+def one_device(stages, x, y):
+    """Return loss and gradients of the stages one after another, by Flax alone."""
+    graphdef, params, rest = nnx.split(nnx.List(stages), nnx.Param, ...)
+
+    def loss(params):
+        out = jnp.asarray(x)
+        for stage in nnx.merge(graphdef, params, rest):
+            out = stage(out)
+        return cross_entropy(out, y)
+
+    return jax.value_and_grad(loss)(params)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_four_different_stages_give_the_gradients_of_one_device(schedule):
+    x, y = inputs(), labels()
+    expected, gradients = one_device(mlp_stages(), x, y)
+    pipeline = Pipeline(
+        mlp_stages(),
+        loss=cross_entropy,
+        example=x,
+        schedule=schedule,
+        num_microbatches=6,
+        devices=jax.devices()[:4],
+    )
+    loss, found = pipeline.loss_and_gradients(x, y)
+    np.testing.assert_allclose(loss, expected, rtol=1e-12)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(gradients), strict=True)
+    for ours, theirs in pairs:
+        np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-15)
+    assert [s.devices for s in pipeline.stages] == [(0,), (1,), (2,), (3,)]
+    assert [s.parameters for s in pipeline.stages] == [400, 272, 136, 45]
+    assert max(pipeline.most_kept) == (6 if schedule == "gpipe" else 4)
+
+
+def test_layers_of_every_kind_in_interleaved_chunks_on_pairs_of_devices():
+    scale = jnp.full((16,), 0.5)
+    layers = [
+        double(nnx.Linear(24, 16, rngs=nnx.Rngs(0))),
+        jnp.tanh,
+        linen.Dense(16, param_dtype=jnp.float64),
+        (lambda p, x: x * p, scale),
+        double(nnx.Linear(16, 8, rngs=nnx.Rngs(1))),
+        double(nnx.Linear(8, 5, rngs=nnx.Rngs(2))),
+    ]
+    x, y = inputs(16), labels(16)
+    pipeline = Pipeline(
+        layers,
+        loss=cross_entropy,
+        example=x,
+        num_stages=2,
+        schedule="interleaved",
+        num_microbatches=4,
+        devices=jax.devices()[:4],
+    )
+
+    def loss(params):
+        out = jnp.asarray(x)
+        for part, own in zip(pipeline._parts, params, strict=True):
+            out, _ = part.apply(own, part.state, out)
+        return cross_entropy(out, y)
+
+    params = [jax.device_get(p) for p in pipeline.params]
+    expected, gradients = jax.value_and_grad(loss)(params)
+    value, found = pipeline.loss_and_gradients(x, y)
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-12)
+    assert [s.devices for s in pipeline.stages] == [(0, 1), (2, 3), (0, 1), (2, 3)]
+
+
+def test_samples_that_do_not_divide_count_as_much_as_the_others():
+    stages, x, y = mlp_stages()[:2], inputs(7), labels(7)
+    expected, _ = one_device(stages, x, y)
+    pipeline = Pipeline(
+        stages, loss=cross_entropy, example=x, num_microbatches=3, devices=jax.devices()[:2]
+    )
+    loss, _ = pipeline.loss_and_gradients(x, y)
+    np.testing.assert_allclose(loss, expected, rtol=1e-12)
+    outputs = pipeline(x)
+    assert outputs.shape == (7, WIDTHS[2])
+
+
+def test_the_documented_pipeline_gives_distinct_microbatches_their_own_results():
+    stages, x = mlp_stages(), jnp.asarray(inputs())
+    expected = x
+    for stage in stages:
+        expected = stage(expected)
+    for microbatches in (1, 4, 5):
+        found = pipeline_forward(stages, x, microbatches)
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert len(np.unique(np.round(found, 6), axis=0)) == len(x)
+    assert (found < 0).any()
+
+
+def test_the_documented_gpipe_module_equals_its_layers_in_order():
+    model = GPipePipeline(3, 2, 8, rngs=nnx.Rngs(0))
+    x = jnp.asarray(inputs(7, 8))
+    expected = x
+    for stage in range(3):
+        expected = model.forward_stage(stage, expected)
+    np.testing.assert_allclose(model(x, num_microbatches=3), expected, rtol=1e-6)
+    np.testing.assert_allclose(model(x), expected, rtol=1e-6)
+    gradient = nnx.grad(lambda m: m(x, num_microbatches=3).sum())(model)
+    assert all(np.abs(leaf).sum() > 0 for leaf in jax.tree.leaves(gradient))
+
+
+def test_too_many_microbatches_are_refused_with_the_number_that_works():
+    with pytest.raises(UserError, match="num_microbatches=3"):
+        pipeline_forward(mlp_stages(), jnp.asarray(inputs(3)), 4)
+
+
+def test_state_of_a_stage_goes_from_microbatch_to_microbatch():
+    def layers():
+        return [
+            nnx.Linear(24, 8, rngs=nnx.Rngs(0)),
+            nnx.BatchNorm(8, rngs=nnx.Rngs(1)),
+            double(nnx.Linear(8, 5, rngs=nnx.Rngs(2))),
+        ]
+
+    x, y = inputs(8), labels(8)
+    pipeline = Pipeline(
+        layers(), loss=cross_entropy, example=x, num_microbatches=2, devices=jax.devices()[:3]
+    )
+    pipeline.loss_and_gradients(x, y)
+    first, norm, _ = layers()
+    for piece in np.array_split(x, 2):
+        norm(first(jnp.asarray(piece)))
+    np.testing.assert_allclose(pipeline.modules()[1].mean[...], norm.mean[...], rtol=1e-6)
+
+
+def test_mw_names_the_pipeline():
+    assert mw.pipeline.Pipeline is Pipeline
+    assert mw.pipeline.PipelineStage is PipelineStage

@@ -1,0 +1,222 @@
+"""A step by stages is the step of one device on the same microbatches."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from pipeline.models import (
+    WIDTH,
+    Entangled,
+    Tokens,
+    entangled_loss,
+    tokens_batch,
+    tokens_loss,
+)
+from program.programs import assert_close
+from small_models import Norms, Residuals, builder, square_loss, task_batch, vectors
+from step.runs import filled, on_mesh, on_one_device
+
+from meshwright.config.batch import solve_batch
+from meshwright.config.schema import ShardingConfig
+from meshwright.errors import UserError
+from meshwright.plan import Plan
+from meshwright.step.assemble import assemble
+
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)
+CUBE = {"pipe": 2, "fsdp": 2, "tensor": 2}
+MODELS = {
+    "plain": functools.partial(Tokens),
+    "tied": functools.partial(Tokens, tied=True),
+    "dropout": functools.partial(Tokens, dropout=0.3),
+    "tied dropout": functools.partial(Tokens, tied=True, dropout=0.3),
+}
+
+
+@pytest.fixture(autouse=True)
+def _double_precision():
+    with jax.enable_x64(True):
+        yield
+
+
+def put(build, loss, batch, mesh, schedule=None, *, count=4, at_a_time=None, chunks=2, **options):
+    """Assemble a step; ``count`` microbatches, ``at_a_time`` between two flushes."""
+    samples = jax.tree.leaves(batch)[0].shape[0]
+    precision, wide = options.pop("precision", "no"), options.pop("wide", True)
+    staged = "pipe" in mesh
+    plan = Plan(
+        mesh=mesh,
+        batch=solve_batch(
+            replicas=mesh.get("data", 1) * mesh.get("fsdp", 1),
+            global_batch_size=samples,
+            gradient_accumulation_steps=count,
+        ),
+        sharding=ShardingConfig(min_shard_size=0, **options),
+        schedule=schedule if staged else None,
+        num_microbatches=(at_a_time or count) if staged else 1,
+        num_chunks=chunks if schedule == "interleaved" else 1,
+        precision=precision,
+    )
+    devices = jax.devices()[: plan.num_devices]
+    with jax.enable_x64(False):
+        return assemble(
+            lambda rngs: build(), loss, OPTIMIZER, plan, batch, devices=devices, wide=wide
+        )
+
+
+@functools.cache
+def one_device(name):
+    """Train a model on one device, microbatch after microbatch."""
+    with jax.enable_x64(True):
+        build, batches = MODELS[name], [tokens_batch(seed=1), tokens_batch(seed=2)]
+        alone = put(build, tokens_loss, batches[0], {})
+        return on_one_device(alone, filled(build), batches)
+
+
+def check(found, expected, tolerance=1e-12):
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=tolerance)
+    assert_close(found.leaves, expected.leaves, tolerance)
+
+
+def compare(name, mesh, schedule, **options):
+    batches = [tokens_batch(seed=1), tokens_batch(seed=2)]
+    assembled = put(MODELS[name], tokens_loss, batches[0], mesh, schedule, **options)
+    found = on_mesh(assembled, filled(MODELS[name]), batches)
+    check(found, one_device(name))
+    return assembled, found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh"),
+    [
+        ("gpipe", {"pipe": 4}),
+        ("1f1b", CUBE),
+        ("interleaved", {"pipe": 2, "data": 4}),
+        ("zb_h1", {"pipe": 4}),
+    ],
+)
+def test_every_schedule_trains_like_one_device(schedule, mesh):
+    _, found = compare("tied dropout", mesh, schedule)
+    assert 0 <= float(found.metrics["accuracy"]) <= 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["plain", "tied", "dropout"])
+@pytest.mark.parametrize("mesh", [{"pipe": 4}, CUBE, {"pipe": 2, "data": 4}])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb_h1"])
+def test_every_schedule_on_every_mesh(schedule, mesh, name):
+    chunks = 1 if mesh == {"pipe": 4} else 2
+    compare(name, mesh, schedule, chunks=chunks)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize(
+    "sharding", [{"remat": "full"}, {"keep_gathered": True}, {"zero": 1}, {"remat": "dots"}]
+)
+def test_remat_and_lifetimes_of_weights_change_nothing(schedule, sharding):
+    compare("tied dropout", {"pipe": 2, "fsdp": 2}, schedule, **sharding)
+
+
+@pytest.mark.full
+def test_an_update_may_flush_the_pipeline_several_times():
+    compare("tied dropout", {"pipe": 2}, "gpipe", at_a_time=2)
+
+
+def test_blocks_that_share_weights_streams_and_losses_are_cut_correctly():
+    batch = vectors(width=WIDTH)
+    alone = put(Entangled, entangled_loss, batch, {}, count=2)
+    expected = on_one_device(alone, filled(Entangled), [batch, batch])
+    assembled = put(Entangled, entangled_loss, batch, {"pipe": 2, "data": 2}, "1f1b", count=2)
+    check(on_mesh(assembled, filled(Entangled), [batch, batch]), expected, 1e-10)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_transformer_on_three_axes_trains_like_one_device(schedule):
+    build = builder("gpt", num_blocks=2, dropout=0.1)
+    loss, batch = task_batch("gpt")
+    expected = on_one_device(put(build, loss, batch, {}), filled(build), [batch])
+    assembled = put(build, loss, batch, CUBE, schedule)
+    check(on_mesh(assembled, filled(build), [batch]), expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_half_precision_is_that_of_a_mesh_without_stages(precision, schedule):
+    batch = tokens_batch()
+    with jax.enable_x64(False):
+        runs = [
+            on_mesh(
+                put(
+                    MODELS["tied"],
+                    tokens_loss,
+                    batch,
+                    mesh,
+                    schedule,
+                    wide=False,
+                    precision=precision,
+                ),
+                filled(MODELS["tied"]),
+                [batch],
+            )
+            for mesh in ({}, {"pipe": 2, "fsdp": 2})
+        ]
+    np.testing.assert_allclose(runs[1].losses, runs[0].losses, rtol=1e-3)
+    assert_close(runs[1].leaves, runs[0].leaves, 1e-2)
+
+
+def test_stages_hold_their_own_blocks_only():
+    batch = tokens_batch()
+    assembled = put(MODELS["plain"], tokens_loss, batch, {"pipe": 4, "fsdp": 2}, "1f1b")
+    placed = {p.path: p for p in assembled.decision.at_rest}
+    assert placed["blocks.*.up.kernel"].dims[0] == ("pipe",)
+    assert "fsdp" in placed["blocks.*.up.kernel"].axes()
+    assert "1 block on each stage" in placed["blocks.*.up.kernel"].reason
+    assert "pipe" not in placed["embed.embedding"].axes()
+
+
+def test_interleaved_stacks_keep_canonical_paths():
+    batch = tokens_batch()
+    assembled = put(MODELS["plain"], tokens_loss, batch, {"pipe": 2}, "interleaved")
+    layout = assembled.traced.layout
+    values = [np.full(leaf.shape, n) for n, leaf in enumerate(layout.leaves)]
+    stacked = layout.from_canonical(values)
+    step = next(s for s in layout.step_leaves if s.leaf.path == "blocks.*.up.kernel")
+    paths = [layout.leaves[source].path for source in step.sources]
+    assert paths == [f"blocks.{n}.up.kernel" for n in (0, 2, 1, 3)]
+    back = layout.to_canonical(stacked)
+    assert all((np.asarray(a) == b).all() for a, b in zip(back, values, strict=True))
+
+
+def test_blocks_that_cannot_be_divided_are_refused_with_numbers_that_work():
+    batch = vectors()
+    with pytest.raises(UserError) as caught:
+        put(lambda: Residuals(6), square_loss, batch, {"pipe": 4}, "1f1b")
+    assert "6 blocks cannot be divided into 4 stages" in caught.value.what
+    assert "mesh.pipe=3" in caught.value.fix
+    assert "4 or 8 blocks" in caught.value.fix
+
+
+def test_models_without_blocks_are_refused_with_a_way_out():
+    with pytest.raises(UserError, match="no repeated blocks"):
+        put(Norms, square_loss, vectors(), {"pipe": 2}, "1f1b")
+
+
+class Stem(nnx.Module):
+    """Statistics of samples before the blocks: the next microbatch would need them too early."""
+
+    def __init__(self):
+        self.norm = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0))
+        self.rest = Residuals(2, WIDTH)
+
+    def __call__(self, x):
+        return self.rest(self.norm(x))
+
+
+def test_statistics_outside_of_blocks_are_refused_by_name():
+    with pytest.raises(UserError, match=r"norm\.mean"):
+        put(Stem, square_loss, vectors(width=WIDTH), {"pipe": 2}, "1f1b")

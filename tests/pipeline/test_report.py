@@ -1,0 +1,46 @@
+"""What inspect says about a pipeline."""
+
+from dataclasses import asdict
+
+import pytest
+from pipeline.models import VOCABULARY, WIDTH, Tokens, tokens_batch, tokens_loss
+from pipeline.test_pipelined_step import put
+
+from meshwright.pipeline.report import pipeline_report
+
+BLOCK = WIDTH * 2 * WIDTH + 2 * WIDTH + 2 * WIDTH * WIDTH
+ROWS = 4 * 4
+"""Tokens of a microbatch: 4 samples of 4."""
+
+
+@pytest.fixture(scope="module")
+def report():
+    assembled = put(lambda: Tokens(8), tokens_loss, tokens_batch(), {"pipe": 2}, "interleaved")
+    return pipeline_report(assembled.step.pipeline), assembled
+
+
+def test_stages_are_listed_with_what_they_hold_and_do(report):
+    first, second = report[0].stages
+    assert first.blocks == (0, 1, 4, 5)
+    assert second.blocks == (2, 3, 6, 7)
+    assert (first.also, second.also) == (("embedding",), ("head",))
+    assert first.parameters == 4 * BLOCK + VOCABULARY * WIDTH
+    assert second.parameters == 4 * BLOCK + VOCABULARY * WIDTH + VOCABULARY
+    products = 2 * ROWS * 2 * 2 * WIDTH * WIDTH
+    assert first.flops == 4 * products
+    assert second.flops == 4 * products + 2 * ROWS * WIDTH * VOCABULARY
+
+
+def test_waiting_is_simulated_from_the_executed_ticks(report):
+    found = asdict(report[0])
+    assert found["schedule"] == "interleaved"
+    assert found["bubble"] == found["bubble_formula"] == pytest.approx(1 / 9)
+    assert found["efficiency"] == pytest.approx(8 / 9)
+    assert found["bubble_with_flops"] > found["bubble"]
+    assert found["ticks"] == 8 + 3 + 1
+
+
+def test_warnings_become_remarks_of_the_step(report):
+    assert report[0].warnings
+    assert set(report[0].warnings) <= set(report[1].remarks)
+    assert "4 microbatches are few for 2 stages" in report[0].warnings[0]

@@ -1,0 +1,267 @@
+"""The page in a real browser: it draws, answers to the mouse and the keys, and asks for nothing."""
+
+import json
+
+import pytest
+from report.browser import Browser, find_browser
+from report.sample_runs import NUM_LOGGED, UPDATES, write_run
+
+from meshwright.report import make_page, read_run
+
+if find_browser() is None:
+    pytest.skip(
+        "no Chromium, so the report page is not tried in a browser; `make browser` installs one",
+        allow_module_level=True,
+    )
+
+SECTIONS = ["facts", "curves", "time", "memory", "mesh", "sharding", "ledger", "config", "events"]
+CHART = "document.querySelector('.chart')"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    opened = Browser(find_browser())
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Write the page of one run, of three, and of an empty one."""
+    base = tmp_path_factory.mktemp("runs")
+    runs = [
+        write_run(base / "a"),
+        write_run(base / "b", learning_rate=1e-3, mesh={"data": 2, "fsdp": 4}),
+        write_run(base / "c", learning_rate=1e-4, mesh={"fsdp": 8}, profiled=False, finished=False),
+    ]
+    empty = base / "empty"
+    empty.mkdir()
+    (empty / "run.json").write_text("{}")
+    wanted = {"one": runs[:1], "three": runs, "empty": [empty]}
+    for name, folders in wanted.items():
+        (base / f"{name}.html").write_text(make_page([read_run(folder) for folder in folders]))
+    return base
+
+
+@pytest.fixture
+def show(browser, pages):
+    """Open a page; afterwards it must have been silent and asked for nothing but itself."""
+
+    def open_page(name: str, **look) -> Browser:
+        browser.open(pages / f"{name}.html", **look)
+        return browser
+
+    yield open_page
+    assert browser.errors == []
+    assert [url for url in browser.requests if not url.startswith("data:")] == [browser.requests[0]]
+    assert browser.requests[0].startswith("file:")
+
+
+def texts(browser, selector: str) -> list[str]:
+    script = f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.textContent)"
+    return browser.evaluate(script)
+
+
+def points(browser, selector: str) -> int:
+    path = f"document.querySelector({json.dumps(selector)}).getAttribute('d')"
+    return browser.evaluate(f"{path}.match(/[ML]/g).length")
+
+
+@pytest.mark.parametrize("name", ["one", "three", "empty"])
+@pytest.mark.parametrize(("width", "dark"), [(1300, False), (390, True)])
+def test_every_section_is_there_and_fits_the_screen(show, name, width, dark):
+    browser = show(name, width=width, dark=dark)
+    assert browser.evaluate("[...document.querySelectorAll('section')].map(e => e.id)") == SECTIONS
+    assert not [text for text in texts(browser, ".missing") if "cannot be shown" in text]
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    colour = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+    brightness = sum(int(part) for part in colour[4:-1].split(",")) / 3
+    assert brightness < 60 if dark else brightness > 200
+
+
+def test_curves_have_a_point_for_every_logged_value(show):
+    browser = show("one")
+    titles = texts(browser, "figcaption > span:first-child")
+    assert titles[:4] == ["Loss", "accuracy", "Learning rate", "Gradient norm"]
+    assert points(browser, ".chart path.line[data-split=train]") == NUM_LOGGED
+    assert points(browser, ".chart path.line[data-split=eval]") == UPDATES // 50
+    drawn = browser.evaluate(
+        "[...document.querySelectorAll('path.line')].map(p => p.getBBox().width)"
+    )
+    assert min(drawn) > 100
+
+
+def test_pointing_at_a_chart_reads_the_values_there(show, pages):
+    browser = show("one")
+    x, y = browser.middle(".chart .plot svg")
+    browser.mouse("mouseMoved", x, y)
+    shown = browser.evaluate("document.querySelector('.reading').textContent")
+    lines = [json.loads(line) for line in (pages / "a" / "metrics.jsonl").read_text().splitlines()]
+    update = int(shown.split("train")[0].removeprefix("update "))
+    assert abs(update - UPDATES / 2) < 20
+    loss = next(
+        line["loss"] for line in lines if (line["split"], line["update"]) == ("train", update)
+    )
+    assert float(shown.split("train ")[1].split("eval")[0]) == pytest.approx(loss, rel=1e-3)
+    browser.mouse("mouseMoved", 2, 2)
+    assert browser.evaluate("document.querySelector('.reading').textContent") == ""
+
+
+def test_the_arrow_keys_read_the_values_too(show):
+    browser = show("one")
+    browser.evaluate("document.querySelector('.plot svg').focus()")
+    for expected in (UPDATES, UPDATES - 2):
+        browser.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowLeft")
+        shown = browser.evaluate("document.querySelector('.reading .at').textContent")
+        assert shown == f"update {expected}"
+
+
+def test_dragging_zooms_and_the_button_shows_all_again(show):
+    browser = show("one")
+    x, y = browser.middle(".chart .plot svg")
+    browser.mouse("mouseMoved", x, y)
+    browser.mouse("mousePressed", x, y)
+    browser.mouse("mouseMoved", x + 100, y)
+    browser.mouse("mouseReleased", x + 100, y)
+    assert 5 < points(browser, ".chart path.line[data-split=train]") < NUM_LOGGED / 2
+    browser.click(".chart .tools button:not([hidden])")
+    assert points(browser, ".chart path.line[data-split=train]") == NUM_LOGGED
+
+
+def test_smoothing_and_the_logarithm_redraw_the_curve(show):
+    browser = show("one")
+    line = f"{CHART}.querySelector('path.line[data-split=train]').getAttribute('d')"
+    plain = browser.evaluate(line)
+    browser.click(".chart .tools button:last-child")
+    logarithmic = browser.evaluate(line)
+    browser.evaluate(
+        "(() => { const s = document.getElementById('smoothing'); s.value = 0.9;"
+        "s.dispatchEvent(new Event('input')); })()"
+    )
+    smooth = browser.evaluate(line)
+    assert len({plain, logarithmic, smooth}) == 3
+    assert points(browser, ".chart path.line.faint") == NUM_LOGGED
+
+
+def test_tables_filter_and_sort(show):
+    browser = show("one")
+    rows = "#sharding tbody tr"
+    assert len(texts(browser, rows)) == 20
+    browser.type("#sharding input", "NORM")
+    assert len(texts(browser, rows)) == 4
+    assert texts(browser, "#sharding .note") == ["4 of 20 rows"]
+    browser.evaluate("document.querySelector('#ledger details').open = true")
+    browser.click("#ledger details th:last-child button")
+    sizes = texts(browser, "#ledger details tbody td:last-child")
+    assert sizes == sorted(sizes, reverse=True)
+    browser.click("#ledger details th:last-child button")
+    assert texts(browser, "#ledger details tbody td:last-child") == sorted(sizes)
+
+
+def test_settings_that_are_no_defaults_come_first(show):
+    browser = show("one")
+    origins = [text.split()[0] for text in texts(browser, "#config tbody td:last-child")]
+    assert origins == sorted(origins, key=["override", "file", "default"].index)
+
+
+def test_several_runs_are_overlaid_and_only_differences_listed(show):
+    browser = show("three")
+    loss = "[...document.querySelector('.chart').querySelectorAll('path.line[data-split=train]')]"
+    assert browser.evaluate(f"new Set({loss}.map(p => getComputedStyle(p).stroke)).size") == 3
+    keys = texts(browser, "#config tbody th")
+    assert keys == ["optimizer.learning_rate", "mesh.data", "mesh.fsdp", "mesh.tensor"]
+    assert "still going on" in texts(browser, "#facts tbody tr")[0]
+    browser.click("#mesh [role=tab]:nth-child(2)")
+    assert browser.evaluate("document.querySelector('#mesh img').alt") == "Mesh data=2 × fsdp=4"
+    assert browser.evaluate("document.querySelector('#mesh img').naturalWidth") > 100
+
+
+def test_the_values_are_there_as_a_table(show):
+    browser = show("one")
+    browser.evaluate("document.querySelector('.values').open = true")
+    browser.wait_for("document.querySelector('.values tbody tr')")
+    assert len(texts(browser, ".chart:first-child .values tbody tr")) == NUM_LOGGED
+    assert browser.evaluate(f"{CHART}.querySelector('svg').getAttribute('aria-label')").startswith(
+        "Loss by update: train ends at"
+    )
+
+
+def test_an_empty_run_says_what_would_fill_each_section(show):
+    browser = show("empty")
+    empty = browser.evaluate(
+        "[...document.querySelectorAll('section')].filter(e => e.querySelector('.missing'))"
+        ".map(e => e.id)"
+    )
+    assert empty == SECTIONS[1:]
+
+
+def test_whatever_stands_in_the_files_stays_text(browser, tmp_path):
+    attack = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
+    folder = write_run(tmp_path / "run", project=attack)
+    facts = json.loads((folder / "run.json").read_text())
+    facts["mesh_svg"] = (
+        '<svg xmlns="http://www.w3.org/2000/svg" onload="top.hacked=1">'
+        "<script>top.hacked=1</script></svg>"
+    )
+    facts["sharding"][0]["path"] = facts["plan"] = facts["remarks"][0] = attack
+    (folder / "run.json").write_text(json.dumps(facts))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"split": attack, "update": 1, attack: 1.0, "loss": 2.0}) + "\n")
+    (folder / "events.jsonl").write_text(json.dumps({"kind": attack, "message": attack}) + "\n")
+    (folder / "config.json").write_text(json.dumps([{"key": attack, "value": attack}]))
+    page = tmp_path / "page.html"
+    page.write_text(make_page([read_run(folder)]))
+    browser.open(page)
+    assert browser.evaluate("typeof window.hacked") == "undefined"
+    assert texts(browser, "h1")[0].startswith(attack)
+    assert attack in texts(browser, "figcaption > span:first-child")
+    assert browser.evaluate("document.querySelectorAll('img').length") == 1
+    assert browser.errors == []
+
+
+def test_a_strange_file_costs_its_section_only(browser, tmp_path):
+    folder = write_run(tmp_path / "run")
+    facts = json.loads((folder / "run.json").read_text())
+    facts |= {"sharding": "yes", "mesh": 7, "devices": [], "remarks": 3, "memory_per_device": "x"}
+    (folder / "run.json").write_text(json.dumps(facts))
+    (folder / "ledger.json").write_text('{"axes": [1, null], "lines": {"a": 1}}')
+    (folder / "profile.json").write_text('{"shares": null, "collectives": 5}')
+    page = tmp_path / "page.html"
+    page.write_text(make_page([read_run(folder)]))
+    browser.open(page)
+    assert browser.evaluate("[...document.querySelectorAll('section')].map(e => e.id)") == SECTIONS
+    assert points(browser, ".chart path.line[data-split=train]") == NUM_LOGGED
+    assert browser.errors == []
+
+
+def test_the_checks_of_these_tests_notice_errors_and_requests(browser, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text(
+        "<img src='http://127.0.0.1:9/x.png'><script>console.error('no'); nothing()</script>"
+    )
+    browser.open(page)
+    browser.evaluate("new Promise(done => setTimeout(done, 100))")
+    assert "http://127.0.0.1:9/x.png" in browser.requests
+    assert any("nothing is not defined" in error for error in browser.errors)
+    assert any('"no"' in error for error in browser.errors)
+
+
+def test_gaps_single_points_and_a_slow_first_update_are_drawn_inside_the_chart(browser, tmp_path):
+    losses = [3.0, None, 2.0, 1.0]
+    lines = [
+        {"split": "train", "update": n, "loss": loss, "step_seconds": 9.0 if n == 1 else 0.1}
+        for n, loss in enumerate(losses, start=1)
+    ]
+    lines.append({"split": "eval", "update": 4, "loss": 1.5, "all_gaps": None})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    page = tmp_path / "page.html"
+    page.write_text(make_page([read_run(tmp_path)]))
+    browser.open(page)
+    path = "document.querySelector('.chart path.line').getAttribute('d')"
+    assert browser.evaluate(f"{path}.replace(/[^ML]/g, '')") == "MML"
+    assert browser.evaluate("document.querySelectorAll('.chart:first-child .dot').length") == 1
+    number = texts(browser, "figcaption > span:first-child").index("Time per update")
+    line = f"document.querySelectorAll('.chart')[{number}].querySelector('path')"
+    box = browser.evaluate(f"(b => [b.x, b.y])({line}.getBBox())")
+    assert box == pytest.approx([58, 10], abs=0.5)
+    assert browser.errors == []

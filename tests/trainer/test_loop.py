@@ -1,0 +1,240 @@
+"""How long a run goes on, what it looks at, and what it tells."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from quick import quick_module
+from small_models import Norms, Residuals, square_loss, vectors
+
+import meshwright as mw
+from meshwright.checkpoint.store import Saved
+from meshwright.config.duration import Duration, parse_duration
+from meshwright.config.schema import CheckpointConfig
+from meshwright.data.given import as_data
+from meshwright.errors import EnvironmentProblem, UserError
+from meshwright.tracking.jsonl import JsonlTracker
+from meshwright.trainer.callbacks import Callbacks
+from meshwright.trainer.keeper import CheckpointKeeper
+from meshwright.trainer.limits import Limits
+from meshwright.trainer.meter import Meter, Work
+from meshwright.trainer.training import Training
+
+__all__ = ["quick_module"]
+
+pytestmark = pytest.mark.usefixtures("quick_module")
+
+ARRAYS = {name: np.asarray(array) for name, array in vectors(32).items()}
+TRAINER = mw.Trainer(
+    model=lambda rngs: Residuals(1, rngs=rngs),
+    loss=square_loss,
+    optimizer=optax.sgd(0.05),
+    mesh="data=2,fsdp=4",
+    log_every=2,
+)
+
+
+@pytest.fixture(scope="module")
+def fit(quick_module):
+    """Train on `ARRAYS`, assembled once."""
+    assembled = TRAINER.assemble({k: v[:16] for k, v in ARRAYS.items()})
+
+    def run(**settings):
+        return TRAINER.fit(ARRAYS, batch_size=16, assembled=assembled, **settings)
+
+    return run
+
+
+class Diary(mw.Callback):
+    """Notes what it is told."""
+
+    def __init__(self, stop_after=math.inf):
+        self.entries = []
+        self.stop_after = stop_after
+
+    def on_start(self, update):
+        self.entries.append(("start", update))
+
+    def on_log(self, update, values):
+        self.entries.append(("log", update))
+
+    def on_eval(self, update, values):
+        self.entries.append(("eval", update))
+
+    def on_checkpoint(self, update):
+        self.entries.append(("checkpoint", update))
+
+    def on_end(self, update):
+        self.entries.append(("end", update))
+
+    def should_stop(self):
+        return "enough" if self.entries[-1][1] >= self.stop_after else ""
+
+
+def test_callbacks_are_told_in_order_and_may_stop_the_run(fit, tmp_path):
+    diary = Diary(stop_after=4)
+    kept = CheckpointConfig(every=3)
+    result = fit(
+        steps=9,
+        callbacks=[diary],
+        eval_data=ARRAYS,
+        eval_every=3,
+        run_dir=tmp_path,
+        checkpoint=kept,
+    )
+    # Metrics are looked at one update late.
+    assert diary.entries == [
+        ("start", 0), ("log", 1), ("log", 2), ("eval", 3), ("checkpoint", 3), ("log", 4),
+        ("log", 5), ("eval", 5), ("checkpoint", 5), ("end", 5),
+    ]  # fmt: skip
+    assert (result.updates, result.stopped) == (5, "enough")
+    assert list(result.losses) == [0, 1, 3, 4]
+
+
+def test_two_epochs_are_as_many_updates_as_it_takes(fit):
+    assert fit(max_duration="2ep").updates == 4
+    assert fit(max_duration="1.2ep").updates == 3
+    assert fit(max_duration="5st").updates == 5
+
+
+def test_time_is_up_when_it_is_up(fit, monkeypatch):
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr("meshwright.trainer.limits.time.monotonic", lambda: next(clock))
+    result = fit(max_duration="25s")
+    assert result.stopped == "25 s have passed"
+    # The limits are asked at every look; the first after update 3, and each takes ten seconds.
+    assert result.updates == 7
+
+
+def test_early_stopping_waits_and_then_stops():
+    stopping = mw.EarlyStopping(2, min_delta=0.1)
+    for loss, said in ((1.0, False), (0.95, False), (0.8, False), (0.75, False), (math.nan, True)):
+        stopping.on_eval(0, {"loss": loss})
+        assert bool(stopping.should_stop()) == said
+    assert "2 evaluations without a loss below 0.8000" in stopping.should_stop()
+
+
+def test_evaluation_is_the_mean_in_evaluation_mode():
+    class Dropped(nnx.Module):
+        def __init__(self, rngs):
+            self.norms = Norms(rngs=rngs)
+
+        def __call__(self, x):
+            return self.norms(x)
+
+    trainer = mw.Trainer(
+        model=Dropped, loss=square_loss, optimizer=optax.sgd(0.01), mesh="fsdp=4,tensor=2"
+    )
+    held_out = [{k: v[:16] for k, v in ARRAYS.items()}, {k: v[16:] for k, v in ARRAYS.items()}]
+    result = trainer.fit(ARRAYS, batch_size=16, steps=3, eval_data=held_out)
+    model = result.model
+    model.eval()
+    with jax.default_device(jax.devices("cpu")[0]):
+        host = jax.tree.map(np.asarray, nnx.state(model, nnx.Not(nnx.RngState)))
+        nnx.update(model, host)
+        expected = np.mean([float(square_loss(model, batch)) for batch in held_out])
+    np.testing.assert_allclose(result.eval_loss, expected, rtol=1e-5)
+
+
+def test_a_profile_is_taken_on_the_way(tmp_path):
+    assembled = TRAINER.assemble({k: v[:16] for k, v in ARRAYS.items()})
+    Training(
+        assembled=assembled,
+        loss=square_loss,
+        batch={k: v[:16] for k, v in ARRAYS.items()},
+        data=as_data(ARRAYS),
+        duration=Duration(updates=10),
+        start=lambda: assembled.init(0),
+        seed=0,
+        run_dir=tmp_path,
+        make_tracker=lambda _: JsonlTracker(tmp_path),
+        checkpoint=CheckpointConfig(enabled=False),
+        profile=True,
+    ).run()
+    profile = json.loads((tmp_path / "profile.json").read_text())
+    assert sum(profile["shares"].values()) == pytest.approx(1.0)
+    assert {c["axis"] for c in profile["collectives"]} == {"data×fsdp"}
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["communication_share"] == pytest.approx(profile["shares"]["communication"])
+    assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize(
+    ("text", "duration"),
+    [
+        ("1000st", Duration(updates=1000)),
+        ("2ep", Duration(epochs=2.0)),
+        ("30min", Duration(seconds=1800.0)),
+        ("1.5h", Duration(seconds=5400.0)),
+        ("90 s", Duration(seconds=90.0)),
+    ],
+)
+def test_durations_are_read(text, duration):
+    assert parse_duration(text) == duration
+
+
+@pytest.mark.parametrize("text", ["", "5", "st", "0st", "1.5st", "-1ep", "3 weeks", "1e3st"])
+def test_what_is_no_duration_is_refused(text):
+    with pytest.raises(UserError, match="is no duration"):
+        parse_duration(text)
+
+
+def test_epochs_of_endless_data_cannot_be_counted():
+    with pytest.raises(UserError, match="2 epochs cannot be counted"):
+        Duration(epochs=2.0).total_updates(num_samples=None, batch_size=4)
+
+
+def test_the_meter_counts_updates_and_leaves_out_what_is_no_training(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("meshwright.trainer.meter.time.perf_counter", lambda: clock[0])
+    meter = Meter(Work(samples=8, tokens=80, flops=1000, peak_flops=10_000.0), jax.devices())
+    meter.restart(10, waited=1.0)
+    clock[0] = 5.0
+    meter.leave_out(3.0)
+    found = meter.read(20, waited=1.5)
+    assert found["step_seconds"] == pytest.approx(0.2)
+    assert found["samples_per_second"] == pytest.approx(40)
+    assert found["tokens_per_second"] == pytest.approx(400)
+    assert found["mfu"] == pytest.approx(0.5)
+    assert found["input_wait_share"] == pytest.approx(0.25)
+
+
+def test_limits_ask_the_callbacks_first():
+    assert Limits(5, None, Callbacks([])).reason() == ""
+    assert Limits(5, 0.0, Callbacks([])).reason() == "0 s have passed"
+
+
+class BrokenStore:
+    """Fails to save, as a full disk does."""
+
+    def __init__(self):
+        self.saved = Saved(5, 0.1, OSError("no space left on device\nsecond line"))
+
+    def finished(self):
+        return None
+
+    def save(self, *_, **__):
+        return self.saved
+
+    def close(self):
+        return self.saved
+
+
+def test_a_failed_save_is_told_and_the_last_one_fails_the_run():
+    told = []
+    keeper = CheckpointKeeper(
+        BrokenStore(),
+        form=type("Form", (), {"copy": staticmethod(lambda state: state)})(),
+        passport=lambda update: update,
+        every=5,
+        last=None,
+        tell=lambda *event: told.append(event),
+    )
+    keeper.save(None, 10, loss=None)
+    assert told[0][:3] == ("warning", 5, "update 5 could not be saved: no space left on device")
+    with pytest.raises(EnvironmentProblem, match="after 5 updates could not be saved"):
+        keeper.finish()

@@ -1,0 +1,172 @@
+"""Resuming: the run that goes on is the run that would have been."""
+
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from quick import quick_module
+from small_models import Norms, Residuals, square_loss, vectors
+
+import meshwright as mw
+from meshwright.checkpoint import read_params
+from meshwright.config.schema import CheckpointConfig, ShardingConfig
+from meshwright.errors import UserError
+from meshwright.trainer.resume import config_changes
+
+__all__ = ["quick_module"]
+
+pytestmark = pytest.mark.usefixtures("quick_module")
+
+SAMPLES, BATCH = 96, 16
+ARRAYS = {name: np.asarray(array) for name, array in vectors(SAMPLES).items()}
+
+
+class Seen(mw.Callback):
+    """Notes the loss of every update."""
+
+    def __init__(self):
+        self.losses = {}
+
+    def on_log(self, update, values):
+        self.losses[update] = values["loss"]
+
+
+class Noisy(nnx.Module):
+    """Dropout, batch statistics and a plain layer: everything a checkpoint must hold."""
+
+    def __init__(self, rngs):
+        self.blocks = Residuals(2, rngs=rngs)
+        self.norms = Norms(rngs=rngs)
+
+    def __call__(self, x):
+        return self.blocks(x) + self.norms(x)
+
+
+def train(folder, steps, mesh="fsdp=4,tensor=2", model=Noisy, count=8, **settings):
+    trainer = mw.Trainer(
+        model=lambda rngs: model(rngs),
+        loss=square_loss,
+        optimizer=optax.adamw(0.01),
+        mesh=mesh,
+        seed=3,
+        log_every=1,
+        devices=jax.devices()[:count],
+        **settings,
+    )
+    seen = Seen()
+    result = trainer.fit(
+        ARRAYS,
+        steps=steps,
+        batch_size=BATCH,
+        run_dir=folder,
+        callbacks=[seen],
+        checkpoint=CheckpointConfig(every=5),
+    )
+    return result, seen.losses
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, quick_module):
+    """Twenty updates in one go."""
+    return train(tmp_path_factory.mktemp("whole"), 20)
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory, quick_module):
+    """The folder of the first ten updates."""
+    folder = tmp_path_factory.mktemp("half")
+    train(folder, 10)
+    return folder
+
+
+def leaves(result):
+    return {
+        path: np.asarray(
+            jax.random.key_data(v) if jax.dtypes.issubdtype(v.dtype, jax.dtypes.prng_key) else v
+        )
+        for path, v in result.assembled.canonical(result.state).items()
+    }
+
+
+def copy_run(folder, to):
+    import shutil
+
+    return shutil.copytree(folder, to / "run")
+
+
+def test_ten_and_ten_updates_are_twenty_bit_for_bit(whole, half, tmp_path):
+    result, losses = whole
+    resumed, later = train(copy_run(half, tmp_path), 20)
+    assert list(later) == list(range(11, 21))
+    assert later == {update: losses[update] for update in range(11, 21)}
+    for path, value in leaves(result).items():
+        np.testing.assert_array_equal(leaves(resumed)[path], value, err_msg=path)
+    assert resumed.updates == 20
+    assert int(resumed.state.step) == 20
+
+
+def test_eight_devices_then_four_then_one_see_the_same_samples(whole, half, tmp_path):
+    _, losses = whole
+    folder = copy_run(half, tmp_path)
+    _, on_four = train(folder, 15, mesh="data=2,fsdp=2", count=4)
+    _, on_one = train(folder, 20, mesh="", count=1)
+    later = on_four | on_one
+    assert list(later) == list(range(11, 21))
+    np.testing.assert_allclose(list(later.values()), [losses[u] for u in later], rtol=2e-5)
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines if line["kind"] == "resume"] == [10, 15]
+
+
+def test_rolled_blocks_go_on_unrolled(tmp_path):
+    folder = tmp_path / "run"
+    scan = ShardingConfig(blocks="scan", min_shard_size=0)
+    first, _ = train(folder, 2, model=Rolled, sharding=scan)
+    assert any(step.stacked for step in first.assembled.traced.layout.step_leaves)
+    second, _ = train(folder, 3, model=Rolled)
+    assert second.updates == 3
+    again, _ = train(tmp_path / "whole", 3, model=Rolled)
+    for path, value in leaves(again).items():
+        np.testing.assert_allclose(leaves(second)[path], value, rtol=1e-4, atol=1e-6, err_msg=path)
+
+
+class Rolled(Residuals):
+    def __init__(self, rngs):
+        super().__init__(2, rngs=rngs)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(half, tmp_path):
+    folder = copy_run(half, tmp_path)
+    with pytest.raises(UserError, match="does not fit the model") as caught:
+        train(folder, 20, model=Rolled)
+    assert "`blocks.0.down.kernel` is missing in the checkpoint and [32, 16] in the run" in (
+        caught.value.why
+    )
+    assert (folder / "checkpoints" / "10").is_dir()
+
+
+def test_never_must_and_a_path(half, tmp_path):
+    trainer = mw.Trainer(
+        model=lambda rngs: Noisy(rngs), loss=square_loss, optimizer=optax.adamw(0.01), mesh="fsdp=8"
+    )
+    given = {"batch_size": BATCH, "run_dir": tmp_path / "new"}
+    with pytest.raises(UserError, match="resume=must, and there is no checkpoint"):
+        trainer.fit(ARRAYS, steps=11, resume="must", **given)
+    with pytest.raises(UserError, match="there is no checkpoint in"):
+        trainer.fit(ARRAYS, steps=11, resume=str(tmp_path), **given)
+    with pytest.raises(UserError, match="there is no folder"):
+        trainer.fit(ARRAYS, steps=11, resume=str(tmp_path / "nowhere"), **given)
+    result = trainer.fit(ARRAYS, steps=11, resume=str(half), **given)
+    assert list(result.losses) == [10]
+    assert set(read_params(tmp_path / "new")) == {
+        path for path in leaves(result) if path in read_params(half)
+    }
+
+
+def test_only_what_decides_the_course_of_a_run_is_compared():
+    before = {"model": {"kind": "gpt", "hidden": 8}, "mesh": {"fsdp": 8}, "run": {"seed": 1}}
+    now = {"model": {"kind": "gpt", "hidden": 16}, "mesh": {"fsdp": 2}, "run": {"seed": 1}}
+    assert config_changes(before, now) == ["model.hidden was 8 and is 16"]
+    assert config_changes({}, now) == []

@@ -1,0 +1,200 @@
+"""The trainer as a person meets it: what it accepts, what it refuses, and when it stops."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import meshwright as mw
+from meshwright.errors import UserError
+
+WIDTH = 16
+
+
+def fixed(_, shape, dtype):
+    """Initialize from numpy: compiling random initializers takes longer than these tests."""
+    return jnp.asarray(np.random.default_rng(shape[0]).normal(0, 0.2, shape), dtype)
+
+
+class Net(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.up = nnx.Linear(WIDTH, 32, kernel_init=fixed, rngs=rngs)
+        self.down = nnx.Linear(32, WIDTH, kernel_init=fixed, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(32, kernel_init=fixed)(x)
+        return nn.Dense(WIDTH, kernel_init=fixed)(nn.relu(x))
+
+
+def loss(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def batches(count: int, samples: int = 16):
+    random = np.random.default_rng(0)
+    for _ in range(count):
+        x = random.normal(size=(samples, WIDTH)).astype("float32")
+        yield {"x": x, "y": x[:, ::-1]}
+
+
+def trainer(**settings) -> mw.Trainer:
+    defaults = {"model": Net, "loss": loss, "optimizer": optax.sgd(0.1), "mesh": "fsdp=4,tensor=2"}
+    return mw.Trainer(**{**defaults, **settings})
+
+
+@pytest.fixture(scope="module")
+def assembled():
+    """The step of `trainer()`, compiled once for all tests that run it."""
+    return trainer().assemble(next(batches(1)))
+
+
+def one_device(count: int) -> list[float]:
+    """Train in plain JAX on one device; return the losses."""
+    graphdef, params = nnx.split(Net(rngs=nnx.Rngs(0)))
+
+    @jax.jit
+    def step(params, batch):
+        value, grads = jax.value_and_grad(lambda p: loss(nnx.merge(graphdef, p), batch))(params)
+        return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    losses = []
+    for batch in batches(count):
+        value, params = step(params, batch)
+        losses.append(float(value))
+    return losses
+
+
+def test_the_losses_are_those_of_one_device(assembled):
+    result = trainer(log_every=2).fit(batches(5), steps=5, assembled=assembled)
+    assert result.assembled is assembled
+    expected = one_device(5)
+    assert list(result.losses) == [0, 1, 3, 4]
+    for update, value in result.losses.items():
+        np.testing.assert_allclose(value, expected[update], rtol=1e-5)
+    assert result.updates == 5
+
+
+def test_batches_that_run_out_end_the_run_with_what_was_trained(assembled):
+    seen = []
+    with pytest.warns(UserWarning, match="ran out after 3 of 9 updates") as warned:
+        result = trainer(log_every=100).fit(
+            batches(3),
+            steps=9,
+            on_metrics=lambda update, _: seen.append(update),
+            assembled=assembled,
+        )
+    assert [w.filename for w in warned if "ran out" in str(w.message)] == [__file__]
+    assert result.updates == 3
+    assert seen == list(result.losses) == [0, 2]
+    np.testing.assert_allclose(result.losses[2], one_device(3)[2], rtol=1e-5)
+    assert result.model(np.zeros((1, WIDTH), "float32")).shape == (1, WIDTH)
+
+
+def test_no_more_batches_are_taken_than_needed(assembled):
+    stream = batches(5)
+    trainer().fit(stream, steps=2, assembled=assembled)
+    assert len(list(stream)) == 3
+
+
+@pytest.mark.parametrize("mesh", ["auto", ""])
+def test_auto_puts_all_devices_on_data(mesh):
+    assert trainer(mesh=mesh).assemble(next(batches(1))).plan.mesh == {"data": 8}
+
+
+def test_a_linen_module_is_trained_as_it_is():
+    result = trainer(model=LinenNet(), mesh="data=8").fit(batches(1), steps=1)
+    paths = {leaf.path for leaf in result.assembled.traced.layout.leaves if leaf.role == "param"}
+    assert "Dense_0.kernel" in paths
+    np.testing.assert_allclose(result.losses[0], one_device(1)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"precision": "bf32"}, "there is no precision 'bf32'"),
+        ({"optimizer": 3e-4}, "write optimizer=optax.adamw(0.0003)"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 is not valid"),
+        ({"log_every": 0}, "log_every=0 is not valid"),
+        ({"clip_norm": 0.0}, "stop all learning"),
+        ({"loss": None}, "loss(model, batch)"),
+    ],
+)
+def test_wrong_settings_are_refused_when_the_trainer_is_made(settings, message):
+    with pytest.raises(UserError) as caught:
+        trainer(**settings)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": 5}, "the model is 5, of type int"),
+        ({"mesh": 8}, "the mesh is 8, of type int"),
+        ({"mesh": "pipe=2"}, "pipeline parallelism is not available yet"),
+        ({"mesh": "data=3"}, "the mesh does not match the 8 devices"),
+        (
+            {"mesh": "data=8", "gradient_accumulation_steps": 3},
+            "a global batch of 24 samples would work",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_batch_or_the_devices_is_refused(settings, message):
+    with pytest.raises(UserError) as caught:
+        trainer(**settings).assemble(next(batches(1)))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5])
+def test_the_number_of_steps_is_whole_and_positive(steps):
+    with pytest.raises(UserError, match=r"steps=.* is not valid"):
+        trainer().fit(batches(1), steps=steps)
+
+
+@pytest.mark.parametrize("said", [{}, {"steps": 2, "max_duration": "2ep"}])
+def test_how_long_to_train_is_said_once(said):
+    with pytest.raises(UserError, match="say how long to train, once"):
+        trainer().fit(batches(1), **said)
+
+
+def test_no_batches_and_later_batches_of_another_form_are_refused(assembled):
+    with pytest.raises(UserError, match="there are no batches"):
+        trainer().fit([], steps=1)
+    with pytest.raises(UserError, match="batch 1 has 12 samples") as caught:
+        trainer().fit([*batches(1), *batches(1, samples=12)], steps=2, assembled=assembled)
+    assert caught.value.why == "the global batch has 16"
+
+
+def plan(samples: int = 16) -> mw.Plan:
+    batch = {"global_batch_size": samples, "micro_batch_size": samples // 8, "replicas": 8}
+    return mw.Plan(
+        mesh={"data": 8}, batch={**batch, "gradient_accumulation_steps": 1}, precision="bf16"
+    )
+
+
+def test_a_plan_says_it_all():
+    assert trainer(mesh=plan(), precision="bf16").assemble(next(batches(1))).plan == plan()
+    with pytest.raises(UserError, match="precision is given beside a plan") as caught:
+        trainer(mesh=plan(), precision="fp16").assemble(next(batches(1)))
+    assert caught.value.why == "the trainer has fp16, the plan bf16"
+    with pytest.raises(UserError, match="16 samples, and the plan is for 32"):
+        trainer(mesh=plan(32)).assemble(next(batches(1)))
+
+
+def test_a_loss_that_is_not_finite_is_told_with_its_update(assembled):
+    def poisoned():
+        good, bad = batches(2)
+        yield good
+        yield {**bad, "x": bad["x"] * np.nan}
+
+    with pytest.raises(UserError, match="the loss is nan at update 1") as caught:
+        trainer(log_every=1).fit(poisoned(), steps=2, assembled=assembled)
+    assert caught.value.why == "training diverged"
