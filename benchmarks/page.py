@@ -113,11 +113,32 @@ def data_pipeline(record: dict[str, Any]) -> list[str]:
     return table(heads, rows)
 
 
+def pipeline(record: dict[str, Any]) -> list[str]:
+    """One row for each schedule and number of microbatches."""
+    heads = ("schedule", "microbatches", "temporary memory", "compiled in", "ticks")
+    heads += ("bubble, simulated", "by the formula")
+    rows = [
+        [
+            f"`{name}`",
+            row["microbatches"],
+            f"{row['temp_bytes'] / 1e6:.1f} MB",
+            f"{row['compile_cpu_s']:.1f} s",
+            row["ticks"],
+            f"{row['bubble']:.3f}",
+            f"{row['formula']:.3f}",
+        ]
+        for name, found in record["schedules"].items()
+        for row in found
+    ]
+    return table(heads, rows)
+
+
 TABLES = {
     "host_overhead": host_overhead,
     "memory_depth": memory_depth,
     "compile_time": compile_time,
     "data_pipeline": data_pipeline,
+    "pipeline": pipeline,
 }
 
 

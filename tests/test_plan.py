@@ -231,12 +231,12 @@ def batch_of(stages=2, data=2, microbatches=None, **training):
 
 
 def test_microbatches_of_a_pipeline_are_the_accumulation():
-    assert batch_of() == (64, 4, 8, 8)
+    assert batch_of() == (16, 1, 8, 8)
     assert batch_of(microbatches=6, micro_batch_size=1) == (12, 1, 6, 6)
     assert batch_of(global_batch_size=32, micro_batch_size=1) == (32, 1, 16, 16)
     assert batch_of(global_batch_size=20) == (20, 2, 5, 5)
-    assert batch_of(gradient_accumulation_steps=3) == (24, 4, 3, 3)
-    assert batch_of(microbatches=4, gradient_accumulation_steps=12) == (96, 4, 12, 4)
+    assert batch_of(gradient_accumulation_steps=3) == (6, 1, 3, 3)
+    assert batch_of(microbatches=4, gradient_accumulation_steps=12) == (24, 1, 12, 4)
 
 
 def test_flushes_must_divide_an_update():

@@ -165,7 +165,7 @@ def test_ones_own_model_loss_and_data(own, model):
         (
             ["data.sequence_length=200"],
             "task.kind=language_modeling fails on model.kind=gpt",
-            "ValueError: The model knows 128 positions",
+            "ValueError: The model knows 64 positions",
         ),
     ],
 )

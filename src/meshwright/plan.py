@@ -236,6 +236,9 @@ def solve_pipeline_batch(
         if pipeline.num_microbatches is None and global_batch_size is not None:
             own = global_batch_size // replicas
             steps = max((n for n in range(1, min(steps, own) + 1) if own % n == 0), default=1)
+    if stages > 1 and global_batch_size is None and micro_batch_size is None:
+        # Many microbatches in flight: one sample each is about what an update has without stages.
+        micro_batch_size = 1
     return solve_batch(
         replicas=replicas,
         global_batch_size=global_batch_size,

@@ -117,7 +117,7 @@ def test_config_shows_every_value_and_its_origin(run, monkeypatch):
     lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     assert "[[4, 2], ['fsdp', 'tp']]" in lines["model.mesh_shape"]
     assert "override" in lines["model.mesh_shape"]
-    assert lines["training.steps"].split()[1:3] == ["80", "file"]
+    assert lines["training.steps"].split()[1:3] == ["600", "file"]
     assert lines["training.gradient_accumulation_steps"].split()[1:] == ["null", "default"]
 
 
@@ -157,7 +157,7 @@ def test_cfg_prints_the_composed_config(run, part, sections):
 def test_cfg_as_json_is_json(run):
     code, out, _ = run("config", "--cfg", "job", "--json")
     assert code == 0
-    assert json.loads(out)["training"]["steps"] == 80
+    assert json.loads(out)["training"]["steps"] == 600
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_default_file_and_override_are_told_apart():
         "override",
         "training.micro_batch_size=4",
     )
-    assert said(origins["training.steps"]) == (80, "file", "training/default.yaml")
+    assert said(origins["training.steps"]) == (600, "file", "training/default.yaml")
     assert said(origins["training.global_batch_size"]) == (None, "default", "")
 
 
@@ -69,9 +69,9 @@ def test_axes_set_by_any_name_are_overrides(override):
 
 
 def test_a_deleted_key_is_a_default_again():
-    assert said(origins_of("~training.steps")["training.steps"]) == (80, "default", "")
+    assert said(origins_of("~training.steps")["training.steps"]) == (600, "default", "")
     assert said(origins_of("training.steps=5", "~training.steps")["training.steps"]) == (
-        80,
+        600,
         "default",
         "",
     )

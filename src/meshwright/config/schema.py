@@ -116,7 +116,7 @@ class TrainingConfig(Frozen):
         profile_communication: profile a few updates, and tell where their time goes.
     """
 
-    steps: Count = 80
+    steps: Count = 600
     max_duration: str | None = None
     global_batch_size: Count | None = None
     micro_batch_size: Count | None = None

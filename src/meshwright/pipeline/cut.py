@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.pipeline.slicing import inputs_of, needed, only_for, variables
+from meshwright.pipeline.slicing import inputs_of, needed, only_for
 from meshwright.program.jaxprs import (
     ClosedJaxpr,
     Equation,
@@ -170,9 +169,7 @@ class BlockCut:
             if both:
                 path = self.traced.layout.step_leaves[both[0]].leaf.path
                 raise _cannot_cut(f"`{path}` is read outside of the blocks too", self.traced)
-        given = set(variables([*self.received, *self.eqn.outvars]))
-        before = needed(self.jaxpr.eqns[: self.position], self.initial)
-        assert not given & inputs_of(before, self.initial)
+        # Found out here, where the user is told, rather than while the step is traced.
         _ = self.changing, self.next_state
 
     def _computed(self) -> list[Any]:
@@ -267,9 +264,9 @@ def stacks_of(traced: TracedLoss, eqn: Equation) -> dict[int, int]:
 
 
 def _cannot_cut(what: str, traced: TracedLoss) -> UserError:
-    count = math.prod(traced.batch[0].shape[:1])
+    count = traced.batch[0].shape[0]
     return UserError(
         f"the model cannot be divided into pipeline stages: {what}",
-        why=f"microbatches of {count} samples pass through the stages at the same time",
+        why=f"several microbatches of {count} samples pass through the stages at the same time",
         fix=f"use mesh.fsdp or mesh.tensor instead, or {BY_HAND}",
     )

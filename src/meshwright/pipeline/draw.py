@@ -39,8 +39,7 @@ def render_timeline(timeline: Timeline, width: int = 100) -> Group:
     per_unit = 3 if columns * 3 <= room else 2 if columns * 2 <= room else 1
     shown = min(columns, room // per_unit)
     rows = [
-        _row(timeline, stage, unit, per_unit, shown).copy()
-        for stage in range(timeline.shape.num_stages)
+        _row(timeline, stage, unit, per_unit, shown) for stage in range(timeline.shape.num_stages)
     ]
     cut = [] if shown == columns else [Text(f"… {columns - shown} of {columns} columns not shown")]
     return Group(*rows, *cut, _legend(timeline))

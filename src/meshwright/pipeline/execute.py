@@ -4,87 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from meshwright.pipeline.arrays import (
+    add_row,
+    added,
+    empty_slots,
+    is_float,
+    placed,
+    read_slot,
+    times,
+    write_slot,
+)
+from meshwright.pipeline.contract import (
+    Losses,
+    Message,
+    StageFunctions,
+    StageSums,
+    StageValues,
+)
 from meshwright.pipeline.halves import Differentiated
 from meshwright.pipeline.operations import Shape
 from meshwright.pipeline.rows import Forms, Row
-from meshwright.weighted import Weighted
-
-Message = list[Any]
-"""What one stage hands to the next."""
-
-
-class Losses(NamedTuple):
-    """Totals and weights of what is minimised, and of what is reported."""
-
-    objective: Weighted
-    metrics: dict[str, Weighted]
-
-
-@dataclass(frozen=True)
-class StageFunctions:
-    """A model cut into stages, as functions of one microbatch.
-
-    Blocks are given as rows: for each block of a virtual stage, its leaves.
-
-    Attributes:
-        embed: from (outer weights, inputs) to what the first virtual stage receives.
-        blocks: from (rows, fixed rows, outer weights, message, changing rows, inputs, number of the
-            virtual stage) to (message, changing rows).
-        head: from (outer weights, message, inputs) to the losses.
-        embed_reads: numbers of the outer weights ``embed`` is given, in order.
-        blocks_read: those of ``blocks``.
-        head_reads: those of ``head``.
-    """
-
-    embed: Callable[[list[Any], Any], Message]
-    blocks: Callable[..., tuple[Message, list[list[Any]]]]
-    head: Callable[[list[Any], Message, Any], Losses]
-    embed_reads: Sequence[int]
-    blocks_read: Sequence[int]
-    head_reads: Sequence[int]
-
-
-@dataclass(frozen=True)
-class StageValues:
-    """What one stage holds while it works through a batch.
-
-    Attributes:
-        weights: trained leaves of its blocks, each [chunks × blocks, …].
-        fixed: leaves of its blocks that nothing changes.
-        changing: state of its blocks, which every forward pass replaces.
-        outer: trained leaves outside of the blocks.
-        inputs: a pytree of what each microbatch brings, each [microbatches, …].
-    """
-
-    weights: list[Any]
-    fixed: list[Any]
-    changing: list[Any]
-    outer: list[Any]
-    inputs: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StageSums:
-    """What a stage has added up.
-
-    Attributes:
-        weights: gradients of its blocks' leaves, each microbatch with its weight.
-        outer: its share of the outer weights' gradients.
-        losses: its share of totals and weights: all of it on the last stage.
-        changing: the state of its blocks afterwards.
-    """
-
-    weights: list[Any]
-    outer: list[Any]
-    losses: Losses
-    changing: list[Any]
 
 
 @jax.tree_util.register_dataclass
@@ -135,10 +80,10 @@ class Ticks:
         sums = self.constrain(self._no_sums())
         empty = self._nothing(self.message)
         start = _Between(
-            inbox=_buffers(self.message, self.forms.num_activations),
-            gradients=_buffers(self._gradient_shapes(), self.forms.num_gradients),
-            kept=_buffers(self.program.kept_shapes, self.forms.num_kept),
-            cuts=_buffers(self._cut_shapes(), self.forms.num_cuts),
+            inbox=empty_slots(self.message, self.forms.num_activations),
+            gradients=empty_slots(self._gradient_shapes(), self.forms.num_gradients),
+            kept=empty_slots(self.program.kept_shapes, self.forms.num_kept),
+            cuts=empty_slots(self._cut_shapes(), self.forms.num_cuts),
             sums=sums,
         )
         back = self._nothing(self._gradient_shapes())
@@ -147,8 +92,8 @@ class Ticks:
 
     def _tick(self, carry: Any, row: Row) -> tuple[Any, None]:
         between, arrived, arrived_back = carry
-        inbox = _put(between.inbox, arrived, row.activation_in)
-        gradients = _put(between.gradients, arrived_back, row.gradient_in)
+        inbox = write_slot(between.inbox, arrived, row.activation_in)
+        gradients = write_slot(between.gradients, arrived_back, row.gradient_in)
         between = replace(between, inbox=inbox, gradients=gradients)
         between, sent = self._forward(between, row)
         between, sent_back = self._backward(between, row)
@@ -171,7 +116,7 @@ class Ticks:
                 op.reads < 0,
                 # Branches that end in differently laid out arrays are refused by the compiler.
                 lambda: lax.optimization_barrier(self.functions.embed(outer, inputs)),
-                lambda: lax.optimization_barrier(_get(between.inbox, op.reads)),
+                lambda: lax.optimization_barrier(read_slot(between.inbox, op.reads)),
             )
             changing = between.sums.changing
             operands = self._operands(message, changing, op.chunk, inputs, row.stage)
@@ -181,11 +126,15 @@ class Ticks:
             return self._join(taken.y, whole), taken.kept, changing
 
         def rest() -> Any:
-            return self._nothing(self.message), _get(between.kept, op.keeps), between.sums.changing
+            return (
+                self._nothing(self.message),
+                read_slot(between.kept, op.keeps),
+                between.sums.changing,
+            )
 
         message, kept, changing = lax.cond(op.microbatch >= 0, work, rest)
         sums = replace(between.sums, changing=changing)
-        between = replace(between, kept=_put(between.kept, kept, op.keeps), sums=sums)
+        between = replace(between, kept=write_slot(between.kept, kept, op.keeps), sums=sums)
         return self._head(between, message, row), message
 
     def _head(self, between: _Between, message: Message, row: Row) -> _Between:
@@ -196,15 +145,15 @@ class Ticks:
         # Branches hand on what they change and nothing else: the compiler copies the rest.
         def work() -> Any:
             found, gradients, back, tail = self._loss_gradient(message, row.forward.microbatch)
-            added = jax.tree.map(jnp.add, losses, found)
-            return added, _added(outer, gradients, tail), [*back, *tail]
+            together = jax.tree.map(jnp.add, losses, found)
+            return together, added(outer, gradients, tail), [*back, *tail]
 
         def rest() -> Any:
-            return losses, outer, _get(between.gradients, row.gradient_own)
+            return losses, outer, read_slot(between.gradients, row.gradient_own)
 
         losses, outer, own = lax.cond(row.gradient_own >= 0, work, rest)
-        sums = replace(between.sums, losses=losses, outer=_placed(between.sums.outer, reads, outer))
-        gradients = _put(between.gradients, own, row.gradient_own)
+        sums = replace(between.sums, losses=losses, outer=placed(between.sums.outer, reads, outer))
+        gradients = write_slot(between.gradients, own, row.gradient_own)
         return replace(between, gradients=gradients, sums=sums)
 
     def _loss_gradient(self, message: Message, microbatch: Array) -> Any:
@@ -227,9 +176,9 @@ class Ticks:
         sums = self._block_sums(between.sums)
 
         def work() -> Any:
-            back = _get(between.gradients, op.reads)
+            back = read_slot(between.gradients, op.reads)
             gradient, tail = back[: self.num_floats], back[self.num_floats :]
-            held, kept = self._held(op.chunk), _get(between.kept, op.keeps)
+            held, kept = self._held(op.chunk), read_slot(between.kept, op.keeps)
             if split:
                 gradient, cut = self.program.input_gradient(*held, kept, gradient)
                 # The weight rides along until the weight gradient needs it.
@@ -239,14 +188,14 @@ class Ticks:
 
         def rest() -> Any:
             nothing = self._nothing(self._gradient_shapes())
-            cut = _get(between.cuts, op.cut) if split else []
+            cut = read_slot(between.cuts, op.cut) if split else []
             return nothing, cut, None if split else sums
 
-        gradient, cut, added = lax.cond(op.microbatch >= 0, work, rest)
+        gradient, cut, found = lax.cond(op.microbatch >= 0, work, rest)
         if split:
-            between = replace(between, cuts=_put(between.cuts, cut, op.cut))
+            between = replace(between, cuts=write_slot(between.cuts, cut, op.cut))
         else:
-            between = self._with_block_sums(between, added)
+            between = self._with_block_sums(between, found)
         return self._embed_gradient(between, gradient, row), gradient
 
     def _weight(self, between: _Between, row: Row) -> _Between:
@@ -254,9 +203,9 @@ class Ticks:
         sums = self._block_sums(between.sums)
 
         def work() -> Any:
-            cut = _get(between.cuts, op.cut)
+            cut = read_slot(between.cuts, op.cut)
             count = len(cut) - (self.scale is not None)
-            kept = _get(between.kept, op.keeps)
+            kept = read_slot(between.kept, op.keeps)
             weights = self.program.weight_gradient(*self._held(op.chunk), kept, cut[:count])
             return self._add(sums, weights, op.chunk, cut[count:])
 
@@ -276,11 +225,11 @@ class Ticks:
                 self._outer(reads),
             )
             (gradients,) = pullback(back[: self.num_floats])
-            return _added(outer, gradients, back[self.num_floats :])
+            return added(outer, gradients, back[self.num_floats :])
 
         here = (op.microbatch >= 0) & (op.chunk == 0) & (row.stage == 0)
         outer = lax.cond(here, work, lambda: outer)
-        sums = replace(between.sums, outer=_placed(between.sums.outer, reads, outer))
+        sums = replace(between.sums, outer=placed(between.sums.outer, reads, outer))
         return replace(between, sums=sums)
 
     def _differentiate(self) -> Differentiated:
@@ -321,7 +270,7 @@ class Ticks:
 
     def _gradient_shapes(self) -> list[Any]:
         weight = [] if self.scale is None else [self._losses_shape().objective.total]
-        return [a for a in self.message if _is_float(a)] + weight
+        return [a for a in self.message if is_float(a)] + weight
 
     def _cut_shapes(self) -> list[Any]:
         if not self.forms.splits_backward:
@@ -331,14 +280,14 @@ class Ticks:
     @property
     def num_floats(self) -> int:
         """How many parts of a message have a gradient."""
-        return sum(map(_is_float, self.message))
+        return sum(map(is_float, self.message))
 
     def _split(self, message: Message) -> tuple[list[Any], list[Any]]:
-        return [a for a in message if _is_float(a)], [a for a in message if not _is_float(a)]
+        return [a for a in message if is_float(a)], [a for a in message if not is_float(a)]
 
     def _join(self, floats: Sequence[Any], whole: Sequence[Any]) -> Message:
         first, second = iter(floats), iter(whole)
-        return [next(first) if _is_float(a) else next(second) for a in self.message]
+        return [next(first) if is_float(a) else next(second) for a in self.message]
 
     def _inputs(self, microbatch: Array) -> Any:
         return jax.tree.map(
@@ -370,7 +319,7 @@ class Ticks:
 
     def _with_block_sums(self, between: _Between, found: tuple[list[Any], list[Any]]) -> _Between:
         weights, outer = found
-        outer = _placed(between.sums.outer, self.functions.blocks_read, outer)
+        outer = placed(between.sums.outer, self.functions.blocks_read, outer)
         return replace(between, sums=replace(between.sums, weights=weights, outer=outer))
 
     def _add(self, sums: Any, gradients: Any, chunk: Array, tail: list[Any]) -> Any:
@@ -378,8 +327,8 @@ class Ticks:
         rows, more = gradients
         for block, row in enumerate(rows):
             at = chunk * self.blocks + block if self.shape.num_chunks > 1 else block
-            weights = [_add_at(a, _times(g, tail), at) for a, g in zip(weights, row, strict=True)]
-        return weights, _added(outer, more, tail)
+            weights = [add_row(a, times(g, tail), at) for a, g in zip(weights, row, strict=True)]
+        return weights, added(outer, more, tail)
 
     def _pick(self, values: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
         return [values[n] for n in numbers]
@@ -414,46 +363,3 @@ class Ticks:
             return [lax.ppermute(value, self.axis, pairs) for value in values]
 
         return send() if always else lax.cond(needed, send, lambda: values)
-
-
-def _is_float(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jnp.inexact)
-
-
-def _buffers(shapes: Sequence[Any], slots: int) -> list[Any]:
-    return [jnp.zeros((max(1, slots), *a.shape), a.dtype) for a in shapes]
-
-
-def _get(buffers: list[Any], slot: Array) -> list[Any]:
-    at = jnp.maximum(slot, 0)
-    return [lax.dynamic_index_in_dim(b, at, 0, keepdims=False) for b in buffers]
-
-
-def _put(buffers: list[Any], values: Sequence[Any], slot: Array) -> list[Any]:
-    """Write values into a slot; a negative slot changes nothing."""
-    at = jnp.maximum(slot, 0)
-    return [
-        lax.dynamic_update_index_in_dim(
-            b, jnp.where(slot >= 0, v, lax.dynamic_index_in_dim(b, at, 0, keepdims=False)), at, 0
-        )
-        for b, v in zip(buffers, values, strict=True)
-    ]
-
-
-def _add_at(stack: Any, value: Any, at: Array | int) -> Any:
-    before = lax.dynamic_index_in_dim(stack, at, 0, keepdims=False)
-    return lax.dynamic_update_index_in_dim(stack, before + value, at, 0)
-
-
-def _placed(values: Sequence[Any], numbers: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """Return values with those of these numbers replaced."""
-    found = dict(zip(numbers, new, strict=True))
-    return [found.get(number, value) for number, value in enumerate(values)]
-
-
-def _added(sums: Sequence[Any], gradients: Sequence[Any], tail: list[Any]) -> list[Any]:
-    return [s + _times(g, tail) for s, g in zip(sums, gradients, strict=True)]
-
-
-def _times(gradient: Any, tail: list[Any]) -> Any:
-    return gradient * tail[0].astype(gradient.dtype) if tail else gradient

@@ -10,8 +10,9 @@ import jax
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.pipeline.contract import Losses, StageSums, StageValues
 from meshwright.pipeline.cut import BlockCut, blocks_per_stage
-from meshwright.pipeline.execute import Losses, StageSums, StageValues, Ticks
+from meshwright.pipeline.execute import Ticks
 from meshwright.pipeline.rows import Row, table_rows
 from meshwright.pipeline.schedules import Schedule
 from meshwright.pipeline.stages import Stages, Surroundings

@@ -196,11 +196,11 @@ def split_backward(backward: ClosedJaxpr, num_kept: int, num_weights: int) -> _H
     rest = [eqn for eqn in needed(jaxpr.eqns, weight_atoms) if id(eqn) not in done]
     cotangents = tuple(jaxpr.invars[num_kept:])
     own = {variable for eqn in first for variable in eqn.outvars} | set(cotangents)
-    cut = [v for v in variables([*sorted_reads(rest), *weight_atoms]) if v in own]
+    cut = [v for v in variables([*_reads_in_order(rest), *weight_atoms]) if v in own]
     return _Halves(closed, cotangents, first, rest, cut)
 
 
-def sorted_reads(eqns: Sequence[Equation]) -> list[Var]:
+def _reads_in_order(eqns: Sequence[Equation]) -> list[Var]:
     """Return what equations read from outside, in the order in which they do."""
     outside = inputs_of(eqns)
     return [v for v in variables(a for eqn in eqns for a in eqn.invars) if v in outside]

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from meshwright.pipeline.contract import Losses, Message, StageFunctions
 from meshwright.pipeline.cut import BlockCut
-from meshwright.pipeline.execute import Losses, Message, StageFunctions
 from meshwright.pipeline.lookups import (
     SCATTERS,
     divided_rows,

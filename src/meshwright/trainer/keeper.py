@@ -26,6 +26,10 @@ class Keeper(Protocol):
         """Save the state; False if it is saved already, or not at all."""
         ...
 
+    def poll(self) -> None:
+        """Tell of what is on disk since the last call."""
+        ...
+
     def finish(self) -> None:
         """Wait until everything is on disk."""
         ...
@@ -41,6 +45,9 @@ class NullKeeper:
     def save(self, state: TrainState, update: int, *, loss: float | None) -> bool:
         """Return False."""
         return False
+
+    def poll(self) -> None:
+        """Do nothing."""
 
     def finish(self) -> None:
         """Do nothing."""
@@ -81,7 +88,7 @@ class CheckpointKeeper:
 
     def save(self, state: TrainState, update: int, *, loss: float | None) -> bool:
         """Copy the state and hand it to the background."""
-        self._report(self._store.finished())
+        self.poll()
         if update == self._last:
             return False
         started = time.perf_counter()
@@ -90,6 +97,10 @@ class CheckpointKeeper:
         self._report(before)
         self._last = update
         return True
+
+    def poll(self) -> None:
+        """Tell of the save that is done."""
+        self._report(self._store.finished())
 
     def finish(self) -> None:
         """Wait for the last save; its failure is the run's."""

@@ -139,6 +139,7 @@ class Loop:
         values |= self.extra(update) | self.meter.read(progress.update, self.feed.waited)
         values |= self.shares
         progress.losses[update - 1] = values["loss"]
+        self.keeper.poll()
         self.tracker.log("train", update, values)
         self.callbacks.on_log(update, values)
 
