@@ -73,6 +73,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     # Names load when first used, so that `import meshwright` and help texts stay instant.
     if name in _HOMES:

@@ -1,6 +1,7 @@
 """Resuming: the run that goes on is the run that would have been."""
 
 import json
+import signal
 
 import jax
 import numpy as np
@@ -170,3 +171,60 @@ def test_only_what_decides_the_course_of_a_run_is_compared():
     now = {"model": {"kind": "gpt", "hidden": 16}, "mesh": {"fsdp": 2}, "run": {"seed": 1}}
     assert config_changes(before, now) == ["model.hidden was 8 and is 16"]
     assert config_changes({}, now) == []
+
+
+def test_other_data_or_another_batch_is_refused_and_nothing_is_touched(half, tmp_path):
+    folder = copy_run(half, tmp_path)
+    before = {f: f.read_bytes() for f in folder.glob("*.json*")}
+    trainer = mw.Trainer(
+        model=lambda rngs: Noisy(rngs), loss=square_loss, optimizer=optax.adamw(0.01), mesh="fsdp=8"
+    )
+    with pytest.raises(UserError, match="differs from that of the checkpoint") as caught:
+        trainer.fit(
+            {name: 2 * array for name, array in ARRAYS.items()},
+            steps=20,
+            batch_size=2 * BATCH,
+            run_dir=folder,
+        )
+    assert "the global batch was 16 samples and is 32" in caught.value.why
+    assert "the data's fingerprint was" in caught.value.why
+    with pytest.raises(UserError, match="holds the checkpoints of another run"):
+        trainer.fit(ARRAYS, steps=20, batch_size=BATCH, run_dir=folder, resume="never")
+    with pytest.raises(UserError, match="does not fit the model"):
+        train(folder, 20, model=Rolled)
+    assert {f: f.read_bytes() for f in folder.glob("*.json*")} == before
+
+
+def test_a_signal_saves_and_the_run_goes_on(tmp_path):
+    class Signal(mw.Callback):
+        """Asks to stop while training, as a user or a cluster does."""
+
+        def on_log(self, update, values):
+            if update == 3:
+                signal.raise_signal(signal.SIGTERM)
+
+    trainer = mw.Trainer(
+        model=lambda rngs: Rolled(rngs), loss=square_loss, optimizer=optax.adamw(0.01), log_every=1
+    )
+    given = {"batch_size": BATCH, "run_dir": tmp_path}
+    before = signal.getsignal(signal.SIGTERM)
+    result = trainer.fit(ARRAYS, steps=9, callbacks=[Signal()], eval_data=ARRAYS, **given)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert (result.interrupted, result.stopped) == (True, "SIGTERM asked to stop")
+    assert result.updates < 9
+    assert (tmp_path / f"checkpoints/{result.updates}").is_dir()
+    assert trainer.fit(ARRAYS, steps=9, **given).updates == 9
+
+
+def test_a_failure_is_written_down(tmp_path):
+    class Failing(mw.Callback):
+        def on_log(self, update, values):
+            raise RuntimeError("the callback's own fault\nand more")
+
+    trainer = mw.Trainer(
+        model=lambda rngs: Rolled(rngs), loss=square_loss, optimizer=optax.adamw(0.01)
+    )
+    with pytest.raises(RuntimeError):
+        trainer.fit(ARRAYS, steps=2, batch_size=BATCH, run_dir=tmp_path, callbacks=[Failing()])
+    last = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])
+    assert (last["kind"], last["message"]) == ("stop", "failed: the callback's own fault")

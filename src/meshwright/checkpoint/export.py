@@ -13,12 +13,16 @@ from meshwright.checkpoint.store import STATE, CheckpointStore, find_store
 from meshwright.errors import UserError
 
 
-def read_params(path: str | Path, *, update: int | None = None) -> dict[str, NDArray[Any]]:
+def read_params(
+    path: str | Path, *, update: int | None = None, statistics: bool = False
+) -> dict[str, NDArray[Any]]:
     """Read the parameters of a run's newest checkpoint by canonical path.
 
     Args:
         path: a run's folder, its folder of checkpoints, or one checkpoint.
         update: which checkpoint; the newest by default.
+        statistics: whether to read the model's other floating-point arrays too, such as the
+            running means of batch normalisation and frozen weights.
     """
     folder, named = find_store(Path(path))
     store = CheckpointStore(folder, read_only=True)
@@ -29,36 +33,51 @@ def read_params(path: str | Path, *, update: int | None = None) -> dict[str, NDA
                 f"there is no checkpoint of update {wanted} in {folder}",
                 why=f"there are {', '.join(map(str, store.updates())) or 'none'}",
             )
-        paths = store.shapes(wanted)["params"]
+        shapes = store.shapes(wanted)
+        groups = ("params", "state") if statistics else ("params",)
+        paths = {group: list(shapes.get(group, {})) for group in groups if shapes.get(group)}
     finally:
         store.close()
     with ocp.PyTreeCheckpointer() as reader:
         tree: Any = reader.restore(
             folder / str(wanted) / STATE,
             args=ocp.args.PyTreeRestore(
-                item={"params": dict.fromkeys(paths, 0)},
-                restore_args={"params": {p: ocp.RestoreArgs(np.ndarray) for p in paths}},
+                item={group: dict.fromkeys(names, 0) for group, names in paths.items()},
+                restore_args={
+                    group: {name: ocp.RestoreArgs(np.ndarray) for name in names}
+                    for group, names in paths.items()
+                },
                 partial_restore=True,
             ),
         )
-    return dict(tree["params"])
+    return {
+        name: array
+        for group in paths
+        for name, array in tree[group].items()
+        # Keys and counters of random streams are integers.
+        if group == "params" or np.issubdtype(array.dtype, np.floating)
+    }
 
 
 def export_safetensors(
     run: str | Path, out: str | Path, *, update: int | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Write the parameters of a checkpoint to a safetensors file; returns their shapes by name."""
+    """Write a checkpoint's parameters and statistics to a safetensors file.
+
+    Returns the shapes of what is in it by canonical path.
+    """
     try:
         from safetensors.numpy import save_file
     except ImportError as error:
         raise UserError(
             "exporting needs the safetensors package", fix="pip install 'meshwright[hf]'"
         ) from error
-    params = read_params(run, update=update)
+    params = read_params(run, update=update, statistics=True)
     target = Path(out)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: np.ascontiguousarray(v) for name, v in params.items()}, target)
+        arrays = {name: np.ascontiguousarray(value) for name, value in params.items()}
+        save_file(arrays, target, metadata={"format": "meshwright"})
     except OSError as error:
         raise UserError(f"cannot write {target}", why=str(error)) from error
     return {name: tuple(value.shape) for name, value in params.items()}

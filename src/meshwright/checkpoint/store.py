@@ -179,7 +179,7 @@ class CheckpointStore:
         return self._read(update, lambda: self._manager.restore(update, args=args))[STATE]
 
     def close(self) -> Saved | None:
-        """Wait for what is being written, and let go."""
+        """Wait for what is being written, and let go; safe to call again."""
         last = self.wait()
         self._thread.shutdown()
         self._manager.close()

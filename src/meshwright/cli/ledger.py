@@ -59,7 +59,7 @@ def _picture(ledger: Ledger) -> RenderableType:
             axis,
             str(own.size),
             human_bytes(own.sent_bytes),
-            human_bytes(own.minimum_bytes),
+            human_bytes(own.minimum_bytes) if own.known else "not known",
             Text(ratio, style=style),
         )
     parts: list[RenderableType] = [

@@ -85,8 +85,8 @@ def run(request: Request) -> int:
         remarks=[*unused_settings(config, plan), *changes],
     )
     result = training.run()
-    _tell(request, plan, result, told["sample"])
-    return ExitCode.DONE
+    _tell(request, plan, result, told.get("sample"))
+    return ExitCode.PREEMPTED if result.interrupted else ExitCode.DONE
 
 
 def _plan(config: Config) -> Plan:
@@ -110,21 +110,12 @@ def _check_origin(origin: Origin | None, config: Config, recipe: Recipe) -> list
     """Check that a checkpoint is of this run; returns the changes that were accepted."""
     if origin is None:
         return []
-    accept = config.checkpoint.accept_changes
-    size, kept = config.training.global_batch_size, origin.passport.global_batch_size
-    if size != kept and not accept:
-        raise UserError(
-            f"the global batch was {kept} samples and is {size}",
-            why=f"the checkpoint of update {origin.update} was trained with {kept}, and the order "
-            "of the samples follows from it",
-            fix="leave out training.global_batch_size to keep it; checkpoint.accept_changes=true "
-            "goes on all the same",
-        )
     return check_same_run(
         origin.passport,
         config.model_dump(mode="json"),
         dataset=recipe.data.fingerprint(),
-        accept=accept,
+        global_batch_size=config.training.global_batch_size or 0,
+        accept=config.checkpoint.accept_changes,
     )
 
 
@@ -190,6 +181,8 @@ def _lines(plan: Plan, result: FitResult, losses: list[float], sample: str | Non
         lines.append(f"loss {losses[0]:.4f} → {losses[-1]:.4f}{evaluated}")
     if sample:
         lines += ["", "a sample of what it writes:", *sample.splitlines(), ""]
+    if result.interrupted:
+        lines.append(f"to go on: the same command with hydra.run.dir={result.run_dir}")
     return [
         *lines,
         f"everything about it: {result.run_dir}",

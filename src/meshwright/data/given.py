@@ -208,6 +208,12 @@ def as_data(given: Any, seed: int = 0, *, num_processes: int | None = None) -> D
             why="each update takes a batch of samples",
             fix="write a dict of arrays such as {'x': x, 'y': y}, or a list of batches",
         )
+    if isinstance(given, tuple) and all(hasattr(part, "shape") for part in given):
+        raise UserError(
+            f"the data are a tuple of {len(given)} arrays",
+            why="it could be as many batches, or as many fields of one dataset",
+            fix="write a dict of arrays such as {'x': x, 'y': y}, or a list of batches",
+        )
     if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
         return SequenceData(given)
     if isinstance(given, Iterable):

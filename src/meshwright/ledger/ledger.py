@@ -53,6 +53,8 @@ class AxisLedger(Frozen):
         minimum_bytes: what the plan needs to send.
         ratio: the first over the second; null where nothing needs to be sent.
         excess: what was sent beyond the minimum, by module.
+        known: whether the minimum is known; it is not for a mesh with pipeline stages, whose
+            ticks send and gather by the schedule.
     """
 
     size: int
@@ -60,10 +62,13 @@ class AxisLedger(Frozen):
     minimum_bytes: int
     ratio: float | None
     excess: list[str]
+    known: bool = True
 
     @property
     def suspicious(self) -> bool:
         """Whether the axis deviates from its minimum."""
+        if not self.known:
+            return False
         if self.ratio is None:
             return self.sent_bytes > 0
         return not LOWEST <= self.ratio <= HIGHEST
@@ -134,7 +139,7 @@ def read_ledger(
     minimum = sum(n.sent_bytes for n in needed)
     return Ledger(
         mesh=assembled.plan.mesh,
-        ratio=_ratio(sent, minimum),
+        ratio=None if mesh.get("pipe", 1) > 1 else _ratio(sent, minimum),
         sent_bytes=round(sent),
         minimum_bytes=round(minimum),
         axes=axes,
@@ -161,6 +166,10 @@ def _axis(
         if need.axis == axis:
             wanted[_part(need.module), _family(need.kind)] += need.sent_bytes
     total, minimum = sum(sent.values()), sum(wanted.values())
+    if mesh.get("pipe", 1) > 1:
+        return AxisLedger(
+            size=size, sent_bytes=round(total), minimum_bytes=0, ratio=None, excess=[], known=False
+        )
     return AxisLedger(
         size=size,
         sent_bytes=round(total),

@@ -16,6 +16,9 @@ from meshwright.program.hlo import CompiledProgram, compile_program
 from meshwright.program.memory import MemoryUse, memory_of
 from meshwright.step.assemble import Assembled
 
+WORTH_TELLING = 2**20
+"""Bytes per update; a scalar too much is no news."""
+
 Run = Callable[[Any, list[Any]], tuple[Any, dict[str, Any]]]
 
 
@@ -37,8 +40,11 @@ class CompiledStep:
     memory: MemoryUse | None
     seconds: float
 
-    def deviations(self) -> list[str]:
-        """Say, axis by axis, where the program sends other than what its plan needs."""
+    def deviations(self, *, from_bytes: int = 0) -> list[str]:
+        """Say, axis by axis, where the program sends other than what its plan needs.
+
+        Differences below ``from_bytes`` are left out.
+        """
         if self.ledger is None:
             return []
         return [
@@ -46,7 +52,7 @@ class CompiledStep:
             f"{own.minimum_bytes:,} are needed"
             + (f" ({'; '.join(own.excess[:2])})" if own.excess else "")
             for axis, own in self.ledger.axes.items()
-            if own.suspicious
+            if own.suspicious and abs(own.sent_bytes - own.minimum_bytes) >= from_bytes
         ]
 
 

@@ -34,6 +34,10 @@ class Keeper(Protocol):
         """Wait until everything is on disk."""
         ...
 
+    def abandon(self) -> None:
+        """Let go after a failure; what is being written is still written."""
+        ...
+
 
 class NullKeeper:
     """Keeps nothing."""
@@ -50,6 +54,9 @@ class NullKeeper:
         """Do nothing."""
 
     def finish(self) -> None:
+        """Do nothing."""
+
+    def abandon(self) -> None:
         """Do nothing."""
 
 
@@ -113,6 +120,10 @@ class CheckpointKeeper:
                 fix="make room or choose another hydra.run.dir, and resume from the checkpoint "
                 "before it",
             )
+
+    def abandon(self) -> None:
+        """Wait for what is being written, and say how it went."""
+        self._report(self._store.close())
 
     def _report(self, saved: Saved | None) -> None:
         if saved is None:

@@ -107,7 +107,7 @@ class Loop:
                 elif done % self.log_every == 0:
                     seen = (done, metrics)
                 looked |= self._pause(state, progress)
-                if looked and (reason := self.limits.reason()):
+                if (looked or self.limits.urgent) and (reason := self.limits.reason()):
                     progress.stopped = reason
                     break
         self.profiling.close()
@@ -170,7 +170,8 @@ class Loop:
             self.callbacks.on_checkpoint(progress.update)
 
     def _end(self, state: TrainState, progress: Progress) -> None:
-        self._evaluate(state, progress)
+        if not progress.stopped.startswith("SIG"):
+            self._evaluate(state, progress)
         self._save(state, progress)
         self.keeper.finish()
         self.callbacks.on_end(progress.update)

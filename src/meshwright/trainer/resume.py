@@ -45,6 +45,7 @@ def find_origin(resume: str, run_dir: Path | None) -> Origin | None:
         run_dir: the run's own folder; None if it has none.
     """
     if resume == "never":
+        _refuse_mixing(run_dir)
         return None
     own = resume in ("auto", "must")
     where = run_dir if own else Path(resume)
@@ -64,27 +65,44 @@ def find_origin(resume: str, run_dir: Path | None) -> Origin | None:
 
 
 def restore(origin: Origin, form: CanonicalForm) -> TrainState:
-    """Read a checkpoint to the devices, after a look at whether it fits the model."""
+    """Read a checkpoint to the devices."""
     store = CheckpointStore(origin.folder, read_only=True)
     try:
-        _check_shapes(store.shapes(origin.update), form.structs, origin)
         return form.state(store.restore(origin.update, form.structs))
     finally:
         store.close()
 
 
+def check_fits(origin: Origin, form: CanonicalForm) -> None:
+    """Refuse a checkpoint whose arrays are not those of the run."""
+    store = CheckpointStore(origin.folder, read_only=True)
+    try:
+        _check_shapes(store.shapes(origin.update), form.structs, origin)
+    finally:
+        store.close()
+
+
 def check_same_run(
-    passport: Passport, config: Mapping[str, Any], *, dataset: str, accept: bool
+    passport: Passport,
+    config: Mapping[str, Any],
+    *,
+    dataset: str,
+    global_batch_size: int,
+    accept: bool,
 ) -> list[str]:
-    """Return in what a config differs from its checkpoint's, if that is accepted; else refuse."""
+    """Return in what a run differs from its checkpoint's, if that is accepted; else refuse."""
     changes = config_changes(passport.config, config)
+    if passport.global_batch_size != global_batch_size:
+        changes.append(
+            f"the global batch was {passport.global_batch_size} samples and is {global_batch_size}"
+        )
     if passport.dataset and dataset and passport.dataset != dataset:
         changes.append(f"the data's fingerprint was {passport.dataset} and is {dataset}")
     if changes and not accept:
         raise UserError(
             f"the config differs from that of the checkpoint (update {passport.update})",
             why="; ".join(changes),
-            fix="write it as it was; or resume=never in another hydra.run.dir for a new run; or "
+            fix="write it as it was; or start a new run in another hydra.run.dir; or "
             "checkpoint.accept_changes=true to go on all the same",
         )
     return changes
@@ -100,6 +118,18 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
         for key in dict.fromkeys([*old, *new])
         if _is_fixed(key) and old.get(key) != new.get(key)
     ]
+
+
+def _refuse_mixing(run_dir: Path | None) -> None:
+    """Refuse to start anew where another run's checkpoints would be taken for this one's."""
+    folder = None if run_dir is None else run_dir / FOLDER
+    used = folder is not None and is_main() and folder.is_dir() and any(folder.iterdir())
+    if broadcast(used):
+        raise UserError(
+            "resume=never, and the folder holds the checkpoints of another run",
+            why=f"the two would be mixed in {run_dir}",
+            fix="write hydra.run.dir=… with a new folder, or remove this one first",
+        )
 
 
 def _is_fixed(key: str) -> bool:

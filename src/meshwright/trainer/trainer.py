@@ -13,6 +13,7 @@ import jax
 import optax
 from flax import nnx
 
+from meshwright.config.builders import parameters_of
 from meshwright.config.duration import Duration, parse_duration
 from meshwright.config.schema import (
     CheckpointConfig,
@@ -42,10 +43,10 @@ from meshwright.step.assemble import Assembled, assemble
 from meshwright.step.state import TrainState
 from meshwright.tracking.make import make_trackers
 from meshwright.tracking.tracker import Tracker
-from meshwright.trainer.callbacks import Callback, OnMetrics
+from meshwright.trainer.callbacks import Callback, EarlyStopping, OnMetrics
 from meshwright.trainer.folder import make_folder
 from meshwright.trainer.loop import RAN_OUT
-from meshwright.trainer.resume import find_origin
+from meshwright.trainer.resume import check_same_run, find_origin
 from meshwright.trainer.training import FitResult, Training
 
 
@@ -144,6 +145,18 @@ class Trainer:
         first = _first_batch(given, batch_size or self._planned_batch())
         assembled = assembled or self.assemble(first)
         folder = None if run_dir is None else Path(run_dir).absolute()
+        _check_early_stopping(callbacks, eval_data, eval_every)
+        kept = checkpoint or CheckpointConfig()
+        origin = find_origin(resume, folder)
+        changes: list[str] = []
+        if origin is not None:
+            changes = check_same_run(
+                origin.passport,
+                {},
+                dataset=given.fingerprint(),
+                global_batch_size=assembled.plan.batch.global_batch_size,
+                accept=kept.accept_changes,
+            )
         training = Training(
             assembled=assembled,
             loss=self.loss,
@@ -158,8 +171,9 @@ class Trainer:
             log_every=self.log_every,
             callbacks=[*callbacks, *([OnMetrics(on_metrics)] if on_metrics else [])],
             run_dir=folder,
-            checkpoint=checkpoint or CheckpointConfig(),
-            origin=find_origin(resume, folder),
+            checkpoint=kept,
+            origin=origin,
+            remarks=changes,
         )
         if folder is not None:
             make_folder(folder)
@@ -183,14 +197,16 @@ class Trainer:
             devices=self.devices,
         )
 
-    def verify(self, batches: Callable[[int], Any], *, steps: int = 5) -> Certificate:
+    def verify(self, data: Any, *, steps: int = 5, batch_size: int | None = None) -> Certificate:
         """Prove that training on the mesh equals training on one device.
 
         Args:
-            batches: the global batch of each update, by its number.
+            data: what `fit` trains on, or a function from the update's number to its batch.
             steps: updates to compare in float64.
+            batch_size: samples of a global batch, where the data are not batches already.
         """
         check_count("steps", steps)
+        batches = self._by_update(data, batch_size)
         first = read_batch(batches(0))
         return verify(
             model_source(self.model, self.loss, lambda: first),
@@ -204,6 +220,13 @@ class Trainer:
             trainable=self.trainable,
             devices=self.devices,
         )
+
+    def _by_update(self, data: Any, batch_size: int | None) -> Callable[[int], Any]:
+        if callable(data) and len(parameters_of(data)) == 1:
+            return data
+        given = as_data(data, self.seed)
+        size = form_of(_first_batch(given, batch_size or self._planned_batch())).num_samples
+        return lambda step: given.batch(step, size)
 
     def _planned_batch(self) -> int | None:
         return self.mesh.batch.global_batch_size if isinstance(self.mesh, Plan) else None
@@ -276,6 +299,19 @@ def _read_duration(steps: int | None, max_duration: str | None) -> Duration:
         return parse_duration(max_duration)
     check_count("steps", steps)
     return Duration(updates=steps)
+
+
+def _check_early_stopping(
+    callbacks: Sequence[Callback], eval_data: Any, eval_every: int | None
+) -> None:
+    waits = any(isinstance(callback, EarlyStopping) for callback in callbacks)
+    if waits and (eval_data is None or eval_every is None):
+        missing = "eval_data" if eval_data is None else "eval_every"
+        raise UserError(
+            "EarlyStopping counts evaluations, and there are none on the way",
+            why=f"{missing} is None",
+            fix="write eval_data=… and eval_every=…",
+        )
 
 
 def _first_batch(data: Data, batch_size: int | None) -> Any:

@@ -25,18 +25,24 @@ from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.tracking.tracker import NullTracker, Tracker
 from meshwright.trainer.callbacks import Callback, Callbacks
-from meshwright.trainer.compiled import CompiledStep, compile_step, refuse_deviations
+from meshwright.trainer.compiled import (
+    WORTH_TELLING,
+    CompiledStep,
+    compile_step,
+    refuse_deviations,
+)
 from meshwright.trainer.evaluation import Evaluator
 from meshwright.trainer.facts import describe_run, package_versions, tokens_per_sample
 from meshwright.trainer.feed import Feed
+from meshwright.trainer.interrupt import Interrupt
 from meshwright.trainer.keeper import CheckpointKeeper, Keeper, NullKeeper
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.loop import Loop, Progress
 from meshwright.trainer.meter import Meter, Work
-from meshwright.trainer.resume import Origin, restore
+from meshwright.trainer.resume import Origin, check_fits, restore
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FitResult:
     """What a training run gave.
 
@@ -49,6 +55,7 @@ class FitResult:
         state: the state at the end.
         assembled: the step and what it was made from.
         run_dir: where everything about it is; None if it was not written down.
+        interrupted: whether a signal ended it; the state was saved, if there is a run_dir.
     """
 
     losses: dict[int, float]
@@ -59,6 +66,13 @@ class FitResult:
     state: TrainState
     assembled: Assembled
     run_dir: Path | None = None
+    interrupted: bool = False
+
+    def __repr__(self) -> str:
+        """Say how it went; states and programs fill pages."""
+        last = list(self.losses.values())[-1:]
+        shown = f", loss {last[0]:.4f}" if last else ""
+        return f"FitResult({self.updates} updates{shown}, {self.seconds:.1f} s, {self.stopped})"
 
     @property
     def model(self) -> Any:
@@ -135,20 +149,32 @@ class Training:
         updates = self.duration.total_updates(
             num_samples=self.data.num_samples, batch_size=self._batch.global_batch_size
         )
+        if self.origin is not None:
+            check_fits(self.origin, CanonicalForm(self.assembled))
         compiled = compile_step(self.assembled, self.batch)
-        remarks = [*self.remarks, *self.assembled.remarks, *compiled.deviations()]
+        deviations = compiled.deviations(from_bytes=WORTH_TELLING)
+        remarks = [*self.remarks, *self.assembled.remarks, *deviations]
         if self.strict:
             refuse_deviations([*self.assembled.remarks, *compiled.deviations()])
         tracker = self.make_tracker(updates)
-        progress, result = Progress(), dict[str, Any]()
+        progress, result, interrupt = Progress(), dict[str, Any](), Interrupt()
+        keeper: Keeper = NullKeeper()
         try:
             self._tell_start(tracker, compiled, remarks)
             state = self._first_state(tracker, progress)
-            loop = self._loop(compiled, tracker, updates)
-            state = loop.train(state, progress)
+            keeper = self._keeper(tracker)
+            loop = self._loop(compiled, tracker, updates, keeper, interrupt)
+            with interrupt.watch(lambda said: tracker.event("warning", progress.update, said, {})):
+                state = loop.train(state, progress)
             seconds = time.perf_counter() - started
             tracker.event("stop", progress.update, progress.stopped, {"seconds": seconds})
-            result = {**self._summary(progress, seconds), **self.finish(state)}
+            more = {} if interrupt.reason else self.finish(state)
+            result = {**self._summary(progress, seconds), **more}
+        except BaseException as error:
+            keeper.abandon()
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            tracker.event("stop", progress.update, f"failed: {reason}", {"failed": True})
+            raise
         finally:
             tracker.close(result)
         return FitResult(
@@ -160,6 +186,7 @@ class Training:
             state=state,
             assembled=self.assembled,
             run_dir=self.run_dir,
+            interrupted=bool(interrupt.reason),
         )
 
     @property
@@ -208,7 +235,14 @@ class Training:
         tracker.event("resume", self.origin.update, message, {"checkpoint": str(where)})
         return state
 
-    def _loop(self, compiled: CompiledStep, tracker: Tracker, updates: int | None) -> Loop:
+    def _loop(
+        self,
+        compiled: CompiledStep,
+        tracker: Tracker,
+        updates: int | None,
+        keeper: Keeper,
+        interrupt: Interrupt,
+    ) -> Loop:
         callbacks = Callbacks(self.callbacks)
         mesh = self.assembled.mesh
         evaluate = None
@@ -225,11 +259,11 @@ class Training:
                 workers=self.workers,
                 prefetch=self.prefetch,
             ),
-            limits=Limits(updates, self.duration.seconds, callbacks),
+            limits=Limits(updates, self.duration.seconds, callbacks, interrupt),
             meter=Meter(self._work, list(mesh.devices.flat)),
             tracker=tracker,
             callbacks=callbacks,
-            keeper=self._keeper(tracker),
+            keeper=keeper,
             profiling=self._profiling(compiled),
             on_profile=partial(self._keep_profile, tracker),
             evaluate=evaluate,
