@@ -68,7 +68,7 @@ def test_fsdp_sends_the_closed_form(keep, passes):
     assert 0.98 <= ledger.axes["fsdp"].ratio <= 1.05
 
 
-@pytest.mark.parametrize("frozen", ["up", "down"])
+@pytest.mark.parametrize("frozen", ["up", pytest.param("down", marks=pytest.mark.full)])
 def test_frozen_weights_are_gathered_but_have_no_gradient_to_reduce(frozen):
     """Those that read data only once: what they are given has no gradient either."""
     trainable = nnx.All(nnx.Param, nnx.Not(nnx.PathContains(frozen)))

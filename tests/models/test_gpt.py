@@ -214,6 +214,7 @@ def test_residual_writers_start_smaller_with_depth():
     assert np.asarray(mlp.down.kernel[...]).std() == pytest.approx(0.005, rel=0.03)
 
 
+@pytest.mark.full
 def test_overfits_one_batch(fill):
     sizes = SIZES | {"num_blocks": 1, "dropout": 0.0}
     model = fill(lambda: GPT(**sizes, rngs=nnx.Rngs(0)), scale=0.02)

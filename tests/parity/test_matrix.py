@@ -51,12 +51,12 @@ class Case:
 
 COVERING = (
     Case("gpt", "fsdp=4,tensor=2", "bf16", {"blocks": "scan"}),
-    Case("stacked_gpt", "data=2,fsdp=4", "accumulation"),
+    Case("stacked_gpt", "data=2,fsdp=4", "fp32"),
     Case("moe", "data=2,fsdp=2,tensor=2", "fp32", {"remat": "full"}),
     Case("conv", "fsdp=8", "bf16", {"zero": 2}),
     Case("lstm", "tensor=4", "accumulation"),
     Case("vae", "data=8", "fp32"),
-    Case("vit", "fsdp=8", "accumulation", {"blocks": "scan", "keep_gathered": True}),
+    Case("vit", "fsdp=8", "fp32", {"blocks": "scan", "keep_gathered": True}),
     Case("linen_mlp", "fsdp=4,tensor=2", "accumulation", {"zero": 1}),
 )
 """Each kind, mesh and variant, and each way to hold weights, at least once."""

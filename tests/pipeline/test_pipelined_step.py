@@ -125,6 +125,7 @@ def test_an_update_may_flush_the_pipeline_several_times():
     compare("tied dropout", {"pipe": 2}, "gpipe", at_a_time=2)
 
 
+@pytest.mark.full
 def test_blocks_that_share_weights_streams_and_losses_are_cut_correctly():
     batch = vectors(width=WIDTH)
     alone = put(Entangled, entangled_loss, batch, {}, count=2)

@@ -153,6 +153,7 @@ def test_bytes_equal_theory_on_eight_devices() -> None:
     check_figures(figures(8), fsdp=2)
 
 
+@pytest.mark.full
 def test_bytes_equal_theory_on_sixty_four_devices() -> None:
     """Beyond ten devices offset tables are too long for ordinary text, so both sizes are run."""
     done = subprocess.run(

@@ -62,6 +62,7 @@ def test_gpt_is_rolled_with_its_dropout():
     assert not any(".0." in leaf.path for leaf in traced.leaves)
 
 
+@pytest.mark.full
 def test_gpt_is_rolled_in_bf16():
     loss, batch = task_batch("gpt", samples=4)
     traced = check(builder("gpt", qkv="fused"), loss, batch, compute=jnp.bfloat16)

@@ -45,7 +45,7 @@ def test_what_is_not_broken_is_certified():
     assert certify({"data": 2, "fsdp": 2, "tensor": 2}, clip_norm=0.5).equal
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.01])
+@pytest.mark.parametrize("clip_norm", [None, pytest.param(0.01, marks=pytest.mark.full)])
 def test_a_sum_over_replicas_instead_of_their_mean(break_gradients, clip_norm):
     break_gradients(
         lambda gradients, *_: dataclasses.replace(
@@ -98,7 +98,14 @@ def test_a_replica_left_out(break_gradients):
     assert {"float64 gradients", "own_precision gradients"} <= set(broken)
 
 
-@pytest.mark.parametrize("kind", ["repeated", "dropped", "contiguous"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("repeated", marks=pytest.mark.full),
+        "dropped",
+        pytest.param("contiguous", marks=pytest.mark.full),
+    ],
+)
 def test_a_wrong_microbatch(monkeypatch, kind):
     right = microbatch.split_strided
 
@@ -191,7 +198,7 @@ def test_statistics_of_some_samples_only(monkeypatch):
     assert broken["float64 state"].first_different == "norm.mean"
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.full)])
 def test_a_gradient_that_is_not_finite(break_gradients, value):
     break_gradients(
         lambda gradients, *_: with_leaf(gradients, "norm.scale", lambda g: g.at[0].set(value))
@@ -264,7 +271,7 @@ class Noisy(Plain):
         return self.down(hidden + jax.random.normal(self.noise(), hidden.shape, hidden.dtype))
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.full), "bf16"])
 def test_noise_whose_bits_depend_on_the_precision(precision):
     certificate = certify({"fsdp": 2}, model=Noisy, precision=precision, steps=1)
     assert certificate.equal, [failure.sentence() for failure in certificate.failures()]

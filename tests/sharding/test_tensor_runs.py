@@ -72,7 +72,14 @@ def spec(dim, rank):
     return PartitionSpec(*("tensor" if d == dim else None for d in range(rank)))
 
 
-@pytest.mark.parametrize("name", RUNS)
+ALSO_IN_PARITY = ("stacked", "recurrent", "modern", "experts")
+"""Kinds that a proof covers as well."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.full) if n in ALSO_IN_PARITY else n for n in RUNS],
+)
 def test_a_step_on_four_devices_equals_one_device(name):
     make, loss, batch, (least, most) = RUNS[name]
     traced = trace(make, loss, batch())
