@@ -60,6 +60,7 @@ def test_a_sum_over_replicas_instead_of_their_mean(break_gradients, clip_norm):
     assert broken["float64 gradients"].first_difference == pytest.approx(3.0)
 
 
+@pytest.mark.full
 def test_one_leaf_that_is_not_reduced(break_gradients):
     """One leaf's gradient is that of the first device's samples."""
 
@@ -144,6 +145,7 @@ def test_microbatches_that_count_the_same_though_their_weights_differ(monkeypatc
     assert {"float64 loss", "float64 gradients"} <= set(broken)
 
 
+@pytest.mark.full
 def test_two_leaves_taken_for_each_other(break_gradients):
     def change(gradients, *_):
         values = list(gradients.values)
