@@ -38,9 +38,9 @@ from meshwright.tracking.make import make_trackers
 from meshwright.trainer import training as room
 from meshwright.trainer.training import Training
 
-PAIRS, BLOCK = 24, 50
+PAIRS, BLOCK = 20, 50
 LOG_EVERY, SAVE_EVERY = 10, 50
-BATCH, WIDTH, DEPTH = 256, 768, 6
+BATCH, WIDTH, DEPTH = 1024, 384, 6
 WITHIN, BLOCKED = 1.02, 0.20
 """The trainer against the bare step, lower bound; a save's hold-up against a synchronous save."""
 
