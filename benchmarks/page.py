@@ -113,6 +113,17 @@ def data_pipeline(record: dict[str, Any]) -> list[str]:
     return table(heads, rows)
 
 
+def trainer_overhead(record: dict[str, Any]) -> list[str]:
+    """The trainer against its bare step, and a save against a synchronous one."""
+    held, whole = record["save_blocks_ms"], record["synchronous_save_ms"]
+    rows = [
+        ["bare step", f"{record['bare_step_ms']:.1f} ms", ""],
+        ["trainer", f"{record['ratio']:.3f} of it", f"95%: {spread(record['ratio_95'])}"],
+        ["a save holds up", f"{held:.1f} ms", f"{held / whole:.1%} of a synchronous one"],
+    ]
+    return table(("", "median", ""), rows)
+
+
 def pipeline(record: dict[str, Any]) -> list[str]:
     """One row for each schedule and number of microbatches."""
     heads = ("schedule", "microbatches", "temporary memory", "compiled in", "ticks")
@@ -138,6 +149,7 @@ TABLES = {
     "memory_depth": memory_depth,
     "compile_time": compile_time,
     "data_pipeline": data_pipeline,
+    "trainer_overhead": trainer_overhead,
     "pipeline": pipeline,
 }
 

@@ -191,6 +191,11 @@ def main() -> None:
             "save_blocks_ms": round(held, 2),
             "synchronous_save_ms": round(whole, 1),
             "save_blocks_share": round(held / whole, 4),
+            "targets": {
+                "lower bound of the trainer's ratio": f"at most {WITHIN}: {verdict(low, WITHIN)}",
+                "hold-up of a save against a synchronous one": f"at most {BLOCKED:.0%}: "
+                + verdict(held / whole, BLOCKED),
+            },
         },
     )
 
