@@ -60,9 +60,9 @@ $(BROWSER):
 	@command -v chromium chromium-browser google-chrome >/dev/null || { \
 	  echo "installing Debian's chromium for the tests of the report page"; \
 	  root=$$([ "$$(id -u)" = 0 ] || echo "sudo -n"); \
-	  { $$root apt-get install -y -qq --no-install-recommends chromium || \
-	    { $$root apt-get update -qq && \
-	      $$root apt-get install -y -qq --no-install-recommends chromium; }; } \
+	  { timeout 240 $$root apt-get install -y -qq --no-install-recommends chromium || \
+	    { timeout 120 $$root apt-get update -qq && \
+	      timeout 240 $$root apt-get install -y -qq --no-install-recommends chromium; }; } \
 	  </dev/null >$(VENV)/browser.log 2>&1 || \
 	  echo "it could not be installed (see $(VENV)/browser.log); those tests are skipped"; }
 	@touch $@
