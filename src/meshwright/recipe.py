@@ -29,8 +29,9 @@ from meshwright.errors import MeshwrightError, UserError
 from meshwright.inputs.checks import check_optimizer
 from meshwright.inputs.model import call_with_rngs, model_source
 from meshwright.inputs.task import HasLoss, read_task
+from meshwright.plan import Plan
 from meshwright.program.trace import Loss
-from meshwright.step.assemble import ModelSource
+from meshwright.step.assemble import Assembled, ModelSource, assemble
 
 _SHARED_SIZES = ("vocab_size", "context_length", "input_name", "input_shape", "num_classes")
 """What data may take over from the task, or else from the model."""
@@ -46,6 +47,7 @@ class Recipe:
         task: what the model is trained for.
         made: where batches come from: for training, and held out.
         optimizer: how parameters are updated.
+        clip_norm: largest global gradient norm.
         learning_rate: the learning rate, by update.
         duration: how long to train.
     """
@@ -55,6 +57,7 @@ class Recipe:
     task: HasLoss
     made: MadeData
     optimizer: optax.GradientTransformation
+    clip_norm: float | None
     learning_rate: optax.Schedule
     duration: Duration
 
@@ -67,6 +70,12 @@ class Recipe:
     def eval_data(self) -> Data | None:
         """Samples that are never trained on; None if there are none."""
         return self.made.held_out
+
+    def assemble(self, plan: Plan, batch: Any) -> Assembled:
+        """Make the step for a plan and batches of this shape; nothing is compiled yet."""
+        return assemble(
+            self.model, self.loss, self.optimizer, plan, batch, clip_norm=self.clip_norm
+        )
 
     def example_batch(self, batch_size: int) -> Any:
         """Return the shapes of a global batch."""
@@ -91,6 +100,7 @@ def make_recipe(config: Config, global_batch_size: int) -> Recipe:
         task=task,
         made=made,
         optimizer=make_optimizer(config, rate),
+        clip_norm=config.optimizer.clip_norm,
         learning_rate=rate,
         duration=duration,
     )
@@ -122,16 +132,6 @@ def make_task(config: Config) -> HasLoss:
     builder = find_builder("task", config.task.kind, tasks.TASK_KINDS, tasks.find_task)
     shared = _accepted(builder, _model_sizes(config))
     return read_task(config.task.kind, builder, {**shared, **config.task.arguments()})
-
-
-def make_data(config: Config, task: HasLoss) -> Data:
-    """Return where the batches of the training come from."""
-    return find_data(config, task).train
-
-
-def make_eval_data(config: Config, task: HasLoss) -> Data | None:
-    """Return samples that are never trained on; None if there are none."""
-    return find_data(config, task).held_out
 
 
 def find_data(config: Config, task: HasLoss) -> MadeData:

@@ -20,7 +20,7 @@ from meshwright.errors import EnvironmentProblem, UserError
 from meshwright.tracking.jsonl import JsonlTracker
 from meshwright.trainer.callbacks import Callbacks
 from meshwright.trainer.keeper import CheckpointKeeper
-from meshwright.trainer.limits import Limits
+from meshwright.trainer.limits import Limits, Stop
 from meshwright.trainer.meter import Meter, Work
 from meshwright.trainer.training import Training
 
@@ -204,8 +204,20 @@ def test_the_meter_counts_updates_and_leaves_out_what_is_no_training(monkeypatch
 
 
 def test_limits_ask_the_callbacks_first():
-    assert Limits(5, None, Callbacks([])).reason() == ""
-    assert Limits(5, 0.0, Callbacks([])).reason() == "0 s have passed"
+    assert Limits(5, None, Callbacks([])).stop() is None
+    assert Limits(5, 0.0, Callbacks([])).stop() == Stop("0 s have passed", interrupted=False)
+
+
+def test_a_signal_to_one_process_interrupts_them_all(monkeypatch):
+    others = [Stop("", interrupted=False), Stop("SIGTERM asked to stop", interrupted=True)]
+    monkeypatch.setattr("meshwright.trainer.limits.process_count", lambda: 3)
+    monkeypatch.setattr(
+        "meshwright.trainer.limits.gather", lambda own: [own, *(vars(each) for each in others)]
+    )
+    limits = Limits(5, 0.0, Callbacks([]))
+    assert limits.stop() == others[1]
+    # It is asked at the next look, which all processes take at the same update.
+    assert not limits.urgent
 
 
 class BrokenStore:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -236,13 +235,6 @@ def find_store(path: Path) -> tuple[Path, int | None]:
             fix="name a run's folder, its folder of checkpoints, or one checkpoint",
         )
     return folder, None
-
-
-def free_bytes(folder: Path) -> int:
-    """Return how many bytes fit where a folder is, or will be."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
 
 
 def _make_folder(folder: Path) -> None:

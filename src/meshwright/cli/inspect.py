@@ -20,7 +20,7 @@ from meshwright.pipeline.draw import render_timeline
 from meshwright.pipeline.report import pipeline_report
 from meshwright.recipe import make_recipe
 from meshwright.sharding.explain import LeafReport, explain
-from meshwright.step.assemble import Assembled, assemble
+from meshwright.step.assemble import Assembled
 from meshwright.units import human_bytes
 
 
@@ -50,7 +50,7 @@ def _assemble(request: Request) -> Assembled:
     plan, config = request.plan(), request.config
     recipe = make_recipe(config, plan.batch.global_batch_size)
     batch = recipe.data.batch(0, plan.batch.global_batch_size)
-    return assemble(recipe.model, recipe.task.loss, recipe.optimizer, plan, batch)
+    return recipe.assemble(plan, batch)
 
 
 def _totals(assembled: Assembled, leaves: list[LeafReport]) -> dict[str, int]:

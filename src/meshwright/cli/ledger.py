@@ -11,7 +11,6 @@ from meshwright.errors import CheckFailed, ExitCode
 from meshwright.ledger import Ledger, make_ledger
 from meshwright.mesh.axes import describe_sizes
 from meshwright.recipe import make_recipe
-from meshwright.step.assemble import assemble
 from meshwright.units import human_bytes
 
 
@@ -20,14 +19,7 @@ def run(request: Request) -> int:
     plan, config = request.plan(), request.config
     recipe = make_recipe(config, plan.batch.global_batch_size)
     batch = recipe.data.batch(0, plan.batch.global_batch_size)
-    assembled = assemble(
-        recipe.model,
-        recipe.task.loss,
-        recipe.optimizer,
-        plan,
-        batch,
-        clip_norm=config.optimizer.clip_norm,
-    )
+    assembled = recipe.assemble(plan, batch)
     request.output.say(Text(f"compiling for {plan.num_devices} devices …", style="dim"))
     ledger = make_ledger(assembled, batch)
     report = {**ledger.model_dump(mode="json"), "suspicious": ledger.suspicious}

@@ -17,7 +17,7 @@ from meshwright.processes import is_main
 from meshwright.profile import Profile, Profiler, read_profile
 from meshwright.program.hlo import optimized_hlo
 from meshwright.recipe import Recipe, make_recipe
-from meshwright.step.assemble import Assembled, assemble
+from meshwright.step.assemble import Assembled
 from meshwright.trainer.compiled import compile_step
 from meshwright.trainer.feed import Feed
 from meshwright.units import human_bytes
@@ -30,14 +30,7 @@ def run(request: Request) -> int:
     folder = Path(request.arguments.flags.get("--out", "profile"))
     profiler = Profiler(folder / "trace", _updates(request))
     recipe = make_recipe(config, plan.batch.global_batch_size)
-    assembled = assemble(
-        recipe.model,
-        recipe.loss,
-        recipe.optimizer,
-        plan,
-        recipe.example_batch(plan.batch.global_batch_size),
-        clip_norm=config.optimizer.clip_norm,
-    )
+    assembled = recipe.assemble(plan, recipe.example_batch(plan.batch.global_batch_size))
     request.output.say(Text(f"compiling for {plan.num_devices} devices …", style="dim"))
     profile = _measure(request, recipe, assembled, profiler)
     if is_main():

@@ -17,14 +17,13 @@ from meshwright.errors import ExitCode, UserError
 from meshwright.mesh.draw import render_mesh
 from meshwright.plan import Plan, check_supported, make_plan, unused_settings
 from meshwright.processes import broadcast
-from meshwright.recipe import Recipe, make_recipe
-from meshwright.step.assemble import assemble
+from meshwright.recipe import make_recipe
 from meshwright.step.state import TrainState
 from meshwright.tracking.make import make_trackers
 from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.callbacks import Callback, EarlyStopping
 from meshwright.trainer.folder import make_folder
-from meshwright.trainer.resume import Origin, check_same_run, find_origin
+from meshwright.trainer.resume import Origin, find_origin
 from meshwright.trainer.training import FitResult, Training
 
 
@@ -35,21 +34,9 @@ def run(request: Request) -> int:
     config = _keep_batch(request.config, origin)
     plan = _plan(config)
     recipe = make_recipe(config, plan.batch.global_batch_size)
-    changes = _check_origin(origin, config, recipe)
     # Whatever is wrong with the model, the task or the data shows here, before a file is written.
     example = recipe.example_batch(plan.batch.global_batch_size)
-    assembled = assemble(
-        recipe.model,
-        recipe.loss,
-        recipe.optimizer,
-        plan,
-        example,
-        clip_norm=config.optimizer.clip_norm,
-    )
-    callbacks = _callbacks(config)
-    make_folder(folder, _files(request, config, plan))
-    if not request.output.as_json:
-        request.output.say(render_mesh(assembled.mesh))
+    assembled = recipe.assemble(plan, example)
     told: dict[str, Any] = {}
 
     def finish(state: TrainState) -> dict[str, Any]:
@@ -71,7 +58,7 @@ def run(request: Request) -> int:
         log_every=config.tracking.log_every,
         workers=config.data.workers,
         prefetch=config.data.prefetch,
-        callbacks=callbacks,
+        callbacks=_callbacks(config),
         run_dir=folder,
         make_tracker=partial(_trackers, config, folder),
         checkpoint=config.checkpoint,
@@ -82,8 +69,12 @@ def run(request: Request) -> int:
         strict=config.strict,
         profile=config.training.profile_communication,
         finish=finish,
-        remarks=[*unused_settings(config, plan), *changes],
+        remarks=unused_settings(config, plan),
     )
+    training.check()
+    make_folder(folder, _files(request, config, plan))
+    if not request.output.as_json:
+        request.output.say(render_mesh(assembled.mesh))
     result = training.run()
     _tell(request, plan, result, told.get("sample"))
     return ExitCode.PREEMPTED if result.interrupted else ExitCode.DONE
@@ -104,19 +95,6 @@ def _keep_batch(config: Config, origin: Origin | None) -> Config:
     size = origin.passport.global_batch_size
     training = config.training.model_copy(update={"global_batch_size": size})
     return config.model_copy(update={"training": training})
-
-
-def _check_origin(origin: Origin | None, config: Config, recipe: Recipe) -> list[str]:
-    """Check that a checkpoint is of this run; returns the changes that were accepted."""
-    if origin is None:
-        return []
-    return check_same_run(
-        origin.passport,
-        config.model_dump(mode="json"),
-        dataset=recipe.data.fingerprint(),
-        global_batch_size=config.training.global_batch_size or 0,
-        accept=config.checkpoint.accept_changes,
-    )
 
 
 def _files(request: Request, config: Config, plan: Plan) -> dict[str, str]:

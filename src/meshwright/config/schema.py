@@ -13,6 +13,15 @@ from meshwright.hardware import parse_hardware
 from meshwright.mesh.axes import ALIASES, INFER, canonical_axis
 
 Precision = Literal["no", "bf16", "fp16"]
+Remat = Literal[
+    "none",
+    "full",
+    "dots",
+    "everything_saveable",
+    "nothing_saveable",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 """A number of steps or samples; counters on the devices are 32-bit."""
 AxisSize = Annotated[int, Field(le=2**20)]
@@ -198,7 +207,7 @@ class ShardingConfig(Frozen):
         min_shard_size: parameters with fewer elements stay replicated over fsdp.
         rules: path pattern to role (column, row, replicate) or partition spec.
         remat: what the backward pass computes again: none, full (all of a block), or dots (all
-            of a block but its matrix products).
+            of a block but its matrix products); or one of JAX's checkpoint policies by its name.
     """
 
     zero: Literal[1, 2, 3] = 3
@@ -206,7 +215,7 @@ class ShardingConfig(Frozen):
     blocks: Literal["scan", "unroll"] = "unroll"
     min_shard_size: int = Field(default=1024, ge=0)
     rules: dict[str, str | list[str | None]] = Field(default_factory=dict)
-    remat: Literal["none", "full", "dots"] = "none"
+    remat: Remat = "none"
 
 
 class PipelineConfig(Frozen):

@@ -31,6 +31,8 @@ def choose_remat(kind: str, *, keep_gathered: bool) -> Remat:
         return Remat(policies.nothing_saveable, not keep_gathered)
     if kind == "dots":
         return Remat(policies.dots_with_no_batch_dims_saveable, not keep_gathered)
+    if kind != "none":
+        return Remat(getattr(policies, kind), not keep_gathered)
     if keep_gathered:
         return Remat()
     return Remat(_all_but_gathered, gather_inside=True)

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict, dataclass
 
 from meshwright.processes import gather, is_main, process_count
 from meshwright.trainer.callbacks import Callback
 from meshwright.trainer.interrupt import Interrupt
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why a run stops.
+
+    Attributes:
+        reason: for people.
+        interrupted: whether a signal asked for it, so that only the state is saved.
+    """
+
+    reason: str
+    interrupted: bool
 
 
 class Limits:
@@ -37,15 +51,17 @@ class Limits:
         """Whether to ask after this update already; several processes wait for the next look."""
         return process_count() == 1 and bool(self._interrupt.reason)
 
-    def reason(self) -> str:
-        """Return why the run should stop now, as one process said; empty to go on.
+    def stop(self) -> Stop | None:
+        """Say why the run should stop now, the same in every process; None to go on.
 
-        Every process must ask at the same update.
+        Every process must ask at the same update. A signal to one of them stops all.
         """
-        own = self._interrupt.reason or self._callbacks.should_stop() or self._out_of_time()
-        if process_count() == 1:
-            return own
-        return next((said for said in gather(own) if said), "")
+        signalled = self._interrupt.reason
+        reason = signalled or self._callbacks.should_stop() or self._out_of_time()
+        own = Stop(reason, bool(signalled))
+        said = [own] if process_count() == 1 else [Stop(**each) for each in gather(asdict(own))]
+        reasons = [each for each in said if each.reason]
+        return next((each for each in reasons if each.interrupted), next(iter(reasons), None))
 
     def _out_of_time(self) -> str:
         if self.seconds is None or not is_main():

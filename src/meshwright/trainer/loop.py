@@ -39,12 +39,14 @@ class Progress:
         losses: the mean loss of every logged update, by its number from 0.
         eval: the metrics of every evaluation, by updates done.
         stopped: why the run ended.
+        interrupted: whether a signal ended it.
     """
 
     update: int = 0
     losses: dict[int, float] = field(default_factory=dict[int, float])
     eval: dict[int, Metrics] = field(default_factory=dict[int, Metrics])
     stopped: str = ENOUGH
+    interrupted: bool = False
 
 
 @dataclass(kw_only=True)
@@ -107,8 +109,8 @@ class Loop:
                 elif done % self.log_every == 0:
                     seen = (done, metrics)
                 looked |= self._pause(state, progress)
-                if (looked or self.limits.urgent) and (reason := self.limits.reason()):
-                    progress.stopped = reason
+                if (looked or self.limits.urgent) and (stop := self.limits.stop()):
+                    progress.stopped, progress.interrupted = stop.reason, stop.interrupted
                     break
         self.profiling.close()
         if metrics is not None and done - 1 not in progress.losses:
@@ -170,7 +172,7 @@ class Loop:
             self.callbacks.on_checkpoint(progress.update)
 
     def _end(self, state: TrainState, progress: Progress) -> None:
-        if not progress.stopped.startswith("SIG"):
+        if not progress.interrupted:
             self._evaluate(state, progress)
         self._save(state, progress)
         self.keeper.finish()

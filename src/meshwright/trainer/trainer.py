@@ -46,7 +46,7 @@ from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.callbacks import Callback, EarlyStopping, OnMetrics
 from meshwright.trainer.folder import make_folder
 from meshwright.trainer.loop import RAN_OUT
-from meshwright.trainer.resume import check_same_run, find_origin
+from meshwright.trainer.resume import find_origin
 from meshwright.trainer.training import FitResult, Training
 
 
@@ -146,17 +146,6 @@ class Trainer:
         assembled = assembled or self.assemble(first)
         folder = None if run_dir is None else Path(run_dir).absolute()
         _check_early_stopping(callbacks, eval_data, eval_every)
-        kept = checkpoint or CheckpointConfig()
-        origin = find_origin(resume, folder)
-        changes: list[str] = []
-        if origin is not None:
-            changes = check_same_run(
-                origin.passport,
-                {},
-                dataset=given.fingerprint(),
-                global_batch_size=assembled.plan.batch.global_batch_size,
-                accept=kept.accept_changes,
-            )
         training = Training(
             assembled=assembled,
             loss=self.loss,
@@ -171,10 +160,10 @@ class Trainer:
             log_every=self.log_every,
             callbacks=[*callbacks, *([OnMetrics(on_metrics)] if on_metrics else [])],
             run_dir=folder,
-            checkpoint=kept,
-            origin=origin,
-            remarks=changes,
+            checkpoint=checkpoint or CheckpointConfig(),
+            origin=find_origin(resume, folder),
         )
+        training.check()
         if folder is not None:
             make_folder(folder)
             training.make_tracker = partial(_trackers, tracking or TrackingConfig(), folder)

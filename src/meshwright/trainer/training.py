@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from meshwright.trainer.keeper import CheckpointKeeper, Keeper, NullKeeper
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.loop import Loop, Progress
 from meshwright.trainer.meter import Meter, Work
-from meshwright.trainer.resume import Origin, check_fits, restore
+from meshwright.trainer.resume import Origin, check_fits, check_same_run, restore
 
 
 @dataclass(frozen=True, repr=False)
@@ -143,14 +143,26 @@ class Training:
     finish: Callable[[TrainState], Mapping[str, Any]] = lambda _: {}
     remarks: Sequence[str] = ()
 
+    def check(self) -> None:
+        """Refuse a checkpoint that is of another run, before anything is written or compiled."""
+        if self.origin is None:
+            return
+        changes = check_same_run(
+            self.origin.passport,
+            self.config,
+            dataset=self._passport.dataset,
+            global_batch_size=self._batch.global_batch_size,
+            accept=self.checkpoint.accept_changes,
+        )
+        check_fits(self.origin, self._form)
+        self.remarks = [*self.remarks, *changes]
+
     def run(self) -> FitResult:
         """Train; whatever happens, what was begun is ended."""
         started = time.perf_counter()
         updates = self.duration.total_updates(
             num_samples=self.data.num_samples, batch_size=self._batch.global_batch_size
         )
-        if self.origin is not None:
-            check_fits(self.origin, CanonicalForm(self.assembled))
         compiled = compile_step(self.assembled, self.batch)
         deviations = compiled.deviations(from_bytes=WORTH_TELLING)
         remarks = [*self.remarks, *self.assembled.remarks, *deviations]
@@ -168,7 +180,7 @@ class Training:
                 state = loop.train(state, progress)
             seconds = time.perf_counter() - started
             tracker.event("stop", progress.update, progress.stopped, {"seconds": seconds})
-            more = {} if interrupt.reason else self.finish(state)
+            more = {} if progress.interrupted else self.finish(state)
             result = {**self._summary(progress, seconds), **more}
         except BaseException as error:
             keeper.abandon()
@@ -186,7 +198,7 @@ class Training:
             state=state,
             assembled=self.assembled,
             run_dir=self.run_dir,
-            interrupted=bool(interrupt.reason),
+            interrupted=progress.interrupted,
         )
 
     @property
@@ -213,7 +225,7 @@ class Training:
             project=self.project,
             seed=self.seed,
             dataset={
-                "fingerprint": self.data.fingerprint(),
+                "fingerprint": self._passport.dataset,
                 "num_samples": self.data.num_samples,
                 "description": self.data.describe(),
             },
@@ -228,7 +240,7 @@ class Training:
     def _first_state(self, tracker: Tracker, progress: Progress) -> TrainState:
         if self.origin is None:
             return self.start()
-        state = restore(self.origin, CanonicalForm(self.assembled))
+        state = restore(self.origin, self._form)
         progress.update = self.origin.update
         where = self.origin.folder / str(self.origin.update)
         message = f"going on after update {self.origin.update}, from {where}"
@@ -298,20 +310,25 @@ class Training:
             keep_best=self.checkpoint.keep_best,
         )
         own = self.origin is not None and self.origin.own
-        form = CanonicalForm(self.assembled)
-        form.prepare()
+        self._form.prepare()
         return CheckpointKeeper(
             store,
-            form,
-            self._passport,
+            self._form,
+            lambda update: replace(self._passport, update=update),
             every=self.checkpoint.every,
             last=self.origin.update if self.origin is not None and own else None,
             tell=tracker.event,
         )
 
-    def _passport(self, update: int) -> Passport:
+    @cached_property
+    def _form(self) -> CanonicalForm:
+        return CanonicalForm(self.assembled)
+
+    @cached_property
+    def _passport(self) -> Passport:
+        """What goes with every checkpoint of the run; the data are looked at once."""
         return Passport(
-            update=update,
+            update=0,
             seed=self.seed,
             dataset=self.data.fingerprint(),
             global_batch_size=self._batch.global_batch_size,
