@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from jax.sharding import Mesh
 
+from meshwright.config.schema import ShardingConfig
 from meshwright.pipeline.cut import BlockCut, blocks_per_stage
+from meshwright.pipeline.forward import PipelinedForward
 from meshwright.pipeline.gradients import AXIS, PipelinedLoss
 from meshwright.pipeline.schedules import Schedule
 from meshwright.pipeline.stages import Surroundings
 from meshwright.program.gather import GatherSpecs
 from meshwright.program.remat import Remat
-from meshwright.sharding.decide import Decision
+from meshwright.sharding.decide import Decision, decide
 from meshwright.sharding.placement import Placement
 
 
-def on_stages(decision: Decision, cut: BlockCut, num_stages: int, num_chunks: int) -> Decision:
-    """Return a decision in which every stack of blocks is divided over the stages."""
-    each = blocks_per_stage(cut.num_blocks, num_stages, num_chunks) * num_chunks
+def decide_stages(
+    cut: BlockCut, sizes: Mapping[str, int], sharding: ShardingConfig, num_chunks: int
+) -> Decision:
+    """Decide where everything lives: blocks on their stages, the rest divided over all of them."""
+    decision = decide(cut.traced, sizes, sharding, every_stage=cut.outer)
+    each = blocks_per_stage(cut.num_blocks, sizes[AXIS], num_chunks) * num_chunks
     numbers = set(cut.stacks)
 
     def divide(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
@@ -61,8 +67,21 @@ def pipelined_loss(
         remat: what blocks keep for their backward pass.
         wide: compute in float64, for proofs.
     """
-    # Inside the pipeline there is only one stage: layouts without the pipe axis.
-    where = Surroundings(
+    where = _one_stage(decision, mesh, remat, wide=wide)
+    sums = [placement.without(AXIS) for placement in decision.gradients]
+    return PipelinedLoss(cut, where, schedule, num_microbatches, sums)
+
+
+def pipelined_forward(
+    cut: BlockCut, decision: Decision, mesh: Mesh, num_chunks: int, *, remat: Remat
+) -> PipelinedForward:
+    """Return the loss alone as a pipeline on the mesh; see `pipelined_loss`."""
+    return PipelinedForward(cut, _one_stage(decision, mesh, remat, wide=False), num_chunks)
+
+
+def _one_stage(decision: Decision, mesh: Mesh, remat: Remat, *, wide: bool) -> Surroundings:
+    """Return what is asked for inside the pipeline: layouts without the pipe axis."""
+    return Surroundings(
         mesh=mesh,
         pins=decision.pins,
         weights=decision.weights,
@@ -77,8 +96,6 @@ def pipelined_loss(
         remat=remat,
         wide=wide,
     )
-    sums = [placement.without(AXIS) for placement in decision.gradients]
-    return PipelinedLoss(cut, where, schedule, num_microbatches, sums)
 
 
 def _on_pipe(placement: Placement, each: int) -> Placement:

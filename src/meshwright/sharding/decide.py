@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from meshwright.program.layout import StepLeaf
 from meshwright.program.parts import Leaf
 from meshwright.program.pins import find_pins, find_weights
 from meshwright.program.trace import TracedLoss
-from meshwright.sharding.placement import DimAxes, Placement, add_fsdp
+from meshwright.sharding.placement import DimAxes, Placement, add_fsdp, add_pipe
 from meshwright.sharding.rules import (
     TENSOR_ROLES,
     annotated,
@@ -58,8 +58,21 @@ class Decision:
     tensor: TensorChoice
 
 
-def decide(traced: TracedLoss, sizes: Mapping[str, int], sharding: ShardingConfig) -> Decision:
-    """Decide where leaves, gradients, optimizer state and activations live on a mesh."""
+def decide(
+    traced: TracedLoss,
+    sizes: Mapping[str, int],
+    sharding: ShardingConfig,
+    *,
+    every_stage: Collection[int] = (),
+) -> Decision:
+    """Decide where leaves, gradients, optimizer state and activations live on a mesh.
+
+    Args:
+        traced: the loss.
+        sizes: axis sizes of the mesh.
+        sharding: what the user wants.
+        every_stage: numbers of the step leaves that belong to no pipeline stage.
+    """
     classes = dim_classes(traced)
     tensor = choose_tensor_dims(classes, sizes.get("tensor", 1))
     if not sharding.rules:
@@ -67,9 +80,10 @@ def decide(traced: TracedLoss, sizes: Mapping[str, int], sharding: ShardingConfi
     paths = [leaf.path for leaf in traced.layout.leaves]
     check_rules(sharding.rules, [leaf.path for leaf in traced.layout.leaves if leaf.is_weight])
     divided = tuple(
-        _place(step, paths, classes, tensor, sizes, sharding) for step in traced.layout.step_leaves
+        _place(step, paths, classes, tensor, sizes, sharding, over_pipe=number in every_stage)
+        for number, step in enumerate(traced.layout.step_leaves)
     )
-    whole = tuple(_drop_fsdp(placement) for placement in divided)
+    whole = tuple(_undivided(placement) for placement in divided)
     axes = batch_axes(sizes)
     return Decision(
         at_rest=divided if sharding.zero == 3 else whole,
@@ -105,6 +119,8 @@ def _place(
     tensor: TensorChoice,
     sizes: Mapping[str, int],
     sharding: ShardingConfig,
+    *,
+    over_pipe: bool,
 ) -> Placement:
     leaf = step.leaf
     rule = find_rule(sharding.rules, step, paths) if leaf.is_weight else None
@@ -116,18 +132,27 @@ def _place(
         return annotated(leaf, sizes)
     else:
         on_tensor = _by_the_model(leaf, tensor)
-    if not leaf.is_weight or sizes.get("fsdp", 1) == 1:
-        return on_tensor
+    placed = on_tensor
+    if leaf.is_weight and sizes.get("fsdp", 1) > 1:
+        placed = _over_fsdp(step, on_tensor, sizes, sharding)
+    if leaf.is_weight and over_pipe:
+        placed = add_pipe(leaf, placed, sizes=sizes, smallest=sharding.min_shard_size)
+    return placed
+
+
+def _over_fsdp(
+    step: StepLeaf, on_tensor: Placement, sizes: Mapping[str, int], sharding: ShardingConfig
+) -> Placement:
     # A stack's first dim is the blocks: dividing it would put whole blocks on single devices.
     placed = add_fsdp(
-        leaf,
+        step.leaf,
         on_tensor.dims,
         size=sizes["fsdp"],
         smallest=sharding.min_shard_size,
         keep=1 if step.stacked else 0,
     )
     reasons = filter(None, (on_tensor.reason.removesuffix(EVERYWHERE), placed.reason))
-    return Placement(leaf.path, placed.dims, "; ".join(reasons))
+    return Placement(step.leaf.path, placed.dims, "; ".join(reasons))
 
 
 def _by_the_model(leaf: Leaf, tensor: TensorChoice) -> Placement:
@@ -148,8 +173,11 @@ def _names_axes(annotation: Sequence[Any]) -> bool:
     return bool(names) and all(name in AXES or name in ALIASES for name in names)
 
 
-def _drop_fsdp(placement: Placement) -> Placement:
-    dims = tuple(tuple(axis for axis in axes if axis != "fsdp") for axes in placement.dims)
+def _undivided(placement: Placement) -> Placement:
+    """Return where a leaf lives if only tensor parallelism divides it."""
+    dims = tuple(
+        tuple(axis for axis in axes if axis not in ("fsdp", "pipe")) for axes in placement.dims
+    )
     return Placement(placement.path, dims, placement.reason)
 
 

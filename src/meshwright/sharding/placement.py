@@ -92,3 +92,22 @@ def add_fsdp(
     best = max(free, key=lambda d: (leaf.shape[d], d))
     dims[best] = ("fsdp",)
     return Placement(leaf.path, tuple(dims), f"fsdp on dim {best}: {leaf.shape[best]} / {size}")
+
+
+def add_pipe(
+    leaf: Leaf, placed: Placement, *, sizes: Mapping[str, int], smallest: int
+) -> Placement:
+    """Divide a leaf that every stage uses over the pipe axis, innermost on its largest dim.
+
+    Stages gather it once per update; in between, and in the optimizer, each holds its piece.
+    """
+    pieces = [math.prod(sizes.get(axis, 1) for axis in (*axes, "pipe")) for axes in placed.dims]
+    fits = [d for d, count in enumerate(pieces) if leaf.shape[d] % count == 0]
+    if not fits or leaf.size < smallest:
+        return placed
+    # A dim of its own is gathered in one piece; one shared with fsdp is second best.
+    best = max(fits, key=lambda d: (not placed.dims[d], leaf.shape[d], d))
+    dims = list(placed.dims)
+    dims[best] = (*dims[best], "pipe")
+    reason = f"pipe on dim {best}: {leaf.shape[best]} / {pieces[best]}"
+    return Placement(leaf.path, tuple(dims), "; ".join(filter(None, (placed.reason, reason))))

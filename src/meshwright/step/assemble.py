@@ -15,7 +15,7 @@ from meshwright.errors import UserError
 from meshwright.mesh.build import build_mesh
 from meshwright.pipeline.cut import BlockCut, cut_blocks, ordered_by_stage
 from meshwright.pipeline.gradients import PipelinedLoss
-from meshwright.pipeline.place import on_stages, pipelined_loss
+from meshwright.pipeline.place import decide_stages, pipelined_loss
 from meshwright.pipeline.report import pipeline_report
 from meshwright.pipeline.schedules import get_schedule
 from meshwright.plan import Plan
@@ -27,6 +27,7 @@ from meshwright.program.rolled import roll_program
 from meshwright.program.trace import Loss, TracedLoss, trace_loss
 from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
 from meshwright.sharding.placement import to_spec
+from meshwright.step.forward import planned_remat
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import TrainStep
 
@@ -154,10 +155,11 @@ def assemble(
     if stages > 1:
         cut = ordered_by_stage(cut_blocks(traced, remarks), stages, plan.num_chunks)
         traced = cut.traced
-    decision = decide(traced, plan.mesh, plan.sharding)
     pipeline = None
-    if cut is not None:
-        decision = on_stages(decision, cut, stages, plan.num_chunks)
+    if cut is None:
+        decision = decide(traced, plan.mesh, plan.sharding)
+    else:
+        decision = decide_stages(cut, plan.mesh, plan.sharding, plan.num_chunks)
         pipeline = _pipeline(cut, decision, plan, mesh, wide=wide)
         remarks = (*remarks, *pipeline_report(pipeline).warnings)
     local = None
@@ -184,8 +186,7 @@ def _pipeline(
     """Return the loss and its gradients as a pipeline of the plan's stages."""
     schedule = get_schedule(plan.schedule or "1f1b", plan.num_chunks)
     schedule.shape(plan.num_microbatches, plan.size("pipe"))
-    keep = plan.sharding.keep_gathered or not decision.gathers
-    remat = choose_remat(plan.sharding.remat, keep_gathered=keep)
+    remat = planned_remat(decision, plan)
     return pipelined_loss(
         cut, decision, mesh, schedule, plan.num_microbatches, remat=remat, wide=wide
     )

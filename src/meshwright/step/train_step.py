@@ -14,11 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.pipeline.gradients import PipelinedLoss
 from meshwright.plan import Plan
-from meshwright.program.forward import Forward
-from meshwright.program.remat import choose_remat
 from meshwright.program.trace import LossValue, TracedLoss
 from meshwright.sharding.decide import Decision, batch_axes
 from meshwright.sharding.placement import Placement
+from meshwright.step.forward import planned_forward
 from meshwright.step.gradients import (
     Gradients,
     accumulate_gradients,
@@ -85,17 +84,7 @@ class TrainStep:
         self._state_numbers = [n for n, s in enumerate(steps) if s.leaf.role == "state"]
         placements = [decision.optimizer[n] for n in self._param_numbers]
         self.optimizer = FlatOptimizer(optimizer, traced.layout, placements, dict(plan.mesh))
-        keep = plan.sharding.keep_gathered or not decision.gathers
-        self._forward = Forward(
-            traced,
-            mesh=mesh,
-            pins=decision.pins,
-            weights=decision.weights,
-            gathers=decision.gathers,
-            whole=[placement.without("fsdp") for placement in decision.at_rest],
-            remat=choose_remat(plan.sharding.remat, keep_gathered=keep),
-            wide=wide,
-        )
+        self._forward = planned_forward(traced, decision, plan, mesh, wide=wide)
         self.shardings = self._make_shardings()
         self._jitted = jax.jit(
             self._update,

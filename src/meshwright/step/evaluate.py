@@ -1,0 +1,109 @@
+"""The loss without an update: the model in evaluation mode, on the leaves of a training state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwright.errors import UserError
+from meshwright.pipeline.cut import cut_blocks, ordered_by_stage
+from meshwright.pipeline.place import decide_stages, pipelined_forward
+from meshwright.program.layout import Layout
+from meshwright.program.policy import COMPUTE_DTYPES
+from meshwright.program.rolled import roll_program
+from meshwright.program.trace import Loss, TracedLoss, trace_loss
+from meshwright.sharding.decide import decide
+from meshwright.step.assemble import Assembled
+from meshwright.step.forward import planned_forward, planned_remat
+from meshwright.step.microbatch import split_strided
+from meshwright.weighted import Weighted
+
+Evaluate = Callable[[Sequence[Any], Sequence[Any]], dict[str, Weighted]]
+"""From a state's leaf values and a batch's leaves to totals and weights of loss and metrics."""
+
+
+def evaluation(assembled: Assembled, loss: Loss, batch: Sequence[Any], count: int) -> Evaluate:
+    """Return the compiled loss of batches like this one, divided into ``count`` microbatches.
+
+    On a mesh with stages it is a pipeline too: no device holds another stage's blocks, unless
+    the model looks so different in evaluation mode that it cannot be divided.
+    """
+    run: Evaluate | None = None
+    if assembled.plan.size("pipe") > 1:
+        with suppress(UserError):
+            run = _staged(assembled, _trace(assembled, loss, batch, count), count)
+    run = run or _whole(assembled, _trace(assembled, loss, batch, 1))
+    return jax.jit(run, out_shardings=NamedSharding(assembled.mesh, PartitionSpec()))
+
+
+def _trace(assembled: Assembled, loss: Loss, batch: Sequence[Any], count: int) -> TracedLoss:
+    structs = [
+        jax.ShapeDtypeStruct((leaf.shape[0] // count, *leaf.shape[1:]), leaf.dtype)
+        for leaf in batch
+    ]
+    micro = jax.tree.unflatten(assembled.batch_tree, structs)
+    dtype = COMPUTE_DTYPES[assembled.plan.precision]
+    return trace_loss(_in_evaluation_mode(loss), assembled.parts, micro, dtype)
+
+
+def _whole(assembled: Assembled, traced: TracedLoss) -> Evaluate:
+    plan = assembled.plan
+    if plan.sharding.blocks == "scan":
+        traced = roll_program(traced).traced
+    decision = decide(traced, plan.mesh, plan.sharding)
+    forward = planned_forward(traced, decision, plan, assembled.mesh)
+    translate = _Translation(assembled.traced.layout, traced.layout)
+
+    def run(leaves: Sequence[Any], batch: Sequence[Any]) -> dict[str, Weighted]:
+        value = forward(translate(leaves), batch)
+        return {"loss": value.objective, **value.metrics}
+
+    return run
+
+
+def _staged(assembled: Assembled, traced: TracedLoss, count: int) -> Evaluate:
+    plan, mesh, stages = assembled.plan, assembled.mesh, assembled.plan.size("pipe")
+    rolled = roll_program(traced)
+    cut = ordered_by_stage(cut_blocks(rolled.traced, rolled.remarks), stages, plan.num_chunks)
+    decision = decide_stages(cut, plan.mesh, plan.sharding, plan.num_chunks)
+    forward = pipelined_forward(
+        cut, decision, mesh, plan.num_chunks, remat=planned_remat(decision, plan)
+    )
+    translate = _Translation(assembled.traced.layout, cut.traced.layout)
+
+    def run(leaves: Sequence[Any], batch: Sequence[Any]) -> dict[str, Weighted]:
+        microbatches = split_strided(batch, count, mesh, decision.batch)
+        losses = forward(translate(leaves), microbatches)
+        return {"loss": losses.objective, **losses.metrics}
+
+    return run
+
+
+class _Translation:
+    """Turns the leaves of one layout of a model into those of another."""
+
+    def __init__(self, before: Layout, after: Layout) -> None:
+        self._before, self._after = before, after
+        self._same = {step.sources: n for n, step in enumerate(before.step_leaves)}
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        canonical = self._before.to_canonical(leaves)
+        return [
+            leaves[self._same[step.sources]]
+            if step.sources in self._same
+            else step.join([canonical[source] for source in step.sources])
+            for step in self._after.step_leaves
+        ]
+
+
+def _in_evaluation_mode(loss: Loss) -> Loss:
+    def evaluate(model: Any, batch: Any) -> Any:
+        for part in model.values() if isinstance(model, dict) else (model,):
+            part.eval()
+        return loss(model, batch)
+
+    return evaluate

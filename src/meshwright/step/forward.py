@@ -1,0 +1,33 @@
+"""A traced loss as the plan's mesh evaluates it."""
+
+from __future__ import annotations
+
+from jax.sharding import Mesh
+
+from meshwright.plan import Plan
+from meshwright.program.forward import Forward
+from meshwright.program.remat import Remat, choose_remat
+from meshwright.program.trace import TracedLoss
+from meshwright.sharding.decide import Decision
+
+
+def planned_forward(
+    traced: TracedLoss, decision: Decision, plan: Plan, mesh: Mesh, *, wide: bool = False
+) -> Forward:
+    """Return the loss on the mesh, laid out as decided; ``wide`` computes in float64."""
+    return Forward(
+        traced,
+        mesh=mesh,
+        pins=decision.pins,
+        weights=decision.weights,
+        gathers=decision.gathers,
+        whole=[placement.without("fsdp") for placement in decision.at_rest],
+        remat=planned_remat(decision, plan),
+        wide=wide,
+    )
+
+
+def planned_remat(decision: Decision, plan: Plan) -> Remat:
+    """Return what blocks keep for their backward pass."""
+    keep = plan.sharding.keep_gathered or not decision.gathers
+    return choose_remat(plan.sharding.remat, keep_gathered=keep)

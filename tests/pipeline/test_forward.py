@@ -1,0 +1,71 @@
+"""Evaluation by stages is the loss of the model as its author wrote it."""
+
+import jax
+import numpy as np
+import pytest
+from pipeline.models import VOCABULARY, WIDTH, Tokens, tokens_batch, tokens_loss
+from pipeline.test_pipelined_step import CUBE, put
+from quick import quick_module
+
+from meshwright.pipeline.forward import forward_table
+from meshwright.pipeline.operations import Kind
+from meshwright.program.hlo import compile_program
+from meshwright.step.evaluate import evaluation
+
+__all__ = ["quick_module"]
+pytestmark = pytest.mark.usefixtures("quick_module")
+SIZES = [(1, 4, 1), (8, 4, 1), (3, 2, 2), (5, 4, 3), (8, 2, 4)]
+
+
+def build():
+    return Tokens(tied=True, dropout=0.5)
+
+
+@pytest.mark.parametrize(("count", "stages", "chunks"), SIZES)
+def test_each_piece_sees_each_microbatch_once_and_right_after_the_piece_before(
+    count, stages, chunks
+):
+    table = forward_table(count, stages, chunks)
+    at = {
+        (op.microbatch, table.shape.virtual(op, stage)): tick
+        for tick, stage, op in table.placed()
+        if op.kind is Kind.FORWARD
+    }
+    assert len(at) == sum(1 for _ in table.placed()) == count * stages * chunks
+    for (microbatch, piece), tick in at.items():
+        assert tick == at[microbatch, 0] + piece
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "together"), [("1f1b", CUBE, 4), ("interleaved", {"pipe": 2}, 3)]
+)
+def test_evaluation_by_stages_is_the_loss_of_the_model(schedule, mesh, together):
+    batch = tokens_batch(12 if together == 3 else 16, seed=5)
+    training = tokens_batch(16)
+    assembled = put(build, tokens_loss, training, mesh, schedule, wide=False)
+    model = build()
+    state = assembled.adopt(model)
+    run = evaluation(assembled, tokens_loss, assembled.put_batch(batch), together)
+    found = run(assembled.step.leaf_values(state), assembled.put_batch(batch))
+    model.eval()
+    loss, metrics = tokens_loss(model, batch)
+    np.testing.assert_allclose(found["loss"].mean, loss.mean, rtol=1e-6)
+    np.testing.assert_allclose(found["loss"].weight, loss.weight)
+    np.testing.assert_allclose(found["accuracy"].total, metrics["accuracy"].total)
+
+
+def test_no_stage_reads_blocks_of_another():
+    batch = tokens_batch(16)
+    assembled = put(build, tokens_loss, batch, {"pipe": 4}, "1f1b", wide=False)
+    structs = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=assembled.step.shardings.batch)
+        for a in jax.tree.leaves(batch)
+    ]
+    leaves = assembled.step.leaf_values(assembled.step.abstract_state())
+    lowered = evaluation(assembled, tokens_loss, structs, 4).lower(leaves, structs)
+    text = compile_program(lowered).partitioned
+    assert "collective-permute" in text
+    gathered = [line for line in text.splitlines() if " all-gather(" in line]
+    # The table that is embedding and head, once.
+    assert len(gathered) == 1
+    assert f"f32[{VOCABULARY},{WIDTH}]" in gathered[0]
