@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax import Array, lax
+
+T = TypeVar("T")
 
 
 def is_float(value: Any) -> bool:
@@ -20,20 +22,39 @@ def empty_slots(shapes: Sequence[Any], slots: int) -> list[Any]:
 
 
 def read_slot(buffers: list[Any], slot: Array) -> list[Any]:
-    """Return what is in a slot; a negative slot gives anything."""
-    at = jnp.maximum(slot, 0)
-    return [lax.dynamic_index_in_dim(b, at, 0, keepdims=False) for b in buffers]
+    """Return what is in a slot.
+
+    Read in a branch, which is always the first: who reads a slot may want it laid out in memory
+    in another way, and outside of a branch compilers give all slots that layout, tick by tick.
+    """
+
+    def read(at: Array | int) -> list[Any]:
+        values = [lax.dynamic_index_in_dim(b, at, 0, keepdims=False) for b in buffers]
+        # Branches that end in arrays divided in different ways are refused by the compiler.
+        return lax.optimization_barrier(values)
+
+    return lax.cond(slot >= 0, lambda: read(slot), lambda: read(0)) if buffers else []
 
 
 def write_slot(buffers: list[Any], values: Sequence[Any], slot: Array) -> list[Any]:
-    """Write values into a slot; a negative slot changes nothing."""
-    at = jnp.maximum(slot, 0)
+    """Write values into a slot."""
     return [
-        lax.dynamic_update_index_in_dim(
-            b, jnp.where(slot >= 0, v, lax.dynamic_index_in_dim(b, at, 0, keepdims=False)), at, 0
-        )
+        lax.dynamic_update_index_in_dim(b, v.astype(b.dtype), slot, 0)
         for b, v in zip(buffers, values, strict=True)
     ]
+
+
+def when(needed: Array, update: Callable[[T], T], values: T) -> T:
+    """Return updated values where there is something to do, else what they are.
+
+    Written as a loop of no or one turn: compilers change what a loop carries in place, and copy
+    what a branch returns. Buffers of many gigabytes go through here in every tick.
+    """
+
+    def turn(carry: tuple[Array, T]) -> tuple[Array, T]:
+        return jnp.zeros_like(carry[0]), update(carry[1])
+
+    return lax.while_loop(lambda carry: carry[0], turn, (needed, values))[1]
 
 
 def add_row(stack: Any, value: Any, at: Array | int) -> Any:

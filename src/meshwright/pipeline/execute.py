@@ -18,6 +18,7 @@ from meshwright.pipeline.arrays import (
     placed,
     read_slot,
     times,
+    when,
     write_slot,
 )
 from meshwright.pipeline.contract import (
@@ -92,11 +93,11 @@ class Ticks:
 
     def _tick(self, carry: Any, row: Row) -> tuple[Any, None]:
         between, arrived, arrived_back = carry
-        inbox = write_slot(between.inbox, arrived, row.activation_in)
-        gradients = write_slot(between.gradients, arrived_back, row.gradient_in)
+        inbox = self._receive(between.inbox, arrived, row.activation_in)
+        gradients = self._receive(between.gradients, arrived_back, row.gradient_in)
         between = replace(between, inbox=inbox, gradients=gradients)
-        between, sent = self._forward(between, row)
-        between, sent_back = self._backward(between, row)
+        between, sent = self._forward(between, arrived, row)
+        between, sent_back = self._backward(between, arrived_back, row)
         if self.forms.splits_backward:
             between = self._weight(between, row)
         between = replace(between, sums=self.constrain(between.sums))
@@ -106,54 +107,50 @@ class Ticks:
         )
         return (between, arrived, arrived_back), None
 
-    def _forward(self, between: _Between, row: Row) -> tuple[_Between, Message]:
+    def _receive(self, buffers: list[Any], arrived: list[Any], slot: Array) -> list[Any]:
+        return when(slot >= 0, lambda now: write_slot(now, arrived, slot), buffers)
+
+    def _forward(self, between: _Between, unused: Message, row: Row) -> tuple[_Between, Message]:
+        """Return what is there afterwards and what is sent; without an operation that is unused."""
         op = row.forward
 
-        def work() -> Any:
+        def work(now: Any) -> Any:
+            kept, changing, _ = now
             inputs = self._inputs(op.microbatch)
             outer = self._outer(self.functions.embed_reads)
             message = lax.cond(
                 op.reads < 0,
-                # Branches that end in differently laid out arrays are refused by the compiler.
+                # Branches that end in arrays divided in different ways are refused by the compiler.
                 lambda: lax.optimization_barrier(self.functions.embed(outer, inputs)),
-                lambda: lax.optimization_barrier(read_slot(between.inbox, op.reads)),
+                lambda: read_slot(between.inbox, op.reads),
             )
-            changing = between.sums.changing
             operands = self._operands(message, changing, op.chunk, inputs, row.stage)
             taken = self.program.forward(*self._held(op.chunk), *operands)
             whole, rows = taken.further
-            changing = self._put_rows(changing, rows, op.chunk)
-            return self._join(taken.y, whole), taken.kept, changing
+            kept = write_slot(kept, taken.kept, op.keeps)
+            return kept, self._put_rows(changing, rows, op.chunk), self._join(taken.y, whole)
 
-        def rest() -> Any:
-            return (
-                self._nothing(self.message),
-                read_slot(between.kept, op.keeps),
-                between.sums.changing,
-            )
-
-        message, kept, changing = lax.cond(op.microbatch >= 0, work, rest)
-        sums = replace(between.sums, changing=changing)
-        between = replace(between, kept=write_slot(between.kept, kept, op.keeps), sums=sums)
+        kept, changing, message = when(
+            op.microbatch >= 0, work, (between.kept, between.sums.changing, unused)
+        )
+        between = replace(between, kept=kept, sums=replace(between.sums, changing=changing))
         return self._head(between, message, row), message
 
     def _head(self, between: _Between, message: Message, row: Row) -> _Between:
         """Where a microbatch has come to its end, evaluate the loss and start its way back."""
-        reads = self.functions.head_reads
-        losses, outer = between.sums.losses, self._pick(between.sums.outer, reads)
+        reads, slot = self.functions.head_reads, row.gradient_own
 
-        # Branches hand on what they change and nothing else: the compiler copies the rest.
-        def work() -> Any:
+        def work(now: Any) -> Any:
+            losses, outer, slots = now
             found, gradients, back, tail = self._loss_gradient(message, row.forward.microbatch)
             together = jax.tree.map(jnp.add, losses, found)
-            return together, added(outer, gradients, tail), [*back, *tail]
+            return together, added(outer, gradients, tail), write_slot(slots, [*back, *tail], slot)
 
-        def rest() -> Any:
-            return losses, outer, read_slot(between.gradients, row.gradient_own)
-
-        losses, outer, own = lax.cond(row.gradient_own >= 0, work, rest)
-        sums = replace(between.sums, losses=losses, outer=placed(between.sums.outer, reads, outer))
-        gradients = write_slot(between.gradients, own, row.gradient_own)
+        sums = between.sums
+        losses, outer, gradients = when(
+            slot >= 0, work, (sums.losses, self._pick(sums.outer, reads), between.gradients)
+        )
+        sums = replace(sums, losses=losses, outer=placed(sums.outer, reads, outer))
         return replace(between, gradients=gradients, sums=sums)
 
     def _loss_gradient(self, message: Message, microbatch: Array) -> Any:
@@ -171,54 +168,49 @@ class Ticks:
         gradients, back = pullback(start)
         return losses, gradients, back, [] if self.scale is None else [weight]
 
-    def _backward(self, between: _Between, row: Row) -> tuple[_Between, list[Any]]:
+    def _backward(
+        self, between: _Between, unused: list[Any], row: Row
+    ) -> tuple[_Between, list[Any]]:
         op, split = row.backward, self.forms.splits_backward
-        sums = self._block_sums(between.sums)
 
-        def work() -> Any:
+        def work(now: Any) -> Any:
+            sums, cuts, _ = now
             back = read_slot(between.gradients, op.reads)
             gradient, tail = back[: self.num_floats], back[self.num_floats :]
             held, kept = self._held(op.chunk), read_slot(between.kept, op.keeps)
             if split:
                 gradient, cut = self.program.input_gradient(*held, kept, gradient)
                 # The weight rides along until the weight gradient needs it.
-                return [*gradient, *tail], [*cut, *tail], None
-            weights, gradient = self.program.backward(*held, kept, gradient)
-            return [*gradient, *tail], [], self._add(sums, weights, op.chunk, tail)
+                cuts = write_slot(cuts, [*cut, *tail], op.cut)
+            else:
+                weights, gradient = self.program.backward(*held, kept, gradient)
+                sums = self._add(sums, weights, op.chunk, tail)
+            return sums, cuts, [*gradient, *tail]
 
-        def rest() -> Any:
-            nothing = self._nothing(self._gradient_shapes())
-            cut = read_slot(between.cuts, op.cut) if split else []
-            return nothing, cut, None if split else sums
-
-        gradient, cut, found = lax.cond(op.microbatch >= 0, work, rest)
-        if split:
-            between = replace(between, cuts=write_slot(between.cuts, cut, op.cut))
-        else:
-            between = self._with_block_sums(between, found)
+        sums, cuts, gradient = when(
+            op.microbatch >= 0, work, (self._block_sums(between.sums), between.cuts, unused)
+        )
+        between = self._with_block_sums(replace(between, cuts=cuts), sums)
         return self._embed_gradient(between, gradient, row), gradient
 
     def _weight(self, between: _Between, row: Row) -> _Between:
         op = row.weight
-        sums = self._block_sums(between.sums)
 
-        def work() -> Any:
+        def work(sums: Any) -> Any:
             cut = read_slot(between.cuts, op.cut)
             count = len(cut) - (self.scale is not None)
             kept = read_slot(between.kept, op.keeps)
             weights = self.program.weight_gradient(*self._held(op.chunk), kept, cut[:count])
             return self._add(sums, weights, op.chunk, cut[count:])
 
-        return self._with_block_sums(between, lax.cond(op.microbatch >= 0, work, lambda: sums))
+        sums = when(op.microbatch >= 0, work, self._block_sums(between.sums))
+        return self._with_block_sums(between, sums)
 
     def _embed_gradient(self, between: _Between, back: list[Any], row: Row) -> _Between:
         """Where a microbatch is back at the start, add up the gradients of what came before."""
         op, reads = row.backward, self.functions.embed_reads
-        outer = self._pick(between.sums.outer, reads)
-        if not outer:
-            return between
 
-        def work() -> list[Any]:
+        def work(outer: list[Any]) -> list[Any]:
             inputs = self._inputs(op.microbatch)
             _, pullback = jax.vjp(
                 lambda outer: self._split(self.functions.embed(outer, inputs))[0],
@@ -227,8 +219,10 @@ class Ticks:
             (gradients,) = pullback(back[: self.num_floats])
             return added(outer, gradients, back[self.num_floats :])
 
+        if not reads:
+            return between
         here = (op.microbatch >= 0) & (op.chunk == 0) & (row.stage == 0)
-        outer = lax.cond(here, work, lambda: outer)
+        outer = when(here, work, self._pick(between.sums.outer, reads))
         sums = replace(between.sums, outer=placed(between.sums.outer, reads, outer))
         return replace(between, sums=sums)
 

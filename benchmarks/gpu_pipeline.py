@@ -1,0 +1,127 @@
+"""A pipeline of four GPUs on one: what it keeps, and what its ticks cost beyond their products.
+
+One GPU compiles and runs the first stage's program of four (`jax_mock_gpu_topology`; sending is
+mocked, so nothing is waited for). What the first stage needs for an update is compared with its
+share of the FLOPs of the same update on one GPU without stages.
+
+    XLA_FLAGS=--xla_gpu_shard_autotuning=false python benchmarks/gpu_pipeline.py
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+STAGES, ROWS, MICROBATCHES = 4, 4, (16, 64)
+SIZES = {"vocab_size": 50304, "context_length": 1024, "hidden_size": 768, "num_heads": 12}
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 3, "zb_h1": 1}
+
+
+def main(target: Path) -> None:
+    if "--alone" in sys.argv:
+        print(json.dumps(alone(MICROBATCHES[0])))
+        return
+    command = [sys.executable, __file__, "--alone"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    reference = json.loads(found.splitlines()[-1])
+    print("one GPU", reference, flush=True)
+    jax.config.update("jax_mock_gpu_topology", f"1x{STAGES}x1")
+    rows = [staged(n, c, m, reference) for n, c in SCHEDULES.items() for m in MICROBATCHES]
+    report = {
+        "command": "XLA_FLAGS=--xla_gpu_shard_autotuning=false python benchmarks/gpu_pipeline.py",
+        "hardware": f"{jax.local_devices()[0].device_kind}, topology of {STAGES} mocked",
+        "versions": {name: version(name) for name in ("jax", "jaxlib", "flax")},
+        "date": datetime.now(UTC).date().isoformat(),
+        "model": f"GPT, 12 blocks, {SIZES}, {ROWS} rows a microbatch, bf16, AdamW, pipe={STAGES}",
+        "one_gpu": reference,
+        "rows": rows,
+    }
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+
+
+def alone(count: int) -> dict[str, Any]:
+    """Measure an update without stages."""
+    assembled, batch = assemble_gpt({}, None, 1, count)
+    return measure(assembled, batch)
+
+
+def staged(name: str, chunks: int, count: int, reference: dict[str, Any]) -> dict[str, Any]:
+    from meshwright.pipeline.report import pipeline_report
+
+    assembled, batch = assemble_gpt({"pipe": STAGES}, name, chunks, count)
+    assert assembled.step.pipeline is not None
+    stages = pipeline_report(assembled.step.pipeline).stages
+    share = stages[0].flops / sum(stage.flops for stage in stages)
+    row = {"schedule": name, "microbatches": count, **measure(assembled, batch)}
+    ideal = reference["seconds"] * share * count / MICROBATCHES[0]
+    row |= {"share_of_flops": round(share, 4), "over_its_share": round(row["seconds"] / ideal, 3)}
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def measure(assembled: Any, batch: Any) -> dict[str, Any]:
+    from meshwright.program.memory import memory_of
+
+    sharding = assembled.step.shardings.batch
+    placed = [
+        jax.make_array_from_process_local_data(sharding, np.asarray(leaf), leaf.shape)
+        for leaf in jax.tree.leaves(batch)
+    ]
+    started = time.perf_counter()
+    compiled = assembled.step.lower(placed).compile()
+    compile_seconds = time.perf_counter() - started
+    state = assembled.init(0)
+    seconds: list[float] = []
+    for _ in range(7):
+        jax.block_until_ready(state)
+        started = time.perf_counter()
+        state, metrics = compiled(state, placed)
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - started)
+    return {
+        "seconds": round(min(seconds), 4),
+        "temp_gib": round(memory_of(compiled).temp / 2**30, 2),
+        "argument_gib": round(memory_of(compiled).argument / 2**30, 2),
+        "compile_s": round(compile_seconds, 1),
+    }
+
+
+def assemble_gpt(
+    mesh: dict[str, int], schedule: str | None, chunks: int, count: int
+) -> tuple[Any, Any]:
+    import optax
+
+    from meshwright.config.batch import solve_batch
+    from meshwright.models import build_model
+    from meshwright.plan import Plan
+    from meshwright.step.assemble import assemble
+    from meshwright.tasks.language_modeling import LanguageModeling
+
+    task = LanguageModeling(vocab_size=SIZES["vocab_size"], context_length=SIZES["context_length"])
+    samples = ROWS * count
+    plan = Plan(
+        mesh=mesh,
+        batch=solve_batch(replicas=1, global_batch_size=samples, gradient_accumulation_steps=count),
+        precision="bf16",
+        schedule=schedule,
+        num_microbatches=count if mesh else 1,
+        num_chunks=chunks,
+    )
+    batch = task.synthetic_batch(0, samples)
+    build: Any = lambda rngs: build_model("gpt", rngs=rngs, num_blocks=12, dropout=0.0, **SIZES)  # noqa: E731
+    return assemble(build, task.loss, optax.adamw(1e-3), plan, batch, clip_norm=1.0), batch
+
+
+if __name__ == "__main__":
+    named = [a for a in sys.argv[1:] if not a.startswith("--")]
+    main(Path(named[0] if named else "benchmarks/results/gpu_pipeline.json"))
