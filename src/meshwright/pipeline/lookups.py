@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.pipeline.whole import make_whole
 from meshwright.program.jaxprs import Equation, aval_of, bind
 
 SCATTERS = frozenset({"scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"})
@@ -62,17 +63,13 @@ def picked(eqn: Equation, operand: Any, indices: Any) -> Any:
     return _filled(eqn, found, at, size)
 
 
-def with_whole_dims(eqn: Equation, args: list[Any], mesh: Any) -> list[Any]:
+def in_whole_dims(eqn: Equation, args: list[Any], mesh: Any) -> list[Any]:
     """Evaluate a lookup or scatter with the dims it indexes whole on every device."""
     numbers = eqn.params["dimension_numbers"]
     scatters = eqn.primitive.name in SCATTERS
     indexed = numbers.scatter_dims_to_operand_dims if scatters else numbers.start_index_map
-    entries = [
-        None if dim in indexed else PartitionSpec.UNCONSTRAINED for dim in range(args[0].ndim)
-    ]
-    place = NamedSharding(mesh, PartitionSpec(*entries))
-    found = bind(eqn, [lax.with_sharding_constraint(args[0], place), *args[1:]])
-    return [lax.with_sharding_constraint(a, place) for a in found] if scatters else found
+    found = bind(eqn, [make_whole(args[0], mesh, indexed), *args[1:]])
+    return [make_whole(a, mesh, indexed) for a in found] if scatters else found
 
 
 def _takes_rows(eqn: Equation) -> bool:

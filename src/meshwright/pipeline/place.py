@@ -23,7 +23,7 @@ def decide_stages(
     cut: BlockCut, sizes: Mapping[str, int], sharding: ShardingConfig, num_chunks: int
 ) -> Decision:
     """Decide where everything lives: blocks on their stages, the rest divided over all of them."""
-    decision = decide(cut.traced, sizes, sharding, every_stage=cut.outer)
+    decision = decide(cut.traced, sizes, sharding, staged=cut.stacks)
     each = blocks_per_stage(cut.num_blocks, sizes[AXIS], num_chunks) * num_chunks
     numbers = set(cut.stacks)
 

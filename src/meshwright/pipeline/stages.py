@@ -17,10 +17,11 @@ from meshwright.pipeline.lookups import (
     SCATTERS,
     divided_rows,
     divides_rows,
+    in_whole_dims,
     picked,
     picks_one,
-    with_whole_dims,
 )
+from meshwright.pipeline.whole import all_whole, moving_dims
 from meshwright.program.forward import OnMesh, WeightUse, WideOnMesh, weight_uses
 from meshwright.program.gather import GatherSpecs
 from meshwright.program.interpret import Environment
@@ -219,9 +220,15 @@ class _OnStage(OnMesh):
     def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
         """Evaluate an equation; lookups in dims that are divided are done piece by piece."""
         name = eqn.primitive.name
+        if self._mesh.size == self._mesh.shape["pipe"]:
+            return super().leaf(eqn, args)
         if name in SCATTERS:
-            return with_whole_dims(eqn, args, self._mesh)
-        if name != "gather" or self._mesh.size == self._mesh.shape["pipe"]:
+            return in_whole_dims(eqn, args, self._mesh)
+        if dims := moving_dims(eqn):
+            found = super().leaf(eqn, all_whole(args, self._mesh, dims))
+            # Results, too: their gradients move the other way.
+            return all_whole(found, self._mesh, dims)
+        if name != "gather":
             return super().leaf(eqn, args)
         atom = eqn.invars[0]
         use = None if isinstance(atom, Literal) else self._uses.get(atom)
@@ -232,7 +239,7 @@ class _OnStage(OnMesh):
             return super().leaf(eqn, args)
         if picks_one(eqn):
             return [picked(eqn, args[0], args[1])]
-        return with_whole_dims(eqn, args, self._mesh)
+        return in_whole_dims(eqn, args, self._mesh)
 
     def stack(self, use: WeightUse | None, value: Any) -> Any:
         """Return a stack of rows as blocks read them."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.program.gather import GatherSpecs, ready
+from meshwright.program.grouped import GroupedLayout, is_grouped
 from meshwright.program.interpret import Environment, Interpreter, ScanBody
 from meshwright.program.jaxprs import (
     REARRANGES,
@@ -178,6 +179,14 @@ class OnMesh(Interpreter):
 
     def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
         """Evaluate an equation; where weights are used, their gradients are summed in float32."""
+        if is_grouped(eqn):
+            layout = GroupedLayout(eqn, self._mesh.shape)
+            if layout.needed:
+                laid = layout.operands(args[0], args[1], self._mesh)
+                return [layout.result(out, self._mesh) for out in self._evaluated(eqn, laid)]
+        return self._evaluated(eqn, args)
+
+    def _evaluated(self, eqn: Equation, args: list[Any]) -> list[Any]:
         if self._rearranged(eqn):
             widens = eqn.primitive.name == "convert_element_type"
             return self._stay_ready(eqn, args if widens else bind(eqn, args))

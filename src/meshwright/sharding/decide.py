@@ -63,7 +63,7 @@ def decide(
     sizes: Mapping[str, int],
     sharding: ShardingConfig,
     *,
-    every_stage: Collection[int] = (),
+    staged: Collection[int] = (),
 ) -> Decision:
     """Decide where leaves, gradients, optimizer state and activations live on a mesh.
 
@@ -71,7 +71,8 @@ def decide(
         traced: the loss.
         sizes: axis sizes of the mesh.
         sharding: what the user wants.
-        every_stage: numbers of the step leaves that belong to no pipeline stage.
+        staged: numbers of the step leaves that hold the blocks of pipeline stages; the others
+            belong to no stage, and are divided over all of them.
     """
     classes = dim_classes(traced)
     tensor = choose_tensor_dims(classes, sizes.get("tensor", 1))
@@ -80,7 +81,16 @@ def decide(
     paths = [leaf.path for leaf in traced.layout.leaves]
     check_rules(sharding.rules, [leaf.path for leaf in traced.layout.leaves if leaf.is_weight])
     divided = tuple(
-        _place(step, paths, classes, tensor, sizes, sharding, over_pipe=number in every_stage)
+        _place(
+            step,
+            paths,
+            classes,
+            tensor,
+            sizes,
+            sharding,
+            is_stack=step.stacked or number in staged,
+            over_pipe=bool(staged) and number not in staged,
+        )
         for number, step in enumerate(traced.layout.step_leaves)
     )
     whole = tuple(_undivided(placement) for placement in divided)
@@ -120,6 +130,7 @@ def _place(
     sizes: Mapping[str, int],
     sharding: ShardingConfig,
     *,
+    is_stack: bool,
     over_pipe: bool,
 ) -> Placement:
     leaf = step.leaf
@@ -134,25 +145,30 @@ def _place(
         on_tensor = _by_the_model(leaf, tensor)
     placed = on_tensor
     if leaf.is_weight and sizes.get("fsdp", 1) > 1:
-        placed = _over_fsdp(step, on_tensor, sizes, sharding)
+        placed = _over_fsdp(leaf, on_tensor, sizes, sharding, is_stack=is_stack)
     if leaf.is_weight and over_pipe:
         placed = add_pipe(leaf, placed, sizes=sizes, smallest=sharding.min_shard_size)
     return placed
 
 
 def _over_fsdp(
-    step: StepLeaf, on_tensor: Placement, sizes: Mapping[str, int], sharding: ShardingConfig
+    leaf: Leaf,
+    on_tensor: Placement,
+    sizes: Mapping[str, int],
+    sharding: ShardingConfig,
+    *,
+    is_stack: bool,
 ) -> Placement:
     # A stack's first dim is the blocks: dividing it would put whole blocks on single devices.
     placed = add_fsdp(
-        step.leaf,
+        leaf,
         on_tensor.dims,
         size=sizes["fsdp"],
         smallest=sharding.min_shard_size,
-        keep=1 if step.stacked else 0,
+        keep=int(is_stack),
     )
     reasons = filter(None, (on_tensor.reason.removesuffix(EVERYWHERE), placed.reason))
-    return Placement(step.leaf.path, placed.dims, "; ".join(reasons))
+    return Placement(leaf.path, placed.dims, "; ".join(reasons))
 
 
 def _by_the_model(leaf: Leaf, tensor: TensorChoice) -> Placement:

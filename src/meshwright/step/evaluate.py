@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.errors import UserError
+from meshwright.pipeline.check import check_exchanges
 from meshwright.pipeline.cut import cut_blocks, ordered_by_stage
 from meshwright.pipeline.place import decide_stages, pipelined_forward
 from meshwright.program.layout import Layout
@@ -32,12 +33,19 @@ def evaluation(assembled: Assembled, loss: Loss, batch: Sequence[Any], count: in
     On a mesh with stages it is a pipeline too: no device holds another stage's blocks, unless
     the model looks so different in evaluation mode that it cannot be divided.
     """
-    run: Evaluate | None = None
     if assembled.plan.size("pipe") > 1:
         with suppress(UserError):
-            run = _staged(assembled, _trace(assembled, loss, batch, count), count)
-    run = run or _whole(assembled, _trace(assembled, loss, batch, 1))
-    return jax.jit(run, out_shardings=NamedSharding(assembled.mesh, PartitionSpec()))
+            staged = _staged(assembled, _trace(assembled, loss, batch, count), count)
+            compiled = _compile(assembled, staged, batch)
+            check_exchanges(compiled.as_text(), assembled.mesh)
+            return compiled
+    return _compile(assembled, _whole(assembled, _trace(assembled, loss, batch, 1)), batch)
+
+
+def _compile(assembled: Assembled, run: Evaluate, batch: Sequence[Any]) -> Any:
+    everywhere = NamedSharding(assembled.mesh, PartitionSpec())
+    leaves = assembled.step.leaf_values(assembled.step.abstract_state())
+    return jax.jit(run, out_shardings=everywhere).lower(leaves, list(batch)).compile()
 
 
 def _trace(assembled: Assembled, loss: Loss, batch: Sequence[Any], count: int) -> TracedLoss:

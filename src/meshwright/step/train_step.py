@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshwright.pipeline.check import check_exchanges
 from meshwright.pipeline.gradients import PipelinedLoss
 from meshwright.plan import Plan
 from meshwright.program.trace import LossValue, TracedLoss
@@ -79,6 +81,7 @@ class TrainStep:
         self.traced, self.decision, self.plan, self.mesh = traced, decision, plan, mesh
         self._clip_norm = clip_norm
         self._local, self.pipeline = local, pipeline
+        self._checked: dict[Any, Any] = {}
         steps = traced.layout.step_leaves
         self._param_numbers = [n for n, s in enumerate(steps) if s.leaf.role == "param"]
         self._state_numbers = [n for n, s in enumerate(steps) if s.leaf.role == "state"]
@@ -95,7 +98,20 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:
         """Run one update on a batch's leaves; the old state is consumed."""
-        return self._jitted(state, list(batch))
+        inside = any(isinstance(leaf, Tracer) for leaf in batch)
+        if self.pipeline is None or inside:
+            return self._jitted(state, list(batch))
+        # Proofs hold a state in float64.
+        kinds = tuple((leaf.shape, str(leaf.dtype)) for leaf in (*state.params[:1], *batch))
+        if kinds not in self._checked:
+            self._checked[kinds] = self._jitted.lower(state, list(batch)).compile()
+            self.check(self._checked[kinds])
+        return self._checked[kinds](state, list(batch))
+
+    def check(self, compiled: Any) -> None:
+        """Refuse a compiled step whose stages would wait for each other forever."""
+        if self.pipeline is not None:
+            check_exchanges(compiled.as_text(), self.mesh)
 
     def lower(self, batch: Sequence[Any]) -> Any:
         """Lower the step for compilation without running it."""

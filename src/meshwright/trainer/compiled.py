@@ -70,6 +70,7 @@ def compile_step(assembled: Assembled, batch: Any) -> CompiledStep:
             program = compile_program(lowered)
     compiled: Any = lowered.compile() if program is None else program.compiled
     seconds = time.perf_counter() - started
+    assembled.step.check(compiled)
     return CompiledStep(
         run=compiled,
         text=compiled.as_text,
