@@ -245,6 +245,69 @@ def test_flushes_must_divide_an_update():
 
 
 @pytest.mark.parametrize(
+    ("microbatches", "training", "fix"),
+    [
+        (
+            3,
+            {"global_batch_size": 16},
+            "write pipeline.num_microbatches=2 or 4, or use a global batch of 12 or 18 samples "
+            "(training.global_batch_size)",
+        ),
+        (3, {"global_batch_size": 5}, "use a global batch of 6 samples"),
+    ],
+)
+def test_microbatches_that_do_not_divide_the_batch_are_named_with_some_that_do(
+    microbatches, training, fix
+):
+    with pytest.raises(UserError) as caught:
+        batch_of(microbatches=microbatches, **training)
+    assert "2 replicas (data × fsdp) × pipeline.num_microbatches=3 = 6" in caught.value.why
+    assert caught.value.fix.startswith(fix)
+
+
+def test_chunks_are_told_which_microbatches_go_round():
+    def plan(**training):
+        pipeline = {"schedule": "interleaved"}
+        return make_plan(
+            config_of(mesh={"pipe": 4, "data": 2}, training=training, pipeline=pipeline), 8
+        )
+
+    assert plan(global_batch_size=16).num_microbatches == 8
+    with pytest.raises(UserError) as caught:
+        plan(global_batch_size=16, gradient_accumulation_steps=2)
+    assert "2 is not a multiple of 4" in caught.value.why
+    assert "num_microbatches=4 or 8" in caught.value.fix
+    with pytest.raises(UserError, match="schedule=1f1b, or use a global batch of 8 or 16 samples"):
+        plan(global_batch_size=10)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "fix"),
+    [
+        (
+            {"pipe": 4, "fsdp": 2},
+            1,
+            "nearest meshes that work: mesh.data=1\n"
+            "or simulate=8, to try this mesh on 8 virtual CPU devices",
+        ),
+        (
+            {"pipe": 16},
+            8,
+            "nearest meshes that work: mesh.pipe=4 mesh.data=2; mesh.pipe=2 mesh.data=4; "
+            "mesh.data=8",
+        ),
+        ({"fsdp": 3}, 8, "nearest meshes that work: mesh.data=2 mesh.fsdp=4"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_names_some_that_do(mesh, devices, fix):
+    config = config_of(model={"num_blocks": 4}, mesh=mesh)
+    with pytest.raises(UserError) as caught:
+        make_plan(config, devices)
+    assert caught.value.fix.startswith(fix)
+    assert ("simulate" in caught.value.fix) == ("simulate" in fix)
+
+
+@pytest.mark.parametrize(
     ("sections", "pipe", "said"),
     [
         ({}, 1, []),
@@ -255,6 +318,12 @@ def test_flushes_must_divide_an_update():
             ["pipeline.schedule=gpipe pipeline.num_microbatches=4 has no effect: the mesh data=8"],
         ),
         ({"pipeline": {"schedule": "gpipe"}}, 2, []),
+        ({"pipeline": {"schedule": "interleaved", "num_chunks": 3}}, 2, []),
+        (
+            {"pipeline": {"num_chunks": 3}},
+            2,
+            ["pipeline.num_chunks=3 has no effect with pipeline.schedule=1f1b"],
+        ),
         ({"hardware": "8xH100"}, 1, ["hardware=8xH100 has no effect"]),
     ],
 )

@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from meshwright.config.base import Frozen
-from meshwright.config.batch import Batch, nearest_divisors, solve_batch
+from meshwright.config.batch import Batch, solve_batch
 from meshwright.config.schema import (
     Config,
     PipelineConfig,
@@ -22,6 +22,8 @@ from meshwright.mesh.axes import (
     INFER,
     canonical_sizes,
     describe_sizes,
+    nearest_sizes,
+    override_text,
     resolve_sizes,
     shown_sizes,
 )
@@ -82,14 +84,35 @@ class Plan(Frozen):
                 why=f"pipe={self.size('pipe')}",
                 fix="write schedule: 1f1b",
             )
+        stages = self.size("pipe")
+        # Chunks go round in groups of one microbatch per stage.
+        group = stages if self.num_chunks > 1 else 1
         if steps % count:
+            choices = nearest_microbatches(steps, count, group)
             raise UserError(
                 f"{count} microbatches at a time do not divide the {steps} of an update",
                 why=f"pipeline.num_microbatches={count}, "
                 f"training.gradient_accumulation_steps={steps}",
-                fix=f"write pipeline.num_microbatches={nearest_divisors(steps, count)}, "
-                "or leave one of the two out",
+                fix=(f"write pipeline.num_microbatches={choices}, or " if choices else "")
+                + "leave one of the two out",
             )
+        if count % group:
+            self._refuse_group(count, stages)
+
+    def _refuse_group(self, count: int, stages: int) -> None:
+        own, replicas = self.batch.global_batch_size // self.batch.replicas, self.batch.replicas
+        choices = nearest_microbatches(own, count, stages)
+        by = replicas * stages
+        below = self.batch.global_batch_size // by * by
+        sizes = " or ".join(str(n) for n in (below, below + by) if n)
+        raise UserError(
+            f"{count} microbatch{'es' * (count > 1)} cannot go round {stages} stages in groups",
+            why=f"{count} is not a multiple of {stages}, which pipeline.num_chunks="
+            f"{self.num_chunks} needs",
+            fix=f"write pipeline.num_microbatches={choices}, or pipeline.schedule=1f1b"
+            if choices
+            else f"write pipeline.schedule=1f1b, or use a global batch of {sizes} samples",
+        )
 
     @property
     def num_devices(self) -> int:
@@ -111,7 +134,8 @@ class Plan(Frozen):
         ]
         if self.schedule:
             chunks = f" and {self.num_chunks} chunks a stage" if self.num_chunks > 1 else ""
-            parts.append(f"{self.schedule} with {self.num_microbatches} microbatches{chunks}")
+            count = self.num_microbatches
+            parts.append(f"{self.schedule} with {count} microbatch{'es' * (count > 1)}{chunks}")
         return ", ".join(parts)
 
     def to_yaml(self) -> str:
@@ -132,7 +156,13 @@ class Plan(Frozen):
 
 def make_plan(config: Config, num_devices: int) -> Plan:
     """Produce the plan a config describes for so many devices."""
-    sizes = resolve_sizes(mesh_sizes(config), num_devices)
+    blocks = config.model.arguments().get("num_blocks")
+    sizes = resolve_mesh(
+        mesh_sizes(config),
+        num_devices,
+        num_blocks=blocks if isinstance(blocks, int) else None,
+        simulate="simulate={}",
+    )
     training = config.training
     batch = solve_pipeline_batch(
         config.pipeline,
@@ -152,6 +182,44 @@ def make_plan(config: Config, num_devices: int) -> Plan:
     )
 
 
+def resolve_mesh(
+    sizes: Mapping[str, int], num_devices: int, *, num_blocks: int | None = None, simulate: str
+) -> dict[str, int]:
+    """Return sizes whose product is ``num_devices``; an error names meshes that work.
+
+    Args:
+        sizes: the mesh asked for; one size may be -1.
+        num_devices: the devices there are.
+        num_blocks: the model's repeated blocks, which pipeline stages divide, if known.
+        simulate: how virtual devices are asked for, with ``{}`` for their number.
+    """
+    asked = canonical_sizes(sizes)
+    try:
+        return resolve_sizes(asked, num_devices)
+    except UserError as error:
+        if list(asked.values()).count(INFER) > 1:
+            raise
+        fix = _other_meshes(asked, num_devices, num_blocks, simulate)
+        raise UserError(error.what, why=error.why, fix=fix) from None
+
+
+def _other_meshes(
+    asked: Mapping[str, int], num_devices: int, num_blocks: int | None, simulate: str
+) -> str:
+    def has_blocks(sizes: Mapping[str, int]) -> bool:
+        return num_blocks is None or num_blocks % abs(sizes.get("pipe", 1)) == 0
+
+    fitting = filter(has_blocks, nearest_sizes(asked, num_devices, most=32))
+    shown = list(dict.fromkeys(override_text(sizes) for sizes in fitting))[:3]
+    product = math.prod(size for size in asked.values() if size != INFER)
+    text = "nearest meshes that work: " + "; ".join(shown)
+    if product > num_devices and has_blocks(asked):
+        text += (
+            f"\nor {simulate.format(product)}, to try this mesh on {product} virtual CPU devices"
+        )
+    return text
+
+
 def check_supported(plan: Plan) -> None:
     """Refuse what a plan can describe but no step can run."""
     if plan.size("pipe") > 1 and plan.batch.sync_gradients_every > 1:
@@ -165,16 +233,26 @@ def check_supported(plan: Plan) -> None:
 
 def unused_settings(config: Config, plan: Plan) -> list[str]:
     """Name, in a sentence each, settings that were given and change nothing in a run."""
-    unused: list[str] = []
-    if plan.size("pipe") == 1 and config.pipeline != PipelineConfig():
-        given = config.pipeline.model_dump(exclude_defaults=True)
-        text = " ".join(f"pipeline.{key}={value}" for key, value in given.items())
-        unused.append(f"{text} has no effect: the mesh {describe_sizes(plan.mesh)} has no pipe")
+    unused = unused_pipeline(config.pipeline, plan)
     if config.hardware is not None:
         unused.append(
             f"hardware={config.hardware} has no effect on a run, which uses the devices at hand"
         )
     return unused
+
+
+def unused_pipeline(pipeline: PipelineConfig, plan: Plan) -> list[str]:
+    """Name, in a sentence each, settings of a pipeline that change nothing."""
+    given = pipeline.model_dump(exclude_defaults=True)
+    if plan.size("pipe") == 1 and given:
+        text = " ".join(f"pipeline.{key}={value}" for key, value in given.items())
+        return [f"{text} has no effect: the mesh {describe_sizes(plan.mesh)} has no pipe axis"]
+    if plan.size("pipe") > 1 and "num_chunks" in given and pipeline.schedule != "interleaved":
+        return [
+            f"pipeline.num_chunks={pipeline.num_chunks} has no effect with "
+            f"pipeline.schedule={pipeline.schedule}; chunks need pipeline.schedule=interleaved"
+        ]
+    return []
 
 
 def mesh_sizes(config: Config) -> dict[str, int]:
@@ -233,7 +311,9 @@ def solve_pipeline_batch(
     derived = global_batch_size is not None and micro_batch_size is not None
     if stages > 1 and steps is None and not derived:
         steps = pipeline.num_microbatches or PIPELINE_MICROBATCHES_PER_STAGE * stages
-        if pipeline.num_microbatches is None and global_batch_size is not None:
+        if global_batch_size is not None and pipeline.num_microbatches is not None:
+            _check_divides(global_batch_size, replicas, pipeline, stages)
+        elif global_batch_size is not None:
             own = global_batch_size // replicas
             steps = max((n for n in range(1, min(steps, own) + 1) if own % n == 0), default=1)
     if stages > 1 and global_batch_size is None and micro_batch_size is None:
@@ -246,6 +326,30 @@ def solve_pipeline_batch(
         gradient_accumulation_steps=steps,
         sync_gradients_every=sync_gradients_every,
     )
+
+
+def _check_divides(size: int, replicas: int, pipeline: PipelineConfig, stages: int) -> None:
+    """Refuse a number of microbatches that does not divide the batch, with some that do."""
+    count = pipeline.num_microbatches or 1
+    if size % (replicas * count) == 0:
+        return
+    group = stages if pipeline.schedule == "interleaved" and pipeline.num_chunks > 1 else 1
+    choices = nearest_microbatches(size // replicas, count, group) if size % replicas == 0 else ""
+    by = replicas * count
+    sizes = " or ".join(str(n) for n in (size // by * by, (size // by + 1) * by) if n)
+    raise UserError(
+        f"a global batch of {size} samples cannot be divided",
+        why=f"{replicas} replicas (data × fsdp) × pipeline.num_microbatches={count} = {by}, "
+        f"and {size} is not a multiple of {by}",
+        fix=(f"write pipeline.num_microbatches={choices}, or use " if choices else "use ")
+        + f"a global batch of {sizes} samples (training.global_batch_size)",
+    )
+
+
+def nearest_microbatches(total: int, near: int, multiple_of: int = 1) -> str:
+    """Return the divisors of ``total`` nearest to ``near``, written ``2 or 4``; empty for none."""
+    fitting = [n for n in range(multiple_of, total + 1, multiple_of) if total % n == 0]
+    return " or ".join(map(str, sorted(sorted(fitting, key=lambda n: abs(n - near))[:2])))
 
 
 def pipeline_fields(

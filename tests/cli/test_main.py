@@ -10,12 +10,19 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.text import Text
 
 from meshwright.cli.commands import COMMANDS, Command
 from meshwright.cli.main import main
 from meshwright.cli.output import guarded_stdout
 from meshwright.config.groups import group_options
 from meshwright.errors import CheckFailed
+
+SYNCED = (
+    "mesh.pipe=2",
+    "training.gradient_accumulation_steps=8",
+    "training.sync_gradients_every=2",
+)
 
 
 @pytest.fixture
@@ -90,6 +97,12 @@ def test_help_waits_for_nothing_heavy():
         (["config", "training.micro_batchsize=4"], "did you mean `training.micro_batch_size`?"),
         (["config", "model.hidden_sise=4"], "did you mean `model.hidden_size`?"),
         (["config", "model.kind=gtp"], "did you mean `gpt`?"),
+        (["config", "pipeline.schedule=zb-h1"], "did you mean `zb_h1`?"),
+        (["config", "schedule=gpipe"], "`optimizer.schedule` or `pipeline.schedule`?"),
+        (["inspect", *SYNCED], "write training.sync_gradients_every=1"),
+        (["ledger", *SYNCED], "write training.sync_gradients_every=1"),
+        (["verify", *SYNCED], "write training.sync_gradients_every=1"),
+        (["inspect", "mesh.fsdp=8", "--timeline", "t.svg"], "write mesh.pipe=…"),
         (["config", "--cfg", "jobs"], "write --cfg job, --cfg hydra or --cfg all"),
         (["config", "--config-dir", "/no/such"], "there is no directory `/no/such`"),
         (["config", "model.mesh_shape=[[4]]"], '[[4,2],["fsdp","tp"]]'),
@@ -280,3 +293,10 @@ def test_no_command_line_prints_a_traceback(capfd, argv):
     assert bool(out) == (code == 0)
     if code == 0 and "--json" in argv and "--help" not in argv:
         json.loads(out)
+
+
+def test_a_table_that_is_piped_is_not_wrapped(monkeypatch, capfd):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with guarded_stdout(as_json=False) as output:
+        output.result({}, Text("word " * 30))
+    assert len(capfd.readouterr().out.splitlines()) == 1

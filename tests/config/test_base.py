@@ -6,6 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from meshwright.config.base import Frozen, field_paths, shorten, unknown_key
+from meshwright.config.compose import compose_config
+from meshwright.config.schema import PipelineConfig
 from meshwright.errors import UserError
 
 
@@ -115,3 +117,17 @@ def test_long_values_do_not_drown_the_message():
     with pytest.raises(UserError) as caught:
         Inner.parse({"size": "x" * 1000})
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("typed", ["1f1", "1F1B", "1f-1b"])
+def test_a_word_that_is_nearly_one_of_the_choices_names_it(typed):
+    with pytest.raises(UserError, match="did you mean `1f1b`"):
+        PipelineConfig.parse({"schedule": typed})
+
+
+def test_a_key_without_its_section_names_every_section_that_has_it():
+    with pytest.raises(UserError) as caught:
+        compose_config(["schedule=gpipe"])
+    assert caught.value.fix == "did you mean `optimizer.schedule` or `pipeline.schedule`?"
+    groups = caught.value.why.partition(": ")[2].split(", ")
+    assert len(groups) == len(set(groups))

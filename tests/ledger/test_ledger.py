@@ -138,3 +138,20 @@ def test_a_reduction_over_two_axes_is_shared_between_them():
     assert found["fsdp"] == pytest.approx(2 * 3 / 4 * 800)
     assert found["data"] == pytest.approx(2 * 1 / 2 * 200)
     assert sum(found.values()) == pytest.approx(2 * 7 / 8 * 800)
+
+
+def test_with_stages_what_is_not_known_is_not_claimed():
+    plan = Plan(
+        mesh={"pipe": 2},
+        batch=solve_batch(replicas=1, micro_batch_size=SAMPLES // 2, gradient_accumulation_steps=2),
+        schedule="gpipe",
+        num_microbatches=2,
+    )
+    batch, devices = vectors(), jax.devices()[:2]
+    model = lambda rngs: Residuals(2)  # noqa: E731
+    assembled = assemble(model, square_loss, optax.sgd(0.1), plan, batch, devices=devices)
+    ledger = make_ledger(assembled, batch)
+    assert ledger.axes["pipe"].sent_bytes > 0
+    for part in (ledger, ledger.axes["pipe"]):
+        assert (part.known, part.minimum_bytes, part.ratio) == (False, 0, None)
+    assert ledger.suspicious == []

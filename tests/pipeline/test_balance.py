@@ -24,6 +24,13 @@ def test_no_other_division_has_a_cheaper_slowest_stage(costs, stages):
     assert worst(costs, groups) == min(worst(costs, division) for division in divisions)
 
 
+def test_of_equally_slow_divisions_the_most_even_is_taken():
+    costs = [784 * 512, 1, 512 * 512, 1, 512 * 256, 1, 256 * 10]
+    groups = balance(costs, 4)
+    assert [max(costs[n] for n in group) for group in groups] == costs[::2]
+    assert balance([4, 1, 1, 1, 1], 3) == [range(1), range(1, 3), range(3, 5)]
+
+
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(UserError, match="at most 2"):
         balance([1, 1], 3)

@@ -6,6 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen, nnx
 from program.programs import quick
@@ -191,6 +192,112 @@ def test_state_of_a_stage_goes_from_microbatch_to_microbatch():
     np.testing.assert_allclose(pipeline.modules()[1].mean[...], norm.mean[...], rtol=1e-6)
 
 
+def test_five_clipped_updates_are_those_of_one_device():
+    x, y = inputs(), labels()
+    graphdef, params = nnx.split(nnx.List(mlp_stages()[:2]))
+    optimizer = optax.adam(1e-2)
+    whole = optax.chain(optax.clip_by_global_norm(0.3), optimizer)
+
+    def loss(params):
+        layers = nnx.merge(graphdef, params)
+        return cross_entropy(functools.reduce(lambda out, f: f(out), layers, jnp.asarray(x)), y)
+
+    @quick
+    def update(params, state):
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, state = whole.update(gradients, state)
+        return value, optax.global_norm(gradients), optax.apply_updates(params, updates), state
+
+    pipeline = Pipeline(
+        mlp_stages()[:2],
+        loss=cross_entropy,
+        example=x,
+        num_microbatches=3,
+        devices=jax.devices()[:2],
+    )
+    states, state = pipeline.init(optimizer), whole.init(params)
+    before = pipeline.params
+    for _ in range(5):
+        found, states = pipeline.update(optimizer, states, x, y, clip_norm=0.3)
+        expected, norm, params, state = update(params, state)
+        assert norm > 0.3
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+    pairs = zip(jax.tree.leaves(pipeline.params), jax.tree.leaves(params), strict=True)
+    for ours, theirs in pairs:
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+    assert [leaf.sharding.device_set for leaf in jax.tree.leaves(states[1])] == [
+        {jax.devices()[1]}
+    ] * len(jax.tree.leaves(states[1]))
+    assert np.isfinite(before[0][0].layers[0].kernel).all()
+    model = nnx.Sequential(*pipeline.modules())
+    np.testing.assert_allclose(quick(model)(jnp.asarray(x)), pipeline(x), rtol=1e-12)
+
+
+def test_calling_is_evaluation_and_gradients_are_training():
+    def drop(rate):
+        return Pipeline(
+            [nnx.Dropout(rate, rngs=nnx.Rngs(0)), linen.Dropout(rate, deterministic=True)],
+            loss=lambda output, target: (output * target).mean(),
+            example=x,
+            num_microbatches=2,
+            devices=jax.devices()[:2],
+        )
+
+    x = np.ones((8, 64))
+    pipeline = drop(0.5)
+    np.testing.assert_array_equal(pipeline(x), x)
+    first, _ = pipeline.loss_and_gradients(x, x)
+    second, _ = pipeline.loss_and_gradients(x, x)
+    assert 0.5 < first < 1.5
+    assert first != second
+    with pytest.raises(UserError, match=r"layer 0 \(Dropout\)"):
+        drop("half")
+
+
+def test_linen_modules_come_back_with_their_values_and_go_on_from_them():
+    layers = [jnp.tanh, linen.BatchNorm(use_running_average=False)]
+    x = inputs(8, 4)
+
+    def build(layers):
+        return Pipeline(
+            layers,
+            loss=lambda output, target: ((output - target) ** 2).mean(),
+            example=x,
+            num_stages=1,
+            num_microbatches=2,
+            devices=jax.devices()[1:2],
+        )
+
+    pipeline = build(layers)
+    pipeline.loss_and_gradients(x, x)
+    norm = pipeline.modules()[1]
+    _, variables = norm.unbind()
+    assert np.abs(variables["batch_stats"]["mean"]).max() > 0
+    mean, variance = variables["batch_stats"]["mean"], variables["batch_stats"]["var"]
+    expected = (np.tanh(x) - mean) / np.sqrt(variance + norm.epsilon)
+    np.testing.assert_allclose(pipeline(x), expected, rtol=1e-5)
+    np.testing.assert_allclose(build([jnp.tanh, norm])(x), pipeline(x), rtol=1e-12)
+
+
+def test_what_is_worth_changing_is_said_in_arguments_of_python():
+    layers = [double(fill(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)))) for _ in range(4)]
+    pipeline = Pipeline(
+        layers, loss=cross_entropy, example=inputs(8, 8), num_stages=3, num_microbatches=3
+    )
+    text = "\n".join(pipeline.warnings())
+    assert "2 of 8 devices are not used" in text
+    assert "num_stages=2 or num_stages=4 uses all" in text
+    assert "num_microbatches=12" in text
+    assert "pipeline." not in text
+    assert repr(pipeline).splitlines() == [
+        "Pipeline: 3 stages, 1f1b with 3 microbatches",
+        "  stage 0: layers 0–1, 144 parameters, 768 FLOPs a microbatch, devices 0, 1",
+        "  stage 1: layer 2, 72 parameters, 384 FLOPs a microbatch, devices 2, 3",
+        "  stage 2: layer 3, 72 parameters, 384 FLOPs a microbatch, devices 4, 5",
+    ]
+
+
 def test_mw_names_the_pipeline():
     assert mw.pipeline.Pipeline is Pipeline
     assert mw.pipeline.PipelineStage is PipelineStage
+    assert "Pipeline" in dir(mw.pipeline)

@@ -38,6 +38,10 @@ def test_waiting_is_simulated_from_the_executed_ticks(report):
     assert found["efficiency"] == pytest.approx(8 / 9)
     assert found["bubble_with_flops"] > found["bubble"]
     assert found["ticks"] == 8 + 3 + 1
+    said = report[0].summary()
+    assert said.startswith("pipeline: interleaved with 4 microbatches on 2 stages × 2 chunks")
+    assert "wait 11.1% of the time" in said
+    assert f"{found['bubble_with_flops']:.1%} if each is as slow as its FLOPs say" in said
 
 
 def test_warnings_become_remarks_of_the_step(report):

@@ -76,6 +76,39 @@ def test_only_the_main_process_writes(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_a_folder_progress_is_shown_where_somebody_looks(capfd):
+    tracker = make_trackers(TrackingConfig(), None, total_updates=2, progress=True)
+    tracker.start({"plan": "data=8"})
+    tracker.log("train", 1, {"loss": 2.5})
+    tracker.close({})
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["plan        data=8", "train 1/2  loss 2.5000"]
+    screen = Console(file=io.StringIO(), force_terminal=True, width=100)
+    tracker = make_trackers(TrackingConfig(), None, total_updates=2, console=screen)
+    tracker.start({})
+    tracker.close({})
+    assert "waiting for the first update" in screen.file.getvalue()
+
+
+@pytest.mark.parametrize(("folder", "progress"), [(False, None), (False, False), (True, False)])
+def test_warnings_that_nobody_shows_are_pythons_own(folder, progress, tmp_path, capfd):
+    place = tmp_path if folder else None
+    tracker = make_trackers(TrackingConfig(), place, total_updates=2, progress=progress)
+    tracker.start({})
+    tracker.log("train", 1, {"loss": 2.5})
+    tracker.event("checkpoint", 1, "saved", {})
+    with pytest.warns(UserWarning, match="slow") as caught:
+        tracker.event("warning", 1, "slow", {})
+    tracker.close({})
+    assert [warning.filename for warning in caught] == [__file__]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_services_need_a_folder():
+    with pytest.raises(UserError, match="run_dir"):
+        make_trackers(TrackingConfig(tensorboard=True), None, total_updates=1)
+
+
 def test_the_settings_are_part_of_the_config():
     shown = json.loads(TrackingConfig().model_dump_json())
     assert shown["log_every"] == 10

@@ -198,3 +198,40 @@ def test_a_loss_that_is_not_finite_is_told_with_its_update(assembled):
     with pytest.raises(UserError, match="the loss is nan at update 1") as caught:
         trainer(log_every=1).fit(poisoned(), steps=2, assembled=assembled)
     assert caught.value.why == "training diverged"
+
+
+@pytest.mark.parametrize(
+    "pipeline", ["zb_h1", {"schedule": "zb_h1"}, mw.PipelineConfig(schedule="zb_h1")]
+)
+def test_a_schedule_may_be_a_name_a_dict_or_a_config(pipeline):
+    plan = trainer(mesh="pipe=2,fsdp=4", pipeline=pipeline)._plan(32)
+    assert (plan.schedule, plan.num_microbatches) == ("zb_h1", 8)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "said"),
+    [
+        ("zb-h1", "did you mean `zb_h1`"),
+        ({"schedules": "gpipe"}, "did you mean `pipeline.schedule`"),
+        (4, 'of type int\nwrite pipeline="zb_h1"'),
+    ],
+)
+def test_what_is_no_pipeline_is_refused_at_once(pipeline, said):
+    with pytest.raises(UserError, match=said):
+        trainer(pipeline=pipeline)
+
+
+def test_a_mesh_for_more_devices_names_the_way_to_simulate_them():
+    with pytest.raises(UserError, match=r"mw.simulate_devices\(16\) before JAX starts"):
+        trainer(mesh="fsdp=16")._plan(32)
+
+
+def test_progress_is_shown_on_request_and_warnings_always(assembled, capfd):
+    given = trainer(pipeline="gpipe")
+    given.fit(batches(2), steps=2, assembled=assembled, progress=True)
+    told = capfd.readouterr().err
+    assert "warning: pipeline.schedule=gpipe has no effect" in told
+    assert "train 2/2  loss" in told
+    with pytest.warns(UserWarning, match="gpipe has no effect"):
+        given.fit(batches(2), steps=2, assembled=assembled)
+    assert capfd.readouterr().err == ""

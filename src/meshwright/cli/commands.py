@@ -90,7 +90,10 @@ COMMANDS = {
             "show the mesh, what each device holds, and why",
             "meshwright.cli.inspect",
             "meshwright inspect simulate=8 mesh.fsdp=4 mesh.tensor=2",
-            flags=(Flag("--svg", "also write the mesh drawing to FILE", "FILE"),),
+            flags=(
+                Flag("--svg", "also write the drawing of the mesh to FILE", "FILE"),
+                Flag("--timeline", "also write when pipeline stages work to FILE, as SVG", "FILE"),
+            ),
         ),
         Command(
             "ledger",

@@ -13,11 +13,16 @@ from rich.text import Text
 
 from meshwright.cli.request import Request
 from meshwright.errors import ExitCode, UserError
+from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.build import build_mesh
 from meshwright.mesh.draw import render_mesh
 from meshwright.mesh.svg import mesh_svg
 from meshwright.pipeline.draw import render_timeline
-from meshwright.pipeline.report import pipeline_report
+from meshwright.pipeline.report import PipelineReport, pipeline_report
+from meshwright.pipeline.schedules import get_schedule
+from meshwright.pipeline.svg import timeline_svg
+from meshwright.pipeline.timeline import Timeline
+from meshwright.plan import Plan, unused_settings
 from meshwright.recipe import make_recipe
 from meshwright.sharding.explain import LeafReport, explain
 from meshwright.step.assemble import Assembled
@@ -30,7 +35,10 @@ def run(request: Request) -> int:
     mesh = build_mesh(plan.mesh)
     if request.arguments.has("--svg"):
         _write(Path(request.arguments.flags["--svg"]), mesh_svg(mesh))
+    if request.arguments.has("--timeline"):
+        _write(Path(request.arguments.flags["--timeline"]), pipeline_svg(plan))
     assembled = _assemble(request)
+    remarks = [*unused_settings(request.config, plan), *assembled.remarks]
     leaves = explain(assembled.traced.layout, assembled.decision, plan.mesh)
     report: dict[str, Any] = {
         "mesh": plan.mesh,
@@ -38,12 +46,28 @@ def run(request: Request) -> int:
         "plan": plan.model_dump(mode="json"),
         "parameters": [asdict(leaf) for leaf in leaves],
         "totals": _totals(assembled, leaves),
-        "remarks": list(assembled.remarks),
+        "remarks": remarks,
     }
-    if assembled.step.pipeline is not None:
-        report["pipeline"] = asdict(pipeline_report(assembled.step.pipeline))
-    request.output.result(report, _picture(assembled, leaves, report))
+    pipeline = assembled.step.pipeline
+    found = None if pipeline is None else pipeline_report(pipeline)
+    if found is not None:
+        report["pipeline"] = asdict(found)
+    request.output.result(report, _picture(assembled, leaves, report, found))
     return ExitCode.DONE
+
+
+def pipeline_svg(plan: Plan) -> str:
+    """Return a drawing of when the stages of a plan work, all equally fast."""
+    if plan.size("pipe") == 1:
+        raise UserError(
+            "--timeline draws pipeline stages, and there are none",
+            why=f"the mesh is {describe_sizes(plan.mesh)}",
+            fix="write mesh.pipe=…, or --svg FILE for a drawing of the mesh",
+        )
+    count, chunks = plan.num_microbatches, plan.num_chunks
+    pieces = f", {chunks} chunks" if chunks > 1 else ""
+    title = f"{plan.schedule}, {plan.size('pipe')} stages, {count} microbatch{'es' * (count > 1)}"
+    return timeline_svg(_timeline(plan), title + pieces)
 
 
 def _assemble(request: Request) -> Assembled:
@@ -58,10 +82,15 @@ def _totals(assembled: Assembled, leaves: list[LeafReport]) -> dict[str, int]:
     optimizer = sum(
         leaf.nbytes // leaf.placement.shards(sizes) for leaf in assembled.step.optimizer.leaves
     )
+    # Every stage has as much of the blocks as any other, and devices have those of one stage.
+    everywhere, of_stages = (
+        sum(leaf.bytes_per_device for leaf in leaves if (leaf.stage is not None) == staged)
+        for staged in (False, True)
+    )
     return {
         "parameters": sum(_elements(leaf) for leaf in leaves),
         "bytes": sum(leaf.bytes for leaf in leaves),
-        "bytes_per_device": sum(leaf.bytes_per_device for leaf in leaves),
+        "bytes_per_device": everywhere + of_stages // assembled.plan.size("pipe"),
         "optimizer_bytes_per_device": optimizer,
         "bytes_whole": sum(leaf.bytes for leaf in leaves if leaf.whole_over),
     }
@@ -75,7 +104,10 @@ def _elements(leaf: LeafReport) -> int:
 
 
 def _picture(
-    assembled: Assembled, leaves: list[LeafReport], report: dict[str, Any]
+    assembled: Assembled,
+    leaves: list[LeafReport],
+    report: dict[str, Any],
+    pipeline: PipelineReport | None,
 ) -> RenderableType:
     totals = report["totals"]
     summary = (
@@ -88,45 +120,61 @@ def _picture(
         Text(),
         Text(assembled.plan.describe()),
         Text(summary),
-        *(Text(f"remark: {remark}") for remark in assembled.remarks),
+        *(Text(f"remark: {remark}") for remark in report["remarks"]),
         Text(),
-        *_pipeline(assembled, report),
+        *(() if pipeline is None else _pipeline(assembled, pipeline)),
         *_rows(leaves),
     ]
     return Group(*parts)
 
 
-def _pipeline(assembled: Assembled, report: dict[str, Any]) -> Iterator[RenderableType]:
+def _pipeline(assembled: Assembled, found: PipelineReport) -> Iterator[RenderableType]:
     """Yield what the stages have and when they work."""
-    pipeline = assembled.step.pipeline
-    if pipeline is None:
-        return
-    found = report["pipeline"]
-    for number, stage in enumerate(found["stages"]):
-        blocks = ", ".join(map(str, stage["blocks"]))
-        also = " + ".join(["", *stage["also"]])
+    for number, stage in enumerate(found.stages):
+        noun = "block" if len(stage.blocks) == 1 else "blocks"
+        blocks = ", ".join(map(str, stage.blocks))
+        also = " + ".join(["", *stage.also])
+        kept = stage.microbatches_kept
         yield Text(
-            f"stage {number}: blocks {blocks}{also}, {stage['parameters']:,} parameters, "
-            f"{stage['flops']:,} FLOPs a microbatch, keeps {stage['microbatches_kept']}"
+            f"stage {number}: {noun} {blocks}{also}, {stage.parameters:,} parameters, "
+            f"{stage.flops:,} FLOPs a microbatch, keeps {kept} microbatch{'es' * (kept > 1)}"
         )
-    table = pipeline.schedule.table(pipeline.num_microbatches, pipeline.num_stages)
-    yield render_timeline(table.timeline())
     yield Text()
+    yield render_timeline(_timeline(assembled.plan))
+    yield Text(found.waiting())
+    yield Text()
+
+
+def _timeline(plan: Plan) -> Timeline:
+    """Return when the stages of a plan work, all equally fast."""
+    schedule = get_schedule(plan.schedule or "1f1b", plan.num_chunks)
+    return schedule.table(plan.num_microbatches, plan.size("pipe")).timeline()
 
 
 def _rows(leaves: list[LeafReport]) -> Iterator[Text]:
     """Yield two lines per parameter, what and why; repeated blocks that are alike share theirs."""
     groups = [list(alike) for _, alike in groupby(sorted(leaves, key=_pattern), key=_pattern)]
-    width = max(len(_pattern(group[0])[0]) for group in groups)
-    for group in groups:
-        first = group[0]
-        path = _pattern(first)[0] if len(group) > 1 else first.path
-        times = f" × {len(group)}" if len(group) > 1 else ""
-        shape = "×".join(map(str, first.shape)) or "scalar"
-        spec = "[" + ", ".join(axes or "·" for axes in first.spec) + "]"
-        size = human_bytes(first.bytes_per_device)
-        yield Text.assemble((f"{path:<{width}}", "bold"), f"  {shape + times:<12}  {spec}  {size}")
-        yield Text(f"    {first.reason}", style="dim")
+    rows = [_cells(group) for group in groups]
+    head = ("parameter", "shape", "mesh axes by dim", "on a device")
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+
+    def line(cells: tuple[str, ...]) -> list[str]:
+        return [f"{cell:<{width}}  " for cell, width in zip(cells, widths, strict=True)]
+
+    yield Text("".join(line(head)).rstrip(), style="dim")
+    for group, cells in zip(groups, rows, strict=True):
+        path, *rest = line(cells)
+        yield Text.assemble((path, "bold"), "".join(rest).rstrip())
+        yield Text(f"    {group[0].reason}", style="dim")
+
+
+def _cells(group: list[LeafReport]) -> tuple[str, ...]:
+    first, times = group[0], f" × {len(group)}" if len(group) > 1 else ""
+    path = _pattern(first)[0] if times else first.path
+    shape = "×".join(map(str, first.shape)) or "scalar"
+    spec = "[" + ", ".join(axes or "·" for axes in first.spec) + "]"
+    each = " each" if times else ""
+    return path, shape + times, spec, human_bytes(first.bytes_per_device) + each
 
 
 def _pattern(leaf: LeafReport) -> tuple[str, tuple[int, ...], tuple[str, ...]]:

@@ -13,16 +13,26 @@ from meshwright.mesh.axes import describe_sizes
 from meshwright.recipe import make_recipe
 from meshwright.units import human_bytes
 
+_UPPER_BOUND = (
+    "With pipeline stages these are upper bounds: what a tick may send is counted for every tick, "
+    "whether the schedule has it then or not."
+)
+
 
 def run(request: Request) -> int:
     """Compile the step without running it and list its collectives."""
     plan, config = request.plan(), request.config
+    remarks = request.tell_unused(plan)
     recipe = make_recipe(config, plan.batch.global_batch_size)
     batch = recipe.data.batch(0, plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, batch)
     request.output.say(Text(f"compiling for {plan.num_devices} devices …", style="dim"))
     ledger = make_ledger(assembled, batch)
-    report = {**ledger.model_dump(mode="json"), "suspicious": ledger.suspicious}
+    report = {
+        **ledger.model_dump(mode="json"),
+        "suspicious": ledger.suspicious,
+        "remarks": remarks,
+    }
     request.output.result(report, _picture(ledger))
     if config.strict and ledger.suspicious:
         raise _deviation(ledger)
@@ -42,7 +52,8 @@ def _deviation(ledger: Ledger) -> CheckFailed:
 
 def _picture(ledger: Ledger) -> RenderableType:
     axes = Table(box=None, pad_edge=False)
-    for name in ("axis", "devices", "sent", "needed", "ratio"):
+    sent = "sent" if ledger.known else "sent at most"
+    for name in ("axis", "devices", sent, "needed", "ratio"):
         axes.add_column(name, justify="left" if name == "axis" else "right")
     for axis, own in ledger.axes.items():
         ratio = "–" if own.ratio is None else f"{own.ratio:.3f}"
@@ -54,24 +65,30 @@ def _picture(ledger: Ledger) -> RenderableType:
             human_bytes(own.minimum_bytes) if own.known else "not known",
             Text(ratio, style=style),
         )
+    most = "" if ledger.known else "the most "
     parts: list[RenderableType] = [
         Text.assemble(
-            (describe_sizes(ledger.mesh), "bold"), ", bytes each device sends per update"
+            (describe_sizes(ledger.mesh), "bold"), f", {most}bytes each device sends per update"
         ),
         axes,
     ]
+    if not ledger.known:
+        parts.append(Text(_UPPER_BOUND))
     for axis, own in ledger.axes.items():
         parts += [Text(f"  beyond the minimum on {axis}: {line}") for line in own.excess]
     parts += [Text(), _lines(ledger), Text(), Text(_memory(ledger))]
     return Group(*parts)
 
 
-def _lines(ledger: Ledger, most: int = 24) -> RenderableType:
+def _lines(ledger: Ledger, shown: int = 24) -> RenderableType:
     table = Table(box=None, pad_edge=False)
-    for name in ("module", "kind", "axes", "phase", "count", "sent"):
-        table.add_column(name, justify="right" if name in ("count", "sent") else "left")
+    most = "" if ledger.known else " at most"
+    for name in ("module", "kind", "axes", "phase"):
+        table.add_column(name)
+    for name in ("count", "sent"):
+        table.add_column(name + most, justify="right")
     ordered = sorted(ledger.lines, key=lambda line: -line.sent_bytes)
-    for line in ordered[:most]:
+    for line in ordered[:shown]:
         table.add_row(
             line.module or "outside modules",
             line.kind,
@@ -80,7 +97,7 @@ def _lines(ledger: Ledger, most: int = 24) -> RenderableType:
             str(line.count),
             human_bytes(line.sent_bytes),
         )
-    rest = ordered[most:]
+    rest = ordered[shown:]
     if rest:
         sent = human_bytes(sum(line.sent_bytes for line in rest))
         table.add_row(f"… and {len(rest)} smaller", "", "", "", "", sent)

@@ -8,12 +8,15 @@ import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+WIDTH_OF_A_FILE = 200
+"""Columns of what is read by a program or later: a table should not wrap there."""
 
 
 class Output:
@@ -62,7 +65,9 @@ class Output:
                 # Rich would exit with 1, which says that a check failed.
                 raise BrokenPipeError
 
-        return ResultConsole(file=self._result, highlight=False, soft_wrap=False)
+        return ResultConsole(
+            file=self._result, highlight=False, soft_wrap=False, width=_width(self._result)
+        )
 
     def say(self, message: RenderableType) -> None:
         """Tell a person something that is not the result."""
@@ -70,7 +75,7 @@ class Output:
             return
         from rich.console import Console
 
-        Console(file=sys.stderr, highlight=False).print(message)
+        Console(file=sys.stderr, highlight=False, width=_width(sys.stderr)).print(message)
 
     def close(self) -> None:
         """Close the result stream; nothing can be printed afterwards."""
@@ -112,6 +117,11 @@ def print_error(error: MeshwrightError) -> None:
     for part in (error.why, error.fix):
         for line in filter(None, part.splitlines()):
             console.print(Text("  " + line))
+
+
+def _width(stream: TextIO) -> int | None:
+    """Return the columns of a stream that is no terminal; None lets a terminal say them itself."""
+    return None if stream.isatty() or "COLUMNS" in os.environ else WIDTH_OF_A_FILE
 
 
 def _finite(value: Any) -> Any:

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from meshwright.cli.request import Request
 from meshwright.errors import ExitCode, UserError
-from meshwright.plan import check_supported
 from meshwright.processes import is_main
 from meshwright.profile import Profile, Profiler, read_profile
 from meshwright.program.hlo import optimized_hlo
@@ -26,7 +25,7 @@ from meshwright.units import human_bytes
 def run(request: Request) -> int:
     """Compile, warm up, trace some updates, and tell what they spent their time on."""
     plan, config = request.plan(), request.config
-    check_supported(plan)
+    request.tell_unused(plan)
     folder = Path(request.arguments.flags.get("--out", "profile"))
     profiler = Profiler(folder / "trace", _updates(request))
     recipe = make_recipe(config, plan.batch.global_batch_size)

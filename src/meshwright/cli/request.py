@@ -32,12 +32,25 @@ class Request:
     output: Output
 
     def plan(self) -> Plan:
-        """Return the plan for the devices JAX has."""
+        """Return the plan for the devices JAX has; one that no step can run is refused."""
         import jax
 
-        from meshwright.plan import make_plan
+        from meshwright.plan import check_supported, make_plan
 
-        return make_plan(self.config, jax.device_count())
+        plan = make_plan(self.config, jax.device_count())
+        check_supported(plan)
+        return plan
+
+    def tell_unused(self, plan: Plan) -> list[str]:
+        """Say, and return, which settings were given and change nothing."""
+        from rich.text import Text
+
+        from meshwright.plan import unused_settings
+
+        remarks = unused_settings(self.config, plan)
+        for remark in remarks:
+            self.output.say(Text(f"remark: {remark}"))
+        return remarks
 
 
 def make_request(arguments: Arguments, output: Output) -> Request:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.text import Text
 
 from meshwright.cli.request import Request
 from meshwright.cli.sample import generate_sample
@@ -15,6 +16,7 @@ from meshwright.config.origins import trace_origins
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode, UserError
 from meshwright.mesh.draw import render_mesh
+from meshwright.pipeline.report import pipeline_report
 from meshwright.plan import Plan, check_supported, make_plan, unused_settings
 from meshwright.processes import broadcast
 from meshwright.recipe import make_recipe
@@ -75,6 +77,8 @@ def run(request: Request) -> int:
     make_folder(folder, _files(request, config, plan))
     if not request.output.as_json:
         request.output.say(render_mesh(assembled.mesh))
+        if assembled.step.pipeline is not None:
+            request.output.say(Text(pipeline_report(assembled.step.pipeline).summary()))
     result = training.run()
     _tell(request, plan, result, told.get("sample"))
     return ExitCode.PREEMPTED if result.interrupted else ExitCode.DONE
@@ -151,8 +155,9 @@ def _tell(request: Request, plan: Plan, result: FitResult, sample: str | None) -
 
 def _lines(plan: Plan, result: FitResult, losses: list[float], sample: str | None) -> list[str]:
     lines = [
-        f"trained {result.updates} updates of {plan.batch.global_batch_size} samples on "
-        f"{plan.num_devices} devices in {result.seconds:.0f} s: {result.stopped}",
+        f"trained {_counted(result.updates, 'update')} of "
+        f"{_counted(plan.batch.global_batch_size, 'sample')} on "
+        f"{_counted(plan.num_devices, 'device')} in {result.seconds:.0f} s: {result.stopped}",
     ]
     if losses:
         evaluated = "" if result.eval_loss is None else f", held out {result.eval_loss:.4f}"
@@ -166,3 +171,7 @@ def _lines(plan: Plan, result: FitResult, losses: list[float], sample: str | Non
         f"everything about it: {result.run_dir}",
         f"look at it: meshwright report {result.run_dir}",
     ]
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -18,6 +20,7 @@ from meshwright.recipe import make_recipe
 def run(request: Request) -> int:
     """Compare the mesh with one device, print and save the certificate."""
     plan, config = request.plan(), request.config
+    request.tell_unused(plan)
     recipe = make_recipe(config, plan.batch.global_batch_size)
     certificate = verify(
         recipe.model,
@@ -56,7 +59,12 @@ def _picture(certificate: Certificate, path: Path) -> RenderableType:
     head = "equal to one device" if good else "NOT equal to one device"
     style = "bold green" if good else "bold red"
     return Group(
-        Text.assemble((describe_sizes(certificate.mesh), "bold"), ": ", (head, style)),
+        Text.assemble(
+            (describe_sizes(certificate.mesh), "bold"),
+            schedule_of(certificate.plan),
+            ": ",
+            (head, style),
+        ),
         *_section(
             f"float64, {certificate.steps} updates of {certificate.parameters:,} parameters",
             certificate.float64,
@@ -66,6 +74,15 @@ def _picture(certificate: Certificate, path: Path) -> RenderableType:
         *_section("the loss as written, float32, one device", certificate.as_written),
         Text(f"saved: {path}"),
     )
+
+
+def schedule_of(plan: Mapping[str, Any]) -> str:
+    """Say how microbatches flow, if there are stages."""
+    if not plan.get("schedule"):
+        return ""
+    count, chunks = plan["num_microbatches"], plan["num_chunks"]
+    pieces = f" and {chunks} chunks a stage" if chunks > 1 else ""
+    return f", {plan['schedule']} with {count} microbatch{'es' * (count > 1)}{pieces}"
 
 
 def _section(title: str, comparisons: list[Comparison]) -> list[Text]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Sequence
 from typing import Any, Self
@@ -83,20 +84,30 @@ def _explain_one(detail: ErrorDetails, schema: type[BaseModel], prefix: str) -> 
         return UserError(f"`{key}` is missing", fix=f"write {key}=…")
     message = detail["msg"].removeprefix("Value error, ")
     return UserError(
-        f"`{key}={shorten(detail['input'])}` is not valid", why=message[0].lower() + message[1:]
+        f"`{key}={shorten(detail['input'])}` is not valid",
+        why=message[0].lower() + message[1:],
+        fix=_near_choice(detail) if detail["type"] == "literal_error" else "",
     )
+
+
+def _near_choice(detail: ErrorDetails) -> str:
+    """Name the nearest of the words a setting may be; case and hyphens are forgiven."""
+    choices = re.findall(r"'([^']*)'", str(detail.get("ctx", {}).get("expected", "")))
+    return did_you_mean(str(detail["input"]).lower().replace("-", "_"), choices)
 
 
 def unknown_key(key: str, known: Sequence[str]) -> UserError:
     """Return the error for a key that does not exist, with the nearest one that does."""
     section, _, leaf = key.rpartition(".")
+    # A section is a field and a group at once.
+    known = list(dict.fromkeys(known))
     siblings = [k for k in known if k.rpartition(".")[0] == section]
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
     near = did_you_mean(leaf, [k.rpartition(".")[2] for k in siblings])
     if near:
         hint = near.replace("`", f"`{section}." if section else "`", 1)
     elif elsewhere:
-        hint = f"did you mean `{elsewhere[0]}`?"
+        hint = f"did you mean {' or '.join(f'`{k}`' for k in elsewhere[:3])}?"
     else:
         # Within a section every whole key resembles the others.
         hint = "" if siblings else did_you_mean(key, known)

@@ -49,12 +49,12 @@ class AxisLedger(Frozen):
 
     Attributes:
         size: devices on it.
-        sent_bytes: bytes each device sends over it per update.
-        minimum_bytes: what the plan needs to send.
-        ratio: the first over the second; null where nothing needs to be sent.
+        sent_bytes: bytes each device sends over it per update; at most so many, if not known.
+        minimum_bytes: what the plan needs to send; 0 if not known.
+        ratio: the first over the second; null where nothing needs to be sent, or if not known.
         excess: what was sent beyond the minimum, by module.
-        known: whether the minimum is known; it is not for a mesh with pipeline stages, whose
-            ticks send and gather by the schedule.
+        known: whether both are known. On a mesh with pipeline stages they are not: what a tick may
+            send is counted for every tick, whether the schedule has it then or not.
     """
 
     size: int
@@ -79,9 +79,10 @@ class Ledger(Frozen):
 
     Attributes:
         mesh: axis sizes.
-        ratio: bytes sent over bytes needed, all axes together.
-        sent_bytes: bytes each device sends per update.
-        minimum_bytes: what the plan needs to send.
+        known: whether what is sent and needed is known; see `AxisLedger`.
+        ratio: bytes sent over bytes needed, all axes together; null if not known.
+        sent_bytes: bytes each device sends per update; at most so many, if not known.
+        minimum_bytes: what the plan needs to send; 0 if not known.
         axes: axis by axis.
         lines: every collective, grouped.
         argument_bytes: per device, of state and batch.
@@ -90,6 +91,7 @@ class Ledger(Frozen):
     """
 
     mesh: dict[str, int]
+    known: bool = True
     ratio: float | None
     sent_bytes: int
     minimum_bytes: int
@@ -135,11 +137,13 @@ def read_ledger(
         for axis, size in mesh.items()
         if size > 1
     }
+    known = mesh.get("pipe", 1) == 1
     sent = sum(c.sent_bytes for c in collectives)
-    minimum = sum(n.sent_bytes for n in needed)
+    minimum = sum(n.sent_bytes for n in needed) if known else 0.0
     return Ledger(
         mesh=assembled.plan.mesh,
-        ratio=None if mesh.get("pipe", 1) > 1 else _ratio(sent, minimum),
+        known=known,
+        ratio=_ratio(sent, minimum),
         sent_bytes=round(sent),
         minimum_bytes=round(minimum),
         axes=axes,

@@ -21,6 +21,10 @@ _HOMES = {
 __all__ = ["GPipePipeline", "Pipeline", "PipelineStage", "get_schedule", "pipeline_forward"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     # Schedules are pure Python; only what needs JAX loads it.
     if name in _HOMES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
+from meshwright.pipeline.operations import Times
 from meshwright.pipeline.schedules import Schedule
 
 MICROBATCHES_PER_STAGE = 4
@@ -12,15 +13,22 @@ MICROBATCHES_PER_STAGE = 4
 
 LARGEST_BUBBLE = Fraction(3, 10)
 LARGEST_IMBALANCE = Fraction(1, 5)
+SMALLEST_DIFFERENCE = Fraction(1, 100)
 USUAL_EFFICIENCY = Fraction(9, 10)
+
+Costs = Sequence[int | float | Fraction]
+"""FLOPs or time of each stage, in any unit."""
 
 
 def pipeline_warnings(
     schedule: Schedule,
     num_microbatches: int,
     num_stages: int,
-    stage_costs: Sequence[int | float | Fraction] = (),
+    stage_costs: Costs = (),
     *,
+    bubble: Fraction | None = None,
+    samples: int = 0,
+    replicas: int = 1,
     remedy: str = "move layers away from it, or use fewer stages",
 ) -> list[str]:
     """Return what is worth changing, one sentence each.
@@ -30,56 +38,89 @@ def pipeline_warnings(
         num_microbatches: M.
         num_stages: S.
         stage_costs: FLOPs (or time) of each stage, in any unit; empty if unknown.
+        bubble: the share of time stages wait, their costs included; simulated by default.
+        samples: those of all M microbatches, so that batch sizes can be named; 0 if unknown.
+        replicas: groups of devices that work on different samples.
         remedy: what helps against unequal stages.
     """
-    found = [
-        _too_few(schedule, num_microbatches, num_stages),
-        _large_bubble(schedule, num_microbatches, num_stages),
-        _imbalance(stage_costs, remedy),
-    ]
+    equal = schedule.bubble(num_microbatches, num_stages)
+    if bubble is None:
+        bubble = bubble_with(schedule, num_microbatches, num_stages, stage_costs)
+    uneven = _imbalance(stage_costs, equal, bubble, remedy)
+    found = [_too_few(schedule, num_microbatches, num_stages, samples, replicas), uneven]
+    # Where unequal stages are all there is to it, that was said already.
+    if equal > LARGEST_BUBBLE or (bubble > LARGEST_BUBBLE and not uneven):
+        found.insert(1, _large_bubble(schedule, bubble, num_stages, samples, replicas))
     return [text for text in found if text]
 
 
-def imbalance(stage_costs: Sequence[int | float | Fraction]) -> Fraction:
+def bubble_with(
+    schedule: Schedule, num_microbatches: int, num_stages: int, stage_costs: Costs
+) -> Fraction:
+    """Return the share of time stages wait in lockstep, each as slow as its cost says."""
+    costs = [Fraction(cost) for cost in stage_costs]
+    mean = sum(costs, Fraction(0)) / max(1, len(costs))
+    if not mean:
+        return schedule.bubble(num_microbatches, num_stages)
+    times = Times(scale=tuple(cost / mean for cost in costs))
+    return schedule.table(num_microbatches, num_stages).timeline(times).bubble
+
+
+def imbalance(stage_costs: Costs) -> Fraction:
     """Return by how much the slowest stage exceeds the mean."""
     costs = [Fraction(cost) for cost in stage_costs]
     mean = sum(costs, Fraction(0)) / len(costs)
     return max(costs) / mean - 1 if mean else Fraction(0)
 
 
-def _too_few(schedule: Schedule, count: int, stages: int) -> str:
+def _too_few(schedule: Schedule, count: int, stages: int, samples: int, replicas: int) -> str:
     enough = MICROBATCHES_PER_STAGE * stages
     if stages == 1 or count >= enough:
         return ""
     now, then = (_percent(schedule.efficiency(n, stages)) for n in (count, enough))
+    few = "1 microbatch is" if count == 1 else f"{count} microbatches are"
     return (
-        f"{count} microbatches are few for {stages} stages: efficiency {now}; "
-        f"pipeline.num_microbatches={enough} gives {then}"
+        f"{few} few for {stages} stages: efficiency {now}; "
+        f"{_setting(enough, samples, replicas)} gives {then}"
     )
 
 
-def _large_bubble(schedule: Schedule, count: int, stages: int) -> str:
-    bubble = schedule.bubble(count, stages)
-    if bubble <= LARGEST_BUBBLE:
-        return ""
+def _large_bubble(
+    schedule: Schedule, bubble: Fraction, stages: int, samples: int, replicas: int
+) -> str:
     needed = schedule.microbatches_for(USUAL_EFFICIENCY, stages)
     needed = -(-needed // stages) * stages if schedule.num_chunks > 1 else needed
     other = "" if schedule.splits_backward else ", or pipeline.schedule=zb_h1 a smaller bubble"
     return (
-        f"stages wait {_percent(bubble)} of the time; pipeline.num_microbatches={needed} "
-        f"gives an efficiency of {_percent(schedule.efficiency(needed, stages))}{other}"
+        f"stages wait {_percent(bubble)} of the time; {_setting(needed, samples, replicas)} "
+        f"gives an efficiency of {_percent(schedule.efficiency(needed, stages))} if they have "
+        f"equal work{other}"
     )
 
 
-def _imbalance(stage_costs: Sequence[int | float | Fraction], remedy: str) -> str:
+def _setting(count: int, samples: int, replicas: int) -> str:
+    """Say how to get so many microbatches, with the nearest batch sizes they divide."""
+    text, by = f"pipeline.num_microbatches={count}", count * replicas
+    if samples % by == 0:
+        return text
+    below = samples // by * by
+    sizes = " or ".join(str(n) for n in (below, below + by) if n)
+    return f"{text} with a global batch of {sizes} samples"
+
+
+def _imbalance(stage_costs: Costs, equal: Fraction, bubble: Fraction, remedy: str) -> str:
     if not stage_costs or (excess := imbalance(stage_costs)) <= LARGEST_IMBALANCE:
+        return ""
+    if bubble - equal < SMALLEST_DIFFERENCE:
+        # One microbatch at a time passes every stage anyway, however slow.
         return ""
     total = sum(Fraction(cost) for cost in stage_costs)
     shares = ", ".join(_percent(Fraction(cost) / total) for cost in stage_costs)
     slowest = max(range(len(stage_costs)), key=lambda stage: stage_costs[stage])
     return (
-        f"stage {slowest} has {_percent(excess)} more work than the mean, and all others wait for "
-        f"it ({shares}); {remedy}"
+        f"stage {slowest} has {_percent(excess)} more work than the mean (shares of the work: "
+        f"{shares}), so stages wait {_percent(bubble)} of the time instead of {_percent(equal)}; "
+        f"{remedy}"
     )
 
 

@@ -37,11 +37,18 @@ def read_slot(buffers: list[Any], slot: Array) -> list[Any]:
 
 
 def write_slot(buffers: list[Any], values: Sequence[Any], slot: Array) -> list[Any]:
-    """Write values into a slot."""
-    return [
-        lax.dynamic_update_index_in_dim(b, v.astype(b.dtype), slot, 0)
-        for b, v in zip(buffers, values, strict=True)
-    ]
+    """Write values into a slot; a negative slot changes nothing.
+
+    In a loop of its own, so that values are laid out in memory as slots are, not slots as values.
+    """
+
+    def write(now: list[Any]) -> list[Any]:
+        return [
+            lax.dynamic_update_index_in_dim(b, v.astype(b.dtype), slot, 0)
+            for b, v in zip(now, values, strict=True)
+        ]
+
+    return when(slot >= 0, write, buffers)
 
 
 def when(needed: Array, update: Callable[[T], T], values: T) -> T:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import inf
 
 from meshwright.errors import UserError
 
 
 def balance(costs: Sequence[float], num_stages: int) -> list[range]:
     """Divide layers, in order, into stages such that the most expensive stage is cheapest.
+
+    Of the divisions for which that is so, it is the most even: the one with the smallest sum of
+    squares.
 
     Args:
         costs: what each layer costs: FLOPs, bytes or time.
@@ -21,26 +26,48 @@ def balance(costs: Sequence[float], num_stages: int) -> list[range]:
             why="each stage needs at least one layer",
             fix=f"use at most {count} stages",
         )
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # best[s][n]: the cheapest possible most expensive stage of the first n layers in s stages.
-    best = [[0.0] + [float("inf")] * count]
-    cuts: list[list[int]] = [[0] * (count + 1)]
+    sums = list(accumulate(costs, initial=0))
+
+    def largest(before: float, start: int, end: int) -> float:
+        return max(before, sums[end] - sums[start])
+
+    bound, _ = _best(count, num_stages, largest)
+
+    def squares(before: float, start: int, end: int) -> float:
+        cost = sums[end] - sums[start]
+        return before + cost * cost if cost <= bound else inf
+
+    _, groups = _best(count, num_stages, squares)
+    return groups
+
+
+def _best(
+    count: int, num_stages: int, measure: Callable[[float, int, int], float]
+) -> tuple[float, list[range]]:
+    """Return the smallest measure of a division, and the division.
+
+    Args:
+        count: how many layers.
+        num_stages: how many stages.
+        measure: from the measure of the stages before, and the first and last layer of another
+            (its end excluded), to that of all of them.
+    """
+    # best[n]: the smallest measure of the first n layers in as many stages as were added so far.
+    best: list[float] = [0.0] + [inf] * count
+    cuts: list[list[int]] = []
     for stages in range(1, num_stages + 1):
-        row, where = [float("inf")] * (count + 1), [0] * (count + 1)
+        row, where = [inf] * (count + 1), [0] * (count + 1)
         for end in range(stages, count + 1):
             for start in range(stages - 1, end):
-                worst = max(best[-1][start], sums[end] - sums[start])
+                value = measure(best[start], start, end)
                 # Of equal divisions the one with the later cut: earlier stages wait less.
-                if worst <= row[end]:
-                    row[end], where[end] = worst, start
-        best.append(row)
+                if value <= row[end]:
+                    row[end], where[end] = value, start
+        best = row
         cuts.append(where)
-    found: list[range] = []
+    groups: list[range] = []
     end = count
-    for stages in range(num_stages, 0, -1):
-        start = cuts[stages][end]
-        found.append(range(start, end))
-        end = start
-    return found[::-1]
+    for where in reversed(cuts):
+        groups.append(range(where[end], end))
+        end = where[end]
+    return best[count], groups[::-1]

@@ -207,16 +207,32 @@ def blocks_per_stage(num_blocks: int, num_stages: int, num_chunks: int = 1) -> i
     if num_blocks % pieces == 0:
         return num_blocks // pieces
     chunks = f" × {num_chunks} chunks" if num_chunks > 1 else ""
-    divisors = [n for n in range(1, num_blocks + 1) if num_blocks % (n * num_chunks) == 0]
-    nearest = sorted(sorted(divisors, key=lambda n: abs(n - num_stages))[:2])
-    below, above = num_blocks // pieces * pieces, -(-num_blocks // pieces) * pieces
-    blocks = " or ".join(str(n) for n in (below, above) if n)
-    meshes = " or ".join(f"mesh.pipe={n}" for n in nearest)
     raise UserError(
         f"{num_blocks} blocks cannot be divided into {num_stages} stages{chunks}",
         why=f"{num_blocks} is not a multiple of {pieces}",
-        fix=" and ".join(filter(None, (meshes, f"{blocks} blocks"))) + " would work",
+        fix=", or ".join(_other_divisions(num_blocks, num_stages, num_chunks)),
     )
+
+
+def _other_divisions(num_blocks: int, num_stages: int, num_chunks: int) -> list[str]:
+    """Say what would work, the smallest change first."""
+    found: list[str] = []
+    if num_chunks > 1 and num_blocks % num_stages == 0:
+        each = num_blocks // num_stages
+        several = [n for n in range(2, each + 1) if each % n == 0]
+        nearest = sorted(sorted(several, key=lambda n: abs(n - num_chunks))[:2])
+        if nearest:
+            found.append(f"write pipeline.num_chunks={' or '.join(map(str, nearest))}")
+        found.append("write pipeline.schedule=1f1b")
+    # A divisor of the stages asked for fits the same devices, whatever the other axes are.
+    fewer = [
+        n for n in range(2, num_stages) if num_stages % n == num_blocks % (n * num_chunks) == 0
+    ]
+    found.append(f"write mesh.pipe={fewer[-1]}" if fewer else "leave out mesh.pipe")
+    pieces = num_stages * num_chunks
+    below = num_blocks // pieces * pieces
+    counts = " or ".join(str(n) for n in (below, below + pieces) if n)
+    return [*found, f"use a model with {counts} blocks"]
 
 
 def stage_order(num_blocks: int, num_stages: int, num_chunks: int) -> list[int]:

@@ -9,7 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshwright.errors import UserError
+from meshwright.errors import UserError, did_you_mean
+from meshwright.pipeline.given import check_count, describe, first_line
+
+SPEC_KEYS = ("in_features", "out_features", "relu")
+SPEC_EXAMPLE = 'write {"in_features": 784, "out_features": 128}'
 
 
 class PipelineStage(nnx.Module):
@@ -25,6 +29,7 @@ class PipelineStage(nnx.Module):
     def __init__(
         self, layer_specs: Sequence[Mapping[str, Any]], stage_id: int, *, rngs: nnx.Rngs
     ) -> None:
+        _check_specs(layer_specs, stage_id)
         self.stage_id = stage_id
         self.relu = tuple(bool(spec.get("relu", True)) for spec in layer_specs)
         self.layers = nnx.List(
@@ -48,10 +53,24 @@ def pipeline_forward(
 
     The result is that of the stages one after another on the whole batch, whatever its size.
     """
-    if not 1 <= num_microbatches <= inputs.shape[0]:
+    if callable(stages) or not stages:
+        raise UserError(
+            "there is no list of stages",
+            why=f"stages is {'empty' if not callable(stages) else 'one module or function'}",
+            fix="write stages=[first, second, …]",
+        )
+    check_count("num_microbatches", num_microbatches)
+    if not getattr(inputs, "shape", ()):
+        raise UserError(
+            "the inputs are not an array of samples",
+            why=f"they are of type {type(inputs).__name__}",
+            fix="give an array [B, …]",
+        )
+    if num_microbatches > inputs.shape[0]:
         raise UserError(
             f"{inputs.shape[0]} samples cannot be divided into {num_microbatches} microbatches",
-            fix=f"write num_microbatches={min(inputs.shape[0], max(1, num_microbatches))}",
+            why="each microbatch needs at least one sample",
+            fix=f"write num_microbatches={max(1, inputs.shape[0])}, or give more samples",
         )
     microbatches = jnp.array_split(inputs, num_microbatches)
     activations: list[Any] = [None] * len(stages)
@@ -62,7 +81,7 @@ def pipeline_forward(
             number = tick - stage
             if 0 <= number < num_microbatches:
                 x = microbatches[number] if stage == 0 else activations[stage - 1]
-                activations[stage] = stages[stage](x)
+                activations[stage] = _run_stage(stages[stage], stage, x)
                 if stage == len(stages) - 1:
                     outputs.append(activations[stage])
     return jnp.concatenate(outputs)
@@ -81,6 +100,8 @@ class GPipePipeline(nnx.Module):
     def __init__(
         self, num_stages: int, layers_per_stage: int, hidden_dim: int, *, rngs: nnx.Rngs
     ) -> None:
+        for name, count in (("num_stages", num_stages), ("layers_per_stage", layers_per_stage)):
+            check_count(name, count)
         self.num_stages = num_stages
         spec = {"in_features": hidden_dim, "out_features": hidden_dim}
         self.stages = nnx.List(
@@ -89,8 +110,68 @@ class GPipePipeline(nnx.Module):
 
     def forward_stage(self, stage_id: int, x: jax.Array) -> jax.Array:
         """Pass x [B, hidden_dim] through one stage."""
-        return self.stages[stage_id](x)
+        if not 0 <= stage_id < self.num_stages:
+            raise UserError(
+                f"there is no stage {stage_id}",
+                why=f"the pipeline has {self.num_stages}",
+                fix=f"write a number from 0 to {self.num_stages - 1}",
+            )
+        return _run_stage(self.stages[stage_id], stage_id, x)
 
     def __call__(self, x: jax.Array, num_microbatches: int = 1) -> jax.Array:
         """Pass x [B, hidden_dim] through all stages, in so many microbatches."""
         return pipeline_forward(list(self.stages), x, num_microbatches)
+
+
+def _run_stage(stage: Callable[[Any], Any], number: int, x: Any) -> Any:
+    try:
+        return stage(x)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"stage {number} fails on what it is given",
+            why=f"that is {describe(x)}: {first_line(error)}",
+            fix="let each stage take what the stage before gives, and the first the inputs",
+        ) from error
+
+
+def _check_specs(specs: Sequence[Mapping[str, Any]], stage_id: int) -> None:
+    if isinstance(specs, Mapping) or not specs:
+        raise UserError(
+            f"stage {stage_id} has no list of layers",
+            why=f"layer_specs is {'empty' if not specs else 'one mapping'}",
+            fix='write layer_specs=[{"in_features": 784, "out_features": 128}, …]',
+        )
+    before = None
+    for number, spec in enumerate(specs):
+        where = f"layer {number} of stage {stage_id}"
+        _check_keys(spec, where)
+        for key in SPEC_KEYS[:2]:
+            check_count(f"{where}: {key}", spec[key])
+        if before not in (None, spec["in_features"]):
+            raise UserError(
+                f"{where} does not fit the layer before it",
+                why=f"that gives {before} features, in_features is {spec['in_features']}",
+                fix=f"write in_features={before}",
+            )
+        before = spec["out_features"]
+
+
+def _check_keys(spec: Any, where: str) -> None:
+    if not isinstance(spec, Mapping):
+        raise UserError(
+            f"{where} is of type {type(spec).__name__}",
+            why="a layer is described by a mapping",
+            fix=SPEC_EXAMPLE,
+        )
+    missing = [key for key in SPEC_KEYS[:2] if key not in spec]
+    unknown = [str(key) for key in spec if key not in SPEC_KEYS]
+    if missing or unknown:
+        absent = f"lacks {' and '.join(missing)}" if missing else ""
+        strange = f"has the unknown key {', '.join(unknown)}" if unknown else ""
+        raise UserError(
+            f"{where} {' and '.join(filter(None, (absent, strange)))}",
+            why=f"a layer has {', '.join(SPEC_KEYS)}, the last of which may be left out",
+            fix=(did_you_mean(unknown[0], SPEC_KEYS) if unknown else "") or SPEC_EXAMPLE,
+        )

@@ -93,8 +93,8 @@ class Ticks:
 
     def _tick(self, carry: Any, row: Row) -> tuple[Any, None]:
         between, arrived, arrived_back = carry
-        inbox = self._receive(between.inbox, arrived, row.activation_in)
-        gradients = self._receive(between.gradients, arrived_back, row.gradient_in)
+        inbox = write_slot(between.inbox, arrived, row.activation_in)
+        gradients = write_slot(between.gradients, arrived_back, row.gradient_in)
         between = replace(between, inbox=inbox, gradients=gradients)
         between, sent = self._forward(between, arrived, row)
         between, sent_back = self._backward(between, arrived_back, row)
@@ -106,9 +106,6 @@ class Ticks:
             sent_back, -1, row.sends_back, always=self.forms.always_sends_back
         )
         return (between, arrived, arrived_back), None
-
-    def _receive(self, buffers: list[Any], arrived: list[Any], slot: Array) -> list[Any]:
-        return when(slot >= 0, lambda now: write_slot(now, arrived, slot), buffers)
 
     def _forward(self, between: _Between, unused: Message, row: Row) -> tuple[_Between, Message]:
         """Return what is there afterwards and what is sent; without an operation that is unused."""

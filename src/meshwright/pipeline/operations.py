@@ -84,6 +84,11 @@ class Shape:
                     f"{name}={value} is not a number of {name[4:]}", fix="write 1 or more"
                 )
 
+    def __str__(self) -> str:
+        counts = [(self.num_stages, "stage", "s"), (self.num_microbatches, "microbatch", "es")]
+        counts += [(self.num_chunks, "chunk", "s")] * (self.num_chunks > 1)
+        return ", ".join(f"{n} {noun}{ending * (n > 1)}" for n, noun, ending in counts)
+
     @property
     def num_virtual(self) -> int:
         """Pieces of the model a microbatch passes through."""

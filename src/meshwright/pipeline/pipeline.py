@@ -10,17 +10,20 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from meshwright.errors import UserError
+from meshwright.pipeline import given
 from meshwright.pipeline.advice import pipeline_warnings
 from meshwright.pipeline.balance import balance
+from meshwright.pipeline.layers import naming_layer, read_layers
 from meshwright.pipeline.operations import Times
-from meshwright.pipeline.parts import Part, chain, read_part, shape_after
-from meshwright.pipeline.schedules import Schedule, get_schedule
-from meshwright.pipeline.separate import Host, Loss, Stage, output_tree
+from meshwright.pipeline.parts import Part, TracedPart, chain, read_part, to_default_device, trace
+from meshwright.pipeline.schedules import Schedule
+from meshwright.pipeline.separate import Host, Loss, Stage, divide_devices, output_tree
 from meshwright.pipeline.timeline import Timeline, simulate
-from meshwright.program.flops import forward_flops
+from meshwright.pipeline.updates import Updates
+from meshwright.units import human_count
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,16 @@ class StageReport:
     flops: int
     devices: tuple[int, ...]
 
+    def __str__(self) -> str:
+        layers = f"layer {self.layers[0]}"
+        if len(self.layers) > 1:
+            layers = f"layers {self.layers[0]}–{self.layers[-1]}"
+        devices = f"device{'s' * (len(self.devices) > 1)} {', '.join(map(str, self.devices))}"
+        return (
+            f"{layers}, {self.parameters:,} parameters, {human_count(self.flops)} FLOPs "
+            f"a microbatch, {devices}"
+        )
+
 
 class Pipeline:
     """A model given as a list of layers, divided into stages on different devices.
@@ -47,14 +60,14 @@ class Pipeline:
 
     Args:
         stages: NNX modules, Linen modules, functions of x, or pairs (function(params, x), params),
-            in order. Neighbours are joined if there are more than ``num_stages``.
+            in order; none twice. Neighbours are joined if there are more than ``num_stages``.
         loss: ``loss(output, target)``: a mean over samples, or `mw.Weighted`.
         example: a batch of inputs, as arrays or shapes; its values are not used.
         num_stages: how many stages; all devices, or one for each element of ``stages``.
         schedule: gpipe, 1f1b, interleaved or zb_h1.
         num_microbatches: microbatches per batch; four per stage by default.
-        num_chunks: pieces of the model on each stage, for interleaved.
-        balance_by: what stages should have equal amounts of: flops or memory.
+        num_chunks: pieces of the model on each stage, for interleaved; 2 by default.
+        balance_by: what stages should have equal amounts of: flops, or memory of parameters.
         devices: where; all devices by default. Each stage has as many, for different samples.
         seed: of the parameters of Linen modules.
     """
@@ -68,64 +81,132 @@ class Pipeline:
         num_stages: int | None = None,
         schedule: str | Schedule = "1f1b",
         num_microbatches: int | None = None,
-        num_chunks: int = 2,
+        num_chunks: int | None = None,
         balance_by: Literal["flops", "memory"] = "flops",
         devices: Sequence[Any] | None = None,
         seed: int = 0,
     ) -> None:
-        devices = list(devices) if devices is not None else jax.devices()
-        self.schedule = (
-            schedule if isinstance(schedule, Schedule) else get_schedule(schedule, num_chunks)
-        )
+        for name, count in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
+            if count is not None:
+                given.check_count(name, count)
+        given.check_balance_by(balance_by)
+        given.check_function(loss)
+        self._given, self._devices = read_layers(stages), given.read_devices(devices)
+        self.schedule = given.read_schedule(schedule, num_chunks)
         chunks = self.schedule.num_chunks
-        self.num_stages = num_stages or min(len(stages) // chunks or 1, len(devices))
+        most = len(self._given) // chunks or 1
+        self.num_stages = num_stages or min(most, len(self._devices))
         self.num_microbatches = num_microbatches or 4 * self.num_stages
-        x = self._microbatch_shape(example)
-        parts, costs = _read_all(stages, x, seed, balance_by)
-        groups = balance(costs, self.num_stages * chunks)
-        self._parts = [chain([parts[n] for n in group]) for group in groups]
-        meshes = _divide_devices(devices, self.num_stages)
+        given.check_division(
+            len(self._given),
+            len(self._devices),
+            self.schedule,
+            self.num_stages,
+            self.num_microbatches,
+        )
+        self._loss = loss
+        self._layers, traced = _read_all(self._given, self._microbatch_shape(example), seed)
+        groups = balance(_costs(self._layers, traced, balance_by), self.num_stages * chunks)
+        self._place(groups, traced)
+
+    def _place(self, groups: Sequence[range], traced: Sequence[TracedPart]) -> None:
+        """Make each group of layers a stage on its devices."""
+        self._parts = [chain([self._layers[n] for n in group]) for group in groups]
+        meshes = divide_devices(self._devices, self.num_stages)
         last = len(groups) - 1
         self._stages = [
             Stage(
                 part,
                 meshes[number % self.num_stages],
                 first=number == 0,
-                loss=loss if number == last else None,
+                loss=self._loss if number == last else None,
             )
             for number, part in enumerate(self._parts)
         ]
         self._params = [jax.device_put(s.part.params, s.everywhere) for s in self._stages]
         self._states = [jax.device_put(s.part.state, s.everywhere) for s in self._stages]
-        self._apply = [jax.jit(part.apply) for part in self._parts]
-        trees: list[Any] = []
-        self.stages: list[StageReport] = []
-        for group, part, stage in zip(groups, self._parts, self._stages, strict=True):
-            self.stages.append(_report(group, part, stage.mesh, x))
-            x = shape_after(part, x)
-            trees.append(output_tree(x))
+        self._evaluate = [jax.jit(part.evaluate) for part in self._parts]
+        self._updates = Updates(self._stages)
+        self.stages = [
+            _report(group, part, stage.mesh, traced)
+            for group, part, stage in zip(groups, self._parts, self._stages, strict=True)
+        ]
+        trees = [output_tree(traced[group[-1]].output) for group in groups]
         self._host = Host(self._stages, self.schedule, trees)
+        self._fitting: set[str] = set()
 
     def __call__(self, x: Any) -> Any:
-        """Return the output for a batch, its microbatches passing through the stages."""
+        """Return the output for a batch of any size, in evaluation mode.
+
+        NNX modules run as after ``eval()``: without dropout, with the statistics gathered so far.
+        """
+        count = min(self.num_microbatches, given.count_samples("x", x))
+        inputs = self._split("x", x, count)
+        self._check_fit(inputs[0])
         outputs: list[Any] = []
-        for piece in self._split(x):
+        for piece in inputs:
             for number, stage in enumerate(self._stages):
-                piece, _ = self._apply[number](
+                piece = self._evaluate[number](
                     self._params[number], self._states[number], stage.put(piece)
                 )
             outputs.append(piece)
         return jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *outputs)
 
     def loss_and_gradients(self, x: Any, target: Any) -> tuple[Any, list[Any]]:
-        """Return the mean loss of a batch and, for each stage, the gradients of its parameters."""
-        inputs, targets = self._split(x), self._split(target)
-        found = self._host.run(self._params, self._states, inputs, targets)
+        """Return the mean loss of a batch and, for each stage, the gradients of its parameters.
+
+        Modules run in the mode they were given in, which is training unless you called ``eval()``.
+        What they remember, such as statistics and random streams, goes on from batch to batch.
+        """
+        samples, targets = given.count_samples("x", x), given.count_samples("target", target)
+        if samples != targets:
+            raise UserError(
+                f"x has {samples} samples, target {targets}",
+                why="both are divided into the same microbatches, along dim 0",
+                fix="give one target for each sample",
+            )
+        count = self.num_microbatches
+        inputs, expected = self._split("x", x, count), self._split("target", target, count)
+        self._check_fit(inputs[0], expected[0])
+        found = self._host.run(self._params, self._states, inputs, expected)
         self._states = found.states
         weight = np.asarray(found.weight)
         weight = weight if weight else np.ones_like(weight)
         scaled = [jax.tree.map(lambda g: g / weight.astype(g.dtype), g) for g in found.gradients]
         return found.total / weight, scaled
+
+    def init(self, optimizer: Any) -> list[Any]:
+        """Return an optax optimizer's state for each stage, on the stage's devices."""
+        given.check_optimizer(optimizer)
+        return self._updates.init(optimizer, self._params)
+
+    def update(
+        self,
+        optimizer: Any,
+        states: Sequence[Any],
+        x: Any,
+        target: Any,
+        *,
+        clip_norm: float | None = None,
+    ) -> tuple[Any, list[Any]]:
+        """Train on a batch; return its loss before the update, and the optimizer's new states.
+
+        Args:
+            optimizer: any optax transformation. It sees the leaves of one stage at a time.
+            states: what `init` or the update before returned; not to be used again.
+            x: inputs, samples in dim 0.
+            target: what the loss compares with, as many samples.
+            clip_norm: largest norm of the gradients of all stages together.
+        """
+        given.check_optimizer(optimizer)
+        given.check_clip_norm(clip_norm)
+        states = given.check_per_stage("states", states, len(self._stages))
+        loss, gradients = self.loss_and_gradients(x, target)
+        factor = self._updates.factor(gradients, clip_norm)
+        self._params, after = self._updates.apply(
+            optimizer, gradients, states, self._params, factor
+        )
+        return loss, after
 
     @property
     def params(self) -> list[Any]:
@@ -134,18 +215,28 @@ class Pipeline:
 
     @params.setter
     def params(self, values: Sequence[Any]) -> None:
-        pairs = zip(values, self._stages, strict=True)
+        found = given.check_per_stage("params", values, len(self._stages))
+        for number, (new, present) in enumerate(zip(found, self._params, strict=True)):
+            given.check_like(f"params[{number}]", new, present)
+        pairs = zip(found, self._stages, strict=True)
         self._params = [jax.device_put(value, stage.everywhere) for value, stage in pairs]
 
     def modules(self) -> list[Any]:
-        """Return what ``stages`` was, with the values it has now."""
+        """Return what ``stages`` was, with the values it has now, all on the default device.
+
+        A Linen module comes back bound to its values: call it, or take it apart with ``unbind()``.
+        """
         pairs = zip(self._parts, self._params, self._states, strict=True)
-        return [layer for part, params, state in pairs for layer in part.rebuild(params, state)]
+        return [
+            layer
+            for part, params, state in pairs
+            for layer in part.rebuild(*jax.tree.map(to_default_device, (params, state)))
+        ]
 
     def timeline(self) -> Timeline:
         """Return when each stage works, simulated from its FLOPs."""
         shape = self.schedule.shape(self.num_microbatches, self.num_stages)
-        costs = self._costs()
+        costs = self._stage_flops()
         mean = sum(costs) / len(costs) or 1
         times = Times(scale=tuple(Fraction(cost) / Fraction(mean) for cost in costs))
         return simulate(
@@ -154,75 +245,108 @@ class Pipeline:
 
     def warnings(self) -> list[str]:
         """Return what is worth changing, one sentence each."""
-        return pipeline_warnings(
-            self.schedule, self.num_microbatches, self.num_stages, self._costs()
+        found = pipeline_warnings(
+            self.schedule,
+            self.num_microbatches,
+            self.num_stages,
+            self._stage_flops(),
+            bubble=self.timeline().bubble,
         )
+        unused = _unused(
+            len(self._devices), self.num_stages, len(self._given) // self.schedule.num_chunks
+        )
+        return [given.in_python(text) for text in found] + ([unused] if unused else [])
 
     @property
     def most_kept(self) -> list[int]:
-        """The most microbatches each stage has kept at a time so far."""
+        """The most microbatches each stage has kept at a time so far, chunk by chunk."""
         return list(self._host.most_kept)
 
-    def _costs(self) -> list[int]:
+    def __repr__(self) -> str:
+        chunks = self.schedule.num_chunks
+        pieces = f" × {chunks} chunks" if chunks > 1 else ""
+        lines = [
+            f"Pipeline: {self.num_stages} stages{pieces}, {self.schedule.name} with "
+            f"{self.num_microbatches} microbatches"
+        ]
+        for number, stage in enumerate(self.stages):
+            chunk, of = divmod(number, self.num_stages)
+            name = f"stage {of}" + (f", chunk {chunk}" if chunks > 1 else "")
+            lines.append(f"  {name}: {stage}")
+        return "\n".join(lines)
+
+    def _stage_flops(self) -> list[int]:
         costs = [0] * self.num_stages
         for number, stage in enumerate(self.stages):
             costs[number % self.num_stages] += stage.flops
         return costs
 
     def _microbatch_shape(self, example: Any) -> Any:
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(
-                (-(-a.shape[0] // self.num_microbatches), *a.shape[1:]), a.dtype
-            ),
-            example,
-        )
+        size = -(-given.count_samples("example", example) // self.num_microbatches)
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), example)
 
-    def _split(self, batch: Any) -> list[Any]:
+    def _check_fit(self, x: Any, target: Any = None) -> None:
+        """Refuse shapes the layers or the loss cannot take, the first time they are given."""
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, target))
+        if (key := str(shapes)) in self._fitting:
+            return
+        x, target = shapes
+        for number, (layer, part) in enumerate(zip(self._given, self._layers, strict=True)):
+            with naming_layer(number, layer, x):
+                x = trace(part, x).output
+        if target is not None:
+            given.check_loss(self._loss, x, target)
+        self._fitting.add(key)
+
+    def _split(self, name: str, batch: Any, count: int) -> list[Any]:
         """Divide a batch into microbatches of nearly equal size; no sample is left out."""
         leaves, tree = jax.tree.flatten(batch)
-        if leaves[0].shape[0] < self.num_microbatches:
+        samples = leaves[0].shape[0]
+        if samples < count:
+            groups = self.num_stages if self.schedule.num_chunks > 1 else 1
+            fits = samples // groups * groups
+            smaller = f"write num_microbatches={fits}, or " if fits else ""
             raise UserError(
-                f"{leaves[0].shape[0]} samples cannot be divided into {self.num_microbatches} "
-                "microbatches",
-                fix=f"write num_microbatches={leaves[0].shape[0]}, or give more samples",
+                f"{samples} samples cannot be divided into {count} microbatches",
+                why=f"{name} has fewer samples than there are microbatches",
+                fix=f"{smaller}give more samples",
             )
-        pieces = [np.array_split(np.asarray(leaf), self.num_microbatches) for leaf in leaves]
+        pieces = [np.array_split(np.asarray(leaf), count) for leaf in leaves]
         return [jax.tree.unflatten(tree, list(each)) for each in zip(*pieces, strict=True)]
 
 
-def _read_all(
-    given: Sequence[Any], x: Any, seed: int, balance_by: str
-) -> tuple[list[Part], list[float]]:
+def _read_all(layers: Sequence[Any], x: Any, seed: int) -> tuple[list[Part], list[TracedPart]]:
     parts: list[Part] = []
-    costs: list[float] = []
-    for number, layer in enumerate(given):
-        part = read_part(layer, x, jax.random.fold_in(jax.random.key(seed), number))
-        parts.append(part)
-        bytes_ = sum(a.nbytes for a in jax.tree.leaves(part.params))
-        # Layers without products still take some time.
-        costs.append(float(bytes_ if balance_by == "memory" else _flops(part, x) or 1))
-        x = shape_after(part, x)
-    return parts, costs
+    traced: list[TracedPart] = []
+    for number, layer in enumerate(layers):
+        with naming_layer(number, layer, x):
+            parts.append(read_part(layer, x, jax.random.fold_in(jax.random.key(seed), number)))
+            traced.append(trace(parts[-1], x))
+        x = traced[-1].output
+    return parts, traced
 
 
-def _flops(part: Part, x: Any) -> int:
-    closed = jax.make_jaxpr(lambda p, s, x: part.apply(p, s, x)[0])(part.params, part.state, x)
-    return forward_flops(closed.jaxpr)
+def _costs(parts: Sequence[Part], traced: Sequence[TracedPart], balance_by: str) -> list[int]:
+    if balance_by == "memory":
+        return [sum(a.nbytes for a in jax.tree.leaves(part.params)) for part in parts]
+    # Layers without products still take some time.
+    return [found.flops or 1 for found in traced]
 
 
-def _report(group: range, part: Part, mesh: Mesh, x: Any) -> StageReport:
+def _report(group: range, part: Part, mesh: Mesh, traced: Sequence[TracedPart]) -> StageReport:
     parameters = sum(int(np.prod(a.shape)) for a in jax.tree.leaves(part.params))
     ids = tuple(int(device.id) for device in mesh.devices.flat)
-    return StageReport(tuple(group), parameters, _flops(part, x), ids)
+    return StageReport(tuple(group), parameters, sum(traced[n].flops for n in group), ids)
 
 
-def _divide_devices(devices: Sequence[Any], num_stages: int) -> list[Mesh]:
-    if len(devices) < num_stages:
-        raise UserError(
-            f"{num_stages} stages need as many devices",
-            why=f"there are {len(devices)}",
-            fix=f"write num_stages={len(devices)}",
-        )
-    each = len(devices) // num_stages
-    groups = [devices[n * each : (n + 1) * each] for n in range(num_stages)]
-    return [Mesh(np.array(group), ("data",), axis_types=(AxisType.Auto,)) for group in groups]
+def _unused(num_devices: int, num_stages: int, most_stages: int) -> str:
+    left = num_devices % num_stages
+    if not left:
+        return ""
+    fits = [n for n in range(1, most_stages + 1) if num_devices % n == 0]
+    below, above = [n for n in fits if n < num_stages][-1:], [n for n in fits if n > num_stages][:1]
+    better = " or ".join(f"num_stages={n}" for n in below + above)
+    return (
+        f"{left} of {num_devices} devices are not used, since {num_devices} is not a multiple of "
+        f"{num_stages} stages; {better} uses all"
+    )

@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from meshwright.pipeline.advice import pipeline_warnings
+from meshwright.pipeline.advice import bubble_with, pipeline_warnings
 from meshwright.pipeline.cut import BlockCut, stage_order
 from meshwright.pipeline.gradients import PipelinedLoss
-from meshwright.pipeline.operations import Times
-from meshwright.pipeline.timeline import Timeline, in_flight
+from meshwright.pipeline.timeline import in_flight
 from meshwright.program.flops import forward_flops
-
-UNEQUAL_ENDS = "its embedding or head weighs less with fewer stages (mesh.pipe) of more blocks"
-"""What helps where every stage has the same number of blocks."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +59,22 @@ class PipelineReport:
     stages: tuple[StageFacts, ...]
     warnings: tuple[str, ...]
 
+    def waiting(self) -> str:
+        """Say how long stages wait."""
+        return (
+            f"stages wait {self.bubble:.1%} of the time if all are equally fast, "
+            f"{self.bubble_with_flops:.1%} if each is as slow as its FLOPs say (simulated)"
+        )
+
+    def summary(self) -> str:
+        """Return the pipeline in one line."""
+        count, chunks = self.num_microbatches, self.num_chunks
+        pieces = f" × {chunks} chunks" if chunks > 1 else ""
+        return (
+            f"pipeline: {self.schedule} with {count} microbatch{'es' * (count > 1)} on "
+            f"{len(self.stages)} stages{pieces}; {self.waiting()}"
+        )
+
 
 def pipeline_report(pipelined: PipelinedLoss) -> PipelineReport:
     """Describe a pipeline."""
@@ -71,6 +83,8 @@ def pipeline_report(pipelined: PipelinedLoss) -> PipelineReport:
     table = schedule.table(count, pipelined.num_stages)
     bubble = table.timeline().bubble
     costs = [stage.flops for stage in stages]
+    sizes = pipelined.where.mesh.shape
+    with_flops = bubble_with(schedule, count, pipelined.num_stages, costs)
     return PipelineReport(
         schedule=schedule.name,
         num_microbatches=count,
@@ -78,22 +92,45 @@ def pipeline_report(pipelined: PipelinedLoss) -> PipelineReport:
         ticks=len(table.ticks),
         bubble=float(bubble),
         bubble_formula=float(schedule.bubble(count, pipelined.num_stages)),
-        bubble_with_flops=float(timeline_with_flops(pipelined).bubble),
+        bubble_with_flops=float(with_flops),
         efficiency=float(1 - bubble),
         stages=tuple(stages),
         warnings=tuple(
-            pipeline_warnings(schedule, count, pipelined.num_stages, costs, remedy=UNEQUAL_ENDS)
+            pipeline_warnings(
+                schedule,
+                count,
+                pipelined.num_stages,
+                costs,
+                bubble=with_flops,
+                samples=count * pipelined.cut.traced.batch[0].shape[0],
+                replicas=sizes.get("data", 1) * sizes.get("fsdp", 1),
+                remedy=_remedy(pipelined, stages),
+            )
         ),
     )
 
 
-def timeline_with_flops(pipelined: PipelinedLoss) -> Timeline:
-    """Return when stages work in the executed ticks, each as slow as its FLOPs say."""
-    costs = [stage.flops for stage in stage_facts(pipelined)]
-    mean = Fraction(sum(costs), len(costs)) or Fraction(1)
-    scale = tuple(Fraction(cost) / mean for cost in costs) if any(costs) else ()
-    table = pipelined.schedule.table(pipelined.num_microbatches, pipelined.num_stages)
-    return table.timeline(Times(scale=scale))
+def _remedy(pipelined: PipelinedLoss, stages: list[StageFacts]) -> str:
+    """Say what helps against unequal ends, where every stage has the same number of blocks."""
+    schedule, count, now = pipelined.schedule, pipelined.num_microbatches, len(stages)
+    waits: dict[int, Fraction] = {}
+    # A divisor of the stages there are fits the same devices and the same blocks.
+    for fewer in (n for n in range(2, now) if now % n == 0):
+        joined = now // fewer
+        costs = [sum(s.flops for s in stages[n * joined : (n + 1) * joined]) for n in range(fewer)]
+        waits[fewer] = bubble_with(schedule, count, fewer, costs)
+    slowest = max(stages, key=lambda stage: stage.flops)
+    ends = f"its {' and '.join(slowest.also) or 'work'} weighs less"
+    if not waits:
+        return (
+            f"{ends} in a model with more blocks; with mesh.fsdp or mesh.tensor instead of "
+            "mesh.pipe no device waits for another's layers"
+        )
+    best = min(waits, key=lambda n: waits[n])
+    return (
+        f"{ends} with fewer stages of more blocks (mesh.pipe={best} waits "
+        f"{float(waits[best]) * 100:.0f}%), or in a model with more blocks"
+    )
 
 
 def stage_facts(pipelined: PipelinedLoss) -> list[StageFacts]:

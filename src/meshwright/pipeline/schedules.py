@@ -280,6 +280,6 @@ def get_schedule(name: str, num_chunks: int = 2) -> Schedule:
         raise UserError(
             f"there is no pipeline schedule `{name}`",
             why=f"there are {', '.join(known)}",
-            fix=did_you_mean(name, known),
+            fix=did_you_mean(name.lower(), known),
         )
     return known[name]

@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.pipeline.halves import Differentiated
 from meshwright.pipeline.operations import Kind, Op, Shape
@@ -110,8 +111,8 @@ class Stage:
         return jax.tree.map(jnp.add, sums, more)
 
     def _program(self, params: Any, state: Any, x: Any, target: Any) -> Differentiated:
-        """Return the stage's function ready for this shape of microbatch."""
-        key = str(jax.tree.map(lambda a: (a.shape, a.dtype), (x, target)))
+        """Return the stage's function ready for these shapes; state may change its dtype, too."""
+        key = str(jax.tree.map(lambda a: (a.shape, a.dtype), (params, state, x, target)))
         if key not in self._programs:
             floats, whole = self._divide(x)
             shapes = jax.tree.map(
@@ -139,6 +140,7 @@ class Stage:
             return [a for a in leaves if _is_float(a)], (state, whole)
         value = self.loss(y, target)
         if not isinstance(value, Weighted):
+            value = jnp.asarray(value)
             count = jax.tree.leaves(target)[0].shape[0]
             value = Weighted(value * count, jnp.asarray(count, value.dtype))
         return value.total, (state, value.weight)
@@ -252,6 +254,13 @@ def output_tree(shapes: Any) -> Any:
     """Return which of an output's leaves have gradients, and how they are nested."""
     leaves, treedef = jax.tree.flatten(shapes)
     return [_is_float(a) for a in leaves], treedef
+
+
+def divide_devices(devices: Sequence[Any], num_stages: int) -> list[Mesh]:
+    """Return the devices of each stage, as many for each; what is left over stays idle."""
+    each = len(devices) // num_stages
+    groups = [devices[n * each : (n + 1) * each] for n in range(num_stages)]
+    return [Mesh(np.array(group), ("data",), axis_types=(AxisType.Auto,)) for group in groups]
 
 
 def _is_float(value: Any) -> bool:

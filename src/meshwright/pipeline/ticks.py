@@ -13,7 +13,7 @@ Tick = tuple[tuple[Op, ...], ...]
 """For each stage, its operations of one tick in order."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TickTable:
     """What all stages do together; a tick lasts as long as its slowest stage.
 
@@ -26,6 +26,20 @@ class TickTable:
 
     shape: Shape
     ticks: tuple[Tick, ...]
+
+    def __repr__(self) -> str:
+        return f"TickTable({self.shape}, {len(self.ticks)} ticks)"
+
+    def __str__(self) -> str:
+        """Write one line per tick and one column per stage."""
+        names = ["tick", *(f"stage {n}" for n in range(self.shape.num_stages))]
+        lines = [names] + [
+            [str(number), *(" ".join(map(str, ops)) for ops in tick)]
+            for number, tick in enumerate(self.ticks)
+        ]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rows = (zip(line, widths, strict=True) for line in lines)
+        return "\n".join("  ".join(f"{c:<{w}}" for c, w in row).rstrip() for row in rows)
 
     def placed(self) -> Iterator[tuple[int, int, Op]]:
         """Yield (tick, stage, operation) in the order of execution."""

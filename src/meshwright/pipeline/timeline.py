@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,7 +21,7 @@ class Span:
     end: Fraction
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
     """When everything happens.
 
@@ -33,6 +34,15 @@ class Timeline:
     shape: Shape
     spans: tuple[Span, ...]
     makespan: Fraction
+
+    def __repr__(self) -> str:
+        return f"Timeline({self.shape}, waits {float(self.bubble) * 100:.1f}%)"
+
+    def __str__(self) -> str:
+        from meshwright.pipeline.draw import render_timeline
+
+        lines = render_timeline(self).lines(shutil.get_terminal_size().columns)
+        return "\n".join(line.plain for line in lines)
 
     @property
     def bubble(self) -> Fraction:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from meshwright.program.layout import Layout
-from meshwright.sharding.decide import Decision
-from meshwright.sharding.placement import bytes_per_device
+from meshwright.program.layout import Layout, StepLeaf
+from meshwright.program.parts import Leaf
+from meshwright.sharding.decide import EVERYWHERE, Decision
+from meshwright.sharding.placement import Placement, bytes_per_device
 
 PARAMETER_AXES = ("fsdp", "tensor")
 
@@ -22,7 +24,8 @@ class LeafReport:
         dtype: its number format.
         spec: mesh axes per dim; empty text for a dim that is whole.
         bytes: of the whole parameter.
-        bytes_per_device: of one device's piece.
+        bytes_per_device: of the piece of a device that has one.
+        stage: the pipeline stage whose devices alone hold it; None where all do.
         whole_over: axes that could divide it and do not.
         reason: why it lives there.
         remedy: what would divide it further; empty if nothing is left to divide.
@@ -34,6 +37,7 @@ class LeafReport:
     spec: tuple[str, ...]
     bytes: int
     bytes_per_device: int
+    stage: int | None
     whole_over: tuple[str, ...]
     reason: str
     remedy: str
@@ -46,22 +50,43 @@ def explain(layout: Layout, decision: Decision, sizes: Mapping[str, int]) -> lis
         if step.leaf.role != "param":
             continue
         placement = decision.at_rest[number]
-        for source in step.sources:
+        for row, source in enumerate(step.sources):
             leaf = layout.leaves[source]
-            dims = placement.dims[1:] if step.stacked else placement.dims
-            whole = [a for a in PARAMETER_AXES if sizes.get(a, 1) > 1 and a not in placement.axes()]
+            own = _of_one_block(placement, step, leaf, sizes) if step.stacked else placement
+            whole = [a for a in PARAMETER_AXES if sizes.get(a, 1) > 1 and a not in own.axes()]
             found[source] = LeafReport(
                 path=leaf.path,
                 shape=leaf.shape,
                 dtype=str(leaf.dtype),
-                spec=tuple(",".join(axes) for axes in dims),
+                spec=tuple(",".join(axes) for axes in own.dims),
                 bytes=leaf.nbytes,
-                bytes_per_device=bytes_per_device(leaf, placement, sizes),
+                bytes_per_device=bytes_per_device(leaf, own, sizes),
+                stage=_stage(placement, step, row, sizes),
                 whole_over=tuple(whole),
-                reason=placement.reason,
+                reason=own.reason,
                 remedy=_remedy(leaf.shape, leaf.size, whole, sizes),
             )
     return [found[source] for source in sorted(found)]
+
+
+def _of_one_block(
+    placement: Placement, step: StepLeaf, leaf: Leaf, sizes: Mapping[str, int]
+) -> Placement:
+    """Return where one row of a stack lives; its reason counts the dims of a row."""
+    reason = re.sub(r"\bdim (\d+)", lambda m: f"dim {int(m[1]) - 1}", placement.reason)
+    shapes = ["×".join(map(str, shape)) for shape in (step.leaf.shape, leaf.shape)]
+    reason = reason.replace(f"dim of {shapes[0]} ", f"dim of {shapes[1]} ")
+    if "pipe" in placement.dims[0]:
+        others = any(size > 1 for axis, size in sizes.items() if axis != "pipe")
+        alike = "; the same on all its devices" if others else ""
+        reason = reason.replace(f"; {EVERYWHERE}", alike)
+    return replace(placement, dims=placement.dims[1:], reason=reason)
+
+
+def _stage(placement: Placement, step: StepLeaf, row: int, sizes: Mapping[str, int]) -> int | None:
+    if not step.stacked or "pipe" not in placement.dims[0]:
+        return None
+    return row * sizes["pipe"] // len(step.sources)
 
 
 def _remedy(

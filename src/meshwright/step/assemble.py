@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -63,11 +64,14 @@ class Assembled:
     def init(self, seed: int) -> TrainState:
         """Create the model and the optimizer's state, each leaf where it lives."""
 
-        def create() -> TrainState:
-            values = self.parts.values(build_unplaced(lambda: self._build(nnx.Rngs(seed))))
+        def create(data: Any) -> TrainState:
+            key = jax.random.wrap_key_data(data)
+            values = self.parts.values(build_unplaced(lambda: self._build(nnx.Rngs(key))))
             return self.step.fresh_state(self.traced.layout.from_canonical(values))
 
-        return jax.jit(create, out_shardings=self.step.shardings.state)()
+        # As an argument: compilers spend minutes on computing what follows from a constant.
+        data = np.asarray(jax.random.key_data(jax.random.key(seed)))
+        return jax.jit(create, out_shardings=self.step.shardings.state)(data)
 
     def adopt(self, model: Any) -> TrainState:
         """Start from a model that exists already, its leaves put where they live."""

@@ -12,7 +12,7 @@ import optax
 
 from meshwright.program.layout import Layout, StepLeaf
 from meshwright.program.parts import Leaf
-from meshwright.sharding.placement import Placement, add_fsdp
+from meshwright.sharding.placement import Placement, add_fsdp, add_pipe
 from meshwright.step.stackable import Name, owners, treats_stacks_alike
 
 
@@ -38,6 +38,10 @@ class OptimizerLeaf:
     def nbytes(self) -> int:
         """Bytes of the whole leaf."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+SMALL = 1024
+"""Elements below which a leaf that is not like its parameter stays whole."""
 
 
 class FlatOptimizer:
@@ -145,11 +149,14 @@ class FlatOptimizer:
             like = placements[owner]
             unstacked = self._unstack and self._params[owner].stacked
             dims = like.dims[1:] if unstacked else like.dims
+            own = Leaf(text, tuple(leaf.shape), leaf.dtype, "param", "optimizer")
             if _fits(dims, leaf.shape, sizes):
                 placement = Placement(text, dims, f"like {like.path}")
             elif sizes.get("fsdp", 1) > 1:
-                own = Leaf(text, tuple(leaf.shape), leaf.dtype, "param", "optimizer")
-                placement = add_fsdp(own, placement.dims, size=sizes["fsdp"], smallest=1024)
+                placement = add_fsdp(own, placement.dims, size=sizes["fsdp"], smallest=SMALL)
+            if "pipe" in like.axes() - placement.axes():
+                # A block of its own is on no stage: all of them share it.
+                placement = add_pipe(own, placement, sizes=sizes, smallest=SMALL)
         return OptimizerLeaf(text, tuple(leaf.shape), leaf.dtype, placement, owner)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from meshwright.tracking.tracker import NullTracker
 from meshwright.tracking.wording import say_values
 from meshwright.units import human_bytes, human_count, human_seconds
 
@@ -20,7 +23,7 @@ class LineTracker:
 
     Args:
         write: takes one line, without its end.
-        folder: where the run is written.
+        folder: where the run is written; None for nowhere.
         total_updates: how many updates there will be, if that is known.
         clock: seconds, for the time that is left.
     """
@@ -28,7 +31,7 @@ class LineTracker:
     def __init__(
         self,
         write: Callable[[str], None],
-        folder: Path,
+        folder: Path | None,
         *,
         total_updates: int | None,
         clock: Callable[[], float] = time.monotonic,
@@ -60,6 +63,7 @@ class LogFile(LineTracker):
 
     def __init__(self, folder: Path, *, total_updates: int | None) -> None:
         super().__init__(self._append, folder, total_updates=total_updates)
+        self._path = folder / "train.log"
         self._file: TextIO | None = None
 
     def close(self, result: Mapping[str, Any]) -> None:
@@ -69,8 +73,18 @@ class LogFile(LineTracker):
 
     def _append(self, line: str) -> None:
         if self._file is None:
-            self._file = (self._folder / "train.log").open("a", encoding="utf-8", buffering=1)
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
         self._file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
+
+
+class WarningsOnly(NullTracker):
+    """Hands warnings to Python's `warnings`, for a run that nobody shows on a screen."""
+
+    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
+        """Warn at the line of the user's that started the run."""
+        if kind == "warning":
+            at = f" (update {update})" if update else ""
+            warnings.warn(f"{message}{at}", UserWarning, stacklevel=_levels_inside())
 
 
 class Pace:
@@ -102,7 +116,18 @@ class Pace:
         return f"{update:>{width}}/{self.total_updates}"
 
 
-def say_facts(facts: Mapping[str, Any], folder: Path) -> list[str]:
+def _levels_inside() -> int:
+    """Return how many calls of this package, and of what it calls, are on top of the stack."""
+    package = __name__.partition(".")[0]
+    frame, level, found = inspect.currentframe(), 0, 0
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] == package:
+            found = level
+        frame, level = frame.f_back, level + 1
+    return found + 1
+
+
+def say_facts(facts: Mapping[str, Any], folder: Path | None) -> list[str]:
     """Return the facts of a run as lines; those that are not known are left out."""
     lines: list[str] = []
     if plan := facts.get("plan"):
@@ -119,7 +144,7 @@ def say_facts(facts: Mapping[str, Any], folder: Path) -> list[str]:
         lines.append(f"memory      {memory}")
     if description := (facts.get("dataset") or {}).get("description"):
         lines.append(f"data        {description}")
-    return [*lines, f"output      {folder.absolute()}"]
+    return lines if folder is None else [*lines, f"output      {folder.absolute()}"]
 
 
 def _say_memory(memory: Mapping[str, Any]) -> str:

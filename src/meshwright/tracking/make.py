@@ -11,7 +11,7 @@ from meshwright.config.schema import TrackingConfig
 from meshwright.errors import UserError
 from meshwright.processes import is_main
 from meshwright.tracking.jsonl import JsonlTracker
-from meshwright.tracking.lines import LineTracker, LogFile
+from meshwright.tracking.lines import LineTracker, LogFile, WarningsOnly
 from meshwright.tracking.tracker import NullTracker, Tracker, Trackers
 
 if TYPE_CHECKING:
@@ -23,10 +23,11 @@ EXTRAS = ("tensorboard", "wandb", "mlflow")
 
 def make_trackers(
     config: TrackingConfig,
-    folder: Path,
+    folder: Path | None,
     *,
     total_updates: int | None,
     console: Console | None = None,
+    progress: bool | None = None,
 ) -> Tracker:
     """Return what tells about a run in ``folder``, which exists; nothing is written yet.
 
@@ -35,22 +36,31 @@ def make_trackers(
 
     Args:
         config: which trackers besides the files and the screen.
-        folder: the run folder.
+        folder: the run folder; None for a run that is not written down.
         total_updates: how many updates there will be, or None if only time will tell.
         console: where progress is shown; stderr by default.
+        progress: whether it is shown; None shows it if the run is written down or on a terminal.
+            Where it is not shown, warnings are Python's.
     """
-    for name in EXTRAS:
-        if getattr(config, name):
-            _check_installed(name)
+    wanted = [name for name in EXTRAS if getattr(config, name)]
+    for name in wanted:
+        _check_installed(name)
+    if folder is None and wanted:
+        raise UserError(
+            f"tracking.{wanted[0]} needs the folder of a run", fix="write run_dir=… too"
+        )
     if not is_main():
         return NullTracker()
+    told = _make_console(console, folder, total_updates, progress)
+    if folder is None:
+        return told
     trackers: dict[str, Tracker] = {
         "files": JsonlTracker(folder),
         "train.log": LogFile(folder, total_updates=total_updates),
-        "console": _make_console(console, folder, total_updates),
+        "console": told,
     }
     makers = _makers(config, folder)
-    return Trackers(trackers | {n: makers[n]() for n in EXTRAS if getattr(config, n)})
+    return Trackers(trackers | {name: makers[name]() for name in wanted})
 
 
 def _makers(config: TrackingConfig, folder: Path) -> dict[str, Callable[[], Tracker]]:
@@ -67,11 +77,20 @@ def _makers(config: TrackingConfig, folder: Path) -> dict[str, Callable[[], Trac
     }
 
 
-def _make_console(console: Console | None, folder: Path, total_updates: int | None) -> Tracker:
+def _make_console(
+    console: Console | None,
+    folder: Path | None,
+    total_updates: int | None,
+    progress: bool | None,
+) -> Tracker:
     from rich.console import Console
     from rich.text import Text
 
     screen = console or Console(stderr=True, highlight=False)
+    if progress is None:
+        progress = folder is not None or screen.is_terminal
+    if not progress:
+        return WarningsOnly()
     if screen.is_terminal:
         from meshwright.tracking.progress import ProgressTracker
 

@@ -27,7 +27,7 @@ class ProgressTracker:
 
     Args:
         console: the terminal.
-        folder: where the run is written.
+        folder: where the run is written; None for nowhere.
         total_updates: how many updates there will be, if that is known.
         clock: seconds, for the time that is left.
     """
@@ -35,7 +35,7 @@ class ProgressTracker:
     def __init__(
         self,
         console: Console,
-        folder: Path,
+        folder: Path | None,
         *,
         total_updates: int | None,
         clock: Callable[[], float] = time.monotonic,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import jax
 import optax
 from flax import nnx
 
+from meshwright.config.base import shorten
 from meshwright.config.builders import parameters_of
 from meshwright.config.duration import Duration, parse_duration
 from meshwright.config.schema import (
@@ -35,8 +37,15 @@ from meshwright.inputs.checks import (
     check_precision,
 )
 from meshwright.inputs.model import exists, model_source
-from meshwright.mesh.axes import resolve_sizes, shown_sizes
-from meshwright.plan import Plan, check_supported, pipeline_fields, solve_pipeline_batch
+from meshwright.mesh.axes import shown_sizes
+from meshwright.plan import (
+    Plan,
+    check_supported,
+    pipeline_fields,
+    resolve_mesh,
+    solve_pipeline_batch,
+    unused_pipeline,
+)
 from meshwright.program.trace import Loss
 from meshwright.proof import Certificate, verify
 from meshwright.step.assemble import Assembled, assemble
@@ -67,7 +76,8 @@ class Trainer:
         sync_gradients_every: microbatches between two gradient reductions.
         clip_norm: largest global gradient norm.
         sharding: what is divided and how; see `ShardingConfig`.
-        pipeline: the schedule of a mesh with pipeline stages; see `PipelineConfig`.
+        pipeline: the schedule of a mesh with pipeline stages: its name, such as ``"zb_h1"``, a
+            mapping, or a `PipelineConfig`.
         trainable: NNX filter for what is trained.
         seed: of initialization and dropout.
         log_every: updates between two looks at the metrics.
@@ -83,7 +93,7 @@ class Trainer:
     sync_gradients_every: int = 1
     clip_norm: float | None = None
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    pipeline: PipelineConfig | Mapping[str, Any] | str = field(default_factory=PipelineConfig)
     trainable: Any = nnx.Param
     seed: int = 0
     log_every: int = 10
@@ -97,6 +107,7 @@ class Trainer:
         check_count("sync_gradients_every", self.sync_gradients_every)
         check_count("log_every", self.log_every)
         check_clip_norm(self.clip_norm)
+        _read_pipeline(self.pipeline)
 
     def fit(
         self,
@@ -114,6 +125,7 @@ class Trainer:
         resume: str = "auto",
         checkpoint: CheckpointConfig | None = None,
         tracking: TrackingConfig | None = None,
+        progress: bool | None = None,
         assembled: Assembled | None = None,
     ) -> FitResult:
         """Train for so many updates, or so long.
@@ -138,6 +150,8 @@ class Trainer:
                 wants one; never starts anew; a path names a run or a checkpoint.
             checkpoint: what is kept in run_dir.
             tracking: who is told, besides the files in run_dir.
+            progress: show progress on stderr; None does so with a run_dir or on a terminal. Where
+                it is not shown, warnings are Python's own.
             assembled: what `assemble` gave for such batches, to not do it again.
         """
         duration = _read_duration(steps, max_duration)
@@ -162,11 +176,12 @@ class Trainer:
             run_dir=folder,
             checkpoint=checkpoint or CheckpointConfig(),
             origin=find_origin(resume, folder),
+            make_tracker=partial(_trackers, tracking or TrackingConfig(), folder, progress),
+            remarks=unused_pipeline(_read_pipeline(self.pipeline), assembled.plan),
         )
         training.check()
         if folder is not None:
             make_folder(folder)
-            training.make_tracker = partial(_trackers, tracking or TrackingConfig(), folder)
         result = training.run()
         if result.stopped == RAN_OUT:
             _warn_ran_out(result.updates, duration.updates or 0)
@@ -234,10 +249,12 @@ class Trainer:
 
     def _make_plan(self, num_samples: int) -> Plan:
         count = len(self.devices) if self.devices is not None else jax.device_count()
-        sizes = resolve_sizes(asked_sizes(self.mesh), count)
-        steps = self.gradient_accumulation_steps
+        sizes = resolve_mesh(
+            asked_sizes(self.mesh), count, simulate="mw.simulate_devices({}) before JAX starts"
+        )
+        steps, pipeline = self.gradient_accumulation_steps, _read_pipeline(self.pipeline)
         batch = solve_pipeline_batch(
-            self.pipeline,
+            pipeline,
             sizes,
             global_batch_size=num_samples,
             gradient_accumulation_steps=None if steps == 1 else steps,
@@ -248,7 +265,7 @@ class Trainer:
             batch=batch,
             sharding=self.sharding,
             precision=self.precision,
-            **pipeline_fields(self.pipeline, sizes, batch),
+            **pipeline_fields(pipeline, sizes, batch),
         )
 
     def _check_given(self, plan: Plan, num_samples: int) -> None:
@@ -256,7 +273,7 @@ class Trainer:
         beside: dict[str, tuple[Any, Any, Any]] = {
             "precision": (self.precision, "no", plan.precision),
             "sharding": (self.sharding, ShardingConfig(), plan.sharding),
-            "pipeline": (self.pipeline, PipelineConfig(), PipelineConfig()),
+            "pipeline": (_read_pipeline(self.pipeline), PipelineConfig(), PipelineConfig()),
             **{
                 name: (getattr(self, name), 1, getattr(batch, name))
                 for name in ("gradient_accumulation_steps", "sync_gradients_every")
@@ -275,6 +292,21 @@ class Trainer:
                 f"{batch.global_batch_size}",
                 fix=f"give batches of {batch.global_batch_size}, or make a plan for {num_samples}",
             )
+
+
+def _read_pipeline(given: Any) -> PipelineConfig:
+    if isinstance(given, PipelineConfig):
+        return given
+    if isinstance(given, str):
+        return PipelineConfig.parse({"schedule": given}, prefix="pipeline")
+    if isinstance(given, Mapping):
+        values = typing.cast(Mapping[Any, Any], given)
+        return PipelineConfig.parse({str(k): v for k, v in values.items()}, prefix="pipeline")
+    raise UserError(
+        f"the pipeline is {shorten(given)}, of type {type(given).__name__}",
+        fix='write pipeline="zb_h1", or '
+        'pipeline=mw.PipelineConfig(schedule="zb_h1", num_microbatches=16)',
+    )
 
 
 def _read_duration(steps: int | None, max_duration: str | None) -> Duration:
@@ -324,8 +356,10 @@ def _first_batch(data: Data, batch_size: int | None) -> Any:
     return read_batch(data.batch(0, batch_size))
 
 
-def _trackers(tracking: TrackingConfig, folder: Path, updates: int | None) -> Tracker:
-    return make_trackers(tracking, folder, total_updates=updates)
+def _trackers(
+    tracking: TrackingConfig, folder: Path | None, progress: bool | None, updates: int | None
+) -> Tracker:
+    return make_trackers(tracking, folder, total_updates=updates, progress=progress)
 
 
 def _warn_ran_out(done: int, steps: int) -> None:

@@ -1,0 +1,231 @@
+"""Checks of what a pipeline of own stages is given, before anything is compiled from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshwright.errors import UserError
+from meshwright.pipeline.schedules import Schedule, get_schedule
+from meshwright.weighted import Weighted
+
+
+def read_schedule(schedule: Any, num_chunks: int | None) -> Schedule:
+    """Return a schedule by its name, or as it is; chunks are for those that have them."""
+    if num_chunks is not None:
+        check_count("num_chunks", num_chunks)
+    if not isinstance(schedule, str | Schedule):
+        raise UserError(
+            f"schedule={schedule!r} is no schedule",
+            why=f"it is of type {type(schedule).__name__}",
+            fix='write schedule="1f1b", or what mw.pipeline.get_schedule returns',
+        )
+    found = get_schedule(schedule, num_chunks or 2) if isinstance(schedule, str) else schedule
+    if num_chunks is not None and found.num_chunks != num_chunks:
+        raise UserError(
+            f"num_chunks={num_chunks} does not go with schedule={found.name!r}",
+            why=f"it has {found.num_chunks} piece(s) of the model on each stage",
+            fix='leave num_chunks out, or write schedule="interleaved"',
+        )
+    return found
+
+
+def read_devices(devices: Sequence[Any] | None) -> list[Any]:
+    """Return the devices, all of them by default."""
+    found = jax.devices() if devices is None else list(devices)
+    if not found:
+        raise UserError("there are no devices", why="devices is empty", fix="leave devices out")
+    return found
+
+
+def check_function(loss: Any) -> None:
+    """Refuse a loss that is no function."""
+    if not callable(loss):
+        raise UserError(
+            f"the loss is of type {type(loss).__name__}",
+            why="it is called for every microbatch",
+            fix="write a function loss(output, target) that returns a scalar",
+        )
+
+
+def check_count(name: str, count: Any) -> None:
+    """Refuse what is not a whole number from 1."""
+    whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
+    if not whole or count < 1:
+        raise UserError(
+            f"{name}={count!r} is not valid",
+            why="it is less than 1" if whole else f"it is of type {type(count).__name__}",
+            fix="write a whole number, 1 or more",
+        )
+
+
+def check_balance_by(balance_by: Any) -> None:
+    """Refuse what stages cannot have equal amounts of."""
+    if balance_by not in ("flops", "memory"):
+        raise UserError(
+            f"stages cannot be balanced by {balance_by!r}",
+            why="they can have about equal FLOPs, or parameters of about equal size",
+            fix='write balance_by="flops" or balance_by="memory"',
+        )
+
+
+def check_division(
+    num_layers: int, num_devices: int, schedule: Schedule, stages: int, microbatches: int
+) -> None:
+    """Refuse sizes that do not go together."""
+    chunks = schedule.num_chunks
+    if num_layers < stages * chunks:
+        pieces = f"{stages} stages" + (f" × {chunks} chunks" if chunks > 1 else "")
+        most = num_layers // chunks
+        smaller = f"write num_stages={most}" if most else 'write schedule="1f1b"'
+        raise UserError(
+            f"{num_layers} layers cannot be divided into {pieces}",
+            why=f"each of the {stages * chunks} pieces needs at least one layer",
+            fix=f"{smaller}, or give at least {stages * chunks} layers",
+        )
+    if num_devices < stages:
+        raise UserError(
+            f"{stages} stages need as many devices",
+            why=f"there are {num_devices}",
+            fix=f"write num_stages={num_devices}",
+        )
+    try:
+        schedule.shape(microbatches, stages)
+    except UserError as error:
+        fix = in_python(error.fix)
+        raise UserError(in_python(error.what), why=in_python(error.why), fix=fix) from None
+
+
+def in_python(text: str) -> str:
+    """Return a message with arguments of Python where it names settings of a config."""
+    text = re.sub(r"pipeline\.schedule=(\w+)", r'schedule="\1"', text)
+    return re.sub(r"pipeline\.(\w+)=", r"\1=", text)
+
+
+def count_samples(name: str, batch: Any) -> int:
+    """Return how many samples a batch has; all its arrays have as many."""
+    leaves = jax.tree.leaves(batch)
+    if not leaves:
+        raise UserError(
+            f"{name} has no arrays",
+            why="it is divided into microbatches along dim 0 of its arrays",
+            fix=f"give arrays as {name}; a target that is not needed may be x itself",
+        )
+    if any(not getattr(leaf, "shape", ()) for leaf in leaves):
+        raise UserError(
+            f"{name} holds something without samples",
+            why="each of its leaves must be an array with samples in dim 0",
+            fix=f"give {name} as numpy or JAX arrays",
+        )
+    counts = sorted({leaf.shape[0] for leaf in leaves})
+    if len(counts) > 1:
+        raise UserError(
+            f"the arrays of {name} have different numbers of samples",
+            why=f"dim 0 has sizes {', '.join(map(str, counts))}",
+            fix="give arrays with equal numbers of samples",
+        )
+    if not counts[0]:
+        raise UserError(
+            f"{name} has no samples", why=f"it is {describe(batch)}", fix="give at least one"
+        )
+    return counts[0]
+
+
+def describe(tree: Any) -> str:
+    """Return the dtypes and shapes of arrays: ``float32[4, 6]``."""
+    leaves = [jnp.asarray(a) if np.isscalar(a) else a for a in jax.tree.leaves(tree)]
+    return ", ".join(f"{a.dtype}{list(a.shape)}" for a in leaves) or "nothing"
+
+
+def check_loss(loss: Any, output: Any, target: Any) -> None:
+    """Refuse a loss that cannot be computed of these shapes, or that is no scalar."""
+    try:
+        value = jax.eval_shape(loss, output, target)
+    except Exception as error:
+        raise UserError(
+            "the loss cannot be computed",
+            why=f"the output is {describe(output)}, the target {describe(target)}: "
+            f"{first_line(error)}",
+            fix="write loss(output, target) for one microbatch of both",
+        ) from error
+    parts = (value.total, value.weight) if isinstance(value, Weighted) else (value,)
+    if any(getattr(p, "shape", None) != () for p in parts) or not _is_float(parts[0]):
+        raise UserError(
+            "the loss is no scalar",
+            why=f"loss(output, target) returns {_kind(value)}",
+            fix="return its mean over samples, or mw.Weighted(total, weight)",
+        )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse what is no optax transformation."""
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise UserError(
+            f"the optimizer is of type {type(optimizer).__name__}",
+            why="it must be an optax transformation, with init and update",
+            fix="write one such as optax.adamw(3e-4)",
+        )
+
+
+def check_clip_norm(norm: Any) -> None:
+    """Refuse a norm that would leave no gradient."""
+    if norm is not None and not norm > 0:
+        raise UserError(
+            f"clip_norm={norm} would stop all learning",
+            why="gradients are scaled down to this norm",
+            fix="write clip_norm=1.0, or None for no clipping",
+        )
+
+
+def check_per_stage(name: str, values: Any, num_stages: int) -> list[Any]:
+    """Return a list that has one element for each stage (or chunk of one)."""
+    if not isinstance(values, list | tuple):
+        raise UserError(
+            f"{name} is of type {type(values).__name__}, not a list",
+            fix=f"give {name} as a list of {num_stages}, one for each stage",
+        )
+    found: list[Any] = list(values)
+    if len(found) != num_stages:
+        raise UserError(
+            f"{name} has {len(found)} elements for {num_stages} stages",
+            why="there is one for each stage, or for each chunk of one",
+            fix=f"give a list of {num_stages}",
+        )
+    return found
+
+
+def check_like(name: str, given: Any, present: Any) -> None:
+    """Refuse parameters that are not nested or shaped as the present ones."""
+    if jax.tree.structure(given) != jax.tree.structure(present):
+        raise UserError(
+            f"{name} is not nested as the stage's parameters are",
+            fix="change values of pipeline.params with jax.tree.map, not their nesting",
+        )
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(present), strict=True)
+    for new, old in pairs:
+        if np.shape(new) != old.shape:
+            raise UserError(
+                f"{name} has an array of shape {list(np.shape(new))} for one of {list(old.shape)}",
+                fix="give arrays of the same shapes",
+            )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return describe(value)
+    return f"a {type(value).__name__} of {describe(value)}"
+
+
+def first_line(error: Exception) -> str:
+    """Return the kind of an error and the beginning of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _is_float(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.inexact)

@@ -1,0 +1,116 @@
+"""What a pipeline cannot do with its arguments is said before anything is compiled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from small_models import fill
+
+from meshwright.errors import UserError
+from meshwright.pipeline.given import in_python
+from meshwright.pipeline.pipeline import Pipeline
+from meshwright.pipeline.schedules import get_schedule
+
+X = np.ones((16, 8), np.float32)
+
+
+def squared(output, target):
+    return ((output - target) ** 2).mean()
+
+
+def linear(width_in=8, width_out=8):
+    return fill(lambda: nnx.Linear(width_in, width_out, rngs=nnx.Rngs(0)))
+
+
+def build(layers=None, **arguments):
+    given = {"loss": squared, "example": X, "num_microbatches": 4, **arguments}
+    return Pipeline(layers or [linear() for _ in range(4)], **given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"num_microbatches": 0}, "num_microbatches=0 is not valid"),
+        ({"num_microbatches": -1}, "num_microbatches=-1 is not valid"),
+        ({"num_stages": 0}, "num_stages=0 is not valid"),
+        ({"num_stages": 2.0}, "it is of type float"),
+        ({"balance_by": "time"}, 'write balance_by="flops"'),
+        ({"num_chunks": 2}, "num_chunks=2 does not go with schedule='1f1b'"),
+        ({"num_chunks": 3, "schedule": get_schedule("interleaved")}, "num_chunks=3 does not"),
+        ({"num_chunks": 0, "schedule": "interleaved"}, "num_chunks=0 is not valid"),
+        ({"schedule": None}, "schedule=None is no schedule"),
+        (
+            {"schedule": "interleaved", "num_stages": 4},
+            "4 layers cannot be divided into 4 stages × 2 chunks(.|\n)*num_stages=2",
+        ),
+        (
+            {"schedule": "interleaved", "num_stages": 2, "num_microbatches": 3},
+            'num_microbatches=2 or 4, or schedule="1f1b"',
+        ),
+        ({"num_stages": 5}, "4 layers cannot be divided into 5 stages"),
+        ({"num_stages": 3, "devices": jax.devices()[:2]}, "write num_stages=2"),
+        ({"devices": []}, "there are no devices"),
+        ({"loss": None}, "the loss is of type NoneType"),
+        ({"example": [1, 2]}, "example holds something without samples"),
+        ({"example": np.ones((0, 8))}, "example has no samples"),
+        ({"example": ()}, "example has no arrays"),
+    ],
+)
+def test_arguments_that_do_not_work_are_refused(arguments, said):
+    with pytest.raises(UserError, match=said) as caught:
+        build(**arguments)
+    assert caught.value.why
+    assert caught.value.fix
+
+
+def test_batches_that_do_not_fit_are_refused():
+    pipeline = build([linear(), linear(8, 4)], devices=jax.devices()[:2])
+    y = np.zeros((16, 4), np.float32)
+    for x, target, said in [
+        (X, y[:12], "x has 16 samples, target 12"),
+        (X[:3], y[:3], "num_microbatches=3"),
+        (X[:, :7], y, r"layer 0 \(Linear\) fails(.|\n)*float32\[4, 7\](.|\n)*kernel \[8, 8\]"),
+        (X, y[:, :3], r"output is float32\[4, 4\], the target float32\[4, 3\]"),
+        (X, None, "target has no arrays"),
+        ((X, X[:8]), y, "x have different numbers of samples"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            pipeline.loss_and_gradients(x, target)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda output, target: (output - target) ** 2, r"returns float32\[4, 8\]"),
+        (lambda output, target: (output.mean(), {}), "returns a tuple"),
+        (lambda output, target: jnp.argmax(output), "the loss is no scalar"),
+    ],
+)
+def test_a_loss_that_is_no_scalar_is_refused(loss, said):
+    with pytest.raises(UserError, match=said):
+        build([linear()], loss=loss).loss_and_gradients(X, X)
+
+
+def test_parameters_and_optimizers_of_another_kind_are_refused():
+    pipeline = build([linear(), linear(8, 4)], devices=jax.devices()[:2])
+    for values, said in [
+        (pipeline.params[:1], "params has 1 elements for 2 stages"),
+        (pipeline.params[::-1], r"params\[0\] has an array of shape \[4\] for one of \[8\]"),
+        ([(), ()], r"params\[0\] is not nested"),
+        ({}, "params is of type dict"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            pipeline.params = values
+    with pytest.raises(UserError, match="the optimizer is of type float"):
+        pipeline.init(0.1)
+    with pytest.raises(UserError, match="clip_norm=0 would stop all learning"):
+        pipeline.update(optax.sgd(0.1), [(), ()], X, X[:, :4], clip_norm=0)
+    with pytest.raises(UserError, match="states has 0 elements"):
+        pipeline.update(optax.sgd(0.1), [], X, X[:, :4])
+
+
+def test_settings_of_a_config_are_named_as_arguments():
+    text = "write pipeline.num_microbatches=4, or pipeline.schedule=1f1b"
+    assert in_python(text) == 'write num_microbatches=4, or schedule="1f1b"'
