@@ -235,3 +235,10 @@ def test_progress_is_shown_on_request_and_warnings_always(assembled, capfd):
     with pytest.warns(UserWarning, match="gpipe has no effect"):
         given.fit(batches(2), steps=2, assembled=assembled)
     assert capfd.readouterr().err == ""
+
+
+def test_batches_for_evaluation_must_fit_the_mesh(assembled):
+    held_out = list(batches(1, samples=6))
+    with pytest.raises(UserError, match="batches of 6 samples for evaluation") as caught:
+        trainer().fit(batches(2), steps=2, eval_data=held_out, assembled=assembled)
+    assert "4 or 8 samples" in caught.value.fix

@@ -15,6 +15,17 @@ MARGIN = 2.0
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
+_EXACT = frozenset(
+    {
+        *("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice"),
+        *("dynamic_update_slice", "gather", "neg", "abs", "max", "min", "pad", "reduce_max"),
+        *("reduce_min", "reshape", "rev", "select_n", "sharding_constraint", "slice", "sort"),
+        *("split", "squeeze", "stop_gradient", "transpose", "clamp", "sign", "floor", "round"),
+        *("reduce_precision", "optimization_barrier", "name", "random_bits", "while", "cond"),
+    }
+)
+"""Operations that move or choose numbers without rounding them, and those looked into."""
+
 _PASSES = 3
 """A product is computed once forward and twice backward: for its input and for its weight."""
 
@@ -41,6 +52,8 @@ def rounding_tolerance(
 
     - every product rounds its result to its number format, forward and twice backward: with N
       products and u the largest error of one rounding, u·√(3N);
+    - other arithmetic (norms, softmax, activations) rounds, too. It counts as float32 whatever its
+      format: compilers keep what lies between two of them in registers;
     - a sum over n terms rounds after each of them, in float32: u₃₂·√n for the longest sum.
     """
     operands = _OPERANDS.get(platform, {}).get(matmul, 0.0)
@@ -49,6 +62,8 @@ def rounding_tolerance(
         if eqn.primitive.name in _PRODUCTS:
             own = max(_unit(aval_of(eqn.outvars[0]).dtype), operands)
             variance += _PASSES * times * own**2
+        elif _is_arithmetic(eqn):
+            variance += _PASSES * times * _FLOAT32**2
         longest = max(longest, _terms(eqn))
     return MARGIN * (math.sqrt(variance) + _FLOAT32 * math.sqrt(longest))
 
@@ -86,6 +101,13 @@ def _inner(eqn: Equation) -> Iterator[Jaxpr]:
                 yield item.jaxpr
             elif isinstance(item, Jaxpr):
                 yield item
+
+
+def _is_arithmetic(eqn: Equation) -> bool:
+    """Whether an equation computes new numbers, and is no call of others that do."""
+    if eqn.primitive.name in _EXACT or not eqn.outvars or next(_inner(eqn), None) is not None:
+        return False
+    return jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.inexact)
 
 
 def _terms(eqn: Equation) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from meshwright.data.batches import form_of, read_batch
 from meshwright.data.feed import Data
+from meshwright.data.given import IterableData, SequenceData
+from meshwright.errors import UserError
 from meshwright.program.trace import Loss
 from meshwright.step.assemble import Assembled
 from meshwright.step.evaluate import Evaluate, evaluation
@@ -30,30 +34,70 @@ class Evaluator:
 
     def __init__(self, assembled: Assembled, loss: Loss, data: Data, *, batches: int) -> None:
         plan = assembled.plan
-        self._assembled = assembled
-        self._loss = loss
+        self._assembled, self._loss = assembled, loss
+        self._replicas = plan.batch.replicas
+        # Stages work on several microbatches at a time.
+        self._most = plan.num_microbatches if plan.size("pipe") > 1 else 1
         size = plan.batch.micro_batch_size * plan.batch.replicas
         enough = batches if data.num_samples is None else max(1, data.num_samples // size)
-        self.num_batches = min(batches, enough)
-        # Stages work on several microbatches at a time: as many as divide the batches evenly.
-        most = plan.num_microbatches if plan.size("pipe") > 1 else 1
-        self._together = max(n for n in range(1, most + 1) if self.num_batches % n == 0)
-        self._feed = Feed(
-            data, batch_size=size * self._together, sharding=assembled.step.shardings.batch
-        )
-        self._run: Evaluate | None = None
+        num_batches = min(batches, enough)
+        together = 1
+        if isinstance(data, SequenceData | IterableData):
+            size = self._own_size(data)
+        else:
+            together = max(n for n in range(1, self._most + 1) if num_batches % n == 0)
+        self._num_batches = num_batches // together
+        self._feed = Feed(data, batch_size=size * together, sharding=assembled.step.shardings.batch)
+        self._runs: dict[Any, Evaluate] = {}
 
     def __call__(self, state: TrainState) -> dict[str, float]:
         """Return the mean loss and metrics over the batches."""
         sums: Any = None
         leaves = self._assembled.step.leaf_values(state)
-        with self._feed.open(0, self.num_batches // self._together) as batches:
+        with self._feed.open(0, self._num_batches) as batches:
             for batch in batches:
-                if self._run is None:
-                    self._run = evaluation(self._assembled, self._loss, batch, self._together)
-                found = self._run(leaves, batch)
+                found = self._compiled(batch)(leaves, batch)
                 sums = found if sums is None else jax.tree.map(lambda a, b: a + b, sums, found)
+        if sums is None:
+            raise _nothing()
         return {name: _mean(value) for name, value in jax.device_get(sums).items()}
+
+    def _compiled(self, batch: Sequence[Any]) -> Evaluate:
+        shapes = tuple(leaf.shape for leaf in batch)
+        if shapes not in self._runs:
+            count = self._microbatches(shapes[0][0])
+            self._runs[shapes] = evaluation(self._assembled, self._loss, batch, count)
+        return self._runs[shapes]
+
+    def _own_size(self, data: SequenceData | IterableData) -> int:
+        """Return the samples of batches that were given as such, or refuse them."""
+        first = data.first()
+        if first is None:
+            raise _nothing()
+        size = form_of(read_batch(first)).num_samples
+        self._microbatches(size)
+        return size
+
+    def _microbatches(self, samples: int) -> int:
+        """Return into how many microbatches a batch is divided."""
+        if samples % self._replicas:
+            below = samples // self._replicas * self._replicas
+            sizes = " or ".join(str(n) for n in (below, below + self._replicas) if n)
+            raise UserError(
+                f"batches of {samples} samples for evaluation cannot be divided over the mesh",
+                why=f"{self._replicas} groups of devices take the same number of samples each",
+                fix=f"give batches of {sizes} samples, or a dict of arrays",
+            )
+        each = samples // self._replicas
+        return max(n for n in range(1, self._most + 1) if each % n == 0)
+
+
+def _nothing() -> UserError:
+    return UserError(
+        "there is nothing to evaluate",
+        why="eval_data gave no batch; a generator can be gone through only once",
+        fix="give a list of batches, or a dict of arrays",
+    )
 
 
 def _mean(value: Weighted) -> float:
