@@ -21,27 +21,28 @@ from typing import Any
 import jax
 import numpy as np
 
-STAGES, ROWS, MICROBATCHES = 4, 4, (16, 64)
+STAGES, ROWS, MICROBATCHES = 4, 4, 16
 SIZES = {"vocab_size": 50304, "context_length": 1024, "hidden_size": 768, "num_heads": 12}
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 3, "zb_h1": 1}
 
 
 def main(target: Path) -> None:
     if "--alone" in sys.argv:
-        print(json.dumps(alone(MICROBATCHES[0])))
+        print(json.dumps(alone()))
         return
     command = [sys.executable, __file__, "--alone"]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     reference = json.loads(found.splitlines()[-1])
     print("one GPU", reference, flush=True)
     jax.config.update("jax_mock_gpu_topology", f"1x{STAGES}x1")
-    rows = [staged(n, c, m, reference) for n, c in SCHEDULES.items() for m in MICROBATCHES]
+    rows = [staged(name, chunks, reference) for name, chunks in SCHEDULES.items()]
     report = {
         "command": "XLA_FLAGS=--xla_gpu_shard_autotuning=false python benchmarks/gpu_pipeline.py",
         "hardware": f"{jax.local_devices()[0].device_kind}, topology of {STAGES} mocked",
         "versions": {name: version(name) for name in ("jax", "jaxlib", "flax")},
         "date": datetime.now(UTC).date().isoformat(),
-        "model": f"GPT, 12 blocks, {SIZES}, {ROWS} rows a microbatch, bf16, AdamW, pipe={STAGES}",
+        "model": f"GPT, 12 blocks, {SIZES}, {MICROBATCHES} microbatches of {ROWS} rows, "
+        f"bf16, AdamW, pipe={STAGES}",
         "one_gpu": reference,
         "rows": rows,
     }
@@ -49,21 +50,21 @@ def main(target: Path) -> None:
     target.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
 
 
-def alone(count: int) -> dict[str, Any]:
+def alone() -> dict[str, Any]:
     """Measure an update without stages."""
-    assembled, batch = assemble_gpt({}, None, 1, count)
+    assembled, batch = assemble_gpt({}, None, 1)
     return measure(assembled, batch)
 
 
-def staged(name: str, chunks: int, count: int, reference: dict[str, Any]) -> dict[str, Any]:
+def staged(name: str, chunks: int, reference: dict[str, Any]) -> dict[str, Any]:
     from meshwright.pipeline.report import pipeline_report
 
-    assembled, batch = assemble_gpt({"pipe": STAGES}, name, chunks, count)
+    assembled, batch = assemble_gpt({"pipe": STAGES}, name, chunks)
     assert assembled.step.pipeline is not None
     stages = pipeline_report(assembled.step.pipeline).stages
     share = stages[0].flops / sum(stage.flops for stage in stages)
-    row = {"schedule": name, "microbatches": count, **measure(assembled, batch)}
-    ideal = reference["seconds"] * share * count / MICROBATCHES[0]
+    row = {"schedule": name, **measure(assembled, batch)}
+    ideal = reference["seconds"] * share
     row |= {"share_of_flops": round(share, 4), "over_its_share": round(row["seconds"] / ideal, 3)}
     print(json.dumps(row), flush=True)
     return row
@@ -96,9 +97,7 @@ def measure(assembled: Any, batch: Any) -> dict[str, Any]:
     }
 
 
-def assemble_gpt(
-    mesh: dict[str, int], schedule: str | None, chunks: int, count: int
-) -> tuple[Any, Any]:
+def assemble_gpt(mesh: dict[str, int], schedule: str | None, chunks: int) -> tuple[Any, Any]:
     import optax
 
     from meshwright.config.batch import solve_batch
@@ -108,13 +107,15 @@ def assemble_gpt(
     from meshwright.tasks.language_modeling import LanguageModeling
 
     task = LanguageModeling(vocab_size=SIZES["vocab_size"], context_length=SIZES["context_length"])
-    samples = ROWS * count
+    samples = ROWS * MICROBATCHES
     plan = Plan(
         mesh=mesh,
-        batch=solve_batch(replicas=1, global_batch_size=samples, gradient_accumulation_steps=count),
+        batch=solve_batch(
+            replicas=1, global_batch_size=samples, gradient_accumulation_steps=MICROBATCHES
+        ),
         precision="bf16",
         schedule=schedule,
-        num_microbatches=count if mesh else 1,
+        num_microbatches=MICROBATCHES if mesh else 1,
         num_chunks=chunks,
     )
     batch = task.synthetic_batch(0, samples)

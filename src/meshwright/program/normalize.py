@@ -2,39 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 
+from meshwright.program.copies import Places, find_places, rename_copies
 from meshwright.program.interpret import Interpreter
-from meshwright.program.jaxprs import ClosedJaxpr, Equation, aval_of, bind, name_stack
-from meshwright.program.names import module_of, rename_module
+from meshwright.program.jaxprs import (
+    ClosedJaxpr,
+    Equation,
+    Jaxpr,
+    Literal,
+    aval_of,
+    bind,
+    called_jaxpr,
+    name_stack,
+)
+from meshwright.program.names import MODULE_MARK, module_of, modules_of, rename_module
 
 
-def normalize(closed: ClosedJaxpr) -> ClosedJaxpr:
+def normalize(
+    closed: ClosedJaxpr, leaves: Sequence[str] = (), places: Places | None = None
+) -> ClosedJaxpr:
     """Return the same program without calls, so that each equation stands in one place only.
+
+    Args:
+        closed: the program.
+        leaves: paths of the model's leaves, which are its first inputs.
+        places: where modules of each class are, to name equations of copies after them.
 
     A product with a transposed weight (tied embeddings) becomes a product with the weight itself,
     whose gradient then has the weight's own shape: the partial gradients of several uses can be
     added before they are reduced over the mesh.
     """
     inputs = [jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: _Normal().run(closed, args))(*inputs)
+    run = lambda *args: _Normal(leaves, args, places or {}).run(closed, args)  # noqa: E731
+    return jax.make_jaxpr(run)(*inputs)
 
 
 class _Normal(Interpreter):
-    def __init__(self) -> None:
+    def __init__(self, leaves: Sequence[str], inputs: Sequence[Any], places: Places) -> None:
+        # By identity of the value, which is kept alive with the leaf's path.
+        self._leaves = {id(v): (path, v) for path, v in zip(leaves, inputs, strict=False)}
+        self._places = places
+        self._found: list[dict[str, str]] = [{}]
+        self._given: dict[int, list[str | None]] = {}
         self._first_module: dict[int, str] = {}
         self._renames: list[tuple[str, str]] = []
         # By identity of the transposed value, which is kept alive with its source.
         self._transposed: dict[int, tuple[Any, tuple[int, ...], Any]] = {}
 
     def scope(self, eqn: Equation) -> str:
-        scopes = name_stack(eqn)
+        return rename_copies(self._renamed(name_stack(eqn)), self._found[-1])
+
+    def _renamed(self, scopes: str) -> str:
         for old, new in self._renames:
             scopes = rename_module(scopes, old, new)
         return scopes
+
+    def evaluate(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """Evaluate a jaxpr; copies of modules in it are named after the leaves it is given."""
+        # The arguments inside a checkpoint or a loop are other objects than those it was given.
+        given = self._given.pop(id(jaxpr), [])
+        if len(given) == len(args):
+            pairs = zip(given, args, strict=True)
+            self._leaves.update({id(v): (path, v) for path, v in pairs if path is not None})
+        leaves = {v: p for v, p in zip(jaxpr.invars, self._paths(args), strict=True) if p}
+        self._found.append(self._found[-1] | find_places(jaxpr, leaves, self._places))
+        try:
+            return super().evaluate(jaxpr, consts, args)
+        finally:
+            self._found.pop()
 
     def equation(self, eqn: Equation, args: list[Any]) -> list[Any]:
         """Evaluate one equation; JAX traces a function once, so its scopes may be another's.
@@ -43,17 +83,67 @@ class _Normal(Interpreter):
         what it holds is then named after the module that calls it.
         """
         inner = eqn.params.get("jaxpr")
+        if inner is None:
+            return super().equation(eqn, args)
+        paths = self._paths(args)
+        self._given[id(called_jaxpr(eqn).jaxpr)] = paths
         module = module_of(self.scope(eqn))
-        if inner is None or not module:
-            return super().equation(eqn, args)
-        first = self._first_module.setdefault(id(inner), module)
-        self._renames.append((first, module))
+        first = self._first_module.setdefault(id(inner), module) if module else ""
+        self._renames += [(first, module)] if module else []
         try:
-            return super().equation(eqn, args)
+            with self._owner_scope(eqn, paths):
+                return super().equation(eqn, args)
         finally:
-            self._renames.pop()
+            self._renames = self._renames[: len(self._renames) - bool(module)]
+
+    def enter_remat2(self, eqn: Equation, args: list[Any]) -> list[Any]:
+        """Evaluate a checkpointed function; what it only hands through is not its result."""
+        jaxpr = called_jaxpr(eqn).jaxpr
+        given = dict(zip(jaxpr.invars, args, strict=True))
+        results = zip(jaxpr.outvars, super().enter_remat2(eqn, args), strict=True)
+        return [out if isinstance(v, Literal) else given.get(v, out) for v, out in results]
+
+    enter_checkpoint = enter_remat2
+
+    def _paths(self, values: Sequence[Any]) -> list[str | None]:
+        return [self._leaves[id(v)][0] if id(v) in self._leaves else None for v in values]
+
+    def _owner_scope(
+        self, eqn: Equation, paths: Sequence[str | None]
+    ) -> AbstractContextManager[Any]:
+        """Return the scope of the one module whose work a checkpoint holds, if it is no other's.
+
+        A checkpoint is one equation, which would go by the name of the module around it.
+        """
+        if eqn.primitive.name not in ("remat2", "checkpoint"):
+            return nullcontext()
+        owners = self._owners(called_jaxpr(eqn).jaxpr, paths, self._found[-1])
+        if len(owners) != 1 or owners & set(modules_of(self.scope(eqn))):
+            return nullcontext()
+        return jax.named_scope(MODULE_MARK + owners.pop())
+
+    def _owners(
+        self, jaxpr: Jaxpr, paths: Sequence[str | None], found: Mapping[str, str]
+    ) -> set[str]:
+        """Return the outermost modules of a program, calls without a name looked into."""
+        # Kernels have more inputs than they are given values.
+        leaves = {v: p for v, p in zip(jaxpr.invars, paths, strict=False) if p}
+        found = {**found, **find_places(jaxpr, leaves, self._places)}
+        owners: set[str] = set()
+        for eqn in jaxpr.eqns:
+            modules = modules_of(rename_copies(self._renamed(name_stack(eqn)), found))
+            if modules:
+                owners.add(modules[0])
+            elif eqn.params.get("jaxpr") is not None:
+                given = [None if isinstance(a, Literal) else leaves.get(a) for a in eqn.invars]
+                owners |= self._owners(called_jaxpr(eqn).jaxpr, given, found)
+        return owners
 
     def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
+        if eqn.primitive.name == "convert_element_type" and id(args[0]) in self._leaves:
+            (out,) = bind(eqn, args)
+            self._leaves[id(out)] = (self._leaves[id(args[0])][0], out)
+            return [out]
         if eqn.primitive.name == "transpose":
             (out,) = bind(eqn, args)
             self._transposed[id(out)] = (args[0], tuple(eqn.params["permutation"]), out)

@@ -7,22 +7,26 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
 from meshwright.program.blocks import BlockList
-from meshwright.program.derivatives import OWN_DERIVATIVE, derivative_of
-from meshwright.program.jaxprs import Equation, Jaxpr, Literal, Var, aval_of
+from meshwright.program.equal import difference, same_literal, shapes
+from meshwright.program.jaxprs import REARRANGES, Equation, Jaxpr, Literal, Var, aval_of, name_stack
+from meshwright.program.names import module_of
 
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Stands in a rolled block where the blocks read different constants."""
+    """Stands in a rolled block where the first block has no name of its own for a value.
+
+    That is where blocks read different constants, and where two values that differ in other blocks
+    are one in the first.
+    """
 
     aval: Any
 
 
 Name = Var | Slot
 Atom = Var | Literal
+Unit = Sequence[Equation]
 
 
 @dataclass(frozen=True)
@@ -32,13 +36,13 @@ class Carry:
     Attributes:
         initial: what the first block receives.
         enters: its name inside the first block.
-        leaves: the first block's result that the second one receives.
-        last: the last block's result that nobody receives any more.
+        leaves: what the second block receives: a result of the first, or what that received.
+        last: what the last block would hand on.
     """
 
     initial: Atom
     enters: Name
-    leaves: Var
+    leaves: Name
     last: Var
 
 
@@ -50,6 +54,8 @@ class Rolled:
         blocks: the list of modules.
         start: first equation of the first block.
         stop: first equation after the last block.
+        before: equations within the blocks that run before all of them: each block's part of an
+            outer value.
         eqns: the first block's equations.
         constants: values every block reads.
         carries: values handed from block to block.
@@ -61,6 +67,7 @@ class Rolled:
     blocks: BlockList
     start: int
     stop: int
+    before: tuple[Equation, ...]
     eqns: tuple[Equation, ...]
     constants: tuple[Var, ...]
     carries: tuple[Carry, ...]
@@ -69,11 +76,28 @@ class Rolled:
 
 
 def roll_blocks(jaxpr: Jaxpr, blocks: BlockList) -> Rolled | str:
-    """Return the blocks as one program, or the reason why they are not one."""
+    """Return the blocks as one program, or the reason why they are not one.
+
+    Blocks of several kinds that take turns are one program when a turn is taken for a block.
+    """
+    found = _roll_each(jaxpr, blocks)
+    for period in range(2, blocks.num_blocks // 2 + 1):
+        if isinstance(found, Rolled):
+            break
+        if blocks.num_blocks % period == 0:
+            grouped = blocks.grouped(period)
+            # Stacks go by these names.
+            distinct = len({pattern for _, pattern in grouped.patterns()}) == period
+            rolled = _roll_each(jaxpr, grouped) if distinct else found
+            found = rolled if isinstance(rolled, Rolled) else found
+    return found
+
+
+def _roll_each(jaxpr: Jaxpr, blocks: BlockList) -> Rolled | str:
     starts = [start for start, _ in blocks.ranges]
     length = starts[1] - starts[0]
     if any(b - a != length for a, b in pairwise(starts)):
-        return f"the blocks of `{blocks.path}` run different numbers of operations"
+        return _other_lengths(jaxpr, blocks)
     # What the parent does between blocks belongs to the one before or to the one after it.
     between = starts[1] - blocks.ranges[0][1]
     found = _roll_from(jaxpr, blocks, starts, length)
@@ -85,74 +109,194 @@ def roll_blocks(jaxpr: Jaxpr, blocks: BlockList) -> Rolled | str:
     return found
 
 
+def _other_lengths(jaxpr: Jaxpr, blocks: BlockList) -> str:
+    """Say which block runs another number of operations than the first, and where they part."""
+    starts = [start for start, _ in blocks.ranges]
+    counts = [b - a for a, b in pairwise(starts)]
+    index = next(n for n, count in enumerate(counts) if count != counts[0])
+    first, other = (jaxpr.eqns[starts[n] : starts[n + 1]] for n in (0, index))
+    shorter = min(len(first), len(other))
+    differ = (n for n in range(shorter) if first[n].primitive is not other[n].primitive)
+    place = next(differ, shorter)
+    parts = [_operation(unit[place]) if place < len(unit) else "nothing" for unit in (other, first)]
+    return (
+        f"`{blocks.block_path(index)}` differs from `{blocks.block_path(0)}`: it runs "
+        f"{len(other)} operations, not {len(first)}; the first to differ is "
+        f"{parts[0]} against {parts[1]}"
+    )
+
+
+def _operation(eqn: Equation) -> str:
+    module = module_of(name_stack(eqn))
+    return f"{eqn.primitive.name} in `{module}`" if module else eqn.primitive.name
+
+
 def _roll_from(jaxpr: Jaxpr, blocks: BlockList, starts: Sequence[int], length: int) -> Rolled | str:
-    units = [jaxpr.eqns[start : start + length] for start in starts]
+    units: list[Unit] = [jaxpr.eqns[start : start + length] for start in starts]
     if len(units[-1]) < length:
         last = blocks.block_path(len(units) - 1)
         return f"`{last}` differs from `{blocks.block_path(0)}`: it runs fewer operations"
-    first = _with_slots(units)
-    names: list[dict[Var, Var]] = []
-    free: dict[Name, list[Atom]] = {}
+    before = _parts_of_outer_values(units)
+    units = [[eqn for n, eqn in enumerate(unit) if n not in before] for unit in units]
     for index, unit in enumerate(units):
-        matched = _match(first, unit)
-        if isinstance(matched, str):
-            return f"`{blocks.block_path(index)}` differs from `{blocks.block_path(0)}`: {matched}"
-        names.append(matched.own)
-        for variable, outside in matched.free.items():
-            free.setdefault(variable, []).append(outside)
+        if reason := _unlike(units[0], unit):
+            return f"`{blocks.block_path(index)}` differs from `{blocks.block_path(0)}`: {reason}"
+    first, columns = _columns(units)
+    sorted_out = _sort_out(columns, [_own(units[0], unit) for unit in units])
+    if sorted_out is None:
+        return f"the blocks of `{blocks.path}` use each other's results out of order"
+    constants, carries, varying = sorted_out
     span = (starts[0], starts[-1] + length)
-    return _assemble(jaxpr, blocks, span, first, names, free)
+    read = _read_outside(jaxpr, span) - {carry.last for carry in carries}
+    results = {
+        names[0]: names
+        for names in zip(*(_results(unit) for unit in units), strict=True)
+        if read.intersection(names)
+    }
+    hoisted = tuple(jaxpr.eqns[start + n] for start in starts for n in before)
+    return Rolled(blocks, *span, hoisted, tuple(first), constants, carries, varying, results)
 
 
-def _with_slots(units: Sequence[Sequence[Equation]]) -> list[Equation]:
-    """Return the first unit with a slot in place of every constant that others have otherwise."""
+def _parts_of_outer_values(units: Sequence[Unit]) -> list[int]:
+    """Return the equations by which each block takes another part of values from outside.
+
+    They do not depend on any block, so their results can be there before the first one runs.
+    """
+    inside = {variable for unit in units for variable in _results(unit)}
+    found: list[int] = []
+    for number, eqns in enumerate(zip(*units, strict=True)):
+        if not all(eqn.primitive.name in REARRANGES for eqn in eqns):
+            continue
+        bound = any(not isinstance(a, Literal) and a in inside for e in eqns for a in e.invars)
+        if not bound and any(difference(eqns[0], eqn) for eqn in eqns):
+            found.append(number)
+            inside.difference_update(v for eqn in eqns for v in eqn.outvars)
+    return found
+
+
+def _unlike(first: Unit, other: Unit) -> str | None:
+    """Return how a block differs from the first but for the values it reads from outside."""
+    ours, theirs = ({v: n for n, v in enumerate(_results(unit))} for unit in (first, other))
+    for a, b in zip(first, other, strict=True):
+        if reason := difference(a, b):
+            return reason
+        if shapes(a) != shapes(b):
+            return f"{a.primitive.name} works on another shape"
+        for left, right in zip(a.invars, b.invars, strict=True):
+            if _source(left, ours) != _source(right, theirs):
+                return f"{a.primitive.name} reads another result"
+    return None
+
+
+def _results(unit: Unit) -> list[Var]:
+    return [variable for eqn in unit for variable in eqn.outvars]
+
+
+def _source(atom: Any, results: dict[Var, int]) -> int | None:
+    return None if isinstance(atom, Literal) else results.get(atom)
+
+
+def _own(first: Unit, unit: Unit) -> dict[Var, Var]:
+    """Return, for each result of a block, its counterpart in the first."""
+    return dict(zip(_results(unit), _results(first), strict=True))
+
+
+def _columns(units: Sequence[Unit]) -> tuple[list[Equation], dict[Name, tuple[Atom, ...]]]:
+    """Name what the blocks read from outside, each block in its own place.
+
+    Returns:
+        the first block's equations with these names, and the value of each name in every block.
+    """
+    places: dict[tuple[int, int], tuple[Atom, ...]] = {}
+    own = set(_results(units[0]))
+    for number, eqns in enumerate(zip(*units, strict=True)):
+        for position, atoms in enumerate(zip(*(eqn.invars for eqn in eqns), strict=True)):
+            same = all(same_literal(atoms[0], atom) for atom in atoms)
+            if not same and (isinstance(atoms[0], Literal) or atoms[0] not in own):
+                places[number, position] = atoms
+    names = _names(list(places.values()))
     first: list[Equation] = []
-    for eqn, *others in zip(*units, strict=True):
-        atoms = list(eqn.invars)
-        for position, atom in enumerate(atoms):
-            rest = [other.invars[position] for other in others if position < len(other.invars)]
-            if isinstance(atom, Literal) and not all(_same_literal(atom, r) for r in rest):
-                atoms[position] = Slot(atom.aval)
-        first.append(eqn if atoms == eqn.invars else eqn.replace(invars=atoms))
-    return first
+    for number, eqn in enumerate(units[0]):
+        operands: list[Any] = [
+            names[_key(places[number, n])] if (number, n) in places else atom
+            for n, atom in enumerate(eqn.invars)
+        ]
+        first.append(eqn if operands == eqn.invars else eqn.replace(invars=operands))
+    return first, {names[_key(atoms)]: atoms for atoms in places.values()}
 
 
-def _assemble(
-    jaxpr: Jaxpr,
-    blocks: BlockList,
-    span: tuple[int, int],
-    first: Sequence[Equation],
-    names: list[dict[Var, Var]],
-    free: dict[Name, list[Atom]],
-) -> Rolled | str:
-    inside = {variable for own in names for variable in own.values()}
+def _names(columns: Sequence[tuple[Atom, ...]]) -> dict[tuple[int, ...], Name]:
+    """Name each value by what it is in the first block, where no other has that name."""
+    names: dict[tuple[int, ...], Name] = {}
+    taken: set[Var] = set()
+    # A constant has but one name.
+    for atoms in sorted(columns, key=lambda atoms: not _constant(atoms)):
+        if _key(atoms) in names:
+            continue
+        name = atoms[0]
+        if isinstance(name, Literal) or name in taken:
+            name = Slot(aval_of(name))
+        else:
+            taken.add(name)
+        names[_key(atoms)] = name
+    return names
+
+
+def _key(atoms: Sequence[Atom]) -> tuple[int, ...]:
+    return tuple(map(id, atoms))
+
+
+def _constant(atoms: Sequence[Atom]) -> bool:
+    return not isinstance(atoms[0], Literal) and all(atom is atoms[0] for atom in atoms)
+
+
+Sorted = tuple[tuple[Var, ...], tuple[Carry, ...], dict[Name, tuple[Atom, ...]]]
+
+
+def _sort_out(
+    columns: dict[Name, tuple[Atom, ...]], owns: Sequence[dict[Var, Var]]
+) -> Sorted | None:
+    """Tell apart what is the same for all blocks, handed from block to block, or each block's own.
+
+    None where a block reads a result of another in a way that is none of these.
+    """
+    inside = {variable for own in owns for variable in own}
     constants: list[Var] = []
     carries: list[Carry] = []
     varying: dict[Name, tuple[Atom, ...]] = {}
-    for variable, values in free.items():
-        if isinstance(variable, Var) and all(value is values[0] for value in values):
-            constants.append(variable)
-        elif (result := _handed_on(values, names)) is not None:
-            carries.append(Carry(values[0], variable, result, names[-1][result]))
-        elif not any(not isinstance(value, Literal) and value in inside for value in values):
-            varying[variable] = tuple(values)
+    for name, atoms in columns.items():
+        if _constant(atoms) and isinstance(name, Var):
+            constants.append(name)
+        elif not any(not isinstance(atom, Literal) and atom in inside for atom in atoms):
+            varying[name] = atoms
         else:
-            return f"the blocks of `{blocks.path}` use each other's results out of order"
-    read = _read_outside(jaxpr, span) - {carry.last for carry in carries}
-    results = {
-        variable: counterparts
-        for variable in names[0]
-        if read.intersection(counterparts := tuple(own[variable] for own in names))
-    }
-    return Rolled(blocks, *span, tuple(first), tuple(constants), tuple(carries), varying, results)
+            found = _handed_on(atoms, owns) or _handed_through(atoms, columns)
+            if found is None:
+                return None
+            carries.append(Carry(atoms[0], name, *found))
+    return tuple(constants), tuple(carries), varying
 
 
-def _handed_on(values: Sequence[Atom], names: Sequence[dict[Var, Var]]) -> Var | None:
-    """Return the first block's result that each next block receives, if it is always the same."""
-    sources: set[Var | None] = set()
-    for own, value in zip(names[:-1], values[1:], strict=True):
-        sources.add(next((ours for ours, theirs in own.items() if theirs is value), None))
-    return sources.pop() if len(sources) == 1 else None
+def _handed_on(atoms: Sequence[Atom], owns: Sequence[dict[Var, Var]]) -> tuple[Name, Var] | None:
+    """Return the result that each next block receives, in the first block and in the last."""
+    received = zip(owns, atoms[1:], strict=False)
+    sources = {None if isinstance(atom, Literal) else own.get(atom) for own, atom in received}
+    source = sources.pop() if len(sources) == 1 else None
+    if source is None:
+        return None
+    return source, next(last for last, ours in owns[-1].items() if ours is source)
+
+
+def _handed_through(
+    atoms: Sequence[Atom], columns: dict[Name, tuple[Atom, ...]]
+) -> tuple[Name, Var] | None:
+    """Return what each block receives and hands on to the next as another value, likewise."""
+    for name, others in columns.items():
+        passed = all(a is b for a, b in zip(atoms[1:], others, strict=False))
+        last = others[-1]
+        if passed and others is not atoms and not isinstance(last, Literal):
+            return name, last
+    return None
 
 
 def _read_outside(jaxpr: Jaxpr, span: tuple[int, int]) -> set[Var]:
@@ -160,72 +304,3 @@ def _read_outside(jaxpr: Jaxpr, span: tuple[int, int]) -> set[Var]:
     outside = [*jaxpr.eqns[:start], *jaxpr.eqns[stop:]]
     atoms: Iterable[Any] = [a for eqn in outside for a in eqn.invars] + list(jaxpr.outvars)
     return {atom for atom in atoms if not isinstance(atom, Literal)}
-
-
-@dataclass(frozen=True)
-class _Match:
-    own: dict[Var, Var]
-    free: dict[Name, Atom]
-
-
-def _match(first: Sequence[Equation], other: Sequence[Equation]) -> _Match | str:
-    own: dict[Var, Var] = {}
-    free: dict[Name, Atom] = {}
-    for a, b in zip(first, other, strict=True):
-        if a.primitive is not b.primitive or not _same_params(a, b):
-            return f"{a.primitive.name} against {b.primitive.name}"
-        if _shapes(a) != _shapes(b):
-            return f"{a.primitive.name} works on another shape"
-        for left, right in zip(a.invars, b.invars, strict=True):
-            if isinstance(left, Literal):
-                continue
-            if left in own:
-                if own[left] is not right:
-                    return f"{a.primitive.name} reads another result"
-            elif free.setdefault(left, right) is not right:
-                return f"{a.primitive.name} reads another value"
-        own.update(zip(a.outvars, b.outvars, strict=True))
-    return _Match(own, free)
-
-
-def _shapes(eqn: Equation) -> list[tuple[Any, Any]]:
-    avals = [aval_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
-    return [(aval.shape, aval.dtype) for aval in avals]
-
-
-def _same_literal(left: Any, right: Any) -> bool:
-    if not (isinstance(left, Literal) and isinstance(right, Literal)):
-        return False
-    return left.aval == right.aval and bool(
-        np.array_equal(np.asarray(left.val), np.asarray(right.val))
-    )
-
-
-def _same_params(left: Equation, right: Equation) -> bool:
-    own_derivative = left.primitive.name in OWN_DERIVATIVE
-    if left.params.keys() != right.params.keys():
-        return False
-    for key, value in left.params.items():
-        other = right.params[key]
-        # Derivative rules and remat policies are functions made anew at each call; what the
-        # former do is compared below, and the latter change no result.
-        is_rule = own_derivative and not (hasattr(value, "eqns") or isinstance(value, int))
-        if key == "policy" or is_rule:
-            continue
-        if not _equal(value, other):
-            return False
-    return not own_derivative or _equal(derivative_of(left), derivative_of(right))
-
-
-def _equal(left: Any, right: Any) -> bool:
-    if left is right:
-        return True
-    if hasattr(left, "eqns"):
-        consts = (getattr(left, "consts", ()), getattr(right, "consts", ()))
-        return str(left) == str(right) and all(map(_equal, *consts))
-    if isinstance(left, tuple) and isinstance(right, tuple):
-        return len(left) == len(right) and all(map(_equal, left, right))
-    try:
-        return bool(left == right)
-    except (ValueError, TypeError):
-        return bool(np.array_equal(left, right))

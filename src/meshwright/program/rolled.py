@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from meshwright.program.blocks import find_block_lists
+from meshwright.program.blocks import BlockList, find_block_lists, pattern_of, why_no_list
 from meshwright.program.interpret import Environment, Interpreter
-from meshwright.program.jaxprs import Equation, Literal, Var, aval_of, name_stack
-from meshwright.program.layout import stacked_layout
+from meshwright.program.jaxprs import Equation, Jaxpr, Literal, Var, aval_of, name_stack
+from meshwright.program.layout import Layout, stacked_layout
 from meshwright.program.names import rename_module
 from meshwright.program.roll import Atom, Name, Rolled, roll_blocks
 from meshwright.program.trace import TracedLoss
+
+
+@dataclass(frozen=True)
+class _Written:
+    """State of the blocks that they replace.
+
+    Attributes:
+        leaves: the leaf of each block.
+        result: what replaces it in the first block.
+        formats: the program's outputs where these are the results in another format.
+    """
+
+    leaves: tuple[int, ...]
+    result: Var
+    formats: tuple[Var, ...]
 
 
 @dataclass(frozen=True)
@@ -44,9 +59,15 @@ def roll_program(traced: TracedLoss) -> RollResult:
             remarks.append(f"`{blocks.path}` begins before `{rolled[-1].blocks.path}` has ended")
         else:
             rolled.append(found)
-    if rolled:
-        traced = _Builder(traced, rolled).program()
-    return RollResult(traced, tuple(remarks))
+    if not rolled:
+        return RollResult(traced, tuple(remarks) or _nothing_found(jaxpr))
+    builder = _Builder(traced, rolled)
+    return RollResult(builder.program(), (*remarks, *builder.remarks()))
+
+
+def _nothing_found(jaxpr: Jaxpr) -> tuple[str, ...]:
+    reason = why_no_list(jaxpr.eqns)
+    return (reason,) if reason else ()
 
 
 class _Builder:
@@ -60,9 +81,11 @@ class _Builder:
         self.leaf_of = {v: i for i, v in enumerate(self.jaxpr.invars[:count])}
         self.casts = casts_of(self.jaxpr.eqns, set(self.leaf_of))
         self.groups = self._leaf_groups()
-        self.layout = stacked_layout(
-            traced.layout.leaves, list(dict.fromkeys(self.groups.values()))
-        )
+        self.written = [self._written(rolled) for rolled in self.rolled]
+        written = [own.leaves for found in self.written for own in found]
+        self.formats = {v for found in self.written for own in found for v in own.formats}
+        groups = list(dict.fromkeys([*self.groups.values(), *written]))
+        self.layout = _with_patterns(stacked_layout(traced.layout.leaves, groups))
         self.numbers = {step.sources: n for n, step in enumerate(self.layout.step_leaves)}
 
     def program(self) -> TracedLoss:
@@ -70,6 +93,24 @@ class _Builder:
         structs += [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in self.traced.batch]
         closed = jax.make_jaxpr(self._run)(*structs)
         return TracedLoss(closed, self.layout, self.traced.batch, self.traced.metric_names)
+
+    def remarks(self) -> list[str]:
+        """Name the blocks that have no stack because only some of them are trained."""
+        found: list[str] = []
+        for rolled in self.rolled:
+            if any(name in self.groups for name in rolled.varying):
+                continue
+            every = map(self._leaf_numbers, rolled.varying.values())
+            for leaves in ([self.traced.layout.leaves[n] for n in own] for own in every if own):
+                trained = [leaf.path for leaf in leaves if leaf.role == "param"]
+                frozen = [leaf.path for leaf in leaves if leaf.role != "param"]
+                if trained and frozen:
+                    found.append(
+                        f"the blocks of `{rolled.blocks.path}` have no weights in common stacks: "
+                        f"`{trained[0]}` is trained, `{frozen[0]}` is not"
+                    )
+                    break
+        return found
 
     def _leaf_groups(self) -> dict[Name, tuple[int, ...]]:
         """Return, for names that stand for (casts of) one leaf of each block, these leaves."""
@@ -83,25 +124,54 @@ class _Builder:
         return groups
 
     def _leaf_group(self, atoms: Sequence[Atom]) -> tuple[int, ...] | None:
+        numbers = self._leaf_numbers(atoms)
+        same_format = len({atom in self.casts for atom in atoms if isinstance(atom, Var)}) == 1
+        return numbers if numbers and same_format and self._alike(numbers) else None
+
+    def _leaf_numbers(self, atoms: Sequence[Atom]) -> tuple[int, ...] | None:
         variables = [atom for atom in atoms if not isinstance(atom, Literal)]
         sources = [self.casts.get(v, v) for v in variables]
         if len(variables) < len(atoms) or not all(s in self.leaf_of for s in sources):
             return None
-        numbers = tuple(self.leaf_of[source] for source in sources)
+        return tuple(self.leaf_of[source] for source in sources)
+
+    def _alike(self, numbers: Sequence[int]) -> bool:
+        """Whether leaves can be one stack."""
         leaves = [self.traced.layout.leaves[number] for number in numbers]
         kinds = {
-            (leaf.role, leaf.is_weight, leaf.dtype, leaf.variable, leaf.annotation, v in self.casts)
-            for v, leaf in zip(variables, leaves, strict=True)
+            (leaf.role, leaf.is_weight, leaf.shape, leaf.dtype, leaf.variable, leaf.annotation)
+            for leaf in leaves
         }
-        return numbers if len(kinds) == 1 and len(set(numbers)) == len(numbers) else None
+        depths = {leaf.path.count(".") for leaf in leaves}
+        return len(kinds) == len(depths) == 1 and len(set(numbers)) == len(numbers)
+
+    def _written(self, rolled: Rolled) -> list[_Written]:
+        """Return the state that each block replaces by the same result, whether read or not."""
+        state = [i for i, leaf in enumerate(self.traced.layout.leaves) if leaf.role == "state"]
+        outputs = self.jaxpr.outvars[len(self.jaxpr.outvars) - len(state) :]
+        after = {i: v for i, v in zip(state, outputs, strict=True) if not isinstance(v, Literal)}
+        formats = casts_of(self.jaxpr.eqns[rolled.stop :], _results(rolled))
+        replaced: dict[Var, list[int]] = {}
+        for number, output in after.items():
+            replaced.setdefault(formats.get(output) or output, []).append(number)
+        group_of = {leaf: group for group in self.groups.values() for leaf in group}
+        found: list[_Written] = []
+        for result, names in rolled.results.items():
+            for group in zip(*(replaced.get(name, []) for name in names), strict=False):
+                fits = all(group_of.setdefault(leaf, group) == group for leaf in group)
+                own = tuple(after[leaf] for leaf in group)
+                if fits and self._alike(group):
+                    found.append(_Written(group, result, () if own == names else own))
+        return found
 
     def _run(self, *inputs: Any) -> list[Any]:
         env = self._environment(inputs)
         interpreter = Interpreter()
         done = 0
-        for rolled in self.rolled:
+        for rolled, written in zip(self.rolled, self.written, strict=True):
             interpreter.equations(self._outer(done, rolled.start), env)
-            self._scan(rolled, env)
+            interpreter.equations(rolled.before, env)
+            self._scan(rolled, written, env)
             done = rolled.stop
         interpreter.equations(self._outer(done, len(self.jaxpr.eqns)), env)
         return self._outputs(env, inputs)
@@ -114,29 +184,40 @@ class _Builder:
         return env
 
     def _outer(self, start: int, stop: int) -> list[Equation]:
-        """Return equations outside of blocks; leaves are cast where they are read."""
+        """Return equations outside of blocks; casts are made where leaves are read or written."""
         eqns = self.jaxpr.eqns[start:stop]
-        return [e for e in eqns if not (e.outvars and e.outvars[0] in self.casts)]
+        elsewhere = self.casts.keys() | self.formats
+        return [e for e in eqns if not (e.outvars and e.outvars[0] in elsewhere)]
 
-    def _scan(self, rolled: Rolled, env: _Leaves) -> None:
-        interpreter = _Renamed(rolled.blocks.path)
+    def _scan(self, rolled: Rolled, written: Sequence[_Written], env: _Leaves) -> None:
+        interpreter = _Renamed(rolled.blocks)
         names = list(rolled.varying)
+        cast = [own for own in written if own.formats]
         constants = {v: env[v] for v in rolled.constants}
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             inner: dict[Any, Any] = dict(constants)
             inner.update(zip((c.enters for c in rolled.carries), carry, strict=True))
-            inner.update(zip(names, xs, strict=True))
+            inner.update(zip(names, xs, strict=False))
             interpreter.equations(rolled.eqns, inner)
-            return [inner[c.leaves] for c in rolled.carries], [inner[v] for v in rolled.results]
+            results = [inner[v] for v in rolled.results]
+            results += [inner[own.result].astype(aval_of(own.formats[0]).dtype) for own in cast]
+            return [inner[c.leaves] for c in rolled.carries], results
 
         init = [_read(c.initial, env) for c in rolled.carries]
         xs = [self._stack(name, rolled.varying[name], env) for name in names]
+        # State that is never read is given to the blocks as well: it belongs to them.
+        xs += [env.leaves[n] for n in self._unread(rolled, written)]
         carry, ys = jax.lax.scan(body, init, xs, length=rolled.blocks.num_blocks)
-        for counterparts, values in zip(rolled.results.values(), ys, strict=True):
+        every = [*rolled.results.values(), *(own.formats for own in cast)]
+        for counterparts, values in zip(every, ys, strict=True):
             env.stacks[counterparts] = values
             env.later.update((v, (values, index)) for index, v in enumerate(counterparts))
         env.update(zip((c.last for c in rolled.carries), carry, strict=True))
+
+    def _unread(self, rolled: Rolled, written: Sequence[_Written]) -> list[int]:
+        read = {self.groups.get(name) for name in rolled.varying}
+        return [self.numbers[own.leaves] for own in written if own.leaves not in read]
 
     def _stack(self, name: Name, atoms: Sequence[Atom], env: _Leaves) -> Any:
         if name not in self.groups:
@@ -193,11 +274,14 @@ class _Leaves(dict[Var, Any]):
 class _Renamed(Interpreter):
     """Names the rolled block's scopes ``blocks.*`` instead of ``blocks.0``."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, blocks: BlockList) -> None:
+        self._blocks = blocks
 
     def scope(self, eqn: Equation) -> str:
-        return rename_module(name_stack(eqn), f"{self._path}.0", f"{self._path}.*")
+        scopes = name_stack(eqn)
+        for element, pattern in self._blocks.patterns():
+            scopes = rename_module(scopes, element, pattern)
+        return scopes
 
 
 def casts_of(eqns: Sequence[Equation], leaves: set[Var]) -> dict[Var, Var]:
@@ -210,6 +294,20 @@ def casts_of(eqns: Sequence[Equation], leaves: set[Var]) -> dict[Var, Var]:
         and eqn.invars[0] in leaves
         and not name_stack(eqn)
     }
+
+
+def _with_patterns(layout: Layout) -> Layout:
+    """Name stacks as their blocks are named."""
+    steps = list(layout.step_leaves)
+    for n, step in enumerate(steps):
+        if step.stacked:
+            paths = [layout.leaves[source].path for source in step.sources]
+            steps[n] = replace(step, leaf=replace(step.leaf, path=pattern_of(paths)))
+    return replace(layout, step_leaves=tuple(steps))
+
+
+def _results(rolled: Rolled) -> set[Var]:
+    return {name for names in rolled.results.values() for name in names}
 
 
 def _read(atom: Any, env: Environment) -> Any:

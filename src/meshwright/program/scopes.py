@@ -18,6 +18,7 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
+from meshwright.program.copies import Places, class_name, is_token, token
 from meshwright.program.names import MODULE_MARK, path_text
 from meshwright.program.policy import Policy
 
@@ -29,8 +30,11 @@ _OPEN: list[_Registry] = []
 
 
 @contextmanager
-def module_scopes(model: Any, compute_dtype: Any = None) -> Generator[None]:
+def module_scopes(model: Any, compute_dtype: Any = None) -> Generator[Places]:
     """Name the calls of this model's modules while the context is open.
+
+    Copies of modules have provisional names, which `normalize` replaces with the help of what the
+    context gives: where the modules of each class are.
 
     With a compute dtype, float32 values are cast to it where they enter or leave a module, and
     what leaves the outermost module for the loss is cast to float32.
@@ -45,7 +49,7 @@ def module_scopes(model: Any, compute_dtype: Any = None) -> Generator[None]:
         try:
             for cls, name, method in patched:
                 setattr(cls, name, _scoped(method, registry, policy))
-            yield
+            yield registry.places()
         finally:
             _OPEN.pop()
             for cls, name, method in patched:
@@ -59,6 +63,7 @@ class _Registry:
         self._modules: dict[int, tuple[str, nnx.Module]] = {}
         self._by_type: dict[type, list[str]] = {}
         self._running: list[str] = []
+        self._copies = 0
         for path, module in nnx.iter_modules(model):
             self._add(path_text(path) or ROOT, module)
 
@@ -71,20 +76,31 @@ class _Registry:
         }
         return list(found)
 
+    def places(self) -> dict[str, list[str]]:
+        """Return, by name of a class, where its modules are."""
+        found: dict[str, list[str]] = {}
+        for cls, paths in self._by_type.items():
+            found.setdefault(class_name(cls), []).extend(paths)
+        return found
+
     def path(self, module: nnx.Module) -> str:
         known = self._modules.get(id(module))
         if known is not None:
             return known[0]
-        # nnx.scan and nnx.vmap call copies of a module: adopt one whose class has one place only.
-        # Any other module works for the one that called it.
+        # nnx.scan and nnx.vmap call copies of a module: adopt one whose class has one place only,
+        # or else until its place is known. Any other module works for the one that called it.
         places = self._places(module)
-        if len(places) != 1:
+        if not places:
             return self._running[-1] if self._running else ""
-        base = "" if places[0] == ROOT else places[0]
+        place = places[0]
+        if len(places) > 1:
+            place = token(type(module), self._copies)
+            self._copies += 1
+        base = "" if place == ROOT else place
         for path, inner in nnx.iter_modules(module):
             joined = ".".join(filter(None, (base, path_text(path))))
             self._modules[id(inner)] = (joined or ROOT, inner)
-        return places[0]
+        return place
 
     @contextmanager
     def running(self, path: str) -> Generator[None]:
@@ -105,7 +121,9 @@ class _Registry:
         if not places or (leaves and not any(isinstance(x, Tracer) for x in leaves)):
             return []
         above = self._running[-1] if self._running else ROOT
-        return [place for place in places if above == ROOT or place.startswith(above + ".")]
+        if above == ROOT or is_token(above):
+            return places
+        return [place for place in places if place.startswith(above + ".")]
 
     def _add(self, path: str, module: nnx.Module) -> None:
         # The module is kept alive, or another object could take over its id.

@@ -87,6 +87,7 @@ def trace_loss(loss: Loss, parts: Parts, batch: Any, compute_dtype: Any = None) 
     described = _describe_batch(batch)
     names: list[str] = []
     changed: set[int] = set()
+    places: dict[str, Sequence[str]] = {}
     weights = {i for i, leaf in enumerate(parts.leaves) if leaf.is_weight}
     count = len(parts.leaves)
 
@@ -97,7 +98,8 @@ def trace_loss(loss: Loss, parts: Parts, batch: Any, compute_dtype: Any = None) 
         ]
         model = parts.merge(values)
         follow_policy(model, compute_dtype)
-        with module_scopes(model, compute_dtype):
+        with module_scopes(model, compute_dtype) as found:
+            places.update(found)
             out = loss(model, jax.tree.unflatten(batch_tree, inputs[count:]))
         objective, metrics = read_loss(out)
         names[:] = metrics
@@ -116,7 +118,7 @@ def trace_loss(loss: Loss, parts: Parts, batch: Any, compute_dtype: Any = None) 
     if compute_dtype is not None and changed & weights:
         # Weights the loss itself changes (a moving average) are not rounded on their way.
         traced = jax.make_jaxpr(lambda *inputs: program(*inputs))(*structs)
-    closed = normalize(traced)
+    closed = normalize(traced, [leaf.path for leaf in parts.leaves], places)
     return TracedLoss(closed, plain_layout(parts.leaves), described, tuple(names))
 
 

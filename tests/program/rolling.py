@@ -1,0 +1,35 @@
+"""Comparing rolled programs with unrolled ones."""
+
+import jax
+from flax import nnx
+from program.programs import assert_close, differentiate, trace
+from small_models import fill
+
+from meshwright.program.rolled import roll_program
+from meshwright.program.widen import Widening, widen
+
+
+def results(traced, values, batch):
+    """Return the loss, its metrics, and gradients and state by path, in float64."""
+    run = lambda inputs: Widening().run(traced.closed, inputs)  # noqa: E731
+    loss, value, leaves = differentiate(run, traced, [widen(v) for v in values], batch)
+    metrics = {name: metric.total / metric.weight for name, metric in value.metrics.items()}
+    return {"the loss": loss, **metrics, **leaves}
+
+
+def check(build, loss, batch, *, stacked=True, compute=None, trainable=nnx.Param, remarks=()):
+    """Compare rolled with unrolled on the same values; return the rolled program."""
+    with jax.enable_x64(False):
+        parts, unrolled = trace(build, loss, batch, compute, trainable=trainable)
+        result = roll_program(unrolled)
+        values = parts.values(fill(build))
+    assert result.remarks == remarks
+    assert any(s.stacked for s in result.traced.layout.step_leaves) is stacked
+    expected = results(unrolled, values, batch)
+    assert_close(results(result.traced, values, batch), expected, 1e-12)
+    return result.traced
+
+
+def scans(traced):
+    """Return how many blocks each scan of a program runs."""
+    return [e.params["length"] for e in traced.closed.jaxpr.eqns if e.primitive.name == "scan"]
