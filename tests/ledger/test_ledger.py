@@ -6,6 +6,7 @@ import jax
 import optax
 import pytest
 from flax import nnx
+from quick import quick_module
 from small_models import SAMPLES, WIDTH, Residuals, square_loss, vectors
 
 from meshwright.config.batch import solve_batch
@@ -18,6 +19,9 @@ from meshwright.program.collectives import Collective
 from meshwright.step.assemble import assemble
 from meshwright.step.train_step import TrainStep
 from meshwright.tasks import find_task
+
+__all__ = ["quick_module"]
+pytestmark = pytest.mark.usefixtures("quick_module")
 
 SIZES = {"vocab_size": 256, "context_length": 32, "hidden_size": 64, "num_blocks": 2}
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from pipeline.test_pipelined_step import put
+from pipeline.test_pipelined_step import CUBE, put
 from quick import quick_module
 from small_models import square_loss, vectors
 
@@ -17,7 +17,6 @@ __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
 
 WIDTH = 8
-MESH = {"pipe": 2, "fsdp": 2, "tensor": 2}
 
 
 class Moving(nnx.Module):
@@ -59,10 +58,13 @@ def out_of_reach(x):
 out_of_reach.defvjp(lambda x: (jnp.roll(x, 1, 0), None), lambda _, g: (jnp.roll(g, -1, 0),))
 
 
-def test_values_are_moved_within_a_stage():
+@pytest.mark.parametrize(
+    "mesh", [{"pipe": 2, "tensor": 2}, pytest.param(CUBE, marks=pytest.mark.full)]
+)
+def test_values_are_moved_within_a_stage(mesh):
     batch = {name: np.asarray(a) for name, a in vectors(16, width=WIDTH).items()}
     model = Moving(shuffled)
-    assembled = put(lambda: Moving(shuffled), square_loss, batch, MESH, "1f1b", count=4, wide=False)
+    assembled = put(lambda: Moving(shuffled), square_loss, batch, mesh, "1f1b", count=4, wide=False)
     state = assembled.adopt(model)
     _, metrics = assembled.step(state, assembled.put_batch(batch))
     pieces = [{name: a[n::4] for name, a in batch.items()} for n in range(4)]

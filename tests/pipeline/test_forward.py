@@ -36,7 +36,11 @@ def test_each_piece_sees_each_microbatch_once_and_right_after_the_piece_before(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "mesh", "together"), [("1f1b", CUBE, 4), ("interleaved", {"pipe": 2}, 3)]
+    ("schedule", "mesh", "together"),
+    [
+        pytest.param("1f1b", CUBE, 4, marks=pytest.mark.full),
+        ("interleaved", {"pipe": 2}, 3),
+    ],
 )
 def test_evaluation_by_stages_is_the_loss_of_the_model(schedule, mesh, together):
     batch = tokens_batch(12 if together == 3 else 16, seed=5)

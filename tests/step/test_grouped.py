@@ -32,8 +32,8 @@ def loss(model, batch):
     ("groups", "samples", "mesh"),
     [
         (CHANNELS, 4, {"data": 2, "tensor": 2}),
-        (2, 6, {"fsdp": 2, "tensor": 4}),
-        (2, 8, {"fsdp": 2, "tensor": 4}),
+        pytest.param(2, 6, {"fsdp": 2, "tensor": 4}, marks=pytest.mark.full),
+        pytest.param(2, 8, {"fsdp": 2, "tensor": 4}, marks=pytest.mark.full),
     ],
     ids=["channels divided", "on every device", "samples divided"],
 )

@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from program.programs import quick
 
 import meshwright as mw
 from meshwright.config.batch import solve_batch
@@ -61,7 +62,7 @@ def step_for(mesh, every, model=Net, zero=1):
 
 def gradients(assembled):
     state, batch = assembled.init(0), assembled.put_batch(BATCH)
-    values = jax.jit(lambda s, b: assembled.step.gradients(s, b).values)(state, batch)
+    values = quick(lambda s, b: assembled.step.gradients(s, b).values)(state, batch)
     return [np.asarray(value) for value in values]
 
 
