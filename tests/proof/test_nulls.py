@@ -58,14 +58,17 @@ class Stack(nnx.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("optimizer", [optax.lion(0.1), optax.adamw(1.0, eps=1e-20)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.lion(0.1), pytest.param(optax.adamw(1.0, eps=1e-20), marks=pytest.mark.full)],
+)
 def test_optimizers_that_make_a_whole_step_of_noise(optimizer):
     certificate = certify({"fsdp": 4}, model=Stem, optimizer=optimizer, steps=3)
     assert certificate.equal, [failure.sentence() for failure in certificate.failures()]
     assert certificate.null_leaves == ["up.bias"]
 
 
-@pytest.mark.parametrize("blocks", ["scan", "unroll"])
+@pytest.mark.parametrize("blocks", ["scan", pytest.param("unroll", marks=pytest.mark.full)])
 def test_leaves_of_rolled_blocks(blocks):
     certificate = certify({"fsdp": 2}, model=Stack, optimizer=optax.lion(0.1), blocks=blocks)
     assert certificate.equal, [failure.sentence() for failure in certificate.failures()]

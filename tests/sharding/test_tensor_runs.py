@@ -72,7 +72,7 @@ def spec(dim, rank):
     return PartitionSpec(*("tensor" if d == dim else None for d in range(rank)))
 
 
-ALSO_IN_PARITY = ("stacked", "recurrent", "modern", "experts")
+ALSO_IN_PARITY = ("stacked", "recurrent", "modern", "experts", "gpt")
 """Kinds that a proof covers as well."""
 
 

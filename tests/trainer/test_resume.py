@@ -121,6 +121,7 @@ def test_eight_devices_then_four_then_one_see_the_same_samples(whole, half, tmp_
     assert [line["update"] for line in lines if line["kind"] == "resume"] == [10, 15]
 
 
+@pytest.mark.full
 def test_rolled_blocks_go_on_unrolled(tmp_path):
     folder = tmp_path / "run"
     scan = ShardingConfig(blocks="scan", min_shard_size=0)
