@@ -27,6 +27,7 @@ from meshwright.mesh.axes import (
     resolve_sizes,
     shown_sizes,
 )
+from meshwright.units import counted
 
 PIPELINE_MICROBATCHES_PER_STAGE = 4
 
@@ -84,6 +85,13 @@ class Plan(Frozen):
                 why=f"pipe={self.size('pipe')}",
                 fix="write schedule: 1f1b",
             )
+        if self.batch.sync_gradients_every > 1:
+            raise UserError(
+                "training.sync_gradients_every cannot be used with pipeline stages",
+                why=f"it is {self.batch.sync_gradients_every} and the mesh is "
+                f"{describe_sizes(self.mesh)}; stages add up gradients as microbatches come back",
+                fix="write training.sync_gradients_every=1",
+            )
         stages = self.size("pipe")
         # Chunks go round in groups of one microbatch per stage.
         group = stages if self.num_chunks > 1 else 1
@@ -106,7 +114,8 @@ class Plan(Frozen):
         below = self.batch.global_batch_size // by * by
         sizes = " or ".join(str(n) for n in (below, below + by) if n)
         raise UserError(
-            f"{count} microbatch{'es' * (count > 1)} cannot go round {stages} stages in groups",
+            f"{counted(count, 'microbatch', 'microbatches')} cannot go round {stages} stages in "
+            "groups",
             why=f"{count} is not a multiple of {stages}, which pipeline.num_chunks="
             f"{self.num_chunks} needs",
             fix=f"write pipeline.num_microbatches={choices}, or pipeline.schedule=1f1b"
@@ -134,8 +143,8 @@ class Plan(Frozen):
         ]
         if self.schedule:
             chunks = f" and {self.num_chunks} chunks a stage" if self.num_chunks > 1 else ""
-            count = self.num_microbatches
-            parts.append(f"{self.schedule} with {count} microbatch{'es' * (count > 1)}{chunks}")
+            count = counted(self.num_microbatches, "microbatch", "microbatches")
+            parts.append(f"{self.schedule} with {count}{chunks}")
         return ", ".join(parts)
 
     def to_yaml(self) -> str:
@@ -218,17 +227,6 @@ def _other_meshes(
             f"\nor {simulate.format(product)}, to try this mesh on {product} virtual CPU devices"
         )
     return text
-
-
-def check_supported(plan: Plan) -> None:
-    """Refuse what a plan can describe but no step can run."""
-    if plan.size("pipe") > 1 and plan.batch.sync_gradients_every > 1:
-        raise UserError(
-            "training.sync_gradients_every cannot be used with pipeline stages",
-            why=f"it is {plan.batch.sync_gradients_every} and the mesh is "
-            f"{describe_sizes(plan.mesh)}; stages add up gradients as microbatches come back",
-            fix="write training.sync_gradients_every=1",
-        )
 
 
 def unused_settings(config: Config, plan: Plan) -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from meshwright import models, tasks
+from meshwright.config.arguments import check_optimizer
 from meshwright.config.builders import (
     Builder,
     build,
@@ -26,7 +27,6 @@ from meshwright.data.batches import read_batch
 from meshwright.data.feed import Data
 from meshwright.data.make import MadeData
 from meshwright.errors import MeshwrightError, UserError
-from meshwright.inputs.checks import check_optimizer
 from meshwright.inputs.model import call_with_rngs, model_source
 from meshwright.inputs.task import HasLoss, read_task
 from meshwright.plan import Plan

@@ -21,6 +21,11 @@ def human_count(count: float) -> str:
     return f"{count:.3g}T"
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return a number of things: ``1 update``, ``3 updates``; ``plural`` where an s is not it."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
 def human_seconds(seconds: float) -> str:
     """Return a duration in its two largest units: ``3m12s``."""
     if seconds < 1:

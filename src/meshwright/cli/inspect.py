@@ -26,7 +26,7 @@ from meshwright.plan import Plan, unused_settings
 from meshwright.recipe import make_recipe
 from meshwright.sharding.explain import LeafReport, explain
 from meshwright.step.assemble import Assembled
-from meshwright.units import human_bytes
+from meshwright.units import counted, human_bytes
 
 
 def run(request: Request) -> int:
@@ -64,9 +64,9 @@ def pipeline_svg(plan: Plan) -> str:
             why=f"the mesh is {describe_sizes(plan.mesh)}",
             fix="write mesh.pipe=…, or --svg FILE for a drawing of the mesh",
         )
-    count, chunks = plan.num_microbatches, plan.num_chunks
+    count, chunks = counted(plan.num_microbatches, "microbatch", "microbatches"), plan.num_chunks
     pieces = f", {chunks} chunks" if chunks > 1 else ""
-    title = f"{plan.schedule}, {plan.size('pipe')} stages, {count} microbatch{'es' * (count > 1)}"
+    title = f"{plan.schedule}, {plan.size('pipe')} stages, {count}"
     return timeline_svg(_timeline(plan), title + pieces)
 
 
@@ -134,10 +134,10 @@ def _pipeline(assembled: Assembled, found: PipelineReport) -> Iterator[Renderabl
         noun = "block" if len(stage.blocks) == 1 else "blocks"
         blocks = ", ".join(map(str, stage.blocks))
         also = " + ".join(["", *stage.also])
-        kept = stage.microbatches_kept
+        kept = counted(stage.microbatches_kept, "microbatch", "microbatches")
         yield Text(
             f"stage {number}: {noun} {blocks}{also}, {stage.parameters:,} parameters, "
-            f"{stage.flops:,} FLOPs a microbatch, keeps {kept} microbatch{'es' * (kept > 1)}"
+            f"{stage.flops:,} FLOPs a microbatch, keeps {kept}"
         )
     yield Text()
     yield render_timeline(_timeline(assembled.plan))

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import yaml
 from rich.text import Text
 
@@ -17,7 +18,7 @@ from meshwright.config.schema import Config
 from meshwright.errors import ExitCode, UserError
 from meshwright.mesh.draw import render_mesh
 from meshwright.pipeline.report import pipeline_report
-from meshwright.plan import Plan, check_supported, make_plan, unused_settings
+from meshwright.plan import Plan, make_plan, unused_settings
 from meshwright.processes import broadcast
 from meshwright.recipe import make_recipe
 from meshwright.step.state import TrainState
@@ -27,6 +28,7 @@ from meshwright.trainer.callbacks import Callback, EarlyStopping
 from meshwright.trainer.folder import make_folder
 from meshwright.trainer.resume import Origin, find_origin
 from meshwright.trainer.training import FitResult, Training
+from meshwright.units import counted
 
 
 def run(request: Request) -> int:
@@ -34,7 +36,7 @@ def run(request: Request) -> int:
     folder = Path(broadcast(str(request.composed.run_dir.absolute())))
     origin = find_origin(request.config.resume, folder)
     config = _keep_batch(request.config, origin)
-    plan = _plan(config)
+    plan = make_plan(config, jax.device_count())
     recipe = make_recipe(config, plan.batch.global_batch_size)
     # Whatever is wrong with the model, the task or the data shows here, before a file is written.
     example = recipe.example_batch(plan.batch.global_batch_size)
@@ -82,14 +84,6 @@ def run(request: Request) -> int:
     result = training.run()
     _tell(request, plan, result, told.get("sample"))
     return ExitCode.PREEMPTED if result.interrupted else ExitCode.DONE
-
-
-def _plan(config: Config) -> Plan:
-    import jax
-
-    plan = make_plan(config, jax.device_count())
-    check_supported(plan)
-    return plan
 
 
 def _keep_batch(config: Config, origin: Origin | None) -> Config:
@@ -155,9 +149,9 @@ def _tell(request: Request, plan: Plan, result: FitResult, sample: str | None) -
 
 def _lines(plan: Plan, result: FitResult, losses: list[float], sample: str | None) -> list[str]:
     lines = [
-        f"trained {_counted(result.updates, 'update')} of "
-        f"{_counted(plan.batch.global_batch_size, 'sample')} on "
-        f"{_counted(plan.num_devices, 'device')} in {result.seconds:.0f} s: {result.stopped}",
+        f"trained {counted(result.updates, 'update')} of "
+        f"{counted(plan.batch.global_batch_size, 'sample')} on "
+        f"{counted(plan.num_devices, 'device')} in {result.seconds:.0f} s: {result.stopped}",
     ]
     if losses:
         evaluated = "" if result.eval_loss is None else f", held out {result.eval_loss:.4f}"
@@ -171,7 +165,3 @@ def _lines(plan: Plan, result: FitResult, losses: list[float], sample: str | Non
         f"everything about it: {result.run_dir}",
         f"look at it: meshwright report {result.run_dir}",
     ]
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -15,6 +15,7 @@ from meshwright.errors import ExitCode, UserError
 from meshwright.mesh.axes import describe_sizes
 from meshwright.proof import Certificate, Comparison, verify
 from meshwright.recipe import make_recipe
+from meshwright.units import counted
 
 
 def run(request: Request) -> int:
@@ -80,9 +81,10 @@ def schedule_of(plan: Mapping[str, Any]) -> str:
     """Say how microbatches flow, if there are stages."""
     if not plan.get("schedule"):
         return ""
-    count, chunks = plan["num_microbatches"], plan["num_chunks"]
+    count = counted(plan["num_microbatches"], "microbatch", "microbatches")
+    chunks = plan["num_chunks"]
     pieces = f" and {chunks} chunks a stage" if chunks > 1 else ""
-    return f", {plan['schedule']} with {count} microbatch{'es' * (count > 1)}{pieces}"
+    return f", {plan['schedule']} with {count}{pieces}"
 
 
 def _section(title: str, comparisons: list[Comparison]) -> list[Text]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
-import numpy as np
 from jax.sharding import Mesh
 
 from meshwright.config.base import shorten
@@ -42,25 +41,6 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Refuse what is no optax transformation, and say how to make one of it."""
-    if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
-        return
-    if isinstance(optimizer, int | float):
-        fix = f"write optimizer=optax.adamw({optimizer}) if it is a learning rate"
-    elif isinstance(optimizer, str):
-        fix = f"write optimizer=optax.{optimizer}(…) if it is the name of one"
-    elif callable(optimizer):
-        fix = f"call it: optimizer={getattr(optimizer, '__name__', 'optimizer')}(…)"
-    else:
-        fix = "write one such as optax.adamw(3e-4)"
-    raise UserError(
-        f"the optimizer is {shorten(optimizer)}, of type {type(optimizer).__name__}",
-        why="it must be an optax transformation, with init and update",
-        fix=fix,
-    )
-
-
 def check_precision(precision: Any) -> None:
     """Refuse a number format that does not exist."""
     known = get_args(Precision)
@@ -69,22 +49,4 @@ def check_precision(precision: Any) -> None:
             f"there is no precision {precision!r}",
             why='"no" is float32 throughout; "bf16" and "fp16" compute in 16 bits',
             fix=f"write precision={' or '.join(repr(name) for name in known)}",
-        )
-
-
-def check_count(name: str, count: Any) -> None:
-    """Refuse what is not a whole number from 1."""
-    if not isinstance(count, int | np.integer) or isinstance(count, bool) or count < 1:
-        raise UserError(
-            f"{name}={count!r} is not valid", fix=f"write {name} as a whole number, 1 or more"
-        )
-
-
-def check_clip_norm(norm: Any) -> None:
-    """Refuse a norm that would leave no gradient."""
-    if norm is not None and not norm > 0:
-        raise UserError(
-            f"clip_norm={norm} would stop all learning",
-            why="gradients are scaled down to this norm",
-            fix="write clip_norm=1.0, or None for no clipping",
         )

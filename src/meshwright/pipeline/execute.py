@@ -344,11 +344,7 @@ class Ticks:
 
     def _send(self, values: list[Any], step: int, needed: Array, *, always: bool) -> list[Any]:
         """Hand values to the next or previous stage, in ticks in which anyone has something."""
-        count = self.shape.num_stages
-        # Only chunks close the ring: the last stage's next chunk is on the first stage.
-        pairs = [(i, (i + step) % count) for i in range(count)]
-        if self.shape.num_chunks == 1:
-            pairs = [(a, b) for a, b in pairs if b - a == step]
+        pairs = self.shape.ring(step)
 
         def send() -> list[Any]:
             return [lax.ppermute(value, self.axis, pairs) for value in values]

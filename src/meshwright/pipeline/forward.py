@@ -20,7 +20,7 @@ from meshwright.pipeline.ticks import TickTable
 
 
 def forward_table(num_microbatches: int, num_stages: int, num_chunks: int = 1) -> TickTable:
-    """Return forward passes alone, tick by tick: groups of S microbatches, chunk by chunk.
+    """Return forward passes alone, tick by tick.
 
     What a stage hands on is used in the very next tick, so nothing has to be kept.
     """
@@ -28,10 +28,8 @@ def forward_table(num_microbatches: int, num_stages: int, num_chunks: int = 1) -
     trips = -(-num_microbatches // num_stages) * num_chunks
 
     def nth(number: int) -> tuple[Op, ...]:
-        trip, place = divmod(number, num_stages)
-        group, chunk = divmod(trip, num_chunks)
-        microbatch = group * num_stages + place
-        here = 0 <= trip < trips and microbatch < num_microbatches
+        microbatch, chunk = shape.turn(number)
+        here = 0 <= number < trips * num_stages and microbatch < num_microbatches
         return (Op(Kind.FORWARD, microbatch, chunk),) if here else ()
 
     ticks = [
@@ -98,6 +96,7 @@ class PipelinedForward:
         params = [others[n] for n in stages.outer_params]
         state = [others[n] for n in self.cut.changed_outer]
         one = _One(functions, params, self._each, blocks)
+        pairs = Shape(inputs[0].shape[0], self.num_stages, self.num_chunks).ring(1)
 
         def microbatch(number: Any) -> Any:
             batch = [lax.dynamic_index_in_dim(a, number, 0, keepdims=False) for a in inputs]
@@ -118,7 +117,8 @@ class PipelinedForward:
                 lambda: jax.tree.map(jnp.add, losses, one.losses(message, microbatch(number))),
                 lambda: losses,
             )
-            return (self._send(message), losses), None
+            sent = [lax.ppermute(value, AXIS, pairs) for value in message]
+            return (sent, losses), None
 
         first = microbatch(jnp.zeros((), jnp.int32))
         message = _zeros(jax.eval_shape(lambda: one.embed(first)))
@@ -129,11 +129,6 @@ class PipelinedForward:
     @property
     def _given_apart(self) -> set[int]:
         return {*self._stages.outer_params, *self.cut.changed_outer}
-
-    def _send(self, message: list[Any]) -> list[Any]:
-        count = self.num_stages
-        pairs = [(i, (i + 1) % count) for i in range(count if self.num_chunks > 1 else count - 1)]
-        return [lax.ppermute(value, AXIS, pairs) for value in message]
 
 
 class _One:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshwright.config.arguments import check_count
 from meshwright.errors import UserError
 from meshwright.pipeline.schedules import Schedule, get_schedule
 from meshwright.weighted import Weighted
@@ -50,17 +51,6 @@ def check_function(loss: Any) -> None:
             f"the loss is of type {type(loss).__name__}",
             why="it is called for every microbatch",
             fix="write a function loss(output, target) that returns a scalar",
-        )
-
-
-def check_count(name: str, count: Any) -> None:
-    """Refuse what is not a whole number from 1."""
-    whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
-    if not whole or count < 1:
-        raise UserError(
-            f"{name}={count!r} is not valid",
-            why="it is less than 1" if whole else f"it is of type {type(count).__name__}",
-            fix="write a whole number, 1 or more",
         )
 
 
@@ -159,26 +149,6 @@ def check_loss(loss: Any, output: Any, target: Any) -> None:
             "the loss is no scalar",
             why=f"loss(output, target) returns {_kind(value)}",
             fix="return its mean over samples, or mw.Weighted(total, weight)",
-        )
-
-
-def check_optimizer(optimizer: Any) -> None:
-    """Refuse what is no optax transformation."""
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise UserError(
-            f"the optimizer is of type {type(optimizer).__name__}",
-            why="it must be an optax transformation, with init and update",
-            fix="write one such as optax.adamw(3e-4)",
-        )
-
-
-def check_clip_norm(norm: Any) -> None:
-    """Refuse a norm that would leave no gradient."""
-    if norm is not None and not norm > 0:
-        raise UserError(
-            f"clip_norm={norm} would stop all learning",
-            why="gradients are scaled down to this norm",
-            fix="write clip_norm=1.0, or None for no clipping",
         )
 
 

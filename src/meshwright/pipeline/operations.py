@@ -94,6 +94,22 @@ class Shape:
         """Pieces of the model a microbatch passes through."""
         return self.num_stages * self.num_chunks
 
+    def turn(self, number: int) -> tuple[int, int]:
+        """Return (microbatch, chunk) of a stage's n-th forward pass.
+
+        Microbatches go round in groups of one per stage, chunk by chunk.
+        """
+        trip, place = divmod(number, self.num_stages)
+        group, chunk = divmod(trip, self.num_chunks)
+        return group * self.num_stages + place, chunk
+
+    def ring(self, step: int) -> list[tuple[int, int]]:
+        """Return which stage hands to which, ``step`` being 1 forward and -1 back."""
+        count = self.num_stages
+        pairs = [(i, (i + step) % count) for i in range(count)]
+        # Only chunks close the ring: the last stage's next chunk is on the first stage.
+        return pairs if self.num_chunks > 1 else [(a, b) for a, b in pairs if b - a == step]
+
     def virtual(self, op: Op, stage: int) -> int:
         """Return which piece of the model an operation of a stage works on."""
         return op.chunk * self.num_stages + stage

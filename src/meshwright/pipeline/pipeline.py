@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from meshwright.config.arguments import check_clip_norm, check_count, check_optimizer
 from meshwright.errors import UserError
 from meshwright.pipeline import given
 from meshwright.pipeline.advice import pipeline_warnings
@@ -88,7 +89,7 @@ class Pipeline:
     ) -> None:
         for name, count in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
             if count is not None:
-                given.check_count(name, count)
+                check_count(name, count)
         given.check_balance_by(balance_by)
         given.check_function(loss)
         self._given, self._devices = read_layers(stages), given.read_devices(devices)
@@ -177,7 +178,7 @@ class Pipeline:
 
     def init(self, optimizer: Any) -> list[Any]:
         """Return an optax optimizer's state for each stage, on the stage's devices."""
-        given.check_optimizer(optimizer)
+        check_optimizer(optimizer)
         return self._updates.init(optimizer, self._params)
 
     def update(
@@ -198,8 +199,8 @@ class Pipeline:
             target: what the loss compares with, as many samples.
             clip_norm: largest norm of the gradients of all stages together.
         """
-        given.check_optimizer(optimizer)
-        given.check_clip_norm(clip_norm)
+        check_optimizer(optimizer)
+        check_clip_norm(clip_norm)
         states = given.check_per_stage("states", states, len(self._stages))
         loss, gradients = self.loss_and_gradients(x, target)
         factor = self._updates.factor(gradients, clip_norm)

@@ -10,6 +10,7 @@ from meshwright.pipeline.cut import BlockCut, stage_order
 from meshwright.pipeline.gradients import PipelinedLoss
 from meshwright.pipeline.timeline import in_flight
 from meshwright.program.flops import forward_flops
+from meshwright.units import counted
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,11 @@ class PipelineReport:
 
     def summary(self) -> str:
         """Return the pipeline in one line."""
-        count, chunks = self.num_microbatches, self.num_chunks
+        count = counted(self.num_microbatches, "microbatch", "microbatches")
+        chunks = self.num_chunks
         pieces = f" × {chunks} chunks" if chunks > 1 else ""
         return (
-            f"pipeline: {self.schedule} with {count} microbatch{'es' * (count > 1)} on "
+            f"pipeline: {self.schedule} with {count} on "
             f"{len(self.stages)} stages{pieces}; {self.waiting()}"
         )
 

@@ -184,12 +184,11 @@ class Interleaved(Schedule):
         return ops
 
     def _nth(self, kind: Kind, number: int, shape: Shape) -> Op:
-        """Return a stage's n-th forward or backward: groups of S microbatches, chunk by chunk."""
-        trip, place = divmod(number, shape.num_stages)
-        group, chunk = divmod(trip, shape.num_chunks)
-        if kind is Kind.BACKWARD:
-            chunk = shape.num_chunks - 1 - chunk
-        return Op(kind, group * shape.num_stages + place, chunk)
+        """Return a stage's n-th forward or backward; backwards take the chunks the other way."""
+        microbatch, chunk = shape.turn(number)
+        return Op(
+            kind, microbatch, shape.num_chunks - 1 - chunk if kind is Kind.BACKWARD else chunk
+        )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from flax import nnx
 
 from meshwright.data.batches import read_batch
 from meshwright.errors import UserError
-from meshwright.plan import Plan, check_supported
+from meshwright.plan import Plan
 from meshwright.program.parts import build_unplaced
 from meshwright.program.policy import COMPUTE_DTYPES
 from meshwright.program.trace import Loss, TracedLoss, trace_loss
@@ -71,7 +71,6 @@ def verify(
         devices: of the mesh; all devices by default.
         say: told what is being done.
     """
-    check_supported(plan)
     # JAX's 64-bit mode would change what a model is; only the evaluation is widened.
     with jax.enable_x64(False):
         read = [read_batch(batches(n)) for n in range(steps)]

@@ -14,6 +14,7 @@ import jax
 import optax
 from flax import nnx
 
+from meshwright.config.arguments import check_clip_norm, check_count, check_optimizer
 from meshwright.config.base import shorten
 from meshwright.config.builders import parameters_of
 from meshwright.config.duration import Duration, parse_duration
@@ -28,19 +29,11 @@ from meshwright.data.batches import form_of, read_batch
 from meshwright.data.feed import Data
 from meshwright.data.given import IterableData, SequenceData, as_data
 from meshwright.errors import UserError
-from meshwright.inputs.checks import (
-    asked_sizes,
-    check_clip_norm,
-    check_count,
-    check_loss,
-    check_optimizer,
-    check_precision,
-)
+from meshwright.inputs.checks import asked_sizes, check_loss, check_precision
 from meshwright.inputs.model import exists, model_source
 from meshwright.mesh.axes import shown_sizes
 from meshwright.plan import (
     Plan,
-    check_supported,
     pipeline_fields,
     resolve_mesh,
     solve_pipeline_batch,
@@ -244,7 +237,6 @@ class Trainer:
             self._check_given(plan, num_samples)
         else:
             plan = self._make_plan(num_samples)
-        check_supported(plan)
         return plan
 
     def _make_plan(self, num_samples: int) -> Plan:
