@@ -103,7 +103,7 @@ def test_parameters_and_optimizers_of_another_kind_are_refused():
     ]:
         with pytest.raises(UserError, match=said):
             pipeline.params = values
-    with pytest.raises(UserError, match="the optimizer is 0.1, of type float"):
+    with pytest.raises(UserError, match=r"the optimizer is 0\.1, of type float"):
         pipeline.init(0.1)
     with pytest.raises(UserError, match="clip_norm=0 would stop all learning"):
         pipeline.update(optax.sgd(0.1), [(), ()], X, X[:, :4], clip_norm=0)
