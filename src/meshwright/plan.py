@@ -85,12 +85,13 @@ class Plan(Frozen):
                 why=f"pipe={self.size('pipe')}",
                 fix="write schedule: 1f1b",
             )
-        if self.batch.sync_gradients_every > 1:
+        if self.batch.sync_gradients_every not in (1, steps):
             raise UserError(
-                "training.sync_gradients_every cannot be used with pipeline stages",
-                why=f"it is {self.batch.sync_gradients_every} and the mesh is "
-                f"{describe_sizes(self.mesh)}; stages add up gradients as microbatches come back",
-                fix="write training.sync_gradients_every=1",
+                f"training.sync_gradients_every={self.batch.sync_gradients_every} cannot be used "
+                "with pipeline stages",
+                why=f"on {describe_sizes(self.mesh)} gradients are reduced after each microbatch "
+                f"or after all {steps} of an update",
+                fix=f"write training.sync_gradients_every={steps}, or 1",
             )
         stages = self.size("pipe")
         # Chunks go round in groups of one microbatch per stage.

@@ -22,6 +22,7 @@ from step.runs import filled, on_mesh, on_one_device
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError
+from meshwright.ledger import make_ledger
 from meshwright.plan import Plan
 from meshwright.step.assemble import assemble
 
@@ -52,6 +53,7 @@ def put(build, loss, batch, mesh, schedule=None, *, count=4, at_a_time=None, chu
             replicas=mesh.get("data", 1) * mesh.get("fsdp", 1),
             global_batch_size=samples,
             gradient_accumulation_steps=count,
+            sync_gradients_every=options.pop("every", 1),
         ),
         sharding=ShardingConfig(min_shard_size=0, **options),
         schedule=schedule if staged else None,
@@ -123,6 +125,31 @@ def test_every_schedule_on_every_mesh(schedule, mesh, name):
 )
 def test_remat_and_lifetimes_of_weights_change_nothing(schedule, sharding):
     compare("tied dropout", {"pipe": 2, "fsdp": 2}, schedule, **sharding)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh"),
+    [
+        ("zb_h1", CUBE),
+        pytest.param("1f1b", {"pipe": 2, "data": 4}, marks=pytest.mark.full),
+        pytest.param("interleaved", {"pipe": 2, "data": 2, "fsdp": 2}, marks=pytest.mark.full),
+        pytest.param("gpipe", {"pipe": 4, "data": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_gradients_may_be_reduced_once_per_update(schedule, mesh):
+    compare("tied dropout", mesh, schedule, every=4, zero=1)
+
+
+@pytest.mark.full
+def test_gradients_reduced_once_per_update_are_sent_once():
+    build, batch, mesh = model("plain", 4), tokens_batch(), {"pipe": 2, "data": 2}
+    sent = {}
+    for every in (1, 4):
+        with jax.enable_x64(False):
+            one = put(build, tokens_loss, batch, mesh, "gpipe", every=every, wide=False)
+            sent[every] = make_ledger(one, batch).axes["data"].sent_bytes
+    # Losses and weights, too, are added up at the end.
+    assert sent[1] >= 4 * sent[4]
 
 
 @pytest.mark.full

@@ -46,12 +46,31 @@ def loss(model, batch):
     return mw.Weighted((errors * batch["weight"]).sum(), batch["weight"].sum())
 
 
-def step_for(mesh, every, model=Net, zero=1):
+class Depthwise(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.conv = nnx.Conv(4, 4, (3,), feature_group_count=4, rngs=rngs)
+        self.down = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.conv(self.up(x).reshape(-1, 4, 4)).reshape(-1, 16))
+
+
+class Fickle(nnx.Module):
+    def __init__(self, rngs):
+        self.down = nnx.Linear(8, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.dropout(x) if len(x) > 2 else x)
+
+
+def step_for(mesh, every, model=Net, zero=1, count=4):
     replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
     batch = solve_batch(
         replicas=replicas,
         global_batch_size=32,
-        gradient_accumulation_steps=4,
+        gradient_accumulation_steps=count,
         sync_gradients_every=every,
     )
     sharding = mw.ShardingConfig(min_shard_size=1, zero=zero)
@@ -83,9 +102,23 @@ def test_the_gradient_is_the_same_and_less_is_sent(mesh):
     assert sent[0] == 4 * sent[1]
 
 
-def test_a_model_that_mixes_samples_is_refused():
+@pytest.mark.parametrize("model", [Net, Depthwise])
+def test_one_sample_on_each_device_is_a_part_of_a_microbatch_still(model):
+    mesh = {"data": 4, "tensor": 2}
+    always, seldom = (step_for(mesh, every, model=model, count=8) for every in (1, 8))
+    for a, b in zip(gradients(always), gradients(seldom), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_a_model_that_mixes_samples_is_refused(count):
     with pytest.raises(UserError, match="`norm` mixes samples"):
-        step_for({"data": 4}, 2, model=Normed)
+        step_for({"data": 4}, 2, model=Normed, count=count)
+
+
+def test_draws_that_depend_on_the_number_of_samples_are_refused():
+    with pytest.raises(UserError, match="1 times for a microbatch, 0 for one device's part"):
+        step_for({"data": 4}, 2, model=Fickle)
 
 
 def test_divided_gradients_are_refused():

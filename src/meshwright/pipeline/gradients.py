@@ -47,6 +47,8 @@ class PipelinedLoss:
         schedule: when each stage does what.
         num_microbatches: microbatches between two flushes.
         sums: by number of the step leaf, where its gradient lives on one stage while it grows.
+        own: the same loss for the samples of one device, which adds up its own gradients until the
+            end; None where gradients are of all samples from the start.
     """
 
     def __init__(
@@ -56,12 +58,14 @@ class PipelinedLoss:
         schedule: Schedule,
         num_microbatches: int,
         sums: Sequence[PartitionSpec],
+        own: BlockCut | None = None,
     ) -> None:
         self.cut, self.where, self.schedule = cut, where, schedule
         self.num_microbatches = num_microbatches
         self.num_stages = where.mesh.shape[AXIS]
         each = blocks_per_stage(cut.num_blocks, self.num_stages, schedule.num_chunks)
-        self._stages = Stages(cut, where, each)
+        self._cut = own or cut
+        self._stages = Stages(self._cut, where, each)
         self._sums = list(sums)
         steps = cut.traced.layout.step_leaves
         self._params = [n for n, step in enumerate(steps) if step.leaf.role == "param"]
@@ -80,11 +84,12 @@ class PipelinedLoss:
         )
         shape = self.schedule.shape(self.num_microbatches, self.num_stages)
         states, after = self._outer_states(leaves, count)
+        axes = self.where.batch_axes
 
         def run(
             rows: Row, stacks: list[Any], outer: list[Any], inputs: Any, scale: Array | None
         ) -> Any:
-            held = dict(zip(self.cut.stacks, stacks, strict=True))
+            held = dict(zip(self._cut.stacks, stacks, strict=True))
             rows = jax.tree.map(lambda column: column[:, 0], rows)
             values, pullback, functions = self._values(held, outer, inputs)
             ticks = Ticks(
@@ -98,47 +103,49 @@ class PipelinedLoss:
             )
             found = ticks.run(rows)
             (weights,) = pullback(found.weights)
-            return weights, *lax.psum((found.outer, found.losses), AXIS), found.changing
+            weights = lax.psum(weights, axes) if axes else weights
+            return weights, *lax.psum((found.outer, found.losses), (AXIS, *axes)), found.changing
 
         spread, whole = PartitionSpec(AXIS), PartitionSpec()
+        samples = PartitionSpec(None, axes) if axes else whole
         mapped = jax.shard_map(
             run,
             mesh=self.where.mesh,
-            in_specs=(PartitionSpec(None, AXIS), spread, whole, whole, whole),
+            in_specs=(PartitionSpec(None, AXIS), spread, whole, (samples, whole), whole),
             out_specs=(spread, whole, whole, spread),
-            axis_names={AXIS},
+            axis_names={AXIS, *axes},
             check_vma=False,
         )
         weights, outer, losses, changing = mapped(
             rows,
-            [leaves[n] for n in self.cut.stacks],
-            [leaves[n] for n in self.cut.outer],
+            [leaves[n] for n in self._cut.stacks],
+            [leaves[n] for n in self._cut.outer],
             (list(microbatches), states),
             scale,
         )
         gradients = weights | dict(zip(self._stages.outer_params, outer, strict=True))
         changed = dict(zip(self._changing, changing, strict=True))
-        changed |= dict(zip(self.cut.changed_outer, after, strict=True))
+        changed |= dict(zip(self._cut.changed_outer, after, strict=True))
         return PipelineSums(
             [gradients[n] for n in self._params],
             losses,
-            [changed.get(n, leaves[n]) for n in self.cut.states],
+            [changed.get(n, leaves[n]) for n in self._cut.states],
         )
 
     @property
     def _changing(self) -> list[int]:
-        return [self.cut.stack_of[n] for n in self._stages.changing_rows]
+        return [self._cut.stack_of[n] for n in self._stages.changing_rows]
 
     def _values(
         self, stacks: Mapping[int, Any], outer: Sequence[Any], inputs: Any
     ) -> tuple[StageValues, Any, Any]:
         """Return what a stage holds, how gradients of it become those of leaves, and functions."""
         stages = self._stages
-        others = dict(zip(self.cut.outer, outer, strict=True))
+        others = dict(zip(self._cut.outer, outer, strict=True))
         trained = {n: a for n, a in stacks.items() if n in set(self._params)}
         weights, pullback = jax.vjp(lambda own: stages.prepare(own, stages.weight_rows), trained)
         params = set(stages.outer_params)
-        skipped = params | set(self.cut.changed_outer)
+        skipped = params | set(self._cut.changed_outer)
         frozen = {n: a for n, a in others.items() if n not in skipped}
         values = StageValues(
             weights=weights,
@@ -151,10 +158,10 @@ class PipelinedLoss:
 
     def _outer_states(self, leaves: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
         """Return, for state outside of blocks, its values before each microbatch and at the end."""
-        numbers = self.cut.changed_outer
+        numbers = self._cut.changed_outer
         if not numbers:
             return [], []
-        program, reads = self.cut.next_state
+        program, reads = self._cut.next_state
         interpreter = Widening() if self.where.wide else Interpreter()
 
         def step(state: list[Any], _: None) -> tuple[list[Any], list[Any]]:
@@ -175,7 +182,7 @@ class PipelinedLoss:
                 for a, n in zip(values, numbers, strict=True)
             ]
 
-        stacks = [self.cut.stack_of[n] for n in self._stages.weight_rows]
+        stacks = [self._cut.stack_of[n] for n in self._stages.weight_rows]
         return StageSums(
             place(sums.weights, stacks),
             place(sums.outer, self._stages.outer_params),

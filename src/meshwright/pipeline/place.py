@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
@@ -14,8 +14,9 @@ from meshwright.pipeline.gradients import AXIS, PipelinedLoss
 from meshwright.pipeline.schedules import Schedule
 from meshwright.pipeline.stages import Surroundings
 from meshwright.program.gather import GatherSpecs
+from meshwright.program.local import LocalDraws
 from meshwright.program.remat import Remat
-from meshwright.sharding.decide import Decision, decide
+from meshwright.sharding.decide import Decision, batch_axes, decide
 from meshwright.sharding.placement import Placement
 
 
@@ -46,6 +47,44 @@ def decide_stages(
     )
 
 
+@dataclass(frozen=True)
+class OwnSamples:
+    """The loss of one device's samples, for stages that reduce gradients once per update.
+
+    Attributes:
+        cut: the loss and where it is cut, rows in the order of stages.
+        decision: where everything lives among the devices that have the same samples.
+        draws: its random numbers.
+    """
+
+    cut: BlockCut
+    decision: Decision
+    draws: LocalDraws
+
+
+def decide_own(
+    cut: BlockCut,
+    decision: Decision,
+    sizes: Mapping[str, int],
+    sharding: ShardingConfig,
+    num_chunks: int,
+) -> OwnSamples:
+    """Decide where the loss of one device's samples lives: only other axes divide anything.
+
+    Args:
+        cut: the loss of one device's samples.
+        decision: where everything lives in the loss of a whole microbatch.
+        sizes: axis sizes of the mesh.
+        sharding: what the user wants.
+        num_chunks: pieces of the model on each stage.
+    """
+    axes = batch_axes(sizes)
+    others = {axis: size for axis, size in sizes.items() if axis not in axes}
+    whole = sharding.model_copy(update={"zero": 1})
+    own = decide_stages(cut, others, whole, num_chunks)
+    return OwnSamples(cut, own, LocalDraws(decision.classes, own.classes, axes))
+
+
 def pipelined_loss(
     cut: BlockCut,
     decision: Decision,
@@ -55,6 +94,7 @@ def pipelined_loss(
     *,
     remat: Remat,
     wide: bool,
+    own: OwnSamples | None = None,
 ) -> PipelinedLoss:
     """Return the loss and its gradients as a pipeline on the mesh.
 
@@ -66,10 +106,15 @@ def pipelined_loss(
         num_microbatches: microbatches between two flushes.
         remat: what blocks keep for their backward pass.
         wide: compute in float64, for proofs.
+        own: the same for one device's samples, whose gradients are reduced once per update.
     """
-    where = _one_stage(decision, mesh, remat, wide=wide)
-    sums = [placement.without(AXIS) for placement in decision.gradients]
-    return PipelinedLoss(cut, where, schedule, num_microbatches, sums)
+    inside = decision if own is None else own.decision
+    where = _one_stage(inside, mesh, remat, wide=wide)
+    sums = [placement.without(AXIS) for placement in inside.gradients]
+    if own is None:
+        return PipelinedLoss(cut, where, schedule, num_microbatches, sums)
+    where = replace(where, draws=own.draws)
+    return PipelinedLoss(cut, where, schedule, num_microbatches, sums, own.cut)
 
 
 def pipelined_forward(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
@@ -26,6 +26,7 @@ from meshwright.program.forward import OnMesh, WeightUse, WideOnMesh, weight_use
 from meshwright.program.gather import GatherSpecs
 from meshwright.program.interpret import Environment
 from meshwright.program.jaxprs import Equation, Literal, Var, aval_of, scan_counts
+from meshwright.program.local import LocalDraws
 from meshwright.program.remat import Remat
 from meshwright.program.widen import is_narrow
 
@@ -42,6 +43,7 @@ class Surroundings:
         whole: by number of the step leaf, its layout when gathered, on one stage.
         remat: what blocks keep for their backward pass.
         wide: hold every float as float64.
+        draws: for a loss of one device's samples, its random numbers; None for one of all samples.
     """
 
     mesh: Mesh
@@ -51,6 +53,12 @@ class Surroundings:
     whole: Sequence[PartitionSpec]
     remat: Remat
     wide: bool
+    draws: LocalDraws | None = None
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes over which samples are divided by hand."""
+        return () if self.draws is None else tuple(self.draws.batch_axes)
 
 
 class Stages:
@@ -208,19 +216,16 @@ class _OnStage(OnMesh):
     """Evaluates parts of a program on the devices of one stage."""
 
     def __init__(self, where: Surroundings, uses: Mapping[Var, WeightUse]) -> None:
-        # Constraints name the mesh as it is here: divided by hand over stages.
-        inner: Any = jax.sharding.get_abstract_mesh()
-        super().__init__(inner, where.pins, where.weights, uses, where.remat)
-        self._devices = where.mesh
-
-    @property
-    def _platform(self) -> str:
-        return self._devices.devices.flat[0].platform
+        super().__init__(where.mesh, where.pins, where.weights, uses, where.remat)
+        self._draws = where.draws
 
     def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
         """Evaluate an equation; lookups in dims that are divided are done piece by piece."""
         name = eqn.primitive.name
-        if self._mesh.size == self._mesh.shape["pipe"]:
+        drawn = None if self._draws is None else self._draws.draw(eqn, args)
+        if drawn is not None:
+            return drawn
+        if math.prod(self._free.values()) == 1:
             return super().leaf(eqn, args)
         if name in SCATTERS:
             return in_whole_dims(eqn, args, self._mesh)

@@ -131,8 +131,14 @@ class OnMesh(Interpreter):
         uses: Mapping[Var, WeightUse],
         remat: Remat,
     ) -> None:
-        self._mesh = mesh
-        self._pins = {v: NamedSharding(mesh, spec) for v, spec in pins.items()}
+        self._platform: str = mesh.devices.flat[0].platform
+        # Inside a `shard_map`, constraints name the mesh with the axes that are divided by hand.
+        here: Any = jax.sharding.get_abstract_mesh()
+        self._mesh: Any = here if here.manual_axes else mesh
+        self._free = {
+            axis: size for axis, size in mesh.shape.items() if axis not in here.manual_axes
+        }
+        self._pins = {v: NamedSharding(self._mesh, spec) for v, spec in pins.items()}
         self._weights = weights
         self._uses = uses
         self._remat = remat
@@ -180,7 +186,7 @@ class OnMesh(Interpreter):
     def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
         """Evaluate an equation; where weights are used, their gradients are summed in float32."""
         if is_grouped(eqn):
-            layout = GroupedLayout(eqn, self._mesh.shape)
+            layout = GroupedLayout(eqn, self._free)
             if layout.needed:
                 laid = layout.operands(args[0], args[1], self._mesh)
                 return [layout.result(out, self._mesh) for out in self._evaluated(eqn, laid)]
@@ -266,10 +272,6 @@ class OnMesh(Interpreter):
 
         results = jax.checkpoint(run, policy=self._remat.policy)(*arguments)
         env.update(zip(unit.results, results, strict=True))
-
-    @property
-    def _platform(self) -> str:
-        return self._mesh.devices.flat[0].platform
 
     def _operand(
         self, atom: Var | Literal, env: Environment, shape: Any = None, *, as_weight: bool

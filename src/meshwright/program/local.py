@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from meshwright.errors import UserError
-from meshwright.program.dims import DimClasses, all_frames
+from meshwright.program.dims import DimClasses, Frame, all_frames
 from meshwright.program.forward import OnMesh, WideOnMesh, weight_uses
 from meshwright.program.jaxprs import Equation, Var, bind
 from meshwright.program.remat import Remat
@@ -23,8 +23,7 @@ class LocalForward:
 
     Args:
         traced: the loss, traced for one device's part of a microbatch.
-        classes: the dims of that program.
-        batch_axes: the mesh axes samples are divided over, outermost first, and their sizes.
+        draws: its random numbers.
         mesh: the mesh.
         remat: what blocks keep for their backward pass.
         wide: hold every float as float64.
@@ -33,22 +32,19 @@ class LocalForward:
     def __init__(
         self,
         traced: TracedLoss,
-        classes: DimClasses,
-        batch_axes: Mapping[str, int],
+        draws: LocalDraws,
         mesh: Any,
         remat: Remat,
         *,
         wide: bool,
     ) -> None:
-        check_samples_apart(classes)
         self._traced = traced
         self._pieces = cut(traced.closed.jaxpr)
         # No layouts inside `shard_map`: there is only this device.
         nowhere = [PartitionSpec()] * len(traced.layout.step_leaves)
         uses = weight_uses(traced, {}, nowhere)
-        draws = dict(_batched_draws(classes))
         kind = _WideLocal if wide else _Local
-        self._make = lambda: kind(mesh, uses, remat, draws, batch_axes)
+        self._make = lambda: kind(mesh, uses, remat, draws)
 
     def __call__(self, leaves: Sequence[Any], batch: Sequence[Any]) -> LossValue:
         """Evaluate the loss on the step's leaf values and this device's batch leaves."""
@@ -68,43 +64,56 @@ def check_samples_apart(classes: DimClasses) -> None:
             )
 
 
-class _DrawsForAll:
+class LocalDraws:
     """Draws random numbers for the whole microbatch and keeps this device's part.
 
     Bits are a function of (key, place), so a device that draws for all gets the bits it would
     have got without `shard_map`; it costs some arithmetic and sends nothing.
+
+    Args:
+        whole: the dims of the loss of a whole microbatch; refused if it mixes samples.
+        own: the dims of the same loss for one device's part, perhaps a single sample, whose dim
+            looks like any other of size 1.
+        batch_axes: the mesh axes samples are divided over, outermost first, and their sizes.
     """
 
-    _draws: Mapping[Var, int]
-    _batch_axes: Mapping[str, int]
+    def __init__(self, whole: DimClasses, own: DimClasses, batch_axes: Mapping[str, int]) -> None:
+        check_samples_apart(whole)
+        self.batch_axes = dict(batch_axes)
+        self._dims: dict[Var, int] = {}
+        theirs, mine = list(_draws(whole)), list(_draws(own))
+        if len(theirs) != len(mine):
+            raise UserError(
+                "training.sync_gradients_every cannot be used: how often the loss draws random "
+                "numbers depends on the number of samples",
+                why=f"{len(theirs)} times for a microbatch, {len(mine)} for one device's part",
+                fix="write training.sync_gradients_every=1",
+            )
+        for (frame, eqn), (_, draw) in zip(theirs, mine, strict=True):
+            for dim, atoms in enumerate(frame.dims(eqn.outvars[0])):
+                if atoms and atoms[0].id in whole.batch:
+                    self._dims[draw.outvars[0]] = dim
 
     def draw(self, eqn: Equation, args: list[Any]) -> list[Any] | None:
         """Evaluate a draw whose result has the samples in one of its dims; None for others."""
-        dim = self._draws.get(eqn.outvars[0])
-        if eqn.primitive.name != "random_bits" or dim is None:
+        if eqn.primitive.name != "random_bits" or eqn.outvars[0] not in self._dims:
             return None
+        dim = self._dims[eqn.outvars[0]]
         shape = list(eqn.params["shape"])
         own = shape[dim]
-        shape[dim] = own * math.prod(self._batch_axes.values())
+        shape[dim] = own * math.prod(self.batch_axes.values())
         (bits,) = bind(eqn.replace(params={**eqn.params, "shape": tuple(shape)}), args)
-        place = jax.lax.axis_index(tuple(self._batch_axes)) * own
+        place = jax.lax.axis_index(tuple(self.batch_axes)) * own
         return [jax.lax.dynamic_slice_in_dim(bits, place, own, dim)]
 
 
-class _Local(_DrawsForAll, OnMesh):
-    def __init__(
-        self,
-        mesh: Any,
-        uses: Any,
-        remat: Remat,
-        draws: Mapping[Var, int],
-        batch_axes: Mapping[str, int],
-    ) -> None:
+class _Local(OnMesh):
+    def __init__(self, mesh: Any, uses: Any, remat: Remat, draws: LocalDraws) -> None:
         super().__init__(mesh, {}, (), uses, remat)
-        self._draws, self._batch_axes = draws, batch_axes
+        self._draws = draws
 
     def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
-        return self.draw(eqn, args) or super().leaf(eqn, args)
+        return self._draws.draw(eqn, args) or super().leaf(eqn, args)
 
     def _weight_operand(self, eqn: Equation) -> int | None:
         # A lookup's gradient needs no layout here; half-precision products are summed as elsewhere.
@@ -115,12 +124,9 @@ class _WideLocal(_Local, WideOnMesh):
     """The same in float64."""
 
 
-def _batched_draws(classes: DimClasses) -> Iterator[tuple[Var, int]]:
-    """Yield random bits whose dims include the samples, and which dim that is."""
+def _draws(classes: DimClasses) -> Iterator[tuple[Frame, Equation]]:
+    """Yield the equations that draw random bits, with the frames they are in."""
     for frame in all_frames(classes.root):
         for eqn in frame.jaxpr.eqns:
-            if eqn.primitive.name != "random_bits":
-                continue
-            for dim, atoms in enumerate(frame.dims(eqn.outvars[0])):
-                if atoms and atoms[0].id in classes.batch:
-                    yield eqn.outvars[0], dim
+            if eqn.primitive.name == "random_bits":
+                yield frame, eqn

@@ -14,21 +14,19 @@ from jax.sharding import Mesh, NamedSharding
 
 from meshwright.errors import UserError
 from meshwright.mesh.build import build_mesh
-from meshwright.pipeline.cut import BlockCut, cut_blocks, ordered_by_stage
 from meshwright.pipeline.gradients import PipelinedLoss
-from meshwright.pipeline.place import decide_stages, pipelined_loss
+from meshwright.pipeline.place import decide_own, decide_stages, pipelined_loss
 from meshwright.pipeline.report import pipeline_report
 from meshwright.pipeline.schedules import get_schedule
 from meshwright.plan import Plan
-from meshwright.program.local import LocalForward
+from meshwright.program.local import LocalDraws, LocalForward
 from meshwright.program.parts import Parts, build_unplaced, split_model
-from meshwright.program.policy import COMPUTE_DTYPES
 from meshwright.program.remat import choose_remat
-from meshwright.program.rolled import roll_program
-from meshwright.program.trace import Loss, TracedLoss, trace_loss
+from meshwright.program.trace import Loss, TracedLoss
 from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
 from meshwright.sharding.placement import to_spec
 from meshwright.step.forward import planned_remat
+from meshwright.step.program import StepProgram, own_program, step_program
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import TrainStep
 
@@ -149,26 +147,17 @@ def assemble(
     abstract = build_unplaced(lambda: nnx.eval_shape(lambda: model(nnx.Rngs(0))))
     parts = split_model(abstract, trainable)
     micro = _microbatch(batch, plan)
-    traced = trace_loss(loss, parts, micro, COMPUTE_DTYPES[plan.precision])
-    remarks: tuple[str, ...] = ()
-    stages = plan.size("pipe")
-    if plan.sharding.blocks == "scan" or stages > 1:
-        rolled = roll_program(traced)
-        traced, remarks = rolled.traced, rolled.remarks
-    cut = None
-    if stages > 1:
-        cut = ordered_by_stage(cut_blocks(traced, remarks), stages, plan.num_chunks)
-        traced = cut.traced
-    pipeline = None
-    if cut is None:
-        decision = decide(traced, plan.mesh, plan.sharding)
-    else:
-        decision = decide_stages(cut, plan.mesh, plan.sharding, plan.num_chunks)
-        pipeline = _pipeline(cut, decision, plan, mesh, wide=wide)
+    program, own = step_program(loss, parts, micro, plan), own_program(loss, parts, micro, plan)
+    traced, remarks = program.traced, program.remarks
+    local = pipeline = None
+    if program.cut is not None:
+        decision = decide_stages(program.cut, plan.mesh, plan.sharding, plan.num_chunks)
+        pipeline = _pipeline(program, own, decision, plan, mesh, wide=wide)
         remarks = (*remarks, *pipeline_report(pipeline).warnings)
-    local = None
-    if plan.batch.sync_gradients_every > 1:
-        local = _local_forward(loss, parts, micro, plan, mesh, wide=wide)
+    else:
+        decision = decide(traced, plan.mesh, plan.sharding)
+        if own is not None:
+            local = _local_forward(own.traced, decision, plan, mesh, wide=wide)
     step = TrainStep(
         traced,
         decision,
@@ -185,39 +174,40 @@ def assemble(
 
 
 def _pipeline(
-    cut: BlockCut, decision: Decision, plan: Plan, mesh: Mesh, *, wide: bool
+    program: StepProgram,
+    own: StepProgram | None,
+    decision: Decision,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    wide: bool,
 ) -> PipelinedLoss:
     """Return the loss and its gradients as a pipeline of the plan's stages."""
+    assert program.cut is not None
     schedule = get_schedule(plan.schedule or "1f1b", plan.num_chunks)
     schedule.shape(plan.num_microbatches, plan.size("pipe"))
-    remat = planned_remat(decision, plan)
+    alone = None
+    if own is not None and own.cut is not None:
+        alone = decide_own(own.cut, decision, plan.mesh, plan.sharding, plan.num_chunks)
     return pipelined_loss(
-        cut, decision, mesh, schedule, plan.num_microbatches, remat=remat, wide=wide
+        program.cut,
+        decision,
+        mesh,
+        schedule,
+        plan.num_microbatches,
+        remat=planned_remat(decision, plan),
+        wide=wide,
+        own=alone,
     )
 
 
 def _local_forward(
-    loss: Loss, parts: Parts, micro: Any, plan: Plan, mesh: Mesh, *, wide: bool
-) -> LocalForward | None:
-    """Return the loss of one device's samples; None where each device has them all."""
-    axes = batch_axes(plan.mesh)
-    if not axes:
-        return None
-    if plan.sharding.zero > 1 and "fsdp" in axes:
-        raise UserError(
-            f"sync_gradients_every={plan.batch.sync_gradients_every} needs whole gradients",
-            why=f"sharding.zero={plan.sharding.zero} divides gradients over fsdp={axes['fsdp']}",
-            fix="write sharding.zero=1 or training.sync_gradients_every=1",
-        )
-    own = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((a.shape[0] // plan.batch.replicas, *a.shape[1:]), a.dtype),
-        micro,
-    )
-    traced = trace_loss(loss, parts, own, COMPUTE_DTYPES[plan.precision])
-    if plan.sharding.blocks == "scan":
-        traced = roll_program(traced).traced
+    traced: TracedLoss, decision: Decision, plan: Plan, mesh: Mesh, *, wide: bool
+) -> LocalForward:
+    """Return the loss of one device's samples."""
+    draws = LocalDraws(decision.classes, dim_classes(traced), batch_axes(plan.mesh))
     remat = choose_remat(plan.sharding.remat, keep_gathered=True)
-    return LocalForward(traced, dim_classes(traced), axes, mesh, remat, wide=wide)
+    return LocalForward(traced, draws, mesh, remat, wide=wide)
 
 
 def _microbatch(batch: Any, plan: Plan) -> Any:

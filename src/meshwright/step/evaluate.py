@@ -11,16 +11,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.errors import UserError
 from meshwright.pipeline.check import check_exchanges
-from meshwright.pipeline.cut import cut_blocks, ordered_by_stage
 from meshwright.pipeline.place import decide_stages, pipelined_forward
 from meshwright.program.layout import Layout
-from meshwright.program.policy import COMPUTE_DTYPES
-from meshwright.program.rolled import roll_program
-from meshwright.program.trace import Loss, TracedLoss, trace_loss
+from meshwright.program.trace import Loss
 from meshwright.sharding.decide import decide
 from meshwright.step.assemble import Assembled
 from meshwright.step.forward import planned_forward, planned_remat
 from meshwright.step.microbatch import split_strided
+from meshwright.step.program import StepProgram, step_program
 from meshwright.weighted import Weighted
 
 Evaluate = Callable[[Sequence[Any], Sequence[Any]], dict[str, Weighted]]
@@ -35,11 +33,12 @@ def evaluation(assembled: Assembled, loss: Loss, batch: Sequence[Any], count: in
     """
     if assembled.plan.size("pipe") > 1:
         with suppress(UserError):
-            staged = _staged(assembled, _trace(assembled, loss, batch, count), count)
+            staged = _staged(assembled, _program(assembled, loss, batch, count), count)
             compiled = _compile(assembled, staged, batch)
             check_exchanges(compiled.as_text(), assembled.mesh)
             return compiled
-    return _compile(assembled, _whole(assembled, _trace(assembled, loss, batch, 1)), batch)
+    whole = _program(assembled, loss, batch, 1, staged=False)
+    return _compile(assembled, _whole(assembled, whole), batch)
 
 
 def _compile(assembled: Assembled, run: Evaluate, batch: Sequence[Any]) -> Any:
@@ -48,20 +47,20 @@ def _compile(assembled: Assembled, run: Evaluate, batch: Sequence[Any]) -> Any:
     return jax.jit(run, out_shardings=everywhere).lower(leaves, list(batch)).compile()
 
 
-def _trace(assembled: Assembled, loss: Loss, batch: Sequence[Any], count: int) -> TracedLoss:
+def _program(
+    assembled: Assembled, loss: Loss, batch: Sequence[Any], count: int, *, staged: bool = True
+) -> StepProgram:
     structs = [
         jax.ShapeDtypeStruct((leaf.shape[0] // count, *leaf.shape[1:]), leaf.dtype)
         for leaf in batch
     ]
     micro = jax.tree.unflatten(assembled.batch_tree, structs)
-    dtype = COMPUTE_DTYPES[assembled.plan.precision]
-    return trace_loss(_in_evaluation_mode(loss), assembled.parts, micro, dtype)
+    evaluated = _in_evaluation_mode(loss)
+    return step_program(evaluated, assembled.parts, micro, assembled.plan, staged=staged)
 
 
-def _whole(assembled: Assembled, traced: TracedLoss) -> Evaluate:
-    plan = assembled.plan
-    if plan.sharding.blocks == "scan":
-        traced = roll_program(traced).traced
+def _whole(assembled: Assembled, program: StepProgram) -> Evaluate:
+    plan, traced = assembled.plan, program.traced
     decision = decide(traced, plan.mesh, plan.sharding)
     forward = planned_forward(traced, decision, plan, assembled.mesh)
     translate = _Translation(assembled.traced.layout, traced.layout)
@@ -73,10 +72,9 @@ def _whole(assembled: Assembled, traced: TracedLoss) -> Evaluate:
     return run
 
 
-def _staged(assembled: Assembled, traced: TracedLoss, count: int) -> Evaluate:
-    plan, mesh, stages = assembled.plan, assembled.mesh, assembled.plan.size("pipe")
-    rolled = roll_program(traced)
-    cut = ordered_by_stage(cut_blocks(rolled.traced, rolled.remarks), stages, plan.num_chunks)
+def _staged(assembled: Assembled, program: StepProgram, count: int) -> Evaluate:
+    plan, mesh, cut = assembled.plan, assembled.mesh, program.cut
+    assert cut is not None
     decision = decide_stages(cut, plan.mesh, plan.sharding, plan.num_chunks)
     forward = pipelined_forward(
         cut, decision, mesh, plan.num_chunks, remat=planned_remat(decision, plan)
