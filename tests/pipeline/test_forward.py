@@ -48,13 +48,37 @@ def test_evaluation_by_stages_is_the_loss_of_the_model(schedule, mesh, together)
     assembled = put(build, tokens_loss, training, mesh, schedule, wide=False)
     model = build()
     state = assembled.adopt(model)
-    run = evaluation(assembled, tokens_loss, assembled.put_batch(batch), together)
+    run = evaluation(assembled, tokens_loss, assembled.put_batch(batch), together, pytest.fail)
     found = run(assembled.step.leaf_values(state), assembled.put_batch(batch))
     model.eval()
     loss, metrics = tokens_loss(model, batch)
     np.testing.assert_allclose(found["loss"].mean, loss.mean, rtol=1e-6)
     np.testing.assert_allclose(found["loss"].weight, loss.weight)
     np.testing.assert_allclose(found["accuracy"].total, metrics["accuracy"].total)
+
+
+class Shortened(Tokens):
+    """Leaves its last block out when evaluated."""
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in list(self.blocks)[: 3 if self.dropout.deterministic else 4]:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_model_that_cannot_be_divided_in_evaluation_mode_is_evaluated_whole_and_says_so():
+    batch, warnings = tokens_batch(16), []
+    assembled = put(Shortened, tokens_loss, batch, {"pipe": 2}, "1f1b", wide=False)
+    state, placed = assembled.adopt(Shortened()), assembled.put_batch(batch)
+    run = evaluation(assembled, tokens_loss, placed, 4, warnings.append)
+    found = run(assembled.step.leaf_values(state), placed)
+    model = Shortened()
+    model.eval()
+    np.testing.assert_allclose(found["loss"].mean, tokens_loss(model, batch)[0].mean, rtol=1e-6)
+    (warning,) = warnings
+    assert "does not run by stages" in warning
+    assert "3 blocks" in warning
 
 
 def test_no_stage_reads_blocks_of_another():
@@ -64,7 +88,7 @@ def test_no_stage_reads_blocks_of_another():
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=assembled.step.shardings.batch)
         for a in jax.tree.leaves(batch)
     ]
-    text = evaluation(assembled, tokens_loss, structs, 4).as_text()
+    text = evaluation(assembled, tokens_loss, structs, 4, pytest.fail).as_text()
     assert "collective-permute" in text
     gathered = [line for line in text.splitlines() if " all-gather(" in line]
     # The table that is embedding and head, once.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import jax
@@ -25,17 +24,29 @@ Evaluate = Callable[[Sequence[Any], Sequence[Any]], dict[str, Weighted]]
 """From a state's leaf values and a batch's leaves to totals and weights of loss and metrics."""
 
 
-def evaluation(assembled: Assembled, loss: Loss, batch: Sequence[Any], count: int) -> Evaluate:
+def evaluation(
+    assembled: Assembled,
+    loss: Loss,
+    batch: Sequence[Any],
+    count: int,
+    warn: Callable[[str], None],
+) -> Evaluate:
     """Return the compiled loss of batches like this one, divided into ``count`` microbatches.
 
     On a mesh with stages it is a pipeline too: no device holds another stage's blocks, unless
-    the model looks so different in evaluation mode that it cannot be divided.
+    the model looks so different in evaluation mode that it cannot be divided, of which it warns.
     """
     if assembled.plan.size("pipe") > 1:
-        with suppress(UserError):
+        try:
             staged = _staged(assembled, _program(assembled, loss, batch, count), count)
             compiled = _compile(assembled, staged, batch)
             check_exchanges(compiled.as_text(), assembled.mesh)
+        except UserError as error:
+            warn(
+                "evaluation does not run by stages, every device gathers all blocks for it: in "
+                f"evaluation mode {error.what}, since {error.why}"
+            )
+        else:
             return compiled
     whole = _program(assembled, loss, batch, 1, staged=False)
     return _compile(assembled, _whole(assembled, whole), batch)

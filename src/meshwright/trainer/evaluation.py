@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,11 +30,20 @@ class Evaluator:
         loss: the loss it was made from.
         data: held-out samples, always the same ones.
         batches: the most batches one evaluation takes.
+        warn: told what evaluation cannot do as training does.
     """
 
-    def __init__(self, assembled: Assembled, loss: Loss, data: Data, *, batches: int) -> None:
+    def __init__(
+        self,
+        assembled: Assembled,
+        loss: Loss,
+        data: Data,
+        *,
+        batches: int,
+        warn: Callable[[str], None],
+    ) -> None:
         plan = assembled.plan
-        self._assembled, self._loss = assembled, loss
+        self._assembled, self._loss, self._warn = assembled, loss, warn
         self._replicas = plan.batch.replicas
         # Stages work on several microbatches at a time.
         self._most = plan.num_microbatches if plan.size("pipe") > 1 else 1
@@ -66,7 +75,7 @@ class Evaluator:
         shapes = tuple(leaf.shape for leaf in batch)
         if shapes not in self._runs:
             count = self._microbatches(shapes[0][0])
-            self._runs[shapes] = evaluation(self._assembled, self._loss, batch, count)
+            self._runs[shapes] = evaluation(self._assembled, self._loss, batch, count, self._warn)
         return self._runs[shapes]
 
     def _own_size(self, data: SequenceData | IterableData) -> int:

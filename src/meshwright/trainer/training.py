@@ -260,7 +260,11 @@ class Training:
         evaluate = None
         if self.eval_data is not None:
             evaluate = Evaluator(
-                self.assembled, self.loss, self.eval_data, batches=self.eval_batches
+                self.assembled,
+                self.loss,
+                self.eval_data,
+                batches=self.eval_batches,
+                warn=lambda remark: tracker.event("warning", 0, remark, {}),
             )
         return Loop(
             run=compiled.run,
