@@ -237,6 +237,13 @@ def test_progress_is_shown_on_request_and_warnings_always(assembled, capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_a_batch_larger_than_the_data_says_what_it_repeats(assembled):
+    few = {name: array[:8] for name, array in next(iter(batches(1))).items()}
+    size = assembled.plan.batch.global_batch_size
+    with pytest.warns(UserWarning, match=rf"holds each of the 8 samples there are {size / 8:.3g} "):
+        trainer().fit(few, steps=1, batch_size=size, assembled=assembled)
+
+
 def test_batches_for_evaluation_must_fit_the_mesh(assembled):
     held_out = list(batches(1, samples=6))
     with pytest.raises(UserError, match="batches of 6 samples for evaluation") as caught:

@@ -58,11 +58,9 @@ def bubble_with(
     schedule: Schedule, num_microbatches: int, num_stages: int, stage_costs: Costs
 ) -> Fraction:
     """Return the share of time stages wait in lockstep, each as slow as its cost says."""
-    costs = [Fraction(cost) for cost in stage_costs]
-    mean = sum(costs, Fraction(0)) / max(1, len(costs))
-    if not mean:
+    if not any(stage_costs):
         return schedule.bubble(num_microbatches, num_stages)
-    times = Times(scale=tuple(cost / mean for cost in costs))
+    times = Times.of_costs(stage_costs)
     return schedule.table(num_microbatches, num_stages).timeline(times).bubble
 
 

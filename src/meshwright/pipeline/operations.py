@@ -146,6 +146,13 @@ class Times:
     weight_grad: Fraction | int = 1
     scale: tuple[Fraction | int, ...] = ()
 
+    @classmethod
+    def of_costs(cls, stage_costs: Sequence[int | float | Fraction]) -> Times:
+        """Return the times of stages as slow as their costs say, the mean taking one unit."""
+        costs = [Fraction(cost) for cost in stage_costs]
+        mean = sum(costs, Fraction(0)) / max(1, len(costs))
+        return cls(scale=tuple(cost / mean for cost in costs) if mean else ())
+
     def of(self, op: Op, stage: int, num_chunks: int = 1) -> Fraction:
         """Return how long an operation takes on a stage."""
         whole = {

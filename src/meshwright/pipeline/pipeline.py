@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, Literal
 
 import jax
@@ -237,12 +236,8 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """Return when each stage works, simulated from its FLOPs."""
         shape = self.schedule.shape(self.num_microbatches, self.num_stages)
-        costs = self._stage_flops()
-        mean = sum(costs) / len(costs) or 1
-        times = Times(scale=tuple(Fraction(cost) / Fraction(mean) for cost in costs))
-        return simulate(
-            self.schedule.operations(self.num_microbatches, self.num_stages), shape, times
-        )
+        operations = self.schedule.operations(self.num_microbatches, self.num_stages)
+        return simulate(operations, shape, Times.of_costs(self._stage_flops()))
 
     def warnings(self) -> list[str]:
         """Return what is worth changing, one sentence each."""

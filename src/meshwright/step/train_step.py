@@ -87,7 +87,8 @@ class TrainStep:
         self._state_numbers = [n for n, s in enumerate(steps) if s.leaf.role == "state"]
         placements = [decision.optimizer[n] for n in self._param_numbers]
         self.optimizer = FlatOptimizer(optimizer, traced.layout, placements, dict(plan.mesh))
-        self._forward = planned_forward(traced, decision, plan, mesh, wide=wide)
+        if pipeline is None:
+            self._forward = planned_forward(traced, decision, plan, mesh, wide=wide)
         self.shardings = self._make_shardings()
         self._jitted = jax.jit(
             self._update,

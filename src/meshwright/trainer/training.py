@@ -165,7 +165,7 @@ class Training:
         )
         compiled = compile_step(self.assembled, self.batch)
         deviations = compiled.deviations(from_bytes=WORTH_TELLING)
-        remarks = [*self.remarks, *self.assembled.remarks, *deviations]
+        remarks = [*self.remarks, *self._repeats(), *self.assembled.remarks, *deviations]
         if self.strict:
             refuse_deviations([*self.assembled.remarks, *compiled.deviations()])
         tracker = self.make_tracker(updates)
@@ -216,6 +216,16 @@ class Training:
             flops=count_flops(self.assembled.traced) * batch.gradient_accumulation_steps,
             peak_flops=peak_flops(list(self.assembled.mesh.devices.flat), plan.precision),
         )
+
+    def _repeats(self) -> list[str]:
+        """Say so where every update sees the same samples more than once."""
+        size, there = self._batch.global_batch_size, self.data.num_samples
+        if there is None or size <= there:
+            return []
+        return [
+            f"a batch of {size} samples holds each of the {there} samples there are "
+            f"{size / there:.3g} times on average; a batch of up to {there} repeats none"
+        ]
 
     def _tell_start(self, tracker: Tracker, compiled: CompiledStep, remarks: list[str]) -> None:
         facts = describe_run(
