@@ -58,11 +58,11 @@ def test_evaluation_by_stages_is_the_loss_of_the_model(schedule, mesh, together)
 
 
 class Shortened(Tokens):
-    """Leaves its last block out when evaluated."""
+    """Runs its first block alone when evaluated."""
 
     def __call__(self, tokens):
         x = self.embed(tokens)
-        for block in list(self.blocks)[: 3 if self.dropout.deterministic else 4]:
+        for block in list(self.blocks)[: 1 if self.dropout.deterministic else 4]:
             x = block(x)
         return self.head(x)
 
@@ -78,7 +78,7 @@ def test_a_model_that_cannot_be_divided_in_evaluation_mode_is_evaluated_whole_an
     np.testing.assert_allclose(found["loss"].mean, tokens_loss(model, batch)[0].mean, rtol=1e-6)
     (warning,) = warnings
     assert "does not run by stages" in warning
-    assert "3 blocks" in warning
+    assert "no repeated blocks" in warning
 
 
 def test_no_stage_reads_blocks_of_another():

@@ -48,3 +48,14 @@ def test_warnings_become_remarks_of_the_step(report):
     assert report[0].warnings
     assert set(report[0].warnings) <= set(report[1].remarks)
     assert "4 microbatches are few for 2 stages" in report[0].warnings[0]
+
+
+def test_blocks_that_do_not_divide_are_reported_with_what_they_cost():
+    assembled = put(lambda: Tokens(6), tokens_loss, tokens_batch(), {"pipe": 4}, "1f1b")
+    found = pipeline_report(assembled.step.pipeline)
+    assert [stage.blocks for stage in found.stages] == [(0,), (1, 2), (3, 4), (5,)]
+    assert [stage.parameters // BLOCK for stage in found.stages] == [1, 2, 2, 1]
+    assert found.stages[0].flops == found.stages[1].flops
+    (warning,) = [text for text in found.warnings if "do not divide" in text]
+    assert "which have 1, 2, 2, 1" in warning
+    assert "25% of the time of blocks is lost; mesh.pipe=2, or a model with 4 or 8" in warning

@@ -1,4 +1,4 @@
-"""A run with stages goes on without them, and the other way round."""
+"""A run with stages, of unequal size, goes on without them, and the other way round."""
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ ARRAYS = {name: np.asarray(array) for name, array in vectors(32, width=8).items(
 
 def train(folder, steps, mesh, count, **settings):
     trainer = mw.Trainer(
-        model=lambda rngs: Residuals(4, 8, rngs=rngs),
+        model=lambda rngs: Residuals(5, 8, rngs=rngs),
         loss=square_loss,
         optimizer=optax.adamw(0.01),
         mesh=mesh,

@@ -82,15 +82,16 @@ def _totals(assembled: Assembled, leaves: list[LeafReport]) -> dict[str, int]:
     optimizer = sum(
         leaf.nbytes // leaf.placement.shards(sizes) for leaf in assembled.step.optimizer.leaves
     )
-    # Every stage has as much of the blocks as any other, and devices have those of one stage.
-    everywhere, of_stages = (
-        sum(leaf.bytes_per_device for leaf in leaves if (leaf.stage is not None) == staged)
-        for staged in (False, True)
+    steps = zip(assembled.traced.layout.step_leaves, assembled.decision.at_rest, strict=True)
+    parameters = sum(
+        step.leaf.nbytes // placement.shards(sizes)
+        for step, placement in steps
+        if step.leaf.role == "param"
     )
     return {
         "parameters": sum(_elements(leaf) for leaf in leaves),
         "bytes": sum(leaf.bytes for leaf in leaves),
-        "bytes_per_device": everywhere + of_stages // assembled.plan.size("pipe"),
+        "bytes_per_device": parameters,
         "optimizer_bytes_per_device": optimizer,
         "bytes_whole": sum(leaf.bytes for leaf in leaves if leaf.whole_over),
     }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 
 from meshwright.errors import UserError
 
 MOST_DEVICES = 1024
+_THREADS_PER_DEVICE = 2
 
 
 def simulate_devices(count: int) -> None:
@@ -24,6 +27,9 @@ def simulate_devices(count: int) -> None:
             why=f"JAX has already started with {len(present)} {present[0].platform} device(s)",
             fix="call simulate_devices before anything that asks JAX for devices or makes an array",
         )
+    # How XLA is told the threads its devices share. Each exchange between devices holds one until
+    # all have come, and where they are no more than the devices, others may find none left.
+    os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, _THREADS_PER_DEVICE * count)))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
 

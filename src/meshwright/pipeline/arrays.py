@@ -57,11 +57,16 @@ def when(needed: Array, update: Callable[[T], T], values: T) -> T:
     Written as a loop of no or one turn: compilers change what a loop carries in place, and copy
     what a branch returns. Buffers of many gigabytes go through here in every tick.
     """
+    return looped(needed, update, values)[1]
+
+
+def looped(needed: Array, update: Callable[[T], T], values: T) -> tuple[Array, T]:
+    """Do as `when` does; with a truth value that is always false, once the loop is over."""
 
     def turn(carry: tuple[Array, T]) -> tuple[Array, T]:
         return jnp.zeros_like(carry[0]), update(carry[1])
 
-    return lax.while_loop(lambda carry: carry[0], turn, (needed, values))[1]
+    return lax.while_loop(lambda carry: carry[0], turn, (needed, values))
 
 
 def add_row(stack: Any, value: Any, at: Array | int) -> Any:

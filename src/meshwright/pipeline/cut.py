@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.pipeline.division import Division, divide_blocks
 from meshwright.pipeline.slicing import inputs_of, needed, only_for
 from meshwright.program.jaxprs import (
     ClosedJaxpr,
@@ -201,68 +202,36 @@ def cut_blocks(traced: TracedLoss, remarks: Sequence[str] = ()) -> BlockCut:
     return found
 
 
-def blocks_per_stage(num_blocks: int, num_stages: int, num_chunks: int = 1) -> int:
-    """Return how many blocks each chunk of each stage has."""
-    pieces = num_stages * num_chunks
-    if num_blocks % pieces == 0:
-        return num_blocks // pieces
-    chunks = f" × {num_chunks} chunks" if num_chunks > 1 else ""
-    raise UserError(
-        f"{num_blocks} blocks cannot be divided into {num_stages} stages{chunks}",
-        why=f"{num_blocks} is not a multiple of {pieces}",
-        fix=", or ".join(_other_divisions(num_blocks, num_stages, num_chunks)),
-    )
-
-
-def _other_divisions(num_blocks: int, num_stages: int, num_chunks: int) -> list[str]:
-    """Say what would work, the smallest change first."""
-    found: list[str] = []
-    if num_chunks > 1 and num_blocks % num_stages == 0:
-        each = num_blocks // num_stages
-        several = [n for n in range(2, each + 1) if each % n == 0]
-        nearest = sorted(sorted(several, key=lambda n: abs(n - num_chunks))[:2])
-        if nearest:
-            found.append(f"write pipeline.num_chunks={' or '.join(map(str, nearest))}")
-        found.append("write pipeline.schedule=1f1b")
-    # A divisor of the stages asked for fits the same devices, whatever the other axes are.
-    fewer = [
-        n for n in range(2, num_stages) if num_stages % n == num_blocks % (n * num_chunks) == 0
-    ]
-    found.append(f"write mesh.pipe={fewer[-1]}" if fewer else "leave out mesh.pipe")
-    pieces = num_stages * num_chunks
-    below = num_blocks // pieces * pieces
-    counts = " or ".join(str(n) for n in (below, below + pieces) if n)
-    return [*found, f"use a model with {counts} blocks"]
-
-
-def stage_order(num_blocks: int, num_stages: int, num_chunks: int) -> list[int]:
-    """Return the blocks in the order in which stages hold them: stage by stage, chunk by chunk."""
-    each = blocks_per_stage(num_blocks, num_stages, num_chunks)
-    return [
-        (chunk * num_stages + stage) * each + block
-        for stage in range(num_stages)
-        for chunk in range(num_chunks)
-        for block in range(each)
-    ]
-
-
 def ordered_by_stage(cut: BlockCut, num_stages: int, num_chunks: int) -> BlockCut:
-    """Return the cut with each stack's rows in the order in which stages hold them."""
-    order = stage_order(cut.num_blocks, num_stages, num_chunks)
-    if order == sorted(order):
+    """Return the cut with each stack's rows as stages hold them: in their order, filled up."""
+    division = divide_blocks(cut.num_blocks, num_stages, num_chunks)
+    rows = division.rows()
+    if rows == tuple(range(cut.num_blocks)):
         return cut
     steps = list(cut.traced.layout.step_leaves)
     for number in cut.stacks:
-        step = steps[number]
-        if not step.stacked:
-            raise UserError(
-                f"`{step.leaf.path}` is one array for all blocks, which chunks would reorder",
-                why=f"stages with {num_chunks} chunks hold rows that do not follow each other",
-                fix="write pipeline.schedule=1f1b or zb_h1",
-            )
-        steps[number] = replace(step, sources=tuple(step.sources[row] for row in order))
+        if not steps[number].stacked:
+            raise _one_array(steps[number].leaf.path, division)
+        steps[number] = steps[number].in_rows(rows)
     layout = replace(cut.traced.layout, step_leaves=tuple(steps))
     return BlockCut(replace(cut.traced, layout=layout), cut.position)
+
+
+def _one_array(path: str, division: Division) -> UserError:
+    stages, count = division.num_stages, sum(division.counts)
+    if not division.even:
+        below = count // len(division.counts) * len(division.counts)
+        return UserError(
+            f"`{path}` is one array for all {count} blocks, which {stages} stages cannot share",
+            why=f"they would hold {', '.join(map(str, division.counts))} of its rows",
+            fix=f"use a model with {below} or {below + len(division.counts)} blocks, or a list of "
+            "modules, one for each block",
+        )
+    return UserError(
+        f"`{path}` is one array for all blocks, which chunks would reorder",
+        why=f"stages with {division.num_chunks} chunks hold rows that do not follow each other",
+        fix="write pipeline.schedule=1f1b or zb_h1",
+    )
 
 
 def stacks_of(traced: TracedLoss, eqn: Equation) -> dict[int, int]:

@@ -18,7 +18,6 @@ from meshwright.pipeline.arrays import (
     placed,
     read_slot,
     times,
-    when,
     write_slot,
 )
 from meshwright.pipeline.contract import (
@@ -31,6 +30,7 @@ from meshwright.pipeline.contract import (
 from meshwright.pipeline.halves import Differentiated
 from meshwright.pipeline.operations import Shape
 from meshwright.pipeline.rows import Forms, Row
+from meshwright.pipeline.turns import InTurn
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +54,7 @@ class Ticks:
         shape: the pipeline's size.
         forms: which kinds of operations and messages the tick table has, and its slots.
         axis: name of the mesh axis of stages.
+        platform: of the devices.
         scale: factor on the loss while gradients are taken, which half precision needs.
         constrain: fixes where sums live while they grow.
     """
@@ -66,11 +67,13 @@ class Ticks:
         forms: Forms,
         *,
         axis: str,
+        platform: str,
         scale: Array | None,
         constrain: Callable[[StageSums], StageSums],
     ) -> None:
         self.functions, self.values, self.shape, self.forms = functions, values, shape, forms
         self.axis, self.scale, self.constrain = axis, scale, constrain
+        self.platform, self.turns = platform, InTurn(platform)
         held = values.weights + values.fixed + values.changing
         self.blocks = held[0].shape[0] // shape.num_chunks if held else 1
         self.message = self._message_shapes()
@@ -93,6 +96,7 @@ class Ticks:
 
     def _tick(self, carry: Any, row: Row) -> tuple[Any, None]:
         between, arrived, arrived_back = carry
+        self.turns = InTurn(self.platform)
         inbox = write_slot(between.inbox, arrived, row.activation_in)
         gradients = write_slot(between.gradients, arrived_back, row.gradient_in)
         between = replace(between, inbox=inbox, gradients=gradients)
@@ -101,10 +105,11 @@ class Ticks:
         if self.forms.splits_backward:
             between = self._weight(between, row)
         between = replace(between, sums=self.constrain(between.sums))
-        arrived = self._send(sent, 1, row.sends, always=self.forms.always_sends)
-        arrived_back = self._send(
-            sent_back, -1, row.sends_back, always=self.forms.always_sends_back
-        )
+        forms, axis = self.forms, self.axis
+        sends = None if forms.always_sends else row.sends
+        arrived = self.turns.send(sent, axis, self.shape.ring(1), sends)
+        sends_back = None if forms.always_sends_back else row.sends_back
+        arrived_back = self.turns.send(sent_back, axis, self.shape.ring(-1), sends_back)
         return (between, arrived, arrived_back), None
 
     def _forward(self, between: _Between, unused: Message, row: Row) -> tuple[_Between, Message]:
@@ -127,7 +132,7 @@ class Ticks:
             kept = write_slot(kept, taken.kept, op.keeps)
             return kept, self._put_rows(changing, rows, op.chunk), self._join(taken.y, whole)
 
-        kept, changing, message = when(
+        kept, changing, message = self.turns.when(
             op.microbatch >= 0, work, (between.kept, between.sums.changing, unused)
         )
         between = replace(between, kept=kept, sums=replace(between.sums, changing=changing))
@@ -144,7 +149,7 @@ class Ticks:
             return together, added(outer, gradients, tail), write_slot(slots, [*back, *tail], slot)
 
         sums = between.sums
-        losses, outer, gradients = when(
+        losses, outer, gradients = self.turns.when(
             slot >= 0, work, (sums.losses, self._pick(sums.outer, reads), between.gradients)
         )
         sums = replace(sums, losses=losses, outer=placed(sums.outer, reads, outer))
@@ -184,7 +189,7 @@ class Ticks:
                 sums = self._add(sums, weights, op.chunk, tail)
             return sums, cuts, [*gradient, *tail]
 
-        sums, cuts, gradient = when(
+        sums, cuts, gradient = self.turns.when(
             op.microbatch >= 0, work, (self._block_sums(between.sums), between.cuts, unused)
         )
         between = self._with_block_sums(replace(between, cuts=cuts), sums)
@@ -200,7 +205,7 @@ class Ticks:
             weights = self.program.weight_gradient(*self._held(op.chunk), kept, cut[:count])
             return self._add(sums, weights, op.chunk, cut[count:])
 
-        sums = when(op.microbatch >= 0, work, self._block_sums(between.sums))
+        sums = self.turns.when(op.microbatch >= 0, work, self._block_sums(between.sums))
         return self._with_block_sums(between, sums)
 
     def _embed_gradient(self, between: _Between, back: list[Any], row: Row) -> _Between:
@@ -219,7 +224,7 @@ class Ticks:
         if not reads:
             return between
         here = (op.microbatch >= 0) & (op.chunk == 0) & (row.stage == 0)
-        outer = when(here, work, self._pick(between.sums.outer, reads))
+        outer = self.turns.when(here, work, self._pick(between.sums.outer, reads))
         sums = replace(between.sums, outer=placed(between.sums.outer, reads, outer))
         return replace(between, sums=sums)
 
@@ -341,12 +346,3 @@ class Ticks:
         inputs = self._inputs(jnp.zeros((), jnp.int32))
         outer = self._outer(self.functions.head_reads)
         return jax.eval_shape(lambda: self.functions.head(outer, message, inputs))
-
-    def _send(self, values: list[Any], step: int, needed: Array, *, always: bool) -> list[Any]:
-        """Hand values to the next or previous stage, in ticks in which anyone has something."""
-        pairs = self.shape.ring(step)
-
-        def send() -> list[Any]:
-            return [lax.ppermute(value, self.axis, pairs) for value in values]
-
-        return send() if always else lax.cond(needed, send, lambda: values)

@@ -12,11 +12,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshwright.pipeline.contract import Losses, StageFunctions
-from meshwright.pipeline.cut import BlockCut, blocks_per_stage
+from meshwright.pipeline.cut import BlockCut
+from meshwright.pipeline.division import divide_blocks
 from meshwright.pipeline.gradients import AXIS
 from meshwright.pipeline.operations import Kind, Op, Shape
 from meshwright.pipeline.stages import Stages, Surroundings
 from meshwright.pipeline.ticks import TickTable
+from meshwright.pipeline.turns import InTurn
 
 
 def forward_table(num_microbatches: int, num_stages: int, num_chunks: int = 1) -> TickTable:
@@ -55,8 +57,9 @@ class PipelinedForward:
     def __init__(self, cut: BlockCut, where: Surroundings, num_chunks: int) -> None:
         self.cut, self.where, self.num_chunks = cut, where, num_chunks
         self.num_stages = where.mesh.shape[AXIS]
-        self._each = blocks_per_stage(cut.num_blocks, self.num_stages, num_chunks)
-        self._stages = Stages(cut, where, self._each)
+        division = divide_blocks(cut.num_blocks, self.num_stages, num_chunks)
+        self._each = division.most
+        self._stages = Stages(cut, where, division)
 
     def __call__(self, leaves: Sequence[Any], microbatches: Sequence[Any]) -> Losses:
         """Return totals and weights for stacked microbatches [count, …], added up."""
@@ -112,13 +115,13 @@ class PipelinedForward:
                 lambda: message,
             )
             ends = (number >= 0) & (virtual == self.num_stages * self.num_chunks - 1)
-            losses = lax.cond(
+            turns = InTurn(self.where.platform)
+            losses = turns.when(
                 ends,
-                lambda: jax.tree.map(jnp.add, losses, one.losses(message, microbatch(number))),
-                lambda: losses,
+                lambda now: jax.tree.map(jnp.add, now, one.losses(message, microbatch(number))),
+                losses,
             )
-            sent = [lax.ppermute(value, AXIS, pairs) for value in message]
-            return (sent, losses), None
+            return (turns.send(message, AXIS, pairs, None), losses), None
 
         first = microbatch(jnp.zeros((), jnp.int32))
         message = _zeros(jax.eval_shape(lambda: one.embed(first)))

@@ -11,7 +11,8 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.pipeline.contract import Losses, StageSums, StageValues
-from meshwright.pipeline.cut import BlockCut, blocks_per_stage
+from meshwright.pipeline.cut import BlockCut
+from meshwright.pipeline.division import divide_blocks
 from meshwright.pipeline.execute import Ticks
 from meshwright.pipeline.rows import Row, table_rows
 from meshwright.pipeline.schedules import Schedule
@@ -63,9 +64,9 @@ class PipelinedLoss:
         self.cut, self.where, self.schedule = cut, where, schedule
         self.num_microbatches = num_microbatches
         self.num_stages = where.mesh.shape[AXIS]
-        each = blocks_per_stage(cut.num_blocks, self.num_stages, schedule.num_chunks)
+        self.division = divide_blocks(cut.num_blocks, self.num_stages, schedule.num_chunks)
         self._cut = own or cut
-        self._stages = Stages(self._cut, where, each)
+        self._stages = Stages(self._cut, where, self.division)
         self._sums = list(sums)
         steps = cut.traced.layout.step_leaves
         self._params = [n for n, step in enumerate(steps) if step.leaf.role == "param"]
@@ -98,6 +99,7 @@ class PipelinedLoss:
                 shape,
                 forms,
                 axis=AXIS,
+                platform=self.where.platform,
                 scale=scale,
                 constrain=self._constrain,
             )

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from jax.sharding import Mesh
 
 from meshwright.config.schema import ShardingConfig
-from meshwright.pipeline.cut import BlockCut, blocks_per_stage
+from meshwright.pipeline.cut import BlockCut
+from meshwright.pipeline.division import divide_blocks
 from meshwright.pipeline.forward import PipelinedForward
 from meshwright.pipeline.gradients import AXIS, PipelinedLoss
 from meshwright.pipeline.schedules import Schedule
@@ -18,6 +19,7 @@ from meshwright.program.local import LocalDraws
 from meshwright.program.remat import Remat
 from meshwright.sharding.decide import Decision, batch_axes, decide
 from meshwright.sharding.placement import Placement
+from meshwright.units import counted
 
 
 def decide_stages(
@@ -25,12 +27,14 @@ def decide_stages(
 ) -> Decision:
     """Decide where everything lives: blocks on their stages, the rest divided over all of them."""
     decision = decide(cut.traced, sizes, sharding, staged=cut.stacks)
-    each = blocks_per_stage(cut.num_blocks, sizes[AXIS], num_chunks) * num_chunks
+    division = divide_blocks(cut.num_blocks, sizes[AXIS], num_chunks)
+    each = counted(division.most * num_chunks, "block")
+    held = each if division.even else f"up to {each}"
     numbers = set(cut.stacks)
 
     def divide(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
         return tuple(
-            _on_pipe(placement, each) if number in numbers else placement
+            _on_pipe(placement, held) if number in numbers else placement
             for number, placement in enumerate(placements)
         )
 
@@ -143,7 +147,6 @@ def _one_stage(decision: Decision, mesh: Mesh, remat: Remat, *, wide: bool) -> S
     )
 
 
-def _on_pipe(placement: Placement, each: int) -> Placement:
-    blocks = "1 block" if each == 1 else f"{each} blocks"
+def _on_pipe(placement: Placement, held: str) -> Placement:
     dims = ((AXIS, *placement.dims[0]), *placement.dims[1:])
-    return Placement(placement.path, dims, f"{blocks} on each stage; {placement.reason}")
+    return Placement(placement.path, dims, f"{held} on each stage; {placement.reason}")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from meshwright.pipeline.advice import bubble_with, pipeline_warnings
-from meshwright.pipeline.cut import BlockCut, stage_order
+from meshwright.pipeline.cut import BlockCut
+from meshwright.pipeline.division import Division
 from meshwright.pipeline.gradients import PipelinedLoss
 from meshwright.pipeline.timeline import in_flight
 from meshwright.program.flops import forward_flops
@@ -21,7 +22,8 @@ class StageFacts:
         blocks: numbers of its blocks.
         also: what it does beside them: embedding, head.
         parameters: trained numbers it uses.
-        flops: products of one microbatch's forward pass, on all devices of the stage together.
+        flops: products of one microbatch's forward pass, on all devices of the stage together;
+            a stage with fewer blocks than another runs its last one again.
         microbatches_kept: the most microbatches it keeps at a time, of one chunk each.
     """
 
@@ -97,8 +99,8 @@ def pipeline_report(pipelined: PipelinedLoss) -> PipelineReport:
         bubble_with_flops=float(with_flops),
         efficiency=float(1 - bubble),
         stages=tuple(stages),
-        warnings=tuple(
-            pipeline_warnings(
+        warnings=(
+            *pipeline_warnings(
                 schedule,
                 count,
                 pipelined.num_stages,
@@ -107,9 +109,26 @@ def pipeline_report(pipelined: PipelinedLoss) -> PipelineReport:
                 samples=count * pipelined.cut.traced.batch[0].shape[0],
                 replicas=sizes.get("data", 1) * sizes.get("fsdp", 1),
                 remedy=_remedy(pipelined, stages),
-            )
+            ),
+            *_filled_up(pipelined.division),
         ),
     )
+
+
+def _filled_up(division: Division) -> list[str]:
+    """Say what it costs that stages have different numbers of blocks."""
+    if division.even:
+        return []
+    blocks, pieces, stages = sum(division.counts), len(division.counts), division.num_stages
+    places, below = pieces * division.most, blocks // pieces * pieces
+    each = ", ".join(str(len(division.blocks(stage))) for stage in range(stages))
+    fewer = [n for n in range(2, stages) if stages % n == blocks % (n * division.num_chunks) == 0]
+    other = f"mesh.pipe={fewer[-1]}, or " if fewer else ""
+    return [
+        f"{blocks} blocks do not divide into {stages} stages, which have {each}: all take as long "
+        f"as the largest, so {(places - blocks) / places:.0%} of the time of blocks is lost; "
+        f"{other}a model with {below} or {below + pieces} blocks loses none"
+    ]
 
 
 def _remedy(pipelined: PipelinedLoss, stages: list[StageFacts]) -> str:
@@ -138,25 +157,24 @@ def _remedy(pipelined: PipelinedLoss, stages: list[StageFacts]) -> str:
 def stage_facts(pipelined: PipelinedLoss) -> list[StageFacts]:
     """Return what each stage has."""
     cut, count = pipelined.cut, pipelined.num_stages
-    chunks = pipelined.schedule.num_chunks
-    order = stage_order(cut.num_blocks, count, chunks)
-    each = len(order) // count
     table = pipelined.schedule.table(pipelined.num_microbatches, count)
     kept = in_flight(table.operations())
     steps = cut.traced.layout.step_leaves
     trained = [n for n in cut.stacks if steps[n].leaf.role == "param"]
-    block_size = sum(steps[n].leaf.size for n in trained) // cut.num_blocks
+    block_size = sum(steps[n].leaf.size // steps[n].leaf.shape[0] for n in trained)
     block_flops = forward_flops(cut.eqn.params["jaxpr"].jaxpr)
+    run = pipelined.division.most * pipelined.division.num_chunks
     found: list[StageFacts] = []
     for stage in range(count):
         ends = ["embedding"] * (stage == 0) + ["head"] * (stage == count - 1)
+        blocks = pipelined.division.blocks(stage)
         sizes, flops = zip(*(_end(cut, end) for end in ends), strict=True) if ends else ((), ())
         found.append(
             StageFacts(
-                blocks=tuple(order[stage * each : (stage + 1) * each]),
+                blocks=tuple(blocks),
                 also=tuple(ends),
-                parameters=each * block_size + sum(sizes),
-                flops=each * block_flops + sum(flops),
+                parameters=len(blocks) * block_size + sum(sizes),
+                flops=run * block_flops + sum(flops),
                 microbatches_kept=kept[stage],
             )
         )

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from meshwright.pipeline.contract import Losses, Message, StageFunctions
 from meshwright.pipeline.cut import BlockCut
+from meshwright.pipeline.division import Division
 from meshwright.pipeline.lookups import (
     SCATTERS,
     divided_rows,
@@ -56,6 +57,11 @@ class Surroundings:
     draws: LocalDraws | None = None
 
     @property
+    def platform(self) -> str:
+        """Of the devices."""
+        return self.mesh.devices.flat[0].platform
+
+    @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes over which samples are divided by hand."""
         return () if self.draws is None else tuple(self.draws.batch_axes)
@@ -67,11 +73,11 @@ class Stages:
     Args:
         cut: the loss and where it is cut.
         where: the mesh and what it asks for.
-        num_blocks: blocks of one virtual stage.
+        division: how many blocks each virtual stage has.
     """
 
-    def __init__(self, cut: BlockCut, where: Surroundings, num_blocks: int) -> None:
-        self.cut, self.where, self.each = cut, where, num_blocks
+    def __init__(self, cut: BlockCut, where: Surroundings, division: Division) -> None:
+        self.cut, self.where, self.division = cut, where, division
         self.uses = weight_uses(cut.traced, where.gathers, where.whole)
         leaves = cut.traced.layout.step_leaves
         self.leaf_vars = cut.jaxpr.invars[: len(leaves)]
@@ -160,24 +166,39 @@ class Stages:
         virtual: Any,
     ) -> tuple[Message, list[list[Any]]]:
         num_carry = len(self.cut.initial)
-        carry, collected = message[:num_carry], message[num_carry:]
+        carry: list[Any] = message[:num_carry]
+        collected: list[Any] = message[num_carry:]
         after: list[list[Any]] = []
-        for block in range(self.each):
-            number = virtual * self.each + block
+        first, count = self._first_and_count(virtual)
+        for block in range(self.division.most):
+            number = first + block
             own: dict[int, Any] = dict(zip(self.weight_rows, rows[block], strict=True))
             own |= dict(zip(self.fixed_rows, fixed[block], strict=True))
             own |= dict(zip(self.changing_rows, changing[block], strict=True))
             for row, values in zip(self.computed_rows, computed, strict=True):
                 own[row] = lax.dynamic_index_in_dim(values, number, 0, keepdims=False)
+            before = [*carry, *collected]
             carry, results = body(carry, [own[n] for n in range(len(self.cut.layered))])
+            wanted = [results[n] for n in self.cut.collected]
             collected = [
-                lax.dynamic_update_index_in_dim(buffer, results[n], number, 0)
-                for buffer, n in zip(collected, self.cut.collected, strict=True)
+                lax.dynamic_update_index_in_dim(buffer, result, number, 0)
+                for buffer, result in zip(collected, wanted, strict=True)
             ]
+            if not self.division.even:
+                # What only fills a stage up runs, since all wait for the longest, and is dropped.
+                kept = _choose(block < count, [*carry, *collected], before)
+                carry, collected = kept[:num_carry], kept[num_carry:]
             after.append(
                 [results[self.cut.changing[self.cut.stack_of[n]]] for n in self.changing_rows]
             )
         return [*carry, *collected], after
+
+    def _first_and_count(self, virtual: Any) -> tuple[Any, Any]:
+        """Return the number of a virtual stage's first block, and how many it has."""
+        division = self.division
+        if division.even:
+            return virtual * division.most, division.most
+        return jnp.asarray(division.starts)[virtual], jnp.asarray(division.counts)[virtual]
 
     def _no_results(self, carry: Sequence[Any]) -> Message:
         """Return empty arrays for the per-block results that are read after the blocks."""
@@ -210,6 +231,10 @@ class Stages:
     def _interpreter(self) -> _OnStage:
         kind = _WideOnStage if self.where.wide else _OnStage
         return kind(self.where, self.uses)
+
+
+def _choose(condition: Any, new: list[Any], old: list[Any]) -> list[Any]:
+    return [jnp.where(condition, a, b) for a, b in zip(new, old, strict=True)]
 
 
 class _OnStage(OnMesh):

@@ -19,23 +19,39 @@ class StepLeaf:
         leaf: its description; a stacked leaf's path has ``*`` for the block's number, and its
             shape starts with the number of blocks.
         sources: positions of the model's leaves it holds, in order.
+        rows: of a stack whose rows come in another order, by row the number in `sources` of what
+            it holds; what occurs again only fills it up.
     """
 
     leaf: Leaf
     sources: tuple[int, ...]
+    rows: tuple[int, ...] = ()
 
     @property
     def stacked(self) -> bool:
         """Whether it holds several leaves of the model."""
         return len(self.sources) > 1
 
+    @property
+    def places(self) -> list[int]:
+        """Of a stack, the rows of the model's leaves it holds, in the order of `sources`."""
+        numbers = range(len(self.sources))
+        return [self.rows.index(n) for n in numbers] if self.rows else list(numbers)
+
+    def in_rows(self, rows: tuple[int, ...]) -> StepLeaf:
+        """Return this stack with its rows in another order, some of them more than once."""
+        leaf = replace(self.leaf, shape=(len(rows), *self.leaf.shape[1:]))
+        return replace(self, leaf=leaf, rows=rows)
+
     def split(self, value: Any) -> list[Any]:
         """Return the model's leaves this leaf holds, in the order of `sources`."""
-        return [value[n] for n in range(len(self.sources))] if self.stacked else [value]
+        return [value[row] for row in self.places] if self.stacked else [value]
 
     def join(self, values: Sequence[Any]) -> Any:
         """Return this leaf for the model's leaves it holds; the inverse of `split`."""
-        return jnp.stack(list(values)) if self.stacked else values[0]
+        if not self.stacked:
+            return values[0]
+        return jnp.stack([values[n] for n in self.rows] if self.rows else list(values))
 
 
 @dataclass(frozen=True)

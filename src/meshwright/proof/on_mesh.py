@@ -92,7 +92,7 @@ def noted_gradients(assembled: Assembled, state: TrainState) -> Leaves:
         paths = [layout.leaves[source].path for source in step.sources]
         stack = noted.get(_NOTED + step.leaf.path)
         if step.stacked and stack is not None:
-            found |= dict(zip(paths, stack, strict=True))
+            found |= dict(zip(paths, step.split(stack), strict=True))
         else:
             found |= {path: noted[_NOTED + path] for path in paths}
     return found

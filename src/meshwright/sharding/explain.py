@@ -50,7 +50,7 @@ def explain(layout: Layout, decision: Decision, sizes: Mapping[str, int]) -> lis
         if step.leaf.role != "param":
             continue
         placement = decision.at_rest[number]
-        for row, source in enumerate(step.sources):
+        for row, source in zip(step.places, step.sources, strict=True):
             leaf = layout.leaves[source]
             own = _of_one_block(placement, step, leaf, sizes) if step.stacked else placement
             whole = [a for a in PARAMETER_AXES if sizes.get(a, 1) > 1 and a not in own.axes()]
@@ -86,7 +86,7 @@ def _of_one_block(
 def _stage(placement: Placement, step: StepLeaf, row: int, sizes: Mapping[str, int]) -> int | None:
     if not step.stacked or "pipe" not in placement.dims[0]:
         return None
-    return row * sizes["pipe"] // len(step.sources)
+    return row * sizes["pipe"] // step.leaf.shape[0]
 
 
 def _remedy(

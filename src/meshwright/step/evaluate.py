@@ -105,13 +105,13 @@ class _Translation:
 
     def __init__(self, before: Layout, after: Layout) -> None:
         self._before, self._after = before, after
-        self._same = {step.sources: n for n, step in enumerate(before.step_leaves)}
+        self._same = {(step.sources, step.rows): n for n, step in enumerate(before.step_leaves)}
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         canonical = self._before.to_canonical(leaves)
         return [
-            leaves[self._same[step.sources]]
-            if step.sources in self._same
+            leaves[self._same[step.sources, step.rows]]
+            if (step.sources, step.rows) in self._same
             else step.join([canonical[source] for source in step.sources])
             for step in self._after.step_leaves
         ]

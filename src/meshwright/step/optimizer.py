@@ -100,8 +100,8 @@ class FlatOptimizer:
         if not (self._unstack and step.stacked):
             return [(step.leaf.path, value)]
         return [
-            (self._leaves[source].path, _slice(value, number))
-            for number, source in enumerate(step.sources)
+            (self._leaves[source].path, _slice(value, row))
+            for row, source in zip(step.places, step.sources, strict=True)
         ]
 
     def _flat(self, tree: Mapping[str, Any]) -> list[Any]:
@@ -109,7 +109,7 @@ class FlatOptimizer:
         for step in self._params:
             if self._unstack and step.stacked:
                 pieces = [_lookup(tree, self._leaves[source].path) for source in step.sources]
-                values.append(jax.numpy.stack(pieces))
+                values.append(step.join(pieces))
             else:
                 values.append(_lookup(tree, step.leaf.path))
         return values
