@@ -3,6 +3,7 @@
 from dataclasses import asdict
 
 import pytest
+from flax import nnx
 from pipeline.models import VOCABULARY, WIDTH, Tokens, tokens_batch, tokens_loss
 from pipeline.test_pipelined_step import put
 
@@ -59,3 +60,27 @@ def test_blocks_that_do_not_divide_are_reported_with_what_they_cost():
     (warning,) = [text for text in found.warnings if "do not divide" in text]
     assert "which have 1, 2, 2, 1" in warning
     assert "25% of the time of blocks is lost; mesh.pipe=2, or a model with 4 or 8" in warning
+
+
+class Conditioned(Tokens):
+    """Every block reads what is computed from the samples before the first."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.condition = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(1))
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        condition = self.condition(x)
+        for block in self.blocks:
+            x = block(x + condition)
+        return self.head(x)
+
+
+def test_what_all_blocks_read_counts_on_every_stage():
+    assembled = put(Conditioned, tokens_loss, tokens_batch(), {"pipe": 2}, "1f1b")
+    found = pipeline_report(assembled.step.pipeline)
+    assert [stage.also[-1] for stage in found.stages] == ["what all blocks read"] * 2
+    again = 2 * ROWS * WIDTH * WIDTH
+    assert found.stages[0].flops == 2 * 2 * ROWS * 2 * 2 * WIDTH * WIDTH + again
+    assert any("each stage computes it for itself" in text for text in found.warnings)

@@ -340,6 +340,50 @@ def test_blocks_that_differ_are_left_alone_with_the_reason(how, reason):
     assert any(part in remark for part in reason.split("|"))
 
 
+class OddEnds(nnx.Module):
+    """Equal blocks between a wider one and one that does something else."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        widths = (24, 16, 16, 16, 16)
+        self.blocks = nnx.List([Wide(width, rngs=rngs) for width in widths])
+
+    def __call__(self, x):
+        for block in list(self.blocks)[:-1]:
+            x = block(x)
+        return jnp.sin(self.blocks[-1](x))
+
+
+class Wide(nnx.Module):
+    def __init__(self, width, *, rngs):
+        self.up = nnx.Linear(WIDTH, width, rngs=rngs)
+        self.down = nnx.Linear(width, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+def test_of_blocks_that_are_not_all_alike_the_longest_run_is_rolled():
+    remark = (
+        "of `blocks` only `blocks.1` to `blocks.4` are equal blocks that are trained alike, "
+        "not `blocks.0`"
+    )
+    traced = check(OddEnds, square_loss, vectors(), remarks=(remark,))
+    assert scans(traced) == [4]
+    assert "blocks.0.up.kernel" in [leaf.path for leaf in traced.leaves]
+
+
+def test_of_blocks_that_are_partly_frozen_the_longest_run_is_rolled():
+    later = nnx.All(nnx.Param, nnx.Not(nnx.PathContains(0)))
+    remark = (
+        "of `blocks` only `blocks.1` to `blocks.3` are equal blocks that are trained alike, "
+        "not `blocks.0`"
+    )
+    build = lambda: Residuals(4)  # noqa: E731
+    traced = check(build, square_loss, vectors(), trainable=later, remarks=(remark,))
+    assert scans(traced) == [3]
+
+
 @pytest.mark.parametrize("how", ["constant", "table"])
 def test_constants_that_differ_are_stacked(how):
     traced = check(lambda: Different(how), square_loss, vectors())

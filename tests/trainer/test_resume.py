@@ -149,6 +149,15 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(half, tmp_path):
     assert (folder / "checkpoints" / "10").is_dir()
 
 
+def test_another_number_of_microbatches_is_warned_of(half, tmp_path):
+    folder = copy_run(half, tmp_path)
+    train(folder, 10, gradient_accumulation_steps=2)
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    told = [line["message"] for line in lines if line["kind"] == "warning"]
+    expected = "an update had 1 microbatch before the checkpoint and has 2 now"
+    assert any(expected in message for message in told)
+
+
 def test_never_must_and_a_path(half, tmp_path):
     trainer = mw.Trainer(
         model=lambda rngs: Noisy(rngs), loss=square_loss, optimizer=optax.adamw(0.01), mesh="fsdp=8"

@@ -244,6 +244,56 @@ def test_a_batch_larger_than_the_data_says_what_it_repeats(assembled):
         trainer().fit(few, steps=1, batch_size=size, assembled=assembled)
 
 
+def test_evaluation_sees_the_same_samples_however_updates_are_divided():
+    held_out = next(batches(1, samples=100))
+    found = []
+    for count in (1, 4):
+        given = trainer(
+            optimizer=optax.sgd(0.0),
+            mesh="data=2",
+            devices=jax.devices()[:2],
+            gradient_accumulation_steps=count,
+        )
+        found.append(given.fit(batches(1), steps=1, eval_data=held_out, eval_batches=5).eval_loss)
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+class Telling(Net):
+    def __call__(self, x):
+        x = super().__call__(x)
+        jax.debug.callback(lambda value: told.append(float(value)), x[0, 0])
+        return x
+
+
+told: list[float] = []
+
+
+def test_a_model_may_tell_what_it_computes():
+    told.clear()
+    given = trainer(model=Telling, mesh="data=2", devices=jax.devices()[:2])
+    batch = next(batches(1))
+    given.fit([batch], steps=1)
+    jax.effects_barrier()
+    assert told[0] == pytest.approx(float(Net(rngs=nnx.Rngs(0))(batch["x"])[0, 0]), rel=1e-5)
+
+
+class Normed(Net):
+    def __init__(self, *, rngs: nnx.Rngs):
+        super().__init__(rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(super().__call__(x))
+
+
+def test_statistics_of_hardly_any_samples_are_warned_of():
+    batch = next(batches(1))
+    (remark,) = trainer(model=Normed, gradient_accumulation_steps=4).assemble(batch).remarks
+    assert "the 4 microbatches of an update have 4 samples each" in remark
+    assert "gradient_accumulation_steps=2 or less" in remark
+    assert trainer(model=Normed).assemble(batch).remarks == ()
+
+
 def test_batches_for_evaluation_must_fit_the_mesh(assembled):
     held_out = list(batches(1, samples=6))
     with pytest.raises(UserError, match="batches of 6 samples for evaluation") as caught:

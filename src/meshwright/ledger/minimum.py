@@ -114,7 +114,7 @@ def _gathered_once(assembled: Assembled) -> set[int]:
     for piece in cut(jaxpr):
         if not isinstance(piece, Outer):
             continue
-        for variable in reads([e for e in piece.eqns if e.outvars[0] not in casts]):
+        for variable in reads([e for e in piece.eqns if not casts.keys() & set(e.outvars)]):
             if variable in number and not _scanned(variable, piece, number):
                 kept.add(number[variable])
     return kept

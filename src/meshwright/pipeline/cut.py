@@ -95,6 +95,12 @@ class BlockCut:
         return [*eqns[: self.position], *eqns[self.position + 1 :]]
 
     @cached_property
+    def shared(self) -> list[Any]:
+        """What every stage computes for itself, since blocks of all of them read it."""
+        computed = [atom for n, atom in enumerate(self.layered) if n not in self.stack_of]
+        return [*self.constants, *computed]
+
+    @cached_property
     def losses(self) -> list[Any]:
         """Totals and weights the program gives."""
         return list(self.jaxpr.outvars[: 2 * (1 + len(self.traced.metric_names))])
@@ -164,7 +170,7 @@ class BlockCut:
 
     def check(self) -> None:
         """Refuse what cannot be cut, by name."""
-        for wanted in (self.initial, self.constants + self._computed(), self.losses):
+        for wanted in (self.initial, self.shared, self.losses):
             _, leaves = self.reads(wanted)
             both = [n for n in leaves if n in set(self.stacks)]
             if both:
@@ -172,9 +178,6 @@ class BlockCut:
                 raise _cannot_cut(f"`{path}` is read outside of the blocks too", self.traced)
         # Found out here, where the user is told, rather than while the step is traced.
         _ = self.changing, self.next_state
-
-    def _computed(self) -> list[Any]:
-        return [atom for n, atom in enumerate(self.layered) if n not in self.stack_of]
 
 
 def cut_blocks(traced: TracedLoss, remarks: Sequence[str] = ()) -> BlockCut:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -13,6 +14,9 @@ from meshwright.pipeline.timeline import in_flight
 from meshwright.program.flops import forward_flops
 from meshwright.units import counted
 
+SHARED = "what all blocks read"
+WORTH_SAYING = 0.05
+
 
 @dataclass(frozen=True)
 class StageFacts:
@@ -20,7 +24,7 @@ class StageFacts:
 
     Attributes:
         blocks: numbers of its blocks.
-        also: what it does beside them: embedding, head.
+        also: what it does beside them: embedding, head, what all blocks read.
         parameters: trained numbers it uses.
         flops: products of one microbatch's forward pass, on all devices of the stage together;
             a stage with fewer blocks than another runs its last one again.
@@ -111,8 +115,22 @@ def pipeline_report(pipelined: PipelinedLoss) -> PipelineReport:
                 remedy=_remedy(pipelined, stages),
             ),
             *_filled_up(pipelined.division),
+            *_computed_again(pipelined.cut, stages),
         ),
     )
+
+
+def _computed_again(cut: BlockCut, stages: Sequence[StageFacts]) -> list[str]:
+    """Say what it costs that every stage computes what blocks of all stages read."""
+    _, flops = _beside(cut, SHARED)
+    share = flops / max(1, max(stage.flops for stage in stages))
+    if share < WORTH_SAYING:
+        return []
+    return [
+        f"blocks of all stages read what is computed from samples before them (an encoder's output,"
+        f" a condition), so each stage computes it for itself: {share:.0%} of the slowest one's "
+        "work; mesh.fsdp or mesh.tensor computes it once"
+    ]
 
 
 def _filled_up(division: Division) -> list[str]:
@@ -164,11 +182,12 @@ def stage_facts(pipelined: PipelinedLoss) -> list[StageFacts]:
     block_size = sum(steps[n].leaf.size // steps[n].leaf.shape[0] for n in trained)
     block_flops = forward_flops(cut.eqn.params["jaxpr"].jaxpr)
     run = pipelined.division.most * pipelined.division.num_chunks
+    shared = [SHARED] if any(_beside(cut, SHARED)) else []
     found: list[StageFacts] = []
     for stage in range(count):
-        ends = ["embedding"] * (stage == 0) + ["head"] * (stage == count - 1)
+        ends = ["embedding"] * (stage == 0) + ["head"] * (stage == count - 1) + shared
         blocks = pipelined.division.blocks(stage)
-        sizes, flops = zip(*(_end(cut, end) for end in ends), strict=True) if ends else ((), ())
+        sizes, flops = zip(*(_beside(cut, end) for end in ends), strict=True) if ends else ((), ())
         found.append(
             StageFacts(
                 blocks=tuple(blocks),
@@ -181,9 +200,10 @@ def stage_facts(pipelined: PipelinedLoss) -> list[StageFacts]:
     return found
 
 
-def _end(cut: BlockCut, end: str) -> tuple[int, int]:
-    """Return the trained numbers and the FLOPs of what comes before or after the blocks."""
-    eqns, leaves = cut.reads(cut.initial if end == "embedding" else cut.losses)
+def _beside(cut: BlockCut, what: str) -> tuple[int, int]:
+    """Return the trained numbers and the FLOPs of what is no block."""
+    wanted = {"embedding": cut.initial, "head": cut.losses, SHARED: cut.shared}
+    eqns, leaves = cut.reads(wanted[what])
     steps = cut.traced.layout.step_leaves
     size = sum(steps[n].leaf.size for n in leaves if steps[n].leaf.role == "param")
     return size, forward_flops(cut.jaxpr.replace(eqns=eqns))

@@ -89,9 +89,8 @@ class Stages:
         self.fixed_rows = [n for n in cut.stack_of if n not in own]
         self.computed_rows = [n for n in range(len(cut.layered)) if n not in cut.stack_of]
         self.outer_params = [n for n in cut.outer if n in trained]
-        computed = [cut.layered[n] for n in self.computed_rows]
         self.embed_eqns, embed_leaves = cut.reads(cut.initial)
-        self.extra_eqns, extra_leaves = cut.reads([*cut.constants, *computed])
+        self.extra_eqns, extra_leaves = cut.reads(cut.shared)
         self.head_eqns, head_leaves = cut.reads(cut.losses)
         self.embed_reads, self.blocks_read, self.head_reads = (
             [i for i, n in enumerate(self.outer_params) if n in found]

@@ -53,6 +53,12 @@ class BlockList:
         rows = (self.elements[n :: self.period] for n in range(self.period))
         return [(row[0], pattern_of(row)) for row in rows]
 
+    def part(self, first: int, count: int) -> BlockList:
+        """Return so many of the blocks, from one of them on."""
+        chosen, step = slice(first, first + count), self.period
+        elements = self.elements[first * step : (first + count) * step]
+        return replace(self, elements=elements, ranges=self.ranges[chosen])
+
     def grouped(self, period: int) -> BlockList:
         """Return the list in which so many blocks in a row are one."""
         firsts, lasts = self.ranges[::period], self.ranges[period - 1 :: period]

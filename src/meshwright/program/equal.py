@@ -9,6 +9,9 @@ import numpy as np
 from meshwright.program.derivatives import OWN_DERIVATIVE, derivative_of
 from meshwright.program.jaxprs import Equation, Literal, aval_of
 
+TELL = frozenset({"debug_callback", "debug_print"})
+"""Primitives that only tell what they are given, by a function made anew at each call."""
+
 
 def difference(left: Equation, right: Equation) -> str | None:
     """Return how two equations differ but for their operands."""
@@ -44,7 +47,7 @@ def _other_param(left: Equation, right: Equation) -> str | None:
         # Derivative rules and remat policies are functions made anew at each call; what the
         # former do is compared below, and the latter change no result.
         is_rule = own_derivative and not (hasattr(value, "eqns") or isinstance(value, int))
-        if key == "policy" or is_rule:
+        if key == "policy" or is_rule or left.primitive.name in TELL:
             continue
         if not _equal(value, other):
             return key

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -75,11 +75,50 @@ class Rolled:
     results: dict[Var, tuple[Var, ...]]
 
 
-def roll_blocks(jaxpr: Jaxpr, blocks: BlockList) -> Rolled | str:
+def roll_blocks(
+    jaxpr: Jaxpr, blocks: BlockList, same_leaves: Callable[[str, str], bool]
+) -> Rolled | str:
     """Return the blocks as one program, or the reason why they are not one.
 
-    Blocks of several kinds that take turns are one program when a turn is taken for a block.
+    Blocks of several kinds that take turns are one program when a turn is taken for a block. Of
+    blocks that are not all alike, the longest run of equal ones is rolled.
+
+    Args:
+        jaxpr: the program.
+        blocks: modules that run one after another.
+        same_leaves: whether the leaves of two modules, given by their paths, have the same roles.
     """
+    found = _roll_in_turns(jaxpr, blocks)
+    if isinstance(found, Rolled):
+        paths = [found.blocks.block_path(n) for n in range(found.blocks.num_blocks)]
+        if all(same_leaves(a, b) for a, b in pairwise(paths)):
+            return found
+    longest = _longest_run(jaxpr, blocks, same_leaves)
+    run = _roll_each(jaxpr, longest) if longest.num_blocks > 1 else found
+    return run if isinstance(run, Rolled) else found
+
+
+def _longest_run(
+    jaxpr: Jaxpr, blocks: BlockList, same_leaves: Callable[[str, str], bool]
+) -> BlockList:
+    """Return the longest run of blocks that do the same as their neighbours."""
+    starts = [start for start, _ in blocks.ranges]
+    lengths = [b - a for a, b in pairwise(starts)]
+    units = [jaxpr.eqns[start : start + n] for start, n in zip(starts, lengths, strict=False)]
+    # What the parent does after the last block may be more than it does between blocks.
+    last = jaxpr.eqns[starts[-1] : starts[-1] + lengths[-1]]
+    units.append(last)
+    best, first = (0, 0), 0
+    for index, unit in enumerate(units):
+        before, paths = units[index - 1], [blocks.block_path(n) for n in (index - 1, index)]
+        alike = len(unit) == len(before) and not _unlike(before, unit) and same_leaves(*paths)
+        if index and not alike:
+            first = index
+        best = max(best, (index - first + 1, -first))
+    return blocks.part(-best[1], best[0])
+
+
+def _roll_in_turns(jaxpr: Jaxpr, blocks: BlockList) -> Rolled | str:
     found = _roll_each(jaxpr, blocks)
     for period in range(2, blocks.num_blocks // 2 + 1):
         if isinstance(found, Rolled):

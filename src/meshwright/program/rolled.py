@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -52,7 +53,9 @@ def roll_program(traced: TracedLoss) -> RollResult:
     rolled: list[Rolled] = []
     remarks: list[str] = []
     for blocks in find_block_lists(jaxpr.eqns):
-        found = roll_blocks(jaxpr, blocks)
+        found = roll_blocks(jaxpr, blocks, partial(_same_leaves, traced.layout))
+        if isinstance(found, Rolled) and (left_out := _left_out(blocks, found.blocks)):
+            remarks.append(left_out)
         if isinstance(found, str):
             remarks.append(found)
         elif rolled and found.start < rolled[-1].stop:
@@ -63,6 +66,32 @@ def roll_program(traced: TracedLoss) -> RollResult:
         return RollResult(traced, tuple(remarks) or _nothing_found(jaxpr))
     builder = _Builder(traced, rolled)
     return RollResult(builder.program(), (*remarks, *builder.remarks()))
+
+
+def _same_leaves(layout: Layout, one: str, other: str) -> bool:
+    """Whether two modules have the same leaves, trained or not."""
+    roles = [
+        {
+            leaf.path.removeprefix(path): leaf.role
+            for leaf in layout.leaves
+            if leaf.path.startswith(f"{path}.")
+        }
+        for path in (one, other)
+    ]
+    return roles[0] == roles[1]
+
+
+def _left_out(blocks: BlockList, rolled: BlockList) -> str:
+    """Say which of a list's modules are not like the others; empty if all are."""
+    others = [path for path in blocks.elements if path not in rolled.elements]
+    if not others:
+        return ""
+    few = ", ".join(f"`{path}`" for path in others[:3]) + (", …" if len(others) > 3 else "")
+    first, last = rolled.elements[0], rolled.elements[-1]
+    return (
+        f"of `{blocks.path}` only `{first}` to `{last}` are equal blocks that are trained alike, "
+        f"not {few}"
+    )
 
 
 def _nothing_found(jaxpr: Jaxpr) -> tuple[str, ...]:

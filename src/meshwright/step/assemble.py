@@ -29,6 +29,10 @@ from meshwright.step.forward import planned_remat
 from meshwright.step.program import StepProgram, own_program, step_program
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import TrainStep
+from meshwright.units import counted
+
+FEW_SAMPLES = 8
+"""Below so many samples, means and variances are mostly noise."""
 
 ModelSource = Callable[[nnx.Rngs], Any]
 """Builds the model from its random streams."""
@@ -148,7 +152,8 @@ def assemble(
     parts = split_model(abstract, trainable)
     micro = _microbatch(batch, plan)
     program, own = step_program(loss, parts, micro, plan), own_program(loss, parts, micro, plan)
-    traced, remarks = program.traced, program.remarks
+    traced = program.traced
+    remarks = (*program.remarks, *_few_samples(parts, plan))
     local = pipeline = None
     if program.cut is not None:
         decision = decide_stages(program.cut, plan.mesh, plan.sharding, plan.num_chunks)
@@ -171,6 +176,22 @@ def assemble(
     )
     tree = jax.tree.structure(batch)
     return Assembled(step, parts, traced, decision, plan, mesh, remarks, tree, model)
+
+
+def _few_samples(parts: Parts, plan: Plan) -> list[str]:
+    """Say so where batch statistics are those of hardly any samples."""
+    kept = [leaf.path for leaf in parts.leaves if leaf.variable == "BatchStat"]
+    count = plan.batch.gradient_accumulation_steps
+    each = plan.batch.global_batch_size // count
+    if not kept or count == 1 or each >= FEW_SAMPLES:
+        return []
+    fewer = max(1, plan.batch.global_batch_size // FEW_SAMPLES)
+    key = "pipeline.num_microbatches" if plan.size("pipe") > 1 else "gradient_accumulation_steps"
+    return [
+        f"`{kept[0]}` is a statistic of one microbatch at a time, and the {count} microbatches of "
+        f"an update have {counted(each, 'sample')} each; {key}={fewer} or less, or larger batches, "
+        "let BatchNorm see more"
+    ]
 
 
 def _pipeline(

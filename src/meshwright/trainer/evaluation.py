@@ -29,7 +29,7 @@ class Evaluator:
         assembled: the step whose states are evaluated.
         loss: the loss it was made from.
         data: held-out samples, always the same ones.
-        batches: the most batches one evaluation takes.
+        batches: the most batches one evaluation takes, each as large as one of training.
         warn: told what evaluation cannot do as training does.
     """
 
@@ -47,16 +47,14 @@ class Evaluator:
         self._replicas = plan.batch.replicas
         # Stages work on several microbatches at a time.
         self._most = plan.num_microbatches if plan.size("pipe") > 1 else 1
-        size = plan.batch.micro_batch_size * plan.batch.replicas
-        enough = batches if data.num_samples is None else max(1, data.num_samples // size)
-        num_batches = min(batches, enough)
-        together = 1
         if isinstance(data, SequenceData | IterableData):
-            size = self._own_size(data)
+            size, self._num_batches = self._own_size(data), batches
         else:
-            together = max(n for n in range(1, self._most + 1) if num_batches % n == 0)
-        self._num_batches = num_batches // together
-        self._feed = Feed(data, batch_size=size * together, sharding=assembled.step.shardings.batch)
+            micro = plan.batch.micro_batch_size * plan.batch.replicas
+            count = self._in_all(data.num_samples, batches) // micro or 1
+            together = max(n for n in range(1, self._most + 1) if count % n == 0)
+            size, self._num_batches = micro * together, count // together
+        self._feed = Feed(data, batch_size=size, sharding=assembled.step.shardings.batch)
         self._runs: dict[Any, Evaluate] = {}
 
     def __call__(self, state: TrainState) -> dict[str, float]:
@@ -70,6 +68,13 @@ class Evaluator:
         if sums is None:
             raise _nothing()
         return {name: _mean(value) for name, value in jax.device_get(sums).items()}
+
+    def _in_all(self, present: int | None, batches: int) -> int:
+        """Return the samples of one evaluation, the same on every mesh; too few are all taken."""
+        size = self._assembled.plan.batch.global_batch_size
+        if present is None:
+            return batches * size
+        return min(batches * size, present // size * size or present)
 
     def _compiled(self, batch: Sequence[Any]) -> Evaluate:
         shapes = tuple(leaf.shape for leaf in batch)

@@ -40,6 +40,7 @@ from meshwright.trainer.limits import Limits
 from meshwright.trainer.loop import Loop, Progress
 from meshwright.trainer.meter import Meter, Work
 from meshwright.trainer.resume import Origin, check_fits, check_same_run, restore
+from meshwright.units import counted
 
 
 @dataclass(frozen=True, repr=False)
@@ -155,7 +156,20 @@ class Training:
             accept=self.checkpoint.accept_changes,
         )
         check_fits(self.origin, self._form)
-        self.remarks = [*self.remarks, *changes]
+        self.remarks = [*self.remarks, *changes, *self._other_microbatches(self.origin.passport)]
+
+    def _other_microbatches(self, passport: Passport) -> list[str]:
+        """Say so where random numbers or statistics depend on the number of microbatches."""
+        before = passport.plan.get("batch", {}).get("gradient_accumulation_steps")
+        now = self._batch.gradient_accumulation_steps
+        states = any(leaf.role == "state" for leaf in self.assembled.traced.layout.leaves)
+        if before in (None, now) or not states:
+            return []
+        return [
+            f"an update had {counted(before, 'microbatch', 'microbatches')} before the checkpoint "
+            f"and has {now} now: dropout and batch statistics go on with other numbers; "
+            f"gradient_accumulation_steps={before} keeps them"
+        ]
 
     def run(self) -> FitResult:
         """Train; whatever happens, what was begun is ended."""
