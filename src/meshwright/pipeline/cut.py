@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,6 +21,9 @@ from meshwright.program.jaxprs import (
 )
 from meshwright.program.rolled import casts_of
 from meshwright.program.trace import TracedLoss
+
+_BLOCKS = re.compile(r"([^.]+\.)*?[^.]*(\*|\d+n(\+\d+)?)(?=\.|$)")
+"""The path of blocks within that of a stack."""
 
 BY_HAND = "give the stages yourself: mw.pipeline.Pipeline(stages=[…])"
 
@@ -50,6 +54,13 @@ class BlockCut:
     def num_blocks(self) -> int:
         """How many blocks there are."""
         return self.eqn.params["length"]
+
+    @property
+    def name(self) -> str:
+        """What the blocks are called: ``blocks.*``, ``layers.2n`` for pairs; empty if unknown."""
+        paths = [self.traced.layout.step_leaves[n].leaf.path for n in self.stacks]
+        found = (_BLOCKS.match(path) for path in paths)
+        return next((match[0] for match in found if match), "")
 
     @property
     def constants(self) -> list[Any]:
@@ -207,7 +218,7 @@ def cut_blocks(traced: TracedLoss, remarks: Sequence[str] = ()) -> BlockCut:
 
 def ordered_by_stage(cut: BlockCut, num_stages: int, num_chunks: int) -> BlockCut:
     """Return the cut with each stack's rows as stages hold them: in their order, filled up."""
-    division = divide_blocks(cut.num_blocks, num_stages, num_chunks)
+    division = divide_blocks(cut.num_blocks, num_stages, num_chunks, name=cut.name)
     rows = division.rows()
     if rows == tuple(range(cut.num_blocks)):
         return cut

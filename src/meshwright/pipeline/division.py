@@ -58,13 +58,23 @@ class Division:
         )
 
 
-def divide_blocks(num_blocks: int, num_stages: int, num_chunks: int = 1) -> Division:
-    """Divide blocks into stages; what is left over goes to those without embedding and head."""
+def divide_blocks(
+    num_blocks: int, num_stages: int, num_chunks: int = 1, *, name: str = ""
+) -> Division:
+    """Divide blocks into stages; what is left over goes to those without embedding and head.
+
+    Args:
+        num_blocks: how many there are.
+        num_stages: devices' stages.
+        num_chunks: pieces of the model on each of them.
+        name: what the blocks are called, for a message.
+    """
     pieces = num_stages * num_chunks
     if num_blocks < pieces:
+        called = f" (`{name}`)" if name else ""
         chunks = f" × {num_chunks} chunks" if num_chunks > 1 else ""
         raise UserError(
-            f"{num_blocks} blocks cannot be divided into {num_stages} stages{chunks}",
+            f"{num_blocks} blocks{called} cannot be divided into {num_stages} stages{chunks}",
             why=f"each of the {pieces} pieces needs at least one block"
             if num_chunks > 1
             else "each stage needs at least one block",
