@@ -95,16 +95,17 @@ def compare(name, mesh, schedule, *, blocks=4, **options):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "mesh"),
+    ("schedule", "mesh", "options"),
     [
-        ("gpipe", {"pipe": 4}),
-        ("1f1b", CUBE),
-        ("interleaved", {"pipe": 2, "data": 4}),
-        ("zb_h1", {"pipe": 4}),
+        # Six blocks on four stages; gradients reduced once for four microbatches.
+        ("gpipe", {"pipe": 4}, {"blocks": 6}),
+        ("1f1b", CUBE, {}),
+        ("interleaved", {"pipe": 2, "data": 4}, {"every": 4}),
+        ("zb_h1", {"pipe": 4}, {}),
     ],
 )
-def test_every_schedule_trains_like_one_device(schedule, mesh):
-    _, found = compare("tied dropout", mesh, schedule)
+def test_every_schedule_trains_like_one_device(schedule, mesh, options):
+    _, found = compare("tied dropout", mesh, schedule, **options)
     assert 0 <= float(found.metrics["accuracy"]) <= 1
 
 
@@ -118,13 +119,14 @@ def test_every_schedule_on_every_mesh(schedule, mesh, name):
     compare(name, mesh, schedule, blocks=blocks)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("schedule", "mesh", "blocks"),
     [
         ("1f1b", {"pipe": 4}, 6),
-        pytest.param("zb_h1", CUBE, 5, marks=pytest.mark.full),
-        pytest.param("interleaved", {"pipe": 2, "data": 4}, 5, marks=pytest.mark.full),
-        pytest.param("gpipe", {"pipe": 2, "fsdp": 2}, 3, marks=pytest.mark.full),
+        ("zb_h1", CUBE, 5),
+        ("interleaved", {"pipe": 2, "data": 4}, 5),
+        ("gpipe", {"pipe": 2, "fsdp": 2}, 3),
     ],
 )
 def test_stages_may_have_different_numbers_of_blocks(schedule, mesh, blocks):
@@ -140,13 +142,14 @@ def test_remat_and_lifetimes_of_weights_change_nothing(schedule, sharding):
     compare("tied dropout", {"pipe": 2, "fsdp": 2}, schedule, **sharding)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("schedule", "mesh"),
     [
         ("zb_h1", CUBE),
-        pytest.param("1f1b", {"pipe": 2, "data": 4}, marks=pytest.mark.full),
-        pytest.param("interleaved", {"pipe": 2, "data": 2, "fsdp": 2}, marks=pytest.mark.full),
-        pytest.param("gpipe", {"pipe": 4, "data": 2}, marks=pytest.mark.full),
+        ("1f1b", {"pipe": 2, "data": 4}),
+        ("interleaved", {"pipe": 2, "data": 2, "fsdp": 2}),
+        ("gpipe", {"pipe": 4, "data": 2}),
     ],
 )
 def test_gradients_may_be_reduced_once_per_update(schedule, mesh):

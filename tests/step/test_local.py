@@ -102,7 +102,7 @@ def test_the_gradient_is_the_same_and_less_is_sent(mesh):
     assert sent[0] == 4 * sent[1]
 
 
-@pytest.mark.parametrize("model", [Net, Depthwise])
+@pytest.mark.parametrize("model", [Net, pytest.param(Depthwise, marks=pytest.mark.full)])
 def test_one_sample_on_each_device_is_a_part_of_a_microbatch_still(model):
     mesh = {"data": 4, "tensor": 2}
     always, seldom = (step_for(mesh, every, model=model, count=8) for every in (1, 8))
