@@ -273,9 +273,12 @@ def test_chunks_are_told_which_microbatches_go_round():
     with pytest.raises(UserError) as caught:
         plan(global_batch_size=16, gradient_accumulation_steps=2)
     assert "2 is not a multiple of 4" in caught.value.why
-    assert "num_microbatches=4 or 8" in caught.value.fix
+    assert "training.gradient_accumulation_steps=4 or 8" in caught.value.fix
     with pytest.raises(UserError, match="schedule=1f1b, or use a global batch of 8 or 16 samples"):
         plan(global_batch_size=10)
+    text = plan().to_yaml().replace("num_microbatches: 16", "num_microbatches: 2")
+    with pytest.raises(UserError, match="write num_microbatches: 4 or 8, or schedule: 1f1b"):
+        Plan.from_yaml(text)
 
 
 @pytest.mark.parametrize(

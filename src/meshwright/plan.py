@@ -10,7 +10,8 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from meshwright.config.base import Frozen
-from meshwright.config.batch import Batch, solve_batch
+from meshwright.config.batch import Batch
+from meshwright.config.microbatches import nearest_microbatches, solve_pipeline_batch
 from meshwright.config.schema import (
     Config,
     PipelineConfig,
@@ -28,8 +29,6 @@ from meshwright.mesh.axes import (
     shown_sizes,
 )
 from meshwright.units import counted
-
-PIPELINE_MICROBATCHES_PER_STAGE = 4
 
 
 class Plan(Frozen):
@@ -102,27 +101,20 @@ class Plan(Frozen):
                 f"{count} microbatches at a time do not divide the {steps} of an update",
                 why=f"pipeline.num_microbatches={count}, "
                 f"training.gradient_accumulation_steps={steps}",
-                fix=(f"write pipeline.num_microbatches={choices}, or " if choices else "")
-                + "leave one of the two out",
+                fix=f"write pipeline.num_microbatches={choices}, or leave one of the two out"
+                if choices
+                else "leave training.gradient_accumulation_steps out",
             )
         if count % group:
-            self._refuse_group(count, stages)
-
-    def _refuse_group(self, count: int, stages: int) -> None:
-        own, replicas = self.batch.global_batch_size // self.batch.replicas, self.batch.replicas
-        choices = nearest_microbatches(own, count, stages)
-        by = replicas * stages
-        below = self.batch.global_batch_size // by * by
-        sizes = " or ".join(str(n) for n in (below, below + by) if n)
-        raise UserError(
-            f"{counted(count, 'microbatch', 'microbatches')} cannot go round {stages} stages in "
-            "groups",
-            why=f"{count} is not a multiple of {stages}, which pipeline.num_chunks="
-            f"{self.num_chunks} needs",
-            fix=f"write pipeline.num_microbatches={choices}, or pipeline.schedule=1f1b"
-            if choices
-            else f"write pipeline.schedule=1f1b, or use a global batch of {sizes} samples",
-        )
+            choices = nearest_microbatches(steps, count, group)
+            raise UserError(
+                f"{counted(count, 'microbatch', 'microbatches')} cannot go round {stages} stages "
+                "in groups",
+                why=f"num_microbatches {count} is not a multiple of {stages}, which num_chunks "
+                f"{self.num_chunks} needs",
+                fix=(f"write num_microbatches: {choices}, or " if choices else "write ")
+                + "schedule: 1f1b and num_chunks: 1",
+            )
 
     @property
     def num_devices(self) -> int:
@@ -293,62 +285,6 @@ def precision(config: Config) -> Precision:
             fix="write one of the two",
         )
     return mixed or compute or "no"
-
-
-def solve_pipeline_batch(
-    pipeline: PipelineConfig,
-    sizes: Mapping[str, int],
-    *,
-    global_batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    gradient_accumulation_steps: int | None = None,
-    sync_gradients_every: int = 1,
-) -> Batch:
-    """Fill in the batch sizes that were left out; with stages, an update has many microbatches."""
-    stages, replicas = sizes.get("pipe", 1), sizes.get("data", 1) * sizes.get("fsdp", 1)
-    steps = gradient_accumulation_steps
-    derived = global_batch_size is not None and micro_batch_size is not None
-    if stages > 1 and steps is None and not derived:
-        steps = pipeline.num_microbatches or PIPELINE_MICROBATCHES_PER_STAGE * stages
-        if global_batch_size is not None and pipeline.num_microbatches is not None:
-            _check_divides(global_batch_size, replicas, pipeline, stages)
-        elif global_batch_size is not None:
-            own = global_batch_size // replicas
-            steps = max((n for n in range(1, min(steps, own) + 1) if own % n == 0), default=1)
-    if stages > 1 and global_batch_size is None and micro_batch_size is None:
-        # Many microbatches in flight: one sample each is about what an update has without stages.
-        micro_batch_size = 1
-    return solve_batch(
-        replicas=replicas,
-        global_batch_size=global_batch_size,
-        micro_batch_size=micro_batch_size,
-        gradient_accumulation_steps=steps,
-        sync_gradients_every=sync_gradients_every,
-    )
-
-
-def _check_divides(size: int, replicas: int, pipeline: PipelineConfig, stages: int) -> None:
-    """Refuse a number of microbatches that does not divide the batch, with some that do."""
-    count = pipeline.num_microbatches or 1
-    if size % (replicas * count) == 0:
-        return
-    group = stages if pipeline.schedule == "interleaved" and pipeline.num_chunks > 1 else 1
-    choices = nearest_microbatches(size // replicas, count, group) if size % replicas == 0 else ""
-    by = replicas * count
-    sizes = " or ".join(str(n) for n in (size // by * by, (size // by + 1) * by) if n)
-    raise UserError(
-        f"a global batch of {size} samples cannot be divided",
-        why=f"{replicas} replicas (data × fsdp) × pipeline.num_microbatches={count} = {by}, "
-        f"and {size} is not a multiple of {by}",
-        fix=(f"write pipeline.num_microbatches={choices}, or use " if choices else "use ")
-        + f"a global batch of {sizes} samples (training.global_batch_size)",
-    )
-
-
-def nearest_microbatches(total: int, near: int, multiple_of: int = 1) -> str:
-    """Return the divisors of ``total`` nearest to ``near``, written ``2 or 4``; empty for none."""
-    fitting = [n for n in range(multiple_of, total + 1, multiple_of) if total % n == 0]
-    return " or ".join(map(str, sorted(sorted(fitting, key=lambda n: abs(n - near))[:2])))
 
 
 def pipeline_fields(

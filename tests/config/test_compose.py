@@ -251,6 +251,40 @@ def test_quoted_text_is_read_back_unchanged(text):
     assert parse_overrides([f"run.project={quoted(text)}"])[0].value() == text
 
 
+@pytest.mark.parametrize(
+    ("text", "why", "instead"),
+    [
+        (
+            'sharding.rules={"blocks.*.kernel":replicate}',
+            "keys in braces stand without quotes",
+            "sharding.rules={blocks.*.kernel:replicate}",
+        ),
+        (
+            "sharding.rules={a.b: [null, tensor], '**': row}",
+            "keys in braces stand without quotes",
+            "sharding.rules={a.b: [null, tensor], **: row}",
+        ),
+        (
+            "sharding.rules.blocks.*.kernel=[fsdp]",
+            "`blocks.*.kernel` is a pattern",
+            "sharding.rules={blocks.*.kernel:[fsdp]}",
+        ),
+        (
+            "+sharding.rules.head.kernel=replicate",
+            "`head.kernel` is a pattern",
+            "sharding.rules={head.kernel:replicate}",
+        ),
+    ],
+)
+def test_rules_written_in_another_way_are_shown_as_they_can_be_read(text, why, instead):
+    with pytest.raises(UserError, match="cannot read the override") as caught:
+        parse_overrides([text])
+    assert why in caught.value.why
+    assert f"write '{instead}'" in caught.value.fix
+    (read,) = parse_overrides([instead])
+    assert all(isinstance(key, str) for key in read.value())
+
+
 def only_user_errors(overrides: list[str]) -> None:
     try:
         composed = compose_config(overrides)

@@ -1,11 +1,13 @@
 """What a pipeline cannot do with its arguments is said before anything is compiled."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from small_models import fill
 
 from meshwright.errors import UserError
@@ -109,6 +111,37 @@ def test_parameters_and_optimizers_of_another_kind_are_refused():
         pipeline.update(optax.sgd(0.1), [(), ()], X, X[:, :4], clip_norm=0)
     with pytest.raises(UserError, match="states has 0 elements"):
         pipeline.update(optax.sgd(0.1), [], X, X[:, :4])
+
+
+def test_a_linen_module_that_draws_random_numbers_is_told_what_to_do():
+    with pytest.raises(UserError, match=r"layer 1 \(Dropout\) draws random numbers") as caught:
+        build([linear(), linen.Dropout(0.5, deterministic=False), linear()])
+    assert "no random stream: InvalidRngError" in caught.value.why
+    assert "deterministic=True" in caught.value.fix
+    assert build([linear(), linen.Dropout(0.5, deterministic=True), linear()]).num_stages == 3
+
+
+def test_a_pipeline_inside_of_a_transformation_is_refused_and_works_outside():
+    pipeline = build([linear(), linear(8, 4)], devices=jax.devices()[:2])
+    optimizer, y = optax.sgd(0.1, momentum=0.9), X[:, :4]
+    states = pipeline.init(optimizer)
+
+    def assign(params):
+        pipeline.params = params
+
+    for inside, said in [
+        (lambda: jax.jit(pipeline)(X), "x is traced"),
+        (lambda: jax.jit(lambda a: pipeline(X) * a)(1.0), "no part of another program$"),
+        (lambda: jax.grad(lambda x: pipeline(x).sum())(X), "x is traced"),
+        (lambda: jax.vmap(pipeline)(X[None]), "x is traced"),
+        (lambda: jax.jit(pipeline.loss_and_gradients)(X, y), "x and target are traced"),
+        (lambda: jax.jit(lambda s: pipeline.update(optimizer, s, X, y))(states), "states is"),
+        (lambda: jax.jit(assign)(pipeline.params), "params is traced"),
+    ]:
+        with pytest.raises(UserError, match=r"cannot run inside jax\.jit") as caught:
+            inside()
+        assert re.search(said, caught.value.why)
+    assert np.isfinite(pipeline.update(optimizer, states, X, y)[0])
 
 
 def test_settings_of_a_config_are_named_as_arguments():

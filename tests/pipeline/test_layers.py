@@ -72,6 +72,24 @@ def test_functions_and_modules_without_values_may_stand_anywhere():
 
 
 @pytest.mark.parametrize(
+    ("stages", "number", "fix"),
+    [
+        ([nnx.Linear, nnx.relu], 0, "write nnx.Linear(…)"),
+        ([nnx.relu, linen.Dense], 1, "write nn.Dense(…)"),
+        ([Noise], 0, "write Noise(…)"),
+    ],
+)
+def test_a_class_in_the_place_of_a_module_is_refused(stages, number, fix):
+    with pytest.raises(UserError, match=rf"stages\[{number}\] is the class ") as caught:
+        read_layers(stages)
+    assert caught.value.fix == fix
+
+
+def test_a_class_that_is_no_module_is_a_function():
+    assert read_layers([jnp.float32]) == [jnp.float32]
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
         ([], "there are no stages"),

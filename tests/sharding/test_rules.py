@@ -19,6 +19,7 @@ from small_models import (
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError
 from meshwright.program.parts import build_unplaced, split_model
+from meshwright.program.rolled import roll_program
 from meshwright.program.trace import trace_loss
 from meshwright.sharding.decide import decide
 from meshwright.sharding.rules import check_rules, matches
@@ -67,6 +68,52 @@ def test_a_rule_for_one_of_several_rolled_blocks_is_refused():
     placed = place({"blocks.0.up.kernel": "replicate"})
     assert placed["blocks.0.up.kernel"][0] == PartitionSpec()
     assert placed["blocks.1.up.kernel"][0] != PartitionSpec()
+
+
+def on_stages(rules, build=Residuals, sizes=None):
+    """Return where leaves live if stages hold the blocks of a rolled model."""
+    _, traced = trace(build, square_loss, vectors(), rolled=True)
+    staged = [n for n, step in enumerate(traced.layout.step_leaves) if step.stacked]
+    config = ShardingConfig(rules=rules, min_shard_size=0)
+    decision = decide(traced, sizes or {"pipe": 2, "fsdp": 2}, config, staged=staged)
+    return {p.path: p.spec for p in decision.at_rest}
+
+
+def test_a_rule_for_one_block_of_a_stage_is_refused_without_unrolling():
+    with pytest.raises(UserError, match="with pipe=2 a stage holds its blocks") as caught:
+        on_stages({"blocks.0.up.kernel": "column"})
+    assert "the rule names 1 of 2" in caught.value.why
+    assert caught.value.fix == "write `blocks.*.up.kernel`"
+
+
+@pytest.mark.parametrize(
+    ("rule", "instead"),
+    [
+        (["pipe", "fsdp"], "[null, fsdp]"),
+        (["fsdp", "pp"], "[fsdp, null]"),
+        (["pipe"], "[null]"),
+    ],
+)
+def test_blocks_of_stages_are_not_divided_over_pipe_once_more(rule, instead):
+    with pytest.raises(UserError, match=r"`blocks\.\*\.up\.kernel` cannot be divided") as caught:
+        on_stages({"blocks.*.up.kernel": rule})
+    assert "its 2 blocks are divided over pipe=2 by their number already" in caught.value.why
+    assert caught.value.fix == f"leave `pipe` out: {instead}"
+
+
+def test_pipe_in_a_rule_is_for_leaves_outside_of_blocks_or_meshes_without_stages():
+    class Framed(Residuals):
+        def __init__(self):
+            super().__init__()
+            self.first = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(2))
+
+        def __call__(self, x):
+            return super().__call__(self.first(x))
+
+    placed = on_stages({"first.kernel": ["pipe", "fsdp"]}, Framed)
+    assert placed["first.kernel"] == PartitionSpec("pipe", "fsdp")
+    placed = on_stages({"blocks.*.up.kernel": ["pipe", "fsdp"]}, sizes={"fsdp": 2})
+    assert placed["blocks.*.up.kernel"] == PartitionSpec(None, None, "fsdp")
 
 
 def test_column_and_row_follow_the_computation_not_the_order_of_dims():
@@ -192,6 +239,26 @@ def test_annotations_that_name_no_mesh_axis_are_mentioned():
     spec, reason = annotated(("embed", "mlp"))["first.kernel"]
     assert spec != PartitionSpec()
     assert reason.startswith("annotated (embed, mlp), no mesh axis; ")
+
+
+def test_an_annotation_of_blocks_that_names_pipe_is_refused_on_stages():
+    class Blocks(nnx.Module):
+        def __init__(self):
+            init = nnx.with_partitioning(nnx.initializers.normal(0.1), ("pipe", ("fsdp", "tp")))
+            self.blocks = nnx.List(
+                nnx.Linear(WIDTH, WIDTH, kernel_init=init, rngs=nnx.Rngs(n)) for n in range(2)
+            )
+
+        def __call__(self, x):
+            for block in self.blocks:
+                x = nnx.tanh(block(x))
+            return x
+
+    abstract = build_unplaced(lambda: nnx.eval_shape(Blocks))
+    traced = roll_program(trace_loss(square_loss, split_model(abstract), vectors())).traced
+    with pytest.raises(UserError, match="annotated in the model; its 2 blocks") as caught:
+        decide(traced, {"pipe": 2}, ShardingConfig(), staged=range(2))
+    assert caught.value.fix == "leave `pipe` out: [null, [fsdp, tp]]"
 
 
 def test_an_annotation_whose_size_does_not_divide_is_refused():

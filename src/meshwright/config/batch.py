@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from meshwright.config.base import Frozen
 from meshwright.errors import UserError
+from meshwright.units import counted
 
 DEFAULT_MICRO_BATCH_SIZE = 4
 
@@ -37,8 +38,9 @@ class Batch(Frozen):
         if self.global_batch_size != product:
             raise UserError(
                 "the batch sizes contradict each other",
-                why=f"micro_batch_size {self.micro_batch_size} × {_replicas(self.replicas)} × "
-                f"gradient_accumulation_steps {steps} = {product}, "
+                why=f"micro_batch_size {self.micro_batch_size} × "
+                f"{describe_replicas(self.replicas)} × gradient_accumulation_steps {steps} = "
+                f"{product}, "
                 f"but global_batch_size is {self.global_batch_size}",
                 fix=f"{_would_work(str(product))}; or leave one of the three out and it is derived",
             )
@@ -69,10 +71,12 @@ def solve_batch(
         total = micro * replicas * steps
     elif micro is None:
         steps = 1 if steps is None else steps
-        micro = _divide(total, replicas * steps, f"{_replicas(replicas)} × accumulation {steps}")
+        micro = _divide(
+            total, replicas * steps, f"{describe_replicas(replicas)} × accumulation {steps}"
+        )
     elif steps is None:
         steps = _divide(
-            total, micro * replicas, f"micro_batch_size {micro} × {_replicas(replicas)}"
+            total, micro * replicas, f"micro_batch_size {micro} × {describe_replicas(replicas)}"
         )
     return Batch.parse(
         {
@@ -100,7 +104,7 @@ def _divide(total: int, by: int, meaning: str) -> int:
     below, above = total // by * by, (total // by + 1) * by
     nearest = " or ".join(str(n) for n in (below, above) if n > 0)
     raise UserError(
-        f"a global batch of {total} samples cannot be divided",
+        f"a global batch of {counted(total, 'sample')} cannot be divided",
         why=f"{meaning} = {by}, and {total} is not a multiple of {by}",
         fix=_would_work(nearest),
     )
@@ -111,5 +115,6 @@ def _would_work(sizes: str) -> str:
     return f"a global batch of {sizes} samples would work (training.global_batch_size)"
 
 
-def _replicas(replicas: int) -> str:
-    return f"{replicas} replicas (data × fsdp)"
+def describe_replicas(replicas: int) -> str:
+    """Return how many groups of devices work on different samples, and what makes them."""
+    return f"{counted(replicas, 'replica')} (data × fsdp)"

@@ -105,17 +105,40 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     for text in overrides:
         try:
             (override,) = parser.parse_overrides([text])
-            if not override.key_or_group:
+            # A pattern without `*` would be read as keys within keys.
+            if not override.key_or_group or _RULE_OF_PARTS.match(text):
                 raise ValueError(text)
         except Exception:
             # Hydra's grammar reports most mistakes in its own words and fails on some characters.
             raise UserError(
-                f"cannot read the override `{shorten(text)}`",
-                fix="write key=value, group=choice, +group=choice or ~key; "
-                "quote values with spaces or symbols: key='…'",
+                f"cannot read the override `{shorten(text)}`", **_how_to_write(text)
             ) from None
         parsed.append(override)
     return parsed
+
+
+_QUOTED_KEY = re.compile(r"""([{,]\s*)(['"])([^'"]*)\2(\s*:)""")
+_RULE_OF_PARTS = re.compile(r"\+{0,2}sharding\.rules\.[^=.]+\.")
+_RULE = re.compile(r"\+{0,2}sharding\.rules\.([^=]+)=(.+)")
+
+
+def _how_to_write(text: str) -> dict[str, str]:
+    """Return why an override cannot be read, if that is known, and what to write instead."""
+    if _QUOTED_KEY.search(text):
+        plain = _QUOTED_KEY.sub(r"\1\3\4", text)
+        return {
+            "why": "keys in braces stand without quotes",
+            "fix": f"write '{plain}', the quotes around all of it being the shell's",
+        }
+    if rule := _RULE.fullmatch(text):
+        return {
+            "why": f"`{rule[1]}` is a pattern, which stands in braces",
+            "fix": f"write 'sharding.rules={{{rule[1]}:{rule[2]}}}', the quotes being the shell's",
+        }
+    return {
+        "fix": "write key=value, group=choice, +group=choice or ~key; "
+        "quote values with spaces or symbols: key='…'"
+    }
 
 
 def quoted(text: str) -> str:

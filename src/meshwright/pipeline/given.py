@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from meshwright.config.arguments import check_count
 from meshwright.errors import UserError
 from meshwright.pipeline.schedules import Schedule, get_schedule
+from meshwright.units import counted
 from meshwright.weighted import Weighted
 
 
@@ -30,7 +32,7 @@ def read_schedule(schedule: Any, num_chunks: int | None) -> Schedule:
     if num_chunks is not None and found.num_chunks != num_chunks:
         raise UserError(
             f"num_chunks={num_chunks} does not go with schedule={found.name!r}",
-            why=f"it has {found.num_chunks} piece(s) of the model on each stage",
+            why=f"it has {counted(found.num_chunks, 'piece')} of the model on each stage",
             fix='leave num_chunks out, or write schedule="interleaved"',
         )
     return found
@@ -74,7 +76,7 @@ def check_division(
         most = num_layers // chunks
         smaller = f"write num_stages={most}" if most else 'write schedule="1f1b"'
         raise UserError(
-            f"{num_layers} layers cannot be divided into {pieces}",
+            f"{counted(num_layers, 'layer')} cannot be divided into {pieces}",
             why=f"each of the {stages * chunks} pieces needs at least one layer",
             fix=f"{smaller}, or give at least {stages * chunks} layers",
         )
@@ -95,6 +97,26 @@ def in_python(text: str) -> str:
     """Return a message with arguments of Python where it names settings of a config."""
     text = re.sub(r"pipeline\.schedule=(\w+)", r'schedule="\1"', text)
     return re.sub(r"pipeline\.(\w+)=", r"\1=", text)
+
+
+def check_untraced(**values: Any) -> None:
+    """Refuse to run within a transformation of JAX, which sees shapes and no values."""
+    names = [
+        name
+        for name, value in values.items()
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
+    ]
+    # Inside jax.jit even a constant is traced, whatever was passed to the pipeline.
+    if names or isinstance(jnp.zeros(()), Tracer):
+        verb = "are" if len(names) > 1 else "is"
+        traced = f"; {' and '.join(names)} {verb} traced" if names else ""
+        raise UserError(
+            "a pipeline cannot run inside jax.jit, jax.grad or jax.vmap",
+            why="its stages are programs of their own, on different devices, and no part of "
+            f"another program{traced}",
+            fix="call it outside, where its stages are compiled as well; gradients are what "
+            "loss_and_gradients returns",
+        )
 
 
 def count_samples(name: str, batch: Any) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import linen, nnx
+from flax.errors import InvalidRngError
 
 from meshwright.errors import UserError
 from meshwright.pipeline.given import describe, first_line
@@ -39,6 +40,7 @@ def read_layers(stages: Any) -> list[Any]:
         raise UserError(
             "there are no stages", why="stages is empty", fix="give at least one module or function"
         )
+    _check_instances(layers)
     _check_repeated(layers)
     _check_shared(layers)
     for number, layer in enumerate(layers):
@@ -53,6 +55,15 @@ def naming_layer(number: int, layer: Any, x: Any) -> Generator[None]:
         yield
     except (UserError, jax.errors.JaxRuntimeError):
         raise
+    except InvalidRngError as error:
+        raise UserError(
+            f"layer {number} ({layer_name(layer)}) draws random numbers, which a Linen module "
+            "cannot do here in training",
+            why="a stage keeps a Linen module's parameters and statistics, but no random stream: "
+            f"{first_line(error)}",
+            fix="give it deterministic=True, or write this layer in NNX, such as "
+            "nnx.Dropout(0.1, rngs=nnx.Rngs(0))",
+        ) from error
     except Exception as error:
         source = f"what layer {number - 1} gives" if number else "the input"
         own = _parameter_shapes(layer)
@@ -70,6 +81,19 @@ def layer_name(layer: Any) -> str:
         return f"({layer_name(layer[0])}, params)"
     name = getattr(layer, "__name__", None)
     return name if isinstance(name, str) else type(layer).__name__
+
+
+def _check_instances(layers: Sequence[Any]) -> None:
+    """Refuse a class of modules, which is callable and would be taken for a function."""
+    for number, layer in enumerate(layers):
+        if isinstance(layer, type) and issubclass(layer, nnx.Module | linen.Module):
+            flax = {"flax.nnx": "nnx.", "flax.linen": "nn."}
+            prefix = flax.get(".".join(layer.__module__.split(".")[:2]), "")
+            raise UserError(
+                f"stages[{number}] is the class {layer.__name__}, not a module",
+                why="a stage runs a module that is made already",
+                fix=f"write {prefix}{layer.__name__}(…)",
+            )
 
 
 def _check_repeated(layers: Sequence[Any]) -> None:

@@ -23,7 +23,7 @@ from meshwright.pipeline.schedules import Schedule
 from meshwright.pipeline.separate import Host, Loss, Stage, divide_devices, output_tree
 from meshwright.pipeline.timeline import Timeline, simulate
 from meshwright.pipeline.updates import Updates
-from meshwright.units import human_count
+from meshwright.units import counted, human_count
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,7 @@ class Pipeline:
 
         NNX modules run as after ``eval()``: without dropout, with the statistics gathered so far.
         """
+        given.check_untraced(x=x)
         count = min(self.num_microbatches, given.count_samples("x", x))
         inputs = self._split("x", x, count)
         self._check_fit(inputs[0])
@@ -158,10 +159,11 @@ class Pipeline:
         Modules run in the mode they were given in, which is training unless you called ``eval()``.
         What they remember, such as statistics and random streams, goes on from batch to batch.
         """
+        given.check_untraced(x=x, target=target)
         samples, targets = given.count_samples("x", x), given.count_samples("target", target)
         if samples != targets:
             raise UserError(
-                f"x has {samples} samples, target {targets}",
+                f"x has {counted(samples, 'sample')}, target {targets}",
                 why="both are divided into the same microbatches, along dim 0",
                 fix="give one target for each sample",
             )
@@ -201,6 +203,7 @@ class Pipeline:
         check_optimizer(optimizer)
         check_clip_norm(clip_norm)
         states = given.check_per_stage("states", states, len(self._stages))
+        given.check_untraced(states=states)
         loss, gradients = self.loss_and_gradients(x, target)
         factor = self._updates.factor(gradients, clip_norm)
         self._params, after = self._updates.apply(
@@ -216,6 +219,7 @@ class Pipeline:
     @params.setter
     def params(self, values: Sequence[Any]) -> None:
         found = given.check_per_stage("params", values, len(self._stages))
+        given.check_untraced(params=values)
         for number, (new, present) in enumerate(zip(found, self._params, strict=True)):
             given.check_like(f"params[{number}]", new, present)
         pairs = zip(found, self._stages, strict=True)
@@ -262,8 +266,8 @@ class Pipeline:
         chunks = self.schedule.num_chunks
         pieces = f" × {chunks} chunks" if chunks > 1 else ""
         lines = [
-            f"Pipeline: {self.num_stages} stages{pieces}, {self.schedule.name} with "
-            f"{self.num_microbatches} microbatches"
+            f"Pipeline: {counted(self.num_stages, 'stage')}{pieces}, {self.schedule.name} with "
+            f"{counted(self.num_microbatches, 'microbatch', 'microbatches')}"
         ]
         for number, stage in enumerate(self.stages):
             chunk, of = divmod(number, self.num_stages)
@@ -303,7 +307,7 @@ class Pipeline:
             fits = samples // groups * groups
             smaller = f"write num_microbatches={fits}, or " if fits else ""
             raise UserError(
-                f"{samples} samples cannot be divided into {count} microbatches",
+                f"{counted(samples, 'sample')} cannot be divided into {count} microbatches",
                 why=f"{name} has fewer samples than there are microbatches",
                 fix=f"{smaller}give more samples",
             )
@@ -343,6 +347,7 @@ def _unused(num_devices: int, num_stages: int, most_stages: int) -> str:
     below, above = [n for n in fits if n < num_stages][-1:], [n for n in fits if n > num_stages][:1]
     better = " or ".join(f"num_stages={n}" for n in below + above)
     return (
-        f"{left} of {num_devices} devices are not used, since {num_devices} is not a multiple of "
+        f"{left} of {num_devices} devices {'is' if left == 1 else 'are'} not used, since "
+        f"{num_devices} is not a multiple of "
         f"{num_stages} stages; {better} uses all"
     )

@@ -11,6 +11,7 @@ from typing import ClassVar
 from meshwright.errors import UserError, did_you_mean
 from meshwright.pipeline.operations import Kind, Op, Shape
 from meshwright.pipeline.ticks import TickTable, in_lockstep
+from meshwright.units import counted
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ class Interleaved(Schedule):
             below = num_microbatches // num_stages * num_stages
             nearest = " or ".join(str(n) for n in (below, below + num_stages) if n)
             raise UserError(
-                f"{num_microbatches} microbatches cannot go round {num_stages} stages in groups",
+                f"{counted(num_microbatches, 'microbatch', 'microbatches')} cannot go round "
+                f"{num_stages} stages in groups",
                 why=f"{num_microbatches} is not a multiple of {num_stages}",
                 fix=f"write pipeline.num_microbatches={nearest}, or pipeline.schedule=1f1b",
             )

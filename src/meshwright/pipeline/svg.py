@@ -7,6 +7,7 @@ from xml.sax.saxutils import escape
 
 from meshwright.pipeline.draw import BUBBLE, COLOURS, NAMES, kinds_of, shade, time_unit
 from meshwright.pipeline.timeline import Span, Timeline
+from meshwright.units import counted
 
 # All lengths are in SVG user units, shown as pixels.
 _MARGIN, _LABEL, _HEAD, _FOOT = 24, 62, 34, 40
@@ -38,7 +39,8 @@ def timeline_svg(timeline: Timeline, title: str = "") -> str:
     stages = timeline.shape.num_stages
     height = _MARGIN + _HEAD + stages * (_ROW + _SPACE) + _FOOT
     scale = across / float(unit)
-    head = title or f"{stages} stages, {timeline.shape.num_microbatches} microbatches"
+    count = counted(timeline.shape.num_microbatches, "microbatch", "microbatches")
+    head = title or f"{counted(stages, 'stage')}, {count}"
     bubble = f"{float(timeline.bubble) * 100:.1f}%"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="mw-pipe" role="img" '

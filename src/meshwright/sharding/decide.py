@@ -22,6 +22,7 @@ from meshwright.sharding.rules import (
     TENSOR_ROLES,
     annotated,
     apply_rule,
+    check_on_stages,
     check_rules,
     entry_names,
     find_rule,
@@ -88,7 +89,7 @@ def decide(
             tensor,
             sizes,
             sharding,
-            is_stack=step.stacked or number in staged,
+            on_stages=number in staged,
             over_pipe=bool(staged) and number not in staged,
         )
         for number, step in enumerate(traced.layout.step_leaves)
@@ -130,21 +131,27 @@ def _place(
     sizes: Mapping[str, int],
     sharding: ShardingConfig,
     *,
-    is_stack: bool,
+    on_stages: bool,
     over_pipe: bool,
 ) -> Placement:
-    leaf = step.leaf
-    rule = find_rule(sharding.rules, step, paths) if leaf.is_weight else None
+    leaf, stages = step.leaf, sizes.get("pipe", 1)
+    rule = find_rule(sharding.rules, step, paths, stages=stages) if leaf.is_weight else None
     if rule is not None and rule[1] not in TENSOR_ROLES:
+        if on_stages and not isinstance(rule[1], str):
+            check_on_stages(step, rule[1], f"rule `{rule[0]}`: {list(rule[1])}", stages)
         return apply_rule(*rule, step, classes, sizes)
     if rule is not None:
         on_tensor = apply_rule(*rule, step, classes, sizes)
     elif leaf.annotation is not None and _names_axes(leaf.annotation):
+        if on_stages:
+            own = leaf.annotation[int(step.stacked) :]
+            check_on_stages(step, own, "annotated in the model", stages)
         return annotated(leaf, sizes)
     else:
         on_tensor = _by_the_model(leaf, tensor)
     placed = on_tensor
     if leaf.is_weight and sizes.get("fsdp", 1) > 1:
+        is_stack = step.stacked or on_stages
         placed = _over_fsdp(leaf, on_tensor, sizes, sharding, is_stack=is_stack)
     if leaf.is_weight and over_pipe:
         placed = add_pipe(leaf, placed, sizes=sizes, smallest=sharding.min_shard_size)

@@ -21,17 +21,27 @@ TENSOR_ROLES = ("column", "row")
 
 
 def find_rule(
-    rules: Mapping[str, Rule], step: StepLeaf, paths: Sequence[str]
+    rules: Mapping[str, Rule], step: StepLeaf, paths: Sequence[str], *, stages: int = 1
 ) -> tuple[str, Rule] | None:
-    """Return the last rule whose pattern matches one of the leaves a step leaf holds."""
+    """Return the last rule whose pattern matches one of the leaves a step leaf holds.
+
+    Args:
+        rules: rules by their patterns.
+        step: the step leaf.
+        paths: of the model's own leaves.
+        stages: pipeline stages; with several, blocks are rolled whatever the config says.
+    """
     found = None
     for pattern, rule in rules.items():
         matched = [matches(pattern, paths[source]) for source in step.sources]
         if any(matched) and not all(matched):
+            by_stages = f"with pipe={stages} a stage holds its blocks as one array"
             raise UserError(
                 f"the sharding rule `{pattern}` names only some blocks of `{step.leaf.path}`",
-                why="rolled blocks are one array, which lives in one way",
-                fix=f"write `{step.leaf.path}`, or sharding.blocks=unroll",
+                why=f"{by_stages if stages > 1 else 'rolled blocks are one array'}, "
+                f"which lives in one way; the rule names {sum(matched)} of {len(matched)}",
+                fix=f"write `{step.leaf.path}`"
+                + ("" if stages > 1 else ", or sharding.blocks=unroll"),
             )
         if any(matched):
             found = (pattern, rule)
@@ -81,6 +91,27 @@ def apply_rule(
     # A rule speaks of the model's own leaf, a stack has the blocks as one dim more.
     entries = [None, *rule] if step.stacked else rule
     return _explicit(leaf, entries, because, sizes)
+
+
+def check_on_stages(step: StepLeaf, spec: Sequence[Any], said: str, stages: int) -> None:
+    """Refuse a spec that divides a leaf of blocks over the stages once more.
+
+    Args:
+        step: a leaf that holds the blocks of pipeline stages.
+        spec: where a rule or an annotation says it lives.
+        said: who says so, for people.
+        stages: pipeline stages.
+    """
+    kept = [[n for n in entry_names(e) if canonical_axis(n) != "pipe"] for e in spec]
+    if stages == 1 or sum(map(len, kept)) == sum(len(entry_names(e)) for e in spec):
+        return
+    blocks = len(step.sources) if step.stacked else step.leaf.shape[0]
+    entries = [(e[0] if len(e) == 1 else f"[{', '.join(e)}]") if e else "null" for e in kept]
+    raise UserError(
+        f"`{step.leaf.path}` cannot be divided over `pipe` once more",
+        why=f"{said}; its {blocks} blocks are divided over pipe={stages} by their number already",
+        fix=f"leave `pipe` out: [{', '.join(entries)}]",
+    )
 
 
 def _role_dim(rule: str, step: StepLeaf, roles: Roles, size: int) -> int | None:

@@ -18,6 +18,7 @@ from meshwright.config.arguments import check_clip_norm, check_count, check_opti
 from meshwright.config.base import shorten
 from meshwright.config.builders import parameters_of
 from meshwright.config.duration import Duration, parse_duration
+from meshwright.config.microbatches import solve_pipeline_batch
 from meshwright.config.schema import (
     CheckpointConfig,
     PipelineConfig,
@@ -36,7 +37,6 @@ from meshwright.plan import (
     Plan,
     pipeline_fields,
     resolve_mesh,
-    solve_pipeline_batch,
     unused_pipeline,
 )
 from meshwright.program.trace import Loss

@@ -1,0 +1,184 @@
+"""The batch equation with pipeline stages: an update has many microbatches, in whole groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.config.batch import Batch, describe_replicas, solve_batch
+from meshwright.config.schema import PipelineConfig
+from meshwright.errors import UserError
+from meshwright.units import counted
+
+MICROBATCHES_PER_STAGE = 4
+
+
+def solve_pipeline_batch(
+    pipeline: PipelineConfig,
+    sizes: Mapping[str, int],
+    *,
+    global_batch_size: int | None = None,
+    micro_batch_size: int | None = None,
+    gradient_accumulation_steps: int | None = None,
+    sync_gradients_every: int = 1,
+) -> Batch:
+    """Fill in the batch sizes that were left out; with stages, an update has many microbatches."""
+    stages, replicas = sizes.get("pipe", 1), sizes.get("data", 1) * sizes.get("fsdp", 1)
+    steps = gradient_accumulation_steps
+    if stages > 1:
+        asked = _Asked(
+            stages, replicas, group_size(pipeline, stages), global_batch_size, micro_batch_size
+        )
+        _check_groups(asked, pipeline, steps)
+        steps = asked.steps(pipeline.num_microbatches) if steps is None else steps
+        if global_batch_size is None and micro_batch_size is None:
+            # Many microbatches in flight: one sample each is about what an update has without
+            # stages.
+            micro_batch_size = 1
+    return solve_batch(
+        replicas=replicas,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        gradient_accumulation_steps=steps,
+        sync_gradients_every=sync_gradients_every,
+    )
+
+
+def group_size(pipeline: PipelineConfig, stages: int) -> int:
+    """Return what microbatches are a multiple of: chunks go round in groups of one per stage."""
+    return stages if pipeline.schedule == "interleaved" and pipeline.num_chunks > 1 else 1
+
+
+def nearest_microbatches(total: int, near: int, multiple_of: int = 1) -> str:
+    """Return divisors of ``total`` on both sides of ``near``, written ``4 or 8``; empty for none.
+
+    Where all are on one side, the two nearest.
+    """
+    fitting = [n for n in range(multiple_of, total + 1, multiple_of) if total % n == 0]
+    below, above = [n for n in fitting if n <= near], [n for n in fitting if n > near]
+    chosen = [below[-1], above[0]] if below and above else below[-2:] or above[:2]
+    return " or ".join(map(str, chosen))
+
+
+def multiples_around(number: int, of: int) -> str:
+    """Return the multiples on both sides of a number, written ``8 or 16``; zero is left out."""
+    below = number // of * of
+    return " or ".join(str(n) for n in (below, below + of) if n)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is known of a batch before its microbatches are counted.
+
+    Attributes:
+        stages: pipeline stages.
+        replicas: groups of devices that work on different samples.
+        group: what microbatches are a multiple of.
+        samples: samples of an update, if given.
+        micro: samples one device works on at a time, if given.
+    """
+
+    stages: int
+    replicas: int
+    group: int
+    samples: int | None
+    micro: int | None
+
+    @property
+    def own(self) -> int | None:
+        """What microbatches divide: the samples of a replica, in whole ``micro``; 0 for nothing."""
+        if self.samples is None:
+            return None
+        by = self.replicas * (self.micro or 1)
+        return 0 if self.samples % by else self.samples // by
+
+    def fits(self, steps: int) -> bool:
+        """Whether an update may have so many microbatches, groups aside."""
+        return self.own is None or (self.own > 0 and self.own % steps == 0)
+
+    def steps(self, num_microbatches: int | None) -> int | None:
+        """Return the microbatches of an update if they are not given; None if they follow."""
+        usual = num_microbatches or MICROBATCHES_PER_STAGE * self.stages
+        if self.samples is None:
+            return usual
+        if num_microbatches is not None:
+            _check_divides(self, num_microbatches)
+        if self.micro is not None:
+            return None
+        if num_microbatches is not None:
+            return num_microbatches
+        own = self.samples // self.replicas
+        counts = range(self.group, min(usual, own) + 1, self.group)
+        return max((n for n in counts if own % n == 0), default=1)
+
+
+def _check_groups(asked: _Asked, pipeline: PipelineConfig, steps: int | None) -> None:
+    """Refuse a number of microbatches that is no multiple of the stages where it must be."""
+    given = pipeline.num_microbatches
+    if asked.group == 1:
+        return
+    if given is None and (steps is None or asked.micro is not None):
+        _check_group_of_samples(asked, pipeline.num_chunks)
+    count = given or steps
+    if count is None or count % asked.group == 0:
+        return
+    key = "pipeline.num_microbatches" if given else "training.gradient_accumulation_steps"
+    # Microbatches at a time divide those of an update, which divide the samples.
+    update = steps if given and steps else count
+    keeps = update != count and update % asked.group == 0 and asked.fits(update)
+    leave = given and steps and not keeps
+    other = _other_count(asked, update if keeps else asked.own, count, key)
+    as_it_is = update % count == 0 and asked.fits(update)
+    raise UserError(
+        f"{counted(count, 'microbatch', 'microbatches')} cannot go round {asked.stages} "
+        "stages in groups",
+        why=f"{key}={count} is not a multiple of {asked.stages}, which "
+        f"pipeline.num_chunks={pipeline.num_chunks} needs",
+        fix=("leave training.gradient_accumulation_steps out and " if leave else "")
+        + f"write {other}"
+        + (", or pipeline.schedule=1f1b" if as_it_is else ""),
+    )
+
+
+def _other_count(asked: _Asked, total: int | None, count: int, key: str) -> str:
+    """Return numbers that go round, and a batch for them where none divides this one."""
+    if total is None:
+        return f"{key}={multiples_around(count, asked.group)}"
+    if choices := nearest_microbatches(total, count, asked.group):
+        return f"{key}={choices}"
+    near = max(asked.group, count // asked.group * asked.group)
+    batches = multiples_around(asked.samples or 0, asked.replicas * (asked.micro or 1) * near)
+    return f"{key}={near} with a global batch of {batches} samples"
+
+
+def _check_group_of_samples(asked: _Asked, num_chunks: int) -> None:
+    """Refuse a batch whose samples make no whole groups, whatever the number of microbatches."""
+    samples, by = asked.samples, asked.replicas * (asked.micro or 1) * asked.group
+    if samples is None or samples % by == 0:
+        return
+    micro = f"micro_batch_size {asked.micro} × " if asked.micro else ""
+    without = "write pipeline.schedule=1f1b, or " if asked.own else ""
+    raise UserError(
+        f"a global batch of {counted(samples, 'sample')} cannot go round {asked.stages} stages in "
+        "groups",
+        why=f"{micro}{describe_replicas(asked.replicas)} × {asked.stages} stages = {by}, and "
+        f"{samples} is not a multiple of {by}, which pipeline.num_chunks={num_chunks} needs",
+        fix=f"{without}use a global batch of {multiples_around(samples, by)} samples "
+        "(training.global_batch_size)",
+    )
+
+
+def _check_divides(asked: _Asked, count: int) -> None:
+    """Refuse a number of microbatches that does not divide the batch, with some that do."""
+    size, by = asked.samples or 0, asked.replicas * (asked.micro or 1) * count
+    if size % by == 0:
+        return
+    choices = nearest_microbatches(asked.own or 0, count, asked.group)
+    micro = f"micro_batch_size {asked.micro} × " if asked.micro else ""
+    raise UserError(
+        f"a global batch of {counted(size, 'sample')} cannot be divided",
+        why=f"{micro}{describe_replicas(asked.replicas)} × pipeline.num_microbatches={count} = "
+        f"{by}, and {size} is not a multiple of {by}",
+        fix=(f"write pipeline.num_microbatches={choices}, or use " if choices else "use ")
+        + f"a global batch of {multiples_around(size, by)} samples (training.global_batch_size)",
+    )
