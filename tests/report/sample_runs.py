@@ -12,6 +12,8 @@ from meshwright.config.schema import TrackingConfig
 from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.build import build_mesh
 from meshwright.mesh.svg import mesh_svg
+from meshwright.pipeline.schedules import get_schedule
+from meshwright.pipeline.svg import timeline_svg
 from meshwright.tracking import make_trackers
 
 UPDATES = 200
@@ -84,6 +86,7 @@ def facts(mesh: dict[str, int], project: str) -> dict[str, object]:
         "mesh": mesh,
         "mesh_svg": mesh_svg(build_mesh(mesh)),
         "plan": describe_sizes(mesh) + ", batch 16 = 4 × 4 × 1, precision no",
+        "pipeline": pipeline(mesh.get("pipe", 1)),
         "parameters": {"count": 3_456_789, "bytes": 13_827_156},
         "memory_per_device": {
             "parameters": 2 * MIB, "optimizer": 4 * MIB, "state": 0, "batch": MIB // 2,
@@ -98,6 +101,20 @@ def facts(mesh: dict[str, int], project: str) -> dict[str, object]:
         "tokens_per_sample": 128,
         "remarks": ["embed.pos is whole over tensor: 128 rows"],
     }  # fmt: skip
+
+
+def pipeline(stages: int) -> dict[str, object] | None:
+    if stages == 1:
+        return None
+    parts = [{"blocks": [n], "also": [], "parameters": 788_480, "flops": 52_428_800,
+              "microbatches_kept": stages - n} for n in range(stages)]  # fmt: skip
+    timeline = get_schedule("zb_h1").table(8, stages).timeline()
+    return {
+        "schedule": "zb_h1",
+        "waiting": "stages wait 11.1% of the time",
+        "stages": parts,
+        "timeline_svg": timeline_svg(timeline),
+    }
 
 
 def sharding():

@@ -37,7 +37,8 @@ def pages(tmp_path_factory):
     empty = base / "empty"
     empty.mkdir()
     (empty / "run.json").write_text("{}")
-    wanted = {"one": runs[:1], "three": runs, "empty": [empty]}
+    staged = write_run(base / "d", mesh={"pipe": 4, "fsdp": 2})
+    wanted = {"one": runs[:1], "three": runs, "empty": [empty], "staged": [staged]}
     for name, folders in wanted.items():
         (base / f"{name}.html").write_text(make_page([read_run(folder) for folder in folders]))
     return base
@@ -174,6 +175,16 @@ def test_several_runs_are_overlaid_and_only_differences_listed(show):
     browser.click("#mesh [role=tab]:nth-child(2)")
     assert browser.evaluate("document.querySelector('#mesh img').alt") == "Mesh data=2 × fsdp=4"
     assert browser.evaluate("document.querySelector('#mesh img').naturalWidth") > 100
+
+
+def test_stages_are_listed_and_drawn(show):
+    browser = show("staged", width=900)
+    rows = "[...document.querySelectorAll('#mesh tbody tr')].map(row => row.cells.length)"
+    assert browser.evaluate(rows) == [6] * 4
+    drawn = "[...document.querySelectorAll('#mesh img')].map(i => [i.alt, i.naturalWidth > 0])"
+    pictures = browser.evaluate(drawn)
+    assert pictures == [["Mesh pipe=4 × fsdp=2", True], ["When each stage works", True]]
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 900
 
 
 def test_the_values_are_there_as_a_table(show):

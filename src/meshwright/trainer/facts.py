@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -12,6 +13,9 @@ import jax
 import numpy as np
 
 from meshwright.mesh.svg import mesh_svg
+from meshwright.pipeline.gradients import PipelinedLoss
+from meshwright.pipeline.report import pipeline_report
+from meshwright.pipeline.svg import timeline_svg
 from meshwright.processes import process_count
 from meshwright.sharding.explain import explain
 from meshwright.step.assemble import Assembled
@@ -56,6 +60,7 @@ def describe_run(
         "mesh": dict(plan.mesh),
         "mesh_svg": mesh_svg(mesh),
         "plan": plan.describe(),
+        "pipeline": describe_pipeline(assembled.step.pipeline),
         "parameters": {
             "count": sum(int(np.prod(r.shape)) for r in reports),
             "bytes": sum(r.bytes for r in reports),
@@ -80,6 +85,20 @@ def describe_run(
         "tokens_per_sample": None if work.tokens is None else work.tokens // work.samples,
         "compile_seconds": round(compiled.seconds, 2),
         "remarks": list(remarks),
+    }
+
+
+def describe_pipeline(pipeline: PipelinedLoss | None) -> dict[str, Any] | None:
+    """Return the stages of a run and a drawing of when they work; None without stages."""
+    if pipeline is None:
+        return None
+    found = pipeline_report(pipeline)
+    table = pipeline.schedule.table(pipeline.num_microbatches, pipeline.num_stages)
+    return {
+        "schedule": found.schedule,
+        "waiting": found.waiting(),
+        "stages": [asdict(stage) for stage in found.stages],
+        "timeline_svg": timeline_svg(table.timeline()),
     }
 
 

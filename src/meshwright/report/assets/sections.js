@@ -203,9 +203,30 @@ function memorySection(runs) {
 function meshSection(runs) {
   const drawn = runs.filter((run) => run.facts.mesh_svg);
   if (!drawn.length) return [missing("No drawing of the mesh: run.json, written at the start of training, holds it.")];
+  return [perRun(drawn, "Meshes", (run) => [drawing(run.facts.mesh_svg, `Mesh ${meshText(run)}`), ...stages(run.facts.pipeline)])];
+}
+
+function drawing(svg, alt) {
   // As an image: a drawing from a file can then neither run a script nor restyle the page.
-  return [perRun(drawn, "Meshes", (run) => h("div", { class: "scroll" }, h("img", { class: "mesh", alt: `Mesh ${meshText(run)}`,
-    src: `data:image/svg+xml,${encodeURIComponent(words(run.facts.mesh_svg))}` })))];
+  return h("div", { class: "scroll" }, h("img", { class: "mesh", alt, src: `data:image/svg+xml,${encodeURIComponent(words(svg))}` }));
+}
+
+function stages(pipeline) {
+  if (!pipeline) return [];
+  const rows = (pipeline.stages || []).map((stage, index) => ({ index, ...stage }));
+  return [
+    h("h3", {}, "Pipeline"),
+    h("p", {}, `${words(pipeline.schedule)}: ${words(pipeline.waiting)}.`),
+    dataTable({ caption: "What each stage does", rows, columns: [
+      { title: "stage", numeric: true, value: (row) => row.index, cell: (row) => number(row.index) },
+      { title: "blocks", value: (row) => [row.blocks].flat().join(", "), cell: (row) => [row.blocks].flat().join(", ") || "–" },
+      { title: "and", value: (row) => [row.also].flat().join(", "), cell: (row) => [row.also].flat().map(words).join(", ") || "–" },
+      { title: "parameters", numeric: true, value: (row) => row.parameters, cell: (row) => number(row.parameters) },
+      { title: "FLOPs a microbatch", numeric: true, value: (row) => row.flops, cell: (row) => number(row.flops) },
+      { title: "microbatches kept", numeric: true, value: (row) => row.microbatches_kept, cell: (row) => number(row.microbatches_kept) },
+    ] }),
+    pipeline.timeline_svg ? drawing(pipeline.timeline_svg, "When each stage works") : null,
+  ].filter(Boolean);
 }
 
 function specText(spec) {
