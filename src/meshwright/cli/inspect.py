@@ -18,7 +18,7 @@ from meshwright.mesh.build import build_mesh
 from meshwright.mesh.draw import render_mesh
 from meshwright.mesh.svg import mesh_svg
 from meshwright.pipeline.draw import render_timeline
-from meshwright.pipeline.report import PipelineReport, pipeline_report
+from meshwright.pipeline.report import PipelineReport
 from meshwright.pipeline.schedules import get_schedule
 from meshwright.pipeline.svg import timeline_svg
 from meshwright.pipeline.timeline import Timeline
@@ -48,11 +48,9 @@ def run(request: Request) -> int:
         "totals": _totals(assembled, leaves),
         "remarks": remarks,
     }
-    pipeline = assembled.step.pipeline
-    found = None if pipeline is None else pipeline_report(pipeline)
-    if found is not None:
-        report["pipeline"] = asdict(found)
-    request.output.result(report, _picture(assembled, leaves, report, found))
+    if assembled.pipeline is not None:
+        report["pipeline"] = asdict(assembled.pipeline)
+    request.output.result(report, _picture(assembled, leaves, report, assembled.pipeline))
     return ExitCode.DONE
 
 

@@ -17,7 +17,6 @@ from meshwright.config.origins import trace_origins
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode, UserError
 from meshwright.mesh.draw import render_mesh
-from meshwright.pipeline.report import pipeline_report
 from meshwright.plan import Plan, make_plan, unused_settings
 from meshwright.processes import broadcast
 from meshwright.recipe import make_recipe
@@ -79,8 +78,8 @@ def run(request: Request) -> int:
     make_folder(folder, _files(request, config, plan))
     if not request.output.as_json:
         request.output.say(render_mesh(assembled.mesh))
-        if assembled.step.pipeline is not None:
-            request.output.say(Text(pipeline_report(assembled.step.pipeline).summary()))
+        if assembled.pipeline is not None:
+            request.output.say(Text(assembled.pipeline.summary()))
     result = training.run()
     _tell(request, plan, result, told.get("sample"))
     return ExitCode.PREEMPTED if result.interrupted else ExitCode.DONE

@@ -16,7 +16,7 @@ from meshwright.errors import UserError
 from meshwright.mesh.build import build_mesh
 from meshwright.pipeline.gradients import PipelinedLoss
 from meshwright.pipeline.place import decide_own, decide_stages, pipelined_loss
-from meshwright.pipeline.report import pipeline_report
+from meshwright.pipeline.report import PipelineReport, pipeline_report
 from meshwright.pipeline.schedules import get_schedule
 from meshwright.plan import Plan
 from meshwright.program.local import LocalDraws, LocalForward
@@ -50,6 +50,7 @@ class Assembled:
         plan: what to do.
         mesh: where.
         remarks: what could not be done as the plan asked, and why.
+        pipeline: what the stages have and how long they wait; None without stages.
         batch_tree: how the arrays of a batch are nested.
     """
 
@@ -60,6 +61,7 @@ class Assembled:
     plan: Plan
     mesh: Mesh
     remarks: tuple[str, ...]
+    pipeline: PipelineReport | None
     batch_tree: Any
     _build: ModelSource
 
@@ -154,11 +156,12 @@ def assemble(
     program, own = step_program(loss, parts, micro, plan), own_program(loss, parts, micro, plan)
     traced = program.traced
     remarks = (*program.remarks, *_few_samples(parts, plan))
-    local = pipeline = None
+    local = pipeline = report = None
     if program.cut is not None:
         decision = decide_stages(program.cut, plan.mesh, plan.sharding, plan.num_chunks)
         pipeline = _pipeline(program, own, decision, plan, mesh, wide=wide)
-        remarks = (*remarks, *pipeline_report(pipeline).warnings)
+        report = pipeline_report(pipeline)
+        remarks = (*remarks, *report.warnings)
     else:
         decision = decide(traced, plan.mesh, plan.sharding)
         if own is not None:
@@ -175,7 +178,7 @@ def assemble(
         wide=wide,
     )
     tree = jax.tree.structure(batch)
-    return Assembled(step, parts, traced, decision, plan, mesh, remarks, tree, model)
+    return Assembled(step, parts, traced, decision, plan, mesh, remarks, report, tree, model)
 
 
 def _few_samples(parts: Parts, plan: Plan) -> list[str]:

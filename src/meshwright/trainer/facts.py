@@ -13,8 +13,6 @@ import jax
 import numpy as np
 
 from meshwright.mesh.svg import mesh_svg
-from meshwright.pipeline.gradients import PipelinedLoss
-from meshwright.pipeline.report import pipeline_report
 from meshwright.pipeline.svg import timeline_svg
 from meshwright.processes import process_count
 from meshwright.sharding.explain import explain
@@ -60,7 +58,7 @@ def describe_run(
         "mesh": dict(plan.mesh),
         "mesh_svg": mesh_svg(mesh),
         "plan": plan.describe(),
-        "pipeline": describe_pipeline(assembled.step.pipeline),
+        "pipeline": describe_pipeline(assembled),
         "parameters": {
             "count": sum(int(np.prod(r.shape)) for r in reports),
             "bytes": sum(r.bytes for r in reports),
@@ -88,11 +86,11 @@ def describe_run(
     }
 
 
-def describe_pipeline(pipeline: PipelinedLoss | None) -> dict[str, Any] | None:
+def describe_pipeline(assembled: Assembled) -> dict[str, Any] | None:
     """Return the stages of a run and a drawing of when they work; None without stages."""
-    if pipeline is None:
+    found, pipeline = assembled.pipeline, assembled.step.pipeline
+    if found is None or pipeline is None:
         return None
-    found = pipeline_report(pipeline)
     table = pipeline.schedule.table(pipeline.num_microbatches, pipeline.num_stages)
     return {
         "schedule": found.schedule,
