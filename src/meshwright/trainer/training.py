@@ -39,8 +39,8 @@ from meshwright.trainer.keeper import CheckpointKeeper, Keeper, NullKeeper
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.loop import Loop, Progress
 from meshwright.trainer.meter import Meter, Work
+from meshwright.trainer.remarks import other_microbatches, repeated_samples
 from meshwright.trainer.resume import Origin, check_fits, check_same_run, restore
-from meshwright.units import counted
 
 
 @dataclass(frozen=True, repr=False)
@@ -156,20 +156,9 @@ class Training:
             accept=self.checkpoint.accept_changes,
         )
         check_fits(self.origin, self._form)
-        self.remarks = [*self.remarks, *changes, *self._other_microbatches(self.origin.passport)]
-
-    def _other_microbatches(self, passport: Passport) -> list[str]:
-        """Say so where random numbers or statistics depend on the number of microbatches."""
-        before = passport.plan.get("batch", {}).get("gradient_accumulation_steps")
-        now = self._batch.gradient_accumulation_steps
-        states = any(leaf.role == "state" for leaf in self.assembled.traced.layout.leaves)
-        if before in (None, now) or not states:
-            return []
-        return [
-            f"an update had {counted(before, 'microbatch', 'microbatches')} before the checkpoint "
-            f"and has {now} now: dropout and batch statistics go on with other numbers; "
-            f"gradient_accumulation_steps={before} keeps them"
-        ]
+        leaves = self.assembled.traced.layout.leaves
+        others = other_microbatches(self.origin.passport, self._batch, leaves)
+        self.remarks = [*self.remarks, *changes, *others]
 
     def run(self) -> FitResult:
         """Train; whatever happens, what was begun is ended."""
@@ -179,7 +168,8 @@ class Training:
         )
         compiled = compile_step(self.assembled, self.batch)
         deviations = compiled.deviations(from_bytes=WORTH_TELLING)
-        remarks = [*self.remarks, *self._repeats(), *self.assembled.remarks, *deviations]
+        repeats = repeated_samples(self._batch.global_batch_size, self.data.num_samples)
+        remarks = [*self.remarks, *repeats, *self.assembled.remarks, *deviations]
         if self.strict:
             refuse_deviations([*self.assembled.remarks, *compiled.deviations()])
         tracker = self.make_tracker(updates)
@@ -230,16 +220,6 @@ class Training:
             flops=count_flops(self.assembled.traced) * batch.gradient_accumulation_steps,
             peak_flops=peak_flops(list(self.assembled.mesh.devices.flat), plan.precision),
         )
-
-    def _repeats(self) -> list[str]:
-        """Say so where every update sees the same samples more than once."""
-        size, there = self._batch.global_batch_size, self.data.num_samples
-        if there is None or size <= there:
-            return []
-        return [
-            f"a batch of {size} samples holds each of the {there} samples there are "
-            f"{size / there:.3g} times on average; a batch of up to {there} repeats none"
-        ]
 
     def _tell_start(self, tracker: Tracker, compiled: CompiledStep, remarks: list[str]) -> None:
         facts = describe_run(
