@@ -11,7 +11,11 @@ from pydantic import Field, field_validator, model_validator
 
 from meshwright.config.base import Frozen
 from meshwright.config.batch import Batch
-from meshwright.config.microbatches import nearest_microbatches, solve_pipeline_batch
+from meshwright.config.microbatches import (
+    check_sync,
+    nearest_microbatches,
+    solve_pipeline_batch,
+)
 from meshwright.config.schema import (
     Config,
     PipelineConfig,
@@ -84,15 +88,8 @@ class Plan(Frozen):
                 why=f"pipe={self.size('pipe')}",
                 fix="write schedule: 1f1b",
             )
-        if self.batch.sync_gradients_every not in (1, steps):
-            raise UserError(
-                f"training.sync_gradients_every={self.batch.sync_gradients_every} cannot be used "
-                "with pipeline stages",
-                why=f"on {describe_sizes(self.mesh)} gradients are reduced after each microbatch "
-                f"or after all {steps} of an update",
-                fix=f"write training.sync_gradients_every={steps}, or 1",
-            )
         stages = self.size("pipe")
+        check_sync(self.batch.sync_gradients_every, steps, stages)
         # Chunks go round in groups of one microbatch per stage.
         group = stages if self.num_chunks > 1 else 1
         if steps % count:

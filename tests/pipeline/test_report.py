@@ -57,7 +57,7 @@ def test_blocks_that_do_not_divide_are_reported_with_what_they_cost():
     assert found.stages[0].flops == found.stages[1].flops
     (warning,) = [text for text in found.warnings if "do not divide" in text]
     assert "which have 1, 2, 2, 1" in warning
-    assert "25% of the time of blocks is lost; mesh.pipe=2, or a model with 4 or 8" in warning
+    assert "25% of the time of blocks is lost; mesh.pipe=2, or 4 or 8 such blocks, would" in warning
 
 
 class Conditioned(Tokens):
@@ -82,3 +82,17 @@ def test_what_all_blocks_read_counts_on_every_stage():
     again = 2 * ROWS * WIDTH * WIDTH
     assert found.stages[0].flops == 2 * 2 * ROWS * 2 * 2 * WIDTH * WIDTH + again
     assert any("each stage computes it for itself" in text for text in found.warnings)
+
+
+class Mixed(Tokens):
+    """A first block with a bias that the others do not have."""
+
+    def __init__(self):
+        super().__init__(5)
+        self.blocks[0].down = nnx.Linear(2 * WIDTH, WIDTH, rngs=nnx.Rngs(1))
+
+
+def test_blocks_go_by_their_numbers_in_the_model():
+    assembled = put(Mixed, tokens_loss, tokens_batch(), {"pipe": 2}, "1f1b")
+    assert [stage.blocks for stage in assembled.pipeline.stages] == [(1, 2), (3, 4)]
+    assert any("not `blocks.0`" in remark for remark in assembled.remarks)

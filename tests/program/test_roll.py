@@ -234,7 +234,8 @@ def test_blocks_of_which_some_are_frozen_are_not_stacked_together():
     last = nnx.All(nnx.Param, nnx.PathContains(1))
     remark = (
         "the blocks of `blocks` have no weights in common stacks: "
-        "`blocks.1.up.kernel` is trained, `blocks.0.up.kernel` is not"
+        "`blocks.1.up.kernel` is trained, `blocks.0.up.kernel` is not (freeze the same part of "
+        "every block, or blocks in a row)"
     )
     traced = check(
         Residuals, square_loss, vectors(), stacked=False, trainable=last, remarks=(remark,)

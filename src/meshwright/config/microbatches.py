@@ -35,13 +35,28 @@ def solve_pipeline_batch(
             # Many microbatches in flight: one sample each is about what an update has without
             # stages.
             micro_batch_size = 1
-    return solve_batch(
+    batch = solve_batch(
         replicas=replicas,
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
         gradient_accumulation_steps=steps,
-        sync_gradients_every=sync_gradients_every,
+        sync_gradients_every=1 if stages > 1 else sync_gradients_every,
     )
+    if stages == 1:
+        return batch
+    check_sync(sync_gradients_every, batch.gradient_accumulation_steps, stages)
+    return batch.model_copy(update={"sync_gradients_every": sync_gradients_every})
+
+
+def check_sync(every: int, steps: int, stages: int) -> None:
+    """Refuse to reduce gradients now and then: stages do after each microbatch, or once."""
+    if every not in (1, steps):
+        raise UserError(
+            f"training.sync_gradients_every={every} cannot be used with pipeline stages",
+            why=f"with pipe={stages} gradients are reduced after each microbatch or after all "
+            f"{steps} of an update",
+            fix=f"write training.sync_gradients_every={steps}, or 1",
+        )
 
 
 def group_size(pipeline: PipelineConfig, stages: int) -> int:

@@ -62,6 +62,17 @@ class BlockCut:
         found = (_BLOCKS.match(path) for path in paths)
         return next((match[0] for match in found if match), "")
 
+    @cached_property
+    def numbers(self) -> list[tuple[int, ...]]:
+        """By block, the numbers of its modules in the model; several where kinds take turns."""
+        layout, found = self.traced.layout, [set[int]() for _ in range(self.num_blocks)]
+        for step in (layout.step_leaves[n] for n in self.stacks):
+            paths = [layout.leaves[source].path.split(".") for source in step.sources]
+            parts = next((own for own in zip(*paths, strict=True) if len(set(own)) > 1), ())
+            for own, part in zip(found, parts, strict=False):
+                own.update(int(number) for number in re.findall(r"\d+$", part))
+        return [tuple(sorted(own)) or (n,) for n, own in enumerate(found)]
+
     @property
     def constants(self) -> list[Any]:
         """What every block reads."""

@@ -23,7 +23,7 @@ class StageFacts:
     """What one stage does.
 
     Attributes:
-        blocks: numbers of its blocks.
+        blocks: numbers of its blocks in the model.
         also: what it does beside them: embedding, head, what all blocks read.
         parameters: trained numbers it uses.
         flops: products of one microbatch's forward pass, on all devices of the stage together;
@@ -139,13 +139,17 @@ def _filled_up(division: Division) -> list[str]:
         return []
     blocks, pieces, stages = sum(division.counts), len(division.counts), division.num_stages
     places, below = pieces * division.most, blocks // pieces * pieces
-    each = ", ".join(str(len(division.blocks(stage))) for stage in range(stages))
+    chunked = division.num_chunks > 1
+    chunks = f" × {division.num_chunks} chunks" if chunked else ""
     fewer = [n for n in range(2, stages) if stages % n == blocks % (n * division.num_chunks) == 0]
-    other = f"mesh.pipe={fewer[-1]}, or " if fewer else ""
+    others = [f"mesh.pipe={fewer[-1]}"] if fewer else []
+    others += ["pipeline.schedule=1f1b"] if chunked and blocks % stages == 0 else []
+    others.append(f"{below} or {below + pieces} such blocks")
     return [
-        f"{blocks} blocks do not divide into {stages} stages, which have {each}: all take as long "
-        f"as the largest, so {(places - blocks) / places:.0%} of the time of blocks is lost; "
-        f"{other}a model with {below} or {below + pieces} blocks loses none"
+        f"{blocks} blocks do not divide into {stages} stages{chunks}, which have "
+        f"{', '.join(map(str, division.counts))}: all take as long as the largest, so "
+        f"{(places - blocks) / places:.0%} of the time of blocks is lost; "
+        f"{', or '.join(others)}, would lose none"
     ]
 
 
@@ -190,7 +194,7 @@ def stage_facts(pipelined: PipelinedLoss) -> list[StageFacts]:
         sizes, flops = zip(*(_beside(cut, end) for end in ends), strict=True) if ends else ((), ())
         found.append(
             StageFacts(
-                blocks=tuple(blocks),
+                blocks=tuple(number for block in blocks for number in cut.numbers[block]),
                 also=tuple(ends),
                 parameters=len(blocks) * block_size + sum(sizes),
                 flops=run * block_flops + sum(flops),

@@ -136,7 +136,8 @@ class _Builder:
                 if trained and frozen:
                     found.append(
                         f"the blocks of `{rolled.blocks.path}` have no weights in common stacks: "
-                        f"`{trained[0]}` is trained, `{frozen[0]}` is not"
+                        f"`{trained[0]}` is trained, `{frozen[0]}` is not (freeze the same "
+                        "part of every block, or blocks in a row)"
                     )
                     break
         return found
