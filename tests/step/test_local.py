@@ -85,14 +85,8 @@ def gradients(assembled):
     return [np.asarray(value) for value in values]
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param({"data": 4}, marks=pytest.mark.full),
-        pytest.param({"data": 2, "fsdp": 2}, marks=pytest.mark.full),
-        {"data": 2, "tensor": 2},
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}])
 def test_the_gradient_is_the_same_and_less_is_sent(mesh):
     always, seldom = step_for(mesh, 1), step_for(mesh, 4)
     # Dropout and unequal weights included; the bound is float32 rounding of sums of order one.
