@@ -11,6 +11,7 @@ from meshwright.errors import UserError
 from meshwright.units import counted
 
 MICROBATCHES_PER_STAGE = 4
+"""Below this many, filling and emptying the pipeline takes more than a fifth of the time."""
 
 
 def solve_pipeline_batch(

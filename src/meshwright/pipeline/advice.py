@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
+from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
 from meshwright.pipeline.operations import Times
 from meshwright.pipeline.schedules import Schedule
-
-MICROBATCHES_PER_STAGE = 4
-"""Below this many, filling and emptying the pipeline takes more than a fifth of the time."""
 
 LARGEST_BUBBLE = Fraction(3, 10)
 LARGEST_IMBALANCE = Fraction(1, 5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ from meshwright.pipeline.contract import Losses, StageSums, StageValues
 from meshwright.pipeline.cut import BlockCut
 from meshwright.pipeline.division import divide_blocks
 from meshwright.pipeline.execute import Ticks
-from meshwright.pipeline.rows import Row, table_rows
+from meshwright.pipeline.operations import Shape
+from meshwright.pipeline.rows import Forms, Row, table_rows
 from meshwright.pipeline.schedules import Schedule
 from meshwright.pipeline.stages import Stages, Surroundings
 from meshwright.program.interpret import Interpreter
@@ -86,32 +88,10 @@ class PipelinedLoss:
         shape = self.schedule.shape(self.num_microbatches, self.num_stages)
         states, after = self._outer_states(leaves, count)
         axes = self.where.batch_axes
-
-        def run(
-            rows: Row, stacks: list[Any], outer: list[Any], inputs: Any, scale: Array | None
-        ) -> Any:
-            held = dict(zip(self._cut.stacks, stacks, strict=True))
-            rows = jax.tree.map(lambda column: column[:, 0], rows)
-            values, pullback, functions = self._values(held, outer, inputs)
-            ticks = Ticks(
-                functions,
-                values,
-                shape,
-                forms,
-                axis=AXIS,
-                platform=self.where.platform,
-                scale=scale,
-                constrain=self._constrain,
-            )
-            found = ticks.run(rows)
-            (weights,) = pullback(found.weights)
-            weights = lax.psum(weights, axes) if axes else weights
-            return weights, *lax.psum((found.outer, found.losses), (AXIS, *axes)), found.changing
-
         spread, whole = PartitionSpec(AXIS), PartitionSpec()
         samples = PartitionSpec(None, axes) if axes else whole
         mapped = jax.shard_map(
-            run,
+            partial(self._run, shape, forms),
             mesh=self.where.mesh,
             in_specs=(PartitionSpec(None, AXIS), spread, whole, (samples, whole), whole),
             out_specs=(spread, whole, whole, spread),
@@ -133,6 +113,35 @@ class PipelinedLoss:
             losses,
             [changed.get(n, leaves[n]) for n in self._cut.states],
         )
+
+    def _run(
+        self,
+        shape: Shape,
+        forms: Forms,
+        rows: Row,
+        stacks: list[Any],
+        outer: list[Any],
+        inputs: Any,
+        scale: Array | None,
+    ) -> tuple[dict[int, Any], list[Any], Losses, list[Any]]:
+        """Run one stage: gradients of its blocks and of the rest, losses and changed state."""
+        held = dict(zip(self._cut.stacks, stacks, strict=True))
+        values, pullback, functions = self._values(held, outer, inputs)
+        ticks = Ticks(
+            functions,
+            values,
+            shape,
+            forms,
+            axis=AXIS,
+            platform=self.where.platform,
+            scale=scale,
+            constrain=self._constrain,
+        )
+        found = ticks.run(jax.tree.map(lambda column: column[:, 0], rows))
+        (weights,) = pullback(found.weights)
+        axes = self.where.batch_axes
+        weights = lax.psum(weights, axes) if axes else weights
+        return weights, *lax.psum((found.outer, found.losses), (AXIS, *axes)), found.changing
 
     @property
     def _changing(self) -> list[int]:

@@ -16,6 +16,7 @@ from meshwright.units import counted
 
 SHARED = "what all blocks read"
 WORTH_SAYING = 0.05
+"""The least share of a stage's work that is worth a warning."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from meshwright.program.equal import TELL
+from meshwright.program.dims.elementwise import WITHOUT_RESULT
 from meshwright.program.interpret import Interpreter
 from meshwright.program.jaxprs import ClosedJaxpr, Equation, Literal, Var
 
@@ -72,4 +72,4 @@ def _silent(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 class _Silent(Interpreter):
     def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
-        return [] if eqn.primitive.name in TELL else super().leaf(eqn, args)
+        return [] if eqn.primitive.name in WITHOUT_RESULT else super().leaf(eqn, args)

@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 
 from meshwright.program.derivatives import OWN_DERIVATIVE, derivative_of
+from meshwright.program.dims.elementwise import WITHOUT_RESULT
 from meshwright.program.jaxprs import Equation, Literal, aval_of
-
-TELL = frozenset({"debug_callback", "debug_print"})
-"""Primitives that only tell what they are given, by a function made anew at each call."""
 
 
 def difference(left: Equation, right: Equation) -> str | None:
@@ -44,10 +42,10 @@ def _other_param(left: Equation, right: Equation) -> str | None:
         return "set of parameters"
     for key, value in left.params.items():
         other = right.params[key]
-        # Derivative rules and remat policies are functions made anew at each call; what the
-        # former do is compared below, and the latter change no result.
+        # Derivative rules, remat policies and what only tells of values are functions made anew at
+        # each call; what the first do is compared below, and the others change no result.
         is_rule = own_derivative and not (hasattr(value, "eqns") or isinstance(value, int))
-        if key == "policy" or is_rule or left.primitive.name in TELL:
+        if key == "policy" or is_rule or left.primitive.name in WITHOUT_RESULT:
             continue
         if not _equal(value, other):
             return key

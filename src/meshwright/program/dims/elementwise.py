@@ -46,6 +46,7 @@ FROM_NOTHING = primitives(
 """Operations that make their numbers up: only the leading dims of a key array are passed on."""
 
 WITHOUT_RESULT = primitives("check debug_callback debug_print inspect_sharding")
+"""Operations that only tell of what they are given, or refuse it."""
 
 
 def elementwise(op: Op) -> list[Dims]:
