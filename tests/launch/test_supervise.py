@@ -17,6 +17,8 @@ LIMIT_SECONDS = 60
 def started(tmp_path):
     """Start a launch of a script; whatever is left of it is killed after the test."""
     running: list[subprocess.Popen[str]] = []
+    # Children of a shell's background job would inherit that Ctrl-C is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def start(script: str, *flags: str, count: int = 2) -> subprocess.Popen[str]:
         file = tmp_path / "work.py"
@@ -35,6 +37,7 @@ def started(tmp_path):
         return process
 
     yield start
+    signal.signal(signal.SIGINT, before)
     for process in running:
         process.kill()
         process.wait()

@@ -19,6 +19,7 @@ from small_models import (
 )
 
 from meshwright import Weighted
+from meshwright.program.roll import longest_run
 from meshwright.program.rolled import roll_program
 
 
@@ -223,11 +224,12 @@ class Wrapped(nnx.Module):
         return self.inner(x) * self.scale[...]
 
 
-def test_weights_shared_by_some_blocks_stay_shared():
+def test_blocks_that_share_weights_by_pairs_are_one_block():
     traced = check(Paired, square_loss, vectors())
     paths = [leaf.path for leaf in traced.leaves]
-    assert "blocks.*.scale" in paths
-    assert "blocks.0.inner.up.kernel" in paths
+    assert scans(traced) == [2]
+    assert {"blocks.2n.inner.up.kernel", "blocks.2n.scale", "blocks.2n+1.scale"} <= set(paths)
+    assert not any("2n+1.inner" in path for path in paths)
 
 
 def test_blocks_of_which_some_are_frozen_are_not_stacked_together():
@@ -366,7 +368,7 @@ class Wide(nnx.Module):
 
 def test_of_blocks_that_are_not_all_alike_the_longest_run_is_rolled():
     remark = (
-        "of `blocks` only `blocks.1` to `blocks.4` are equal blocks that are trained alike, "
+        "of `blocks` only `blocks.1` to `blocks.4` are equal blocks and are trained alike, "
         "not `blocks.0`"
     )
     traced = check(OddEnds, square_loss, vectors(), remarks=(remark,))
@@ -374,10 +376,59 @@ def test_of_blocks_that_are_not_all_alike_the_longest_run_is_rolled():
     assert "blocks.0.up.kernel" in [leaf.path for leaf in traced.leaves]
 
 
+class Turns(nnx.Module):
+    """Blocks of two kinds that take turns; the parent works before each."""
+
+    def __init__(self, kinds):
+        rngs = nnx.Rngs(0)
+        self.kinds = kinds
+        self.blocks = nnx.List([Wide(16, rngs=rngs) for _ in kinds])
+
+    def __call__(self, x):
+        for kind, block in zip(self.kinds, self.blocks, strict=True):
+            x = block(jnp.cos(x)) if kind == "a" else jnp.sin(block(jnp.cos(x)))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kinds", "said", "length"),
+    [
+        ("aabaaba", "`blocks.0` to `blocks.5` repeat every 3 blocks|`blocks.6`", 2),
+        # What the parent does after the last block is none of the block's.
+        ("baab", "`blocks.1` to `blocks.3` are equal blocks|`blocks.0`", 3),
+    ],
+)
+def test_of_blocks_that_take_turns_what_is_left_over_stays_outside(kinds, said, length):
+    run, others = said.split("|")
+    remark = f"of `blocks` only {run} and are trained alike, not {others}"
+    traced = check(lambda: Turns(kinds), square_loss, vectors(), remarks=(remark,))
+    assert scans(traced) == [length]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "period", "run"),
+    [
+        ("aaaa", 1, (0, 4)),
+        ("baaa", 1, (1, 3)),
+        ("aabaabaa", 3, (0, 6)),
+        ("xababay", 2, (1, 4)),
+        ("xabababy", 2, (1, 6)),
+        ("aaba", 2, (0, 2)),
+        ("abcd", 1, (0, 1)),
+    ],
+)
+def test_the_longest_run_has_whole_periods(kinds, period, run):
+    assert longest_run([*map(ord, kinds)], [0] * len(kinds), period) == run
+
+
+def test_the_longest_run_is_interrupted_by_what_happens_between_blocks():
+    assert longest_run([0] * 6, [0, 1, 0, 0, 0], 1) == (2, 4)
+
+
 def test_of_blocks_that_are_partly_frozen_the_longest_run_is_rolled():
     later = nnx.All(nnx.Param, nnx.Not(nnx.PathContains(0)))
     remark = (
-        "of `blocks` only `blocks.1` to `blocks.3` are equal blocks that are trained alike, "
+        "of `blocks` only `blocks.1` to `blocks.3` are equal blocks and are trained alike, "
         "not `blocks.0`"
     )
     build = lambda: Residuals(4)  # noqa: E731

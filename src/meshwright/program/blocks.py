@@ -53,6 +53,11 @@ class BlockList:
         rows = (self.elements[n :: self.period] for n in range(self.period))
         return [(row[0], pattern_of(row)) for row in rows]
 
+    @property
+    def has_names(self) -> bool:
+        """Whether stacks of the elements of a block can be told apart by their patterns."""
+        return len({pattern for _, pattern in self.patterns()}) == self.period
+
     def part(self, first: int, count: int) -> BlockList:
         """Return so many of the blocks, from one of them on."""
         chosen, step = slice(first, first + count), self.period

@@ -81,7 +81,7 @@ def roll_blocks(
     """Return the blocks as one program, or the reason why they are not one.
 
     Blocks of several kinds that take turns are one program when a turn is taken for a block. Of
-    blocks that are not all alike, the longest run of equal ones is rolled.
+    blocks that are not all alike, the longest run that repeats is rolled.
 
     Args:
         jaxpr: the program.
@@ -93,29 +93,66 @@ def roll_blocks(
         paths = [found.blocks.block_path(n) for n in range(found.blocks.num_blocks)]
         if all(same_leaves(a, b) for a, b in pairwise(paths)):
             return found
-    longest = _longest_run(jaxpr, blocks, same_leaves)
-    run = _roll_each(jaxpr, longest) if longest.num_blocks > 1 else found
-    return run if isinstance(run, Rolled) else found
+    for part in _repeating_parts(jaxpr, blocks, same_leaves):
+        run = _roll_each(jaxpr, part)
+        if isinstance(run, Rolled):
+            return run
+    return found
 
 
-def _longest_run(
+def _repeating_parts(
     jaxpr: Jaxpr, blocks: BlockList, same_leaves: Callable[[str, str], bool]
-) -> BlockList:
-    """Return the longest run of blocks that do the same as their neighbours."""
-    starts = [start for start, _ in blocks.ranges]
-    lengths = [b - a for a, b in pairwise(starts)]
-    units = [jaxpr.eqns[start : start + n] for start, n in zip(starts, lengths, strict=False)]
-    # What the parent does after the last block may be more than it does between blocks.
-    last = jaxpr.eqns[starts[-1] : starts[-1] + lengths[-1]]
-    units.append(last)
+) -> Iterable[BlockList]:
+    """Return parts of a list of blocks that repeat, the longest first."""
+    paths = [blocks.block_path(n) for n in range(blocks.num_blocks)]
+    kinds = _kinds(
+        [jaxpr.eqns[start:stop] for start, stop in blocks.ranges],
+        lambda one, other: same_leaves(paths[one], paths[other]),
+    )
+    # A block with the one before it, and what the parent does between them.
+    pairs = _kinds([jaxpr.eqns[a[0] : b[1]] for a, b in pairwise(blocks.ranges)])
+    periods = range(1, len(kinds) // 2 + 1)
+    runs = [(period, *longest_run(kinds, pairs, period)) for period in periods]
+    for period, first, count in sorted(runs, key=lambda run: -run[2]):
+        part = blocks.part(first, count).grouped(period)
+        if part.num_blocks > 1 and part.has_names:
+            yield part
+
+
+def _kinds(
+    units: Sequence[Unit], same: Callable[[int, int], bool] = lambda one, other: True
+) -> list[int]:
+    """Return, for each unit, the number of the first that does the same."""
+    kinds: list[int] = []
+    for number, unit in enumerate(units):
+        alike = (
+            kind
+            for kind in dict.fromkeys(kinds)
+            if len(units[kind]) == len(unit)
+            and same(kind, number)
+            and not _unlike(units[kind], unit)
+        )
+        kinds.append(next(alike, number))
+    return kinds
+
+
+def longest_run(kinds: Sequence[int], pairs: Sequence[int], period: int) -> tuple[int, int]:
+    """Return where the longest run begins that repeats after a period, and how long it is.
+
+    Args:
+        kinds: what each block is.
+        pairs: what each block but the first is together with the one before it.
+        period: how many blocks in a row are repeated; runs are whole multiples.
+    """
     best, first = (0, 0), 0
-    for index, unit in enumerate(units):
-        before, paths = units[index - 1], [blocks.block_path(n) for n in (index - 1, index)]
-        alike = len(unit) == len(before) and not _unlike(before, unit) and same_leaves(*paths)
-        if index and not alike:
-            first = index
-        best = max(best, (index - first + 1, -first))
-    return blocks.part(-best[1], best[0])
+    for last in range(len(kinds)):
+        before = last - period
+        if before >= first and kinds[last] != kinds[before]:
+            first = before + 1
+        elif before > first and pairs[last - 1] != pairs[before - 1]:
+            first = before
+        best = max(best, ((last - first + 1) // period * period, -first))
+    return -best[1], best[0]
 
 
 def _roll_in_turns(jaxpr: Jaxpr, blocks: BlockList) -> Rolled | str:
@@ -125,9 +162,7 @@ def _roll_in_turns(jaxpr: Jaxpr, blocks: BlockList) -> Rolled | str:
             break
         if blocks.num_blocks % period == 0:
             grouped = blocks.grouped(period)
-            # Stacks go by these names.
-            distinct = len({pattern for _, pattern in grouped.patterns()}) == period
-            rolled = _roll_each(jaxpr, grouped) if distinct else found
+            rolled = _roll_each(jaxpr, grouped) if grouped.has_names else found
             found = rolled if isinstance(rolled, Rolled) else found
     return found
 

@@ -88,10 +88,8 @@ def _left_out(blocks: BlockList, rolled: BlockList) -> str:
         return ""
     few = ", ".join(f"`{path}`" for path in others[:3]) + (", …" if len(others) > 3 else "")
     first, last = rolled.elements[0], rolled.elements[-1]
-    return (
-        f"of `{blocks.path}` only `{first}` to `{last}` are equal blocks that are trained alike, "
-        f"not {few}"
-    )
+    alike = "are equal blocks" if rolled.period == 1 else f"repeat every {rolled.period} blocks"
+    return f"of `{blocks.path}` only `{first}` to `{last}` {alike} and are trained alike, not {few}"
 
 
 def _nothing_found(jaxpr: Jaxpr) -> tuple[str, ...]:
