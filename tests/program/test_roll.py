@@ -19,8 +19,8 @@ from small_models import (
 )
 
 from meshwright import Weighted
-from meshwright.program.roll import longest_run
 from meshwright.program.rolled import roll_program
+from meshwright.program.runs import longest_run
 
 
 @pytest.fixture(autouse=True)

@@ -115,13 +115,12 @@ def _gathered_once(assembled: Assembled) -> set[int]:
         if not isinstance(piece, Outer):
             continue
         for variable in reads([e for e in piece.eqns if not casts.keys() & set(e.outvars)]):
-            if variable in number and not _scanned(variable, piece, number):
+            if variable in number and not _scanned(variable, piece):
                 kept.add(number[variable])
     return kept
 
 
-def _scanned(variable: object, piece: Outer, number: object) -> bool:
-    del number
+def _scanned(variable: object, piece: Outer) -> bool:
     return any(
         eqn.primitive.name == "scan"
         and any(not isinstance(a, Literal) and a is variable for a in eqn.invars)

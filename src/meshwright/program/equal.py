@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from meshwright.program.derivatives import OWN_DERIVATIVE, derivative_of
 from meshwright.program.dims.elementwise import WITHOUT_RESULT
-from meshwright.program.jaxprs import Equation, Literal, aval_of
+from meshwright.program.jaxprs import Equation, Literal, Var, aval_of
+
+Unit = Sequence[Equation]
+"""Equations in a row."""
 
 
 def difference(left: Equation, right: Equation) -> str | None:
@@ -33,6 +37,29 @@ def same_literal(left: Any, right: Any) -> bool:
     return left.aval == right.aval and bool(
         np.array_equal(np.asarray(left.val), np.asarray(right.val))
     )
+
+
+def unlike(first: Unit, other: Unit) -> str | None:
+    """Return how a block differs from the first but for the values it reads from outside."""
+    ours, theirs = ({v: n for n, v in enumerate(results_of(unit))} for unit in (first, other))
+    for a, b in zip(first, other, strict=True):
+        if reason := difference(a, b):
+            return reason
+        if shapes(a) != shapes(b):
+            return f"{a.primitive.name} works on another shape"
+        for left, right in zip(a.invars, b.invars, strict=True):
+            if _source(left, ours) != _source(right, theirs):
+                return f"{a.primitive.name} reads another result"
+    return None
+
+
+def results_of(unit: Unit) -> list[Var]:
+    """Return what a unit computes, in order."""
+    return [variable for eqn in unit for variable in eqn.outvars]
+
+
+def _source(atom: Any, results: dict[Var, int]) -> int | None:
+    return None if isinstance(atom, Literal) else results.get(atom)
 
 
 def _other_param(left: Equation, right: Equation) -> str | None:

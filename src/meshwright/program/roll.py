@@ -8,9 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 from meshwright.program.blocks import BlockList
-from meshwright.program.equal import difference, same_literal, shapes
+from meshwright.program.equal import Unit, difference, results_of, same_literal, unlike
 from meshwright.program.jaxprs import REARRANGES, Equation, Jaxpr, Literal, Var, aval_of, name_stack
 from meshwright.program.names import module_of
+from meshwright.program.runs import repeating_parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +27,6 @@ class Slot:
 
 Name = Var | Slot
 Atom = Var | Literal
-Unit = Sequence[Equation]
 
 
 @dataclass(frozen=True)
@@ -93,66 +93,11 @@ def roll_blocks(
         paths = [found.blocks.block_path(n) for n in range(found.blocks.num_blocks)]
         if all(same_leaves(a, b) for a, b in pairwise(paths)):
             return found
-    for part in _repeating_parts(jaxpr, blocks, same_leaves):
+    for part in repeating_parts(jaxpr, blocks, same_leaves):
         run = _roll_each(jaxpr, part)
         if isinstance(run, Rolled):
             return run
     return found
-
-
-def _repeating_parts(
-    jaxpr: Jaxpr, blocks: BlockList, same_leaves: Callable[[str, str], bool]
-) -> Iterable[BlockList]:
-    """Return parts of a list of blocks that repeat, the longest first."""
-    paths = [blocks.block_path(n) for n in range(blocks.num_blocks)]
-    kinds = _kinds(
-        [jaxpr.eqns[start:stop] for start, stop in blocks.ranges],
-        lambda one, other: same_leaves(paths[one], paths[other]),
-    )
-    # A block with the one before it, and what the parent does between them.
-    pairs = _kinds([jaxpr.eqns[a[0] : b[1]] for a, b in pairwise(blocks.ranges)])
-    periods = range(1, len(kinds) // 2 + 1)
-    runs = [(period, *longest_run(kinds, pairs, period)) for period in periods]
-    for period, first, count in sorted(runs, key=lambda run: -run[2]):
-        part = blocks.part(first, count).grouped(period)
-        if part.num_blocks > 1 and part.has_names:
-            yield part
-
-
-def _kinds(
-    units: Sequence[Unit], same: Callable[[int, int], bool] = lambda one, other: True
-) -> list[int]:
-    """Return, for each unit, the number of the first that does the same."""
-    kinds: list[int] = []
-    for number, unit in enumerate(units):
-        alike = (
-            kind
-            for kind in dict.fromkeys(kinds)
-            if len(units[kind]) == len(unit)
-            and same(kind, number)
-            and not _unlike(units[kind], unit)
-        )
-        kinds.append(next(alike, number))
-    return kinds
-
-
-def longest_run(kinds: Sequence[int], pairs: Sequence[int], period: int) -> tuple[int, int]:
-    """Return where the longest run begins that repeats after a period, and how long it is.
-
-    Args:
-        kinds: what each block is.
-        pairs: what each block but the first is together with the one before it.
-        period: how many blocks in a row are repeated; runs are whole multiples.
-    """
-    best, first = (0, 0), 0
-    for last in range(len(kinds)):
-        before = last - period
-        if before >= first and kinds[last] != kinds[before]:
-            first = before + 1
-        elif before > first and pairs[last - 1] != pairs[before - 1]:
-            first = before
-        best = max(best, ((last - first + 1) // period * period, -first))
-    return -best[1], best[0]
 
 
 def _roll_in_turns(jaxpr: Jaxpr, blocks: BlockList) -> Rolled | str:
@@ -213,7 +158,7 @@ def _roll_from(jaxpr: Jaxpr, blocks: BlockList, starts: Sequence[int], length: i
     before = _parts_of_outer_values(units)
     units = [[eqn for n, eqn in enumerate(unit) if n not in before] for unit in units]
     for index, unit in enumerate(units):
-        if reason := _unlike(units[0], unit):
+        if reason := unlike(units[0], unit):
             return f"`{blocks.block_path(index)}` differs from `{blocks.block_path(0)}`: {reason}"
     first, columns = _columns(units)
     sorted_out = _sort_out(columns, [_own(units[0], unit) for unit in units])
@@ -224,7 +169,7 @@ def _roll_from(jaxpr: Jaxpr, blocks: BlockList, starts: Sequence[int], length: i
     read = _read_outside(jaxpr, span) - {carry.last for carry in carries}
     results = {
         names[0]: names
-        for names in zip(*(_results(unit) for unit in units), strict=True)
+        for names in zip(*(results_of(unit) for unit in units), strict=True)
         if read.intersection(names)
     }
     hoisted = tuple(jaxpr.eqns[start + n] for start in starts for n in before)
@@ -236,7 +181,7 @@ def _parts_of_outer_values(units: Sequence[Unit]) -> list[int]:
 
     They do not depend on any block, so their results can be there before the first one runs.
     """
-    inside = {variable for unit in units for variable in _results(unit)}
+    inside = {variable for unit in units for variable in results_of(unit)}
     found: list[int] = []
     for number, eqns in enumerate(zip(*units, strict=True)):
         if not all(eqn.primitive.name in REARRANGES for eqn in eqns):
@@ -248,31 +193,9 @@ def _parts_of_outer_values(units: Sequence[Unit]) -> list[int]:
     return found
 
 
-def _unlike(first: Unit, other: Unit) -> str | None:
-    """Return how a block differs from the first but for the values it reads from outside."""
-    ours, theirs = ({v: n for n, v in enumerate(_results(unit))} for unit in (first, other))
-    for a, b in zip(first, other, strict=True):
-        if reason := difference(a, b):
-            return reason
-        if shapes(a) != shapes(b):
-            return f"{a.primitive.name} works on another shape"
-        for left, right in zip(a.invars, b.invars, strict=True):
-            if _source(left, ours) != _source(right, theirs):
-                return f"{a.primitive.name} reads another result"
-    return None
-
-
-def _results(unit: Unit) -> list[Var]:
-    return [variable for eqn in unit for variable in eqn.outvars]
-
-
-def _source(atom: Any, results: dict[Var, int]) -> int | None:
-    return None if isinstance(atom, Literal) else results.get(atom)
-
-
 def _own(first: Unit, unit: Unit) -> dict[Var, Var]:
     """Return, for each result of a block, its counterpart in the first."""
-    return dict(zip(_results(unit), _results(first), strict=True))
+    return dict(zip(results_of(unit), results_of(first), strict=True))
 
 
 def _columns(units: Sequence[Unit]) -> tuple[list[Equation], dict[Name, tuple[Atom, ...]]]:
@@ -282,7 +205,7 @@ def _columns(units: Sequence[Unit]) -> tuple[list[Equation], dict[Name, tuple[At
         the first block's equations with these names, and the value of each name in every block.
     """
     places: dict[tuple[int, int], tuple[Atom, ...]] = {}
-    own = set(_results(units[0]))
+    own = set(results_of(units[0]))
     for number, eqns in enumerate(zip(*units, strict=True)):
         for position, atoms in enumerate(zip(*(eqn.invars for eqn in eqns), strict=True)):
             same = all(same_literal(atoms[0], atom) for atom in atoms)
