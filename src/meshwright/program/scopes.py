@@ -2,7 +2,7 @@
 
 An unmodified model has no hooks, so while a loss is traced the methods of the model's classes are
 wrapped: a call enters `jax.named_scope` with its path. Equations, and later the instructions of the
-compiled program, carry these names.
+compiled program, carry these names. Linen modules, inside Flax's bridge, have a hook for that.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import linen, nnx
 from jax.core import Tracer
 
 from meshwright.program.copies import Places, class_name, is_token, token
@@ -49,7 +49,8 @@ def module_scopes(model: Any, compute_dtype: Any = None) -> Generator[Places]:
         try:
             for cls, name, method in patched:
                 setattr(cls, name, _scoped(method, registry, policy))
-            yield registry.places()
+            with linen.intercept_methods(functools.partial(_named, registry)):
+                yield registry.places()
         finally:
             _OPEN.pop()
             for cls, name, method in patched:
@@ -101,6 +102,11 @@ class _Registry:
             joined = ".".join(filter(None, (base, path_text(path))))
             self._modules[id(inner)] = (joined or ROOT, inner)
         return place
+
+    def path_inside(self, names: Sequence[str]) -> str:
+        """Return the path of what has these names inside the module that is running."""
+        above = self._running[-1] if self._running else ROOT
+        return ".".join([*([] if above == ROOT else [above]), path_text(names)])
 
     @contextmanager
     def running(self, path: str) -> Generator[None]:
@@ -159,3 +165,19 @@ def _scoped(method: Callable[..., Any], registry: _Registry, policy: Policy) -> 
         return policy.on_exit(out)
 
     return call
+
+
+def _named(
+    registry: _Registry,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    context: linen.module.InterceptorContext,
+) -> Any:
+    """Name what a Linen module calls inside another as its leaves are named."""
+    names, method = context.module.path, context.method_name
+    is_call = method == "__call__" or not method.startswith(("_", "setup"))
+    if not (names and is_call and _OPEN[-1:] == [registry]):
+        return call(*args, **kwargs)
+    with jax.named_scope(MODULE_MARK + registry.path_inside(names)):
+        return call(*args, **kwargs)
