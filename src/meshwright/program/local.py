@@ -52,18 +52,6 @@ class LocalForward:
         return self._traced.read_outputs(outputs)
 
 
-def check_samples_apart(classes: DimClasses) -> None:
-    """Refuse a model that mixes samples: each device would mix only its own."""
-    for event in classes.events_of(classes.batch):
-        if event.path and event.kind != "spread":
-            raise UserError(
-                f"training.sync_gradients_every cannot be used: `{event.path}` mixes samples",
-                why=f"its {event.primitive} runs over the samples of the whole microbatch "
-                "(as BatchNorm does), which lie on different devices",
-                fix="write training.sync_gradients_every=1",
-            )
-
-
 class LocalDraws:
     """Draws random numbers for the whole microbatch and keeps this device's part.
 
@@ -71,14 +59,13 @@ class LocalDraws:
     have got without `shard_map`; it costs some arithmetic and sends nothing.
 
     Args:
-        whole: the dims of the loss of a whole microbatch; refused if it mixes samples.
+        whole: the dims of the loss of a whole microbatch, which keeps samples apart.
         own: the dims of the same loss for one device's part, perhaps a single sample, whose dim
             looks like any other of size 1.
         batch_axes: the mesh axes samples are divided over, outermost first, and their sizes.
     """
 
     def __init__(self, whole: DimClasses, own: DimClasses, batch_axes: Mapping[str, int]) -> None:
-        check_samples_apart(whole)
         self.batch_axes = dict(batch_axes)
         self._dims: dict[Var, int] = {}
         theirs, mine = list(_draws(whole)), list(_draws(own))

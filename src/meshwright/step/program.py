@@ -10,11 +10,12 @@ import jax
 from meshwright.errors import UserError
 from meshwright.pipeline.cut import BlockCut, cut_blocks, ordered_by_stage
 from meshwright.plan import Plan
+from meshwright.program.apart import check_mean
 from meshwright.program.parts import Parts
 from meshwright.program.policy import COMPUTE_DTYPES
 from meshwright.program.rolled import roll_program
 from meshwright.program.trace import Loss, TracedLoss, trace_loss
-from meshwright.sharding.decide import batch_axes
+from meshwright.sharding.decide import batch_axes, dim_classes
 
 
 @dataclass(frozen=True)
@@ -65,4 +66,15 @@ def own_program(loss: Loss, parts: Parts, micro: Any, plan: Plan) -> StepProgram
     own = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct((a.shape[0] // replicas, *a.shape[1:]), a.dtype), micro
     )
+    _check_mean(loss, parts, micro, plan)
     return step_program(loss, parts, own, plan)
+
+
+def _check_mean(loss: Loss, parts: Parts, micro: Any, plan: Plan) -> None:
+    """Refuse a loss that devices cannot take of their own samples."""
+    twice = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype), micro
+    )
+    compute = COMPUTE_DTYPES[plan.precision]
+    first, second = (trace_loss(loss, parts, samples, compute) for samples in (micro, twice))
+    check_mean(dim_classes(first), dim_classes(second), 2 * (1 + len(first.metric_names)))

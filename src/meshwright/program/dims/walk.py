@@ -32,12 +32,14 @@ class Frame:
         times: how often the surrounding loops run it.
         calls: by equation number, the frames of the programs that equation holds, in the order
             (condition, body) of a while loop, the branches of a cond, one for anything else.
+        noted: by equation number, the events that happen there, inner programs included.
     """
 
     jaxpr: Jaxpr
     path: str
     times: int
     calls: dict[int, tuple[Frame, ...]] = field(default_factory=dict[int, "tuple[Frame, ...]"])
+    noted: dict[int, range] = field(default_factory=dict[int, range])
     values: dict[Var, Value] = field(default_factory=dict[Var, Value], repr=False)
 
     def dims(self, variable: Var) -> tuple[tuple[Atom, ...], ...]:
@@ -80,7 +82,10 @@ class Walk:
         for variable in jaxpr.constvars:
             frame.values[variable] = self.input(variable.aval)
         for number, equation in enumerate(jaxpr.eqns):
+            start = len(self.log.events)
             results = self._equation(frame, number, equation)
+            if len(self.log.events) > start:
+                frame.noted[number] = range(start, len(self.log.events))
             frame.values.update(zip(equation.outvars, results, strict=True))
         return frame, [self._read(frame, atom) for atom in jaxpr.outvars]
 
