@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -295,6 +296,20 @@ def test_what_is_worth_changing_is_said_in_arguments_of_python():
         "  stage 1: layer 2, 72 parameters, 384 FLOPs a microbatch, devices 2, 3",
         "  stage 2: layer 3, 72 parameters, 384 FLOPs a microbatch, devices 4, 5",
     ]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_better_number_of_stages_is_as_good_as_promised(schedule):
+    widths = (64, 32, 32, 16, 16, 16, 16, 8, 8)
+    shapes = list(itertools.pairwise(widths))
+    layers = [double(fill(lambda s=s: nnx.Linear(*s, rngs=nnx.Rngs(0)))) for s in shapes]
+    arguments = {"loss": cross_entropy, "example": inputs(32, 64), "num_microbatches": 24}
+    now = Pipeline(layers, num_stages=4, schedule=schedule, **arguments)
+    text = next(text for text in now.warnings() if "more work than the mean" in text)
+    found = re.search(r"num_stages=(\d) waits (\d+)%", text)
+    better = Pipeline(layers, num_stages=int(found[1]), schedule=schedule, **arguments)
+    assert f"{float(better.timeline().bubble):.0%}" == f"{found[2]}%"
+    assert better.timeline().bubble < now.timeline().bubble
 
 
 def test_mw_names_the_pipeline():

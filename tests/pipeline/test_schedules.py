@@ -111,3 +111,21 @@ def test_incomplete_and_circular_lists_are_refused():
     early = [[Op(Kind.FORWARD, 1), Op(Kind.BACKWARD, 1), Op(Kind.FORWARD, 0), Op(Kind.BACKWARD, 0)]]
     with pytest.raises(UserError, match="wait for each other forever"):
         check_operations(late + early, Shape(2, 2))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: get_schedule(3),
+        lambda: get_schedule("interleaved", 0),
+        lambda: get_schedule("gpipe").efficiency("8", 4),
+        lambda: get_schedule("gpipe").table(8.5, 2),
+        lambda: get_schedule("zb_h1").operations(8, 0),
+        lambda: get_schedule("1f1b").microbatches_for("x", 4),
+        lambda: get_schedule("1f1b").microbatches_for(0.9, 0),
+    ],
+)
+def test_what_is_no_size_is_refused(call):
+    with pytest.raises(UserError) as caught:
+        call()
+    assert caught.value.fix

@@ -41,8 +41,16 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_clip_norm(norm: Any) -> None:
-    """Refuse a norm that would leave no gradient."""
-    if norm is not None and not norm > 0:
+    """Refuse what is no norm, or would leave no gradient."""
+    if norm is None:
+        return
+    if not isinstance(norm, int | float | np.number):
+        raise UserError(
+            f"clip_norm={norm!r} is not valid",
+            why=f"it is of type {type(norm).__name__}",
+            fix="write clip_norm=1.0, or None for no clipping",
+        )
+    if not norm > 0:
         raise UserError(
             f"clip_norm={norm} would stop all learning",
             why="gradients are scaled down to this norm",

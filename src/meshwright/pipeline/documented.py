@@ -54,12 +54,7 @@ def pipeline_forward(
 
     The result is that of the stages one after another on the whole batch, whatever its size.
     """
-    if callable(stages) or not stages:
-        raise UserError(
-            "there is no list of stages",
-            why=f"stages is {'empty' if not callable(stages) else 'one module or function'}",
-            fix="write stages=[first, second, …]",
-        )
+    _check_stages(stages)
     check_count("num_microbatches", num_microbatches)
     if not getattr(inputs, "shape", ()):
         raise UserError(
@@ -135,6 +130,20 @@ def _run_stage(stage: Callable[[Any], Any], number: int, x: Any) -> Any:
             why=f"that is {describe(x)}: {first_line(error)}",
             fix="let each stage take what the stage before gives, and the first the inputs",
         ) from error
+
+
+def _check_stages(stages: Any) -> None:
+    if isinstance(stages, Sequence) and stages:
+        return
+    if isinstance(stages, Sequence):
+        what = "empty"
+    else:
+        what = "one module or function" if callable(stages) else f"of type {type(stages).__name__}"
+    raise UserError(
+        "there is no list of stages",
+        why=f"stages is {what}",
+        fix="write stages=[first, second, …]",
+    )
 
 
 def _check_specs(specs: Sequence[Mapping[str, Any]], stage_id: int) -> None:

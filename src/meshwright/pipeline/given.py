@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from meshwright.config.arguments import check_count
+from meshwright.config.base import shorten
 from meshwright.errors import UserError
 from meshwright.pipeline.schedules import Schedule, get_schedule
 from meshwright.units import counted
@@ -40,10 +41,65 @@ def read_schedule(schedule: Any, num_chunks: int | None) -> Schedule:
 
 def read_devices(devices: Sequence[Any] | None) -> list[Any]:
     """Return the devices, all of them by default."""
-    found = jax.devices() if devices is None else list(devices)
+    found = jax.devices() if devices is None else _listed(devices)
     if not found:
         raise UserError("there are no devices", why="devices is empty", fix="leave devices out")
+    for number, device in enumerate(found):
+        if not isinstance(device, jax.Device):
+            raise UserError(
+                f"devices[{number}] is {shorten(device)}, of type {type(device).__name__}",
+                fix="give devices of JAX: jax.devices()[:4]",
+            )
+        if device in found[:number]:
+            raise UserError(
+                f"devices[{number}] is {device}, which is there already",
+                why="stages work at the same time, each on devices of its own",
+                fix="name each device once",
+            )
     return found
+
+
+def _listed(devices: Any) -> list[Any]:
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise UserError(
+            f"devices={shorten(devices)} is no list of devices",
+            why=f"it is of type {type(devices).__name__}",
+            fix="write devices=jax.devices()[:4]",
+        )
+    return list(devices)
+
+
+def check_seed(seed: Any) -> None:
+    """Refuse a seed that is no whole number."""
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise UserError(
+            f"seed={shorten(seed)} is not valid",
+            why=f"it is of type {type(seed).__name__}",
+            fix="write a whole number",
+        )
+
+
+def check_unused(states: Any) -> None:
+    """Refuse states of an optimizer that an update has used up."""
+    leaves = jax.tree.leaves(states)
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+        raise UserError(
+            "states were used by an update before",
+            why="an update takes their memory for the new ones it returns",
+            fix="write loss, states = pipeline.update(optimizer, states, x, y)",
+        )
+
+
+def check_output(output: Any, samples: int) -> None:
+    """Refuse an output whose parts cannot be put together again, sample by sample."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(output):
+        if leaf.shape[:1] != (samples,):
+            where = jax.tree_util.keystr(path)
+            raise UserError(
+                f"the output{f' {where}' if where else ''} has no samples in dim 0",
+                why=f"it is {describe(leaf)} for a microbatch of {counted(samples, 'sample')}",
+                fix="let the last layer keep dim 0; what is of all samples belongs in the loss",
+            )
 
 
 def check_function(loss: Any) -> None:
@@ -149,9 +205,13 @@ def count_samples(name: str, batch: Any) -> int:
 
 
 def describe(tree: Any) -> str:
-    """Return the dtypes and shapes of arrays: ``float32[4, 6]``."""
-    leaves = [jnp.asarray(a) if np.isscalar(a) else a for a in jax.tree.leaves(tree)]
-    return ", ".join(f"{a.dtype}{list(a.shape)}" for a in leaves) or "nothing"
+    """Return the dtypes and shapes of arrays: ``float32[4, 6]``, with their keys if nested."""
+    found: list[str] = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        array = jnp.asarray(leaf) if np.isscalar(leaf) else leaf
+        key = jax.tree_util.keystr(path, simple=True, separator=".")
+        found.append(f"{key}: " * bool(key) + f"{array.dtype}{list(array.shape)}")
+    return ", ".join(found) or "nothing"
 
 
 def check_loss(loss: Any, output: Any, target: Any) -> None:
@@ -166,9 +226,10 @@ def check_loss(loss: Any, output: Any, target: Any) -> None:
             fix="write loss(output, target) for one microbatch of both",
         ) from error
     parts = (value.total, value.weight) if isinstance(value, Weighted) else (value,)
-    if any(getattr(p, "shape", None) != () for p in parts) or not _is_float(parts[0]):
+    scalar = all(getattr(p, "shape", None) == () for p in parts)
+    if not scalar or not _is_float(parts[0]):
         raise UserError(
-            "the loss is no scalar",
+            "the loss is no float, so it has no gradient" if scalar else "the loss is no scalar",
             why=f"loss(output, target) returns {_kind(value)}",
             fix="return its mean over samples, or mw.Weighted(total, weight)",
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 
-from meshwright.errors import UserError
+from meshwright.config.arguments import check_count
 
 
 class Kind(Enum):
@@ -78,11 +78,7 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name in ("num_microbatches", "num_stages", "num_chunks"):
-            value = getattr(self, name)
-            if value < 1:
-                raise UserError(
-                    f"{name}={value} is not a number of {name[4:]}", fix="write 1 or more"
-                )
+            check_count(name, getattr(self, name))
 
     def __str__(self) -> str:
         counts = [(self.num_stages, "stage", "s"), (self.num_microbatches, "microbatch", "es")]

@@ -17,11 +17,11 @@ from meshwright.pipeline import given
 from meshwright.pipeline.advice import pipeline_warnings
 from meshwright.pipeline.balance import balance
 from meshwright.pipeline.layers import naming_layer, read_layers
-from meshwright.pipeline.operations import Times
 from meshwright.pipeline.parts import Part, TracedPart, chain, read_part, to_default_device, trace
 from meshwright.pipeline.schedules import Schedule
 from meshwright.pipeline.separate import Host, Loss, Stage, divide_devices, output_tree
-from meshwright.pipeline.timeline import Timeline, simulate
+from meshwright.pipeline.suggest import fewer_stages, timeline_of, unused_devices
+from meshwright.pipeline.timeline import Timeline
 from meshwright.pipeline.updates import Updates
 from meshwright.units import counted, human_count
 
@@ -91,6 +91,7 @@ class Pipeline:
                 check_count(name, count)
         given.check_balance_by(balance_by)
         given.check_function(loss)
+        given.check_seed(seed)
         self._given, self._devices = read_layers(stages), given.read_devices(devices)
         self.schedule = given.read_schedule(schedule, num_chunks)
         chunks = self.schedule.num_chunks
@@ -106,8 +107,10 @@ class Pipeline:
         )
         self._loss = loss
         self._layers, traced = _read_all(self._given, self._microbatch_shape(example), seed)
-        groups = balance(_costs(self._layers, traced, balance_by), self.num_stages * chunks)
-        self._place(groups, traced)
+        # Layers without products still take some time.
+        self._flops = [found.flops or 1 for found in traced]
+        self._costs = self._flops if balance_by == "flops" else list(map(_nbytes, self._layers))
+        self._place(balance(self._costs, self.num_stages * chunks), traced)
 
     def _place(self, groups: Sequence[range], traced: Sequence[TracedPart]) -> None:
         """Make each group of layers a stage on its devices."""
@@ -150,6 +153,7 @@ class Pipeline:
                 piece = self._evaluate[number](
                     self._params[number], self._states[number], stage.put(piece)
                 )
+            given.check_output(piece, jax.tree.leaves(inputs[len(outputs)])[0].shape[0])
             outputs.append(piece)
         return jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *outputs)
 
@@ -204,6 +208,7 @@ class Pipeline:
         check_clip_norm(clip_norm)
         states = given.check_per_stage("states", states, len(self._stages))
         given.check_untraced(states=states)
+        given.check_unused(states)
         loss, gradients = self.loss_and_gradients(x, target)
         factor = self._updates.factor(gradients, clip_norm)
         self._params, after = self._updates.apply(
@@ -240,19 +245,20 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """Return when each stage works, simulated from its FLOPs."""
         shape = self.schedule.shape(self.num_microbatches, self.num_stages)
-        operations = self.schedule.operations(self.num_microbatches, self.num_stages)
-        return simulate(operations, shape, Times.of_costs(self._stage_flops()))
+        return timeline_of(self.schedule, shape, self._stage_flops())
 
     def warnings(self) -> list[str]:
         """Return what is worth changing, one sentence each."""
+        shape = self.schedule.shape(self.num_microbatches, self.num_stages)
         found = pipeline_warnings(
             self.schedule,
             self.num_microbatches,
             self.num_stages,
             self._stage_flops(),
             bubble=self.timeline().bubble,
+            remedy=fewer_stages(self._costs, self._flops, shape, self.schedule),
         )
-        unused = _unused(
+        unused = unused_devices(
             len(self._devices), self.num_stages, len(self._given) // self.schedule.num_chunks
         )
         return [given.in_python(text) for text in found] + ([unused] if unused else [])
@@ -326,28 +332,11 @@ def _read_all(layers: Sequence[Any], x: Any, seed: int) -> tuple[list[Part], lis
     return parts, traced
 
 
-def _costs(parts: Sequence[Part], traced: Sequence[TracedPart], balance_by: str) -> list[int]:
-    if balance_by == "memory":
-        return [sum(a.nbytes for a in jax.tree.leaves(part.params)) for part in parts]
-    # Layers without products still take some time.
-    return [found.flops or 1 for found in traced]
+def _nbytes(part: Part) -> int:
+    return sum(a.nbytes for a in jax.tree.leaves(part.params))
 
 
 def _report(group: range, part: Part, mesh: Mesh, traced: Sequence[TracedPart]) -> StageReport:
     parameters = sum(int(np.prod(a.shape)) for a in jax.tree.leaves(part.params))
     ids = tuple(int(device.id) for device in mesh.devices.flat)
     return StageReport(tuple(group), parameters, sum(traced[n].flops for n in group), ids)
-
-
-def _unused(num_devices: int, num_stages: int, most_stages: int) -> str:
-    left = num_devices % num_stages
-    if not left:
-        return ""
-    fits = [n for n in range(1, most_stages + 1) if num_devices % n == 0]
-    below, above = [n for n in fits if n < num_stages][-1:], [n for n in fits if n > num_stages][:1]
-    better = " or ".join(f"num_stages={n}" for n in below + above)
-    return (
-        f"{left} of {num_devices} devices {'is' if left == 1 else 'are'} not used, since "
-        f"{num_devices} is not a multiple of "
-        f"{num_stages} stages; {better} uses all"
-    )

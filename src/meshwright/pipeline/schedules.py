@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
+from meshwright.config.arguments import check_count
 from meshwright.errors import UserError, did_you_mean
 from meshwright.pipeline.operations import Kind, Op, Shape
 from meshwright.pipeline.ticks import TickTable, in_lockstep
@@ -61,7 +62,11 @@ class Schedule(ABC):
 
     def microbatches_for(self, efficiency: Fraction | float, num_stages: int) -> int:
         """Return the fewest microbatches with at least this efficiency."""
-        goal = Fraction(efficiency).limit_denominator(10**6)
+        check_count("num_stages", num_stages)
+        try:
+            goal = Fraction(efficiency).limit_denominator(10**6)
+        except (TypeError, ValueError):
+            goal = Fraction(0)
         if not 0 < goal < 1:
             raise UserError(f"an efficiency of {efficiency} cannot be reached", fix="write 0.9")
         # bubble = (S-1) / (k·M + S-1), where k is 1, the chunks, or the operations of a microbatch.
@@ -270,7 +275,13 @@ def _put_off(shape: Shape, stage: int) -> list[Op]:
 
 
 def get_schedule(name: str, num_chunks: int = 2) -> Schedule:
-    """Return a schedule by its name in a config: gpipe, 1f1b, interleaved or zb_h1."""
+    """Return a schedule by its name in a config: gpipe, 1f1b, interleaved or zb_h1.
+
+    Args:
+        name: its name.
+        num_chunks: pieces of the model on each stage; only interleaved has several.
+    """
+    check_count("num_chunks", num_chunks)
     known: dict[str, Schedule] = {
         "gpipe": GPipe(),
         "1f1b": OneForwardOneBackward(),
@@ -281,6 +292,6 @@ def get_schedule(name: str, num_chunks: int = 2) -> Schedule:
         raise UserError(
             f"there is no pipeline schedule `{name}`",
             why=f"there are {', '.join(known)}",
-            fix=did_you_mean(name.lower(), known),
+            fix=did_you_mean(str(name).lower(), known) or "write 1f1b, which suits most models",
         )
     return known[name]
