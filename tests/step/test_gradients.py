@@ -105,6 +105,18 @@ def test_a_batch_without_any_weight_gives_zeros_not_nan():
         assert all(not np.any(g) for g in found.values)
 
 
+def test_parameters_of_16_bits_have_sums_of_32():
+    def loss(params, state, batch):
+        value = (params[0].astype(jnp.float32) * batch[0]).sum()
+        return LossValue(Weighted(value, jnp.ones((), jnp.float32)), {}, [])
+
+    # Added up in bfloat16, nothing after the first would count.
+    parts = np.asarray([256.0, *[0.5] * 512], np.float32)
+    found = accumulate_gradients(loss, [jnp.ones((), jnp.bfloat16)], [], [parts])
+    assert found.values[0].dtype == jnp.bfloat16
+    assert float(found.values[0]) == float(jnp.asarray(512 / 513, jnp.bfloat16))
+
+
 def test_state_is_handed_from_microbatch_to_microbatch():
     def growing(params, state, batch):
         loss = jnp.sum(params[0] * state[0])

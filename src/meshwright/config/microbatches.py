@@ -123,6 +123,9 @@ class _Asked:
             return None
         if num_microbatches is not None:
             return num_microbatches
+        if self.samples % self.replicas:
+            # Whatever the microbatches, this is refused, and by a reason without them.
+            return 1
         own = self.samples // self.replicas
         counts = range(self.group, min(usual, own) + 1, self.group)
         return max((n for n in counts if own % n == 0), default=1)

@@ -284,6 +284,8 @@ def _function(given: Callable[..., Any], seed: int) -> FunctionData:
         return FunctionData(lambda step, batch_size: given(step, batch_size), name)
     if len(required) == 3:
         return FunctionData(lambda step, batch_size: given(seed, step, batch_size), name)
+    if len(required) == 1 and len(parameters) == 2:
+        return FunctionData(lambda step, batch_size: given(step, batch_size), name)
     raise UserError(
         f"the function {name} gives no batches",
         why=f"it takes ({', '.join(parameters)})",

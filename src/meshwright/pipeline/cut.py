@@ -73,6 +73,17 @@ class BlockCut:
                 own.update(int(number) for number in re.findall(r"\d+$", part))
         return [tuple(sorted(own)) or (n,) for n, own in enumerate(found)]
 
+    @cached_property
+    def odd_blocks(self) -> list[str]:
+        """The paths of modules in the blocks' own list that are no such blocks."""
+        head = re.sub(r"(\*|\d+n(\+\d+)?)$", "", self.name)
+        if not head:
+            return []
+        pattern = re.compile(rf"{re.escape(head)}\d+(?=\.)")
+        paths = [self.traced.layout.step_leaves[n].leaf.path for n in self.outer]
+        found = (pattern.match(path) for path in paths)
+        return list(dict.fromkeys(match[0] for match in found if match))
+
     @property
     def constants(self) -> list[Any]:
         """What every block reads."""
@@ -177,7 +188,12 @@ class BlockCut:
         program, reads = only_for(self.traced.closed, outputs)
         known = {n for n in self.outer if n in self.states}
         if not known.issuperset(reads):
-            paths = [self.traced.layout.step_leaves[n].leaf.path for n in self.changed_outer]
+            reads_of = {
+                number: only_for(self.traced.closed, [output])[1]
+                for number, output in zip(self.changed_outer, outputs, strict=True)
+            }
+            seen = [number for number, own in reads_of.items() if not known.issuperset(own)]
+            paths = [self.traced.layout.step_leaves[n].leaf.path for n in seen]
             raise _cannot_cut(
                 f"{', '.join(paths)} outside of the blocks depends on the samples seen", self.traced
             )

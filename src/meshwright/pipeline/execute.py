@@ -31,6 +31,7 @@ from meshwright.pipeline.halves import Differentiated
 from meshwright.pipeline.operations import Shape
 from meshwright.pipeline.rows import Forms, Row
 from meshwright.pipeline.turns import InTurn
+from meshwright.program.policy import zeros_for_sums
 
 
 @jax.tree_util.register_dataclass
@@ -335,8 +336,8 @@ class Ticks:
     def _no_sums(self) -> StageSums:
         losses = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self._losses_shape())
         return StageSums(
-            weights=[jnp.zeros_like(a) for a in self.values.weights],
-            outer=[jnp.zeros_like(a) for a in self.values.outer],
+            weights=zeros_for_sums(self.values.weights),
+            outer=zeros_for_sums(self.values.outer),
             losses=losses,
             changing=list(self.values.changing),
         )

@@ -138,7 +138,8 @@ class PipelinedLoss:
             constrain=self._constrain,
         )
         found = ticks.run(jax.tree.map(lambda column: column[:, 0], rows))
-        (weights,) = pullback(found.weights)
+        pairs = zip(found.weights, values.weights, strict=True)
+        (weights,) = pullback([total.astype(own.dtype) for total, own in pairs])
         axes = self.where.batch_axes
         weights = lax.psum(weights, axes) if axes else weights
         return weights, *lax.psum((found.outer, found.losses), (AXIS, *axes)), found.changing

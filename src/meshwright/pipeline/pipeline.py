@@ -178,7 +178,9 @@ class Pipeline:
         self._states = found.states
         weight = np.asarray(found.weight)
         weight = weight if weight else np.ones_like(weight)
-        scaled = [jax.tree.map(lambda g: g / weight.astype(g.dtype), g) for g in found.gradients]
+        scaled = jax.tree.map(
+            lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype), found.gradients, self._params
+        )
         return found.total / weight, scaled
 
     def init(self, optimizer: Any) -> list[Any]:

@@ -150,7 +150,7 @@ def _filled_up(division: Division) -> list[str]:
         f"{blocks} blocks do not divide into {stages} stages{chunks}, which have "
         f"{', '.join(map(str, division.counts))}: all take as long as the largest, so "
         f"{(places - blocks) / places:.0%} of the time of blocks is lost; "
-        f"{', or '.join(others)}, would lose none"
+        f"{', or '.join(others)} would lose none"
     ]
 
 
@@ -164,6 +164,12 @@ def _remedy(pipelined: PipelinedLoss, stages: list[StageFacts]) -> str:
         costs = [sum(s.flops for s in stages[n * joined : (n + 1) * joined]) for n in range(fewer)]
         waits[fewer] = bubble_with(schedule, count, fewer, costs)
     slowest = max(stages, key=lambda stage: stage.flops)
+    if odd := pipelined.cut.odd_blocks:
+        few = ", ".join(f"`{path}`" for path in odd[:3]) + (", …" if len(odd) > 3 else "")
+        return (
+            f"{few} are not like the other blocks and run with its {' and '.join(slowest.also)}; "
+            "blocks that are all alike, or take turns to the end, are divided evenly"
+        )
     ends = f"its {' and '.join(slowest.also) or 'work'} weighs less"
     if not waits:
         return (
@@ -172,8 +178,9 @@ def _remedy(pipelined: PipelinedLoss, stages: list[StageFacts]) -> str:
         )
     best = min(waits, key=lambda n: waits[n])
     return (
-        f"{ends} with fewer stages of more blocks (mesh.pipe={best} waits "
-        f"{float(waits[best]) * 100:.0f}%), or in a model with more blocks"
+        f"{ends} with fewer stages of more blocks (mesh.pipe={best} "
+        f"pipeline.num_microbatches={count} waits {float(waits[best]) * 100:.0f}%), or in a model "
+        "with more blocks"
     )
 
 

@@ -16,6 +16,7 @@ from meshwright.pipeline.operations import Kind, Op, Shape
 from meshwright.pipeline.parts import Part
 from meshwright.pipeline.schedules import Schedule
 from meshwright.pipeline.timeline import simulate
+from meshwright.program.policy import zeros_for_sums
 from meshwright.weighted import Weighted
 
 Loss = Callable[[Any, Any], Any]
@@ -199,7 +200,7 @@ class _Run:
         self.gradients: dict[tuple[int, int], Any] = {}
         self.calls: dict[tuple[int, int], Any] = {}
         self.cuts: dict[tuple[int, int], Any] = {}
-        self.sums = [jax.tree.map(jnp.zeros_like, p) for p in params]
+        self.sums = [zeros_for_sums(p) for p in params]
         self.totals: list[Any] = []
         self.weights: list[Any] = []
 

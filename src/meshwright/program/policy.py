@@ -69,3 +69,12 @@ def follow_policy(model: Any, compute_dtype: Any) -> None:
     for _, module in nnx.iter_modules(model):
         if isinstance(module, nnx.Embed) and module.dtype == jnp.float32:
             module.dtype = compute_dtype
+
+
+def zeros_for_sums(values: Any) -> Any:
+    """Return zeros that gradients are added up in: 16 bits would lose the smaller of two."""
+
+    def zeros(value: Any) -> Any:
+        return jnp.zeros(value.shape, jnp.promote_types(value.dtype, jnp.float32))
+
+    return jax.tree.map(zeros, values)

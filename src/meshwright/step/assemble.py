@@ -18,6 +18,7 @@ from meshwright.pipeline.gradients import PipelinedLoss
 from meshwright.pipeline.place import decide_own, decide_stages, pipelined_loss
 from meshwright.pipeline.report import PipelineReport, pipeline_report
 from meshwright.pipeline.schedules import get_schedule
+from meshwright.pipeline.slicing import only_for
 from meshwright.plan import Plan
 from meshwright.program.local import LocalDraws, LocalForward
 from meshwright.program.parts import Parts, build_unplaced, split_model
@@ -155,7 +156,7 @@ def assemble(
     micro = _microbatch(batch, plan)
     program, own = step_program(loss, parts, micro, plan), own_program(loss, parts, micro, plan)
     traced = program.traced
-    remarks = (*program.remarks, *_few_samples(parts, plan))
+    remarks = (*program.remarks, *_few_samples(traced, plan))
     local = pipeline = report = None
     if program.cut is not None:
         decision = decide_stages(program.cut, plan.mesh, plan.sharding, plan.num_chunks)
@@ -181,20 +182,32 @@ def assemble(
     return Assembled(step, parts, traced, decision, plan, mesh, remarks, report, tree, model)
 
 
-def _few_samples(parts: Parts, plan: Plan) -> list[str]:
+def _few_samples(traced: TracedLoss, plan: Plan) -> list[str]:
     """Say so where batch statistics are those of hardly any samples."""
-    kept = [leaf.path for leaf in parts.leaves if leaf.variable == "BatchStat"]
     count = plan.batch.gradient_accumulation_steps
     each = plan.batch.global_batch_size // count
-    if not kept or count == 1 or each >= FEW_SAMPLES:
+    statistic = None if count == 1 or each >= FEW_SAMPLES else _batch_statistic(traced)
+    if statistic is None:
         return []
     fewer = max(1, plan.batch.global_batch_size // FEW_SAMPLES)
     key = "pipeline.num_microbatches" if plan.size("pipe") > 1 else "gradient_accumulation_steps"
     return [
-        f"`{kept[0]}` is a statistic of one microbatch at a time, and the {count} microbatches of "
-        f"an update have {counted(each, 'sample')} each; {key}={fewer} or less, or larger batches, "
-        "let BatchNorm see more"
+        f"`{statistic}` is a statistic of one microbatch at a time, and the {count} microbatches "
+        f"of an update have {counted(each, 'sample')} each; {key}={fewer} or less, or larger "
+        "batches, let BatchNorm see more"
     ]
+
+
+def _batch_statistic(traced: TracedLoss) -> str | None:
+    """Return the path of a statistic that depends on samples, if the model has one."""
+    states = [step.leaf for step in traced.layout.step_leaves if step.leaf.role == "state"]
+    outputs = len(traced.closed.jaxpr.outvars) - len(states)
+    for number, leaf in enumerate(states, start=outputs):
+        if leaf.variable == "BatchStat":
+            _, read = only_for(traced.closed, [number])
+            if any(n >= len(traced.layout.step_leaves) for n in read):
+                return leaf.path
+    return None
 
 
 def _pipeline(

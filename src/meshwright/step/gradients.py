@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from meshwright.program.policy import zeros_for_sums
 from meshwright.program.trace import LossValue
 from meshwright.weighted import Weighted
 
@@ -73,25 +74,31 @@ def accumulate_gradients(
         sums = constrain([s + g * weight for s, g in zip(sums, grads, strict=True)])
         return (value.state, sums), (value.objective, value.metrics)
 
-    zeros = constrain([jnp.zeros_like(p) for p in params])
+    zeros = constrain(zeros_for_sums(params))
     (state, sums), (objectives, metrics) = jax.lax.scan(
         visit, (list(state), zeros), list(microbatches)
     )
-    return finish_gradients(sums, objectives, metrics, list(state), scale)
+    return finish_gradients(params, sums, objectives, metrics, list(state), scale)
 
 
 def finish_gradients(
+    params: Sequence[Any],
     sums: Sequence[Any],
     objectives: Weighted,
     metrics: dict[str, Weighted],
     state: list[Any],
     scale: Array | None,
 ) -> Gradients:
-    """Divide weighted sums, collected part by part, once by the whole weight."""
+    """Divide weighted sums, collected part by part, once by the whole weight.
+
+    Gradients are in the format of their parameters again.
+    """
     objective = _sum(objectives)
     weight = jnp.where(objective.weight == 0, 1, objective.weight)
     return Gradients(
-        values=_unscale([s / weight for s in sums], scale),
+        values=_unscale(
+            [(s / weight).astype(p.dtype) for s, p in zip(sums, params, strict=True)], scale
+        ),
         loss=objective.mean,
         metrics={name: _sum(metric).mean for name, metric in metrics.items()},
         state=state,

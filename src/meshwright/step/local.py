@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
+from meshwright.program.policy import zeros_for_sums
 from meshwright.step.gradients import Gradients, LossFunction, finish_gradients, value_and_grad
 
 
@@ -42,8 +42,7 @@ def accumulate_locally(
             sums = [s + g * weight for s, g in zip(sums, grads, strict=True)]
             return (value.state, sums), (value.objective, value.metrics)
 
-        zeros = [jnp.zeros_like(p) for p in params]
-        (state, sums), parts = jax.lax.scan(visit, (state, zeros), group)
+        (state, sums), parts = jax.lax.scan(visit, (state, zeros_for_sums(params)), group)
         totals = jax.tree.map(lambda part: part.sum(), parts)
         return state, *jax.lax.psum((sums, totals), axes)
 
@@ -63,6 +62,6 @@ def accumulate_locally(
         return (state, [a + b for a, b in zip(sums, more, strict=True)]), totals
 
     groups = [a.reshape(a.shape[0] // every, every, *a.shape[1:]) for a in microbatches]
-    start = (list(state), [jnp.zeros_like(p) for p in params])
+    start = (list(state), zeros_for_sums(params))
     (state, sums), (objectives, metrics) = jax.lax.scan(next_group, start, groups)
-    return finish_gradients(sums, objectives, metrics, list(state), scale)
+    return finish_gradients(params, sums, objectives, metrics, list(state), scale)

@@ -190,7 +190,9 @@ class TrainStep:
         if self.pipeline is not None:
             microbatches = split_strided(batch, count, self.mesh, self.decision.batch)
             found = self.pipeline(self._join(state.params, state.state), microbatches, scale)
-            return finish_gradients(found.gradients, *found.losses, found.state, scale)
+            return finish_gradients(
+                state.params, found.gradients, *found.losses, found.state, scale
+            )
         if count == 1:
             return compute_gradients(self._loss, state.params, state.state, batch, scale)
         microbatches = split_strided(batch, count, self.mesh, self.decision.batch)

@@ -134,8 +134,10 @@ def tokens_per_sample(batch: Any) -> int | None:
         return None
     for name, beyond in (("tokens", 1), ("inputs", 0)):
         array = batch.get(name)
-        if array is not None and len(array.shape) == 2 and np.issubdtype(array.dtype, np.integer):
-            return int(array.shape[1]) - beyond
+        # Whatever else a batch keeps under this name, a tree perhaps, has no tokens to count.
+        shape, dtype = getattr(array, "shape", ()), getattr(array, "dtype", None)
+        if len(shape) == 2 and np.issubdtype(dtype, np.integer):
+            return int(shape[1]) - beyond
     return None
 
 

@@ -27,8 +27,16 @@ def other_microbatches(passport: Passport, batch: Batch, leaves: Iterable[Leaf])
     now = batch.gradient_accumulation_steps
     if before in (None, now) or all(leaf.role == "param" for leaf in leaves):
         return []
-    return [
+    found = (
         f"an update had {counted(before, 'microbatch', 'microbatches')} before the checkpoint and "
-        f"has {now} now: dropout and batch statistics go on with other numbers; "
-        f"gradient_accumulation_steps={before} keeps them"
-    ]
+        f"has {now} now: dropout and batch statistics go on with other numbers"
+    )
+    size, most = batch.global_batch_size, batch.global_batch_size // before
+    if size % (before * batch.replicas) == 0:
+        return [f"{found}; gradient_accumulation_steps={before} keeps them"]
+    if size % before == 0:
+        return [
+            f"{found}; gradient_accumulation_steps={before} would keep them on a mesh whose "
+            f"data × fsdp divides {most}, which {batch.replicas} does not"
+        ]
+    return [found]
