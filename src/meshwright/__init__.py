@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         TrackingConfig,
     )
     from meshwright.data.arrays import ArraySource
+    from meshwright.errors import UserError
     from meshwright.mesh.build import abstract_mesh, build_mesh
     from meshwright.mesh.inspect import inspect_sharding, visualize_mesh
     from meshwright.mesh.simulate import simulate_devices
@@ -36,6 +37,7 @@ _HOMES = {
     "ShardingConfig": "meshwright.config.schema",
     "TrackingConfig": "meshwright.config.schema",
     "Trainer": "meshwright.trainer",
+    "UserError": "meshwright.errors",
     "Weighted": "meshwright.weighted",
     "abstract_mesh": "meshwright.mesh.build",
     "build_mesh": "meshwright.mesh.build",
@@ -59,6 +61,7 @@ __all__ = [
     "ShardingConfig",
     "TrackingConfig",
     "Trainer",
+    "UserError",
     "Weighted",
     "abstract_mesh",
     "build_mesh",

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from program.programs import assert_close, trace
 from small_models import WIDTH, Residual, square_loss, vectors
 from step.runs import OPTIMIZER, filled, on_mesh, on_one_device
@@ -12,6 +12,7 @@ from step.runs import OPTIMIZER, filled, on_mesh, on_one_device
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError
+from meshwright.inputs.model import model_source
 from meshwright.pipeline.cut import cut_blocks
 from meshwright.plan import Plan
 from meshwright.program.rolled import roll_program
@@ -57,6 +58,58 @@ def test_blocks_are_found_and_keep_their_state():
     paths = [found.traced.leaves[n].path for n in found.changing]
     assert paths == ["block*.latest"]
     assert found.changed_outer == []
+
+
+class Old(linen.Module):
+    """Linen blocks that a loop makes and runs, with statistics and a layer before them."""
+
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            h = linen.BatchNorm(use_running_average=False)(linen.Dense(2 * WIDTH)(x))
+            return x + linen.Dense(WIDTH)(linen.tanh(h))
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Dense(WIDTH)(x)
+        for _ in range(4):
+            x = self.Block()(x)
+        return x
+
+
+def test_linen_blocks_in_a_loop_are_found():
+    def loss(model, batch):
+        return ((model(batch["x"], mutable=["batch_stats"]) - batch["y"]) ** 2).mean()
+
+    source = model_source(Old(), loss, vectors)
+    rolled = roll_program(trace(lambda: source(nnx.Rngs(0)), loss, vectors())[1])
+    found = cut_blocks(rolled.traced, rolled.remarks)
+    assert found.num_blocks == 4
+    paths = {found.traced.leaves[n].path for n in found.stacks}
+    assert {"Block_*.Dense_0.kernel", "Block_*.BatchNorm_0.mean"} <= paths
+    assert {found.traced.leaves[n].path for n in found.outer} >= {"Dense_0.kernel"}
+    assert len(found.changing) == 2
+
+
+class Counted(nnx.Module):
+    """Before the blocks, something is counted, and something is a mean over samples."""
+
+    def __init__(self):
+        self.calls = nnx.BatchStat(jnp.zeros((), jnp.int32))
+        self.mean = nnx.BatchStat(jnp.zeros((WIDTH,)))
+        self.blocks = nnx.List([Residual(rngs=nnx.Rngs(0)) for _ in range(4)])
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        self.mean[...] = x.mean(0)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_only_state_that_depends_on_samples_is_named():
+    with pytest.raises(UserError, match="stages: mean outside of the blocks depends on the sam"):
+        cut(Counted)
 
 
 class Twice(Careful):

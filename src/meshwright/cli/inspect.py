@@ -33,11 +33,15 @@ def run(request: Request) -> int:
     """Show the mesh, the plan and every parameter."""
     plan = request.plan()
     mesh = build_mesh(plan.mesh)
+    flags, drawings = request.arguments.flags, dict[str, str]()
     if request.arguments.has("--svg"):
-        _write(Path(request.arguments.flags["--svg"]), mesh_svg(mesh))
+        drawings[flags["--svg"]] = mesh_svg(mesh)
     if request.arguments.has("--timeline"):
-        _write(Path(request.arguments.flags["--timeline"]), pipeline_svg(plan))
+        drawings[flags["--timeline"]] = pipeline_svg(plan)
     assembled = _assemble(request)
+    # Not before everything else has worked: a failed command leaves nothing behind.
+    for file, drawing in drawings.items():
+        _write(Path(file), drawing)
     remarks = [*unused_settings(request.config, plan), *assembled.remarks]
     leaves = explain(assembled.traced.layout, assembled.decision, plan.mesh)
     report: dict[str, Any] = {
