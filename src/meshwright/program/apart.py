@@ -29,6 +29,7 @@ _PRODUCTS = frozenset({"mul", "dot_general"})
 _ALIKE = frozenset({"add", "add_any", "concatenate", "select_n", "sub"})
 """Operations whose operands must have the same factor."""
 _LARGEST_CONSTANT = 1 << 16
+"""Elements of a constant that is worth computing."""
 _ROUNDING = 1e-5
 
 Kind = Literal["free", "samples", "sum"]
@@ -120,7 +121,8 @@ class _Pair:
                 results = [_Value(self._kind_by_dims(first, v)) for v in eqn.outvars]
             else:
                 place, other = next(others, (-1, eqn))
-                if place < 0 or other.primitive is not eqn.primitive:
+                same = other.primitive is eqn.primitive and len(other.invars) == len(eqn.invars)
+                if place < 0 or not same:
                     raise _depends()
                 operands = [
                     self._read(known, *atoms)
@@ -283,6 +285,8 @@ class _Pair:
         if len(call.frames) != 1 or len(call.other_frames) != 1:
             raise call.mixed("works across samples")
         frames = call.frames[0], call.other_frames[0]
+        if len(frames[0].jaxpr.invars) != len(call.operands):
+            raise call.mixed("works across samples")
         if call.eqn.primitive.name != "scan":
             return self._run(*frames, call.operands)
         num_consts, num_carry = scan_counts(call.eqn)
@@ -356,9 +360,12 @@ def _quotient(ours: Any, theirs: Any) -> float | None:
             if not (_uniform(ours, dim) and _uniform(theirs, dim)):
                 return None
             ours, theirs = np.take(ours, [0], dim), np.take(theirs, [0], dim)
-    if np.array_equal(ours, theirs):
+    if np.array_equal(ours, theirs, equal_nan=True):
         return 1.0
-    return float(theirs.item()) / float(ours.item()) if ours.size == theirs.size == 1 else None
+    if ours.size != 1 or theirs.size != 1 or not (ours.item() and theirs.item()):
+        return None
+    ratio = theirs.item() / ours.item()
+    return ratio if isinstance(ratio, float) and ratio > 0 else None
 
 
 def _uniform(array: Any, dim: int) -> bool:
