@@ -45,7 +45,8 @@ def compile_quickly(monkeypatch):
     def jit(*args, **kwargs):
         caller = sys._getframe(1).f_globals["__name__"]
         # Libraries mark functions that run inside of others, where options are refused.
-        options = {"compiler_options": quick_options()} if caller.startswith("meshwright") else {}
+        own = caller.startswith("meshwright") and not caller.startswith("meshwright.distributed")
+        options = {"compiler_options": quick_options()} if own else {}
         return compiled(*args, **kwargs, **options)
 
     quick_options()

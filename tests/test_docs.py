@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flax import nnx
+from quick import quick_compilation
 from real_processes import run_processes
 
 import meshwright as mw
@@ -21,6 +22,7 @@ from meshwright.cli.main import main
 from meshwright.config.groups import group_options
 from meshwright.mesh.svg import mesh_svg
 
+__all__ = ["quick_compilation"]
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + DOCS
@@ -89,6 +91,7 @@ def workplace(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identifier)
+@pytest.mark.usefixtures("quick_compilation")
 def test_the_code_of_a_page_runs(page, workplace, capfd):
     namespace = {"__name__": "page"}
     for block in blocks(page):

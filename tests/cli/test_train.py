@@ -6,10 +6,14 @@ import sys
 
 import pytest
 import yaml
+from quick import quick_module
 
 from meshwright.checkpoint import read_params
 from meshwright.cli.main import main
 from meshwright.plan import Plan
+
+__all__ = ["quick_module"]
+pytestmark = pytest.mark.usefixtures("quick_module")
 
 OWN = """
 import numpy as np

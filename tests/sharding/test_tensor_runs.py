@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from quick import quick_module
 from sharding.tensor_models import (
     Convolutional,
     Experts,
@@ -26,6 +27,9 @@ from sharding.tensor_models import (
 )
 
 from meshwright.sharding.tensor import choose_tensor_dims
+
+__all__ = ["quick_module"]
+pytestmark = pytest.mark.usefixtures("quick_module")
 
 DEVICES = 4
 

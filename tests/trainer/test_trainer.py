@@ -7,9 +7,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from quick import quick_module
 
 import meshwright as mw
 from meshwright.errors import UserError
+
+__all__ = ["quick_module"]
+pytestmark = pytest.mark.usefixtures("quick_module")
 
 WIDTH = 16
 
