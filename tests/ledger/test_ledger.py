@@ -144,18 +144,25 @@ def test_a_reduction_over_two_axes_is_shared_between_them():
     assert sum(found.values()) == pytest.approx(2 * 7 / 8 * 800)
 
 
-def test_with_stages_what_is_not_known_is_not_claimed():
+def test_stages_send_what_their_table_has_and_no_minimum_is_claimed():
+    count = 4
     plan = Plan(
-        mesh={"pipe": 2},
-        batch=solve_batch(replicas=1, micro_batch_size=SAMPLES // 2, gradient_accumulation_steps=2),
+        mesh={"pipe": 2, "data": 2},
+        batch=solve_batch(replicas=2, global_batch_size=16, gradient_accumulation_steps=count),
         schedule="gpipe",
-        num_microbatches=2,
+        num_microbatches=count,
     )
-    batch, devices = vectors(), jax.devices()[:2]
+    batch, devices = vectors(), jax.devices()[:4]
     model = lambda rngs: Residuals(2)  # noqa: E731
     assembled = assemble(model, square_loss, optax.sgd(0.1), plan, batch, devices=devices)
     ledger = make_ledger(assembled, batch)
-    assert ledger.axes["pipe"].sent_bytes > 0
+    # Each stage has one block, whose gradients are reduced once per microbatch; in 10 ticks.
+    block = sum(leaf.nbytes for leaf in assembled.parts.leaves) // 2
+    assert 0 <= ledger.axes["data"].sent_bytes - count * block < 64
+    # One of two stages hands on, the other back: two samples of each microbatch on each device.
+    (handed,) = [line for line in ledger.lines if line.kind == "collective-permute"]
+    assert handed.count == 2 * count
+    assert handed.payload_bytes == 2 * count * 2 * WIDTH * 4
     for part in (ledger, ledger.axes["pipe"]):
         assert (part.known, part.minimum_bytes, part.ratio) == (False, 0, None)
     assert ledger.suspicious == []

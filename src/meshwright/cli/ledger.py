@@ -13,9 +13,9 @@ from meshwright.mesh.axes import describe_sizes
 from meshwright.recipe import make_recipe
 from meshwright.units import human_bytes
 
-_UPPER_BOUND = (
-    "With pipeline stages these are upper bounds: what a tick may send is counted for every tick, "
-    "whether the schedule has it then or not."
+_BY_STAGES = (
+    "With pipeline stages this is what a device of the stage that sends most sends; how much is "
+    "needed is not known."
 )
 
 
@@ -52,8 +52,7 @@ def _deviation(ledger: Ledger) -> CheckFailed:
 
 def _picture(ledger: Ledger) -> RenderableType:
     axes = Table(box=None, pad_edge=False)
-    sent = "sent" if ledger.known else "sent at most"
-    for name in ("axis", "devices", sent, "needed", "ratio"):
+    for name in ("axis", "devices", "sent", "needed", "ratio"):
         axes.add_column(name, justify="left" if name == "axis" else "right")
     for axis, own in ledger.axes.items():
         ratio = "–" if own.ratio is None else f"{own.ratio:.3f}"
@@ -65,15 +64,14 @@ def _picture(ledger: Ledger) -> RenderableType:
             human_bytes(own.minimum_bytes) if own.known else "not known",
             Text(ratio, style=style),
         )
-    most = "" if ledger.known else "the most "
     parts: list[RenderableType] = [
         Text.assemble(
-            (describe_sizes(ledger.mesh), "bold"), f", {most}bytes each device sends per update"
+            (describe_sizes(ledger.mesh), "bold"), ", bytes each device sends per update"
         ),
         axes,
     ]
     if not ledger.known:
-        parts.append(Text(_UPPER_BOUND))
+        parts.append(Text(_BY_STAGES))
     for axis, own in ledger.axes.items():
         parts += [Text(f"  beyond the minimum on {axis}: {line}") for line in own.excess]
     parts += [Text(), _lines(ledger), Text(), Text(_memory(ledger))]
@@ -82,11 +80,10 @@ def _picture(ledger: Ledger) -> RenderableType:
 
 def _lines(ledger: Ledger, shown: int = 24) -> RenderableType:
     table = Table(box=None, pad_edge=False)
-    most = "" if ledger.known else " at most"
     for name in ("module", "kind", "axes", "phase"):
         table.add_column(name)
     for name in ("count", "sent"):
-        table.add_column(name + most, justify="right")
+        table.add_column(name, justify="right")
     ordered = sorted(ledger.lines, key=lambda line: -line.sent_bytes)
     for line in ordered[:shown]:
         table.add_row(

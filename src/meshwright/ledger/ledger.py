@@ -6,12 +6,14 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from meshwright.config.base import Frozen
 from meshwright.ledger.minimum import Needed, needed_exchanges
+from meshwright.pipeline.executed import executed
 from meshwright.program.collectives import Collective, read_collectives, ring_bytes
 from meshwright.program.hlo import CompiledProgram, compile_program
 from meshwright.program.memory import memory_of
@@ -49,12 +51,12 @@ class AxisLedger(Frozen):
 
     Attributes:
         size: devices on it.
-        sent_bytes: bytes each device sends over it per update; at most so many, if not known.
+        sent_bytes: bytes each device sends over it per update; with pipeline stages, those of the
+            stage that sends most.
         minimum_bytes: what the plan needs to send; 0 if not known.
         ratio: the first over the second; null where nothing needs to be sent, or if not known.
         excess: what was sent beyond the minimum, by module.
-        known: whether both are known. On a mesh with pipeline stages they are not: what a tick may
-            send is counted for every tick, whether the schedule has it then or not.
+        known: whether the minimum is known. On a mesh with pipeline stages it is not.
     """
 
     size: int
@@ -79,12 +81,13 @@ class Ledger(Frozen):
 
     Attributes:
         mesh: axis sizes.
-        known: whether what is sent and needed is known; see `AxisLedger`.
+        known: whether what is needed is known; see `AxisLedger`.
         ratio: bytes sent over bytes needed, all axes together; null if not known.
-        sent_bytes: bytes each device sends per update; at most so many, if not known.
+        sent_bytes: bytes each device sends per update; with pipeline stages, those of the stage
+            that sends most.
         minimum_bytes: what the plan needs to send; 0 if not known.
         axes: axis by axis.
-        lines: every collective, grouped.
+        lines: every collective, grouped; with pipeline stages, on a stage that has it.
         argument_bytes: per device, of state and batch.
         temp_bytes: per device, of everything in between.
         compile_seconds: time the compilation took.
@@ -129,16 +132,14 @@ def read_ledger(
 ) -> Ledger:
     """List what a compiled step sends."""
     mesh = dict(assembled.mesh.shape)
-    collectives = read_collectives(program.partitioned, mesh)
+    stages = _by_stage(read_collectives(program.partitioned, mesh), assembled)
     needed = needed_exchanges(assembled)
     memory = memory_of(program.compiled)
     axes = {
-        axis: _axis(axis, size, mesh, collectives, needed)
-        for axis, size in mesh.items()
-        if size > 1
+        axis: _axis(axis, size, mesh, stages, needed) for axis, size in mesh.items() if size > 1
     }
     known = mesh.get("pipe", 1) == 1
-    sent = sum(c.sent_bytes for c in collectives)
+    sent = max(sum(c.sent_bytes for c in own) for own in stages)
     minimum = sum(n.sent_bytes for n in needed) if known else 0.0
     return Ledger(
         mesh=assembled.plan.mesh,
@@ -147,7 +148,7 @@ def read_ledger(
         sent_bytes=round(sent),
         minimum_bytes=round(minimum),
         axes=axes,
-        lines=_lines(collectives),
+        lines=_lines(max(same, key=lambda c: c.count) for same in zip(*stages, strict=True)),
         argument_bytes=memory.argument,
         temp_bytes=memory.temp,
         compile_seconds=round(compile_seconds, 2),
@@ -158,14 +159,12 @@ def _axis(
     axis: str,
     size: int,
     mesh: dict[str, int],
-    collectives: Sequence[Collective],
+    stages: Sequence[Sequence[Collective]],
     needed: Sequence[Needed],
 ) -> AxisLedger:
-    sent: dict[tuple[str, str], float] = defaultdict(float)
     wanted: dict[tuple[str, str], float] = defaultdict(float)
-    for collective in collectives:
-        share = shares(collective, mesh).get(axis, 0.0)
-        sent[_part(collective.module), _family(collective.kind)] += share
+    every = [_sent_over(axis, mesh, own) for own in stages]
+    sent = max(every, key=lambda own: sum(own.values()))
     for need in needed:
         if need.axis == axis:
             wanted[_part(need.module), _family(need.kind)] += need.sent_bytes
@@ -181,6 +180,29 @@ def _axis(
         ratio=_ratio(total, minimum),
         excess=_excess(sent, wanted, minimum),
     )
+
+
+def _by_stage(collectives: list[Collective], assembled: Assembled) -> list[list[Collective]]:
+    """Return what the devices of each stage exchange; all do the same without stages."""
+    pipeline, plan = assembled.step.pipeline, assembled.plan
+    if pipeline is None:
+        return [collectives]
+    rounds = plan.batch.gradient_accumulation_steps // plan.num_microbatches
+    done = executed(pipeline.schedule, plan.num_microbatches, plan.size("pipe"), rounds)
+    return [
+        [replace(c, count=done.times(c.op_name, c.count, stage)) for c in collectives]
+        for stage in range(done.num_stages)
+    ]
+
+
+def _sent_over(
+    axis: str, mesh: dict[str, int], collectives: Iterable[Collective]
+) -> dict[tuple[str, str], float]:
+    sent: dict[tuple[str, str], float] = defaultdict(float)
+    for collective in collectives:
+        share = shares(collective, mesh).get(axis, 0.0)
+        sent[_part(collective.module), _family(collective.kind)] += share
+    return sent
 
 
 def shares(collective: Collective, mesh: dict[str, int]) -> dict[str, float]:

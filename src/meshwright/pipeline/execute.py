@@ -27,6 +27,7 @@ from meshwright.pipeline.contract import (
     StageSums,
     StageValues,
 )
+from meshwright.pipeline.executed import named
 from meshwright.pipeline.halves import Differentiated
 from meshwright.pipeline.operations import Shape
 from meshwright.pipeline.rows import Forms, Row
@@ -108,9 +109,11 @@ class Ticks:
         between = replace(between, sums=self.constrain(between.sums))
         forms, axis = self.forms, self.axis
         sends = None if forms.always_sends else row.sends
-        arrived = self.turns.send(sent, axis, self.shape.ring(1), sends)
+        arrived = self.turns.send("send", sent, axis, self.shape.ring(1), sends)
         sends_back = None if forms.always_sends_back else row.sends_back
-        arrived_back = self.turns.send(sent_back, axis, self.shape.ring(-1), sends_back)
+        arrived_back = self.turns.send(
+            "send_back", sent_back, axis, self.shape.ring(-1), sends_back
+        )
         return (between, arrived, arrived_back), None
 
     def _forward(self, between: _Between, unused: Message, row: Row) -> tuple[_Between, Message]:
@@ -124,7 +127,10 @@ class Ticks:
             message = lax.cond(
                 op.reads < 0,
                 # Branches that end in arrays divided in different ways are refused by the compiler.
-                lambda: lax.optimization_barrier(self.functions.embed(outer, inputs)),
+                named(
+                    "embedding",
+                    lambda: lax.optimization_barrier(self.functions.embed(outer, inputs)),
+                ),
                 lambda: read_slot(between.inbox, op.reads),
             )
             operands = self._operands(message, changing, op.chunk, inputs, row.stage)
@@ -134,7 +140,10 @@ class Ticks:
             return kept, self._put_rows(changing, rows, op.chunk), self._join(taken.y, whole)
 
         kept, changing, message = self.turns.when(
-            op.microbatch >= 0, work, (between.kept, between.sums.changing, unused)
+            "forward",
+            op.microbatch >= 0,
+            work,
+            (between.kept, between.sums.changing, unused),
         )
         between = replace(between, kept=kept, sums=replace(between.sums, changing=changing))
         return self._head(between, message, row), message
@@ -151,7 +160,10 @@ class Ticks:
 
         sums = between.sums
         losses, outer, gradients = self.turns.when(
-            slot >= 0, work, (sums.losses, self._pick(sums.outer, reads), between.gradients)
+            "head",
+            slot >= 0,
+            work,
+            (sums.losses, self._pick(sums.outer, reads), between.gradients),
         )
         sums = replace(sums, losses=losses, outer=placed(sums.outer, reads, outer))
         return replace(between, gradients=gradients, sums=sums)
@@ -191,7 +203,10 @@ class Ticks:
             return sums, cuts, [*gradient, *tail]
 
         sums, cuts, gradient = self.turns.when(
-            op.microbatch >= 0, work, (self._block_sums(between.sums), between.cuts, unused)
+            "backward",
+            op.microbatch >= 0,
+            work,
+            (self._block_sums(between.sums), between.cuts, unused),
         )
         between = self._with_block_sums(replace(between, cuts=cuts), sums)
         return self._embed_gradient(between, gradient, row), gradient
@@ -206,7 +221,7 @@ class Ticks:
             weights = self.program.weight_gradient(*self._held(op.chunk), kept, cut[:count])
             return self._add(sums, weights, op.chunk, cut[count:])
 
-        sums = self.turns.when(op.microbatch >= 0, work, self._block_sums(between.sums))
+        sums = self.turns.when("weight", op.microbatch >= 0, work, self._block_sums(between.sums))
         return self._with_block_sums(between, sums)
 
     def _embed_gradient(self, between: _Between, back: list[Any], row: Row) -> _Between:
@@ -225,7 +240,7 @@ class Ticks:
         if not reads:
             return between
         here = (op.microbatch >= 0) & (op.chunk == 0) & (row.stage == 0)
-        outer = self.turns.when(here, work, self._pick(between.sums.outer, reads))
+        outer = self.turns.when("embedding", here, work, self._pick(between.sums.outer, reads))
         sums = replace(between.sums, outer=placed(between.sums.outer, reads, outer))
         return replace(between, sums=sums)
 

@@ -117,11 +117,12 @@ class PipelinedForward:
             ends = (number >= 0) & (virtual == self.num_stages * self.num_chunks - 1)
             turns = InTurn(self.where.platform)
             losses = turns.when(
+                "head",
                 ends,
                 lambda now: jax.tree.map(jnp.add, now, one.losses(message, microbatch(number))),
                 losses,
             )
-            return (turns.send(message, AXIS, pairs, None), losses), None
+            return (turns.send("send", message, AXIS, pairs, None), losses), None
 
         first = microbatch(jnp.zeros((), jnp.int32))
         message = _zeros(jax.eval_shape(lambda: one.embed(first)))

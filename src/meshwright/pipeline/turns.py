@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from meshwright.pipeline.arrays import looped
+from meshwright.pipeline.executed import named, scope_of
 
 T = TypeVar("T")
 
@@ -28,16 +30,28 @@ class InTurn:
         self._waits = platform == "cpu"
         self._busy: Array | None = None
 
-    def when(self, needed: Array, update: Callable[[T], T], values: T) -> T:
-        """Return updated values where there is something to do; see `arrays.when`."""
+    def when(self, name: str, needed: Array, update: Callable[[T], T], values: T) -> T:
+        """Return updated values where there is something to do; see `arrays.when`.
+
+        Args:
+            name: of the operation, in the compiled program; see `executed`.
+            needed: whether there is something to do.
+            update: does it.
+            values: what it changes.
+        """
         if self._waits and self._busy is not None:
             # Never true, but known only when the one before is over.
             needed = needed | self._busy
-        self._busy, values = looped(needed, update, values)
+        self._busy, values = looped(needed, named(name, update), values)
         return values
 
     def send(
-        self, values: list[Any], axis: str, pairs: Sequence[tuple[int, int]], needed: Array | None
+        self,
+        name: str,
+        values: list[Any],
+        axis: str,
+        pairs: Sequence[tuple[int, int]],
+        needed: Array | None,
     ) -> list[Any]:
         """Hand values on along a mesh axis, where they are needed; None for always."""
 
@@ -46,7 +60,8 @@ class InTurn:
 
         if self._waits:
             always = jnp.ones((), bool) if needed is None else needed
-            return self.when(always, permuted, values)
-        if needed is None:
-            return permuted(values)
-        return lax.cond(needed, lambda: permuted(values), lambda: values)
+            return self.when(name, always, permuted, values)
+        with jax.named_scope(scope_of(name)):
+            if needed is None:
+                return permuted(values)
+            return lax.cond(needed, lambda: permuted(values), lambda: values)
