@@ -134,7 +134,7 @@ def check(name, losses):
 
     half = parts_of(BATCH)[0]
     first, second = (trace(Net, loss, samples)[1] for samples in (half, BATCH))
-    check_mean(dim_classes(first), dim_classes(second), 2 * (1 + len(first.metric_names)))
+    check_mean(dim_classes(first), dim_classes(second), first.metric_names)
 
 
 @pytest.mark.parametrize("name", MEANS)
@@ -144,9 +144,53 @@ def test_a_mean_over_samples_is_known_for_one(name):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_no_mean_over_samples_is_refused(name):
-    with pytest.raises(UserError, match="the loss is no mean over samples") as caught:
+    said = "metric `error` is no mean" if name == "metric" else "the loss is no mean over samples"
+    with pytest.raises(UserError, match=said) as caught:
         check(name, OTHERS)
     assert "mw.Weighted(total, weight)" in caught.value.fix
+
+
+class Inside(Net):
+    """Computes something of the samples in the model itself."""
+
+    def __init__(self, compute):
+        super().__init__()
+        self.compute = compute
+
+    def __call__(self, x):
+        return self.compute(super().__call__(x))
+
+
+def check_inside(compute, loss=lambda model, batch: (model(batch["x"]) ** 2).mean()):
+    build = lambda: Inside(compute)  # noqa: E731
+    first, second = (trace(build, loss, b)[1] for b in (parts_of(BATCH)[0], BATCH))
+    check_mean(dim_classes(first), dim_classes(second), first.metric_names)
+
+
+def test_a_model_that_gives_the_mean_itself_is_accepted():
+    check_inside(lambda z: (z**2).mean(), lambda model, batch: model(batch["x"]))
+    check_inside(lambda z: z / len(z), lambda model, batch: (model(batch["x"])).sum())
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda z: z * jnp.arange(len(z))[:, None],
+        lambda z: z * len(z),
+        lambda z: z - z.mean(0),
+        lambda z: jnp.sin(z) if len(z) > 4 else z,
+        lambda z: (
+            z
+            + jax.vmap(lambda k: jax.random.normal(k, (WIDTH,)))(
+                jax.random.split(jax.random.key(0), len(z))
+            )
+        ),
+        lambda z: z[::-1] * z,
+    ],
+)
+def test_a_model_that_knows_the_number_or_place_of_samples_is_refused(compute):
+    with pytest.raises(UserError, match=r"mixes samples|the loss is no mean over samples"):
+        check_inside(compute)
 
 
 @pytest.mark.full

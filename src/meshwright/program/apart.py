@@ -8,7 +8,7 @@ it has a factor: how it changes with the number of samples, by which means divid
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from meshwright.errors import UserError
 from meshwright.program import jaxprs
 from meshwright.program.dims import DimClasses, Frame
 from meshwright.program.dims.elementwise import FROM_NOTHING, SAME_NUMBERS
-from meshwright.program.jaxprs import Equation, aval_of, bind, name_stack, scan_counts
+from meshwright.program.jaxprs import Equation, Jaxpr, aval_of, bind, name_stack, scan_counts
 from meshwright.program.names import module_of
 
 _LINEAR = SAME_NUMBERS | {"broadcast_in_dim", "neg", "reduce_sum", "slice", "stop_gradient"}
@@ -32,7 +32,7 @@ _LARGEST_CONSTANT = 1 << 16
 """Elements of a constant that is worth computing."""
 _ROUNDING = 1e-5
 
-Kind = Literal["free", "samples", "sum"]
+Kind = Literal["free", "samples", "sum", "mixed"]
 
 
 @dataclass(frozen=True)
@@ -40,53 +40,78 @@ class _Value:
     """What is known of a value.
 
     Attributes:
-        kind: whether it is the same for all samples, has them in a dim, or is a sum over them.
+        kind: whether it is the same for all samples, has them in a dim, is a sum over them, or
+            mixes them in another way.
         factor: the value in the second program over that in the first, of one sample's part or of
             the sum; None if unknown, nan for zero, which fits any.
         constants: the value in both programs, if it depends on nothing.
         own_places: of indices, the columns that hold the place of the sample itself.
+        mixed: how it mixes samples.
     """
 
     kind: Kind
     factor: float | None = 1.0
     constants: tuple[Any, Any] | None = None
     own_places: frozenset[int] = frozenset()
+    mixed: _MixedError | None = None
 
 
 class _MixedError(Exception):
-    """Samples meet in an operation."""
+    """Samples meet in an operation, of a module perhaps."""
+
+    def __init__(self, how: str, module: str = "") -> None:
+        super().__init__(how)
+        self.module = module
 
 
-def check_samples_apart(classes: DimClasses) -> None:
-    """Refuse a model whose modules mix samples: each device would mix only its own."""
-    for event in classes.events_of(classes.batch):
-        if event.path and event.kind != "spread":
-            raise UserError(
-                f"training.sync_gradients_every cannot be used: `{event.path}` mixes samples",
-                why=f"its {event.primitive} runs over the samples of the whole microbatch "
-                "(as BatchNorm does), which lie on different devices",
-                fix="write training.sync_gradients_every=1",
-            )
-
-
-def check_mean(first: DimClasses, second: DimClasses, num_outputs: int) -> None:
+def check_mean(first: DimClasses, second: DimClasses, metrics: Sequence[str]) -> None:
     """Refuse a loss that is no mean over samples, nor a ratio of sums over them.
 
     Args:
         first: the loss of some samples.
         second: the same loss of another number of samples.
-        num_outputs: how many of the program's outputs are totals and weights.
+        metrics: names of its metrics.
     """
-    check_samples_apart(first)
-    try:
-        _Pair(first, second).check(num_outputs)
-    except _MixedError as error:
-        raise UserError(
-            "training.sync_gradients_every cannot be used: the loss is no mean over samples",
-            why=f"{error}, and devices have only their own samples until gradients are reduced",
-            fix="return a mean over samples, or mw.Weighted(total, weight) of sums over them (as "
-            "for a masked mean); or write training.sync_gradients_every=1",
-        ) from None
+    names = ["the loss", *(f"metric `{name}`" for name in metrics)]
+    states = [leaf.path for leaf in first.leaves if leaf.role == "state"]
+    found = _Pair(first, second).outputs()
+    pairs = zip(names, found[::2], found[1::2], strict=False)
+    for name, total, weight in pairs:
+        if error := total.mixed or weight.mixed or _not_divided(total, weight):
+            raise _refused(name, error)
+    for path, value in zip(states, found[2 * len(names) :], strict=True):
+        if value.kind != "free" or not _same(value.factor, 1.0):
+            raise UserError(
+                f"{_CANNOT}: `{path}` depends on the samples of a microbatch",
+                why="devices have only their own samples until gradients are reduced",
+                fix="write training.sync_gradients_every=1",
+            )
+
+
+_CANNOT = "training.sync_gradients_every cannot be used"
+
+
+def _not_divided(total: _Value, weight: _Value) -> _MixedError | None:
+    if _same(total.factor, weight.factor):
+        return None
+    return _MixedError("it is a sum over samples that is not divided by their number")
+
+
+def _refused(name: str, error: _MixedError) -> UserError:
+    if error.module:
+        return UserError(
+            f"{_CANNOT}: `{error.module}` mixes samples",
+            why=f"{error} (as in BatchNorm), and those of a microbatch lie on different devices",
+            fix="write training.sync_gradients_every=1",
+        )
+    guarded = str(error).startswith("its max")
+    return UserError(
+        f"{_CANNOT}: {name} is no mean over samples",
+        why=f"{error}, and devices have only their own samples until gradients are reduced",
+        fix="return a mean over samples, or mw.Weighted(total, weight) of sums over them (as for a "
+        f"masked mean{', without a maximum: no weight at all is fine' if guarded else ''}); "
+        "or write training.sync_gradients_every=1",
+    )
 
 
 class _Pair:
@@ -96,13 +121,14 @@ class _Pair:
         self._first, self._second = first, second
         self._ratio = _num_samples(second) / _num_samples(first)
 
-    def check(self, num_outputs: int) -> None:
+    def outputs(self) -> list[_Value]:
+        """Return what is known of the outputs; totals and weights as sums."""
         roles = [leaf.role for leaf in self._first.leaves]
         inputs = [_Value("samples" if role == "batch" else "free") for role in roles]
-        found = self._run(self._first.root, self._second.root, inputs)[:num_outputs]
-        for total, weight in zip(found[::2], found[1::2], strict=True):
-            if not _same(self._growth(total), self._growth(weight)):
-                raise _MixedError("it is a sum over samples that is not divided by their number")
+        found = self._run(self._first.root, self._second.root, inputs)
+        count = len(found) - roles.count("state")
+        sums = [replace(value, factor=self._growth(value)) for value in found[:count]]
+        return [*sums, *found[count:]]
 
     def _growth(self, value: _Value) -> float | None:
         """Return how a value grows if it is added up over devices, which repeat what is free."""
@@ -113,24 +139,17 @@ class _Pair:
     def _run(self, first: Frame, second: Frame, inputs: Sequence[_Value]) -> list[_Value]:
         known: dict[Any, _Value] = dict(zip(first.jaxpr.invars, inputs, strict=True))
         known |= {variable: _Value("free") for variable in first.jaxpr.constvars}
-        others = _outside_modules(second)
-        own = dict(_outside_modules(first))
+        differs = _where_they_part(first.jaxpr, second.jaxpr)
         for number, eqn in enumerate(first.jaxpr.eqns):
-            if number not in own:
-                # No module mixes samples: that was made sure of before.
-                results = [_Value(self._kind_by_dims(first, v)) for v in eqn.outvars]
+            if differs is not None and number >= differs:
+                error = _MixedError("which operations there are depends on the number of samples")
+                results = [_mixed(error) for _ in eqn.outvars]
             else:
-                place, other = next(others, (-1, eqn))
-                same = other.primitive is eqn.primitive and len(other.invars) == len(eqn.invars)
-                if place < 0 or not same:
-                    raise _depends()
-                operands = [
-                    self._read(known, *atoms)
-                    for atoms in zip(eqn.invars, other.invars, strict=True)
-                ]
-                frames = first.calls.get(number, ()), second.calls.get(place, ())
-                call = _Call(first, number, eqn, other, operands, *frames)
-                results = self._equation(call)
+                other = second.jaxpr.eqns[number]
+                pairs = zip(eqn.invars, other.invars, strict=True)
+                operands = [self._read(known, *atoms) for atoms in pairs]
+                frames = first.calls.get(number, ()), second.calls.get(number, ())
+                results = self._equation(_Call(first, number, eqn, other, operands, *frames))
             known.update(zip(eqn.outvars, results, strict=True))
         ends = zip(first.jaxpr.outvars, second.jaxpr.outvars, strict=True)
         return [self._read(known, *atoms) for atoms in ends]
@@ -138,9 +157,8 @@ class _Pair:
     def _read(self, known: dict[Any, _Value], atom: Any, other: Any) -> _Value:
         if not isinstance(atom, jaxprs.Literal):
             return known[atom]
-        if not isinstance(other, jaxprs.Literal):
-            raise _depends()
-        return _constant(np.asarray(atom.val), np.asarray(other.val))
+        theirs = other.val if isinstance(other, jaxprs.Literal) else np.nan
+        return _constant(np.asarray(atom.val), np.asarray(theirs))
 
     def _kind_by_dims(self, frame: Frame, variable: Any) -> Kind:
         return "samples" if self._sample_dims(frame, variable) else "free"
@@ -156,13 +174,24 @@ class _Pair:
         return any(e.kind != "spread" and e.classes & self._first.batch for e in events)
 
     def _equation(self, call: _Call) -> list[_Value]:
+        try:
+            return self._results(call)
+        except _MixedError as error:
+            return [_mixed(error) for _ in call.eqn.outvars]
+
+    def _results(self, call: _Call) -> list[_Value]:
         kinds = frozenset[Kind](value.kind for value in call.operands)
         if not call.eqn.outvars:
             return []
+        if call.can_be_entered:
+            return self._called(call)
+        for value in call.operands:
+            if value.mixed is not None:
+                raise value.mixed
         if kinds <= {"free"}:
             return self._free(call)
         if call.frames and (self._mixes(call) or "sum" in kinds):
-            return self._called(call)
+            raise call.mixed("works across samples")
         if "sum" in kinds:
             return [self._of_sums(call, kinds)]
         if self._mixes(call):
@@ -173,7 +202,11 @@ class _Pair:
         """Values that depend on no sample: constants, or what follows from the weights."""
         name, variables = call.eqn.primitive.name, call.eqn.outvars
         if name in FROM_NOTHING and name != "iota":
-            return [_Value(self._kind_by_dims(call.frame, v)) for v in variables]
+            found = [_Value(self._kind_by_dims(call.frame, v)) for v in variables]
+            if name != "random_bits" and any(value.kind == "samples" for value in found):
+                # What is drawn with them is not what each device finds in its part of the draw.
+                raise call.mixed("makes a random key for each sample")
+            return found
         if (found := call.constants()) is not None:
             return found
         if name == "iota":
@@ -210,7 +243,11 @@ class _Pair:
         for value, atom in zip(call.operands, call.eqn.invars, strict=True):
             if value.kind == "free" and not isinstance(atom, jaxprs.Literal):
                 self._check_uniform(call, value, self._sample_dims(call.frame, atom))
-        if len(self._sample_dims(call.frame, variable)) != 1:
+        dims = self._sample_dims(call.frame, variable)
+        if not dims:
+            # To lose the samples, something would have had to work across them.
+            return _Value("free", self._factor(call))
+        if len(dims) > 1:
             raise call.mixed("brings samples together")
         if places := self._own_places(call):
             return _Value("samples", own_places=places)
@@ -277,16 +314,15 @@ class _Pair:
 
     def _called(self, call: _Call) -> list[_Value]:
         """Walk through a call or a loop."""
-        if call.eqn.primitive.name == "cond" and call.operands[0].kind == "free":
+        if call.eqn.primitive.name == "cond":
+            if call.operands[0].kind != "free":
+                raise call.operands[0].mixed or call.mixed("works across samples")
             pairs = zip(call.frames, call.other_frames, strict=True)
             first, *rest = (self._run(*pair, call.operands[1:]) for pair in pairs)
             if all(_alike(a, b) for others in rest for a, b in zip(first, others, strict=True)):
                 return first
-        if len(call.frames) != 1 or len(call.other_frames) != 1:
             raise call.mixed("works across samples")
         frames = call.frames[0], call.other_frames[0]
-        if len(frames[0].jaxpr.invars) != len(call.operands):
-            raise call.mixed("works across samples")
         if call.eqn.primitive.name != "scan":
             return self._run(*frames, call.operands)
         num_consts, num_carry = scan_counts(call.eqn)
@@ -295,12 +331,17 @@ class _Pair:
             if value.kind == "samples" and 0 in self._sample_dims(call.frame, atom):
                 raise call.mixed("runs over samples")
         operands = [replace(value, constants=None) for value in call.operands]
+        mixed: _MixedError | None = None
         # What is carried is zero before the first sum is added to it.
         for _ in range(3):
             results = self._run(*frames, operands)
             before, operands[num_consts:rows] = operands[num_consts:rows], results[:num_carry]
             if all(map(_alike, before, results)):
                 return results
+            # What differs from turn to turn may do so for a reason.
+            mixed = next((value.mixed for value in results if value.mixed), None)
+        if mixed is not None:
+            raise mixed
         raise call.mixed("changes what it carries")
 
 
@@ -329,22 +370,34 @@ class _Call:
             theirs = bind(self.other, [c[1] for c in given if c is not None])
         return [_constant(*map(np.asarray, both)) for both in zip(ours, theirs, strict=True)]
 
+    @property
+    def can_be_entered(self) -> bool:
+        """Whether it is a call, a loop or a branch whose programs can be walked through."""
+        counts = len(self.frames), len(self.other_frames)
+        if self.eqn.primitive.name == "cond":
+            return counts[0] == counts[1] > 0
+        return counts == (1, 1) and len(self.frames[0].jaxpr.invars) == len(self.operands)
+
     def mixed(self, what: str) -> _MixedError:
-        return _MixedError(f"its {self.eqn.primitive.name} {what}")
+        module = module_of(name_stack(self.eqn)) or self.frame.path
+        return _MixedError(f"its {self.eqn.primitive.name} {what}", module)
 
 
-def _outside_modules(frame: Frame) -> Iterator[tuple[int, Equation]]:
-    for number, eqn in enumerate(frame.jaxpr.eqns):
-        if not (module_of(name_stack(eqn)) or frame.path):
-            yield number, eqn
+def _mixed(error: _MixedError) -> _Value:
+    return _Value("mixed", None, mixed=error)
+
+
+def _where_they_part(first: Jaxpr, second: Jaxpr) -> int | None:
+    """Return the number of the first equation that is another operation; None if all are alike."""
+    for number, (a, b) in enumerate(zip(first.eqns, second.eqns, strict=False)):
+        if a.primitive is not b.primitive or len(a.invars) != len(b.invars):
+            return number
+    shorter = min(len(first.eqns), len(second.eqns))
+    return shorter if shorter < len(first.eqns) else None
 
 
 def _num_samples(classes: DimClasses) -> int:
     return next(leaf.shape[0] for leaf in classes.leaves if leaf.role == "batch" and leaf.shape)
-
-
-def _depends() -> _MixedError:
-    return _MixedError("which operations it has depends on the number of samples")
 
 
 def _constant(ours: Any, theirs: Any) -> _Value:
