@@ -46,6 +46,15 @@ def test_two_processes_with_two_devices_are_one_machine_to_doctor():
     assert err == ""
 
 
+def test_a_run_goes_on_in_several_processes(tmp_path):
+    run = ["--nprocs=2", "--devices-per-process=1", "--"]
+    train = ["train", "model=mlp", "mesh.fsdp=2", "mesh.data=1", "hydra.run.dir=run"]
+    for steps in (1, 2):
+        code, _, err = launch(*run, *train, f"training.steps={steps}", cwd=tmp_path)
+        assert code == 0, err
+    assert "going on after update 1" in err
+
+
 def test_a_mesh_spans_processes_and_a_script_can_join_them(tmp_path):
     script = tmp_path / "own.py"
     script.write_text(

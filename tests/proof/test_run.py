@@ -14,6 +14,7 @@ from proof.proofs import Plain, batch_of, certify, failures
 
 from meshwright.errors import UserError
 from meshwright.program import products, trace
+from meshwright.proof import run
 from meshwright.step import assemble, local, microbatch, optimizer, train_step
 
 PARAMS = ["down.bias", "down.kernel", "norm.bias", "norm.scale", "up.bias", "up.kernel"]
@@ -43,6 +44,12 @@ def with_leaf(gradients, path, change):
 
 def test_what_is_not_broken_is_certified():
     assert certify({"data": 2, "fsdp": 2, "tensor": 2}, clip_norm=0.5).equal
+
+
+def test_a_proof_in_several_processes_is_refused(monkeypatch):
+    monkeypatch.setattr(run, "process_count", lambda: 2)
+    with pytest.raises(UserError, match="verify cannot run in 2 processes(.|\n)*simulate=8"):
+        certify({"data": 2})
 
 
 @pytest.mark.parametrize("clip_norm", [None, pytest.param(0.01, marks=pytest.mark.full)])

@@ -238,3 +238,39 @@ def test_a_failure_is_written_down(tmp_path):
         trainer.fit(ARRAYS, steps=2, batch_size=BATCH, run_dir=tmp_path, callbacks=[Failing()])
     last = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])
     assert (last["kind"], last["message"]) == ("stop", "failed: the callback's own fault")
+
+
+def test_early_stopping_remembers_what_it_saw_before_the_checkpoint(tmp_path):
+    class Unlucky(mw.Callback):
+        """Is asked to stop after some updates."""
+
+        def on_log(self, update, values):
+            if update == 5:
+                signal.raise_signal(signal.SIGTERM)
+
+    def go_on(callbacks=(), folder="run"):
+        trainer = mw.Trainer(
+            model=lambda rngs: Residuals(1, rngs=rngs),
+            loss=square_loss,
+            optimizer=optax.sgd(0.0),
+            mesh="data=1",
+            log_every=1,
+            devices=jax.devices()[:1],
+        )
+        return trainer.fit(
+            ARRAYS,
+            batch_size=BATCH,
+            steps=12,
+            eval_data=ARRAYS,
+            eval_every=2,
+            eval_batches=1,
+            callbacks=[mw.EarlyStopping(3), *callbacks],
+            run_dir=tmp_path / folder,
+            progress=False,
+        )
+
+    # Nothing becomes better at a learning rate of 0: the best is the first of four evaluations.
+    assert go_on(folder="whole").updates == 8
+    assert go_on([Unlucky()]).interrupted
+    assert go_on().updates == 8
+    assert go_on().updates == 8

@@ -18,6 +18,7 @@ from flax import nnx
 from meshwright.data.batches import read_batch
 from meshwright.errors import UserError
 from meshwright.plan import Plan
+from meshwright.processes import process_count
 from meshwright.program.parts import build_unplaced
 from meshwright.program.policy import COMPUTE_DTYPES
 from meshwright.program.trace import Loss, TracedLoss, trace_loss
@@ -71,6 +72,7 @@ def verify(
         devices: of the mesh; all devices by default.
         say: told what is being done.
     """
+    _check_alone()
     # JAX's 64-bit mode would change what a model is; only the evaluation is widened.
     with jax.enable_x64(False):
         read = [read_batch(batches(n)) for n in range(steps)]
@@ -101,6 +103,16 @@ def verify(
         )
         with jax.default_matmul_precision(None if plan.matmul == "default" else plan.matmul):
             return proof.certify(say)
+
+
+def _check_alone() -> None:
+    if process_count() > 1:
+        raise UserError(
+            f"verify cannot run in {process_count()} processes",
+            why="it compares the devices of a mesh with one of them, number by number",
+            fix="run it in one process, with as many simulated devices: simulate=8 (or "
+            "mw.simulate_devices(8))",
+        )
 
 
 @dataclass(frozen=True)

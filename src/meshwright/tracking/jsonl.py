@@ -65,6 +65,19 @@ class JsonlTracker:
         self._files[name].flush()
 
 
+def read_metrics(folder: Path, split: str) -> dict[int, dict[str, float]]:
+    """Return a run's metrics of a split by update, in order; of two of one update the later."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    found: dict[int, dict[str, float]] = {}
+    for record in map(_parse, lines):
+        if isinstance(record, dict) and record.get("split") == split:
+            values = {k: v for k, v in record.items() if k not in ("split", "update", "time")}
+            # What is not finite is written as null.
+            found[record["update"]] = {k: math.nan if v is None else v for k, v in values.items()}
+    return dict(sorted(found.items()))
+
+
 def mend_last_line(path: Path) -> None:
     """Make a file of JSON lines end with a whole line: finish the last one, or cut it off."""
     if not path.exists():

@@ -19,6 +19,9 @@ class Callback:
     def on_start(self, update: int) -> None:
         """Be told that training begins after so many updates (0, or more when resumed)."""
 
+    def on_recall(self, update: int, values: Values) -> None:
+        """Be told of an evaluation from before the checkpoint that the run goes on from."""
+
     def on_log(self, update: int, values: Values) -> None:
         """Be told the training metrics."""
 
@@ -58,6 +61,11 @@ class EarlyStopping(Callback):
         else:
             self._since += 1
 
+    def on_recall(self, update: int, values: Values) -> None:
+        """Count it like the others, so that a resumed run stops when the whole one would have."""
+        if self._metric in values:
+            self.on_eval(update, values)
+
     def should_stop(self) -> str:
         """Return why training should stop; empty to go on."""
         if self._since < self._patience:
@@ -89,6 +97,11 @@ class Callbacks(Callback):
         """Tell each."""
         for callback in self._all:
             callback.on_start(update)
+
+    def on_recall(self, update: int, values: Values) -> None:
+        """Tell each."""
+        for callback in self._all:
+            callback.on_recall(update, values)
 
     def on_log(self, update: int, values: Values) -> None:
         """Tell each."""

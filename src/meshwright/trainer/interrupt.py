@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+STDERR = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ANSWER = b"\nstopping after this update, to save the state; once more stops at once\n"
 
 
 class Interrupt:
@@ -27,8 +30,12 @@ class Interrupt:
         return "" if self.signal is None else f"{signal.Signals(self.signal).name} asked to stop"
 
     @contextmanager
-    def watch(self, say: Callable[[str], None]) -> Generator[None]:
-        """Watch for signals inside the block; only the main thread of a process can."""
+    def watch(self) -> Generator[None]:
+        """Watch for signals inside the block; only the main thread of a process can.
+
+        Who asked is answered on stderr itself: whatever the signal has interrupted may hold the
+        locks of everything else that could tell.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -39,7 +46,8 @@ class Interrupt:
                 _pass_on(before[number], number, frame)
                 return
             self.signal = number
-            say("stopping after this update, to save the state; once more stops at once")
+            with suppress(OSError):
+                os.write(STDERR, _ANSWER)
 
         before: dict[int, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
         for number in _SIGNALS:

@@ -91,7 +91,11 @@ class Loop:
         seen: tuple[int, Any] | None = None
         in_flight: deque[Any] = deque()
         first, done, metrics = progress.update + 1, progress.update, None
-        with self.feed.open(done, self.limits.updates) as batches:
+        last = self.limits.updates
+        # A run that goes on may have had its reason to stop already.
+        if done and (stop := self.limits.stop()):
+            progress.stopped, progress.interrupted, last = stop.reason, stop.interrupted, done
+        with self.feed.open(done, last) as batches:
             self.meter.restart(done, self.feed.waited)
             for batch in batches:
                 state, metrics = self.run(state, batch)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from meshwright.checkpoint.store import FOLDER, CheckpointStore, Passport, find_store
 from meshwright.config.origins import flatten
 from meshwright.errors import UserError
@@ -49,6 +51,8 @@ def find_origin(resume: str, run_dir: Path | None) -> Origin | None:
         return None
     own = resume in ("auto", "must")
     where = run_dir if own else Path(resume)
+    # Who opens checkpoints asks for devices, which several processes can only make together.
+    jax.devices()
     found = broadcast(_look(where, own=own) if is_main() else None)
     if "error" in found:
         raise UserError(found["error"], why=found["why"], fix=found["fix"])
@@ -176,7 +180,8 @@ def _check_shapes(saved: Mapping[str, Any], wanted: Mapping[str, Any], origin: O
                     f"{'optimizer' if group == 'optimizer' else 'model'}",
                     why=f"{name} `{path}` is {_shape(have, path)} in the checkpoint and "
                     f"{_shape(need, path)} in the run",
-                    fix="use the model and the optimizer it was trained with, or resume=never",
+                    fix="use the model and the optimizer it was trained with, or another folder "
+                    "(hydra.run.dir=…)",
                 )
 
 

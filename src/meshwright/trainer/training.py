@@ -16,13 +16,14 @@ from meshwright.checkpoint.store import FOLDER, CheckpointStore, Passport
 from meshwright.config.duration import Duration
 from meshwright.config.schema import CheckpointConfig
 from meshwright.data.feed import Data
-from meshwright.processes import is_main, process_count
+from meshwright.processes import broadcast, is_main, process_count
 from meshwright.profile import NoProfiling, Profile, Profiling
 from meshwright.program.flops import count_flops, peak_flops
 from meshwright.program.trace import Loss
 from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
+from meshwright.tracking.jsonl import read_metrics
 from meshwright.tracking.tracker import NullTracker, Tracker
 from meshwright.trainer.callbacks import Callback, Callbacks
 from meshwright.trainer.compiled import (
@@ -180,7 +181,7 @@ class Training:
             state = self._first_state(tracker, progress)
             keeper = self._keeper(tracker)
             loop = self._loop(compiled, tracker, updates, keeper, interrupt)
-            with interrupt.watch(lambda said: tracker.event("warning", progress.update, said, {})):
+            with interrupt.watch():
                 state = loop.train(state, progress)
             seconds = time.perf_counter() - started
             tracker.event("stop", progress.update, progress.stopped, {"seconds": seconds})
@@ -249,7 +250,17 @@ class Training:
         where = self.origin.folder / str(self.origin.update)
         message = f"going on after update {self.origin.update}, from {where}"
         tracker.event("resume", self.origin.update, message, {"checkpoint": str(where)})
+        for update, values in self._earlier_evaluations(self.origin):
+            Callbacks(self.callbacks).on_recall(update, values)
         return state
+
+    def _earlier_evaluations(self, origin: Origin) -> list[tuple[int, dict[str, float]]]:
+        """Return the evaluations before a checkpoint of this very run, oldest first."""
+        if not origin.own or self.run_dir is None:
+            return []
+        found = read_metrics(self.run_dir, "eval") if is_main() else {}
+        found = broadcast({str(update): values for update, values in found.items()})
+        return [(int(n), values) for n, values in found.items() if int(n) <= origin.update]
 
     def _loop(
         self,
