@@ -118,6 +118,14 @@ def test_an_output_without_samples_is_refused():
         pipeline(X)
 
 
+def test_parameters_that_are_no_floats_are_refused():
+    def scaled(params, x):
+        return params["w"] * x ** params["k"]
+
+    with pytest.raises(UserError, match=r"params\['k'\] of scaled is of type int32"):
+        build([(scaled, {"w": np.ones(8, np.float32), "k": np.int32(2)}), linear()])
+
+
 def test_parameters_and_optimizers_of_another_kind_are_refused():
     pipeline = build([linear(), linear(8, 4)], devices=jax.devices()[:2])
     for values, said in [

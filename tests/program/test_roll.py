@@ -405,6 +405,25 @@ def test_of_blocks_that_take_turns_what_is_left_over_stays_outside(kinds, said, 
     assert scans(traced) == [length]
 
 
+class Perceptron(nnx.Module):
+    """Activations between layers, none after the last."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(5)])
+
+    def __call__(self, x):
+        for number, layer in enumerate(self.layers):
+            x = layer(x) if number == 4 else jnp.tanh(layer(x))
+        return x
+
+
+def test_layers_with_something_between_them_are_rolled_but_for_the_last():
+    remark = "of `layers` only `layers.0` to `layers.3` are equal blocks and are trained alike, not"
+    traced = check(Perceptron, square_loss, vectors(), remarks=(f"{remark} `layers.4`",))
+    assert scans(traced) == [4]
+
+
 @pytest.mark.parametrize(
     ("kinds", "period", "run"),
     [

@@ -3,9 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
+from flax import nnx
 from program.programs import quick
 
-from meshwright.proof.rounding import rounding_tolerance
+import meshwright as mw
+from meshwright.proof.rounding import gradient_rounding, rounding_tolerance
 
 
 def deep(x, scale):
@@ -39,3 +43,35 @@ def test_moving_numbers_does_not_round_them():
     x = np.ones((4, 4), np.float32)
     one_sum = rounding_tolerance(jax.make_jaxpr(lambda x: x)(x))
     assert rounding_tolerance(jax.make_jaxpr(moved)(x)) == one_sum
+
+
+def test_gradients_are_rounded_to_the_format_of_their_parameters():
+    assert gradient_rounding([jnp.float32, jnp.float64]) == 0
+    assert gradient_rounding([jnp.float32, jnp.bfloat16]) == 2.0**-8
+    assert gradient_rounding([jnp.float16]) == 2.0**-11
+
+
+class Half(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 16, param_dtype=jnp.bfloat16, rngs=rngs)
+        self.down = nnx.Linear(16, 4, param_dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+@pytest.mark.full
+def test_a_model_with_parameters_of_16_bits_is_certified():
+    random = np.random.default_rng(0)
+    batch = {
+        name: random.normal(size=(32, n)).astype("float32") for name, n in (("x", 8), ("y", 4))
+    }
+    trainer = mw.Trainer(
+        model=Half,
+        loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(),
+        optimizer=optax.sgd(0.1),
+        mesh="data=4",
+        gradient_accumulation_steps=4,
+        devices=jax.devices()[:4],
+    )
+    assert trainer.verify(lambda step: batch, steps=1).equal

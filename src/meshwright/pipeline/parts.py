@@ -64,6 +64,7 @@ def read_part(given: Any, x: Any, key: Any) -> Part:
         return _from_linen(given, x, key)
     if isinstance(given, tuple) and len(given) == 2 and callable(given[0]):
         function, params = given
+        _check_floats(function, params)
         return _from_function(function, params, lambda params: (function, params))
     if callable(given):
         return _from_function(lambda params, x: given(x), (), lambda params: given)
@@ -72,6 +73,19 @@ def read_part(given: Any, x: Any, key: Any) -> Part:
         why="it is neither a module nor a function",
         fix="give an NNX or Linen module, a function of x, or a pair (function(params, x), params)",
     )
+
+
+def _check_floats(function: Any, params: Any) -> None:
+    """Refuse parameters that have no gradient."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dtype = jnp.asarray(leaf).dtype
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise UserError(
+                f"params{jax.tree_util.keystr(path)} of {getattr(function, '__name__', 'a stage')} "
+                f"is of type {dtype}",
+                why="parameters are trained, and only floats have gradients",
+                fix="take it out of params: functools.partial(function, …) can hold it",
+            )
 
 
 def chain(parts: Sequence[Part]) -> Part:

@@ -23,7 +23,9 @@ def repeating_parts(
     pairs = _kinds([jaxpr.eqns[a[0] : b[1]] for a, b in pairwise(blocks.ranges)])
     periods = range(1, len(kinds) // 2 + 1)
     runs = [(period, *longest_run(kinds, pairs, period)) for period in periods]
-    for period, first, count in sorted(runs, key=lambda run: -run[2]):
+    # What the parent does after each block but the last belongs to blocks that then are one fewer.
+    runs += [(period, first, count - period) for period, first, count in runs]
+    for period, first, count in sorted(runs, key=lambda run: (-run[2], run[0])):
         part = blocks.part(first, count).grouped(period)
         if part.num_blocks > 1 and part.has_names:
             yield part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -66,6 +66,14 @@ def rounding_tolerance(
             variance += _PASSES * times * _FLOAT32**2
         longest = max(longest, _terms(eqn))
     return MARGIN * (math.sqrt(variance) + _FLOAT32 * math.sqrt(longest))
+
+
+def gradient_rounding(formats: Iterable[Any]) -> float:
+    """Return how far a gradient may be off because it is rounded to its parameter's format.
+
+    Nothing for formats of 32 bits, whose rounding is among that of the products.
+    """
+    return max((_unit(dtype) for dtype in formats if jnp.dtype(dtype).itemsize < 4), default=0.0)
 
 
 def draws_of(closed: ClosedJaxpr) -> list[tuple[Any, ...]]:

@@ -33,7 +33,12 @@ from meshwright.proof.compare import (
 from meshwright.proof.observed import Observed, fetch
 from meshwright.proof.on_mesh import canonical_values, noting, train_on_mesh
 from meshwright.proof.reference import Evaluate, Reference, traced_loss, written_loss
-from meshwright.proof.rounding import computes_in_half, draws_of, rounding_tolerance
+from meshwright.proof.rounding import (
+    computes_in_half,
+    draws_of,
+    gradient_rounding,
+    rounding_tolerance,
+)
 from meshwright.step.assemble import Assembled, ModelSource, assemble
 
 FLOAT64_TOLERANCE = 1e-10
@@ -229,13 +234,14 @@ class _Proof:
             matmul=self.own.plan.matmul,
             platform=self.own.mesh.devices.flat[0].platform,
         )
+        trained = [leaf.dtype for leaf in traced.leaves if leaf.role == "param"]
         return [
             compare_losses(expected.losses[:1], found.losses, tolerance),
             compare_roughly(
                 "gradients",
                 expected.gradients,
                 found.gradients,
-                tolerance,
+                tolerance + gradient_rounding(trained),
                 nulls=null_leaves(exact.gradients),
                 exact=exact.gradients,
             ),
