@@ -63,9 +63,8 @@ class Half(nnx.Module):
 @pytest.mark.full
 def test_a_model_with_parameters_of_16_bits_is_certified():
     random = np.random.default_rng(0)
-    batch = {
-        name: random.normal(size=(32, n)).astype("float32") for name, n in (("x", 8), ("y", 4))
-    }
+    sizes = {"x": (32, 8), "y": (32, 4)}
+    batch = {name: random.normal(size=size).astype("float32") for name, size in sizes.items()}
     trainer = mw.Trainer(
         model=Half,
         loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(),

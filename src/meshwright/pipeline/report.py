@@ -166,8 +166,10 @@ def _remedy(pipelined: PipelinedLoss, stages: list[StageFacts]) -> str:
     slowest = max(stages, key=lambda stage: stage.flops)
     if odd := pipelined.cut.odd_blocks:
         few = ", ".join(f"`{path}`" for path in odd[:3]) + (", …" if len(odd) > 3 else "")
+        verbs = ("are", "run") if len(odd) > 1 else ("is", "runs")
         return (
-            f"{few} are not like the other blocks and run with its {' and '.join(slowest.also)}; "
+            f"{few} {verbs[0]} not like the other blocks and {verbs[1]} with its "
+            f"{' and '.join(slowest.also)}; "
             "blocks that are all alike, or take turns to the end, are divided evenly"
         )
     ends = f"its {' and '.join(slowest.also) or 'work'} weighs less"
