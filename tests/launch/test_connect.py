@@ -46,6 +46,7 @@ def test_two_processes_with_two_devices_are_one_machine_to_doctor():
     assert err == ""
 
 
+@pytest.mark.full
 def test_a_run_goes_on_in_several_processes(tmp_path):
     run = ["--nprocs=2", "--devices-per-process=1", "--"]
     train = ["train", "model=mlp", "mesh.fsdp=2", "mesh.data=1", "hydra.run.dir=run"]

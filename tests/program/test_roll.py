@@ -395,7 +395,10 @@ class Turns(nnx.Module):
     [
         ("aabaaba", "`blocks.0` to `blocks.5` repeat every 3 blocks|`blocks.6`", 2),
         # What the parent does after the last block is none of the block's.
-        ("baab", "`blocks.1` to `blocks.3` are equal blocks|`blocks.0`", 3),
+        pytest.param(
+            *("baab", "`blocks.1` to `blocks.3` are equal blocks|`blocks.0`", 3),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_of_blocks_that_take_turns_what_is_left_over_stays_outside(kinds, said, length):

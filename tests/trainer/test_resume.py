@@ -15,6 +15,7 @@ import meshwright as mw
 from meshwright.checkpoint import read_params
 from meshwright.config.schema import CheckpointConfig, ShardingConfig
 from meshwright.errors import UserError
+from meshwright.trainer import resume
 from meshwright.trainer.resume import config_changes
 
 __all__ = ["quick_module"]
@@ -274,3 +275,12 @@ def test_early_stopping_remembers_what_it_saw_before_the_checkpoint(tmp_path):
     assert go_on([Unlucky()]).interrupted
     assert go_on().updates == 8
     assert go_on().updates == 8
+
+
+def test_devices_are_made_by_all_processes_before_one_of_them_looks(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(resume.jax, "devices", lambda: asked.append("devices"))
+    monkeypatch.setattr(resume, "_look", lambda *_, **__: asked.append("checkpoints") or {})
+    monkeypatch.setattr(resume, "broadcast", lambda value: asked.append("others") or value)
+    assert resume.find_origin("auto", tmp_path) is None
+    assert asked == ["devices", "checkpoints", "others"]
