@@ -19,14 +19,9 @@ _MARK = "tick-"
 _NAMED = re.compile(rf"{_MARK}(\w+)")
 
 
-def scope_of(operation: str) -> str:
-    """Return the scope of what an operation of a tick traces."""
-    return _MARK + operation
-
-
 def named(operation: str, function: F) -> F:
     """Name what a function traces after an operation of a tick."""
-    return jax.named_scope(scope_of(operation))(function)
+    return jax.named_scope(_MARK + operation)(function)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from meshwright.config.arguments import check_count
 from meshwright.config.base import shorten
 from meshwright.errors import UserError
+from meshwright.pipeline.arrays import is_float
 from meshwright.pipeline.schedules import Schedule, get_schedule
 from meshwright.units import counted
 from meshwright.weighted import Weighted
@@ -227,7 +228,7 @@ def check_loss(loss: Any, output: Any, target: Any) -> None:
         ) from error
     parts = (value.total, value.weight) if isinstance(value, Weighted) else (value,)
     scalar = all(getattr(p, "shape", None) == () for p in parts)
-    if not scalar or not _is_float(parts[0]):
+    if not scalar or not is_float(parts[0]):
         raise UserError(
             "the loss is no float, so it has no gradient" if scalar else "the loss is no scalar",
             why=f"loss(output, target) returns {_kind(value)}",
@@ -278,7 +279,3 @@ def first_line(error: Exception) -> str:
     """Return the kind of an error and the beginning of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _is_float(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jnp.inexact)

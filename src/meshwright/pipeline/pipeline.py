@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from meshwright.config.arguments import check_clip_norm, check_count, check_optimizer
+from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
 from meshwright.errors import UserError
 from meshwright.pipeline import given
 from meshwright.pipeline.advice import pipeline_warnings
@@ -97,7 +98,7 @@ class Pipeline:
         chunks = self.schedule.num_chunks
         most = len(self._given) // chunks or 1
         self.num_stages = num_stages or min(most, len(self._devices))
-        self.num_microbatches = num_microbatches or 4 * self.num_stages
+        self.num_microbatches = num_microbatches or MICROBATCHES_PER_STAGE * self.num_stages
         given.check_division(
             len(self._given),
             len(self._devices),

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from meshwright.pipeline.arrays import is_float
 from meshwright.pipeline.halves import Differentiated
 from meshwright.pipeline.operations import Kind, Op, Shape
 from meshwright.pipeline.parts import Part
@@ -122,7 +123,7 @@ class Stage:
             )
             params, floats, others = shapes
             tree = jax.tree.structure(x)
-            kinds = [_is_float(a) and not self.first for a in jax.tree.leaves(x)]
+            kinds = [is_float(a) and not self.first for a in jax.tree.leaves(x)]
 
             def function(params: Any, fixed: Any, floats: Any, others: Any) -> Any:
                 whole, state, target = others
@@ -137,8 +138,8 @@ class Stage:
         y, state = self.part.apply(params, state, x)
         if self.loss is None:
             leaves = jax.tree.leaves(y)
-            whole = [a for a in leaves if not _is_float(a)]
-            return [a for a in leaves if _is_float(a)], (state, whole)
+            whole = [a for a in leaves if not is_float(a)]
+            return [a for a in leaves if is_float(a)], (state, whole)
         value = self.loss(y, target)
         if not isinstance(value, Weighted):
             value = jnp.asarray(value)
@@ -148,8 +149,8 @@ class Stage:
 
     def _divide(self, x: Any) -> tuple[list[Any], list[Any]]:
         leaves = jax.tree.leaves(x)
-        floats = [a for a in leaves if _is_float(a) and not self.first]
-        return floats, [a for a in leaves if not (_is_float(a) and not self.first)]
+        floats = [a for a in leaves if is_float(a) and not self.first]
+        return floats, [a for a in leaves if not (is_float(a) and not self.first)]
 
 
 class Host:
@@ -254,7 +255,7 @@ def _together(tree: Any, floats: Sequence[Any], whole: Sequence[Any]) -> Any:
 def output_tree(shapes: Any) -> Any:
     """Return which of an output's leaves have gradients, and how they are nested."""
     leaves, treedef = jax.tree.flatten(shapes)
-    return [_is_float(a) for a in leaves], treedef
+    return [is_float(a) for a in leaves], treedef
 
 
 def divide_devices(devices: Sequence[Any], num_stages: int) -> list[Mesh]:
@@ -262,7 +263,3 @@ def divide_devices(devices: Sequence[Any], num_stages: int) -> list[Mesh]:
     each = len(devices) // num_stages
     groups = [devices[n * each : (n + 1) * each] for n in range(num_stages)]
     return [Mesh(np.array(group), ("data",), axis_types=(AxisType.Auto,)) for group in groups]
-
-
-def _is_float(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jnp.inexact)

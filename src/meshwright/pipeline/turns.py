@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from meshwright.pipeline.arrays import looped
-from meshwright.pipeline.executed import named, scope_of
+from meshwright.pipeline.executed import named
 
 T = TypeVar("T")
 
@@ -55,13 +54,13 @@ class InTurn:
     ) -> list[Any]:
         """Hand values on along a mesh axis, where they are needed; None for always."""
 
-        def permuted(values: list[Any]) -> list[Any]:
+        def permute(values: list[Any]) -> list[Any]:
             return [lax.ppermute(value, axis, pairs) for value in values]
 
         if self._waits:
             always = jnp.ones((), bool) if needed is None else needed
-            return self.when(name, always, permuted, values)
-        with jax.named_scope(scope_of(name)):
-            if needed is None:
-                return permuted(values)
-            return lax.cond(needed, lambda: permuted(values), lambda: values)
+            return self.when(name, always, permute, values)
+        permuted = named(name, permute)
+        if needed is None:
+            return permuted(values)
+        return lax.cond(needed, lambda: permuted(values), lambda: values)

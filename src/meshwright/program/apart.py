@@ -31,6 +31,7 @@ _ALIKE = frozenset({"add", "add_any", "concatenate", "select_n", "sub"})
 _LARGEST_CONSTANT = 1 << 16
 """Elements of a constant that is worth computing."""
 _ROUNDING = 1e-5
+_CANNOT = "training.sync_gradients_every cannot be used"
 
 Kind = Literal["free", "samples", "sum", "mixed"]
 
@@ -88,9 +89,6 @@ def check_mean(first: DimClasses, second: DimClasses, metrics: Sequence[str]) ->
             )
 
 
-_CANNOT = "training.sync_gradients_every cannot be used"
-
-
 def _not_divided(total: _Value, weight: _Value) -> _MixedError | None:
     if _same(total.factor, weight.factor):
         return None
@@ -104,13 +102,11 @@ def _refused(name: str, error: _MixedError) -> UserError:
             why=f"{error} (as in BatchNorm), and those of a microbatch lie on different devices",
             fix="write training.sync_gradients_every=1",
         )
-    guarded = str(error).startswith("its max")
     return UserError(
         f"{_CANNOT}: {name} is no mean over samples",
         why=f"{error}, and devices have only their own samples until gradients are reduced",
         fix="return a mean over samples, or mw.Weighted(total, weight) of sums over them (as for a "
-        f"masked mean{', without a maximum: no weight at all is fine' if guarded else ''}); "
-        "or write training.sync_gradients_every=1",
+        "masked mean; a weight of 0 needs no guard); or write training.sync_gradients_every=1",
     )
 
 

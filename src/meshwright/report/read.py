@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from meshwright.config.origins import flatten
+from meshwright.tracking.jsonl import read_lines, read_metrics
 
 MOST_POINTS = 2000
 """Points of one curve on a page; a curve with more keeps the extremes of each stretch."""
@@ -33,25 +33,16 @@ def read_run(folder: Path) -> dict[str, Any]:
         "profile": profile if isinstance(profile, dict) else None,
         "ledger": ledger if isinstance(ledger, dict) else None,
         "config": _config(folder),
-        "events": list(_lines(folder / "events.jsonl"))[-MOST_EVENTS:],
+        "events": list(read_lines(folder / "events.jsonl"))[-MOST_EVENTS:],
     }
 
 
 def read_curves(path: Path) -> list[dict[str, Any]]:
-    """Return the curves of metrics.jsonl: split, metric, number of values, points to draw.
-
-    Of two lines of one split and update the later counts: a run that went on from a checkpoint
-    has made that update again.
-    """
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
-    for line in _lines(path):
-        split, update = line.get("split"), line.get("update")
-        if isinstance(split, str) and isinstance(update, int):
-            rows[split, update] = line
+    """Return the curves of metrics.jsonl: split, metric, number of values, points to draw."""
     curves: dict[tuple[str, str], Points] = {}
-    for (split, update), line in sorted(rows.items(), key=lambda row: row[0][1]):
-        for name, value in line.items():
-            if name not in ("split", "update", "time") and _is_value(value):
+    for (split, update), values in read_metrics(path).items():
+        for name, value in values.items():
+            if _is_value(value):
                 curves.setdefault((split, name), []).append((update, value))
     return [
         {"split": split, "metric": name, "count": len(points), "points": thin(points)}
@@ -88,18 +79,6 @@ def _config(folder: Path) -> list[dict[str, Any]]:
     if not isinstance(values, dict):
         return []
     return [{"key": key, "value": value, "origin": ""} for key, value in flatten(values)]
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines; a torn line is passed over."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return
-    for line in content.splitlines():
-        value = _parse(line)
-        if isinstance(value, dict):
-            yield value
 
 
 def _json(path: Path) -> Any:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -65,17 +65,28 @@ class JsonlTracker:
         self._files[name].flush()
 
 
-def read_metrics(folder: Path, split: str) -> dict[int, dict[str, float]]:
-    """Return a run's metrics of a split by update, in order; of two of one update the later."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    found: dict[int, dict[str, float]] = {}
-    for record in map(_parse, lines):
-        if isinstance(record, dict) and record.get("split") == split:
-            values = {k: v for k, v in record.items() if k not in ("split", "update", "time")}
-            # What is not finite is written as null.
-            found[record["update"]] = {k: math.nan if v is None else v for k, v in values.items()}
-    return dict(sorted(found.items()))
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines, if it can be read; a torn line is passed over."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return
+    yield from (record for record in map(_parse, lines) if isinstance(record, dict))
+
+
+def read_metrics(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the metrics of metrics.jsonl by split and update, in the order of updates.
+
+    Of two lines of one split and update the later counts: a run that went on from a checkpoint
+    has made that update again. What was not finite is None.
+    """
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for line in read_lines(path):
+        split, update = line.get("split"), line.get("update")
+        if isinstance(split, str) and isinstance(update, int):
+            others = {k: v for k, v in line.items() if k not in ("split", "update", "time")}
+            found[split, update] = others
+    return dict(sorted(found.items(), key=lambda row: row[0][1]))
 
 
 def mend_last_line(path: Path) -> None:
@@ -111,7 +122,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _parse(content: bytes) -> Any:
     try:
         return json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -258,9 +259,13 @@ class Training:
         """Return the evaluations before a checkpoint of this very run, oldest first."""
         if not origin.own or self.run_dir is None:
             return []
-        found = read_metrics(self.run_dir, "eval") if is_main() else {}
-        found = broadcast({str(update): values for update, values in found.items()})
-        return [(int(n), values) for n, values in found.items() if int(n) <= origin.update]
+        rows = read_metrics(self.run_dir / "metrics.jsonl") if is_main() else {}
+        found = [
+            (update, {k: math.nan if v is None else v for k, v in values.items()})
+            for (split, update), values in rows.items()
+            if split == "eval" and update <= origin.update
+        ]
+        return broadcast(found)
 
     def _loop(
         self,
