@@ -6,12 +6,12 @@ from program.programs import assert_close, differentiate, trace
 from small_models import fill
 
 from meshwright.program.rolled import roll_program
-from meshwright.program.widen import Widening, widen
+from meshwright.program.widen import wide_evaluator, widen
 
 
 def results(traced, values, batch):
     """Return the loss, its metrics, and gradients and state by path, in float64."""
-    run = lambda inputs: Widening().run(traced.closed, inputs)  # noqa: E731
+    run = lambda inputs: wide_evaluator().run(traced.closed, inputs)  # noqa: E731
     loss, value, leaves = differentiate(run, traced, [widen(v) for v in values], batch)
     metrics = {name: metric.total / metric.weight for name, metric in value.metrics.items()}
     return {"the loss": loss, **metrics, **leaves}

@@ -20,7 +20,7 @@ from small_models import (
 )
 
 from meshwright.models.gpt import Attention, causal_mask
-from meshwright.program.widen import Widening, is_narrow, widen
+from meshwright.program.widen import is_narrow, wide_evaluator, widen
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def narrow(function, *inputs):
 def widened(function, *inputs):
     """Return a function evaluated in float64 although it was traced in float32."""
     closed = narrow(function, *inputs)
-    return lambda *args: Widening().run(closed, [widen(a) for a in args])
+    return lambda *args: wide_evaluator().run(closed, [widen(a) for a in args])
 
 
 X = numbers(4, 6)
@@ -79,7 +79,7 @@ def test_a_half_precision_model_agrees_with_the_same_model_built_in_float64():
     with jax.enable_x64(False):
         parts, traced = trace(Exact, loss, batch, jnp.bfloat16)
         values = parts.values(model)
-    run = lambda inputs: Widening().run(traced.closed, inputs)  # noqa: E731
+    run = lambda inputs: wide_evaluator().run(traced.closed, inputs)  # noqa: E731
     value, _, leaves = differentiate(run, traced, list(map(widen, values)), batch)
     assert value.dtype == jnp.float64
     assert abs(value - expected) <= 1e-12 * abs(expected)
@@ -117,7 +117,9 @@ def test_batch_statistics_and_streams_of_a_model_are_those_of_the_narrow_run():
         expected = traced.read_outputs(
             quick(jax.extend.core.jaxpr_as_fun(traced.closed))(*values, *vectors().values())
         )
-    outputs = quick(lambda x: Widening().run(traced.closed, x))([*values, *vectors().values()])
+    outputs = quick(lambda x: wide_evaluator().run(traced.closed, x))(
+        [*values, *vectors().values()]
+    )
     state = traced.read_outputs(outputs).state
     for leaf, ours, theirs in zip(
         [parts.leaves[i] for i in parts.indices("state")], state, expected.state, strict=True
@@ -136,7 +138,7 @@ def test_integers_booleans_and_keys_are_untouched():
 
     inputs = (X, jnp.arange(3, dtype=jnp.int32), jax.random.key(0))
     closed = narrow(function, *inputs)
-    results = Widening().run(closed, inputs)
+    results = wide_evaluator().run(closed, inputs)
     assert [r.dtype for r in results] == [aval.dtype for aval in closed.out_avals]
     with jax.enable_x64(False):
         for ours, theirs in zip(results, function(*inputs), strict=True):

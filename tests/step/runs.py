@@ -11,7 +11,7 @@ from small_models import SAMPLES, double, fill, plain_value
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.plan import Plan
-from meshwright.program.widen import Widening, widen
+from meshwright.program.widen import wide_evaluator, widen
 from meshwright.step.assemble import assemble
 
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
@@ -119,7 +119,7 @@ def on_one_device(assembled, model, batches, *, optimizer=None):
         def total(params, rest, micro):
             merged = params | rest
             values = traced.layout.from_canonical([merged[leaf.path] for leaf in leaves])
-            value = traced.read_outputs(Widening().run(traced.closed, [*values, *micro]))
+            value = traced.read_outputs(wide_evaluator().run(traced.closed, [*values, *micro]))
             steps = [s for s in traced.layout.step_leaves if s.leaf.role == "state"]
             after = {
                 leaves[source].path: new[n] if step.stacked else new

@@ -19,8 +19,8 @@ from meshwright.pipeline.operations import Shape
 from meshwright.pipeline.rows import Forms, Row, table_rows
 from meshwright.pipeline.schedules import Schedule
 from meshwright.pipeline.stages import Stages, Surroundings
-from meshwright.program.interpret import Interpreter
-from meshwright.program.widen import Widening
+from meshwright.program.evaluate import Evaluator
+from meshwright.program.widen import wide_evaluator
 
 AXIS = "pipe"
 
@@ -174,12 +174,12 @@ class PipelinedLoss:
         if not numbers:
             return [], []
         program, reads = self._cut.next_state
-        interpreter = Widening() if self.where.wide else Interpreter()
+        evaluator = wide_evaluator() if self.where.wide else Evaluator()
 
         def step(state: list[Any], _: None) -> tuple[list[Any], list[Any]]:
             now = dict(zip(numbers, state, strict=True))
             arguments = [now.get(n, leaves[n]) for n in reads]
-            return interpreter.run(program, arguments), state
+            return evaluator.run(program, arguments), state
 
         after, before = lax.scan(step, [leaves[n] for n in numbers], None, length=count)
         return before, after

@@ -9,8 +9,16 @@ from typing import Any
 import jax
 
 from meshwright.pipeline.slicing import inputs_of, needed, reached, variables
-from meshwright.program.interpret import Environment, Interpreter
-from meshwright.program.jaxprs import ClosedJaxpr, Equation, Literal, Var, called_jaxpr
+from meshwright.program.evaluate import Environment, Evaluator
+from meshwright.program.jaxprs import (
+    REMATS,
+    ClosedJaxpr,
+    Equation,
+    Literal,
+    Value,
+    Var,
+    called_jaxpr,
+)
 
 Function = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """From (weights, fixed, x, others) to (y, further results)."""
@@ -89,7 +97,7 @@ class Differentiated:
 
     def forward(self, weights: Any, fixed: Any, x: Any, others: Any) -> Taken:
         """Evaluate the function."""
-        out = Interpreter().run(self._forward, jax.tree.leaves((weights, fixed, x, others)))
+        out = Evaluator().run(self._forward, jax.tree.leaves((weights, fixed, x, others)))
         y, further = jax.tree.unflatten(self._results, out[: self._num_results])
         pairs = zip(self._read_back, out[self._num_results :], strict=True)
         values = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
@@ -98,7 +106,7 @@ class Differentiated:
     def backward(self, weights: Any, fixed: Any, kept: Sequence[Any], ct: Any) -> tuple[Any, Any]:
         """Return the gradients with respect to weights and x."""
         residuals = self._all_kept(weights, fixed, kept)
-        out = Interpreter().run(self._backward, [*residuals, *jax.tree.leaves(ct)])
+        out = Evaluator().run(self._backward, [*residuals, *jax.tree.leaves(ct)])
         weights = jax.tree.unflatten(self._weights_tree, out[: self._num_weights])
         return weights, self._unflatten_x(out[self._num_weights :])
 
@@ -107,12 +115,11 @@ class Differentiated:
     ) -> tuple[Any, list[Any]]:
         """Return the gradient with respect to x, and what the weights' gradient needs of it."""
         env = self._environment(self._all_kept(weights, fixed, kept))
-        env.update(zip(self._split.cotangents, jax.tree.leaves(ct), strict=True))
-        interpreter = Interpreter()
-        interpreter.equations(self._split.first, env)
+        env.values.update(zip(self._split.cotangents, jax.tree.leaves(ct), strict=True))
+        env.evaluator.equations(self._split.first, env)
         out = self._split.closed.jaxpr.outvars
-        return self._unflatten_x([interpreter.read(a, env) for a in out[self._num_weights :]]), [
-            env[v] for v in self._split.cut
+        return self._unflatten_x([env.value(a) for a in out[self._num_weights :]]), [
+            env.values[v] for v in self._split.cut
         ]
 
     def weight_gradient(
@@ -120,11 +127,10 @@ class Differentiated:
     ) -> Any:
         """Return the gradient with respect to weights."""
         env = self._environment(self._all_kept(weights, fixed, kept))
-        env.update(zip(self._split.cut, cut, strict=True))
-        interpreter = Interpreter()
-        interpreter.equations(self._split.second, env)
+        env.values.update(zip(self._split.cut, cut, strict=True))
+        env.evaluator.equations(self._split.second, env)
         atoms = self._split.closed.jaxpr.outvars[: self._num_weights]
-        return jax.tree.unflatten(self._weights_tree, [interpreter.read(a, env) for a in atoms])
+        return jax.tree.unflatten(self._weights_tree, [env.value(a) for a in atoms])
 
     @property
     def _num_weights(self) -> int:
@@ -144,20 +150,20 @@ class Differentiated:
 
     def _environment(self, residuals: Sequence[Any]) -> Environment:
         jaxpr, consts = self._split.closed.jaxpr, self._split.closed.consts
-        env: Environment = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, residuals, strict=False))
-        return env
+        values = dict(zip(jaxpr.constvars, consts, strict=True))
+        values.update(zip(jaxpr.invars, residuals, strict=False))
+        return Environment(Evaluator(), values)
 
     def _all_kept(self, weights: Any, fixed: Any, kept: Sequence[Any]) -> list[Any]:
         """Return everything the pullback reads; what follows from weights alone is made again."""
         jaxpr, consts = self._forward.jaxpr, self._forward.consts
-        env: Environment = dict(zip(jaxpr.constvars, consts, strict=True))
+        values = dict(zip(jaxpr.constvars, consts, strict=True))
         still = jax.tree.leaves((weights, fixed))
-        env.update(zip(jaxpr.invars[: self._num_still], still, strict=True))
-        interpreter = Interpreter()
-        interpreter.equations(self._again, env)
-        env.update(zip(self._kept, kept, strict=True))
-        return [interpreter.read(atom, env) for atom in self._read_back]
+        values.update(zip(jaxpr.invars[: self._num_still], still, strict=True))
+        env = Environment(Evaluator(), values)
+        env.evaluator.equations(self._again, env)
+        values.update(zip(self._kept, kept, strict=True))
+        return [env.value(atom) for atom in self._read_back]
 
     def _unflatten_x(self, out: Sequence[Any]) -> Any:
         return jax.tree.unflatten(self._x_tree, out)
@@ -208,19 +214,17 @@ def _reads_in_order(eqns: Sequence[Equation]) -> list[Var]:
 
 def _flat(closed: ClosedJaxpr) -> ClosedJaxpr:
     structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: _TakenApart().run(closed, args))(*structs)
+    return jax.make_jaxpr(lambda *args: Evaluator([_take_apart]).run(closed, args))(*structs)
 
 
-class _TakenApart(Interpreter):
-    """Evaluates a program with calls and remat replaced by what they contain.
+def _take_apart(eqn: Equation, env: Environment) -> list[Value] | None:
+    """Replace remat by what it contains.
 
     Backward and forward are different ticks, so nothing could be computed once for both anyway.
     """
-
-    def equation(self, eqn: Equation, args: list[Any]) -> list[Any]:
-        if eqn.primitive.name in ("checkpoint", "remat2"):
-            return self.run(called_jaxpr(eqn), args)
-        return args if eqn.primitive.name == "optimization_barrier" else super().equation(eqn, args)
+    if eqn.primitive.name in REMATS:
+        return env.run(called_jaxpr(eqn), env.operands(eqn))
+    return env.operands(eqn) if eqn.primitive.name == "optimization_barrier" else None
 
 
 def _shapes(atoms: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:

@@ -9,8 +9,8 @@ import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from meshwright.program.dims.elementwise import WITHOUT_RESULT
-from meshwright.program.interpret import Interpreter
-from meshwright.program.jaxprs import ClosedJaxpr, Equation, Literal, Var
+from meshwright.program.evaluate import Environment, Evaluator
+from meshwright.program.jaxprs import ClosedJaxpr, Equation, Literal, Value, Var
 
 
 def variables(atoms: Iterable[Any]) -> list[Var]:
@@ -67,9 +67,8 @@ def only_for(closed: ClosedJaxpr, outputs: Sequence[int]) -> tuple[ClosedJaxpr, 
 def _silent(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a program that tells nothing on the way: what it tells it would have to compute."""
     structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: _Silent().run(closed, args))(*structs)
+    return jax.make_jaxpr(lambda *args: Evaluator([_leave_out]).run(closed, args))(*structs)
 
 
-class _Silent(Interpreter):
-    def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
-        return [] if eqn.primitive.name in WITHOUT_RESULT else super().leaf(eqn, args)
+def _leave_out(eqn: Equation, env: Environment) -> list[Value] | None:
+    return [] if eqn.primitive.name in WITHOUT_RESULT else None

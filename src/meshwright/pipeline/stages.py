@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,20 +14,14 @@ from jax.sharding import Mesh, PartitionSpec
 from meshwright.pipeline.contract import Losses, Message, StageFunctions
 from meshwright.pipeline.cut import BlockCut
 from meshwright.pipeline.division import Division
-from meshwright.pipeline.lookups import (
-    SCATTERS,
-    divided_rows,
-    divides_rows,
-    in_whole_dims,
-    picked,
-    picks_one,
-)
-from meshwright.pipeline.whole import all_whole, moving_dims
-from meshwright.program.forward import OnMesh, WeightUse, WideOnMesh, weight_uses
+from meshwright.pipeline.stage_rules import WithinStage
+from meshwright.program.evaluate import Environment, Evaluator
+from meshwright.program.forward import mesh_evaluator, weight_uses
 from meshwright.program.gather import GatherSpecs
-from meshwright.program.interpret import Environment
-from meshwright.program.jaxprs import Equation, Literal, Var, aval_of, scan_counts
+from meshwright.program.jaxprs import Value, Var, aval_of, scan_counts
 from meshwright.program.local import LocalDraws
+from meshwright.program.mesh_rules import LayerScans, shared_weights
+from meshwright.program.mesh_view import MeshView
 from meshwright.program.remat import Remat
 from meshwright.program.widen import is_narrow
 
@@ -57,9 +51,14 @@ class Surroundings:
     draws: LocalDraws | None = None
 
     @property
+    def view(self) -> MeshView:
+        """The mesh as a stage sees it."""
+        return MeshView(self.mesh, frozenset({"pipe", *self.batch_axes}))
+
+    @property
     def platform(self) -> str:
         """Of the devices."""
-        return self.mesh.devices.flat[0].platform
+        return self.view.platform
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -102,10 +101,14 @@ class Stages:
 
         Weights are cast and gathered here, unless each block does so for itself.
         """
-        interpreter = self._interpreter()
+        if self.where.remat.gather_inside:
+            return [stacks[self.cut.stack_of[row]] for row in rows]
         return [
-            interpreter.stack(self.uses.get(self.cut.layered[row]), stacks[self.cut.stack_of[row]])
-            for row in rows
+            self._evaluator.weights.make_ready(value, use) if use is not None else value
+            for use, value in (
+                (self.uses.get(self.cut.layered[row]), stacks[self.cut.stack_of[row]])
+                for row in rows
+            )
         ]
 
     def functions(self, frozen: Mapping[int, Any]) -> StageFunctions:
@@ -116,22 +119,20 @@ class Stages:
 
         def embed(outer: list[Any], inputs: Any) -> Message:
             env = self._environment(frozen, self.embed_reads, outer, inputs)
-            interpreter = self._interpreter()
-            interpreter.equations(self.embed_eqns, env)
-            carry = [interpreter.value(atom, env) for atom in self.cut.initial]
+            self._evaluator.equations(self.embed_eqns, env)
+            carry = [jnp.asarray(env.read(atom)) for atom in self.cut.initial]
             return [*carry, *self._no_results(carry)]
 
         def head(outer: list[Any], message: Message, inputs: Any) -> Losses:
             env = self._environment(frozen, self.head_reads, outer, inputs)
             num_carry = len(self.cut.initial)
-            env.update(zip(self.cut.received, message[:num_carry], strict=True))
+            env.values.update(zip(self.cut.received, message[:num_carry], strict=True))
             results = self.cut.eqn.outvars[num_carry:]
             names = [results[n] for n in self.cut.collected]
-            env.update(zip(names, message[num_carry:], strict=True))
-            interpreter = self._interpreter()
-            interpreter.equations(self.head_eqns, env)
-            found = [interpreter.value(atom, env) for atom in self.cut.losses]
-            value = self.cut.traced.read_outputs(found)
+            env.values.update(zip(names, message[num_carry:], strict=True))
+            self._evaluator.equations(self.head_eqns, env)
+            losses = [jnp.asarray(env.read(atom)) for atom in self.cut.losses]
+            value = self.cut.traced.read_outputs(losses)
             return Losses(value.objective, value.metrics)
 
         def blocks(
@@ -144,10 +145,9 @@ class Stages:
             virtual: Any,
         ) -> tuple[Message, list[list[Any]]]:
             env = self._environment(frozen, self.blocks_read, outer, inputs)
-            interpreter = self._interpreter()
-            interpreter.equations(self.extra_eqns, env)
-            body = interpreter.scan_body(self.cut.eqn, interpreter.constants(self.cut.eqn, env))
-            computed = [interpreter.value(self.cut.layered[n], env) for n in self.computed_rows]
+            self._evaluator.equations(self.extra_eqns, env)
+            body = LayerScans(self.where.remat).body(self.cut.eqn, self._constants(env), env)
+            computed = [jnp.asarray(env.read(self.cut.layered[n])) for n in self.computed_rows]
             return self._run_blocks(body, message, rows, fixed, changing, computed, virtual)
 
         return StageFunctions(
@@ -214,81 +214,41 @@ class Stages:
     ) -> Environment:
         closed = self.cut.traced.closed
         batch, state = inputs
-        env: Environment = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        env.update((self.leaf_vars[n], value) for n, value in frozen.items())
-        env.update(
+        values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        values.update((self.leaf_vars[n], value) for n, value in frozen.items())
+        values.update(
             (self.leaf_vars[n], value)
             for n, value in zip(self.cut.changed_outer, state, strict=True)
         )
-        env.update(
+        values.update(
             (self.leaf_vars[self.outer_params[i]], value)
             for i, value in zip(numbers, outer, strict=True)
         )
-        env.update(zip(self.batch_vars, batch, strict=True))
-        return env
+        values.update(zip(self.batch_vars, batch, strict=True))
+        return Environment(self._evaluator, values)
 
-    def _interpreter(self) -> _OnStage:
-        kind = _WideOnStage if self.where.wide else _OnStage
-        return kind(self.where, self.uses)
+    def _constants(self, env: Environment) -> list[Value]:
+        """Return what every block reads, half-precision weights unrounded."""
+        unrounded = shared_weights(self.cut.eqn, env)
+        return [
+            env.unrounded(atom) if number in unrounded else env.read(atom)
+            for number, atom in enumerate(self.cut.constants)
+        ]
+
+    @cached_property
+    def _evaluator(self) -> Evaluator:
+        where, mesh = self.where, self.where.view
+        draws = [] if where.draws is None else [where.draws.draw]
+        return mesh_evaluator(
+            mesh,
+            self.uses,
+            where.remat,
+            wide=where.wide,
+            pins=where.pins,
+            without_data=where.weights,
+            first=[*draws, WithinStage(mesh)],
+        )
 
 
 def _choose(condition: Any, new: list[Any], old: list[Any]) -> list[Any]:
     return [jnp.where(condition, a, b) for a, b in zip(new, old, strict=True)]
-
-
-class _OnStage(OnMesh):
-    """Evaluates parts of a program on the devices of one stage."""
-
-    def __init__(self, where: Surroundings, uses: Mapping[Var, WeightUse]) -> None:
-        super().__init__(where.mesh, where.pins, where.weights, uses, where.remat)
-        self._draws = where.draws
-
-    def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
-        """Evaluate an equation; lookups in dims that are divided are done piece by piece."""
-        name = eqn.primitive.name
-        drawn = None if self._draws is None else self._draws.draw(eqn, args)
-        if drawn is not None:
-            return drawn
-        if math.prod(self._free.values()) == 1:
-            return super().leaf(eqn, args)
-        if name in SCATTERS:
-            return in_whole_dims(eqn, args, self._mesh)
-        if dims := moving_dims(eqn):
-            found = super().leaf(eqn, all_whole(args, self._mesh, dims))
-            # Results, too: their gradients move the other way.
-            return all_whole(found, self._mesh, dims)
-        if name != "gather":
-            return super().leaf(eqn, args)
-        atom = eqn.invars[0]
-        use = None if isinstance(atom, Literal) else self._uses.get(atom)
-        if use is not None and divides_rows(eqn, use.whole):
-            rows = divided_rows(eqn, args[0], args[1], self._mesh, use.whole)
-            return [self._rounded(rows, aval_of(eqn.outvars[0]).dtype)]
-        if use is not None:
-            return super().leaf(eqn, args)
-        if picks_one(eqn):
-            return [picked(eqn, args[0], args[1])]
-        return in_whole_dims(eqn, args, self._mesh)
-
-    def stack(self, use: WeightUse | None, value: Any) -> Any:
-        """Return a stack of rows as blocks read them."""
-        if use is None or self._remat.gather_inside:
-            return value
-        return self._make_ready(value, use.dtype, use.specs)
-
-    def constants(self, eqn: Equation, env: Environment) -> list[Any]:
-        """Return what every turn of a scan reads."""
-        num_consts, _ = scan_counts(eqn)
-        held = self._held(eqn)
-        return [
-            self._operand(atom, env, as_weight=number in held)
-            for number, atom in enumerate(eqn.invars[:num_consts])
-        ]
-
-    def value(self, atom: Any, env: Environment) -> Any:
-        """Return what an atom stands for, weights ready for use."""
-        return jnp.asarray(self._operand(atom, env, as_weight=False))
-
-
-class _WideOnStage(_OnStage, WideOnMesh):
-    """The same in float64."""

@@ -7,7 +7,11 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from meshwright.program.jaxprs import Value
+from meshwright.program.mesh_view import MeshView
 
 GATHERED = "gathered"
 """The name remat policies know gathered weights by."""
@@ -26,13 +30,18 @@ class GatherSpecs:
 
 
 def ready(
-    value: Any, mesh: Mesh, *, dtype: Any, specs: GatherSpecs | None, trained: bool = True
-) -> Any:
+    value: Value,
+    mesh: MeshView | None,
+    *,
+    dtype: DTypeLike | None,
+    specs: GatherSpecs | None,
+    trained: bool = True,
+) -> Value:
     """Return a weight ready for use, in its own number format.
 
     Args:
         value: the weight at rest.
-        mesh: where it lives.
+        mesh: where it is gathered; None if ``specs`` is.
         dtype: the compute format its values are rounded to (and sent in); None rounds nothing.
         specs: its layouts; None for a weight that is whole already.
         trained: whether it has a gradient.
@@ -43,8 +52,8 @@ def ready(
     """
     if dtype is None and specs is None:
         return value
-    whole = None if specs is None else NamedSharding(mesh, specs.whole)
-    divided = None if specs is None else NamedSharding(mesh, specs.divided)
+    whole = None if specs is None or mesh is None else mesh.sharding(specs.whole)
+    divided = None if specs is None or mesh is None else mesh.sharding(specs.divided)
 
     def prepare(weight: Any) -> Any:
         used = weight if dtype is None else weight.astype(dtype)

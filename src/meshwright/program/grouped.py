@@ -7,13 +7,13 @@ convolution's kernel up over both: it comes out too large by the size of the sec
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from meshwright.program.jaxprs import Equation, aval_of
+from meshwright.program.jaxprs import Equation, Value, aval_of
+from meshwright.program.mesh_view import MeshView
 
 _SAMPLES = ("data", "fsdp")
 
@@ -34,10 +34,11 @@ class GroupedLayout:
 
     Args:
         eqn: the convolution.
-        sizes: axis sizes of the mesh; only axes the compiler may use.
+        mesh: where it runs.
     """
 
-    def __init__(self, eqn: Equation, sizes: Mapping[str, int]) -> None:
+    def __init__(self, eqn: Equation, mesh: MeshView) -> None:
+        self._mesh, sizes = mesh, mesh.auto_axes
         self._numbers = eqn.params["dimension_numbers"]
         lhs, out = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
         samples = math.gcd(lhs[self._numbers.lhs_spec[0]], out[self._numbers.out_spec[0]])
@@ -51,24 +52,21 @@ class GroupedLayout:
         self._channels = tensor if by_channel and fits else ()
         self._samples = axes if by_channel and fits else (*axes, *tensor) if all_fit else ()
 
-    def operands(self, lhs: Any, rhs: Any, mesh: Any) -> list[Any]:
-        """Return what is convolved, laid out."""
-        numbers = self._numbers
+    def lay_operands(self, operands: Sequence[Value]) -> list[Value]:
+        """Return the input and the kernel, laid out."""
+        lhs, rhs = operands
+        samples, channels = self._numbers.lhs_spec[:2]
         return [
-            _lay(
-                lhs, mesh, {numbers.lhs_spec[0]: self._samples, numbers.lhs_spec[1]: self._channels}
-            ),
-            _lay(rhs, mesh, {numbers.rhs_spec[0]: self._channels}),
+            self._lay(lhs, {samples: self._samples, channels: self._channels}),
+            self._lay(rhs, {self._numbers.rhs_spec[0]: self._channels}),
         ]
 
-    def result(self, out: Any, mesh: Any) -> Any:
-        """Return what comes out, laid out."""
-        numbers = self._numbers
-        return _lay(
-            out, mesh, {numbers.out_spec[0]: self._samples, numbers.out_spec[1]: self._channels}
-        )
+    def lay_results(self, results: Sequence[Value]) -> list[Value]:
+        """Return the convolution's result, laid out."""
+        samples, channels = self._numbers.out_spec[:2]
+        axes = {samples: self._samples, channels: self._channels}
+        return [self._lay(result, axes) for result in results]
 
-
-def _lay(array: Any, mesh: Any, axes: Mapping[int, tuple[str, ...]]) -> Any:
-    spec = PartitionSpec(*(axes.get(dim) or None for dim in range(array.ndim)))
-    return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+    def _lay(self, array: Value, axes: Mapping[int, tuple[str, ...]]) -> Value:
+        spec = PartitionSpec(*(axes.get(dim) or None for dim in range(array.ndim)))
+        return lax.with_sharding_constraint(array, self._mesh.sharding(spec))

@@ -12,9 +12,15 @@ ClosedJaxpr = core.ClosedJaxpr
 Equation = core.JaxprEqn
 Var = core.Var
 Literal = core.Literal
+Atom = Var | Literal
+Value = Any
+"""An array, concrete or traced, or a scalar where JAX takes one."""
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call", "custom_lin"})
 """Primitives that only call a jaxpr and can be replaced by its body."""
+
+REMATS = frozenset({"remat2", "checkpoint"})
+"""Primitives that run a jaxpr now, and again for its gradient."""
 
 REARRANGES = frozenset(
     {"broadcast_in_dim", "dynamic_slice", "reshape", "slice", "squeeze", "transpose"}

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from meshwright.errors import UserError
 from meshwright.program.dims import DimClasses, Frame, all_frames
-from meshwright.program.forward import OnMesh, WideOnMesh, weight_uses
-from meshwright.program.jaxprs import Equation, Var, bind
+from meshwright.program.evaluate import Environment
+from meshwright.program.forward import Forward, mesh_evaluator, weight_uses
+from meshwright.program.jaxprs import Equation, Value, Var, bind
+from meshwright.program.mesh_view import MeshView
 from meshwright.program.remat import Remat
-from meshwright.program.segments import cut
-from meshwright.program.trace import LossValue, TracedLoss
+from meshwright.program.trace import TracedLoss
 
 
-class LocalForward:
-    """The loss of one device's samples, inside a `jax.shard_map` over the batch axes.
+def local_forward(
+    traced: TracedLoss, draws: LocalDraws, mesh: Mesh, remat: Remat, *, wide: bool
+) -> Forward:
+    """Return the loss of one device's samples, inside a `jax.shard_map` over the batch axes.
 
     Args:
         traced: the loss, traced for one device's part of a microbatch.
@@ -28,28 +30,12 @@ class LocalForward:
         remat: what blocks keep for their backward pass.
         wide: hold every float as float64.
     """
-
-    def __init__(
-        self,
-        traced: TracedLoss,
-        draws: LocalDraws,
-        mesh: Any,
-        remat: Remat,
-        *,
-        wide: bool,
-    ) -> None:
-        self._traced = traced
-        self._pieces = cut(traced.closed.jaxpr)
-        # No layouts inside `shard_map`: there is only this device.
-        nowhere = [PartitionSpec()] * len(traced.layout.step_leaves)
-        uses = weight_uses(traced, {}, nowhere)
-        kind = _WideLocal if wide else _Local
-        self._make = lambda: kind(mesh, uses, remat, draws)
-
-    def __call__(self, leaves: Sequence[Any], batch: Sequence[Any]) -> LossValue:
-        """Evaluate the loss on the step's leaf values and this device's batch leaves."""
-        outputs = self._make().program(self._traced.closed, self._pieces, [*leaves, *batch])
-        return self._traced.read_outputs(outputs)
+    # No layouts inside `shard_map`: there is only this device.
+    nowhere = [PartitionSpec()] * len(traced.layout.step_leaves)
+    view = MeshView(mesh, frozenset(draws.batch_axes))
+    uses = weight_uses(traced, {}, nowhere)
+    evaluator = mesh_evaluator(view, uses, remat, wide=wide, first=[draws.draw], lookups=False)
+    return Forward(traced, evaluator, remat)
 
 
 class LocalDraws:
@@ -81,7 +67,7 @@ class LocalDraws:
                 if atoms and atoms[0].id in whole.batch:
                     self._dims[draw.outvars[0]] = dim
 
-    def draw(self, eqn: Equation, args: list[Any]) -> list[Any] | None:
+    def draw(self, eqn: Equation, env: Environment) -> list[Value] | None:
         """Evaluate a draw whose result has the samples in one of its dims; None for others."""
         if eqn.primitive.name != "random_bits" or eqn.outvars[0] not in self._dims:
             return None
@@ -89,26 +75,10 @@ class LocalDraws:
         shape = list(eqn.params["shape"])
         own = shape[dim]
         shape[dim] = own * math.prod(self.batch_axes.values())
-        (bits,) = bind(eqn.replace(params={**eqn.params, "shape": tuple(shape)}), args)
+        params = {**eqn.params, "shape": tuple(shape)}
+        (bits,) = bind(eqn.replace(params=params), env.operands(eqn))
         place = jax.lax.axis_index(tuple(self.batch_axes)) * own
         return [jax.lax.dynamic_slice_in_dim(bits, place, own, dim)]
-
-
-class _Local(OnMesh):
-    def __init__(self, mesh: Any, uses: Any, remat: Remat, draws: LocalDraws) -> None:
-        super().__init__(mesh, {}, (), uses, remat)
-        self._draws = draws
-
-    def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
-        return self._draws.draw(eqn, args) or super().leaf(eqn, args)
-
-    def _weight_operand(self, eqn: Equation) -> int | None:
-        # A lookup's gradient needs no layout here; half-precision products are summed as elsewhere.
-        return None if eqn.primitive.name == "gather" else super()._weight_operand(eqn)
-
-
-class _WideLocal(_Local, WideOnMesh):
-    """The same in float64."""
 
 
 def _draws(classes: DimClasses) -> Iterator[tuple[Frame, Equation]]:

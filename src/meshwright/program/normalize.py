@@ -8,13 +8,17 @@ from typing import Any
 
 import jax
 
+from meshwright.program.control_flow import enter_remat
 from meshwright.program.copies import Places, find_places, rename_copies
-from meshwright.program.interpret import Interpreter
+from meshwright.program.evaluate import Environment, Evaluator
 from meshwright.program.jaxprs import (
+    REMATS,
     ClosedJaxpr,
     Equation,
     Jaxpr,
     Literal,
+    Value,
+    Var,
     aval_of,
     bind,
     called_jaxpr,
@@ -42,8 +46,10 @@ def normalize(
     return jax.make_jaxpr(run)(*inputs)
 
 
-class _Normal(Interpreter):
+class _Normal(Evaluator):
     def __init__(self, leaves: Sequence[str], inputs: Sequence[Any], places: Places) -> None:
+        rules = (_remat, self._leaf_cast, self._transpose, self._product)
+        super().__init__(rules, scope=self.scope)
         # By identity of the value, which is kept alive with the leaf's path.
         self._leaves = {id(v): (path, v) for path, v in zip(leaves, inputs, strict=False)}
         self._places = places
@@ -55,6 +61,7 @@ class _Normal(Interpreter):
         self._transposed: dict[int, tuple[Any, tuple[int, ...], Any]] = {}
 
     def scope(self, eqn: Equation) -> str:
+        """Return an equation's scopes, copies of modules named after the modules."""
         return rename_copies(self._renamed(name_stack(eqn)), self._found[-1])
 
     def _renamed(self, scopes: str) -> str:
@@ -62,8 +69,14 @@ class _Normal(Interpreter):
             scopes = rename_module(scopes, old, new)
         return scopes
 
-    def evaluate(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """Evaluate a jaxpr; copies of modules in it are named after the leaves it is given."""
+    def run(
+        self,
+        closed: ClosedJaxpr,
+        args: Sequence[Value],
+        ready: Mapping[Var, Value] | None = None,
+    ) -> list[Value]:
+        """Evaluate a program; copies of modules in it are named after the leaves it is given."""
+        jaxpr = closed.jaxpr
         # The arguments inside a checkpoint or a loop are other objects than those it was given.
         given = self._given.pop(id(jaxpr), [])
         if len(given) == len(args):
@@ -72,11 +85,11 @@ class _Normal(Interpreter):
         leaves = {v: p for v, p in zip(jaxpr.invars, self._paths(args), strict=True) if p}
         self._found.append(self._found[-1] | find_places(jaxpr, leaves, self._places))
         try:
-            return super().evaluate(jaxpr, consts, args)
+            return super().run(closed, args, ready)
         finally:
             self._found.pop()
 
-    def equation(self, eqn: Equation, args: list[Any]) -> list[Any]:
+    def equation(self, eqn: Equation, env: Environment) -> list[Value]:
         """Evaluate one equation; JAX traces a function once, so its scopes may be another's.
 
         A block's checkpointed method is traced in the first block and found again for the others:
@@ -84,26 +97,17 @@ class _Normal(Interpreter):
         """
         inner = eqn.params.get("jaxpr")
         if inner is None:
-            return super().equation(eqn, args)
-        paths = self._paths(args)
+            return super().equation(eqn, env)
+        paths = self._paths(env.operands(eqn))
         self._given[id(called_jaxpr(eqn).jaxpr)] = paths
         module = module_of(self.scope(eqn))
         first = self._first_module.setdefault(id(inner), module) if module else ""
         self._renames += [(first, module)] if module else []
         try:
             with self._owner_scope(eqn, paths):
-                return super().equation(eqn, args)
+                return super().equation(eqn, env)
         finally:
             self._renames = self._renames[: len(self._renames) - bool(module)]
-
-    def enter_remat2(self, eqn: Equation, args: list[Any]) -> list[Any]:
-        """Evaluate a checkpointed function; what it only hands through is not its result."""
-        jaxpr = called_jaxpr(eqn).jaxpr
-        given = dict(zip(jaxpr.invars, args, strict=True))
-        results = zip(jaxpr.outvars, super().enter_remat2(eqn, args), strict=True)
-        return [out if isinstance(v, Literal) else given.get(v, out) for v, out in results]
-
-    enter_checkpoint = enter_remat2
 
     def _paths(self, values: Sequence[Any]) -> list[str | None]:
         return [self._leaves[id(v)][0] if id(v) in self._leaves else None for v in values]
@@ -115,7 +119,7 @@ class _Normal(Interpreter):
 
         A checkpoint is one equation, which would go by the name of the module around it.
         """
-        if eqn.primitive.name not in ("remat2", "checkpoint"):
+        if eqn.primitive.name not in REMATS:
             return nullcontext()
         owners = self._owners(called_jaxpr(eqn).jaxpr, paths, self._found[-1])
         if len(owners) != 1 or owners & set(modules_of(self.scope(eqn))):
@@ -139,24 +143,31 @@ class _Normal(Interpreter):
                 owners |= self._owners(called_jaxpr(eqn).jaxpr, given, found)
         return owners
 
-    def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
-        if eqn.primitive.name == "convert_element_type" and id(args[0]) in self._leaves:
-            (out,) = bind(eqn, args)
-            self._leaves[id(out)] = (self._leaves[id(args[0])][0], out)
-            return [out]
-        if eqn.primitive.name == "transpose":
-            (out,) = bind(eqn, args)
-            self._transposed[id(out)] = (args[0], tuple(eqn.params["permutation"]), out)
-            return [out]
-        if eqn.primitive.name == "dot_general":
-            return self._product(eqn, args)
-        return bind(eqn, args)
+    def _leaf_cast(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        if eqn.primitive.name != "convert_element_type":
+            return None
+        (value,) = env.operands(eqn)
+        if id(value) not in self._leaves:
+            return None
+        (out,) = bind(eqn, [value])
+        self._leaves[id(out)] = (self._leaves[id(value)][0], out)
+        return [out]
 
-    def _product(self, eqn: Equation, args: list[Any]) -> list[Any]:
-        contracting, batch = eqn.params["dimension_numbers"]
-        contracting, batch = list(contracting), list(batch)
-        operands = list(args)
-        for side, value in enumerate(args):
+    def _transpose(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        if eqn.primitive.name != "transpose":
+            return None
+        (value,) = env.operands(eqn)
+        (out,) = bind(eqn, [value])
+        self._transposed[id(out)] = (value, tuple(eqn.params["permutation"]), out)
+        return [out]
+
+    def _product(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Evaluate a product with a transposed operand as one with the operand itself."""
+        if eqn.primitive.name != "dot_general":
+            return None
+        contracting, batch = map(list, eqn.params["dimension_numbers"])
+        operands = env.operands(eqn)
+        for side, value in enumerate(operands):
             if id(value) not in self._transposed:
                 continue
             source, order, _ = self._transposed[id(value)]
@@ -167,6 +178,16 @@ class _Normal(Interpreter):
             batch[side] = tuple(order[d] for d in batch[side])
         numbers = (tuple(map(tuple, contracting)), tuple(map(tuple, batch)))
         return bind(eqn.replace(params={**eqn.params, "dimension_numbers": numbers}), operands)
+
+
+def _remat(eqn: Equation, env: Environment) -> list[Value] | None:
+    """Evaluate a checkpointed function; what it only hands through is not its result."""
+    if eqn.primitive.name not in REMATS:
+        return None
+    jaxpr = called_jaxpr(eqn).jaxpr
+    given = dict(zip(jaxpr.invars, env.operands(eqn), strict=True))
+    results = zip(jaxpr.outvars, enter_remat(eqn, env), strict=True)
+    return [out if isinstance(v, Literal) else given.get(v, out) for v, out in results]
 
 
 def _keeps_order(order: Sequence[int], contracting: Sequence[int], batch: Sequence[int]) -> bool:

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from meshwright.program.interpret import Interpreter
-from meshwright.program.jaxprs import Equation, aval_of, bind
+from meshwright.program.evaluate import Environment, Evaluator
+from meshwright.program.jaxprs import Equation, Value, aval_of, bind
+from meshwright.program.weights import HALF
 
-HALF = (jnp.bfloat16, jnp.float16)
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
@@ -96,19 +96,23 @@ def _weight_gradient(
 
     transposed = jax.linear_transpose(of_weight, jax.ShapeDtypeStruct(given.shape, dtype))
     pullback = jax.make_jaxpr(lambda c: transposed(c)[0])(cotangent)
-    (wide,) = _WideProducts(widen_first=widen_first).run(pullback, [cotangent])
+    rule = _wide_products_on_cpu if widen_first else _wide_products
+    (wide,) = Evaluator([rule]).run(pullback, [cotangent])
     return wide.astype(given.dtype)
 
 
-class _WideProducts(Interpreter):
-    """Evaluates products with float32 results."""
+def _wide_products(eqn: Equation, env: Environment) -> list[Value] | None:
+    """Evaluate products with float32 results."""
+    return _wide_product(eqn, env.operands(eqn)) if eqn.primitive.name in PRODUCTS else None
 
-    def __init__(self, *, widen_first: bool) -> None:
-        self._widen_first = widen_first
 
-    def leaf(self, eqn: Equation, args: list[Any]) -> list[Any]:
-        if eqn.primitive.name not in PRODUCTS:
-            return bind(eqn, args)
-        params = {**eqn.params, "preferred_element_type": jnp.dtype(jnp.float32)}
-        operands = [x.astype(jnp.float32) for x in args] if self._widen_first else args
-        return bind(eqn.replace(params=params), operands)
+def _wide_products_on_cpu(eqn: Equation, env: Environment) -> list[Value] | None:
+    """Evaluate products of widened operands, with float32 results."""
+    if eqn.primitive.name not in PRODUCTS:
+        return None
+    return _wide_product(eqn, [x.astype(jnp.float32) for x in env.operands(eqn)])
+
+
+def _wide_product(eqn: Equation, operands: list[Value]) -> list[Value]:
+    params = {**eqn.params, "preferred_element_type": jnp.dtype(jnp.float32)}
+    return bind(eqn.replace(params=params), operands)

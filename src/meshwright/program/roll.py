@@ -9,7 +9,16 @@ from typing import Any
 
 from meshwright.program.blocks import BlockList
 from meshwright.program.equal import Unit, difference, results_of, same_literal, unlike
-from meshwright.program.jaxprs import REARRANGES, Equation, Jaxpr, Literal, Var, aval_of, name_stack
+from meshwright.program.jaxprs import (
+    REARRANGES,
+    Atom,
+    Equation,
+    Jaxpr,
+    Literal,
+    Var,
+    aval_of,
+    name_stack,
+)
 from meshwright.program.names import module_of
 from meshwright.program.runs import repeating_parts
 
@@ -26,7 +35,6 @@ class Slot:
 
 
 Name = Var | Slot
-Atom = Var | Literal
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.program.blocks import BlockList, find_block_lists, pattern_of, why_no_list
-from meshwright.program.interpret import Environment, Interpreter
-from meshwright.program.jaxprs import Equation, Jaxpr, Literal, Var, aval_of, name_stack
+from meshwright.program.evaluate import Evaluator
+from meshwright.program.jaxprs import Atom, Equation, Jaxpr, Literal, Var, aval_of, name_stack
 from meshwright.program.layout import Layout, stacked_layout
 from meshwright.program.names import rename_module
-from meshwright.program.roll import Atom, Name, Rolled, roll_blocks
+from meshwright.program.roll import Name, Rolled, roll_blocks
 from meshwright.program.trace import TracedLoss
 
 
@@ -194,14 +194,14 @@ class _Builder:
 
     def _run(self, *inputs: Any) -> list[Any]:
         env = self._environment(inputs)
-        interpreter = Interpreter()
+        evaluator = Evaluator()
         done = 0
         for rolled, written in zip(self.rolled, self.written, strict=True):
-            interpreter.equations(self._outer(done, rolled.start), env)
-            interpreter.equations(rolled.before, env)
+            _extend(env, self._outer(done, rolled.start), evaluator)
+            _extend(env, rolled.before, evaluator)
             self._scan(rolled, written, env)
             done = rolled.stop
-        interpreter.equations(self._outer(done, len(self.jaxpr.eqns)), env)
+        _extend(env, self._outer(done, len(self.jaxpr.eqns)), evaluator)
         return self._outputs(env, inputs)
 
     def _environment(self, inputs: Sequence[Any]) -> _Leaves:
@@ -218,7 +218,7 @@ class _Builder:
         return [e for e in eqns if not (e.outvars and e.outvars[0] in elsewhere)]
 
     def _scan(self, rolled: Rolled, written: Sequence[_Written], env: _Leaves) -> None:
-        interpreter = _Renamed(rolled.blocks)
+        evaluator = Evaluator(scope=partial(_renamed_scope, rolled.blocks))
         names = list(rolled.varying)
         cast = [own for own in written if own.formats]
         constants = {v: env[v] for v in rolled.constants}
@@ -227,7 +227,7 @@ class _Builder:
             inner: dict[Any, Any] = dict(constants)
             inner.update(zip((c.enters for c in rolled.carries), carry, strict=True))
             inner.update(zip(names, xs, strict=False))
-            interpreter.equations(rolled.eqns, inner)
+            evaluator.extend(inner, rolled.eqns)
             results = [inner[v] for v in rolled.results]
             results += [inner[own.result].astype(aval_of(own.formats[0]).dtype) for own in cast]
             return [inner[c.leaves] for c in rolled.carries], results
@@ -299,17 +299,23 @@ class _Leaves(dict[Var, Any]):
         return self[variable]
 
 
-class _Renamed(Interpreter):
-    """Names the rolled block's scopes ``blocks.*`` instead of ``blocks.0``."""
+def _extend(env: _Leaves, eqns: Sequence[Equation], evaluator: Evaluator) -> None:
+    """Evaluate equations; leaves are sliced and cast before their scope is entered.
 
-    def __init__(self, blocks: BlockList) -> None:
-        self._blocks = blocks
+    That a cast belongs to no module is known by its having no scope; see `casts_of`.
+    """
+    for eqn in eqns:
+        for atom in eqn.invars:
+            _read(atom, env)
+        evaluator.extend(env, [eqn])
 
-    def scope(self, eqn: Equation) -> str:
-        scopes = name_stack(eqn)
-        for element, pattern in self._blocks.patterns():
-            scopes = rename_module(scopes, element, pattern)
-        return scopes
+
+def _renamed_scope(blocks: BlockList, eqn: Equation) -> str:
+    """Return the rolled block's scopes, named ``blocks.*`` instead of ``blocks.0``."""
+    scopes = name_stack(eqn)
+    for element, pattern in blocks.patterns():
+        scopes = rename_module(scopes, element, pattern)
+    return scopes
 
 
 def casts_of(eqns: Sequence[Equation], leaves: set[Var]) -> dict[Var, Var]:
@@ -338,5 +344,5 @@ def _results(rolled: Rolled) -> set[Var]:
     return {name for names in rolled.results.values() for name in names}
 
 
-def _read(atom: Any, env: Environment) -> Any:
+def _read(atom: Atom, env: Mapping[Var, Any]) -> Any:
     return jnp.asarray(atom.val, aval_of(atom).dtype) if isinstance(atom, Literal) else env[atom]

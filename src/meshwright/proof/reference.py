@@ -10,10 +10,10 @@ import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from meshwright.program.interpret import Interpreter
+from meshwright.program.evaluate import Evaluator
 from meshwright.program.parts import Leaf, Parts
 from meshwright.program.trace import Loss, LossValue, TracedLoss, read_loss
-from meshwright.program.widen import Widening
+from meshwright.program.widen import wide_evaluator
 from meshwright.proof.compare import null_leaves
 from meshwright.proof.observed import Observed, fetch, withhold
 
@@ -23,9 +23,9 @@ Evaluate = Callable[[list[Any], list[Any]], LossValue]
 
 def traced_loss(traced: TracedLoss, *, wide: bool) -> Evaluate:
     """Evaluate a traced program as it stands, in float64 if ``wide``."""
-    interpreter = Widening() if wide else Interpreter()
+    evaluator = wide_evaluator() if wide else Evaluator()
     return lambda values, batch: traced.read_outputs(
-        interpreter.run(traced.closed, [*values, *batch])
+        evaluator.run(traced.closed, [*values, *batch])
     )
 
 

@@ -20,7 +20,8 @@ from meshwright.pipeline.report import PipelineReport, pipeline_report
 from meshwright.pipeline.schedules import get_schedule
 from meshwright.pipeline.slicing import only_for
 from meshwright.plan import Plan
-from meshwright.program.local import LocalDraws, LocalForward
+from meshwright.program.forward import Forward
+from meshwright.program.local import LocalDraws, local_forward
 from meshwright.program.parts import Parts, build_unplaced, split_model
 from meshwright.program.remat import choose_remat
 from meshwright.program.trace import Loss, TracedLoss
@@ -240,11 +241,11 @@ def _pipeline(
 
 def _local_forward(
     traced: TracedLoss, decision: Decision, plan: Plan, mesh: Mesh, *, wide: bool
-) -> LocalForward:
+) -> Forward:
     """Return the loss of one device's samples."""
     draws = LocalDraws(decision.classes, dim_classes(traced), batch_axes(plan.mesh))
     remat = choose_remat(plan.sharding.remat, keep_gathered=True)
-    return LocalForward(traced, draws, mesh, remat, wide=wide)
+    return local_forward(traced, draws, mesh, remat, wide=wide)
 
 
 def _microbatch(batch: Any, plan: Plan) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from jax.sharding import Mesh
 
 from meshwright.plan import Plan
-from meshwright.program.forward import Forward
+from meshwright.program.forward import Forward, mesh_evaluator, weight_uses
+from meshwright.program.mesh_view import MeshView
 from meshwright.program.remat import Remat, choose_remat
 from meshwright.program.trace import TracedLoss
 from meshwright.sharding.decide import Decision
@@ -15,16 +16,17 @@ def planned_forward(
     traced: TracedLoss, decision: Decision, plan: Plan, mesh: Mesh, *, wide: bool = False
 ) -> Forward:
     """Return the loss on the mesh, laid out as decided; ``wide`` computes in float64."""
-    return Forward(
-        traced,
-        mesh=mesh,
-        pins=decision.pins,
-        weights=decision.weights,
-        gathers=decision.gathers,
-        whole=[placement.without("fsdp") for placement in decision.at_rest],
-        remat=planned_remat(decision, plan),
+    whole = [placement.without("fsdp") for placement in decision.at_rest]
+    remat = planned_remat(decision, plan)
+    evaluator = mesh_evaluator(
+        MeshView(mesh),
+        weight_uses(traced, decision.gathers, whole),
+        remat,
         wide=wide,
+        pins=decision.pins,
+        without_data=decision.weights,
     )
+    return Forward(traced, evaluator, remat)
 
 
 def planned_remat(decision: Decision, plan: Plan) -> Remat:

@@ -1,0 +1,45 @@
+"""A mesh as part of a program sees it: some axes are the compiler's, some divided by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+@dataclass(frozen=True)
+class MeshView:
+    """A mesh, outside or inside of a `jax.shard_map`.
+
+    Attributes:
+        mesh: the whole mesh.
+        manual_axes: the axes a `jax.shard_map` around the program divides by hand.
+    """
+
+    mesh: Mesh
+    manual_axes: frozenset[str] = frozenset()
+
+    @property
+    def platform(self) -> str:
+        """The platform of the devices."""
+        return self.mesh.devices.flat[0].platform
+
+    @cached_property
+    def auto_axes(self) -> dict[str, int]:
+        """The axes the compiler divides arrays over, and their sizes."""
+        sizes = self.mesh.shape.items()
+        return {axis: size for axis, size in sizes if axis not in self.manual_axes}
+
+    @cached_property
+    def for_constraints(self) -> Mesh | AbstractMesh:
+        """The mesh that sharding constraints have to name here."""
+        if not self.manual_axes:
+            return self.mesh
+        return self.mesh.abstract_mesh.update_axis_types(
+            dict.fromkeys(self.manual_axes, AxisType.Manual)
+        )
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """Return the sharding of an array, for a constraint."""
+        return NamedSharding(self.for_constraints, spec)
