@@ -27,11 +27,11 @@ from meshwright.pipeline.contract import (
     StageSums,
     StageValues,
 )
-from meshwright.pipeline.executed import named
-from meshwright.pipeline.halves import Differentiated
+from meshwright.pipeline.exchange_order import ExchangeOrder
+from meshwright.pipeline.op_counts import named
 from meshwright.pipeline.operations import Shape
-from meshwright.pipeline.rows import Forms, Row
-from meshwright.pipeline.turns import InTurn
+from meshwright.pipeline.stage_vjp import StageVJP
+from meshwright.pipeline.tick_rows import SlotCounts, TickRow
 from meshwright.program.policy import zeros_for_sums
 
 
@@ -47,7 +47,7 @@ class _Between:
     sums: StageSums
 
 
-class Ticks:
+class StageExecutor:
     """Runs the ticks of one stage, inside a `jax.shard_map` over the pipe axis.
 
     Args:
@@ -66,7 +66,7 @@ class Ticks:
         functions: StageFunctions,
         values: StageValues,
         shape: Shape,
-        forms: Forms,
+        forms: SlotCounts,
         *,
         axis: str,
         platform: str,
@@ -75,13 +75,13 @@ class Ticks:
     ) -> None:
         self.functions, self.values, self.shape, self.forms = functions, values, shape, forms
         self.axis, self.scale, self.constrain = axis, scale, constrain
-        self.platform, self.turns = platform, InTurn(platform)
+        self.platform, self.turns = platform, ExchangeOrder(platform)
         held = values.weights + values.fixed + values.changing
         self.blocks = held[0].shape[0] // shape.num_chunks if held else 1
         self.message = self._message_shapes()
         self.program = self._differentiate()
 
-    def run(self, rows: Row) -> StageSums:
+    def run(self, rows: TickRow) -> StageSums:
         """Execute every row of the table and return this stage's sums."""
         sums = self.constrain(self._no_sums())
         empty = self._nothing(self.message)
@@ -96,9 +96,9 @@ class Ticks:
         (end, _, _), _ = lax.scan(self._tick, (start, empty, back), rows)
         return end.sums
 
-    def _tick(self, carry: Any, row: Row) -> tuple[Any, None]:
+    def _tick(self, carry: Any, row: TickRow) -> tuple[Any, None]:
         between, arrived, arrived_back = carry
-        self.turns = InTurn(self.platform)
+        self.turns = ExchangeOrder(self.platform)
         inbox = write_slot(between.inbox, arrived, row.activation_in)
         gradients = write_slot(between.gradients, arrived_back, row.gradient_in)
         between = replace(between, inbox=inbox, gradients=gradients)
@@ -116,7 +116,9 @@ class Ticks:
         )
         return (between, arrived, arrived_back), None
 
-    def _forward(self, between: _Between, unused: Message, row: Row) -> tuple[_Between, Message]:
+    def _forward(
+        self, between: _Between, unused: Message, row: TickRow
+    ) -> tuple[_Between, Message]:
         """Return what is there afterwards and what is sent; without an operation that is unused."""
         op = row.forward
 
@@ -148,7 +150,7 @@ class Ticks:
         between = replace(between, kept=kept, sums=replace(between.sums, changing=changing))
         return self._head(between, message, row), message
 
-    def _head(self, between: _Between, message: Message, row: Row) -> _Between:
+    def _head(self, between: _Between, message: Message, row: TickRow) -> _Between:
         """Where a microbatch has come to its end, evaluate the loss and start its way back."""
         reads, slot = self.functions.head_reads, row.gradient_own
 
@@ -184,7 +186,7 @@ class Ticks:
         return losses, gradients, back, [] if self.scale is None else [weight]
 
     def _backward(
-        self, between: _Between, unused: list[Any], row: Row
+        self, between: _Between, unused: list[Any], row: TickRow
     ) -> tuple[_Between, list[Any]]:
         op, split = row.backward, self.forms.splits_backward
 
@@ -211,7 +213,7 @@ class Ticks:
         between = self._with_block_sums(replace(between, cuts=cuts), sums)
         return self._embed_gradient(between, gradient, row), gradient
 
-    def _weight(self, between: _Between, row: Row) -> _Between:
+    def _weight(self, between: _Between, row: TickRow) -> _Between:
         op = row.weight
 
         def work(sums: Any) -> Any:
@@ -224,7 +226,7 @@ class Ticks:
         sums = self.turns.when("weight", op.microbatch >= 0, work, self._block_sums(between.sums))
         return self._with_block_sums(between, sums)
 
-    def _embed_gradient(self, between: _Between, back: list[Any], row: Row) -> _Between:
+    def _embed_gradient(self, between: _Between, back: list[Any], row: TickRow) -> _Between:
         """Where a microbatch is back at the start, add up the gradients of what came before."""
         op, reads = row.backward, self.functions.embed_reads
 
@@ -244,7 +246,7 @@ class Ticks:
         sums = replace(between.sums, outer=placed(between.sums.outer, reads, outer))
         return replace(between, sums=sums)
 
-    def _differentiate(self) -> Differentiated:
+    def _differentiate(self) -> StageVJP:
         def stage(weights: Any, fixed: Any, floats: Any, others: Any) -> Any:
             rows, outer = weights
             whole, changing, inputs, virtual = others
@@ -258,7 +260,7 @@ class Ticks:
         message = self._nothing(self.message)
         weights, fixed = self._held(zero)
         operands = self._operands(message, self.values.changing, zero, self._inputs(zero), zero)
-        return Differentiated(stage, weights, fixed, *operands)
+        return StageVJP(stage, weights, fixed, *operands)
 
     def _held(self, chunk: Array) -> tuple[Any, Any]:
         """Return what a chunk's forward and backward both read."""

@@ -11,14 +11,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.contract import Losses, StageFunctions
 from meshwright.pipeline.cut import BlockCut
 from meshwright.pipeline.division import divide_blocks
-from meshwright.pipeline.gradients import AXIS
+from meshwright.pipeline.exchange_order import ExchangeOrder
 from meshwright.pipeline.operations import Kind, Op, Shape
-from meshwright.pipeline.stages import Stages, Surroundings
+from meshwright.pipeline.stages import StageContext, Stages
 from meshwright.pipeline.ticks import TickTable
-from meshwright.pipeline.turns import InTurn
 
 
 def forward_table(num_microbatches: int, num_stages: int, num_chunks: int = 1) -> TickTable:
@@ -54,9 +54,9 @@ class PipelinedForward:
         num_chunks: pieces of the model on each stage.
     """
 
-    def __init__(self, cut: BlockCut, where: Surroundings, num_chunks: int) -> None:
+    def __init__(self, cut: BlockCut, where: StageContext, num_chunks: int) -> None:
         self.cut, self.where, self.num_chunks = cut, where, num_chunks
-        self.num_stages = where.mesh.shape[AXIS]
+        self.num_stages = where.mesh.shape[PIPE]
         division = divide_blocks(cut.num_blocks, self.num_stages, num_chunks)
         self._each = division.most
         self._stages = Stages(cut, where, division)
@@ -67,15 +67,15 @@ class PipelinedForward:
 
         def run(rows: Any, stacks: list[Any], outer: list[Any], inputs: list[Any]) -> Losses:
             own = jax.tree.map(lambda column: column[:, 0], rows)
-            return lax.psum(self._run(own, stacks, outer, inputs), AXIS)
+            return lax.psum(self._run(own, stacks, outer, inputs), PIPE)
 
-        spread, whole = PartitionSpec(AXIS), PartitionSpec()
+        spread, whole = PartitionSpec(PIPE), PartitionSpec()
         mapped = jax.shard_map(
             run,
             mesh=self.where.mesh,
-            in_specs=(PartitionSpec(None, AXIS), spread, whole, whole),
+            in_specs=(PartitionSpec(None, PIPE), spread, whole, whole),
             out_specs=whole,
-            axis_names={AXIS},
+            axis_names={PIPE},
             check_vma=False,
         )
         return mapped(
@@ -115,14 +115,14 @@ class PipelinedForward:
                 lambda: message,
             )
             ends = (number >= 0) & (virtual == self.num_stages * self.num_chunks - 1)
-            turns = InTurn(self.where.platform)
+            turns = ExchangeOrder(self.where.platform)
             losses = turns.when(
                 "head",
                 ends,
                 lambda now: jax.tree.map(jnp.add, now, one.losses(message, microbatch(number))),
                 losses,
             )
-            return (turns.send("send", message, AXIS, pairs, None), losses), None
+            return (turns.send("send", message, PIPE, pairs, None), losses), None
 
         first = microbatch(jnp.zeros((), jnp.int32))
         message = _zeros(jax.eval_shape(lambda: one.embed(first)))

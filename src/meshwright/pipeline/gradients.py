@@ -11,18 +11,17 @@ import jax
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.contract import Losses, StageSums, StageValues
 from meshwright.pipeline.cut import BlockCut
 from meshwright.pipeline.division import divide_blocks
-from meshwright.pipeline.execute import Ticks
+from meshwright.pipeline.execute import StageExecutor
 from meshwright.pipeline.operations import Shape
-from meshwright.pipeline.rows import Forms, Row, table_rows
 from meshwright.pipeline.schedules import Schedule
-from meshwright.pipeline.stages import Stages, Surroundings
+from meshwright.pipeline.stages import StageContext, Stages
+from meshwright.pipeline.tick_rows import SlotCounts, TickRow, table_rows
 from meshwright.program.interpret import Interpreter
 from meshwright.program.widen import Widening
-
-AXIS = "pipe"
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class PipelinedLoss:
     def __init__(
         self,
         cut: BlockCut,
-        where: Surroundings,
+        where: StageContext,
         schedule: Schedule,
         num_microbatches: int,
         sums: Sequence[PartitionSpec],
@@ -65,7 +64,7 @@ class PipelinedLoss:
     ) -> None:
         self.cut, self.where, self.schedule = cut, where, schedule
         self.num_microbatches = num_microbatches
-        self.num_stages = where.mesh.shape[AXIS]
+        self.num_stages = where.mesh.shape[PIPE]
         self.division = divide_blocks(cut.num_blocks, self.num_stages, schedule.num_chunks)
         self._cut = own or cut
         self._stages = Stages(self._cut, where, self.division)
@@ -88,14 +87,14 @@ class PipelinedLoss:
         shape = self.schedule.shape(self.num_microbatches, self.num_stages)
         states, after = self._outer_states(leaves, count)
         axes = self.where.batch_axes
-        spread, whole = PartitionSpec(AXIS), PartitionSpec()
+        spread, whole = PartitionSpec(PIPE), PartitionSpec()
         samples = PartitionSpec(None, axes) if axes else whole
         mapped = jax.shard_map(
             partial(self._run, shape, forms),
             mesh=self.where.mesh,
-            in_specs=(PartitionSpec(None, AXIS), spread, whole, (samples, whole), whole),
+            in_specs=(PartitionSpec(None, PIPE), spread, whole, (samples, whole), whole),
             out_specs=(spread, whole, whole, spread),
-            axis_names={AXIS, *axes},
+            axis_names={PIPE, *axes},
             check_vma=False,
         )
         weights, outer, losses, changing = mapped(
@@ -117,8 +116,8 @@ class PipelinedLoss:
     def _run(
         self,
         shape: Shape,
-        forms: Forms,
-        rows: Row,
+        forms: SlotCounts,
+        rows: TickRow,
         stacks: list[Any],
         outer: list[Any],
         inputs: Any,
@@ -127,12 +126,12 @@ class PipelinedLoss:
         """Run one stage: gradients of its blocks and of the rest, losses and changed state."""
         held = dict(zip(self._cut.stacks, stacks, strict=True))
         values, pullback, functions = self._values(held, outer, inputs)
-        ticks = Ticks(
+        ticks = StageExecutor(
             functions,
             values,
             shape,
             forms,
-            axis=AXIS,
+            axis=PIPE,
             platform=self.where.platform,
             scale=scale,
             constrain=self._constrain,
@@ -142,7 +141,7 @@ class PipelinedLoss:
         (weights,) = pullback([total.astype(own.dtype) for total, own in pairs])
         axes = self.where.batch_axes
         weights = lax.psum(weights, axes) if axes else weights
-        return weights, *lax.psum((found.outer, found.losses), (AXIS, *axes)), found.changing
+        return weights, *lax.psum((found.outer, found.losses), (PIPE, *axes)), found.changing
 
     @property
     def _changing(self) -> list[int]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.pipeline.whole import make_whole
+from meshwright.pipeline.moving_dims import make_whole
 from meshwright.program.jaxprs import Equation, aval_of, bind
 
 SCATTERS = frozenset({"scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"})

@@ -8,9 +8,8 @@ from typing import Any
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from meshwright.program.dims.elementwise import WITHOUT_RESULT
 from meshwright.program.interpret import Interpreter
-from meshwright.program.jaxprs import ClosedJaxpr, Equation, Literal, Var
+from meshwright.program.jaxprs import WITHOUT_RESULT, ClosedJaxpr, Equation, Literal, Var
 
 
 def variables(atoms: Iterable[Any]) -> list[Var]:

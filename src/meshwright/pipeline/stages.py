@@ -22,7 +22,7 @@ from meshwright.pipeline.lookups import (
     picked,
     picks_one,
 )
-from meshwright.pipeline.whole import all_whole, moving_dims
+from meshwright.pipeline.moving_dims import all_whole, moving_dims
 from meshwright.program.forward import OnMesh, WeightUse, WideOnMesh, weight_uses
 from meshwright.program.gather import GatherSpecs
 from meshwright.program.interpret import Environment
@@ -33,7 +33,7 @@ from meshwright.program.widen import is_narrow
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class StageContext:
     """Where a traced loss runs.
 
     Attributes:
@@ -76,7 +76,7 @@ class Stages:
         division: how many blocks each virtual stage has.
     """
 
-    def __init__(self, cut: BlockCut, where: Surroundings, division: Division) -> None:
+    def __init__(self, cut: BlockCut, where: StageContext, division: Division) -> None:
         self.cut, self.where, self.division = cut, where, division
         self.uses = weight_uses(cut.traced, where.gathers, where.whole)
         leaves = cut.traced.layout.step_leaves
@@ -239,7 +239,7 @@ def _choose(condition: Any, new: list[Any], old: list[Any]) -> list[Any]:
 class _OnStage(OnMesh):
     """Evaluates parts of a program on the devices of one stage."""
 
-    def __init__(self, where: Surroundings, uses: Mapping[Var, WeightUse]) -> None:
+    def __init__(self, where: StageContext, uses: Mapping[Var, WeightUse]) -> None:
         super().__init__(where.mesh, where.pins, where.weights, uses, where.remat)
         self._draws = where.draws
 

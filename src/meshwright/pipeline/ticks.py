@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from meshwright.pipeline.operations import Event, Op, Operations, Shape, Times
-from meshwright.pipeline.timeline import Span, Timeline
+from meshwright.pipeline.spans import Span
+from meshwright.pipeline.timeline import Timeline
 
 Tick = tuple[tuple[Op, ...], ...]
 """For each stage, its operations of one tick in order."""

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from meshwright.errors import UserError
-from meshwright.pipeline.given import first_line
-from meshwright.pipeline.separate import Stage
+from meshwright.pipeline.checks import first_line
+from meshwright.pipeline.host import Stage
 
 
 class Updates:

@@ -10,8 +10,8 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from meshwright.pipeline.rows import table_rows
 from meshwright.pipeline.schedules import Schedule
+from meshwright.pipeline.tick_rows import table_rows
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -25,7 +25,7 @@ def named(operation: str, function: F) -> F:
 
 
 @dataclass(frozen=True)
-class Executed:
+class OpCounts:
     """How often stages do what, in one update.
 
     Attributes:
@@ -55,9 +55,9 @@ class Executed:
         return count // self.ticks * self.counts[found[-1]][stage]
 
 
-def executed(
+def count_operations(
     schedule: Schedule, num_microbatches: int, num_stages: int, rounds: int = 1
-) -> Executed:
+) -> OpCounts:
     """Count the operations in the very table that stages execute."""
     table = schedule.table(num_microbatches, num_stages)
     _, rows = table_rows(table, rounds)
@@ -75,4 +75,4 @@ def executed(
         "send_back": np.asarray(rows.sends_back) & np.isin(stages, list(hands_back)),
     }
     counts = {name: [int(n) for n in done.sum(0)] for name, done in found.items()}
-    return Executed(len(forward), counts)
+    return OpCounts(len(forward), counts)

@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.pipeline.arrays import is_float
-from meshwright.pipeline.halves import Differentiated
 from meshwright.pipeline.operations import Kind, Op, Shape
 from meshwright.pipeline.parts import Part
 from meshwright.pipeline.schedules import Schedule
+from meshwright.pipeline.stage_vjp import StageVJP
 from meshwright.pipeline.timeline import simulate
 from meshwright.program.policy import zeros_for_sums
 from meshwright.weighted import Weighted
@@ -53,7 +53,7 @@ class Stage:
 
     def __init__(self, part: Part, mesh: Mesh, *, first: bool, loss: Loss | None) -> None:
         self.part, self.mesh, self.first, self.loss = part, mesh, first, loss
-        self._programs: dict[Any, Differentiated] = {}
+        self._programs: dict[Any, StageVJP] = {}
         self._forward = jax.jit(self._run_forward)
         self._backward = jax.jit(self._run_backward, donate_argnums=0)
         self._input = jax.jit(self._run_input)
@@ -112,7 +112,7 @@ class Stage:
         more = self._program(params, *call).weight_gradient(params, (), kept, cut)
         return jax.tree.map(jnp.add, sums, more)
 
-    def _program(self, params: Any, state: Any, x: Any, target: Any) -> Differentiated:
+    def _program(self, params: Any, state: Any, x: Any, target: Any) -> StageVJP:
         """Return the stage's function ready for these shapes; state may change its dtype, too."""
         key = str(jax.tree.map(lambda a: (a.shape, a.dtype), (params, state, x, target)))
         if key not in self._programs:
@@ -131,7 +131,7 @@ class Stage:
                 x = jax.tree.unflatten(tree, [next(first if k else second) for k in kinds])
                 return self._function(params, state, x, target)
 
-            self._programs[key] = Differentiated(function, params, (), floats, others)
+            self._programs[key] = StageVJP(function, params, (), floats, others)
         return self._programs[key]
 
     def _function(self, params: Any, state: Any, x: Any, target: Any) -> Any:

@@ -32,7 +32,7 @@ class Taken:
     kept: list[Any]
 
 
-class Differentiated:
+class StageVJP:
     """A function whose backward runs later, from kept values, at once or in two halves.
 
     Whatever depends on weights and fixed values alone (their casts, gathered or transposed forms)

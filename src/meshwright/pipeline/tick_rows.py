@@ -28,7 +28,7 @@ class OpRow:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Row:
+class TickRow:
     """What one tick of one stage does; numbers are negative where there is nothing to do.
 
     Attributes:
@@ -55,7 +55,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Forms:
+class SlotCounts:
     """What is the same in every tick.
 
     Attributes:
@@ -80,12 +80,12 @@ class Forms:
         return self.num_cuts > 0
 
 
-def table_rows(table: TickTable, rounds: int = 1) -> tuple[Forms, Row]:
+def table_rows(table: TickTable, rounds: int = 1) -> tuple[SlotCounts, TickRow]:
     """Return a table as arrays [ticks, stages], ``rounds`` times on other microbatches."""
     slots = allocate_slots(table)
     sends = _any_next(slots.activation_in)
     sends_back = _any_next(slots.gradient_in)
-    forms = Forms(
+    forms = SlotCounts(
         slots.num_activations,
         slots.num_gradients,
         slots.num_kept,
@@ -99,12 +99,12 @@ def table_rows(table: TickTable, rounds: int = 1) -> tuple[Forms, Row]:
     return forms, jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
 
-def _arrays(slots: Slots, num_stages: int, sends: Any, sends_back: Any) -> Row:
+def _arrays(slots: Slots, num_stages: int, sends: Any, sends_back: Any) -> TickRow:
     ticks = len(slots.activation_in)
     stage = np.broadcast_to(np.arange(num_stages, dtype=np.int32), (ticks, num_stages))
     every = np.ones(num_stages, bool)
     # Arrays of numpy stand where the executor has traced ones.
-    make: Any = Row
+    make: Any = TickRow
     return make(
         *(_op(columns) for columns in (slots.forward, slots.backward, slots.weight)),
         activation_in=_grid(slots.activation_in),
@@ -128,7 +128,7 @@ def _op(columns: Columns) -> Any:
     )
 
 
-def _later(row: Row, by: int) -> Row:
+def _later(row: TickRow, by: int) -> TickRow:
     def shift(op: OpRow) -> OpRow:
         moved: Any = np.where(op.microbatch == ABSENT, ABSENT, op.microbatch + by).astype(np.int32)
         return replace(op, microbatch=moved)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.pipeline.halves import Differentiated
+from meshwright.pipeline.stage_vjp import StageVJP
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def values():
 @pytest.mark.parametrize("function", [layers, rematerialized])
 def test_whole_and_in_halves_it_equals_vjp(function):
     weights, fixed, x, others = values()
-    program = Differentiated(function, weights, fixed, x, others)
+    program = StageVJP(function, weights, fixed, x, others)
     taken = program.forward(weights, fixed, x, others)
     ct = np.cos(taken.y)
     expected_y, pullback = jax.vjp(lambda w, x: function(w, fixed, x, others)[0], weights, x)
@@ -52,7 +52,7 @@ def test_whole_and_in_halves_it_equals_vjp(function):
 
 def test_weights_and_their_casts_are_not_kept():
     arguments = values()
-    program = Differentiated(layers, *arguments)
+    program = StageVJP(layers, *arguments)
     kept = [shape.shape for shape in program.kept_shapes]
     assert kept
     assert all(shape[0] == 2 for shape in kept), kept
@@ -64,7 +64,7 @@ def products(program, arguments):
 
 def test_each_half_of_a_chain_has_half_of_the_products():
     weights, fixed, x, others = values()
-    program = Differentiated(layers, weights, fixed, x, others)
+    program = StageVJP(layers, weights, fixed, x, others)
     taken = program.forward(weights, fixed, x, others)
     _, cut = program.input_gradient(weights, fixed, taken.kept, taken.y)
     call = (weights, fixed, taken.kept)

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from meshwright.pipeline.arrays import looped
-from meshwright.pipeline.executed import named
+from meshwright.pipeline.op_counts import named
 
 T = TypeVar("T")
 
 
-class InTurn:
+class ExchangeOrder:
     """The exchanges of one tick.
 
     A CPU runs operations that do not depend on each other in any order, and each exchange holds
