@@ -1,13 +1,15 @@
-"""What exchanges values within a tick, one after the other where a runtime would mix them up."""
+"""The exchanges of a tick, run in a fixed order on CPUs so that devices cannot deadlock."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 
+from meshwright.pipeline.aliases import Array
 from meshwright.pipeline.arrays import looped
 from meshwright.pipeline.op_counts import named
 
@@ -15,11 +17,12 @@ T = TypeVar("T")
 
 
 class ExchangeOrder:
-    """The exchanges of one tick.
+    """Orders the exchanges of one tick.
 
-    A CPU runs operations that do not depend on each other in any order, and each exchange holds
-    a thread until everyone has come: devices that begin with different ones wait for each other
-    forever. There, each waits for the one before; accelerators keep the program's order anyway.
+    A CPU runs operations that do not depend on each other in any order, and each exchange blocks
+    a thread until all its devices have arrived: devices that begin with different exchanges wait
+    for each other forever. There, each exchange waits for the one before; accelerators keep the
+    program's order anyway.
 
     Args:
         platform: of the devices.
@@ -27,35 +30,43 @@ class ExchangeOrder:
 
     def __init__(self, platform: str) -> None:
         self._waits = platform == "cpu"
-        self._busy: Array | None = None
+        self._previous: Array | None = None
 
     def when(self, name: str, needed: Array, update: Callable[[T], T], values: T) -> T:
         """Return updated values where there is something to do; see `arrays.when`.
 
         Args:
-            name: of the operation, in the compiled program; see `executed`.
+            name: of the operation, in the compiled program; see `op_counts`.
             needed: whether there is something to do.
             update: does it.
             values: what it changes.
         """
-        if self._waits and self._busy is not None:
-            # Never true, but known only when the one before is over.
-            needed = needed | self._busy
-        self._busy, values = looped(needed, named(name, update), values)
+        if self._waits and self._previous is not None:
+            # Always false, but known only when the previous exchange is over.
+            needed = needed | self._previous
+        self._previous, values = looped(needed, named(name, update), values)
         return values
 
     def send(
         self,
         name: str,
-        values: list[Any],
+        values: T,
         axis: str,
         pairs: Sequence[tuple[int, int]],
         needed: Array | None,
-    ) -> list[Any]:
-        """Hand values on along a mesh axis, where they are needed; None for always."""
+    ) -> T:
+        """Send values along a mesh axis.
 
-        def permute(values: list[Any]) -> list[Any]:
-            return [lax.ppermute(value, axis, pairs) for value in values]
+        Args:
+            name: of the operation, in the compiled program; see `op_counts`.
+            values: what is sent.
+            axis: the mesh axis.
+            pairs: who sends to whom.
+            needed: whether anyone needs them; None for always.
+        """
+
+        def permute(values: T) -> T:
+            return jax.tree.map(lambda value: lax.ppermute(value, axis, pairs), values)
 
         if self._waits:
             always = jnp.ones((), bool) if needed is None else needed

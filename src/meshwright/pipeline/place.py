@@ -9,12 +9,12 @@ from jax.sharding import Mesh
 
 from meshwright.config.schema import ShardingConfig
 from meshwright.mesh.axes import PIPE
-from meshwright.pipeline.cut import BlockCut
+from meshwright.pipeline.block_cut import BlockCut
+from meshwright.pipeline.context import StageContext
 from meshwright.pipeline.division import divide_blocks
 from meshwright.pipeline.forward import PipelinedForward
 from meshwright.pipeline.gradients import PipelinedLoss
 from meshwright.pipeline.schedules import Schedule
-from meshwright.pipeline.stages import StageContext
 from meshwright.program.gather import GatherSpecs
 from meshwright.program.local import LocalDraws
 from meshwright.program.remat import Remat
@@ -27,11 +27,11 @@ def decide_stages(
     cut: BlockCut, sizes: Mapping[str, int], sharding: ShardingConfig, num_chunks: int
 ) -> Decision:
     """Decide where everything lives: blocks on their stages, the rest divided over all of them."""
-    decision = decide(cut.traced, sizes, sharding, staged=cut.stacks)
+    decision = decide(cut.traced, sizes, sharding, staged=[stack.number for stack in cut.stacks])
     division = divide_blocks(cut.num_blocks, sizes[PIPE], num_chunks)
     each = counted(division.most * num_chunks, "block")
     held = each if division.even else f"up to {each}"
-    numbers = set(cut.stacks)
+    numbers = {stack.number for stack in cut.stacks}
 
     def divide(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
         return tuple(
