@@ -17,10 +17,12 @@ from meshwright.errors import UserError
 from meshwright.pipeline import checks
 from meshwright.pipeline.advice import pipeline_warnings
 from meshwright.pipeline.balance import balance
-from meshwright.pipeline.host import Host, Loss, Stage, divide_devices, output_tree
+from meshwright.pipeline.host import HostExecutor, divide_devices
 from meshwright.pipeline.layers import naming_layer, read_layers
+from meshwright.pipeline.messages import MessageSplit
 from meshwright.pipeline.parts import Part, TracedPart, chain, read_part, to_default_device, trace
 from meshwright.pipeline.schedules import Schedule
+from meshwright.pipeline.stage_programs import Loss, StagePrograms
 from meshwright.pipeline.suggest import fewer_stages, timeline_of, unused_devices
 from meshwright.pipeline.timeline import Timeline
 from meshwright.pipeline.updates import Updates
@@ -119,7 +121,7 @@ class Pipeline:
         meshes = divide_devices(self._devices, self.num_stages)
         last = len(groups) - 1
         self._stages = [
-            Stage(
+            StagePrograms(
                 part,
                 meshes[number % self.num_stages],
                 first=number == 0,
@@ -135,8 +137,8 @@ class Pipeline:
             _report(group, part, stage.mesh, traced)
             for group, part, stage in zip(groups, self._parts, self._stages, strict=True)
         ]
-        trees = [output_tree(traced[group[-1]].output) for group in groups]
-        self._host = Host(self._stages, self.schedule, trees)
+        outputs = [MessageSplit.of(traced[group[-1]].output) for group in groups]
+        self._host = HostExecutor(self._stages, self.schedule, outputs)
         self._fitting: set[str] = set()
 
     def __call__(self, x: Any) -> Any:
