@@ -24,7 +24,7 @@ class Timeline(Spans):
 
 
 def simulate(lists: Operations, shape: Shape, times: Times | None = None) -> Timeline:
-    """Let every stage work through its list, each operation as soon as what it needs is there."""
+    """Let every stage work through its list, each operation as soon as its inputs exist."""
     times = times or Times()
     done: dict[Event, Fraction] = {}
     free = [Fraction(0)] * shape.num_stages
@@ -42,9 +42,9 @@ def simulate(lists: Operations, shape: Shape, times: Times | None = None) -> Tim
                 start = max([free[stage], *(done[need] for need in needs)])
                 free[stage] = start + times.of(op, stage, shape.num_chunks)
                 spans.append(Span(stage, op, start, free[stage]))
-                given = shape.gives(op, stage)
-                if given:
-                    done[given] = free[stage]
+                event = shape.gives(op, stage)
+                if event:
+                    done[event] = free[stage]
                 position[stage] += 1
                 moved = True
             else:
