@@ -33,6 +33,7 @@ BESIDE = {
         "config",
         "processes",
         "step",
+        "pipeline",
         "plan",
         "recipe",
         "trainer",

@@ -13,7 +13,7 @@ import jax
 
 from meshwright.config.base import Frozen
 from meshwright.ledger.minimum import Needed, needed_exchanges
-from meshwright.pipeline.executed import executed
+from meshwright.pipeline.op_counts import count_operations
 from meshwright.program.collectives import Collective, read_collectives, ring_bytes
 from meshwright.program.hlo import CompiledProgram, compile_program
 from meshwright.program.memory import memory_of
@@ -188,7 +188,7 @@ def _by_stage(collectives: list[Collective], assembled: Assembled) -> list[list[
     if pipeline is None:
         return [collectives]
     rounds = plan.batch.gradient_accumulation_steps // plan.num_microbatches
-    done = executed(pipeline.schedule, plan.num_microbatches, plan.size("pipe"), rounds)
+    done = count_operations(pipeline.schedule, plan.num_microbatches, plan.size("pipe"), rounds)
     return [
         [replace(c, count=done.times(c.op_name, c.count, stage)) for c in collectives]
         for stage in range(done.num_stages)

@@ -7,7 +7,10 @@ from collections.abc import Iterable, Mapping
 
 from meshwright.errors import UserError, did_you_mean
 
-AXES = ("pipe", "data", "fsdp", "tensor")
+PIPE = "pipe"
+"""The axis of pipeline stages."""
+
+AXES = (PIPE, "data", "fsdp", "tensor")
 """Canonical axes from the slowest links (outermost) to the fastest (innermost)."""
 
 ALIASES = {

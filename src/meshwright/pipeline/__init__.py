@@ -6,16 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.pipeline.documented import GPipePipeline, PipelineStage, pipeline_forward
+    from meshwright.distributed.gpipe import GPipePipeline, PipelineStage, pipeline_forward
     from meshwright.pipeline.pipeline import Pipeline
     from meshwright.pipeline.schedules import get_schedule
 
 _HOMES = {
-    "GPipePipeline": "documented",
-    "Pipeline": "pipeline",
-    "PipelineStage": "documented",
-    "get_schedule": "schedules",
-    "pipeline_forward": "documented",
+    "GPipePipeline": "meshwright.distributed.gpipe",
+    "Pipeline": "meshwright.pipeline.pipeline",
+    "PipelineStage": "meshwright.distributed.gpipe",
+    "get_schedule": "meshwright.pipeline.schedules",
+    "pipeline_forward": "meshwright.distributed.gpipe",
 }
 
 __all__ = ["GPipePipeline", "Pipeline", "PipelineStage", "get_schedule", "pipeline_forward"]
@@ -28,5 +28,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     # Schedules are pure Python; only what needs JAX loads it.
     if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

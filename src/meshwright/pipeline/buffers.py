@@ -1,4 +1,4 @@
-"""Where one program keeps what lies between two ticks: as few slots as the table allows."""
+"""Slots for values that outlive their tick: as few as the tick table allows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Grid = list[list[int]]
 
 @dataclass(frozen=True)
 class Columns:
-    """What one kind of operation needs to know, per tick and stage.
+    """The parameters of one kind of operation, per tick and stage.
 
     Attributes:
         microbatch: which one; ABSENT where there is nothing to do.
@@ -71,7 +71,7 @@ def allocate_slots(table: TickTable) -> Slots:
 
 
 class _Allocation:
-    """Works out who writes and reads what, and when."""
+    """Works out from when to when each value exists, and in which slot."""
 
     def __init__(self, table: TickTable) -> None:
         self.table = table
@@ -80,11 +80,11 @@ class _Allocation:
 
     def slots(self) -> Slots:
         activations, gradients, own, kept, cuts = self.lifetimes()
-        rooms = [
+        packed = [
             _pack(lives, self.shape.num_stages)
             for lives in (activations, gradients | own, kept, cuts)
         ]
-        (in_slot, num_in), (ct_slot, num_ct), (kept_slot, num_kept), (cut_slot, num_cuts) = rooms
+        (in_slot, num_in), (ct_slot, num_ct), (kept_slot, num_kept), (cut_slot, num_cuts) = packed
         reads = in_slot | ct_slot
         columns = [
             self.columns(kinds, reads, kept_slot, cut_slot)
@@ -116,7 +116,7 @@ class _Allocation:
                     activations[stage, op] = (self.tick_of(op, at - 1, Kind.FORWARD) + 1, tick)
                 release = max(
                     self.at[stage, other]
-                    for other in self.same(op, stage)
+                    for other in self.same_piece(op, stage)
                     if other.kind is not Kind.FORWARD
                 )
                 kept[stage, op] = (tick, release)
@@ -129,7 +129,7 @@ class _Allocation:
                 cuts[stage, op] = (self.at[stage, begin], tick)
         return activations, gradients, own, kept, cuts
 
-    def same(self, op: Op, stage: int) -> list[Op]:
+    def same_piece(self, op: Op, stage: int) -> list[Op]:
         """Return a stage's operations on the same microbatch and chunk."""
         every = (Op(kind, op.microbatch, op.chunk) for kind in Kind)
         return [other for other in every if (stage, other) in self.at]

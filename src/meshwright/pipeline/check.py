@@ -1,11 +1,11 @@
-"""The last check of a compiled pipeline: no stage may wait for what another one does not do."""
+"""The last check of a compiled pipeline: no stage may wait for an exchange others do not join."""
 
 from __future__ import annotations
 
 from jax.sharding import Mesh
 
 from meshwright.errors import UserError
-from meshwright.pipeline.gradients import AXIS
+from meshwright.mesh.axes import PIPE
 from meshwright.program.divergence import divergent_permutes
 
 
@@ -17,12 +17,12 @@ def check_exchanges(program: str, mesh: Mesh) -> None:
         mesh: the mesh it is for.
     """
     sizes = {str(axis): size for axis, size in mesh.shape.items()}
-    found = divergent_permutes(program, sizes, AXIS)
-    if not found:
+    permutes = divergent_permutes(program, sizes, PIPE)
+    if not permutes:
         return
-    first = found[0]
+    first = permutes[0]
     where = f" in `{first.module}`" if first.module else ""
-    others = {a: n for a, n in sizes.items() if a != AXIS and n > 1}
+    others = {a: n for a, n in sizes.items() if a != PIPE and n > 1}
     divided = " and ".join(f"{axis}={size}" for axis, size in others.items())
     raise UserError(
         f"the model cannot be divided into pipeline stages on this mesh: the compiler moves "

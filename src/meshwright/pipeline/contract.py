@@ -1,17 +1,14 @@
-"""What the executor works on: a model cut into functions, what a stage holds and adds up."""
+"""What executors run: a model cut into three functions, what a stage holds and adds up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 
+from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message
 from meshwright.weighted import Weighted
-
-Message = list[Any]
-"""What one stage hands to the next."""
 
 
 class Losses(NamedTuple):
@@ -21,28 +18,94 @@ class Losses(NamedTuple):
     metrics: dict[str, Weighted]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Microbatch:
+    """What one microbatch brings; of several, each array has a dim 0 of microbatches.
+
+    Attributes:
+        batch: the leaves of the batch.
+        state: the changing leaves outside of the blocks, as they are before this microbatch.
+    """
+
+    batch: list[Array]
+    state: LeafValues
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockInputs:
+    """What the blocks of one virtual stage are given.
+
+    Attributes:
+        weights: block by block, its trained leaves.
+        fixed: block by block, its constant leaves.
+        changing: block by block, the state it replaces.
+        outer: the trained leaves outside of the blocks that blocks read.
+        message: what the stage before has sent.
+        microbatch: what the microbatch brings.
+        virtual_stage: the number of the virtual stage.
+    """
+
+    weights: list[BlockRow]
+    fixed: list[BlockRow]
+    changing: list[BlockRow]
+    outer: LeafValues
+    message: Message
+    microbatch: Microbatch
+    virtual_stage: Array
+
+
+class BlockOutputs(NamedTuple):
+    """What the blocks of one virtual stage return: a message, and block by block its new state."""
+
+    message: Message
+    changing: list[BlockRow]
+
+
+class EmbedFunction(Protocol):
+    """From a microbatch to what the first virtual stage receives."""
+
+    def __call__(self, outer: LeafValues, microbatch: Microbatch) -> Message:
+        """Run it on the outer weights it reads."""
+        ...
+
+
+class BlocksFunction(Protocol):
+    """The blocks of one virtual stage."""
+
+    def __call__(self, inputs: BlockInputs) -> BlockOutputs:
+        """Run them one after another."""
+        ...
+
+
+class HeadFunction(Protocol):
+    """From what the last virtual stage sends to the losses of a microbatch."""
+
+    def __call__(self, outer: LeafValues, message: Message, microbatch: Microbatch) -> Losses:
+        """Run it on the outer weights it reads."""
+        ...
+
+
 @dataclass(frozen=True)
 class StageFunctions:
     """A model cut into stages, as functions of one microbatch.
 
-    Blocks are given as rows: for each block of a virtual stage, its leaves.
-
     Attributes:
-        embed: from (outer weights, inputs) to what the first virtual stage receives.
-        blocks: from (rows, fixed rows, outer weights, message, changing rows, inputs, number of the
-            virtual stage) to (message, changing rows).
-        head: from (outer weights, message, inputs) to the losses.
-        embed_reads: numbers of the outer weights ``embed`` is given, in order.
-        blocks_read: those of ``blocks``.
-        head_reads: those of ``head``.
+        embed: what comes before the blocks.
+        blocks: the blocks of one virtual stage.
+        head: what comes after the blocks.
+        embed_reads: step leaves of the outer weights that ``embed`` reads.
+        blocks_read: those that ``blocks`` reads.
+        head_reads: those that ``head`` reads.
     """
 
-    embed: Callable[[list[Any], Any], Message]
-    blocks: Callable[..., tuple[Message, list[list[Any]]]]
-    head: Callable[[list[Any], Message, Any], Losses]
-    embed_reads: Sequence[int]
-    blocks_read: Sequence[int]
-    head_reads: Sequence[int]
+    embed: EmbedFunction
+    blocks: BlocksFunction
+    head: HeadFunction
+    embed_reads: tuple[int, ...]
+    blocks_read: tuple[int, ...]
+    head_reads: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -51,17 +114,17 @@ class StageValues:
 
     Attributes:
         weights: trained leaves of its blocks, each [chunks × blocks, …].
-        fixed: leaves of its blocks that nothing changes.
+        fixed: constant leaves of its blocks.
         changing: state of its blocks, which every forward pass replaces.
         outer: trained leaves outside of the blocks.
-        inputs: a pytree of what each microbatch brings, each [microbatches, …].
+        microbatches: what the microbatches bring, each array [microbatches, …].
     """
 
-    weights: list[Any]
-    fixed: list[Any]
-    changing: list[Any]
-    outer: list[Any]
-    inputs: Any
+    weights: BlockRow
+    fixed: BlockRow
+    changing: BlockRow
+    outer: LeafValues
+    microbatches: Microbatch
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +139,7 @@ class StageSums:
         changing: the state of its blocks afterwards.
     """
 
-    weights: list[Any]
-    outer: list[Any]
+    weights: BlockRow
+    outer: LeafValues
     losses: Losses
-    changing: list[Any]
+    changing: BlockRow

@@ -2,220 +2,29 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from meshwright.errors import UserError
+from meshwright.pipeline.block_cut import (
+    BlockCut,
+    BlockResult,
+    BlockScan,
+    BlockStack,
+    LayeredInput,
+    NextState,
+    OuterLeaf,
+    Region,
+    StackedInput,
+)
+from meshwright.pipeline.block_names import path_of_blocks
 from meshwright.pipeline.division import Division, divide_blocks
 from meshwright.pipeline.slicing import inputs_of, needed, only_for
-from meshwright.program.jaxprs import (
-    ClosedJaxpr,
-    Equation,
-    Jaxpr,
-    Literal,
-    Var,
-    scan_counts,
-)
+from meshwright.program.jaxprs import Atom, Literal
 from meshwright.program.rolled import casts_of
 from meshwright.program.trace import TracedLoss
 
-_BLOCKS = re.compile(r"([^.]+\.)*?[^.]*(\*|\d+n(\+\d+)?)(?=\.|$)")
-"""The path of blocks within that of a stack."""
-
 BY_HAND = "give the stages yourself: mw.pipeline.Pipeline(stages=[…])"
-
-
-@dataclass(frozen=True)
-class BlockCut:
-    """A traced loss with its blocks told apart from the rest.
-
-    Attributes:
-        traced: the loss, its blocks rolled into a scan.
-        position: number of that scan among the program's equations.
-    """
-
-    traced: TracedLoss
-    position: int
-
-    @property
-    def jaxpr(self) -> Jaxpr:
-        """The program."""
-        return self.traced.closed.jaxpr
-
-    @property
-    def eqn(self) -> Equation:
-        """The scan over the blocks."""
-        return self.jaxpr.eqns[self.position]
-
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks there are."""
-        return self.eqn.params["length"]
-
-    @property
-    def name(self) -> str:
-        """What the blocks are called: ``blocks.*``, ``layers.2n`` for pairs; empty if unknown."""
-        paths = [self.traced.layout.step_leaves[n].leaf.path for n in self.stacks]
-        found = (_BLOCKS.match(path) for path in paths)
-        return next((match[0] for match in found if match), "")
-
-    @cached_property
-    def numbers(self) -> list[tuple[int, ...]]:
-        """By block, the numbers of its modules in the model; several where kinds take turns."""
-        layout, found = self.traced.layout, [set[int]() for _ in range(self.num_blocks)]
-        for step in (layout.step_leaves[n] for n in self.stacks):
-            paths = [layout.leaves[source].path.split(".") for source in step.sources]
-            parts = next((own for own in zip(*paths, strict=True) if len(set(own)) > 1), ())
-            for own, part in zip(found, parts, strict=False):
-                own.update(int(number) for number in re.findall(r"\d+$", part))
-        return [tuple(sorted(own)) or (n,) for n, own in enumerate(found)]
-
-    @cached_property
-    def odd_blocks(self) -> list[str]:
-        """The paths of modules in the blocks' own list that are no such blocks."""
-        head = re.sub(r"(\*|\d+n(\+\d+)?)$", "", self.name)
-        if not head:
-            return []
-        pattern = re.compile(rf"{re.escape(head)}\d+(?=\.)")
-        paths = [self.traced.layout.step_leaves[n].leaf.path for n in self.outer]
-        found = (pattern.match(path) for path in paths)
-        return list(dict.fromkeys(match[0] for match in found if match))
-
-    @property
-    def constants(self) -> list[Any]:
-        """What every block reads."""
-        return list(self.eqn.invars[: scan_counts(self.eqn)[0]])
-
-    @property
-    def initial(self) -> list[Any]:
-        """What the first block receives."""
-        num_consts, num_carry = scan_counts(self.eqn)
-        return list(self.eqn.invars[num_consts : num_consts + num_carry])
-
-    @property
-    def layered(self) -> list[Any]:
-        """What each block has a row of."""
-        return list(self.eqn.invars[sum(scan_counts(self.eqn)) :])
-
-    @property
-    def received(self) -> list[Var]:
-        """What the last block gives."""
-        return list(self.eqn.outvars[: scan_counts(self.eqn)[1]])
-
-    @cached_property
-    def stack_of(self) -> dict[int, int]:
-        """By number in `layered`, the step leaf it is a row of; others are computed before."""
-        return stacks_of(self.traced, self.eqn)
-
-    @cached_property
-    def stacks(self) -> list[int]:
-        """Numbers of the step leaves that hold the blocks."""
-        return sorted(set(self.stack_of.values()))
-
-    @cached_property
-    def outer(self) -> list[int]:
-        """Numbers of the other step leaves."""
-        count = len(self.traced.layout.step_leaves)
-        return [n for n in range(count) if n not in set(self.stacks)]
-
-    @cached_property
-    def around(self) -> list[Equation]:
-        """The equations before and after the blocks."""
-        eqns = self.jaxpr.eqns
-        return [*eqns[: self.position], *eqns[self.position + 1 :]]
-
-    @cached_property
-    def shared(self) -> list[Any]:
-        """What every stage computes for itself, since blocks of all of them read it."""
-        computed = [atom for n, atom in enumerate(self.layered) if n not in self.stack_of]
-        return [*self.constants, *computed]
-
-    @cached_property
-    def losses(self) -> list[Any]:
-        """Totals and weights the program gives."""
-        return list(self.jaxpr.outvars[: 2 * (1 + len(self.traced.metric_names))])
-
-    @cached_property
-    def states(self) -> dict[int, Any]:
-        """By step leaf with role state, what it is afterwards."""
-        steps = enumerate(self.traced.layout.step_leaves)
-        numbers = [n for n, step in steps if step.leaf.role == "state"]
-        return dict(zip(numbers, self.jaxpr.outvars[len(self.losses) :], strict=True))
-
-    @cached_property
-    def changing(self) -> dict[int, int]:
-        """By step leaf that blocks replace, the number of the per-block result it becomes."""
-        _, num_carry = scan_counts(self.eqn)
-        results = {v: n for n, v in enumerate(self.eqn.outvars[num_carry:])}
-        found: dict[int, int] = {}
-        for number in self.stacks:
-            after = self.states.get(number)
-            if after is None or after is self.jaxpr.invars[number]:
-                continue
-            if isinstance(after, Literal) or after not in results:
-                path = self.traced.layout.step_leaves[number].leaf.path
-                raise _cannot_cut(f"`{path}` is changed outside of the blocks", self.traced)
-            found[number] = results[after]
-        return found
-
-    @cached_property
-    def collected(self) -> list[int]:
-        """Numbers of the scan's per-block results that are read after the blocks."""
-        _, num_carry = scan_counts(self.eqn)
-        read = inputs_of(self.around, self.losses)
-        return [n for n, v in enumerate(self.eqn.outvars[num_carry:]) if v in read]
-
-    @cached_property
-    def changed_outer(self) -> list[int]:
-        """Numbers of the state leaves outside of the blocks that the program changes."""
-        pairs = ((n, self.states[n]) for n in self.outer if n in self.states)
-        return [n for n, after in pairs if after is not self.jaxpr.invars[n]]
-
-    @cached_property
-    def next_state(self) -> tuple[ClosedJaxpr, list[int]]:
-        """How `changed_outer` follows from the state before, as a program and what it reads.
-
-        Microbatches overlap in a pipeline: the next one starts before this one has ended, so its
-        state must not depend on this one's activations.
-        """
-        if not self.changed_outer:
-            return self.traced.closed, []
-        first, order = len(self.losses), list(self.states)
-        outputs = [first + order.index(number) for number in self.changed_outer]
-        program, reads = only_for(self.traced.closed, outputs)
-        known = {n for n in self.outer if n in self.states}
-        if not known.issuperset(reads):
-            reads_of = {
-                number: only_for(self.traced.closed, [output])[1]
-                for number, output in zip(self.changed_outer, outputs, strict=True)
-            }
-            seen = [number for number, own in reads_of.items() if not known.issuperset(own)]
-            paths = [self.traced.layout.step_leaves[n].leaf.path for n in seen]
-            raise _cannot_cut(
-                f"{', '.join(paths)} outside of the blocks depends on the samples seen", self.traced
-            )
-        return program, reads
-
-    def reads(self, wanted: Sequence[Any]) -> tuple[list[Equation], list[int]]:
-        """Return the equations around the blocks that values need, and the leaves they read."""
-        eqns = needed(self.around, wanted)
-        found = inputs_of(eqns, wanted)
-        leaves = self.jaxpr.invars[: len(self.traced.layout.step_leaves)]
-        return eqns, [n for n, v in enumerate(leaves) if v in found]
-
-    def check(self) -> None:
-        """Refuse what cannot be cut, by name."""
-        for wanted in (self.initial, self.shared, self.losses):
-            _, leaves = self.reads(wanted)
-            both = [n for n in leaves if n in set(self.stacks)]
-            if both:
-                path = self.traced.layout.step_leaves[both[0]].leaf.path
-                raise _cannot_cut(f"`{path}` is read outside of the blocks too", self.traced)
-        # Found out here, where the user is told, rather than while the step is traced.
-        _ = self.changing, self.next_state
 
 
 def cut_blocks(traced: TracedLoss, remarks: Sequence[str] = ()) -> BlockCut:
@@ -225,37 +34,161 @@ def cut_blocks(traced: TracedLoss, remarks: Sequence[str] = ()) -> BlockCut:
         traced: the loss, repeated blocks rolled into scans.
         remarks: why other lists of blocks could not be rolled.
     """
-    weights: dict[int, int] = {}
-    for number, eqn in enumerate(traced.closed.jaxpr.eqns):
+    sizes: dict[int, int] = {}
+    for position, eqn in enumerate(traced.closed.jaxpr.eqns):
         if eqn.primitive.name == "scan" and not eqn.params["reverse"]:
-            leaves = {traced.layout.step_leaves[n].leaf for n in stacks_of(traced, eqn).values()}
+            stacks = _stacks_by_position(traced, BlockScan.of(eqn)).values()
+            leaves = {traced.layout.step_leaves[number].leaf for number in stacks}
             size = sum(leaf.size for leaf in leaves if leaf.is_weight)
             if size:
-                weights[number] = size
-    if not weights:
+                sizes[position] = size
+    if not sizes:
         raise UserError(
             "the model has no repeated blocks to divide into pipeline stages",
             why="; ".join(remarks) or "no list of equal modules runs one after another",
             fix=f"use mesh.fsdp or mesh.tensor for these devices, or {BY_HAND}",
         )
-    found = BlockCut(traced, max(weights, key=lambda number: weights[number]))
-    found.check()
-    return found
+    return _Cutter(traced, max(sizes, key=lambda position: sizes[position])).cut()
 
 
 def ordered_by_stage(cut: BlockCut, num_stages: int, num_chunks: int) -> BlockCut:
-    """Return the cut with each stack's rows as stages hold them: in their order, filled up."""
-    division = divide_blocks(cut.num_blocks, num_stages, num_chunks, name=cut.name)
+    """Return the cut with each stack's rows in the order of stages, padded to equal numbers."""
+    path = path_of_blocks(cut.stacks)
+    division = divide_blocks(cut.num_blocks, num_stages, num_chunks, name=path)
     rows = division.rows()
     if rows == tuple(range(cut.num_blocks)):
         return cut
     steps = list(cut.traced.layout.step_leaves)
-    for number in cut.stacks:
-        if not steps[number].stacked:
-            raise _one_array(steps[number].leaf.path, division)
-        steps[number] = steps[number].in_rows(rows)
+    for stack in cut.stacks:
+        if not stack.step.stacked:
+            raise _one_array(stack.path, division)
+        steps[stack.number] = stack.step.in_rows(rows)
     layout = replace(cut.traced.layout, step_leaves=tuple(steps))
-    return BlockCut(replace(cut.traced, layout=layout), cut.position)
+    return _Cutter(replace(cut.traced, layout=layout), cut.position).cut()
+
+
+class _Cutter:
+    """Works out what is inside and outside of the blocks, and refuses what cannot be cut."""
+
+    def __init__(self, traced: TracedLoss, position: int) -> None:
+        self.traced, self.position = traced, position
+        self.jaxpr, self.steps = traced.closed.jaxpr, traced.layout.step_leaves
+        eqns = self.jaxpr.eqns
+        self.scan = BlockScan.of(eqns[position])
+        self.around = [*eqns[:position], *eqns[position + 1 :]]
+        self.losses = self.jaxpr.outvars[: 2 * (1 + len(traced.metric_names))]
+        states = [number for number, step in enumerate(self.steps) if step.leaf.role == "state"]
+        after = self.jaxpr.outvars[len(self.losses) :]
+        # By step leaf with role state, what it is after the microbatch.
+        self.next_values = dict(zip(states, after, strict=True))
+        self.stack_of = _stacks_by_position(traced, self.scan)
+
+    def cut(self) -> BlockCut:
+        """Return the cut."""
+        stacked = set(self.stack_of.values())
+        outer = tuple(self.outer_leaf(n) for n in range(len(self.steps)) if n not in stacked)
+        layered = enumerate(self.scan.layered)
+        computed = [atom for position, atom in layered if position not in self.stack_of]
+        embedding, shared, head = (
+            self.region(wanted, outer)
+            for wanted in (self.scan.initial, [*self.scan.constants, *computed], self.losses)
+        )
+        stacks = {number: self.stack(number) for number in sorted(stacked)}
+        return BlockCut(
+            self.traced,
+            self.position,
+            self.scan,
+            stacks=tuple(stacks.values()),
+            layered=self.layered_inputs(stacks),
+            outer=outer,
+            collected=self.collected(),
+            embedding=embedding,
+            shared=shared,
+            head=head,
+            next_state=self.next_state(outer),
+        )
+
+    def outer_leaf(self, number: int) -> OuterLeaf:
+        step, variable = self.steps[number], self.jaxpr.invars[number]
+        if step.leaf.role == "param":
+            return OuterLeaf(number, variable, step, "weight")
+        changes = self.next_values[number] is not variable
+        return OuterLeaf(number, variable, step, "changing" if changes else "fixed")
+
+    def region(self, wanted: Sequence[Atom], outer: Sequence[OuterLeaf]) -> Region:
+        """Return what values outside of the blocks need; none of it may be inside of them."""
+        eqns = needed(self.around, wanted)
+        read = inputs_of(eqns, wanted)
+        for number in sorted(set(self.stack_of.values())):
+            if self.jaxpr.invars[number] in read:
+                path = self.steps[number].leaf.path
+                raise _cannot_cut(f"`{path}` is read outside of the blocks too", self.traced)
+        return Region(
+            tuple(wanted), tuple(eqns), tuple(leaf for leaf in outer if leaf.variable in read)
+        )
+
+    def stack(self, number: int) -> BlockStack:
+        step = self.steps[number]
+        if step.leaf.role == "param":
+            return BlockStack(number, step, "weight")
+        after = self.next_values[number]
+        if after is self.jaxpr.invars[number]:
+            return BlockStack(number, step, "fixed")
+        if isinstance(after, Literal) or after not in self.scan.results:
+            what = f"`{step.leaf.path}` is changed outside of the blocks"
+            raise _cannot_cut(what, self.traced)
+        return BlockStack(number, step, "changing", self.scan.results.index(after))
+
+    def layered_inputs(self, stacks: Mapping[int, BlockStack]) -> tuple[LayeredInput, ...]:
+        return tuple(
+            StackedInput(position, atom, stacks[self.stack_of[position]])
+            if position in self.stack_of and not isinstance(atom, Literal)
+            else LayeredInput(position, atom, None)
+            for position, atom in enumerate(self.scan.layered)
+        )
+
+    def collected(self) -> tuple[BlockResult, ...]:
+        read = inputs_of(self.around, self.losses)
+        results = (BlockResult(*result) for result in enumerate(self.scan.results))
+        return tuple(result for result in results if result.variable in read)
+
+    def next_state(self, outer: Sequence[OuterLeaf]) -> NextState | None:
+        """Return how state outside of the blocks follows from the state before.
+
+        Microbatches overlap in a pipeline: the next one starts before this one has ended, so its
+        state must not depend on this one's activations.
+        """
+        changing = [leaf for leaf in outer if leaf.kind == "changing"]
+        if not changing:
+            return None
+        order = list(self.next_values)
+        outputs = [len(self.losses) + order.index(leaf.number) for leaf in changing]
+        program, reads = only_for(self.traced.closed, outputs)
+        known = {leaf.number for leaf in outer if leaf.kind != "weight"}
+        if not known.issuperset(reads):
+            reads_of = [only_for(self.traced.closed, [output])[1] for output in outputs]
+            paths = [
+                leaf.step.leaf.path
+                for leaf, own in zip(changing, reads_of, strict=True)
+                if not known.issuperset(own)
+            ]
+            raise _cannot_cut(
+                f"{', '.join(paths)} outside of the blocks depends on the samples seen", self.traced
+            )
+        return NextState(program, tuple(reads))
+
+
+def _stacks_by_position(traced: TracedLoss, scan: BlockScan) -> dict[int, int]:
+    """Return the number of the step leaf behind each layered input that is one, or its cast."""
+    jaxpr = traced.closed.jaxpr
+    leaves = {v: n for n, v in enumerate(jaxpr.invars[: len(traced.layout.step_leaves)])}
+    casts = casts_of(jaxpr.eqns, set(leaves))
+    stacks: dict[int, int] = {}
+    for position, atom in enumerate(scan.layered):
+        source = atom if isinstance(atom, Literal) else casts.get(atom, atom)
+        if not isinstance(source, Literal) and source in leaves:
+            stacks[position] = leaves[source]
+    return stacks
 
 
 def _one_array(path: str, division: Division) -> UserError:
@@ -273,20 +206,6 @@ def _one_array(path: str, division: Division) -> UserError:
         why=f"stages with {division.num_chunks} chunks hold rows that do not follow each other",
         fix="write pipeline.schedule=1f1b or zb_h1",
     )
-
-
-def stacks_of(traced: TracedLoss, eqn: Equation) -> dict[int, int]:
-    """By number among a scan's rows, the step leaf that is its stack."""
-    jaxpr = traced.closed.jaxpr
-    leaves = {v: n for n, v in enumerate(jaxpr.invars[: len(traced.layout.step_leaves)])}
-    casts = casts_of(jaxpr.eqns, set(leaves))
-    rows = eqn.invars[sum(scan_counts(eqn)) :]
-    found: dict[int, int] = {}
-    for number, atom in enumerate(rows):
-        source = atom if isinstance(atom, Literal) else casts.get(atom, atom)
-        if not isinstance(source, Literal) and source in leaves:
-            found[number] = leaves[source]
-    return found
 
 
 def _cannot_cut(what: str, traced: TracedLoss) -> UserError:

@@ -13,7 +13,7 @@ from rich.style import Style
 from rich.text import Text
 
 from meshwright.pipeline.operations import Kind, Op
-from meshwright.pipeline.timeline import Timeline
+from meshwright.pipeline.spans import Spans
 
 COLOURS = {
     Kind.FORWARD: "#6aa5ff",
@@ -36,7 +36,7 @@ _WIDTH_OF_A_FILE = 100
 """Columns where no terminal says how many there are."""
 
 
-def render_timeline(timeline: Timeline, width: int | None = None) -> Chart:
+def render_timeline(timeline: Spans, width: int | None = None) -> Chart:
     """Return a drawing of a timeline, as wide as the console or ``width`` columns at most.
 
     An operation starts with its letter; its microbatch follows where all numbers fit. What does
@@ -49,7 +49,7 @@ def render_timeline(timeline: Timeline, width: int | None = None) -> Chart:
 class Chart:
     """A timeline that is drawn for the width it is given."""
 
-    timeline: Timeline
+    timeline: Spans
     width: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -134,7 +134,7 @@ class Chart:
         return Text.assemble(*parts, ("·", Style(color=BUBBLE)), f" waiting ({bubble}, simulated)")
 
 
-def time_unit(timeline: Timeline) -> Fraction:
+def time_unit(timeline: Spans) -> Fraction:
     """Return the largest time of which every start and end is a multiple."""
     points = [point for span in timeline.spans for point in (span.start, span.end)]
     below = math.lcm(*(point.denominator for point in points))
@@ -142,7 +142,7 @@ def time_unit(timeline: Timeline) -> Fraction:
     return Fraction(above, below)
 
 
-def kinds_of(timeline: Timeline) -> list[Kind]:
+def kinds_of(timeline: Spans) -> list[Kind]:
     """Return which kinds of operation occur."""
     found = {span.op.kind for span in timeline.spans}
     return [kind for kind in Kind if kind in found]

@@ -1,8 +1,9 @@
-"""The loss alone, by stages: what evaluation runs, without gradients and what they would keep."""
+"""The loss alone, by stages: what evaluation runs, without gradients and what they keep."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,14 +12,17 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from meshwright.pipeline.contract import Losses, StageFunctions
-from meshwright.pipeline.cut import BlockCut
+from meshwright.mesh.axes import PIPE
+from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message
+from meshwright.pipeline.arrays import zeros_like_shapes
+from meshwright.pipeline.block_cut import BlockCut
+from meshwright.pipeline.context import StageContext
+from meshwright.pipeline.contract import BlockInputs, Losses, Microbatch, StageFunctions
 from meshwright.pipeline.division import divide_blocks
-from meshwright.pipeline.gradients import AXIS
+from meshwright.pipeline.exchange_order import ExchangeOrder
 from meshwright.pipeline.operations import Kind, Op, Shape
-from meshwright.pipeline.stages import Stages, Surroundings
+from meshwright.pipeline.stages import Stages
 from meshwright.pipeline.ticks import TickTable
-from meshwright.pipeline.turns import InTurn
 
 
 def forward_table(num_microbatches: int, num_stages: int, num_chunks: int = 1) -> TickTable:
@@ -43,6 +47,22 @@ def forward_table(num_microbatches: int, num_stages: int, num_chunks: int = 1) -
     return TickTable(shape, tuple(ticks))
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ForwardRow:
+    """What one tick of one stage does.
+
+    Attributes:
+        microbatch: the microbatch; negative where there is nothing to do.
+        chunk: the chunk.
+        stage: the stage's number.
+    """
+
+    microbatch: Array
+    chunk: Array
+    stage: Array
+
+
 class PipelinedForward:
     """A loss computed by stages that work on different microbatches at a time.
 
@@ -54,132 +74,158 @@ class PipelinedForward:
         num_chunks: pieces of the model on each stage.
     """
 
-    def __init__(self, cut: BlockCut, where: Surroundings, num_chunks: int) -> None:
+    def __init__(self, cut: BlockCut, where: StageContext, num_chunks: int) -> None:
         self.cut, self.where, self.num_chunks = cut, where, num_chunks
-        self.num_stages = where.mesh.shape[AXIS]
+        self.num_stages = where.mesh.shape[PIPE]
         division = divide_blocks(cut.num_blocks, self.num_stages, num_chunks)
-        self._each = division.most
+        self._num_blocks = division.most
         self._stages = Stages(cut, where, division)
 
-    def __call__(self, leaves: Sequence[Any], microbatches: Sequence[Any]) -> Losses:
+    def __call__(self, leaves: Sequence[Array], microbatches: Sequence[Array]) -> Losses:
         """Return totals and weights for stacked microbatches [count, …], added up."""
         table = forward_table(microbatches[0].shape[0], self.num_stages, self.num_chunks)
 
-        def run(rows: Any, stacks: list[Any], outer: list[Any], inputs: list[Any]) -> Losses:
+        def run(
+            rows: ForwardRow, stacks: LeafValues, outer: LeafValues, batch: list[Array]
+        ) -> Losses:
             own = jax.tree.map(lambda column: column[:, 0], rows)
-            return lax.psum(self._run(own, stacks, outer, inputs), AXIS)
+            return lax.psum(self._run(own, stacks, outer, batch), PIPE)
 
-        spread, whole = PartitionSpec(AXIS), PartitionSpec()
+        on_stage, whole = PartitionSpec(PIPE), PartitionSpec()
         mapped = jax.shard_map(
             run,
             mesh=self.where.mesh,
-            in_specs=(PartitionSpec(None, AXIS), spread, whole, whole),
+            in_specs=(PartitionSpec(None, PIPE), on_stage, whole, whole),
             out_specs=whole,
-            axis_names={AXIS},
+            axis_names={PIPE},
             check_vma=False,
         )
         return mapped(
-            _columns(table),
-            [leaves[n] for n in self.cut.stacks],
-            [leaves[n] for n in self.cut.outer],
+            _forward_rows(table),
+            {stack.number: leaves[stack.number] for stack in self.cut.stacks},
+            {leaf.number: leaves[leaf.number] for leaf in self.cut.outer},
             list(microbatches),
         )
 
-    def _run(self, rows: Any, stacks: list[Any], outer: list[Any], inputs: list[Any]) -> Losses:
+    def _run(
+        self, rows: ForwardRow, stacks: LeafValues, outer: LeafValues, batch: list[Array]
+    ) -> Losses:
         """Execute the ticks of one stage and return what it added up."""
-        stages, others = self._stages, dict(zip(self.cut.outer, outer, strict=True))
-        held = dict(zip(self.cut.stacks, stacks, strict=True))
-        functions = stages.functions(
-            {n: a for n, a in others.items() if n not in self._given_apart}
-        )
-        blocks = [
-            stages.prepare(held, numbers)
-            for numbers in (stages.weight_rows, stages.fixed_rows, stages.changing_rows)
-        ]
-        params = [others[n] for n in stages.outer_params]
-        state = [others[n] for n in self.cut.changed_outer]
-        one = _One(functions, params, self._each, blocks)
-        pairs = Shape(inputs[0].shape[0], self.num_stages, self.num_chunks).ring(1)
+        forward = self._stage_forward(stacks, outer)
+        state = {leaf.number: outer[leaf.number] for leaf in self.cut.outer_of("changing")}
+        shape = Shape(batch[0].shape[0], self.num_stages, self.num_chunks)
+        pairs, last = shape.ring(1), shape.num_virtual - 1
 
-        def microbatch(number: Any) -> Any:
-            batch = [lax.dynamic_index_in_dim(a, number, 0, keepdims=False) for a in inputs]
-            return batch, state
+        def microbatch(number: Array) -> Microbatch:
+            own = [lax.dynamic_index_in_dim(a, number, 0, keepdims=False) for a in batch]
+            return Microbatch(own, state)
 
-        def tick(carry: Any, row: Any) -> tuple[Any, None]:
+        def tick(
+            carry: tuple[Message, Losses], row: ForwardRow
+        ) -> tuple[tuple[Message, Losses], None]:
             message, losses = carry
-            number, chunk, stage = row
-            virtual = chunk * self.num_stages + stage
+            virtual_stage = row.chunk * self.num_stages + row.stage
             message = lax.cond(
-                number >= 0,
-                lambda: one.forward(message, microbatch(number), chunk, virtual),
+                row.microbatch >= 0,
+                lambda: forward.blocks(
+                    message, microbatch(row.microbatch), row.chunk, virtual_stage
+                ),
                 lambda: message,
             )
-            ends = (number >= 0) & (virtual == self.num_stages * self.num_chunks - 1)
-            turns = InTurn(self.where.platform)
-            losses = turns.when(
+            order = ExchangeOrder(self.where.platform)
+            losses = order.when(
                 "head",
-                ends,
-                lambda now: jax.tree.map(jnp.add, now, one.losses(message, microbatch(number))),
+                (row.microbatch >= 0) & (virtual_stage == last),
+                lambda sums: jax.tree.map(
+                    jnp.add, sums, forward.losses(message, microbatch(row.microbatch))
+                ),
                 losses,
             )
-            return (turns.send("send", message, AXIS, pairs, None), losses), None
+            return (order.send("send", message, PIPE, pairs, None), losses), None
 
         first = microbatch(jnp.zeros((), jnp.int32))
-        message = _zeros(jax.eval_shape(lambda: one.embed(first)))
-        losses = _zeros(jax.eval_shape(lambda: one.losses(message, first)))
+        message = zeros_like_shapes(jax.eval_shape(lambda: forward.embed(first)))
+        losses = zeros_like_shapes(jax.eval_shape(lambda: forward.losses(message, first)))
         (_, losses), _ = lax.scan(tick, (message, losses), rows)
         return losses
 
-    @property
-    def _given_apart(self) -> set[int]:
-        return {*self._stages.outer_params, *self.cut.changed_outer}
+    def _stage_forward(self, stacks: LeafValues, outer: LeafValues) -> _StageForward:
+        functions = self._stages.functions(outer)
+        return _StageForward(
+            functions,
+            outer={leaf.number: outer[leaf.number] for leaf in self.cut.outer_of("weight")},
+            num_blocks=self._num_blocks,
+            weights=self._stages.prepare(stacks, "weight"),
+            fixed=self._stages.prepare(stacks, "fixed"),
+            changing=self._stages.prepare(stacks, "changing"),
+        )
 
 
-class _One:
-    """What a stage does with one microbatch."""
+@dataclass(frozen=True)
+class _StageForward:
+    """What a stage computes for one microbatch.
 
-    def __init__(
-        self, functions: StageFunctions, outer: list[Any], each: int, blocks: list[list[Any]]
-    ) -> None:
-        self._functions, self._outer, self._each, self._blocks = functions, outer, each, blocks
+    Attributes:
+        functions: the model's stages.
+        outer: the trained leaves outside of the blocks.
+        num_blocks: blocks of one chunk.
+        weights: trained leaves of its blocks, each [chunks × blocks, …].
+        fixed: constant leaves of its blocks.
+        changing: state of its blocks.
+    """
 
-    def embed(self, inputs: Any) -> list[Any]:
-        return self._functions.embed(self._pick(self._functions.embed_reads), inputs)
+    functions: StageFunctions
+    outer: LeafValues
+    num_blocks: int
+    weights: BlockRow
+    fixed: BlockRow
+    changing: BlockRow
 
-    def losses(self, message: list[Any], inputs: Any) -> Losses:
-        return self._functions.head(self._pick(self._functions.head_reads), message, inputs)
+    def embed(self, microbatch: Microbatch) -> Message:
+        """Return what the first virtual stage receives."""
+        return self.functions.embed(self._pick(self.functions.embed_reads), microbatch)
 
-    def forward(self, arrived: list[Any], inputs: Any, chunk: Any, virtual: Any) -> list[Any]:
+    def losses(self, message: Message, microbatch: Microbatch) -> Losses:
+        """Return the losses of a microbatch that has passed all blocks."""
+        return self.functions.head(self._pick(self.functions.head_reads), message, microbatch)
+
+    def blocks(
+        self, arrived: Message, microbatch: Microbatch, chunk: Array, virtual_stage: Array
+    ) -> Message:
+        """Run a chunk's blocks on what has arrived, or on the embedding if they are the first."""
         message = lax.cond(
-            virtual == 0,
-            # Branches that end in differently laid out arrays are refused by the compiler.
-            lambda: lax.optimization_barrier(self.embed(inputs)),
+            virtual_stage == 0,
+            # Branches that end in arrays divided in different ways are refused by the compiler.
+            lambda: lax.optimization_barrier(self.embed(microbatch)),
             lambda: lax.optimization_barrier(arrived),
         )
         weights, fixed, changing = (
-            [
-                [lax.dynamic_index_in_dim(a, chunk * self._each + n, 0, False) for a in leaves]
-                for n in range(self._each)
-            ]
-            for leaves in self._blocks
+            self._rows(stacks, chunk) for stacks in (self.weights, self.fixed, self.changing)
         )
-        outer = self._pick(self._functions.blocks_read)
-        after, _ = self._functions.blocks(weights, fixed, outer, message, changing, inputs, virtual)
-        return after
+        outer = self._pick(self.functions.blocks_read)
+        inputs = BlockInputs(weights, fixed, changing, outer, message, microbatch, virtual_stage)
+        return self.functions.blocks(inputs).message
 
-    def _pick(self, numbers: Sequence[int]) -> list[Any]:
-        return [self._outer[n] for n in numbers]
+    def _rows(self, stacks: BlockRow, chunk: Array) -> list[BlockRow]:
+        return [
+            {
+                n: lax.dynamic_index_in_dim(a, chunk * self.num_blocks + block, 0, False)
+                for n, a in stacks.items()
+            }
+            for block in range(self.num_blocks)
+        ]
+
+    def _pick(self, numbers: Sequence[int]) -> LeafValues:
+        return {n: self.outer[n] for n in numbers}
 
 
-def _columns(table: TickTable) -> Any:
-    """Return a table as arrays [ticks, stages] of microbatch (-1 for none), chunk and stage."""
+def _forward_rows(table: TickTable) -> ForwardRow:
+    """Return a table as arrays [ticks, stages]."""
     size = (len(table.ticks), table.shape.num_stages)
     microbatch, chunk = np.full(size, -1, np.int32), np.zeros(size, np.int32)
     for tick, stage, op in table.placed():
         microbatch[tick, stage], chunk[tick, stage] = op.microbatch, op.chunk
     stages = np.broadcast_to(np.arange(size[1], dtype=np.int32), size)
-    return microbatch, chunk, stages
-
-
-def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    # The executor is given traced arrays; these are what they are traced from.
+    make: Any = ForwardRow
+    return make(microbatch, chunk, stages)

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
-from jax import Array, lax
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.pipeline.contract import Losses, StageSums, StageValues
-from meshwright.pipeline.cut import BlockCut
+from meshwright.mesh.axes import PIPE
+from meshwright.pipeline.aliases import Array, BlockRow, LeafValues
+from meshwright.pipeline.block_cut import BlockCut
+from meshwright.pipeline.context import StageContext
+from meshwright.pipeline.contract import Losses, Microbatch, StageSums, StageValues
 from meshwright.pipeline.division import divide_blocks
-from meshwright.pipeline.execute import Ticks
+from meshwright.pipeline.execute import StageExecutor
 from meshwright.pipeline.operations import Shape
-from meshwright.pipeline.rows import Forms, Row, table_rows
 from meshwright.pipeline.schedules import Schedule
-from meshwright.pipeline.stages import Stages, Surroundings
+from meshwright.pipeline.stages import Stages
+from meshwright.pipeline.tick_rows import SlotCounts, TickRow, table_rows
 from meshwright.program.evaluate import Evaluator
 from meshwright.program.widen import wide_evaluator
-
-AXIS = "pipe"
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,13 @@ class PipelineSums:
         state: the state leaves afterwards.
     """
 
-    gradients: list[Any]
+    gradients: list[Array]
     losses: Losses
-    state: list[Any]
+    state: list[Array]
+
+
+_StageResults = tuple[LeafValues, LeafValues, Losses, LeafValues]
+"""Gradients of the stacks and of the outer weights, losses, and the new state of the blocks."""
 
 
 class PipelinedLoss:
@@ -57,7 +61,7 @@ class PipelinedLoss:
     def __init__(
         self,
         cut: BlockCut,
-        where: Surroundings,
+        where: StageContext,
         schedule: Schedule,
         num_microbatches: int,
         sums: Sequence[PartitionSpec],
@@ -65,139 +69,133 @@ class PipelinedLoss:
     ) -> None:
         self.cut, self.where, self.schedule = cut, where, schedule
         self.num_microbatches = num_microbatches
-        self.num_stages = where.mesh.shape[AXIS]
+        self.num_stages = where.mesh.shape[PIPE]
         self.division = divide_blocks(cut.num_blocks, self.num_stages, schedule.num_chunks)
         self._cut = own or cut
         self._stages = Stages(self._cut, where, self.division)
         self._sums = list(sums)
-        steps = cut.traced.layout.step_leaves
-        self._params = [n for n, step in enumerate(steps) if step.leaf.role == "param"]
 
     def __call__(
         self,
-        leaves: Sequence[Any],
-        microbatches: Sequence[Any],
+        leaves: Sequence[Array],
+        microbatches: Sequence[Array],
         scale: Array | None = None,
     ) -> PipelineSums:
         """Evaluate on the step's leaf values and stacked microbatches [count, …]."""
         count = microbatches[0].shape[0]
-        forms, rows = table_rows(
+        slots, rows = table_rows(
             self.schedule.table(self.num_microbatches, self.num_stages),
             rounds=count // self.num_microbatches,
         )
         shape = self.schedule.shape(self.num_microbatches, self.num_stages)
-        states, after = self._outer_states(leaves, count)
-        axes = self.where.batch_axes
-        spread, whole = PartitionSpec(AXIS), PartitionSpec()
-        samples = PartitionSpec(None, axes) if axes else whole
-        mapped = jax.shard_map(
-            partial(self._run, shape, forms),
-            mesh=self.where.mesh,
-            in_specs=(PartitionSpec(None, AXIS), spread, whole, (samples, whole), whole),
-            out_specs=(spread, whole, whole, spread),
-            axis_names={AXIS, *axes},
-            check_vma=False,
-        )
-        weights, outer, losses, changing = mapped(
+        states, last_state = self._outer_states(leaves, count)
+        weights, outer, losses, changing = self._mapped(shape, slots)(
             rows,
-            [leaves[n] for n in self._cut.stacks],
-            [leaves[n] for n in self._cut.outer],
-            (list(microbatches), states),
+            {stack.number: leaves[stack.number] for stack in self._cut.stacks},
+            {leaf.number: leaves[leaf.number] for leaf in self._cut.outer},
+            list(microbatches),
+            states,
             scale,
         )
-        gradients = weights | dict(zip(self._stages.outer_params, outer, strict=True))
-        changed = dict(zip(self._changing, changing, strict=True))
-        changed |= dict(zip(self._cut.changed_outer, after, strict=True))
+        gradients, changed = weights | outer, changing | last_state
+        roles = [(n, step.leaf.role) for n, step in enumerate(self.cut.traced.layout.step_leaves)]
         return PipelineSums(
-            [gradients[n] for n in self._params],
+            [gradients[n] for n, role in roles if role == "param"],
             losses,
-            [changed.get(n, leaves[n]) for n in self._cut.states],
+            [changed.get(n, leaves[n]) for n, role in roles if role == "state"],
+        )
+
+    def _mapped(self, shape: Shape, slots: SlotCounts) -> Callable[..., _StageResults]:
+        """Return `_run` as a function of whole arrays, each stage given what it holds."""
+        axes = self.where.batch_axes
+        on_stage, whole = PartitionSpec(PIPE), PartitionSpec()
+        samples = PartitionSpec(None, axes) if axes else whole
+        return jax.shard_map(
+            partial(self._run, shape, slots),
+            mesh=self.where.mesh,
+            in_specs=(PartitionSpec(None, PIPE), on_stage, whole, samples, whole, whole),
+            out_specs=(on_stage, whole, whole, on_stage),
+            axis_names={PIPE, *axes},
+            check_vma=False,
         )
 
     def _run(
         self,
         shape: Shape,
-        forms: Forms,
-        rows: Row,
-        stacks: list[Any],
-        outer: list[Any],
-        inputs: Any,
+        slots: SlotCounts,
+        rows: TickRow,
+        stacks: LeafValues,
+        outer: LeafValues,
+        batch: list[Array],
+        states: LeafValues,
         scale: Array | None,
-    ) -> tuple[dict[int, Any], list[Any], Losses, list[Any]]:
-        """Run one stage: gradients of its blocks and of the rest, losses and changed state."""
-        held = dict(zip(self._cut.stacks, stacks, strict=True))
-        values, pullback, functions = self._values(held, outer, inputs)
-        ticks = Ticks(
-            functions,
+    ) -> _StageResults:
+        """Run one stage on what it holds."""
+        values, pullback = self._values(stacks, outer, Microbatch(batch, states))
+        executor = StageExecutor(
+            self._stages.functions(outer),
             values,
             shape,
-            forms,
-            axis=AXIS,
+            slots,
+            axis=PIPE,
             platform=self.where.platform,
             scale=scale,
             constrain=self._constrain,
         )
-        found = ticks.run(jax.tree.map(lambda column: column[:, 0], rows))
-        pairs = zip(found.weights, values.weights, strict=True)
-        (weights,) = pullback([total.astype(own.dtype) for total, own in pairs])
+        sums = executor.run(jax.tree.map(lambda column: column[:, 0], rows))
+        (weights,) = pullback(
+            {n: total.astype(values.weights[n].dtype) for n, total in sums.weights.items()}
+        )
         axes = self.where.batch_axes
         weights = lax.psum(weights, axes) if axes else weights
-        return weights, *lax.psum((found.outer, found.losses), (AXIS, *axes)), found.changing
-
-    @property
-    def _changing(self) -> list[int]:
-        return [self._cut.stack_of[n] for n in self._stages.changing_rows]
+        summed, losses = lax.psum((sums.outer, sums.losses), (PIPE, *axes))
+        changing = self._cut.inputs_of("changing")
+        changed = {row.stack.number: sums.changing[row.position] for row in changing}
+        return weights, summed, losses, changed
 
     def _values(
-        self, stacks: Mapping[int, Any], outer: Sequence[Any], inputs: Any
-    ) -> tuple[StageValues, Any, Any]:
-        """Return what a stage holds, how gradients of it become those of leaves, and functions."""
+        self, stacks: LeafValues, outer: LeafValues, microbatches: Microbatch
+    ) -> tuple[StageValues, Callable[[BlockRow], tuple[LeafValues]]]:
+        """Return what a stage holds, and how gradients of it become those of leaves."""
         stages = self._stages
-        others = dict(zip(self._cut.outer, outer, strict=True))
-        trained = {n: a for n, a in stacks.items() if n in set(self._params)}
-        weights, pullback = jax.vjp(lambda own: stages.prepare(own, stages.weight_rows), trained)
-        params = set(stages.outer_params)
-        skipped = params | set(self._cut.changed_outer)
-        frozen = {n: a for n, a in others.items() if n not in skipped}
+        kinds = {stack.number: stack.kind for stack in self._cut.stacks}
+        trained = {n: value for n, value in stacks.items() if kinds[n] == "weight"}
+        weights, pullback = jax.vjp(lambda own: stages.prepare(own, "weight"), trained)
         values = StageValues(
             weights=weights,
-            fixed=stages.prepare(stacks, stages.fixed_rows),
-            changing=stages.prepare(stacks, stages.changing_rows),
-            outer=[others[n] for n in stages.outer_params],
-            inputs=inputs,
+            fixed=stages.prepare(stacks, "fixed"),
+            changing=stages.prepare(stacks, "changing"),
+            outer={leaf.number: outer[leaf.number] for leaf in self._cut.outer_of("weight")},
+            microbatches=microbatches,
         )
-        return values, pullback, stages.functions(frozen)
+        return values, pullback
 
-    def _outer_states(self, leaves: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
+    def _outer_states(self, leaves: Sequence[Array], count: int) -> tuple[LeafValues, LeafValues]:
         """Return, for state outside of blocks, its values before each microbatch and at the end."""
-        numbers = self._cut.changed_outer
-        if not numbers:
-            return [], []
-        program, reads = self._cut.next_state
+        following = self._cut.next_state
+        if following is None:
+            return {}, {}
+        changing = [leaf.number for leaf in self._cut.outer_of("changing")]
         evaluator = wide_evaluator() if self.where.wide else Evaluator()
 
-        def step(state: list[Any], _: None) -> tuple[list[Any], list[Any]]:
-            now = dict(zip(numbers, state, strict=True))
-            arguments = [now.get(n, leaves[n]) for n in reads]
-            return evaluator.run(program, arguments), state
+        def step(state: LeafValues, _: None) -> tuple[LeafValues, LeafValues]:
+            arguments = [state.get(n, leaves[n]) for n in following.reads]
+            new = evaluator.run(following.program, arguments)
+            return dict(zip(changing, new, strict=True)), state
 
-        after, before = lax.scan(step, [leaves[n] for n in numbers], None, length=count)
+        after, before = lax.scan(step, {n: leaves[n] for n in changing}, None, length=count)
         return before, after
 
     def _constrain(self, sums: StageSums) -> StageSums:
         """Fix where sums live while they grow: divided as the optimizer wants them."""
         inside = jax.sharding.get_abstract_mesh()
 
-        def place(values: list[Any], numbers: Sequence[int]) -> list[Any]:
-            return [
-                lax.with_sharding_constraint(a, NamedSharding(inside, self._sums[n]))
-                for a, n in zip(values, numbers, strict=True)
-            ]
+        def place(value: Array, number: int) -> Array:
+            return lax.with_sharding_constraint(value, NamedSharding(inside, self._sums[number]))
 
-        stacks = [self._cut.stack_of[n] for n in self._stages.weight_rows]
-        return StageSums(
-            place(sums.weights, stacks),
-            place(sums.outer, self._stages.outer_params),
-            sums.losses,
-            sums.changing,
-        )
+        weights = {
+            row.position: place(sums.weights[row.position], row.stack.number)
+            for row in self._cut.inputs_of("weight")
+        }
+        outer = {number: place(value, number) for number, value in sums.outer.items()}
+        return replace(sums, weights=weights, outer=outer)

@@ -14,7 +14,7 @@ from flax import linen, nnx
 from flax.errors import InvalidRngError
 
 from meshwright.errors import UserError
-from meshwright.pipeline.given import describe, first_line
+from meshwright.pipeline.checks import describe, first_line
 
 WHOLE_MODEL = 'train the whole model with mw.Trainer(…, mesh="pipe=2"), where they stay tied'
 MOST_NAMED = 4

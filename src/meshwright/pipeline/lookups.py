@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshwright.pipeline.whole import make_whole
+from meshwright.pipeline.aliases import Array
+from meshwright.pipeline.moving_dims import make_whole
 from meshwright.program.jaxprs import Equation, aval_of, bind
 
 SCATTERS = frozenset({"scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"})
@@ -21,7 +21,9 @@ def divides_rows(eqn: Equation, spec: PartitionSpec | None) -> bool:
     return spec is not None and len(spec) > 0 and spec[0] is not None and _takes_rows(eqn)
 
 
-def divided_rows(eqn: Equation, table: Any, indices: Any, mesh: Any, spec: PartitionSpec) -> Any:
+def divided_rows(
+    eqn: Equation, table: Array, indices: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec
+) -> Array:
     """Look up rows of a table whose rows are divided: each device in its own, then added up."""
     axes = spec[0] if isinstance(spec[0], tuple) else (spec[0],)
     parts = math.prod(mesh.shape[axis] for axis in axes)
@@ -32,11 +34,11 @@ def divided_rows(eqn: Equation, table: Any, indices: Any, mesh: Any, spec: Parti
     starts = jnp.arange(parts, dtype=wanted.dtype) * each
     local = wanted[None] - starts.reshape(parts, *[1] * wanted.ndim)
     mine = (local >= 0) & (local < each)
-    # Out of the compiler's reach are only lookups in divided dims; these are in whole ones.
+    # The compiler cannot do lookups in divided dims; the dims of these are whole.
     rows = jax.vmap(lambda piece, at: jnp.take(piece, at, axis=0, mode="clip"))(pieces, local)
     mask = mine.reshape(*mine.shape, *[1] * (rows.ndim - mine.ndim))
-    found = jnp.where(mask, rows, jnp.zeros((), rows.dtype)).sum(0)
-    return _filled(eqn, found, indices[..., 0], table.shape[0])
+    summed = jnp.where(mask, rows, jnp.zeros((), rows.dtype)).sum(0)
+    return _filled(eqn, summed, indices[..., 0], table.shape[0])
 
 
 def picks_one(eqn: Equation) -> bool:
@@ -51,7 +53,7 @@ def picks_one(eqn: Equation) -> bool:
     )
 
 
-def picked(eqn: Equation, operand: Any, indices: Any) -> Any:
+def picked(eqn: Equation, operand: Array, indices: Array) -> Array:
     """Pick elements along the last dim by comparing, which any division of the dim allows."""
     size = operand.shape[-1]
     at = indices[..., 0]
@@ -59,17 +61,17 @@ def picked(eqn: Equation, operand: Any, indices: Any) -> Any:
     extra = wanted.ndim - (operand.ndim - 1)
     shape = (*operand.shape[:-1], *[1] * extra, size)
     here = jnp.arange(size, dtype=wanted.dtype) == wanted[..., None]
-    found = jnp.where(here, operand.reshape(shape), jnp.zeros((), operand.dtype)).sum(-1)
-    return _filled(eqn, found, at, size)
+    elements = jnp.where(here, operand.reshape(shape), jnp.zeros((), operand.dtype)).sum(-1)
+    return _filled(eqn, elements, at, size)
 
 
-def in_whole_dims(eqn: Equation, args: list[Any], mesh: Any) -> list[Any]:
+def in_whole_dims(eqn: Equation, args: list[Array], mesh: Mesh | AbstractMesh) -> list[Array]:
     """Evaluate a lookup or scatter with the dims it indexes whole on every device."""
     numbers = eqn.params["dimension_numbers"]
     scatters = eqn.primitive.name in SCATTERS
     indexed = numbers.scatter_dims_to_operand_dims if scatters else numbers.start_index_map
-    found = bind(eqn, [make_whole(args[0], mesh, indexed), *args[1:]])
-    return [make_whole(a, mesh, indexed) for a in found] if scatters else found
+    results = bind(eqn, [make_whole(args[0], mesh, indexed), *args[1:]])
+    return [make_whole(a, mesh, indexed) for a in results] if scatters else results
 
 
 def _takes_rows(eqn: Equation) -> bool:
@@ -84,8 +86,8 @@ def _takes_rows(eqn: Equation) -> bool:
     )
 
 
-def _within(eqn: Equation, at: Any, size: int) -> Any:
-    """Return indices that are all valid; what the others give is decided by the lookup's mode."""
+def _within(eqn: Equation, at: Array, size: int) -> Array:
+    """Return indices that are all valid; `_filled` gives the others what the mode asks for."""
     at = at.astype(jnp.int32) if at.dtype.itemsize < 4 else at
     return (
         at
@@ -94,12 +96,13 @@ def _within(eqn: Equation, at: Any, size: int) -> Any:
     )
 
 
-def _filled(eqn: Equation, found: Any, at: Any, size: int) -> Any:
+def _filled(eqn: Equation, values: Array, at: Array, size: int) -> Array:
+    """Return looked-up values, with the lookup's fill value where an index is out of bounds."""
     if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
-        return found
-    given = eqn.params["fill_value"]
-    inexact = jnp.issubdtype(found.dtype, jnp.inexact)
-    fill = given if given is not None else jnp.nan if inexact else 0
+        return values
+    fill = eqn.params["fill_value"]
+    if fill is None:
+        fill = jnp.nan if jnp.issubdtype(values.dtype, jnp.inexact) else 0
     valid = (at >= 0) & (at < size)
-    mask = valid.reshape(*valid.shape, *[1] * (found.ndim - valid.ndim))
-    return jnp.where(mask, found, jnp.asarray(fill, found.dtype))
+    mask = valid.reshape(*valid.shape, *[1] * (values.ndim - valid.ndim))
+    return jnp.where(mask, values, jnp.asarray(fill, values.dtype))

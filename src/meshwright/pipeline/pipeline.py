@@ -14,13 +14,15 @@ from jax.sharding import Mesh
 from meshwright.config.arguments import check_clip_norm, check_count, check_optimizer
 from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
 from meshwright.errors import UserError
-from meshwright.pipeline import given
+from meshwright.pipeline import checks
 from meshwright.pipeline.advice import pipeline_warnings
 from meshwright.pipeline.balance import balance
+from meshwright.pipeline.host import HostExecutor, divide_devices
 from meshwright.pipeline.layers import naming_layer, read_layers
+from meshwright.pipeline.messages import MessageSplit
 from meshwright.pipeline.parts import Part, TracedPart, chain, read_part, to_default_device, trace
 from meshwright.pipeline.schedules import Schedule
-from meshwright.pipeline.separate import Host, Loss, Stage, divide_devices, output_tree
+from meshwright.pipeline.stage_programs import Loss, StagePrograms
 from meshwright.pipeline.suggest import fewer_stages, timeline_of, unused_devices
 from meshwright.pipeline.timeline import Timeline
 from meshwright.pipeline.updates import Updates
@@ -90,16 +92,16 @@ class Pipeline:
         for name, count in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
             if count is not None:
                 check_count(name, count)
-        given.check_balance_by(balance_by)
-        given.check_function(loss)
-        given.check_seed(seed)
-        self._given, self._devices = read_layers(stages), given.read_devices(devices)
-        self.schedule = given.read_schedule(schedule, num_chunks)
+        checks.check_balance_by(balance_by)
+        checks.check_function(loss)
+        checks.check_seed(seed)
+        self._given, self._devices = read_layers(stages), checks.read_devices(devices)
+        self.schedule = checks.read_schedule(schedule, num_chunks)
         chunks = self.schedule.num_chunks
         most = len(self._given) // chunks or 1
         self.num_stages = num_stages or min(most, len(self._devices))
         self.num_microbatches = num_microbatches or MICROBATCHES_PER_STAGE * self.num_stages
-        given.check_division(
+        checks.check_division(
             len(self._given),
             len(self._devices),
             self.schedule,
@@ -119,7 +121,7 @@ class Pipeline:
         meshes = divide_devices(self._devices, self.num_stages)
         last = len(groups) - 1
         self._stages = [
-            Stage(
+            StagePrograms(
                 part,
                 meshes[number % self.num_stages],
                 first=number == 0,
@@ -135,8 +137,8 @@ class Pipeline:
             _report(group, part, stage.mesh, traced)
             for group, part, stage in zip(groups, self._parts, self._stages, strict=True)
         ]
-        trees = [output_tree(traced[group[-1]].output) for group in groups]
-        self._host = Host(self._stages, self.schedule, trees)
+        outputs = [MessageSplit.of(traced[group[-1]].output) for group in groups]
+        self._host = HostExecutor(self._stages, self.schedule, outputs)
         self._fitting: set[str] = set()
 
     def __call__(self, x: Any) -> Any:
@@ -144,8 +146,8 @@ class Pipeline:
 
         NNX modules run as after ``eval()``: without dropout, with the statistics gathered so far.
         """
-        given.check_untraced(x=x)
-        count = min(self.num_microbatches, given.count_samples("x", x))
+        checks.check_untraced(x=x)
+        count = min(self.num_microbatches, checks.count_samples("x", x))
         inputs = self._split("x", x, count)
         self._check_fit(inputs[0])
         outputs: list[Any] = []
@@ -154,7 +156,7 @@ class Pipeline:
                 piece = self._evaluate[number](
                     self._params[number], self._states[number], stage.put(piece)
                 )
-            given.check_output(piece, jax.tree.leaves(inputs[len(outputs)])[0].shape[0])
+            checks.check_output(piece, jax.tree.leaves(inputs[len(outputs)])[0].shape[0])
             outputs.append(piece)
         return jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *outputs)
 
@@ -164,8 +166,8 @@ class Pipeline:
         Modules run in the mode they were given in, which is training unless you called ``eval()``.
         What they remember, such as statistics and random streams, goes on from batch to batch.
         """
-        given.check_untraced(x=x, target=target)
-        samples, targets = given.count_samples("x", x), given.count_samples("target", target)
+        checks.check_untraced(x=x, target=target)
+        samples, targets = checks.count_samples("x", x), checks.count_samples("target", target)
         if samples != targets:
             raise UserError(
                 f"x has {counted(samples, 'sample')}, target {targets}",
@@ -209,9 +211,9 @@ class Pipeline:
         """
         check_optimizer(optimizer)
         check_clip_norm(clip_norm)
-        states = given.check_per_stage("states", states, len(self._stages))
-        given.check_untraced(states=states)
-        given.check_unused(states)
+        states = checks.check_per_stage("states", states, len(self._stages))
+        checks.check_untraced(states=states)
+        checks.check_unused(states)
         loss, gradients = self.loss_and_gradients(x, target)
         factor = self._updates.factor(gradients, clip_norm)
         self._params, after = self._updates.apply(
@@ -226,10 +228,10 @@ class Pipeline:
 
     @params.setter
     def params(self, values: Sequence[Any]) -> None:
-        found = given.check_per_stage("params", values, len(self._stages))
-        given.check_untraced(params=values)
+        found = checks.check_per_stage("params", values, len(self._stages))
+        checks.check_untraced(params=values)
         for number, (new, present) in enumerate(zip(found, self._params, strict=True)):
-            given.check_like(f"params[{number}]", new, present)
+            checks.check_like(f"params[{number}]", new, present)
         pairs = zip(found, self._stages, strict=True)
         self._params = [jax.device_put(value, stage.everywhere) for value, stage in pairs]
 
@@ -264,7 +266,7 @@ class Pipeline:
         unused = unused_devices(
             len(self._devices), self.num_stages, len(self._given) // self.schedule.num_chunks
         )
-        return [given.in_python(text) for text in found] + ([unused] if unused else [])
+        return [checks.in_python(text) for text in found] + ([unused] if unused else [])
 
     @property
     def most_kept(self) -> list[int]:
@@ -291,7 +293,7 @@ class Pipeline:
         return costs
 
     def _microbatch_shape(self, example: Any) -> Any:
-        size = -(-given.count_samples("example", example) // self.num_microbatches)
+        size = -(-checks.count_samples("example", example) // self.num_microbatches)
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), example)
 
     def _check_fit(self, x: Any, target: Any = None) -> None:
@@ -304,7 +306,7 @@ class Pipeline:
             with naming_layer(number, layer, x):
                 x = trace(part, x).output
         if target is not None:
-            given.check_loss(self._loss, x, target)
+            checks.check_loss(self._loss, x, target)
         self._fitting.add(key)
 
     def _split(self, name: str, batch: Any, count: int) -> list[Any]:

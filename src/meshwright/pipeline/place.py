@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from jax.sharding import Mesh
 
 from meshwright.config.schema import ShardingConfig
-from meshwright.pipeline.cut import BlockCut
+from meshwright.mesh.axes import PIPE
+from meshwright.pipeline.block_cut import BlockCut
+from meshwright.pipeline.context import StageContext
 from meshwright.pipeline.division import divide_blocks
 from meshwright.pipeline.forward import PipelinedForward
-from meshwright.pipeline.gradients import AXIS, PipelinedLoss
+from meshwright.pipeline.gradients import PipelinedLoss
 from meshwright.pipeline.schedules import Schedule
-from meshwright.pipeline.stages import Surroundings
 from meshwright.program.gather import GatherSpecs
 from meshwright.program.local import LocalDraws
 from meshwright.program.remat import Remat
@@ -26,11 +27,11 @@ def decide_stages(
     cut: BlockCut, sizes: Mapping[str, int], sharding: ShardingConfig, num_chunks: int
 ) -> Decision:
     """Decide where everything lives: blocks on their stages, the rest divided over all of them."""
-    decision = decide(cut.traced, sizes, sharding, staged=cut.stacks)
-    division = divide_blocks(cut.num_blocks, sizes[AXIS], num_chunks)
+    decision = decide(cut.traced, sizes, sharding, staged=[stack.number for stack in cut.stacks])
+    division = divide_blocks(cut.num_blocks, sizes[PIPE], num_chunks)
     each = counted(division.most * num_chunks, "block")
     held = each if division.even else f"up to {each}"
-    numbers = set(cut.stacks)
+    numbers = {stack.number for stack in cut.stacks}
 
     def divide(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
         return tuple(
@@ -114,7 +115,7 @@ def pipelined_loss(
     """
     inside = decision if own is None else own.decision
     where = _one_stage(inside, mesh, remat, wide=wide)
-    sums = [placement.without(AXIS) for placement in inside.gradients]
+    sums = [placement.without(PIPE) for placement in inside.gradients]
     if own is None:
         return PipelinedLoss(cut, where, schedule, num_microbatches, sums)
     where = replace(where, draws=own.draws)
@@ -128,25 +129,25 @@ def pipelined_forward(
     return PipelinedForward(cut, _one_stage(decision, mesh, remat, wide=False), num_chunks)
 
 
-def _one_stage(decision: Decision, mesh: Mesh, remat: Remat, *, wide: bool) -> Surroundings:
+def _one_stage(decision: Decision, mesh: Mesh, remat: Remat, *, wide: bool) -> StageContext:
     """Return what is asked for inside the pipeline: layouts without the pipe axis."""
-    return Surroundings(
+    return StageContext(
         mesh=mesh,
         pins=decision.pins,
         weights=decision.weights,
         gathers={
             number: GatherSpecs(
-                decision.at_rest[number].without("fsdp", AXIS),
-                decision.at_rest[number].without(AXIS),
+                decision.at_rest[number].without("fsdp", PIPE),
+                decision.at_rest[number].without(PIPE),
             )
             for number in decision.gathers
         },
-        whole=[placement.without("fsdp", AXIS) for placement in decision.at_rest],
+        whole=[placement.without("fsdp", PIPE) for placement in decision.at_rest],
         remat=remat,
         wide=wide,
     )
 
 
 def _on_pipe(placement: Placement, held: str) -> Placement:
-    dims = ((AXIS, *placement.dims[0]), *placement.dims[1:])
+    dims = ((PIPE, *placement.dims[0]), *placement.dims[1:])
     return Placement(placement.path, dims, f"{held} on each stage; {placement.reason}")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from meshwright.pipeline.advice import bubble_with, pipeline_warnings
-from meshwright.pipeline.cut import BlockCut
+from meshwright.pipeline.block_cut import BlockCut, Region
+from meshwright.pipeline.block_names import modules_of_blocks, odd_modules
 from meshwright.pipeline.division import Division
 from meshwright.pipeline.gradients import PipelinedLoss
 from meshwright.pipeline.timeline import in_flight
@@ -123,8 +124,7 @@ def pipeline_report(pipelined: PipelinedLoss) -> PipelineReport:
 
 def _computed_again(cut: BlockCut, stages: Sequence[StageFacts]) -> list[str]:
     """Say what it costs that every stage computes what blocks of all stages read."""
-    _, flops = _beside(cut, SHARED)
-    share = flops / max(1, max(stage.flops for stage in stages))
+    share = _region_flops(cut, cut.shared) / max(1, max(stage.flops for stage in stages))
     if share < WORTH_SAYING:
         return []
     return [
@@ -164,7 +164,7 @@ def _remedy(pipelined: PipelinedLoss, stages: list[StageFacts]) -> str:
         costs = [sum(s.flops for s in stages[n * joined : (n + 1) * joined]) for n in range(fewer)]
         waits[fewer] = bubble_with(schedule, count, fewer, costs)
     slowest = max(stages, key=lambda stage: stage.flops)
-    if odd := pipelined.cut.odd_blocks:
+    if odd := odd_modules(pipelined.cut):
         few = ", ".join(f"`{path}`" for path in odd[:3]) + (", …" if len(odd) > 3 else "")
         verbs = ("are", "run") if len(odd) > 1 else ("is", "runs")
         return (
@@ -191,33 +191,41 @@ def stage_facts(pipelined: PipelinedLoss) -> list[StageFacts]:
     cut, count = pipelined.cut, pipelined.num_stages
     table = pipelined.schedule.table(pipelined.num_microbatches, count)
     kept = in_flight(table.operations())
-    steps = cut.traced.layout.step_leaves
-    trained = [n for n in cut.stacks if steps[n].leaf.role == "param"]
-    block_size = sum(steps[n].leaf.size // steps[n].leaf.shape[0] for n in trained)
-    block_flops = forward_flops(cut.eqn.params["jaxpr"].jaxpr)
+    trained = [stack.step.leaf for stack in cut.stacks if stack.kind == "weight"]
+    block_size = sum(leaf.size // leaf.shape[0] for leaf in trained)
+    block_flops = forward_flops(cut.scan.body)
     run = pipelined.division.most * pipelined.division.num_chunks
-    shared = [SHARED] if any(_beside(cut, SHARED)) else []
-    found: list[StageFacts] = []
+    modules = modules_of_blocks(cut)
+    facts: list[StageFacts] = []
     for stage in range(count):
-        ends = ["embedding"] * (stage == 0) + ["head"] * (stage == count - 1) + shared
+        regions = _regions(cut, first=stage == 0, last=stage == count - 1)
         blocks = pipelined.division.blocks(stage)
-        sizes, flops = zip(*(_beside(cut, end) for end in ends), strict=True) if ends else ((), ())
-        found.append(
+        flops = sum(_region_flops(cut, region) for region in regions.values())
+        facts.append(
             StageFacts(
-                blocks=tuple(number for block in blocks for number in cut.numbers[block]),
-                also=tuple(ends),
-                parameters=len(blocks) * block_size + sum(sizes),
-                flops=run * block_flops + sum(flops),
+                blocks=tuple(number for block in blocks for number in modules[block]),
+                also=tuple(regions),
+                parameters=len(blocks) * block_size + sum(map(_region_size, regions.values())),
+                flops=run * block_flops + flops,
                 microbatches_kept=kept[stage],
             )
         )
-    return found
+    return facts
 
 
-def _beside(cut: BlockCut, what: str) -> tuple[int, int]:
-    """Return the trained numbers and the FLOPs of what is no block."""
-    wanted = {"embedding": cut.initial, "head": cut.losses, SHARED: cut.shared}
-    eqns, leaves = cut.reads(wanted[what])
-    steps = cut.traced.layout.step_leaves
-    size = sum(steps[n].leaf.size for n in leaves if steps[n].leaf.role == "param")
-    return size, forward_flops(cut.jaxpr.replace(eqns=eqns))
+def _regions(cut: BlockCut, *, first: bool, last: bool) -> dict[str, Region]:
+    """Return what a stage does beside its blocks, by name."""
+    regions = {"embedding": cut.embedding} if first else {}
+    regions |= {"head": cut.head} if last else {}
+    if _region_size(cut.shared) or _region_flops(cut, cut.shared):
+        regions[SHARED] = cut.shared
+    return regions
+
+
+def _region_size(region: Region) -> int:
+    """Return how many trained numbers a region reads."""
+    return sum(leaf.step.leaf.size for leaf in region.weights)
+
+
+def _region_flops(cut: BlockCut, region: Region) -> int:
+    return forward_flops(cut.jaxpr.replace(eqns=list(region.eqns)))

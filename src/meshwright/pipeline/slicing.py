@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from meshwright.program.dims.elementwise import WITHOUT_RESULT
 from meshwright.program.evaluate import Environment, Evaluator
-from meshwright.program.jaxprs import ClosedJaxpr, Equation, Literal, Value, Var
+from meshwright.program.jaxprs import (
+    WITHOUT_RESULT,
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Literal,
+    Value,
+    Var,
+)
 
 
-def variables(atoms: Iterable[Any]) -> list[Var]:
+def variables(atoms: Iterable[Atom]) -> list[Var]:
     """Return the variables among atoms, each once, in order."""
     return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal)))
 
 
-def needed(eqns: Sequence[Equation], wanted: Iterable[Any]) -> list[Equation]:
+def needed(eqns: Sequence[Equation], wanted: Iterable[Atom]) -> list[Equation]:
     """Return the equations that some variables need, in order."""
     open_ends = set(variables(wanted))
     kept: list[Equation] = []
@@ -29,7 +35,7 @@ def needed(eqns: Sequence[Equation], wanted: Iterable[Any]) -> list[Equation]:
     return kept[::-1]
 
 
-def inputs_of(eqns: Sequence[Equation], wanted: Iterable[Any] = ()) -> set[Var]:
+def inputs_of(eqns: Sequence[Equation], wanted: Iterable[Atom] = ()) -> set[Var]:
     """Return the variables that equations, or readers of their results, take from outside."""
     own = {variable for eqn in eqns for variable in eqn.outvars}
     read = set(variables(atom for eqn in eqns for atom in eqn.invars)) | set(variables(wanted))
@@ -38,17 +44,17 @@ def inputs_of(eqns: Sequence[Equation], wanted: Iterable[Any] = ()) -> set[Var]:
 
 def reached(eqns: Sequence[Equation], sources: Collection[Var]) -> set[Var]:
     """Return the variables whose values depend on the sources, these included."""
-    found = set(sources)
+    dependent = set(sources)
     for eqn in eqns:
-        if not found.isdisjoint(variables(eqn.invars)):
-            found.update(eqn.outvars)
-    return found
+        if not dependent.isdisjoint(variables(eqn.invars)):
+            dependent.update(eqn.outvars)
+    return dependent
 
 
 def only_for(closed: ClosedJaxpr, outputs: Sequence[int]) -> tuple[ClosedJaxpr, list[int]]:
     """Return a program with these of its outputs alone, and the numbers of the inputs it reads.
 
-    Loops are entered: what a loop computes beside is left out.
+    Loops are entered: what a loop computes for other outputs is left out.
     """
     closed = _silent(closed) if closed.jaxpr.effects else closed
     wanted = [number in set(outputs) for number in range(len(closed.jaxpr.outvars))]
@@ -65,7 +71,7 @@ def only_for(closed: ClosedJaxpr, outputs: Sequence[int]) -> tuple[ClosedJaxpr, 
 
 
 def _silent(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Return a program that tells nothing on the way: what it tells it would have to compute."""
+    """Return a program without debug prints and checks, which would keep their operands alive."""
     structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
     return jax.make_jaxpr(lambda *args: Evaluator([_leave_out]).run(closed, args))(*structs)
 

@@ -13,7 +13,7 @@ from meshwright.pipeline.lookups import (
     picked,
     picks_one,
 )
-from meshwright.pipeline.whole import all_whole, moving_dims
+from meshwright.pipeline.moving_dims import all_whole, moving_dims
 from meshwright.program.evaluate import Environment
 from meshwright.program.jaxprs import Equation, Literal, Value, aval_of
 from meshwright.program.mesh_rules import unrounded_operands

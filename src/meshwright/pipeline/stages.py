@@ -2,68 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
 
-from meshwright.pipeline.contract import Losses, Message, StageFunctions
-from meshwright.pipeline.cut import BlockCut
+from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message
+from meshwright.pipeline.block_cut import BlockCut, LeafKind, Region
+from meshwright.pipeline.context import StageContext
+from meshwright.pipeline.contract import (
+    BlockInputs,
+    BlockOutputs,
+    Losses,
+    Microbatch,
+    StageFunctions,
+)
 from meshwright.pipeline.division import Division
 from meshwright.pipeline.stage_rules import WithinStage
+from meshwright.program.control_flow import ScanBody
 from meshwright.program.evaluate import Environment, Evaluator
 from meshwright.program.forward import mesh_evaluator, weight_uses
-from meshwright.program.gather import GatherSpecs
-from meshwright.program.jaxprs import Value, Var, aval_of, scan_counts
-from meshwright.program.local import LocalDraws
+from meshwright.program.jaxprs import Value, Var, aval_of
 from meshwright.program.mesh_rules import LayerScans, shared_weights
-from meshwright.program.mesh_view import MeshView
-from meshwright.program.remat import Remat
+from meshwright.program.weights import WeightUse
 from meshwright.program.widen import is_narrow
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """Where a traced loss runs.
-
-    Attributes:
-        mesh: the mesh.
-        pins: layouts of activations.
-        weights: variables that hold weights and no data.
-        gathers: by number of the step leaf, the layouts of weights divided over fsdp, on one stage.
-        whole: by number of the step leaf, its layout when gathered, on one stage.
-        remat: what blocks keep for their backward pass.
-        wide: hold every float as float64.
-        draws: for a loss of one device's samples, its random numbers; None for one of all samples.
-    """
-
-    mesh: Mesh
-    pins: Mapping[Var, PartitionSpec]
-    weights: Collection[Var]
-    gathers: Mapping[int, GatherSpecs]
-    whole: Sequence[PartitionSpec]
-    remat: Remat
-    wide: bool
-    draws: LocalDraws | None = None
-
-    @property
-    def view(self) -> MeshView:
-        """The mesh as a stage sees it."""
-        return MeshView(self.mesh, frozenset({"pipe", *self.batch_axes}))
-
-    @property
-    def platform(self) -> str:
-        """Of the devices."""
-        return self.view.platform
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """The axes over which samples are divided by hand."""
-        return () if self.draws is None else tuple(self.draws.batch_axes)
 
 
 class Stages:
@@ -75,164 +38,129 @@ class Stages:
         division: how many blocks each virtual stage has.
     """
 
-    def __init__(self, cut: BlockCut, where: Surroundings, division: Division) -> None:
+    def __init__(self, cut: BlockCut, where: StageContext, division: Division) -> None:
         self.cut, self.where, self.division = cut, where, division
         self.uses = weight_uses(cut.traced, where.gathers, where.whole)
-        leaves = cut.traced.layout.step_leaves
-        self.leaf_vars = cut.jaxpr.invars[: len(leaves)]
-        self.batch_vars = cut.jaxpr.invars[len(leaves) :]
-        trained = {n for n, step in enumerate(leaves) if step.leaf.role == "param"}
-        self.weight_rows = [n for n, leaf in cut.stack_of.items() if leaf in trained]
-        self.changing_rows = [n for n, leaf in cut.stack_of.items() if leaf in cut.changing]
-        own = {*self.weight_rows, *self.changing_rows}
-        self.fixed_rows = [n for n in cut.stack_of if n not in own]
-        self.computed_rows = [n for n in range(len(cut.layered)) if n not in cut.stack_of]
-        self.outer_params = [n for n in cut.outer if n in trained]
-        self.embed_eqns, embed_leaves = cut.reads(cut.initial)
-        self.extra_eqns, extra_leaves = cut.reads(cut.shared)
-        self.head_eqns, head_leaves = cut.reads(cut.losses)
-        self.embed_reads, self.blocks_read, self.head_reads = (
-            [i for i, n in enumerate(self.outer_params) if n in found]
-            for found in (embed_leaves, extra_leaves, head_leaves)
-        )
 
-    def prepare(self, stacks: Mapping[int, Any], rows: Sequence[int]) -> list[Any]:
-        """Return what blocks read, row by row, for the values of the step leaves behind it.
+    def prepare(self, stacks: Mapping[int, Array], kind: LeafKind) -> BlockRow:
+        """Return the stacks of a kind as blocks read them, for the values of the step leaves.
 
         Weights are cast and gathered here, unless each block does so for itself.
         """
-        if self.where.remat.gather_inside:
-            return [stacks[self.cut.stack_of[row]] for row in rows]
-        return [
-            self._evaluator.weights.make_ready(value, use) if use is not None else value
-            for use, value in (
-                (self.uses.get(self.cut.layered[row]), stacks[self.cut.stack_of[row]])
-                for row in rows
+        return {
+            layered.position: self._prepare(
+                self.uses.get(layered.atom), stacks[layered.stack.number]
             )
-        ]
+            for layered in self.cut.inputs_of(kind)
+        }
 
-    def functions(self, frozen: Mapping[int, Any]) -> StageFunctions:
-        """Return the stages; ``frozen`` holds step leaves outside of blocks that are not trained.
+    def _prepare(self, use: WeightUse | None, stack: Array) -> Array:
+        if use is None or self.where.remat.gather_inside:
+            return stack
+        return self._evaluator.weights.make_ready(stack, use)
 
-        Inputs of a microbatch are (batch leaves, values of `BlockCut.changed_outer`).
-        """
+    def functions(self, outer: Mapping[int, Array]) -> StageFunctions:
+        """Return the stages for the values of the step leaves outside of the blocks."""
+        frozen = {leaf.variable: outer[leaf.number] for leaf in self.cut.outer_of("fixed")}
+        cut = self.cut
 
-        def embed(outer: list[Any], inputs: Any) -> Message:
-            env = self._environment(frozen, self.embed_reads, outer, inputs)
-            self._evaluator.equations(self.embed_eqns, env)
-            carry = [jnp.asarray(env.read(atom)) for atom in self.cut.initial]
+        def embed(outer: LeafValues, microbatch: Microbatch) -> Message:
+            env = self._environment(frozen, outer, microbatch)
+            self._evaluator.equations(cut.embedding.eqns, env)
+            carry = [jnp.asarray(env.read(atom)) for atom in cut.embedding.outputs]
             return [*carry, *self._no_results(carry)]
 
-        def head(outer: list[Any], message: Message, inputs: Any) -> Losses:
-            env = self._environment(frozen, self.head_reads, outer, inputs)
-            num_carry = len(self.cut.initial)
-            env.values.update(zip(self.cut.received, message[:num_carry], strict=True))
-            results = self.cut.eqn.outvars[num_carry:]
-            names = [results[n] for n in self.cut.collected]
-            env.values.update(zip(names, message[num_carry:], strict=True))
-            self._evaluator.equations(self.head_eqns, env)
-            losses = [jnp.asarray(env.read(atom)) for atom in self.cut.losses]
-            value = self.cut.traced.read_outputs(losses)
+        def head(outer: LeafValues, message: Message, microbatch: Microbatch) -> Losses:
+            env = self._environment(frozen, outer, microbatch)
+            num_carry = len(cut.scan.final)
+            env.values.update(zip(cut.scan.final, message[:num_carry], strict=True))
+            results = [result.variable for result in cut.collected]
+            env.values.update(zip(results, message[num_carry:], strict=True))
+            self._evaluator.equations(cut.head.eqns, env)
+            outputs = [jnp.asarray(env.read(atom)) for atom in cut.head.outputs]
+            value = cut.traced.read_outputs(outputs)
             return Losses(value.objective, value.metrics)
 
-        def blocks(
-            rows: list[list[Any]],
-            fixed: list[list[Any]],
-            outer: list[Any],
-            message: Message,
-            changing: list[list[Any]],
-            inputs: Any,
-            virtual: Any,
-        ) -> tuple[Message, list[list[Any]]]:
-            env = self._environment(frozen, self.blocks_read, outer, inputs)
-            self._evaluator.equations(self.extra_eqns, env)
-            body = LayerScans(self.where.remat).body(self.cut.eqn, self._constants(env), env)
-            computed = [jnp.asarray(env.read(self.cut.layered[n])) for n in self.computed_rows]
-            return self._run_blocks(body, message, rows, fixed, changing, computed, virtual)
+        def blocks(inputs: BlockInputs) -> BlockOutputs:
+            env = self._environment(frozen, inputs.outer, inputs.microbatch)
+            self._evaluator.equations(cut.shared.eqns, env)
+            body = LayerScans(self.where.remat).body(cut.scan.eqn, self._constants(env), env)
+            computed = {row.position: jnp.asarray(env.read(row.atom)) for row in cut.computed}
+            return self._run_blocks(body, inputs, computed)
 
         return StageFunctions(
-            embed, blocks, head, self.embed_reads, self.blocks_read, self.head_reads
+            embed,
+            blocks,
+            head,
+            embed_reads=_weights_of(cut.embedding),
+            blocks_read=_weights_of(cut.shared),
+            head_reads=_weights_of(cut.head),
         )
 
-    def _run_blocks(
-        self,
-        body: Any,
-        message: Message,
-        rows: list[list[Any]],
-        fixed: list[list[Any]],
-        changing: list[list[Any]],
-        computed: list[Any],
-        virtual: Any,
-    ) -> tuple[Message, list[list[Any]]]:
-        num_carry = len(self.cut.initial)
-        carry: list[Any] = message[:num_carry]
-        collected: list[Any] = message[num_carry:]
-        after: list[list[Any]] = []
-        first, count = self._first_and_count(virtual)
+    def _run_blocks(self, body: ScanBody, inputs: BlockInputs, computed: BlockRow) -> BlockOutputs:
+        num_carry = len(self.cut.scan.initial)
+        carry, collected = inputs.message[:num_carry], inputs.message[num_carry:]
+        changed: list[BlockRow] = []
+        first, count = self._first_and_count(inputs.virtual_stage)
         for block in range(self.division.most):
             number = first + block
-            own: dict[int, Any] = dict(zip(self.weight_rows, rows[block], strict=True))
-            own |= dict(zip(self.fixed_rows, fixed[block], strict=True))
-            own |= dict(zip(self.changing_rows, changing[block], strict=True))
-            for row, values in zip(self.computed_rows, computed, strict=True):
-                own[row] = lax.dynamic_index_in_dim(values, number, 0, keepdims=False)
+            row = inputs.weights[block] | inputs.fixed[block] | inputs.changing[block]
+            for position, values in computed.items():
+                row[position] = lax.dynamic_index_in_dim(values, number, 0, keepdims=False)
             before = [*carry, *collected]
-            carry, results = body(carry, [own[n] for n in range(len(self.cut.layered))])
-            wanted = [results[n] for n in self.cut.collected]
+            carry, results = body(carry, [row[layered.position] for layered in self.cut.layered])
+            wanted = [results[result.position] for result in self.cut.collected]
             collected = [
                 lax.dynamic_update_index_in_dim(buffer, result, number, 0)
                 for buffer, result in zip(collected, wanted, strict=True)
             ]
             if not self.division.even:
-                # What only fills a stage up runs, since all wait for the longest, and is dropped.
+                # All stages wait for the longest, so padding blocks run and are dropped.
                 kept = _choose(block < count, [*carry, *collected], before)
                 carry, collected = kept[:num_carry], kept[num_carry:]
-            after.append(
-                [results[self.cut.changing[self.cut.stack_of[n]]] for n in self.changing_rows]
-            )
-        return [*carry, *collected], after
+            changed.append(self._changed_rows(results))
+        return BlockOutputs([*carry, *collected], changed)
 
-    def _first_and_count(self, virtual: Any) -> tuple[Any, Any]:
+    def _changed_rows(self, results: Sequence[Array]) -> BlockRow:
+        """Return the state a block leaves, from the results of its program."""
+        return {
+            layered.position: results[layered.stack.result]
+            for layered in self.cut.inputs_of("changing")
+            if layered.stack.result is not None
+        }
+
+    def _first_and_count(self, virtual_stage: Array) -> tuple[Array, Array | int]:
         """Return the number of a virtual stage's first block, and how many it has."""
         division = self.division
         if division.even:
-            return virtual * division.most, division.most
-        return jnp.asarray(division.starts)[virtual], jnp.asarray(division.counts)[virtual]
+            return virtual_stage * division.most, division.most
+        starts, counts = jnp.asarray(division.starts), jnp.asarray(division.counts)
+        return starts[virtual_stage], counts[virtual_stage]
 
-    def _no_results(self, carry: Sequence[Any]) -> Message:
+    def _no_results(self, carry: Sequence[Array]) -> Message:
         """Return empty arrays for the per-block results that are read after the blocks."""
-        _, num_carry = scan_counts(self.cut.eqn)
-        variables = [self.cut.eqn.outvars[num_carry + n] for n in self.cut.collected]
         wide = any(a.dtype == jnp.float64 for a in carry)
-        shapes = [aval_of(variable) for variable in variables]
+        shapes = [aval_of(result.variable) for result in self.cut.collected]
         return [
             jnp.zeros(a.shape, jnp.float64 if wide and is_narrow(a) else a.dtype) for a in shapes
         ]
 
     def _environment(
-        self, frozen: Mapping[int, Any], numbers: Sequence[int], outer: list[Any], inputs: Any
+        self, frozen: Mapping[Var, Array], outer: LeafValues, microbatch: Microbatch
     ) -> Environment:
-        closed = self.cut.traced.closed
-        batch, state = inputs
+        closed, variables = self.cut.traced.closed, self.cut.jaxpr.invars
         values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        values.update((self.leaf_vars[n], value) for n, value in frozen.items())
-        values.update(
-            (self.leaf_vars[n], value)
-            for n, value in zip(self.cut.changed_outer, state, strict=True)
-        )
-        values.update(
-            (self.leaf_vars[self.outer_params[i]], value)
-            for i, value in zip(numbers, outer, strict=True)
-        )
-        values.update(zip(self.batch_vars, batch, strict=True))
+        values.update(frozen)
+        values.update((variables[n], value) for n, value in (microbatch.state | outer).items())
+        values.update(zip(self.cut.batch_variables, microbatch.batch, strict=True))
         return Environment(self._evaluator, values)
 
     def _constants(self, env: Environment) -> list[Value]:
         """Return what every block reads, half-precision weights unrounded."""
-        unrounded = shared_weights(self.cut.eqn, env)
+        unrounded = shared_weights(self.cut.scan.eqn, env)
         return [
             env.unrounded(atom) if number in unrounded else env.read(atom)
-            for number, atom in enumerate(self.cut.constants)
+            for number, atom in enumerate(self.cut.scan.constants)
         ]
 
     @cached_property
@@ -250,5 +178,9 @@ class Stages:
         )
 
 
-def _choose(condition: Any, new: list[Any], old: list[Any]) -> list[Any]:
+def _weights_of(region: Region) -> tuple[int, ...]:
+    return tuple(leaf.number for leaf in region.weights)
+
+
+def _choose(condition: Array | bool, new: list[Array], old: list[Array]) -> list[Array]:
     return [jnp.where(condition, a, b) for a, b in zip(new, old, strict=True)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
 from meshwright.pipeline.draw import BUBBLE, COLOURS, NAMES, kinds_of, shade, time_unit
-from meshwright.pipeline.timeline import Span, Timeline
+from meshwright.pipeline.spans import Span, Spans
 from meshwright.units import counted
 
 # All lengths are in SVG user units, shown as pixels.
@@ -29,7 +29,7 @@ _STYLE = """
 """
 
 
-def timeline_svg(timeline: Timeline, title: str = "") -> str:
+def timeline_svg(timeline: Spans, title: str = "") -> str:
     """Return an SVG drawing of a timeline; every operation says what it is when pointed at."""
     unit = time_unit(timeline)
     columns = int(timeline.makespan / unit)
@@ -56,7 +56,7 @@ def timeline_svg(timeline: Timeline, title: str = "") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(timeline: Timeline, stage: int, left: float, scale: float) -> Iterator[str]:
+def _row(timeline: Spans, stage: int, left: float, scale: float) -> Iterator[str]:
     top = _MARGIN + _HEAD + stage * (_ROW + _SPACE)
     yield f'<text x="{_MARGIN}" y="{top + 20}" class="at">stage {stage}</text>'
     whole = float(timeline.makespan) * scale
@@ -65,7 +65,7 @@ def _row(timeline: Timeline, stage: int, left: float, scale: float) -> Iterator[
         yield _cell(span, timeline, left, top, scale)
 
 
-def _cell(span: Span, timeline: Timeline, left: float, top: float, scale: float) -> str:
+def _cell(span: Span, timeline: Spans, left: float, top: float, scale: float) -> str:
     x = left + float(span.start) * scale
     width = float(span.end - span.start) * scale
     chunks = timeline.shape.num_chunks
@@ -84,7 +84,7 @@ def _cell(span: Span, timeline: Timeline, left: float, top: float, scale: float)
     )
 
 
-def _legend(timeline: Timeline, top: float, waiting: str) -> Iterator[str]:
+def _legend(timeline: Spans, top: float, waiting: str) -> Iterator[str]:
     entries = [(NAMES[kind], COLOURS[kind], "1") for kind in kinds_of(timeline)]
     x = float(_MARGIN + _LABEL)
     for name, colour, opacity in [*entries, (waiting, BUBBLE, ".22")]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from meshwright.pipeline.operations import Event, Op, Operations, Shape, Times
-from meshwright.pipeline.timeline import Span, Timeline
+from meshwright.pipeline.spans import Span
+from meshwright.pipeline.timeline import Timeline
 
 Tick = tuple[tuple[Op, ...], ...]
 """For each stage, its operations of one tick in order."""
@@ -17,7 +18,7 @@ Tick = tuple[tuple[Op, ...], ...]
 class TickTable:
     """What all stages do together; a tick lasts as long as its slowest stage.
 
-    What a stage hands over in a tick arrives before the next one.
+    What a stage sends in a tick arrives before the next one.
 
     Attributes:
         shape: the pipeline's size.
@@ -72,7 +73,7 @@ class TickTable:
 
 
 def in_lockstep(lists: Operations, shape: Shape) -> TickTable:
-    """Lay lists of operations out one per stage and tick, each as early as what it needs allows."""
+    """Place operations one per stage and tick, each as early as its inputs allow."""
     done: set[Event] = set()
     position = [0] * shape.num_stages
     ticks: list[Tick] = []
@@ -86,8 +87,8 @@ def in_lockstep(lists: Operations, shape: Shape) -> TickTable:
                 continue
             row.append((op,))
             position[stage] += 1
-            given = shape.gives(op, stage)
-            new += [given] if given else []
+            event = shape.gives(op, stage)
+            new += [event] if event else []
         assert any(row), "stages wait for each other"
         done.update(new)
         ticks.append(tuple(row))

@@ -1,67 +1,30 @@
-"""Timelines: when each stage works and when it waits, and how much it keeps meanwhile."""
+"""Timelines: when each stage works and when it waits, simulated from its operations."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
 from meshwright.errors import UserError
+from meshwright.pipeline.draw import render_timeline
 from meshwright.pipeline.operations import Event, Kind, Op, Operations, Shape, Times
+from meshwright.pipeline.spans import Span, Spans
 
 
-@dataclass(frozen=True)
-class Span:
-    """One operation of one stage, from ``start`` to ``end``."""
-
-    stage: int
-    op: Op
-    start: Fraction
-    end: Fraction
-
-
-@dataclass(frozen=True, repr=False)
-class Timeline:
-    """When everything happens.
-
-    Attributes:
-        shape: the pipeline's size.
-        spans: the operations.
-        makespan: from the first operation's start to the last one's end.
-    """
-
-    shape: Shape
-    spans: tuple[Span, ...]
-    makespan: Fraction
+class Timeline(Spans):
+    """When everything happens; printed as a chart with stages down and time across."""
 
     def __repr__(self) -> str:
         return f"Timeline({self.shape}, waits {float(self.bubble) * 100:.1f}%)"
 
     def __str__(self) -> str:
-        from meshwright.pipeline.draw import render_timeline
-
         lines = render_timeline(self).lines(shutil.get_terminal_size().columns)
         return "\n".join(line.plain for line in lines)
 
-    @property
-    def bubble(self) -> Fraction:
-        """The share of the stages' time in which they wait."""
-        busy = sum((span.end - span.start for span in self.spans), Fraction(0))
-        return 1 - busy / (self.makespan * self.shape.num_stages)
-
-    @property
-    def efficiency(self) -> Fraction:
-        """The share of the stages' time in which they work."""
-        return 1 - self.bubble
-
-    def of_stage(self, stage: int) -> list[Span]:
-        """Return a stage's operations in order."""
-        return sorted((s for s in self.spans if s.stage == stage), key=lambda s: (s.start, s.end))
-
 
 def simulate(lists: Operations, shape: Shape, times: Times | None = None) -> Timeline:
-    """Let every stage work through its list, each operation as soon as what it needs is there."""
+    """Let every stage work through its list, each operation as soon as its inputs exist."""
     times = times or Times()
     done: dict[Event, Fraction] = {}
     free = [Fraction(0)] * shape.num_stages
@@ -79,9 +42,9 @@ def simulate(lists: Operations, shape: Shape, times: Times | None = None) -> Tim
                 start = max([free[stage], *(done[need] for need in needs)])
                 free[stage] = start + times.of(op, stage, shape.num_chunks)
                 spans.append(Span(stage, op, start, free[stage]))
-                given = shape.gives(op, stage)
-                if given:
-                    done[given] = free[stage]
+                event = shape.gives(op, stage)
+                if event:
+                    done[event] = free[stage]
                 position[stage] += 1
                 moved = True
             else:

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from meshwright.errors import UserError
-from meshwright.pipeline.given import first_line
-from meshwright.pipeline.separate import Stage
+from meshwright.pipeline.checks import first_line
+from meshwright.pipeline.stage_programs import StagePrograms
 
 
 class Updates:
@@ -22,7 +22,7 @@ class Updates:
         stages: the stages, whose devices hold their share of the optimizer's state.
     """
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[StagePrograms]) -> None:
         self._stages = stages
         self._squares = jax.jit(_sum_of_squares)
         # Gradients and states are used up; parameters may still be read by whoever has them.

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.program.derivatives import OWN_DERIVATIVE, derivative_of
-from meshwright.program.dims.elementwise import WITHOUT_RESULT
-from meshwright.program.jaxprs import Equation, Literal, Var, aval_of
+from meshwright.program.jaxprs import WITHOUT_RESULT, Equation, Literal, Var, aval_of
 
 Unit = Sequence[Equation]
 """Equations in a row."""

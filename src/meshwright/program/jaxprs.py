@@ -27,6 +27,9 @@ REARRANGES = frozenset(
 )
 """Primitives that only move, repeat or leave out what they are given."""
 
+WITHOUT_RESULT = frozenset({"check", "debug_callback", "debug_print", "inspect_sharding"})
+"""Primitives without results, which only report or check their operands."""
+
 
 def bind(eqn: Equation, args: Sequence[Any]) -> list[Any]:
     """Run one equation on other arguments."""

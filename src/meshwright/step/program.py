@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from meshwright.errors import UserError
-from meshwright.pipeline.cut import BlockCut, cut_blocks, ordered_by_stage
+from meshwright.pipeline.block_cut import BlockCut
+from meshwright.pipeline.cut import cut_blocks, ordered_by_stage
 from meshwright.plan import Plan
 from meshwright.program.apart import check_mean
 from meshwright.program.parts import Parts

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from meshwright.program.dims.atoms import NO_DIM, Dim, Dims
 from meshwright.program.dims.op import Op, Rule, primitives
+from meshwright.program.jaxprs import WITHOUT_RESULT
 
 ELEMENTWISE = primitives(
     """
@@ -44,9 +45,6 @@ FROM_NOTHING = primitives(
     """
 )
 """Operations that make their numbers up: only the leading dims of a key array are passed on."""
-
-WITHOUT_RESULT = primitives("check debug_callback debug_print inspect_sharding")
-"""Operations that only tell of what they are given, or refuse it."""
 
 
 def elementwise(op: Op) -> list[Dims]:

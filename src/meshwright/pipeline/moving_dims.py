@@ -1,19 +1,19 @@
 """Operations that move values along a dim: inside a pipeline that dim is whole on every device.
 
 Stages do different things at the same time, and may exchange values among their own devices only.
-Compilers move pieces of a divided dim by an exchange in which all devices of the mesh take part:
-stages would wait for each other forever.
+Compilers move pieces of a divided dim by an exchange of all devices of the mesh, for which stages
+would wait forever.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from meshwright.pipeline.aliases import Array
 from meshwright.program.jaxprs import Equation, aval_of
 
 
@@ -23,14 +23,16 @@ def moving_dims(eqn: Equation) -> tuple[int, ...]:
     return find(eqn) if find is not None else ()
 
 
-def all_whole(arrays: Sequence[Any], mesh: Any, dims: Collection[int]) -> list[Any]:
-    """Return what an equation reads or gives, these dims of its arrays whole on every device."""
+def all_whole(
+    arrays: Sequence[Array], mesh: Mesh | AbstractMesh, dims: Collection[int]
+) -> list[Array]:
+    """Return an equation's operands or results, these dims whole on every device."""
     rank = max(getattr(a, "ndim", 0) for a in arrays)
-    # What has fewer dims says where to cut, or what to fill with.
+    # Operands with fewer dims are start indices, or values to fill with.
     return [make_whole(a, mesh, dims) if getattr(a, "ndim", 0) == rank else a for a in arrays]
 
 
-def make_whole(array: Any, mesh: Any, dims: Collection[int]) -> Any:
+def make_whole(array: Array, mesh: Mesh | AbstractMesh, dims: Collection[int]) -> Array:
     """Return an array whose dims ``dims`` are whole on every device, the others as they are."""
     free = PartitionSpec.UNCONSTRAINED
     spec = PartitionSpec(*(None if dim in dims else free for dim in range(array.ndim)))

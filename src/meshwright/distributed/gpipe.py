@@ -11,7 +11,7 @@ from flax import nnx
 
 from meshwright.config.arguments import check_count
 from meshwright.errors import UserError, did_you_mean
-from meshwright.pipeline.given import describe, first_line
+from meshwright.pipeline.checks import describe, first_line
 
 SPEC_KEYS = ("in_features", "out_features", "relu")
 SPEC_EXAMPLE = 'write {"in_features": 784, "out_features": 128}'

@@ -5,8 +5,8 @@ import pytest
 from flax import nnx
 from small_models import fill
 
+from meshwright.distributed.gpipe import GPipePipeline, PipelineStage, pipeline_forward
 from meshwright.errors import UserError
-from meshwright.pipeline.documented import GPipePipeline, PipelineStage, pipeline_forward
 
 SPEC = {"in_features": 8, "out_features": 4}
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.pipeline.halves import Differentiated
+from meshwright.pipeline.stage_vjp import StageVJP
 
 
 @pytest.fixture(autouse=True)
@@ -35,16 +35,16 @@ def values():
 @pytest.mark.parametrize("function", [layers, rematerialized])
 def test_whole_and_in_halves_it_equals_vjp(function):
     weights, fixed, x, others = values()
-    program = Differentiated(function, weights, fixed, x, others)
-    taken = program.forward(weights, fixed, x, others)
-    ct = np.cos(taken.y)
+    program = StageVJP(function, weights, fixed, x, others)
+    result = program.forward(weights, fixed, x, others)
+    ct = np.cos(result.y)
     expected_y, pullback = jax.vjp(lambda w, x: function(w, fixed, x, others)[0], weights, x)
     expected = pullback(jnp.asarray(ct))
-    whole = program.backward(weights, fixed, taken.kept, ct)
-    dx, cut = program.input_gradient(weights, fixed, taken.kept, ct)
-    halves = program.weight_gradient(weights, fixed, taken.kept, cut), dx
-    np.testing.assert_allclose(taken.y, expected_y, rtol=1e-13)
-    np.testing.assert_allclose(taken.further, taken.y.sum(), rtol=1e-13)
+    whole = program.backward(weights, fixed, result.kept, ct)
+    dx, cut = program.input_gradient(weights, fixed, result.kept, ct)
+    halves = program.weight_gradient(weights, fixed, result.kept, cut), dx
+    np.testing.assert_allclose(result.y, expected_y, rtol=1e-13)
+    np.testing.assert_allclose(result.further, result.y.sum(), rtol=1e-13)
     for found in (whole, halves):
         for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-14)
@@ -52,7 +52,7 @@ def test_whole_and_in_halves_it_equals_vjp(function):
 
 def test_weights_and_their_casts_are_not_kept():
     arguments = values()
-    program = Differentiated(layers, *arguments)
+    program = StageVJP(layers, *arguments)
     kept = [shape.shape for shape in program.kept_shapes]
     assert kept
     assert all(shape[0] == 2 for shape in kept), kept
@@ -64,10 +64,10 @@ def products(program, arguments):
 
 def test_each_half_of_a_chain_has_half_of_the_products():
     weights, fixed, x, others = values()
-    program = Differentiated(layers, weights, fixed, x, others)
-    taken = program.forward(weights, fixed, x, others)
-    _, cut = program.input_gradient(weights, fixed, taken.kept, taken.y)
-    call = (weights, fixed, taken.kept)
-    assert products(program.backward, (*call, taken.y)) == 12
-    assert products(program.input_gradient, (*call, taken.y)) == 6
+    program = StageVJP(layers, weights, fixed, x, others)
+    result = program.forward(weights, fixed, x, others)
+    _, cut = program.input_gradient(weights, fixed, result.kept, result.y)
+    call = (weights, fixed, result.kept)
+    assert products(program.backward, (*call, result.y)) == 12
+    assert products(program.input_gradient, (*call, result.y)) == 6
     assert products(program.weight_gradient, (*call, cut)) == 6

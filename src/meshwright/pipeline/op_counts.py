@@ -1,4 +1,4 @@
-"""What stages do of what a tick may do: how often each runs the operations of the program."""
+"""How often each stage runs the operations of a tick, which depends on the schedule."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from meshwright.pipeline.rows import table_rows
 from meshwright.pipeline.schedules import Schedule
+from meshwright.pipeline.tick_rows import table_rows
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -25,8 +25,8 @@ def named(operation: str, function: F) -> F:
 
 
 @dataclass(frozen=True)
-class Executed:
-    """How often stages do what, in one update.
+class OpCounts:
+    """How often each stage runs which operation in one update.
 
     Attributes:
         ticks: how many ticks there are.
@@ -49,23 +49,23 @@ class Executed:
             count: how often it would run if it were part of every tick.
             stage: the stage.
         """
-        found = _NAMED.findall(op_name)
-        if not found:
+        operations = _NAMED.findall(op_name)
+        if not operations:
             return count
-        return count // self.ticks * self.counts[found[-1]][stage]
+        return count // self.ticks * self.counts[operations[-1]][stage]
 
 
-def executed(
+def count_operations(
     schedule: Schedule, num_microbatches: int, num_stages: int, rounds: int = 1
-) -> Executed:
-    """Count the operations in the very table that stages execute."""
+) -> OpCounts:
+    """Count the operations in the table that stages execute."""
     table = schedule.table(num_microbatches, num_stages)
     _, rows = table_rows(table, rounds)
     forward, backward = (np.asarray(op.microbatch) >= 0 for op in (rows.forward, rows.backward))
     begins = forward & (np.asarray(rows.forward.reads) < 0)
     hands_on, hands_back = ({a for a, _ in table.shape.ring(step)} for step in (1, -1))
     stages = np.arange(num_stages)
-    found = {
+    runs = {
         "forward": forward,
         "backward": backward,
         "weight": np.asarray(rows.weight.microbatch) >= 0,
@@ -74,5 +74,5 @@ def executed(
         "send": np.asarray(rows.sends) & np.isin(stages, list(hands_on)),
         "send_back": np.asarray(rows.sends_back) & np.isin(stages, list(hands_back)),
     }
-    counts = {name: [int(n) for n in done.sum(0)] for name, done in found.items()}
-    return Executed(len(forward), counts)
+    counts = {name: [int(n) for n in done.sum(0)] for name, done in runs.items()}
+    return OpCounts(len(forward), counts)

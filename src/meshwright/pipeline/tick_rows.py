@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
+from numpy.typing import NDArray
 
-from meshwright.pipeline.buffers import ABSENT, Columns, Slots, allocate_slots
+from meshwright.pipeline.buffers import ABSENT, Columns, Grid, Slots, allocate_slots
 from meshwright.pipeline.ticks import TickTable
+
+Flags = NDArray[np.bool_]
+Numbers = NDArray[np.int32]
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +31,7 @@ class OpRow:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Row:
+class TickRow:
     """What one tick of one stage does; numbers are negative where there is nothing to do.
 
     Attributes:
@@ -39,8 +42,8 @@ class Row:
         gradient_in: the slot for the gradient that has arrived.
         gradient_own: the slot for the gradient of the loss.
         stage: the stage's number.
-        sends: whether any stage hands an activation on.
-        sends_back: whether any stage hands a gradient back.
+        sends: whether any stage sends an activation.
+        sends_back: whether any stage sends a gradient back.
     """
 
     forward: OpRow
@@ -55,16 +58,16 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Forms:
-    """What is the same in every tick.
+class SlotCounts:
+    """How many slots a table needs, and which messages every tick has.
 
     Attributes:
         num_activations: slots for activations that arrived.
         num_gradients: slots for gradients that arrived.
         num_kept: slots for what forward leaves for backward.
         num_cuts: slots for what input gradients leave for weight gradients.
-        always_sends: whether every tick hands an activation on.
-        always_sends_back: whether every tick hands a gradient back.
+        always_sends: whether every tick sends an activation.
+        always_sends_back: whether every tick sends a gradient back.
     """
 
     num_activations: int
@@ -80,12 +83,12 @@ class Forms:
         return self.num_cuts > 0
 
 
-def table_rows(table: TickTable, rounds: int = 1) -> tuple[Forms, Row]:
-    """Return a table as arrays [ticks, stages], ``rounds`` times on other microbatches."""
+def table_rows(table: TickTable, rounds: int = 1) -> tuple[SlotCounts, TickRow]:
+    """Return a table as arrays [ticks, stages], repeated ``rounds`` times on new microbatches."""
     slots = allocate_slots(table)
     sends = _any_next(slots.activation_in)
     sends_back = _any_next(slots.gradient_in)
-    forms = Forms(
+    counts = SlotCounts(
         slots.num_activations,
         slots.num_gradients,
         slots.num_kept,
@@ -96,15 +99,15 @@ def table_rows(table: TickTable, rounds: int = 1) -> tuple[Forms, Row]:
     one = _arrays(slots, table.shape.num_stages, sends, sends_back)
     count = table.shape.num_microbatches
     parts = [_later(one, number * count) for number in range(rounds)]
-    return forms, jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+    return counts, jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
 
-def _arrays(slots: Slots, num_stages: int, sends: Any, sends_back: Any) -> Row:
+def _arrays(slots: Slots, num_stages: int, sends: Flags, sends_back: Flags) -> TickRow:
     ticks = len(slots.activation_in)
     stage = np.broadcast_to(np.arange(num_stages, dtype=np.int32), (ticks, num_stages))
     every = np.ones(num_stages, bool)
-    # Arrays of numpy stand where the executor has traced ones.
-    make: Any = Row
+    # The executor is given traced arrays; these are what they are traced from.
+    make: Any = TickRow
     return make(
         *(_op(columns) for columns in (slots.forward, slots.backward, slots.weight)),
         activation_in=_grid(slots.activation_in),
@@ -116,7 +119,7 @@ def _arrays(slots: Slots, num_stages: int, sends: Any, sends_back: Any) -> Row:
     )
 
 
-def _op(columns: Columns) -> Any:
+def _op(columns: Columns) -> OpRow:
     make: Any = OpRow
     chunk = np.maximum(_grid(columns.chunk), 0)
     return make(
@@ -128,7 +131,7 @@ def _op(columns: Columns) -> Any:
     )
 
 
-def _later(row: Row, by: int) -> Row:
+def _later(row: TickRow, by: int) -> TickRow:
     def shift(op: OpRow) -> OpRow:
         moved: Any = np.where(op.microbatch == ABSENT, ABSENT, op.microbatch + by).astype(np.int32)
         return replace(op, microbatch=moved)
@@ -138,11 +141,11 @@ def _later(row: Row, by: int) -> Row:
     )
 
 
-def _any_next(arrivals: Sequence[Sequence[int]]) -> Any:
+def _any_next(arrivals: Grid) -> Flags:
     """Return for each tick whether anything arrives before the next one."""
-    found = [any(slot != ABSENT for slot in row) for row in arrivals]
-    return np.array([*found[1:], False])
+    arrives = [any(slot != ABSENT for slot in row) for row in arrivals]
+    return np.array([*arrives[1:], False])
 
 
-def _grid(values: Sequence[Sequence[int]]) -> Any:
+def _grid(values: Grid) -> Numbers:
     return np.array(values, np.int32)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.pipeline.executed import executed
+from meshwright.pipeline.op_counts import count_operations
 from meshwright.pipeline.schedules import get_schedule
 
 M, S = 8, 4
@@ -12,7 +12,7 @@ M, S = 8, 4
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_every_stage_does_what_its_microbatches_need(name, rounds):
     schedule = get_schedule(name)
-    done = executed(schedule, M, S, rounds)
+    done = count_operations(schedule, M, S, rounds)
     each = [schedule.num_chunks * M * rounds] * S
     assert done.ticks == rounds * len(schedule.table(M, S).ticks)
     assert done.counts["forward"] == done.counts["backward"] == each
@@ -27,7 +27,7 @@ def test_every_stage_does_what_its_microbatches_need(name, rounds):
 
 
 def test_an_instruction_counts_as_often_as_its_operation():
-    done = executed(get_schedule("1f1b"), M, S)
+    done = count_operations(get_schedule("1f1b"), M, S)
     inside = "while/body/tick-forward/cond/tick-embedding/~emb/gather"
     assert [done.times(inside, 2 * done.ticks, stage) for stage in range(S)] == [2 * M, 0, 0, 0]
     assert done.times("jit(_update)/psum", 3, 1) == 3

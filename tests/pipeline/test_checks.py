@@ -11,7 +11,7 @@ from flax import linen, nnx
 from small_models import fill
 
 from meshwright.errors import UserError
-from meshwright.pipeline.given import in_python
+from meshwright.pipeline.checks import in_python
 from meshwright.pipeline.pipeline import Pipeline
 from meshwright.pipeline.schedules import get_schedule
 
