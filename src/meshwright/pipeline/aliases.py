@@ -16,6 +16,9 @@ PyTree = Any
 TreeDef = Any
 """How the leaves of a pytree are nested; JAX's own type cannot be used in annotations."""
 
+Device = Any
+"""A `jax.Device`; JAX's own type cannot be used in annotations."""
+
 Shaped = jax.Array | jax.ShapeDtypeStruct
 """An array, or what is known of one before it exists."""
 

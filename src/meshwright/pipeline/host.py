@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from meshwright.pipeline.aliases import Array, PyTree
+from meshwright.pipeline.aliases import Array, Device, PyTree
 from meshwright.pipeline.messages import MessageSplit
 from meshwright.pipeline.operations import Kind, Op, Shape
 from meshwright.pipeline.schedules import Schedule
@@ -161,7 +160,7 @@ class _BatchRun:
         return self.calls.pop(place) if op.releases else self.calls[place]
 
 
-def divide_devices(devices: Sequence[jax.Device], num_stages: int) -> list[Mesh]:
+def divide_devices(devices: Sequence[Device], num_stages: int) -> list[Mesh]:
     """Return the devices of each stage, as many for each; what is left over stays idle."""
     each = len(devices) // num_stages
     groups = [devices[n * each : (n + 1) * each] for n in range(num_stages)]

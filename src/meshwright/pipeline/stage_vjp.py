@@ -12,7 +12,7 @@ import jax
 from meshwright.pipeline.aliases import Array, Atom, PyTree, TreeDef
 from meshwright.pipeline.slicing import inputs_of, needed, reached, variables
 from meshwright.program.interpret import Environment, Interpreter
-from meshwright.program.jaxprs import ClosedJaxpr, Equation, Literal, Var, called_jaxpr
+from meshwright.program.jaxprs import ClosedJaxpr, Equation, Literal, Var, aval_of, called_jaxpr
 
 Function = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 """From (weights, fixed, x, others) to (y, further results)."""
@@ -240,4 +240,5 @@ class _Inlining(Interpreter):
 
 
 def _shapes(atoms: Sequence[Atom]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms]
+    avals = [aval_of(atom) for atom in atoms]
+    return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
