@@ -55,9 +55,9 @@ def cut(build):
 def test_blocks_are_found_and_keep_their_state():
     found = cut(Careful)
     assert found.num_blocks == 4
-    paths = [found.traced.leaves[n].path for n in found.changing]
+    paths = [stack.path for stack in found.stacks if stack.kind == "changing"]
     assert paths == ["block*.latest"]
-    assert found.changed_outer == []
+    assert found.outer_of("changing") == []
 
 
 class Old(linen.Module):
@@ -85,10 +85,10 @@ def test_linen_blocks_in_a_loop_are_found():
     rolled = roll_program(trace(lambda: source(nnx.Rngs(0)), loss, vectors())[1])
     found = cut_blocks(rolled.traced, rolled.remarks)
     assert found.num_blocks == 4
-    paths = {found.traced.leaves[n].path for n in found.stacks}
+    paths = {stack.path for stack in found.stacks}
     assert {"Block_*.Dense_0.kernel", "Block_*.BatchNorm_0.mean"} <= paths
-    assert {found.traced.leaves[n].path for n in found.outer} >= {"Dense_0.kernel"}
-    assert len(found.changing) == 2
+    assert {leaf.step.leaf.path for leaf in found.outer} >= {"Dense_0.kernel"}
+    assert sum(stack.kind == "changing" for stack in found.stacks) == 2
 
 
 class Counted(nnx.Module):

@@ -48,7 +48,7 @@ class PipelineStage(nnx.Module):
 
 
 def pipeline_forward(
-    stages: Sequence[Callable[[Any], Any]], inputs: jax.Array, num_microbatches: int
+    stages: Sequence[Callable[[jax.Array], jax.Array]], inputs: jax.Array, num_microbatches: int
 ) -> jax.Array:
     """Pass a batch through stages in S+M-1 ticks, every stage on another microbatch.
 
@@ -69,10 +69,10 @@ def pipeline_forward(
             fix=f"write num_microbatches={max(1, inputs.shape[0])}, or give more samples",
         )
     microbatches = jnp.array_split(inputs, num_microbatches)
-    activations: list[Any] = [None] * len(stages)
-    outputs: list[Any] = []
+    activations: dict[int, jax.Array] = {}
+    outputs: list[jax.Array] = []
     for tick in range(len(stages) + num_microbatches - 1):
-        # The last stage first: each reads what the one before it has left in the previous tick.
+        # The last stage first: each reads the activation of the previous tick.
         for stage in reversed(range(len(stages))):
             number = tick - stage
             if 0 <= number < num_microbatches:
@@ -119,20 +119,20 @@ class GPipePipeline(nnx.Module):
         return pipeline_forward(list(self.stages), x, num_microbatches)
 
 
-def _run_stage(stage: Callable[[Any], Any], number: int, x: Any) -> Any:
+def _run_stage(stage: Callable[[jax.Array], jax.Array], number: int, x: jax.Array) -> jax.Array:
     try:
         return stage(x)
     except (TypeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"stage {number} fails on what it is given",
-            why=f"that is {describe(x)}: {first_line(error)}",
-            fix="let each stage take what the stage before gives, and the first the inputs",
+            f"stage {number} fails on its input",
+            why=f"its input is {describe(x)}: {first_line(error)}",
+            fix="let each stage take the output of the stage before, and the first the inputs",
         ) from error
 
 
-def _check_stages(stages: Any) -> None:
+def _check_stages(stages: object) -> None:
     if isinstance(stages, Sequence) and stages:
         return
     if isinstance(stages, Sequence):
@@ -168,7 +168,7 @@ def _check_specs(specs: Sequence[Mapping[str, Any]], stage_id: int) -> None:
         before = spec["out_features"]
 
 
-def _check_keys(spec: Any, where: str) -> None:
+def _check_keys(spec: object, where: str) -> None:
     if not isinstance(spec, Mapping):
         raise UserError(
             f"{where} is of type {type(spec).__name__}",

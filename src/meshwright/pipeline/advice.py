@@ -45,11 +45,11 @@ def pipeline_warnings(
     if bubble is None:
         bubble = bubble_with(schedule, num_microbatches, num_stages, stage_costs)
     uneven = _imbalance(stage_costs, equal, bubble, remedy)
-    found = [_too_few(schedule, num_microbatches, num_stages, samples, replicas), uneven]
+    texts = [_too_few(schedule, num_microbatches, num_stages, samples, replicas), uneven]
     # Where unequal stages are all there is to it, that was said already.
     if equal > LARGEST_BUBBLE or (bubble > LARGEST_BUBBLE and not uneven):
-        found.insert(1, _large_bubble(schedule, bubble, num_stages, samples, replicas))
-    return [text for text in found if text]
+        texts.insert(1, _large_bubble(schedule, bubble, num_stages, samples, replicas))
+    return [text for text in texts if text]
 
 
 def bubble_with(

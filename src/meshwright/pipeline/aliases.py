@@ -8,14 +8,14 @@ import jax
 
 Array = jax.Array
 
-Device = Any
-"""A device of JAX, whose own type cannot be used in annotations."""
-
 PyTree = Any
 """Arrays, nested in any way that `jax.tree` knows."""
 
 TreeDef = Any
 """How the leaves of a pytree are nested; JAX's own type cannot be used in annotations."""
+
+Device = Any
+"""A `jax.Device`; JAX's own type cannot be used in annotations."""
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
 """An array, or what is known of one before it exists."""

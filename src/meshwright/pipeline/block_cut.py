@@ -161,7 +161,7 @@ class NextState:
 
     Attributes:
         program: computes the changing leaves, in order.
-        reads: numbers of the step leaves it is given.
+        reads: numbers of the step leaves that are its arguments.
     """
 
     program: ClosedJaxpr
@@ -170,7 +170,7 @@ class NextState:
 
 @dataclass(frozen=True)
 class BlockCut:
-    """A traced loss with its blocks told apart from the rest.
+    """A traced loss, its blocks separated from the rest.
 
     Attributes:
         traced: the loss, its blocks rolled into a scan.

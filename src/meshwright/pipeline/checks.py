@@ -1,10 +1,9 @@
-"""Checks of what a pipeline of own stages is given, before anything is compiled from it."""
+"""Checks of the arguments of `mw.pipeline.Pipeline`, before anything is compiled."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +13,14 @@ from jax.core import Tracer
 from meshwright.config.arguments import check_count
 from meshwright.config.base import shorten
 from meshwright.errors import UserError
+from meshwright.pipeline.aliases import Device, PyTree
 from meshwright.pipeline.arrays import is_float
 from meshwright.pipeline.schedules import Schedule, get_schedule
 from meshwright.units import counted
 from meshwright.weighted import Weighted
 
 
-def read_schedule(schedule: Any, num_chunks: int | None) -> Schedule:
+def read_schedule(schedule: object, num_chunks: int | None) -> Schedule:
     """Return a schedule by its name, or as it is; chunks are for those that have them."""
     if num_chunks is not None:
         check_count("num_chunks", num_chunks)
@@ -30,37 +30,38 @@ def read_schedule(schedule: Any, num_chunks: int | None) -> Schedule:
             why=f"it is of type {type(schedule).__name__}",
             fix='write schedule="1f1b", or what mw.pipeline.get_schedule returns',
         )
-    found = get_schedule(schedule, num_chunks or 2) if isinstance(schedule, str) else schedule
-    if num_chunks is not None and found.num_chunks != num_chunks:
+    if isinstance(schedule, str):
+        schedule = get_schedule(schedule, num_chunks or 2)
+    if num_chunks is not None and schedule.num_chunks != num_chunks:
         raise UserError(
-            f"num_chunks={num_chunks} does not go with schedule={found.name!r}",
-            why=f"it has {counted(found.num_chunks, 'piece')} of the model on each stage",
+            f"num_chunks={num_chunks} does not go with schedule={schedule.name!r}",
+            why=f"it has {counted(schedule.num_chunks, 'piece')} of the model on each stage",
             fix='leave num_chunks out, or write schedule="interleaved"',
         )
-    return found
+    return schedule
 
 
-def read_devices(devices: Sequence[Any] | None) -> list[Any]:
+def read_devices(devices: Sequence[Device] | None) -> list[Device]:
     """Return the devices, all of them by default."""
-    found = jax.devices() if devices is None else _listed(devices)
-    if not found:
+    listed = jax.devices() if devices is None else _listed(devices)
+    if not listed:
         raise UserError("there are no devices", why="devices is empty", fix="leave devices out")
-    for number, device in enumerate(found):
+    for number, device in enumerate(listed):
         if not isinstance(device, jax.Device):
             raise UserError(
                 f"devices[{number}] is {shorten(device)}, of type {type(device).__name__}",
                 fix="give devices of JAX: jax.devices()[:4]",
             )
-        if device in found[:number]:
+        if device in listed[:number]:
             raise UserError(
                 f"devices[{number}] is {device}, which is there already",
                 why="stages work at the same time, each on devices of its own",
                 fix="name each device once",
             )
-    return found
+    return listed
 
 
-def _listed(devices: Any) -> list[Any]:
+def _listed(devices: object) -> list[Device]:
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise UserError(
             f"devices={shorten(devices)} is no list of devices",
@@ -70,7 +71,7 @@ def _listed(devices: Any) -> list[Any]:
     return list(devices)
 
 
-def check_seed(seed: Any) -> None:
+def check_seed(seed: object) -> None:
     """Refuse a seed that is no whole number."""
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise UserError(
@@ -80,8 +81,8 @@ def check_seed(seed: Any) -> None:
         )
 
 
-def check_unused(states: Any) -> None:
-    """Refuse states of an optimizer that an update has used up."""
+def check_unused(states: PyTree) -> None:
+    """Refuse optimizer states whose buffers an earlier update has taken."""
     leaves = jax.tree.leaves(states)
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
         raise UserError(
@@ -91,7 +92,7 @@ def check_unused(states: Any) -> None:
         )
 
 
-def check_output(output: Any, samples: int) -> None:
+def check_output(output: PyTree, samples: int) -> None:
     """Refuse an output whose parts cannot be put together again, sample by sample."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(output):
         if leaf.shape[:1] != (samples,):
@@ -103,7 +104,7 @@ def check_output(output: Any, samples: int) -> None:
             )
 
 
-def check_function(loss: Any) -> None:
+def check_function(loss: object) -> None:
     """Refuse a loss that is no function."""
     if not callable(loss):
         raise UserError(
@@ -113,7 +114,7 @@ def check_function(loss: Any) -> None:
         )
 
 
-def check_balance_by(balance_by: Any) -> None:
+def check_balance_by(balance_by: object) -> None:
     """Refuse what stages cannot have equal amounts of."""
     if balance_by not in ("flops", "memory"):
         raise UserError(
@@ -156,7 +157,7 @@ def in_python(text: str) -> str:
     return re.sub(r"pipeline\.(\w+)=", r"\1=", text)
 
 
-def check_untraced(**values: Any) -> None:
+def check_untraced(**values: PyTree) -> None:
     """Refuse to run within a transformation of JAX, which sees shapes and no values."""
     names = [
         name
@@ -176,7 +177,7 @@ def check_untraced(**values: Any) -> None:
         )
 
 
-def count_samples(name: str, batch: Any) -> int:
+def count_samples(name: str, batch: PyTree) -> int:
     """Return how many samples a batch has; all its arrays have as many."""
     leaves = jax.tree.leaves(batch)
     if not leaves:
@@ -205,17 +206,17 @@ def count_samples(name: str, batch: Any) -> int:
     return counts[0]
 
 
-def describe(tree: Any) -> str:
+def describe(tree: PyTree) -> str:
     """Return the dtypes and shapes of arrays: ``float32[4, 6]``, with their keys if nested."""
-    found: list[str] = []
+    arrays: list[str] = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         array = jnp.asarray(leaf) if np.isscalar(leaf) else leaf
         key = jax.tree_util.keystr(path, simple=True, separator=".")
-        found.append(f"{key}: " * bool(key) + f"{array.dtype}{list(array.shape)}")
-    return ", ".join(found) or "nothing"
+        arrays.append(f"{key}: " * bool(key) + f"{array.dtype}{list(array.shape)}")
+    return ", ".join(arrays) or "nothing"
 
 
-def check_loss(loss: Any, output: Any, target: Any) -> None:
+def check_loss(loss: Callable[[PyTree, PyTree], object], output: PyTree, target: PyTree) -> None:
     """Refuse a loss that cannot be computed of these shapes, or that is no scalar."""
     try:
         value = jax.eval_shape(loss, output, target)
@@ -236,40 +237,41 @@ def check_loss(loss: Any, output: Any, target: Any) -> None:
         )
 
 
-def check_per_stage(name: str, values: Any, num_stages: int) -> list[Any]:
+def check_per_stage(name: str, values: object, num_stages: int) -> list[PyTree]:
     """Return a list that has one element for each stage (or chunk of one)."""
     if not isinstance(values, list | tuple):
         raise UserError(
             f"{name} is of type {type(values).__name__}, not a list",
             fix=f"give {name} as a list of {num_stages}, one for each stage",
         )
-    found: list[Any] = list(values)
-    if len(found) != num_stages:
+    per_stage: list[PyTree] = list(values)
+    if len(per_stage) != num_stages:
         raise UserError(
-            f"{name} has {len(found)} elements for {num_stages} stages",
+            f"{name} has {len(per_stage)} elements for {num_stages} stages",
             why="there is one for each stage, or for each chunk of one",
             fix=f"give a list of {num_stages}",
         )
-    return found
+    return per_stage
 
 
-def check_like(name: str, given: Any, present: Any) -> None:
+def check_like(name: str, new: PyTree, present: PyTree) -> None:
     """Refuse parameters that are not nested or shaped as the present ones."""
-    if jax.tree.structure(given) != jax.tree.structure(present):
+    if jax.tree.structure(new) != jax.tree.structure(present):
         raise UserError(
             f"{name} is not nested as the stage's parameters are",
             fix="change values of pipeline.params with jax.tree.map, not their nesting",
         )
-    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(present), strict=True)
-    for new, old in pairs:
-        if np.shape(new) != old.shape:
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(present), strict=True)
+    for value, old in pairs:
+        if np.shape(value) != old.shape:
             raise UserError(
-                f"{name} has an array of shape {list(np.shape(new))} for one of {list(old.shape)}",
+                f"{name} has an array of shape {list(np.shape(value))} "
+                f"for one of {list(old.shape)}",
                 fix="give arrays of the same shapes",
             )
 
 
-def _kind(value: Any) -> str:
+def _kind(value: PyTree) -> str:
     if isinstance(value, jax.ShapeDtypeStruct):
         return describe(value)
     return f"a {type(value).__name__} of {describe(value)}"

@@ -24,7 +24,7 @@ class Division:
 
     @property
     def most(self) -> int:
-        """Blocks of the largest virtual stage, which every one has room for."""
+        """Blocks of the largest virtual stage, to which the others are padded."""
         return max(self.counts)
 
     @property
@@ -48,7 +48,7 @@ class Division:
     def rows(self) -> tuple[int, ...]:
         """Return the blocks as stages hold them: stage by stage, chunk by chunk.
 
-        A virtual stage with fewer blocks than the most holds its last one again.
+        A virtual stage with fewer blocks than the largest repeats its last one.
         """
         return tuple(
             self.starts[virtual] + min(row, self.counts[virtual] - 1)
@@ -61,7 +61,7 @@ class Division:
 def divide_blocks(
     num_blocks: int, num_stages: int, num_chunks: int = 1, *, name: str = ""
 ) -> Division:
-    """Divide blocks into stages; what is left over goes to those without embedding and head.
+    """Divide blocks into stages; left-over blocks go to stages without embedding and head.
 
     Args:
         num_blocks: how many there are.
@@ -89,14 +89,14 @@ def divide_blocks(
 
 def _other_divisions(num_blocks: int, num_stages: int, num_chunks: int) -> list[str]:
     """Say what would work, the smallest change first."""
-    found: list[str] = []
+    fixes: list[str] = []
     if num_chunks > 1 and num_blocks >= num_stages:
         most = num_blocks // num_stages
         if most > 1:
-            found.append(f"write pipeline.num_chunks={most}")
-        found.append("write pipeline.schedule=1f1b")
+            fixes.append(f"write pipeline.num_chunks={most}")
+        fixes.append("write pipeline.schedule=1f1b")
     # A divisor of the stages asked for fits the same devices, whatever the other axes are.
     divisors = [n for n in range(2, num_stages) if num_stages % n == 0]
     fewer = [n for n in divisors if num_blocks >= n * num_chunks]
-    found.append(f"write mesh.pipe={fewer[-1]}" if fewer else "leave out mesh.pipe")
-    return [*found, f"use a model with {num_stages * num_chunks} blocks"]
+    fixes.append(f"write mesh.pipe={fewer[-1]}" if fewer else "leave out mesh.pipe")
+    return [*fixes, f"use a model with {num_stages * num_chunks} blocks"]

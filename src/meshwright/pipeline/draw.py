@@ -59,20 +59,20 @@ class Chart:
     def lines(self, width: int) -> list[Text]:
         """Return the stages, what is left out, and what the letters mean."""
         stages = self.timeline.shape.num_stages
-        room = max(8, width - len(f"stage {stages - 1} "))
-        per_column = self._per_column(room)
+        available = max(8, width - len(f"stage {stages - 1} "))
+        per_column = self._per_column(available)
         whole = self._columns * per_column
         rows = [self._row(stage, per_column) for stage in range(stages)]
-        if whole > room:
-            left = (room - len(_GAP) + 1) // 2
-            right = whole - (room - len(_GAP) - left)
+        if whole > available:
+            left = (available - len(_GAP) + 1) // 2
+            right = whole - (available - len(_GAP) - left)
             rows = [Text.assemble(row[:left], _GAP, row[right:]) for row in rows]
-        names = [f"stage {stage} ".rjust(width - room) for stage in range(stages)]
+        names = [f"stage {stage} ".rjust(width - available) for stage in range(stages)]
         drawn = [Text.assemble(name, row) for name, row in zip(names, rows, strict=True)]
         for row in drawn:
             row.no_wrap, row.overflow = True, "crop"
-        missing = whole - room + len(_GAP)
-        note = [Text(f"(… stands for {missing} of {whole} columns)")] if whole > room else []
+        missing = whole - available + len(_GAP)
+        note = [Text(f"(… stands for {missing} of {whole} columns)")] if whole > available else []
         return [*drawn, *note, self._legend()]
 
     @cached_property
@@ -88,10 +88,10 @@ class Chart:
     def _at(self, time: Fraction) -> int:
         return math.floor(time / self._column + Fraction(1, 2))
 
-    def _per_column(self, room: int) -> int:
+    def _per_column(self, available: int) -> int:
         """Return how many characters a column has: up to a letter, a number and a space."""
         most = len(str(self.timeline.shape.num_microbatches - 1)) + 2
-        return max(1, min(most, room // self._columns))
+        return max(1, min(most, available // self._columns))
 
     def _row(self, stage: int, per_column: int) -> Text:
         text, drawn = Text(), 0
@@ -115,11 +115,11 @@ class Chart:
     @cached_property
     def _shortest(self) -> dict[Kind, int]:
         """By kind, the fewest columns an operation of it has."""
-        found: dict[Kind, int] = {}
+        shortest: dict[Kind, int] = {}
         for span in self.timeline.spans:
             columns = self._at(span.end) - self._at(span.start)
-            found[span.op.kind] = min(columns, found.get(span.op.kind, columns))
-        return found
+            shortest[span.op.kind] = min(columns, shortest.get(span.op.kind, columns))
+        return shortest
 
     def _legend(self) -> Text:
         parts: list[tuple[str, Style] | str] = []
@@ -144,8 +144,8 @@ def time_unit(timeline: Spans) -> Fraction:
 
 def kinds_of(timeline: Spans) -> list[Kind]:
     """Return which kinds of operation occur."""
-    found = {span.op.kind for span in timeline.spans}
-    return [kind for kind in Kind if kind in found]
+    present = {span.op.kind for span in timeline.spans}
+    return [kind for kind in Kind if kind in present]
 
 
 def shade(op: Op, num_chunks: int) -> str:

@@ -1,4 +1,4 @@
-"""Lists of layers as they are given: none shares values with another, each can be named."""
+"""Checks of a list of layers: none shares values with another, and errors name the layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dis
 import functools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,14 +13,16 @@ from flax import linen, nnx
 from flax.errors import InvalidRngError
 
 from meshwright.errors import UserError
+from meshwright.pipeline.aliases import Array, PyTree
 from meshwright.pipeline.checks import describe, first_line
+from meshwright.pipeline.parts import Layer
 
 WHOLE_MODEL = 'train the whole model with mw.Trainer(…, mesh="pipe=2"), where they stay tied'
 MOST_NAMED = 4
 """Parameters an error names; a large layer has hundreds."""
 
 
-def read_layers(stages: Any) -> list[Any]:
+def read_layers(stages: object) -> list[Layer]:
     """Return the layers of a list, none of which shares values with another."""
     if isinstance(stages, nnx.Sequential):
         raise UserError(
@@ -35,7 +36,7 @@ def read_layers(stages: Any) -> list[Any]:
             why="a pipeline divides a list of layers; it does not look into one module",
             fix="write stages=[first, second, …]",
         )
-    layers: list[Any] = list(stages)
+    layers: list[Layer] = list(stages)
     if not layers:
         raise UserError(
             "there are no stages", why="stages is empty", fix="give at least one module or function"
@@ -49,8 +50,8 @@ def read_layers(stages: Any) -> list[Any]:
 
 
 @contextmanager
-def naming_layer(number: int, layer: Any, x: Any) -> Generator[None]:
-    """Say of an error which layer it happened in, and what that was given."""
+def naming_layer(number: int, layer: Layer, x: PyTree) -> Generator[None]:
+    """Add to an error which layer it happened in, and that layer's input."""
     try:
         yield
     except (UserError, jax.errors.JaxRuntimeError):
@@ -75,7 +76,7 @@ def naming_layer(number: int, layer: Any, x: Any) -> Generator[None]:
         ) from error
 
 
-def layer_name(layer: Any) -> str:
+def layer_name(layer: object) -> str:
     """Return what to call a layer: its class, or the name of its function."""
     if isinstance(layer, tuple):
         return f"({layer_name(layer[0])}, params)"
@@ -83,7 +84,7 @@ def layer_name(layer: Any) -> str:
     return name if isinstance(name, str) else type(layer).__name__
 
 
-def _check_instances(layers: Sequence[Any]) -> None:
+def _check_instances(layers: Sequence[Layer]) -> None:
     """Refuse a class of modules, which is callable and would be taken for a function."""
     for number, layer in enumerate(layers):
         if isinstance(layer, type) and issubclass(layer, nnx.Module | linen.Module):
@@ -96,7 +97,7 @@ def _check_instances(layers: Sequence[Any]) -> None:
             )
 
 
-def _check_repeated(layers: Sequence[Any]) -> None:
+def _check_repeated(layers: Sequence[Layer]) -> None:
     # NNX modules are compared by their values, below: one without any may stand anywhere.
     seen: dict[int, int] = {}
     for number, layer in enumerate(layers):
@@ -111,7 +112,7 @@ def _check_repeated(layers: Sequence[Any]) -> None:
             )
 
 
-def _check_shared(layers: Sequence[Any]) -> None:
+def _check_shared(layers: Sequence[Layer]) -> None:
     owners: dict[int, tuple[int, str]] = {}
     for number, layer in enumerate(layers):
         for path, variable in _variables(layer):
@@ -129,26 +130,26 @@ def _check_shared(layers: Sequence[Any]) -> None:
             )
 
 
-def _check_function(number: int, layer: Any) -> None:
+def _check_function(number: int, layer: Layer) -> None:
     """Refuse a function around a module, whose parameters would silently stay as they are."""
     function = layer[0] if isinstance(layer, tuple) and layer else layer
     if isinstance(function, nnx.Module | linen.Module):
         return
-    for held in _held(function):
-        if isinstance(held, nnx.Module) and any(_variables(held)):
+    for value in _reachable(function):
+        if isinstance(value, nnx.Module) and any(_variables(value)):
             raise UserError(
                 f"layer {number} ({layer_name(layer)}) is a function around a module "
-                f"({type(held).__name__})",
+                f"({type(value).__name__})",
                 why="the module's values would be constants: neither trained nor tied",
                 fix="give the module itself, or one module whose __call__ does this",
             )
 
 
-def _held(function: Any) -> Iterator[Any]:
-    """Yield what a function can reach: what it is bound to, has been given, encloses, names."""
+def _reachable(function: object) -> Iterator[object]:
+    """Yield what a function can reach: bound and partial arguments, its closure, its globals."""
     if isinstance(function, functools.partial):
         yield from (*function.args, *function.keywords.values())
-        yield from _held(function.func)
+        yield from _reachable(function.func)
         return
     yield getattr(function, "__self__", None)
     function = getattr(function, "__func__", function)
@@ -163,14 +164,14 @@ def _held(function: Any) -> Iterator[Any]:
         yield from (outside[name] for name in used if name in outside)
 
 
-def _variables(layer: Any) -> Iterator[tuple[str, Any]]:
+def _variables(layer: object) -> Iterator[tuple[str, nnx.Variable[Array]]]:
     if isinstance(layer, nnx.Module):
         for path, node in nnx.iter_graph(layer):
             if isinstance(node, nnx.Variable):
                 yield ".".join(map(str, path)), node
 
 
-def _parameter_shapes(layer: Any) -> str:
+def _parameter_shapes(layer: Layer) -> str:
     if isinstance(layer, nnx.Module):
         shapes = [
             f"{path} {list(variable.shape)}"

@@ -12,7 +12,16 @@ import numpy as np
 from flax import linen, nnx
 
 from meshwright.errors import UserError
+from meshwright.pipeline.aliases import Array, PyTree
 from meshwright.program.flops import forward_flops
+
+Layer = (
+    nnx.Module
+    | linen.Module
+    | Callable[[PyTree], PyTree]
+    | tuple[Callable[[PyTree, PyTree], PyTree], PyTree]
+)
+"""A module, a function of x, or a pair (function(params, x), params)."""
 
 EVALUATION = {"deterministic": True, "use_running_average": True}
 """What evaluation means to a Linen module that has these attributes, as to any NNX module."""
@@ -23,18 +32,18 @@ class Part:
     """A piece of a model as a pure function.
 
     Attributes:
-        apply: from (params, state, x) to (y, state), in the mode the module was given in.
+        apply: from (params, state, x) to (y, state), in the mode the module is in.
         evaluate: from (params, state, x) to y, in evaluation mode.
         params: what is trained.
-        state: what else it remembers: statistics, counters, random streams.
-        rebuild: from (params, state) to what the user gave, with these values.
+        state: its other state: statistics, counters, random streams.
+        rebuild: from (params, state) to the user's layers, with these values.
     """
 
-    apply: Callable[[Any, Any, Any], tuple[Any, Any]]
-    evaluate: Callable[[Any, Any, Any], Any]
-    params: Any
-    state: Any
-    rebuild: Callable[[Any, Any], Any]
+    apply: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+    evaluate: Callable[[PyTree, PyTree, PyTree], PyTree]
+    params: PyTree
+    state: PyTree
+    rebuild: Callable[[PyTree, PyTree], list[Layer]]
 
 
 @dataclass(frozen=True)
@@ -42,40 +51,40 @@ class TracedPart:
     """What is known of a part without running it.
 
     Attributes:
-        output: shapes of what it makes of an input.
+        output: shapes of its output.
         flops: products of its forward pass.
     """
 
-    output: Any
+    output: PyTree
     flops: int
 
 
-def read_part(given: Any, x: Any, key: Any) -> Part:
+def read_part(layer: object, x: PyTree, key: Array) -> Part:
     """Read a layer: an NNX or Linen module, a function of x, or a pair (function, params).
 
     Args:
-        given: what the user wrote.
+        layer: what the user wrote.
         x: an example of its input, as arrays or shapes; Linen modules are created for it.
         key: for the parameters of Linen modules.
     """
-    if isinstance(given, nnx.Module):
-        return _from_nnx(given)
-    if isinstance(given, linen.Module):
-        return _from_linen(given, x, key)
-    if isinstance(given, tuple) and len(given) == 2 and callable(given[0]):
-        function, params = given
+    if isinstance(layer, nnx.Module):
+        return _from_nnx(layer)
+    if isinstance(layer, linen.Module):
+        return _from_linen(layer, x, key)
+    if isinstance(layer, tuple) and len(layer) == 2 and callable(layer[0]):
+        function, params = layer
         _check_floats(function, params)
         return _from_function(function, params, lambda params: (function, params))
-    if callable(given):
-        return _from_function(lambda params, x: given(x), (), lambda params: given)
+    if callable(layer):
+        return _from_function(lambda params, x: layer(x), (), lambda params: layer)
     raise UserError(
-        f"a stage cannot be a {type(given).__name__}",
+        f"a stage cannot be a {type(layer).__name__}",
         why="it is neither a module nor a function",
         fix="give an NNX or Linen module, a function of x, or a pair (function(params, x), params)",
     )
 
 
-def _check_floats(function: Any, params: Any) -> None:
+def _check_floats(function: object, params: PyTree) -> None:
     """Refuse parameters that have no gradient."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         dtype = jnp.asarray(leaf).dtype
@@ -91,14 +100,14 @@ def _check_floats(function: Any, params: Any) -> None:
 def chain(parts: Sequence[Part]) -> Part:
     """Return parts one after another as one."""
 
-    def apply(params: Any, state: Any, x: Any) -> tuple[Any, Any]:
-        after: list[Any] = []
+    def apply(params: PyTree, state: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+        after: list[PyTree] = []
         for part, own, before in zip(parts, params, state, strict=True):
             x, new = part.apply(own, before, x)
             after.append(new)
         return x, tuple(after)
 
-    def evaluate(params: Any, state: Any, x: Any) -> Any:
+    def evaluate(params: PyTree, state: PyTree, x: PyTree) -> PyTree:
         for part, own, before in zip(parts, params, state, strict=True):
             x = part.evaluate(own, before, x)
         return x
@@ -109,20 +118,22 @@ def chain(parts: Sequence[Part]) -> Part:
         tuple(part.params for part in parts),
         tuple(part.state for part in parts),
         lambda params, state: [
-            part.rebuild(p, s) for part, p, s in zip(parts, params, state, strict=True)
+            layer
+            for part, own, before in zip(parts, params, state, strict=True)
+            for layer in part.rebuild(own, before)
         ],
     )
 
 
-def trace(part: Part, x: Any) -> TracedPart:
-    """Return what a part makes of an input, and what that costs."""
+def trace(part: Part, x: PyTree) -> TracedPart:
+    """Return the shapes of a part's output for an input, and its FLOPs."""
     closed, output = jax.make_jaxpr(lambda p, s, x: part.apply(p, s, x)[0], return_shape=True)(
         part.params, part.state, x
     )
     return TracedPart(output, forward_flops(closed.jaxpr))
 
 
-def to_default_device(value: Any) -> Any:
+def to_default_device(value: Array) -> Array:
     """Return an array as if it had just been made, on no device in particular."""
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         words = jnp.asarray(np.asarray(jax.random.key_data(value)))
@@ -131,50 +142,54 @@ def to_default_device(value: Any) -> Any:
 
 
 def _from_function(
-    function: Callable[[Any, Any], Any], params: Any, rebuild: Callable[[Any], Any]
+    function: Callable[[PyTree, PyTree], PyTree],
+    params: PyTree,
+    rebuild: Callable[[PyTree], Layer],
 ) -> Part:
     return Part(
         lambda params, state, x: (function(params, x), state),
         lambda params, state, x: function(params, x),
         params,
         (),
-        lambda params, state: rebuild(params),
+        lambda params, state: [rebuild(params)],
     )
 
 
 def _from_nnx(module: nnx.Module) -> Part:
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
 
-    def apply(params: Any, state: Any, x: Any) -> tuple[Any, Any]:
+    def apply(params: PyTree, state: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         merged: Any = nnx.merge(graphdef, params, state, copy=True)
         y = merged(x)
         return y, nnx.state(merged, nnx.Not(nnx.Param))
 
-    def evaluate(params: Any, state: Any, x: Any) -> Any:
+    def evaluate(params: PyTree, state: PyTree, x: PyTree) -> PyTree:
         merged: Any = nnx.merge(graphdef, params, state, copy=True)
         merged.eval()
         return merged(x)
 
-    def rebuild(params: Any, state: Any) -> Any:
-        return nnx.merge(graphdef, params, state)
+    def rebuild(params: PyTree, state: PyTree) -> list[Layer]:
+        return [nnx.merge(graphdef, params, state)]
 
     return Part(apply, evaluate, params, rest, rebuild)
 
 
-def _from_linen(module: linen.Module, x: Any, key: Any) -> Part:
+def _from_linen(module: linen.Module, x: PyTree, key: Array) -> Part:
     if module.scope is None:
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), x)
         variables = dict(module.init(key, zeros))
     else:
-        module, found = module.unbind()
-        variables = dict(found)
+        module, bound = module.unbind()
+        variables = dict(bound)
     params = variables.pop("params", {})
     settings: dict[str, Any] = {
         name: value for name, value in EVALUATION.items() if hasattr(module, name)
     }
     evaluated = module.clone(**settings)
 
-    def run(module: Any, params: Any, state: Any, x: Any) -> tuple[Any, Any]:
+    def run(
+        module: linen.Module, params: PyTree, state: PyTree, x: PyTree
+    ) -> tuple[PyTree, PyTree]:
         y, changed = module.apply({"params": params, **state}, x, mutable=list(state))
         return y, {**state, **changed}
 
@@ -183,5 +198,5 @@ def _from_linen(module: linen.Module, x: Any, key: Any) -> Part:
         lambda params, state, x: run(evaluated, params, state, x)[0],
         params,
         variables,
-        lambda params, state: module.bind({"params": params, **state}),
+        lambda params, state: [module.bind({"params": params, **state})],
     )

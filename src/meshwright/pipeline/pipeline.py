@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from meshwright.config.arguments import check_clip_norm, check_count, check_optimizer
@@ -16,11 +17,20 @@ from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
 from meshwright.errors import UserError
 from meshwright.pipeline import checks
 from meshwright.pipeline.advice import pipeline_warnings
+from meshwright.pipeline.aliases import Array, Device, PyTree
 from meshwright.pipeline.balance import balance
 from meshwright.pipeline.host import HostExecutor, divide_devices
 from meshwright.pipeline.layers import naming_layer, read_layers
 from meshwright.pipeline.messages import MessageSplit
-from meshwright.pipeline.parts import Part, TracedPart, chain, read_part, to_default_device, trace
+from meshwright.pipeline.parts import (
+    Layer,
+    Part,
+    TracedPart,
+    chain,
+    read_part,
+    to_default_device,
+    trace,
+)
 from meshwright.pipeline.schedules import Schedule
 from meshwright.pipeline.stage_programs import Loss, StagePrograms
 from meshwright.pipeline.suggest import fewer_stages, timeline_of, unused_devices
@@ -77,16 +87,16 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: Sequence[Any],
+        stages: Sequence[Layer],
         *,
         loss: Loss,
-        example: Any,
+        example: PyTree,
         num_stages: int | None = None,
         schedule: str | Schedule = "1f1b",
         num_microbatches: int | None = None,
         num_chunks: int | None = None,
         balance_by: Literal["flops", "memory"] = "flops",
-        devices: Sequence[Any] | None = None,
+        devices: Sequence[Device] | None = None,
         seed: int = 0,
     ) -> None:
         for name, count in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
@@ -95,23 +105,23 @@ class Pipeline:
         checks.check_balance_by(balance_by)
         checks.check_function(loss)
         checks.check_seed(seed)
-        self._given, self._devices = read_layers(stages), checks.read_devices(devices)
+        self._user_layers, self._devices = read_layers(stages), checks.read_devices(devices)
         self.schedule = checks.read_schedule(schedule, num_chunks)
         chunks = self.schedule.num_chunks
-        most = len(self._given) // chunks or 1
+        most = len(self._user_layers) // chunks or 1
         self.num_stages = num_stages or min(most, len(self._devices))
         self.num_microbatches = num_microbatches or MICROBATCHES_PER_STAGE * self.num_stages
         checks.check_division(
-            len(self._given),
+            len(self._user_layers),
             len(self._devices),
             self.schedule,
             self.num_stages,
             self.num_microbatches,
         )
         self._loss = loss
-        self._layers, traced = _read_all(self._given, self._microbatch_shape(example), seed)
+        self._layers, traced = _read_all(self._user_layers, self._microbatch_shape(example), seed)
         # Layers without products still take some time.
-        self._flops = [found.flops or 1 for found in traced]
+        self._flops = [part.flops or 1 for part in traced]
         self._costs = self._flops if balance_by == "flops" else list(map(_nbytes, self._layers))
         self._place(balance(self._costs, self.num_stages * chunks), traced)
 
@@ -141,7 +151,7 @@ class Pipeline:
         self._host = HostExecutor(self._stages, self.schedule, outputs)
         self._fitting: set[str] = set()
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: PyTree) -> PyTree:
         """Return the output for a batch of any size, in evaluation mode.
 
         NNX modules run as after ``eval()``: without dropout, with the statistics gathered so far.
@@ -150,7 +160,7 @@ class Pipeline:
         count = min(self.num_microbatches, checks.count_samples("x", x))
         inputs = self._split("x", x, count)
         self._check_fit(inputs[0])
-        outputs: list[Any] = []
+        outputs: list[PyTree] = []
         for piece in inputs:
             for number, stage in enumerate(self._stages):
                 piece = self._evaluate[number](
@@ -160,7 +170,7 @@ class Pipeline:
             outputs.append(piece)
         return jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *outputs)
 
-    def loss_and_gradients(self, x: Any, target: Any) -> tuple[Any, list[Any]]:
+    def loss_and_gradients(self, x: PyTree, target: PyTree) -> tuple[Array, list[PyTree]]:
         """Return the mean loss of a batch and, for each stage, the gradients of its parameters.
 
         Modules run in the mode they were given in, which is training unless you called ``eval()``.
@@ -177,29 +187,29 @@ class Pipeline:
         count = self.num_microbatches
         inputs, expected = self._split("x", x, count), self._split("target", target, count)
         self._check_fit(inputs[0], expected[0])
-        found = self._host.run(self._params, self._states, inputs, expected)
-        self._states = found.states
-        weight = np.asarray(found.weight)
+        sums = self._host.run(self._params, self._states, inputs, expected)
+        self._states = sums.states
+        weight = np.asarray(sums.weight)
         weight = weight if weight else np.ones_like(weight)
         scaled = jax.tree.map(
-            lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype), found.gradients, self._params
+            lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype), sums.gradients, self._params
         )
-        return found.total / weight, scaled
+        return sums.total / weight, scaled
 
-    def init(self, optimizer: Any) -> list[Any]:
+    def init(self, optimizer: optax.GradientTransformation) -> list[PyTree]:
         """Return an optax optimizer's state for each stage, on the stage's devices."""
         check_optimizer(optimizer)
         return self._updates.init(optimizer, self._params)
 
     def update(
         self,
-        optimizer: Any,
-        states: Sequence[Any],
-        x: Any,
-        target: Any,
+        optimizer: optax.GradientTransformation,
+        states: Sequence[PyTree],
+        x: PyTree,
+        target: PyTree,
         *,
         clip_norm: float | None = None,
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Array, list[PyTree]]:
         """Train on a batch; return its loss before the update, and the optimizer's new states.
 
         Args:
@@ -222,20 +232,20 @@ class Pipeline:
         return loss, after
 
     @property
-    def params(self) -> list[Any]:
+    def params(self) -> list[PyTree]:
         """Each stage's parameters, on its own devices."""
         return self._params
 
     @params.setter
-    def params(self, values: Sequence[Any]) -> None:
-        found = checks.check_per_stage("params", values, len(self._stages))
+    def params(self, values: Sequence[PyTree]) -> None:
+        new_params = checks.check_per_stage("params", values, len(self._stages))
         checks.check_untraced(params=values)
-        for number, (new, present) in enumerate(zip(found, self._params, strict=True)):
+        for number, (new, present) in enumerate(zip(new_params, self._params, strict=True)):
             checks.check_like(f"params[{number}]", new, present)
-        pairs = zip(found, self._stages, strict=True)
+        pairs = zip(new_params, self._stages, strict=True)
         self._params = [jax.device_put(value, stage.everywhere) for value, stage in pairs]
 
-    def modules(self) -> list[Any]:
+    def modules(self) -> list[Layer]:
         """Return what ``stages`` was, with the values it has now, all on the default device.
 
         A Linen module comes back bound to its values: call it, or take it apart with ``unbind()``.
@@ -255,7 +265,7 @@ class Pipeline:
     def warnings(self) -> list[str]:
         """Return what is worth changing, one sentence each."""
         shape = self.schedule.shape(self.num_microbatches, self.num_stages)
-        found = pipeline_warnings(
+        warnings = pipeline_warnings(
             self.schedule,
             self.num_microbatches,
             self.num_stages,
@@ -264,9 +274,9 @@ class Pipeline:
             remedy=fewer_stages(self._costs, self._flops, shape, self.schedule),
         )
         unused = unused_devices(
-            len(self._devices), self.num_stages, len(self._given) // self.schedule.num_chunks
+            len(self._devices), self.num_stages, len(self._user_layers) // self.schedule.num_chunks
         )
-        return [checks.in_python(text) for text in found] + ([unused] if unused else [])
+        return [checks.in_python(text) for text in warnings] + ([unused] if unused else [])
 
     @property
     def most_kept(self) -> list[int]:
@@ -292,24 +302,24 @@ class Pipeline:
             costs[number % self.num_stages] += stage.flops
         return costs
 
-    def _microbatch_shape(self, example: Any) -> Any:
+    def _microbatch_shape(self, example: PyTree) -> PyTree:
         size = -(-checks.count_samples("example", example) // self.num_microbatches)
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), example)
 
-    def _check_fit(self, x: Any, target: Any = None) -> None:
+    def _check_fit(self, x: PyTree, target: PyTree = None) -> None:
         """Refuse shapes the layers or the loss cannot take, the first time they are given."""
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, target))
         if (key := str(shapes)) in self._fitting:
             return
         x, target = shapes
-        for number, (layer, part) in enumerate(zip(self._given, self._layers, strict=True)):
+        for number, (layer, part) in enumerate(zip(self._user_layers, self._layers, strict=True)):
             with naming_layer(number, layer, x):
                 x = trace(part, x).output
         if target is not None:
             checks.check_loss(self._loss, x, target)
         self._fitting.add(key)
 
-    def _split(self, name: str, batch: Any, count: int) -> list[Any]:
+    def _split(self, name: str, batch: PyTree, count: int) -> list[PyTree]:
         """Divide a batch into microbatches of nearly equal size; no sample is left out."""
         leaves, tree = jax.tree.flatten(batch)
         samples = leaves[0].shape[0]
@@ -326,7 +336,7 @@ class Pipeline:
         return [jax.tree.unflatten(tree, list(each)) for each in zip(*pieces, strict=True)]
 
 
-def _read_all(layers: Sequence[Any], x: Any, seed: int) -> tuple[list[Part], list[TracedPart]]:
+def _read_all(layers: Sequence[Layer], x: PyTree, seed: int) -> tuple[list[Part], list[TracedPart]]:
     parts: list[Part] = []
     traced: list[TracedPart] = []
     for number, layer in enumerate(layers):

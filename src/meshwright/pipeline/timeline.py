@@ -94,5 +94,5 @@ def _check_complete(ops: Sequence[Op], shape: Shape, stage: int) -> None:
 
 
 def _deadlock(lists: Operations, position: Sequence[int], waiting: Sequence[int]) -> UserError:
-    held = ", ".join(f"stage {stage} at {lists[stage][position[stage]]}" for stage in waiting)
-    return UserError("the stages of this schedule wait for each other forever", why=held)
+    positions = ", ".join(f"stage {stage} at {lists[stage][position[stage]]}" for stage in waiting)
+    return UserError("the stages of this schedule wait for each other forever", why=positions)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from numpy.typing import NDArray
 
 from meshwright.errors import UserError
+from meshwright.pipeline.aliases import Array, PyTree
 from meshwright.pipeline.checks import first_line
 from meshwright.pipeline.stage_programs import StagePrograms
+
+Scalar = np.generic | NDArray[np.generic]
+"""One number on the host."""
 
 
 class Updates:
@@ -25,19 +29,21 @@ class Updates:
     def __init__(self, stages: Sequence[StagePrograms]) -> None:
         self._stages = stages
         self._squares = jax.jit(_sum_of_squares)
-        # Gradients and states are used up; parameters may still be read by whoever has them.
+        # Gradients and states are donated; the user may still read the parameters.
         self._step = jax.jit(_update, static_argnums=0, donate_argnums=(1, 2))
 
-    def init(self, optimizer: Any, params: Sequence[Any]) -> list[Any]:
+    def init(
+        self, optimizer: optax.GradientTransformation, params: Sequence[PyTree]
+    ) -> list[PyTree]:
         """Return the optimizer's state for each stage, on its devices."""
         pairs = zip(self._stages, params, strict=True)
 
-        def start(own: Any) -> Any:
-            return _apart(optimizer.init(own))
+        def start(own: PyTree) -> PyTree:
+            return _copied(optimizer.init(own))
 
         return [jax.jit(start, out_shardings=stage.everywhere)(own) for stage, own in pairs]
 
-    def factor(self, gradients: Sequence[Any], clip_norm: float | None) -> Any:
+    def factor(self, gradients: Sequence[PyTree], clip_norm: float | None) -> Scalar:
         """Return what gradients are multiplied by, so that their common norm is at most this."""
         if clip_norm is None:
             return np.float32(1)
@@ -47,40 +53,46 @@ class Updates:
 
     def apply(
         self,
-        optimizer: Any,
-        gradients: Sequence[Any],
-        states: Sequence[Any],
-        params: Sequence[Any],
-        factor: Any,
-    ) -> tuple[list[Any], list[Any]]:
+        optimizer: optax.GradientTransformation,
+        gradients: Sequence[PyTree],
+        states: Sequence[PyTree],
+        params: Sequence[PyTree],
+        factor: Scalar,
+    ) -> tuple[list[PyTree], list[PyTree]]:
         """Return (parameters, states) after an update."""
-        found: list[Any] = []
+        updated: list[tuple[PyTree, PyTree]] = []
         each = zip(self._stages, gradients, states, params, strict=True)
         for stage, own, state, before in each:
             state = jax.device_put(state, stage.everywhere)
             try:
-                found.append(self._step(optimizer, own, state, before, factor))
+                updated.append(self._step(optimizer, own, state, before, factor))
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise UserError(
                     "the optimizer cannot update the parameters",
                     why=first_line(error),
                     fix="give the states that pipeline.init(optimizer) or the last update returned",
                 ) from error
-        return [after for after, _ in found], [state for _, state in found]
+        return [after for after, _ in updated], [state for _, state in updated]
 
 
-def _update(optimizer: Any, gradients: Any, state: Any, params: Any, factor: Any) -> Any:
+def _update(
+    optimizer: optax.GradientTransformation,
+    gradients: PyTree,
+    state: PyTree,
+    params: PyTree,
+    factor: Array,
+) -> tuple[PyTree, PyTree]:
     scaled = jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients)
     updates, state = optimizer.update(scaled, state, params)
-    return optax.apply_updates(params, updates), _apart(state)
+    return optax.apply_updates(params, updates), _copied(state)
 
 
-def _apart(state: Any) -> Any:
-    # Some optimizers remember parameters; used up with the state, they must be arrays of its own.
+def _copied(state: PyTree) -> PyTree:
+    # Some optimizers hold parameters; donated with the state, these must be its own arrays.
     return jax.tree.map(jnp.copy, state)
 
 
-def _sum_of_squares(gradients: Any) -> Any:
+def _sum_of_squares(gradients: PyTree) -> Array:
     # At least 32 bits: a sum of squares leaves the range of 16 bits soon.
     squares = [
         jnp.sum(jnp.square(jnp.abs(g).astype(jnp.promote_types(jnp.abs(g).dtype, jnp.float32))))
