@@ -60,7 +60,7 @@ def test_an_export_holds_parameters_and_statistics(tmp_path):
 def test_a_checkpoint_says_where_it_comes_from():
     store = CheckpointStore(FIXTURES / "gpt" / "checkpoints", read_only=True)
     try:
-        said = store.passport(SAVED)
+        said = store.metadata(SAVED)
         assert store.updates() == [SAVED]
         assert store.best() == SAVED
     finally:
