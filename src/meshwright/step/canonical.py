@@ -130,8 +130,8 @@ class CanonicalForm:
                 shardings[group][leaf.path] = self._piece_sharding(step, placement.dims)
         for (paths, _, _), leaf in zip(self._optimizer, self._step.optimizer.leaves, strict=True):
             owner = None if leaf.param is None else self._layout.select("param")[leaf.param]
-            apart = owner if owner is not None and len(paths) > 1 else None
-            sharding = self._piece_sharding(apart, leaf.placement.dims)
+            split = owner if owner is not None and len(paths) > 1 else None
+            sharding = self._piece_sharding(split, leaf.placement.dims)
             shardings["optimizer"] |= dict.fromkeys(paths, sharding)
         return shardings
 

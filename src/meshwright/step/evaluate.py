@@ -48,8 +48,8 @@ def compile_evaluation(
             )
         else:
             return compiled
-    whole = _program(assembled, loss, batch, 1, staged=False)
-    return _compile(assembled, _whole(assembled, whole), batch)
+    program = _program(assembled, loss, batch, 1, staged=False)
+    return _compile(assembled, _unstaged(assembled, program), batch)
 
 
 def _compile(assembled: Assembled, run: Evaluate, batch: Sequence[Any]) -> Any:
@@ -70,7 +70,7 @@ def _program(
     return step_program(evaluated, assembled.parts, micro, assembled.plan, staged=staged)
 
 
-def _whole(assembled: Assembled, program: StepProgram) -> Evaluate:
+def _unstaged(assembled: Assembled, program: StepProgram) -> Evaluate:
     plan, traced = assembled.plan, program.traced
     decision = decide(traced, plan.mesh, plan.sharding)
     forward = planned_forward(traced, decision, plan, assembled.mesh)

@@ -72,16 +72,18 @@ def treats_stacks_alike(
     """
     table = _Table()
     try:
-        together = _outputs(transformation, stacked, table, {})
+        of_stacks = _outputs(transformation, stacked, table, {})
     except (KeyError, TypeError, ValueError):
         # Labels or masks written for the parameters of the model do not fit stacks.
         return False
-    if together is None:
+    if of_stacks is None:
         return False
-    apart = _outputs(transformation, single, table, stack_of)
-    if apart is None:
+    of_blocks = _outputs(transformation, single, table, stack_of)
+    if of_blocks is None:
         return False
-    return all(numbers == together[stack_of.get(path, path)] for path, numbers in apart.items())
+    return all(
+        numbers == of_stacks[stack_of.get(path, path)] for path, numbers in of_blocks.items()
+    )
 
 
 def _outputs(

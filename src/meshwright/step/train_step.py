@@ -247,13 +247,13 @@ class TrainStep:
             return after, metrics
         finite = all_finite(gradients)
         scale = before.loss_scale.after(finite)
-        kept = jax.tree.map(
+        chosen = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old),
             replace(after, loss_scale=None),
             replace(before, loss_scale=None),
         )
         metrics |= {"loss_scale": scale.scale, "skipped": scale.skipped}
-        return replace(kept, loss_scale=scale), metrics
+        return replace(chosen, loss_scale=scale), metrics
 
 
 def _matmul(plan: Plan) -> Any:
