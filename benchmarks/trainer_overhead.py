@@ -34,9 +34,8 @@ import meshwright as mw
 from meshwright.config.duration import Duration
 from meshwright.data.given import as_data
 from meshwright.step.canonical import CanonicalForm
-from meshwright.tracking.make import make_trackers
-from meshwright.trainer import training as room
-from meshwright.trainer.training import Training
+from meshwright.trainer import training_run
+from meshwright.trainer.run_spec import OutputSpec, RunSpec
 
 PAIRS, BLOCK = 20, 50
 LOG_EVERY, SAVE_EVERY = 10, 50
@@ -61,7 +60,7 @@ def loss(model, batch):
 
 
 class Alternating:
-    """A feed that gives the trainer a block of batches, then runs as many bare steps itself."""
+    """A loader that gives the trainer a block of batches, then runs as many bare steps itself."""
 
     waited = 0.0
 
@@ -111,38 +110,40 @@ def measure(folder: Path) -> dict[str, Any]:
         model=Net, loss=loss, optimizer=optax.adamw(1e-4), log_every=LOG_EVERY, mesh="data=1"
     )
     assembled = trainer.assemble(data)
-    feeds: list[Alternating] = []
+    loaders: list[Alternating] = []
 
-    def feed(*_: Any, **__: Any) -> Alternating:
-        return feeds[0]
+    def loader(*_: Any, **__: Any) -> Alternating:
+        return loaders[0]
 
-    room.Feed = feed  # type: ignore[assignment,misc]
-    compile_step = room.compile_step
+    training_run.BatchLoader = loader  # type: ignore[assignment,misc]
+    compile_step = training_run.compile_step
 
     def compiled(assembled: Any, batch: Any) -> Any:
         step = compile_step(assembled, batch)
         placed = [jax.device_put(v, assembled.step.shardings.batch) for v in data.values()]
-        feeds.append(Alternating(step.run, assembled.init(1), placed))
-        return step.__class__(**{**vars(step), "run": feeds[0].step})
+        loaders.append(Alternating(step.run, assembled.init(1), placed))
+        return step.__class__(**{**vars(step), "run": loaders[0].step})
 
-    room.compile_step = compiled
-    tracking = mw.TrackingConfig(tensorboard=True)
-    result = Training(
+    training_run.compile_step = compiled
+    spec = RunSpec(
         assembled=assembled,
         loss=loss,
         batch=data,
         data=as_data(data),
         duration=Duration(updates=BLOCK // 2 + PAIRS * BLOCK),
-        start=lambda: assembled.init(0),
         seed=0,
-        log_every=LOG_EVERY,
-        run_dir=folder,
-        make_tracker=lambda updates: make_trackers(tracking, folder, total_updates=updates),
-        checkpoint=mw.CheckpointConfig(every=SAVE_EVERY),
-    ).run()
+        initial_state=lambda: assembled.init(0),
+        output=OutputSpec(
+            run_dir=folder,
+            log_every=LOG_EVERY,
+            tracking=mw.TrackingConfig(tensorboard=True),
+            checkpoint=mw.CheckpointConfig(every=SAVE_EVERY),
+        ),
+    )
+    result = training_run.TrainingRun(spec).run()
     return {
-        "trainer_ms": [1e3 * t for t in feeds[0].trainer],
-        "bare_ms": [1e3 * t for t in feeds[0].bare],
+        "trainer_ms": [1e3 * t for t in loaders[0].trainer],
+        "bare_ms": [1e3 * t for t in loaders[0].bare],
         "blocked_ms": blocked(folder),
         "synchronous_ms": [1e3 * t for t in synchronous(result, folder)],
     }

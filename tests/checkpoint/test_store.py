@@ -5,8 +5,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from meshwright.checkpoint import (
+    CheckpointMetadata,
     CheckpointStore,
-    Passport,
     export_safetensors,
     find_store,
     read_params,
@@ -23,7 +23,9 @@ def state(value):
 
 
 def save(store, update, loss=None):
-    store.save(state(update), Passport(update=update, seed=1, global_batch_size=8), loss=loss)
+    store.save(
+        state(update), CheckpointMetadata(update=update, seed=1, global_batch_size=8), loss=loss
+    )
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def test_the_newest_and_the_best_are_kept(folder):
     store = CheckpointStore(folder / "checkpoints", read_only=True)
     assert store.updates() == [2, 3, 4]
     assert (store.latest(), store.best()) == (4, 2)
-    assert store.passport(3) == Passport(update=3, seed=1, global_batch_size=8)
+    assert store.metadata(3) == CheckpointMetadata(update=3, seed=1, global_batch_size=8)
     assert store.shapes(2) == {"params": {"up.kernel": (2, 3)}, "counters": {"step": ()}}
     restored = store.restore(3, state(0))
     np.testing.assert_array_equal(restored["params"]["up.kernel"], np.full((2, 3), 3))
@@ -88,7 +90,7 @@ def test_a_checkpoint_that_is_damaged_is_named(folder):
             file.write_text("{")
     store = CheckpointStore(folder / "checkpoints", read_only=True)
     with pytest.raises(UserError, match="checkpoints/4 cannot be read"):
-        store.passport(4)
+        store.metadata(4)
     store.close()
 
 

@@ -113,7 +113,7 @@ def test_a_tensor_axis_larger_than_the_heads(capfd, command):
 def test_a_loss_that_is_not_finite_at_the_start_of_training(run, override):
     code, out, err = run("train", override)
     assert (code, out) == (2, "")
-    assert "error: the loss is nan at update 0\n  the first batch already gives it: " in err
+    assert "error: the loss is nan at update 0\n  it is not finite on the first batch: " in err
     assert "Traceback" not in err
 
 

@@ -70,7 +70,7 @@ def test_a_run_leaves_everything_behind_and_says_where(run, tmp_path, talkative_
     code, out, err = run("model=mlp", "model.widths=[784,16,10]", f"hydra.run.dir={folder}")
     assert code == 0
     assert out.splitlines()[0].startswith("trained 2 updates of 32 samples on 8 devices in ")
-    assert f"everything about it: {folder}" in out.splitlines()
+    assert f"run folder: {folder}" in out.splitlines()
     assert "data=8, batch 32 = 4 × 8 × 1, precision no" in err
     assert "Orbax" not in err
     config = yaml.safe_load((folder / "config.yaml").read_text())
@@ -123,7 +123,7 @@ def test_ones_own_model_loss_and_data_with_json(run):
         (["training.max_duration=soon"], "max_duration=soon is no duration"),
         (["training.max_duration=5min"], "optimizer.schedule=cosine needs to know the last"),
         (["training.early_stopping_patience=2"], "write training.eval_every=… too"),
-        (["resume=must"], "resume=must, and there is no checkpoint to go on from"),
+        (["resume=must"], "resume=must, and there is no checkpoint to resume from"),
         (["resume=nowhere"], "there is no folder"),
     ],
 )
@@ -149,7 +149,7 @@ def test_strict_refuses_a_program_that_sends_more_than_its_plan(run, monkeypatch
     )
     assert code == 1
     assert "error: the program deviates from its plan" in err
-    assert "over data it sends" in err
+    assert "over data the step sends" in err
 
 
 OWN_RUN = (
@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_compiled(
     run, tmp_path, monkeypatch
 ):
     (tmp_path / "run").write_text("a file, not a folder")
-    monkeypatch.setattr("meshwright.trainer.training.compile_step", pytest.fail)
+    monkeypatch.setattr("meshwright.trainer.training_run.compile_step", pytest.fail)
     code, _, err = run(*OWN_RUN)
     assert code == 2
     assert f"error: cannot write the output directory {tmp_path}/run" in err

@@ -53,7 +53,7 @@ def test_a_run_goes_on_in_several_processes(tmp_path):
     for steps in (1, 2):
         code, _, err = launch(*run, *train, f"training.steps={steps}", cwd=tmp_path)
         assert code == 0, err
-    assert "going on after update 1" in err
+    assert "continuing after update 1" in err
 
 
 def test_a_mesh_spans_processes_and_a_script_can_join_them(tmp_path):

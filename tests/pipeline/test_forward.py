@@ -9,7 +9,7 @@ from quick import quick_module
 
 from meshwright.pipeline.forward import forward_table
 from meshwright.pipeline.operations import Kind
-from meshwright.step.evaluate import evaluation
+from meshwright.step.evaluate import compile_evaluation
 
 __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
@@ -48,7 +48,9 @@ def test_evaluation_by_stages_is_the_loss_of_the_model(schedule, mesh, together)
     assembled = put(build, tokens_loss, training, mesh, schedule, wide=False)
     model = build()
     state = assembled.adopt(model)
-    run = evaluation(assembled, tokens_loss, assembled.put_batch(batch), together, pytest.fail)
+    run = compile_evaluation(
+        assembled, tokens_loss, assembled.put_batch(batch), together, pytest.fail
+    )
     found = run(assembled.step.leaf_values(state), assembled.put_batch(batch))
     model.eval()
     loss, metrics = tokens_loss(model, batch)
@@ -71,13 +73,13 @@ def test_a_model_that_cannot_be_divided_in_evaluation_mode_is_evaluated_whole_an
     batch, warnings = tokens_batch(16), []
     assembled = put(Shortened, tokens_loss, batch, {"pipe": 2}, "1f1b", wide=False)
     state, placed = assembled.adopt(Shortened()), assembled.put_batch(batch)
-    run = evaluation(assembled, tokens_loss, placed, 4, warnings.append)
+    run = compile_evaluation(assembled, tokens_loss, placed, 4, warnings.append)
     found = run(assembled.step.leaf_values(state), placed)
     model = Shortened()
     model.eval()
     np.testing.assert_allclose(found["loss"].mean, tokens_loss(model, batch)[0].mean, rtol=1e-6)
     (warning,) = warnings
-    assert "does not run by stages" in warning
+    assert "does not run in pipeline stages" in warning
     assert "no repeated blocks" in warning
 
 
@@ -88,7 +90,7 @@ def test_no_stage_reads_blocks_of_another():
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=assembled.step.shardings.batch)
         for a in jax.tree.leaves(batch)
     ]
-    text = evaluation(assembled, tokens_loss, structs, 4, pytest.fail).as_text()
+    text = compile_evaluation(assembled, tokens_loss, structs, 4, pytest.fail).as_text()
     assert "collective-permute" in text
     gathered = [line for line in text.splitlines() if " all-gather(" in line]
     # The table that is embedding and head, once.

@@ -165,7 +165,7 @@ def test_gradients_reduced_once_per_update_are_sent_once():
             one = put(build, tokens_loss, batch, mesh, "gpipe", every=every, wide=False)
             sent[every] = make_ledger(one, batch).axes["data"].sent_bytes
     # Of four microbatches what a stage has is reduced, by pairs: as many bytes as its parameters.
-    own, total = (f(stage.parameters for stage in one.pipeline.stages) for f in (max, sum))
+    own, total = (f(stage.parameters for stage in one.pipeline_report.stages) for f in (max, sum))
     assert 0 <= sent[1] - 4 * 4 * own < 128
     # At the end, stages add up what comes before and after the blocks together.
     assert 4 * own < sent[4] < 4 * total

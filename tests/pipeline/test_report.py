@@ -15,7 +15,7 @@ ROWS = 4 * 4
 @pytest.fixture(scope="module")
 def report():
     assembled = put(lambda: Tokens(8), tokens_loss, tokens_batch(), {"pipe": 2}, "interleaved")
-    return assembled.pipeline, assembled
+    return assembled.pipeline_report, assembled
 
 
 def test_stages_are_listed_with_what_they_hold_and_do(report):
@@ -51,7 +51,7 @@ def test_warnings_become_remarks_of_the_step(report):
 
 def test_blocks_that_do_not_divide_are_reported_with_what_they_cost():
     assembled = put(lambda: Tokens(6), tokens_loss, tokens_batch(), {"pipe": 4}, "1f1b")
-    found = assembled.pipeline
+    found = assembled.pipeline_report
     assert [stage.blocks for stage in found.stages] == [(0,), (1, 2), (3, 4), (5,)]
     assert [stage.parameters // BLOCK for stage in found.stages] == [1, 2, 2, 1]
     assert found.stages[0].flops == found.stages[1].flops
@@ -77,7 +77,7 @@ class Conditioned(Tokens):
 
 def test_what_all_blocks_read_counts_on_every_stage():
     assembled = put(Conditioned, tokens_loss, tokens_batch(), {"pipe": 2}, "1f1b")
-    found = assembled.pipeline
+    found = assembled.pipeline_report
     assert [stage.also[-1] for stage in found.stages] == ["what all blocks read"] * 2
     again = 2 * ROWS * WIDTH * WIDTH
     assert found.stages[0].flops == 2 * 2 * ROWS * 2 * 2 * WIDTH * WIDTH + again
@@ -94,5 +94,5 @@ class Mixed(Tokens):
 
 def test_blocks_go_by_their_numbers_in_the_model():
     assembled = put(Mixed, tokens_loss, tokens_batch(), {"pipe": 2}, "1f1b")
-    assert [stage.blocks for stage in assembled.pipeline.stages] == [(1, 2), (3, 4)]
+    assert [stage.blocks for stage in assembled.pipeline_report.stages] == [(1, 2), (3, 4)]
     assert any("not `blocks.0`" in remark for remark in assembled.remarks)

@@ -64,8 +64,8 @@ def test_one_batch_matches_the_closed_form(scale):
 def test_microbatches_of_unequal_weight_match_the_whole_batch(count):
     found = accumulate_gradients(regression, PARAMS, STATE, split(count))
     check(found)
-    assert int(found.state[0]) == count
-    np.testing.assert_allclose(found.state[1], X.sum(), rtol=1e-12)
+    assert int(found.model_state[0]) == count
+    np.testing.assert_allclose(found.model_state[1], X.sum(), rtol=1e-12)
 
 
 def test_scaling_and_constraining_change_nothing():
@@ -124,4 +124,4 @@ def test_state_is_handed_from_microbatch_to_microbatch():
 
     found = accumulate_gradients(growing, [np.asarray(1.0)], [np.asarray(1.0)], [np.zeros((4, 1))])
     assert float(found.values[0]) == (1 + 2 + 4 + 8) / 4
-    assert float(found.state[0]) == 16
+    assert float(found.model_state[0]) == 16

@@ -116,5 +116,5 @@ def test_draws_that_depend_on_the_number_of_samples_are_refused():
 
 
 def test_divided_gradients_are_refused():
-    with pytest.raises(UserError, match=r"zero=3 divides gradients over fsdp=4"):
+    with pytest.raises(UserError, match=r"zero=3 shards gradients over fsdp=4"):
         step_for({"fsdp": 4}, 2, zero=3)

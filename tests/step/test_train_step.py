@@ -212,8 +212,8 @@ def test_an_update_that_overflows_fp16_is_skipped_and_the_scale_halved():
         after, metrics = run(state, assembled.put_batch(bad))
         assert (float(metrics["loss_scale"]), int(metrics["skipped"])) == (2**14, 1)
         kept = zip(
-            jax.tree.leaves((state.params, state.state, state.optimizer, state.step)),
-            jax.tree.leaves((after.params, after.state, after.optimizer, after.step)),
+            jax.tree.leaves((state.params, state.model_state, state.optimizer, state.step)),
+            jax.tree.leaves((after.params, after.model_state, after.optimizer, after.step)),
             strict=True,
         )
         assert all(np.array_equal(old, new) for old, new in kept)

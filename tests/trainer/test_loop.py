@@ -17,12 +17,12 @@ from meshwright.config.duration import Duration, parse_duration
 from meshwright.config.schema import CheckpointConfig
 from meshwright.data.given import as_data
 from meshwright.errors import EnvironmentProblem, UserError
-from meshwright.tracking.jsonl import JsonlTracker
 from meshwright.trainer.callbacks import Callbacks
-from meshwright.trainer.keeper import CheckpointKeeper
+from meshwright.trainer.checkpointer import BackgroundCheckpointer
 from meshwright.trainer.limits import Limits, Stop
 from meshwright.trainer.meter import Meter, Work
-from meshwright.trainer.training import Training
+from meshwright.trainer.run_spec import OutputSpec, RunSpec
+from meshwright.trainer.training_run import TrainingRun
 
 __all__ = ["quick_module"]
 
@@ -142,19 +142,22 @@ def test_evaluation_is_the_mean_in_evaluation_mode():
 
 def test_a_profile_is_taken_on_the_way(tmp_path):
     assembled = TRAINER.assemble({k: v[:16] for k, v in ARRAYS.items()})
-    Training(
+    spec = RunSpec(
         assembled=assembled,
         loss=square_loss,
         batch={k: v[:16] for k, v in ARRAYS.items()},
         data=as_data(ARRAYS),
         duration=Duration(updates=10),
-        start=lambda: assembled.init(0),
         seed=0,
-        run_dir=tmp_path,
-        make_tracker=lambda _: JsonlTracker(tmp_path),
-        checkpoint=CheckpointConfig(enabled=False),
-        profile=True,
-    ).run()
+        initial_state=lambda: assembled.init(0),
+        output=OutputSpec(
+            run_dir=tmp_path,
+            progress=False,
+            checkpoint=CheckpointConfig(enabled=False),
+            profile=True,
+        ),
+    )
+    TrainingRun(spec).run()
     profile = json.loads((tmp_path / "profile.json").read_text())
     assert sum(profile["shares"].values()) == pytest.approx(1.0)
     assert {c["axis"] for c in profile["collectives"]} == {"data×fsdp"}
@@ -194,7 +197,7 @@ def test_the_meter_counts_updates_and_leaves_out_what_is_no_training(monkeypatch
     meter = Meter(Work(samples=8, tokens=80, flops=1000, peak_flops=10_000.0), jax.devices())
     meter.restart(10, waited=1.0)
     clock[0] = 5.0
-    meter.leave_out(3.0)
+    meter.exclude(3.0)
     found = meter.read(20, waited=1.5)
     assert found["step_seconds"] == pytest.approx(0.2)
     assert found["samples_per_second"] == pytest.approx(40)
@@ -237,16 +240,16 @@ class BrokenStore:
 
 
 def test_a_failed_save_is_told_and_the_last_one_fails_the_run():
-    told = []
-    keeper = CheckpointKeeper(
+    logged = []
+    checkpointer = BackgroundCheckpointer(
         BrokenStore(),
         form=type("Form", (), {"copy": staticmethod(lambda state: state)})(),
-        passport=lambda update: update,
+        metadata=lambda update: update,
         every=5,
-        last=None,
-        tell=lambda *event: told.append(event),
+        last_saved=None,
+        log_event=lambda *event: logged.append(event),
     )
-    keeper.save(None, 10, loss=None)
-    assert told[0][:3] == ("warning", 5, "update 5 could not be saved: no space left on device")
+    checkpointer.save(None, 10, loss=None)
+    assert logged[0][:3] == ("warning", 5, "update 5 could not be saved: no space left on device")
     with pytest.raises(EnvironmentProblem, match="after 5 updates could not be saved"):
-        keeper.finish()
+        checkpointer.finish()

@@ -280,7 +280,7 @@ def test_early_stopping_remembers_what_it_saw_before_the_checkpoint(tmp_path):
 def test_devices_are_made_by_all_processes_before_one_of_them_looks(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(resume.jax, "devices", lambda: asked.append("devices"))
-    monkeypatch.setattr(resume, "_look", lambda *_, **__: asked.append("checkpoints") or {})
+    monkeypatch.setattr(resume, "_find_newest", lambda *_, **__: asked.append("checkpoints") or {})
     monkeypatch.setattr(resume, "broadcast", lambda value: asked.append("others") or value)
-    assert resume.find_origin("auto", tmp_path) is None
+    assert resume.find_resume_point("auto", tmp_path) is None
     assert asked == ["devices", "checkpoints", "others"]

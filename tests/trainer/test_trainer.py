@@ -165,7 +165,7 @@ def test_the_number_of_steps_is_whole_and_positive(steps):
 
 @pytest.mark.parametrize("said", [{}, {"steps": 2, "max_duration": "2ep"}])
 def test_how_long_to_train_is_said_once(said):
-    with pytest.raises(UserError, match="say how long to train, once"):
+    with pytest.raises(UserError, match="length of the training must be given exactly once"):
         trainer().fit(batches(1), **said)
 
 
@@ -186,7 +186,7 @@ def plan(samples: int = 16) -> mw.Plan:
 
 def test_a_plan_says_it_all():
     assert trainer(mesh=plan(), precision="bf16").assemble(next(batches(1))).plan == plan()
-    with pytest.raises(UserError, match="precision is given beside a plan") as caught:
+    with pytest.raises(UserError, match="precision differs from the plan") as caught:
         trainer(mesh=plan(), precision="fp16").assemble(next(batches(1)))
     assert caught.value.why == "the trainer has fp16, the plan bf16"
     with pytest.raises(UserError, match="16 samples, and the plan is for 32"):
@@ -244,7 +244,7 @@ def test_progress_is_shown_on_request_and_warnings_always(assembled, capfd):
 def test_a_batch_larger_than_the_data_says_what_it_repeats(assembled):
     few = {name: array[:8] for name, array in next(iter(batches(1))).items()}
     size = assembled.plan.batch.global_batch_size
-    with pytest.warns(UserWarning, match=rf"holds each of the 8 samples there are {size / 8:.3g} "):
+    with pytest.warns(UserWarning, match=rf"repeats each of the 8 samples {size / 8:.3g} "):
         trainer().fit(few, steps=1, batch_size=size, assembled=assembled)
 
 

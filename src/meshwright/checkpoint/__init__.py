@@ -1,6 +1,13 @@
-"""Checkpoints: a training state on disk by canonical path, read back on any mesh."""
+"""Checkpoints: training states on disk by canonical path, restored on any mesh."""
 
 from meshwright.checkpoint.export import export_safetensors, read_params
-from meshwright.checkpoint.store import CheckpointStore, Passport, find_store
+from meshwright.checkpoint.metadata import CheckpointMetadata
+from meshwright.checkpoint.store import CheckpointStore, find_store
 
-__all__ = ["CheckpointStore", "Passport", "export_safetensors", "find_store", "read_params"]
+__all__ = [
+    "CheckpointMetadata",
+    "CheckpointStore",
+    "export_safetensors",
+    "find_store",
+    "read_params",
+]

@@ -1,4 +1,4 @@
-"""Parameters of a checkpoint for other tools: as NumPy arrays, or as a safetensors file."""
+"""Export of checkpoints: parameters as NumPy arrays or as a safetensors file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from meshwright.errors import UserError
 def read_params(
     path: str | Path, *, update: int | None = None, statistics: bool = False
 ) -> dict[str, NDArray[Any]]:
-    """Read the parameters of a run's newest checkpoint by canonical path.
+    """Read the parameters of a checkpoint by canonical path.
 
     Args:
-        path: a run's folder, its folder of checkpoints, or one checkpoint.
+        path: a run folder, its checkpoint folder, or a single checkpoint.
         update: which checkpoint; the newest by default.
-        statistics: whether to read the model's other floating-point arrays too, such as the
-            running means of batch normalisation and frozen weights.
+        statistics: also read the model's other floating-point arrays, such as the running
+            means of BatchNorm and frozen weights.
     """
     folder, named = find_store(Path(path))
     store = CheckpointStore(folder, read_only=True)
@@ -31,7 +31,7 @@ def read_params(
         if wanted is None or wanted not in store.updates():
             raise UserError(
                 f"there is no checkpoint of update {wanted} in {folder}",
-                why=f"there are {', '.join(map(str, store.updates())) or 'none'}",
+                why=f"checkpoints: {', '.join(map(str, store.updates())) or 'none'}",
             )
         shapes = store.shapes(wanted)
         groups = ("params", "state") if statistics else ("params",)
@@ -54,7 +54,7 @@ def read_params(
         name: array
         for group in paths
         for name, array in tree[group].items()
-        # Keys and counters of random streams are integers.
+        # Integer arrays are keys and counters of random streams.
         if group == "params" or np.issubdtype(array.dtype, np.floating)
     }
 
@@ -64,7 +64,7 @@ def export_safetensors(
 ) -> dict[str, tuple[int, ...]]:
     """Write a checkpoint's parameters and statistics to a safetensors file.
 
-    Returns the shapes of what is in it by canonical path.
+    Returns the shapes of its arrays by canonical path.
     """
     try:
         from safetensors.numpy import save_file

@@ -1,12 +1,12 @@
-"""The checkpoints of a run: written by Orbax in the background, kept by age and by merit."""
+"""The checkpoint folder of a run: Orbax writes it in the background and deletes old ones."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +14,23 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
+from meshwright.checkpoint.metadata import FORMAT, CheckpointMetadata
 from meshwright.errors import UserError
 from meshwright.processes import broadcast, is_main, process_count, process_index
 
 FOLDER = "checkpoints"
-STATE, PASSPORT = "state", "passport"
-FORMAT = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Passport:
-    """What a checkpoint says of itself beside its arrays.
-
-    Attributes:
-        update: updates done.
-        seed: of initialization, dropout and data order.
-        dataset: fingerprint of the data; empty if it has none.
-        global_batch_size: samples per update, which a resumed run keeps.
-        plan: the plan of the run that wrote it.
-        config: the whole config of that run; empty for library users.
-        versions: of the packages that wrote it.
-        processes: how many processes wrote it.
-        format: of checkpoints.
-    """
-
-    update: int
-    seed: int
-    dataset: str = ""
-    global_batch_size: int
-    plan: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    processes: int = 1
-    format: int = FORMAT
+STATE, METADATA = "state", "passport"
+"""Names of a checkpoint's two parts on disk."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save went.
+    """The outcome of a save.
 
     Attributes:
-        update: what was saved.
-        seconds: from the call to the last byte.
-        error: what went wrong, if anything.
+        update: the update that was saved.
+        seconds: time from the call until everything was on disk.
+        error: the exception of a failed save.
     """
 
     update: int
@@ -65,13 +39,13 @@ class Saved:
 
 
 class CheckpointStore:
-    """The checkpoints in one folder; every process makes the same calls.
+    """The checkpoints in one folder; every process must make the same calls.
 
     Args:
-        folder: where they are, one folder per update.
-        keep_last: how many of the newest are kept.
-        keep_best: how many of those with the lowest loss are kept besides.
-        read_only: nothing is written or removed.
+        folder: the folder, with one subfolder per checkpoint, named after its update.
+        keep_last: number of newest checkpoints to keep.
+        keep_best: number of checkpoints with the lowest loss to keep in addition.
+        read_only: never write or delete anything.
         alone: only this process makes the calls.
     """
 
@@ -84,23 +58,23 @@ class CheckpointStore:
         read_only: bool = False,
         alone: bool = False,
     ) -> None:
-        # Orbax tells about every file it writes.
+        # Orbax logs every file it writes.
         logging.getLogger("absl").setLevel(logging.ERROR)
         self.folder = folder.absolute()
         if not read_only:
             _make_folder(self.folder)
-        # Named processes meet at the coordinator. By default they would meet in a device
-        # program, which another thread must not start beside the step.
+        # With named processes Orbax synchronizes through the coordinator. By default it runs a
+        # device program, which a background thread must not start while the step runs.
         members = {process_index()} if alone else set(range(process_count()))
         together = ocp.options.MultiprocessingOptions(
             primary_host=process_index() if alone else 0, active_processes=members
         )
         self._manager = ocp.CheckpointManager(
             self.folder,
-            item_names=(STATE, PASSPORT),
+            item_names=(STATE, METADATA),
             item_handlers={
                 STATE: ocp.StandardCheckpointHandler(multiprocessing_options=together),
-                PASSPORT: ocp.JsonCheckpointHandler(multiprocessing_options=together),
+                METADATA: ocp.JsonCheckpointHandler(multiprocessing_options=together),
             },
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=_policy(keep_last, keep_best),
@@ -116,85 +90,89 @@ class CheckpointStore:
         self._pending: Future[Saved] | None = None
 
     def updates(self) -> list[int]:
-        """Return the updates there are checkpoints of, oldest first."""
+        """Return the updates that have a checkpoint, oldest first."""
         return sorted(self._manager.all_steps())
 
     def latest(self) -> int | None:
-        """Return the newest checkpoint's update, as process 0 sees it; None if there is none."""
-        found = self.updates()
-        return broadcast(found[-1] if found else None)
+        """Return the update of the newest checkpoint on process 0; None without checkpoints."""
+        updates = self.updates()
+        return broadcast(updates[-1] if updates else None)
 
     def best(self) -> int | None:
-        """Return the update of the checkpoint with the lowest loss, if any was saved with one."""
+        """Return the update of the checkpoint with the lowest loss; None if none has a loss."""
         return self._manager.best_step()
 
-    def save(self, state: Any, passport: Passport, *, loss: float | None = None) -> Saved | None:
-        """Write a checkpoint in the background; waits for the one before, and says how it went.
+    def save(
+        self, state: Any, metadata: CheckpointMetadata, *, loss: float | None = None
+    ) -> Saved | None:
+        """Write a checkpoint in the background.
+
+        Waits for the previous save first, and returns its outcome.
 
         Args:
-            state: arrays in canonical form that nobody else will consume.
-            passport: what goes with them.
-            loss: by which the best checkpoints are kept; None if it is not known.
+            state: arrays in canonical form, which nothing else may donate.
+            metadata: what to record beside them.
+            loss: ranks checkpoints for ``keep_best``; None if it is not known.
         """
-        before = self.wait()
-        self._pending = self._thread.submit(self._save, state, passport, loss)
-        return before
+        previous = self.wait()
+        self._pending = self._thread.submit(self._save, state, metadata, loss)
+        return previous
 
     def wait(self) -> Saved | None:
-        """Wait until nothing is being written, and say how it went."""
+        """Wait for the save in progress, if any, and return its outcome."""
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
     def finished(self) -> Saved | None:
-        """Say how the last save went if it is done; does not wait."""
+        """Return the outcome of the last save if it is complete, without waiting."""
         if self._pending is None or not self._pending.done():
             return None
         return self.wait()
 
-    def passport(self, update: int) -> Passport:
-        """Read what a checkpoint says of itself."""
-        args = ocp.args.Composite(**{PASSPORT: ocp.args.JsonRestore()})
-        values = self._read(update, lambda: self._manager.restore(update, args=args))[PASSPORT]
+    def metadata(self, update: int) -> CheckpointMetadata:
+        """Read the metadata of a checkpoint."""
+        args = ocp.args.Composite(**{METADATA: ocp.args.JsonRestore()})
+        values = self._read(update, lambda: self._manager.restore(update, args=args))[METADATA]
         if values.get("format", 0) > FORMAT:
             raise UserError(
                 f"the checkpoint {self.folder / str(update)} was written by a newer version",
-                why=f"its format is {values['format']}, and this version reads up to {FORMAT}",
+                why=f"its format is {values['format']}; this version reads formats up to {FORMAT}",
                 fix="install a newer meshwright",
             )
-        return Passport(**values)
+        return CheckpointMetadata(**values)
 
     def shapes(self, update: int) -> dict[str, dict[str, tuple[int, ...]]]:
         """Read the shape of every array of a checkpoint, by group and path."""
-        found: Any = self._read(update, lambda: self._manager.item_metadata(update))[STATE]
-        tree = getattr(found, "tree", found)
+        arrays: Any = self._read(update, lambda: self._manager.item_metadata(update))[STATE]
+        tree = getattr(arrays, "tree", arrays)
         return {
-            group: {path: tuple(array.shape) for path, array in arrays.items()}
-            for group, arrays in tree.items()
+            group: {path: tuple(array.shape) for path, array in by_path.items()}
+            for group, by_path in tree.items()
         }
 
     def restore(self, update: int, structs: Any) -> Any:
-        """Read a checkpoint's arrays to where ``structs`` say they live."""
+        """Restore the arrays of a checkpoint with the shardings of ``structs``."""
         args = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(structs)})
         return self._read(update, lambda: self._manager.restore(update, args=args))[STATE]
 
     def close(self) -> Saved | None:
-        """Wait for what is being written, and let go; safe to call again."""
+        """Wait for the save in progress and release resources; safe to call again."""
         last = self.wait()
         self._thread.shutdown()
         self._manager.close()
         return last
 
-    def _save(self, state: Any, passport: Passport, loss: float | None) -> Saved:
+    def _save(self, state: Any, metadata: CheckpointMetadata, loss: float | None) -> Saved:
         started = time.perf_counter()
         error: Exception | None = None
         try:
             jax.block_until_ready(state)
             self._manager.save(
-                passport.update,
+                metadata.update,
                 args=ocp.args.Composite(
                     **{
                         STATE: ocp.args.StandardSave(state),
-                        PASSPORT: ocp.args.JsonSave(asdict(passport)),
+                        METADATA: ocp.args.JsonSave(asdict(metadata)),
                     }
                 ),
                 metrics=None if loss is None else {"loss": loss},
@@ -202,9 +180,9 @@ class CheckpointStore:
             )
             self._manager.wait_until_finished()
         except Exception as caught:
-            # Whatever it is, training goes on and is told.
+            # Training continues whatever went wrong; the caller reports it.
             error = caught
-        return Saved(passport.update, time.perf_counter() - started, error)
+        return Saved(metadata.update, time.perf_counter() - started, error)
 
     def _read(self, update: int, read: Callable[[], Any]) -> Any:
         try:
@@ -213,32 +191,32 @@ class CheckpointStore:
             raise UserError(
                 f"the checkpoint {self.folder / str(update)} cannot be read",
                 why=str(error).partition("\n")[0],
-                fix="resume=PATH names another one; resume=never starts anew",
+                fix="name another one with resume=PATH, or start over with resume=never",
             ) from error
 
 
 def find_store(path: Path) -> tuple[Path, int | None]:
-    """Return the folder of checkpoints a path means, and the update if it names one.
+    """Return the checkpoint folder a path refers to, and the update if it names one.
 
-    The path is a run's folder, its folder of checkpoints, or one checkpoint.
+    The path is a run folder, its checkpoint folder, or a single checkpoint.
     """
     path = path.absolute()
     if not path.is_dir():
-        raise UserError(f"there is no folder {path}", fix="name a run's folder or a checkpoint")
+        raise UserError(f"there is no folder {path}", fix="name a run folder or a checkpoint")
     if path.parent.name == FOLDER and path.name.isdecimal():
         return path.parent, int(path.name)
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     if not any(child.name.isdecimal() for child in folder.iterdir() if child.is_dir()):
         raise UserError(
             f"there is no checkpoint in {path}",
-            why=f"{folder} has no folder named after an update",
-            fix="name a run's folder, its folder of checkpoints, or one checkpoint",
+            why=f"{folder} has no subfolder named after an update",
+            fix="name a run folder, its checkpoint folder, or a single checkpoint",
         )
     return folder, None
 
 
 def _make_folder(folder: Path) -> None:
-    """Make the folder, once for all processes."""
+    """Make the folder on process 0; raise the same error on all processes."""
     problem = ""
     if is_main():
         try:

@@ -52,9 +52,9 @@ def run(request: Request) -> int:
         "totals": _totals(assembled, leaves),
         "remarks": remarks,
     }
-    if assembled.pipeline is not None:
-        report["pipeline"] = asdict(assembled.pipeline)
-    request.output.result(report, _picture(assembled, leaves, report, assembled.pipeline))
+    if assembled.pipeline_report is not None:
+        report["pipeline"] = asdict(assembled.pipeline_report)
+    request.output.result(report, _picture(assembled, leaves, report, assembled.pipeline_report))
     return ExitCode.DONE
 
 

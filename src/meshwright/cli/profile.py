@@ -17,8 +17,8 @@ from meshwright.profile import Profile, Profiler, read_profile
 from meshwright.program.hlo import optimized_hlo
 from meshwright.recipe import Recipe, make_recipe
 from meshwright.step.assemble import Assembled
+from meshwright.trainer.batch_loader import BatchLoader
 from meshwright.trainer.compiled import compile_step
-from meshwright.trainer.feed import Feed
 from meshwright.units import human_bytes
 
 
@@ -42,7 +42,7 @@ def run(request: Request) -> int:
 def _measure(request: Request, recipe: Recipe, assembled: Assembled, profiler: Profiler) -> Profile:
     config, size = request.config, assembled.plan.batch.global_batch_size
     compiled = compile_step(assembled, recipe.example_batch(size))
-    feed = Feed(
+    loader = BatchLoader(
         recipe.data,
         batch_size=size,
         sharding=assembled.step.shardings.batch,
@@ -50,11 +50,11 @@ def _measure(request: Request, recipe: Recipe, assembled: Assembled, profiler: P
         prefetch=config.data.prefetch,
     )
     state = assembled.init(config.run.seed)
-    with feed.open(0, profiler.updates + 1) as batches:
-        # The first update holds what is done once.
+    with loader.open(0, profiler.updates + 1) as batches:
+        # The first update includes one-time work.
         state, metrics = compiled.run(state, next(batches))
         profiler.start((state, metrics))
-        waited = feed.waited
+        waited = loader.waited
         for number, batch in enumerate(batches):
             with jax.profiler.StepTraceAnnotation("update", step_num=number):
                 state, metrics = compiled.run(state, batch)
@@ -64,7 +64,7 @@ def _measure(request: Request, recipe: Recipe, assembled: Assembled, profiler: P
         assembled.mesh,
         optimized_hlo(compiled.run),
         updates=profiler.updates,
-        input_wait_seconds=feed.waited - waited,
+        input_wait_seconds=loader.waited - waited,
     )
 
 

@@ -1,8 +1,9 @@
-"""`meshwright train`: a whole run from a config, with everything about it on disk."""
+"""`meshwright train`: trains from a config, and writes the run folder."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,87 +16,100 @@ from meshwright.cli.request import Request
 from meshwright.cli.sample import generate_sample
 from meshwright.config.origins import trace_origins
 from meshwright.config.schema import Config
-from meshwright.errors import ExitCode, UserError
+from meshwright.errors import ExitCode
 from meshwright.mesh.draw import render_mesh
 from meshwright.plan import Plan, make_plan, unused_settings
 from meshwright.processes import broadcast
-from meshwright.recipe import make_recipe
+from meshwright.recipe import Recipe, make_recipe
+from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
-from meshwright.tracking.make import make_trackers
-from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.callbacks import Callback, EarlyStopping
-from meshwright.trainer.folder import make_folder
-from meshwright.trainer.resume import Origin, find_origin
-from meshwright.trainer.training import FitResult, Training
+from meshwright.trainer.fit_result import FitResult
+from meshwright.trainer.resume import ResumePoint, find_resume_point
+from meshwright.trainer.run_spec import EvaluationSpec, LoadingSpec, OutputSpec, RunSpec
+from meshwright.trainer.training_run import TrainingRun
 from meshwright.units import counted
 
 
 def run(request: Request) -> int:
-    """Train, and tell what was done."""
+    """Train, and report the result."""
     folder = Path(broadcast(str(request.composed.run_dir.absolute())))
-    origin = find_origin(request.config.resume, folder)
-    config = _keep_batch(request.config, origin)
+    point = find_resume_point(request.config.resume, folder)
+    config = _keep_batch(request.config, point)
     plan = make_plan(config, jax.device_count())
     recipe = make_recipe(config, plan.batch.global_batch_size)
-    # Whatever is wrong with the model, the task or the data shows here, before a file is written.
+    # Mistakes in the model, the task or the data show here, before a file is written.
     example = recipe.example_batch(plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, example)
-    told: dict[str, Any] = {}
-
-    def finish(state: TrainState) -> dict[str, Any]:
-        tokens = config.training.sample_tokens
-        told["sample"] = generate_sample(recipe, assembled, state, num_tokens=tokens)
-        return told
-
-    training = Training(
-        assembled=assembled,
-        loss=recipe.loss,
-        batch=example,
-        data=recipe.data,
-        duration=recipe.duration,
-        start=lambda: assembled.init(config.run.seed),
-        seed=config.run.seed,
-        eval_data=recipe.eval_data,
-        eval_every=config.training.eval_every,
-        eval_batches=config.training.eval_batches,
-        log_every=config.tracking.log_every,
-        workers=config.data.workers,
-        prefetch=config.data.prefetch,
-        callbacks=_callbacks(config),
-        run_dir=folder,
-        make_tracker=partial(_trackers, config, folder),
-        checkpoint=config.checkpoint,
-        origin=origin,
-        config=config.model_dump(mode="json"),
-        project=config.run.project,
-        learning_rate=recipe.learning_rate,
-        strict=config.strict,
-        profile=config.training.profile_communication,
-        finish=finish,
-        remarks=unused_settings(config, plan),
+    training_run = TrainingRun(
+        RunSpec(
+            assembled=assembled,
+            loss=recipe.loss,
+            batch=example,
+            data=recipe.data,
+            duration=recipe.duration,
+            seed=config.run.seed,
+            initial_state=lambda: assembled.init(config.run.seed),
+            resume_point=point,
+            evaluation=EvaluationSpec(
+                data=recipe.eval_data,
+                every=config.training.eval_every,
+                batches=config.training.eval_batches,
+            ),
+            loading=LoadingSpec(workers=config.data.workers, prefetch=config.data.prefetch),
+            output=_output(config, folder, _files(request, config, plan)),
+            callbacks=_callbacks(config),
+            config=config.model_dump(mode="json"),
+            learning_rate=recipe.learning_rate,
+            strict=config.strict,
+            extra_results=partial(_sample, config, recipe, assembled),
+            warnings=unused_settings(config, plan),
+        )
     )
-    training.check()
-    make_folder(folder, _files(request, config, plan))
-    if not request.output.as_json:
-        request.output.say(render_mesh(assembled.mesh))
-        if assembled.pipeline is not None:
-            request.output.say(Text(assembled.pipeline.summary()))
-    result = training.run()
-    _tell(request, plan, result, told.get("sample"))
+    _show_mesh(request, assembled)
+    result = training_run.run()
+    _report(request, plan, result)
     return ExitCode.PREEMPTED if result.interrupted else ExitCode.DONE
 
 
-def _keep_batch(config: Config, origin: Origin | None) -> Config:
-    """Return the config with the global batch of the checkpoint, unless it names its own."""
-    if origin is None or config.training.global_batch_size is not None:
+def _output(config: Config, folder: Path, files: Mapping[str, str]) -> OutputSpec:
+    return OutputSpec(
+        run_dir=folder,
+        files=files,
+        project=config.run.project,
+        log_every=config.tracking.log_every,
+        tracking=config.tracking,
+        checkpoint=config.checkpoint,
+        profile=config.training.profile_communication,
+    )
+
+
+def _sample(
+    config: Config, recipe: Recipe, assembled: Assembled, state: TrainState
+) -> dict[str, Any]:
+    tokens = config.training.sample_tokens
+    return {"sample": generate_sample(recipe, assembled, state, num_tokens=tokens)}
+
+
+def _show_mesh(request: Request, assembled: Assembled) -> None:
+    if request.output.as_json:
+        return
+    request.output.say(render_mesh(assembled.mesh))
+    if assembled.pipeline_report is not None:
+        request.output.say(Text(assembled.pipeline_report.summary()))
+
+
+def _keep_batch(config: Config, point: ResumePoint | None) -> Config:
+    """Return the config with the global batch size of the checkpoint, unless it sets its own."""
+    if point is None or config.training.global_batch_size is not None:
         return config
-    size = origin.passport.global_batch_size
+    size = point.metadata.global_batch_size
     training = config.training.model_copy(update={"global_batch_size": size})
     return config.model_copy(update={"training": training})
 
 
 def _files(request: Request, config: Config, plan: Plan) -> dict[str, str]:
-    """Return what the run's folder holds from the start."""
+    """Return the files written into the run folder before training."""
     origins = trace_origins(request.config, request.composed)
     entries = [
         {"key": o.key, "value": o.value, "origin": o.source, "from": o.detail} for o in origins
@@ -112,21 +126,11 @@ def _callbacks(config: Config) -> list[Callback]:
     patience = config.training.early_stopping_patience
     if patience is None:
         return []
-    if config.training.eval_every is None:
-        raise UserError(
-            f"training.early_stopping_patience={patience} counts evaluations",
-            why="training.eval_every is null, so there is only one, at the end",
-            fix="write training.eval_every=… too",
-        )
     return [EarlyStopping(patience, min_delta=config.training.early_stopping_min_delta)]
 
 
-def _trackers(config: Config, folder: Path, updates: int | None) -> Tracker:
-    return make_trackers(config.tracking, folder, total_updates=updates)
-
-
-def _tell(request: Request, plan: Plan, result: FitResult, sample: str | None) -> None:
-    losses = list(result.losses.values())
+def _report(request: Request, plan: Plan, result: FitResult) -> None:
+    losses, sample = list(result.losses.values()), result.extra.get("sample")
     report: dict[str, Any] = {
         "run_dir": str(result.run_dir),
         "mesh": plan.mesh,
@@ -142,7 +146,7 @@ def _tell(request: Request, plan: Plan, result: FitResult, sample: str | None) -
     if request.output.as_json:
         request.output.result(report)
         return
-    # As plain text, because a path that is wrapped cannot be copied.
+    # Plain text, because a wrapped path cannot be copied.
     request.output.text("\n".join(_lines(plan, result, losses, sample)))
 
 
@@ -156,11 +160,11 @@ def _lines(plan: Plan, result: FitResult, losses: list[float], sample: str | Non
         evaluated = "" if result.eval_loss is None else f", held out {result.eval_loss:.4f}"
         lines.append(f"loss {losses[0]:.4f} → {losses[-1]:.4f}{evaluated}")
     if sample:
-        lines += ["", "a sample of what it writes:", *sample.splitlines(), ""]
+        lines += ["", "sample:", *sample.splitlines(), ""]
     if result.interrupted:
-        lines.append(f"to go on: the same command with hydra.run.dir={result.run_dir}")
+        lines.append(f"to resume: run the same command with hydra.run.dir={result.run_dir}")
     return [
         *lines,
-        f"everything about it: {result.run_dir}",
-        f"look at it: meshwright report {result.run_dir}",
+        f"run folder: {result.run_dir}",
+        f"report: meshwright report {result.run_dir}",
     ]

@@ -1,1 +1,1 @@
-"""The step: state, loss → gradients → update, accumulation, precision, loss scaling."""
+"""The step: loss, gradients, accumulation, loss scaling and the optimizer, compiled as one."""

@@ -1,4 +1,4 @@
-"""From a model, a loss, an optimizer and a plan to a step that is ready to run."""
+"""Builds the step from a model, a loss, an optimizer and a plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from meshwright.step.train_step import TrainStep
 from meshwright.units import counted
 
 FEW_SAMPLES = 8
-"""Below so many samples, means and variances are mostly noise."""
+"""Means and variances of fewer samples are mostly noise."""
 
 ModelSource = Callable[[nnx.Rngs], Any]
 """Builds the model from its random streams."""
@@ -48,12 +48,12 @@ class Assembled:
         step: the compiled step.
         parts: the model's structure.
         traced: the loss, traced for one microbatch.
-        decision: where everything lives.
-        plan: what to do.
-        mesh: where.
-        remarks: what could not be done as the plan asked, and why.
-        pipeline: what the stages have and how long they wait; None without stages.
-        batch_tree: how the arrays of a batch are nested.
+        decision: the placement of every leaf and activation.
+        plan: the plan.
+        mesh: the mesh.
+        remarks: where the step differs from what the plan asked for, and why.
+        pipeline_report: blocks, parameters and idle time of the stages; None without stages.
+        batch_tree: the tree structure of a batch.
     """
 
     step: TrainStep
@@ -63,51 +63,51 @@ class Assembled:
     plan: Plan
     mesh: Mesh
     remarks: tuple[str, ...]
-    pipeline: PipelineReport | None
+    pipeline_report: PipelineReport | None
     batch_tree: Any
     _build: ModelSource
 
     def init(self, seed: int) -> TrainState:
-        """Create the model and the optimizer's state, each leaf where it lives."""
+        """Initialize the model and the optimizer state, each leaf with its sharding."""
 
         def create(data: Any) -> TrainState:
             key = jax.random.wrap_key_data(data)
             values = self.parts.values(build_unplaced(lambda: self._build(nnx.Rngs(key))))
             return self.step.fresh_state(self.traced.layout.from_canonical(values))
 
-        # As an argument: compilers spend minutes on computing what follows from a constant.
+        # The key is an argument: XLA would spend minutes folding what follows from a constant.
         data = np.asarray(jax.random.key_data(jax.random.key(seed)))
         return jax.jit(create, out_shardings=self.step.shardings.state)(data)
 
     def adopt(self, model: Any) -> TrainState:
-        """Start from a model that exists already, its leaves put where they live."""
+        """Start from an existing model, its leaves placed on the mesh."""
         return self.start(self.parts.values(model))
 
     def start(self, values: Sequence[Any]) -> TrainState:
-        """Start from the values of the model's leaves, in canonical order."""
+        """Start from values of the model's leaves in canonical order."""
 
         def place(values: list[Any]) -> TrainState:
             return self.step.fresh_state(self.traced.layout.from_canonical(values))
 
-        # First onto the mesh: they may come from other devices.
-        there = jax.device_put(list(values), self._canonical_shardings())
-        return jax.jit(place, out_shardings=self.step.shardings.state)(there)
+        # Onto the mesh first: they may be on other devices.
+        placed = jax.device_put(list(values), self._canonical_shardings())
+        return jax.jit(place, out_shardings=self.step.shardings.state)(placed)
 
     def _canonical_shardings(self) -> list[NamedSharding]:
-        found: dict[int, NamedSharding] = {}
+        shardings: dict[int, NamedSharding] = {}
         steps = self.traced.layout.step_leaves
         for step, placement in zip(steps, self.decision.at_rest, strict=True):
             spec = to_spec(placement.dims[1:] if step.stacked else placement.dims)
-            found |= dict.fromkeys(step.sources, NamedSharding(self.mesh, spec))
-        return [found[number] for number in range(len(found))]
+            shardings |= dict.fromkeys(step.sources, NamedSharding(self.mesh, spec))
+        return [shardings[number] for number in range(len(shardings))]
 
     def canonical_params(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return values of the step's parameter leaves (or their gradients) by canonical path."""
-        found: dict[str, Any] = {}
+        by_path: dict[str, Any] = {}
         for step, value in zip(self.traced.layout.select("param"), values, strict=True):
             paths = [self.traced.layout.leaves[source].path for source in step.sources]
-            found.update(zip(paths, step.split(value), strict=True))
-        return found
+            by_path.update(zip(paths, step.split(value), strict=True))
+        return by_path
 
     def canonical(self, state: TrainState) -> dict[str, Any]:
         """Return the model's leaves by canonical path."""
@@ -117,12 +117,12 @@ class Assembled:
         }
 
     def model(self, state: TrainState) -> Any:
-        """Return the model as the user wrote it, holding the state's values."""
+        """Return the user's model with the values of a state."""
         values = self.traced.layout.to_canonical(self.step.leaf_values(state))
         return self.parts.merge(values)
 
     def put_batch(self, batch: Any) -> list[Any]:
-        """Place a host batch's leaves on the mesh."""
+        """Place the leaves of a host batch on the mesh."""
         return [jax.device_put(leaf, self.step.shardings.batch) for leaf in jax.tree.leaves(batch)]
 
 
@@ -138,17 +138,17 @@ def assemble(
     devices: Sequence[Any] | None = None,
     wide: bool = False,
 ) -> Assembled:
-    """Trace, decide, and build the step; nothing is compiled yet.
+    """Trace the loss, choose placements and build the step; nothing is compiled yet.
 
     Args:
         model: builds the model from `nnx.Rngs`.
         loss: ``loss(model, batch)``, see `meshwright.Weighted`.
         optimizer: any optax transformation.
-        plan: what to do.
+        plan: the plan.
         batch: a global batch, as arrays or shapes.
         clip_norm: largest global gradient norm.
-        trainable: NNX filter for what is trained.
-        devices: where; all devices by default.
+        trainable: NNX filter of what is trained.
+        devices: devices of the mesh; all by default.
         wide: compute in float64, for proofs.
     """
     mesh = build_mesh(plan.mesh, devices)
@@ -184,7 +184,7 @@ def assemble(
 
 
 def _few_samples(traced: TracedLoss, plan: Plan) -> list[str]:
-    """Say so where batch statistics are those of hardly any samples."""
+    """Warn if batch statistics are computed from very few samples."""
     count = plan.batch.gradient_accumulation_steps
     each = plan.batch.global_batch_size // count
     statistic = None if count == 1 or each >= FEW_SAMPLES else _batch_statistic(traced)
@@ -194,13 +194,13 @@ def _few_samples(traced: TracedLoss, plan: Plan) -> list[str]:
     key = "pipeline.num_microbatches" if plan.size("pipe") > 1 else "gradient_accumulation_steps"
     return [
         f"`{statistic}` is a statistic of one microbatch at a time, and the {count} microbatches "
-        f"of an update have {counted(each, 'sample')} each; {key}={fewer} or less, or larger "
-        "batches, let BatchNorm see more"
+        f"of an update have {counted(each, 'sample')} each; for better statistics set "
+        f"{key}={fewer} or less, or a larger batch"
     ]
 
 
 def _batch_statistic(traced: TracedLoss) -> str | None:
-    """Return the path of a statistic that depends on samples, if the model has one."""
+    """Return the path of a statistic that depends on the batch, if the model has one."""
     states = [step.leaf for step in traced.layout.step_leaves if step.leaf.role == "state"]
     outputs = len(traced.closed.jaxpr.outvars) - len(states)
     for number, leaf in enumerate(states, start=outputs):
@@ -220,7 +220,7 @@ def _pipeline(
     *,
     wide: bool,
 ) -> PipelinedLoss:
-    """Return the loss and its gradients as a pipeline of the plan's stages."""
+    """Return the loss and its gradients, computed in the plan's pipeline stages."""
     assert program.cut is not None
     schedule = get_schedule(plan.schedule or "1f1b", plan.num_chunks)
     schedule.shape(plan.num_microbatches, plan.size("pipe"))
@@ -256,7 +256,7 @@ def _microbatch(batch: Any, plan: Plan) -> Any:
     def shrink(leaf: Any) -> jax.ShapeDtypeStruct:
         if not leaf.shape or leaf.shape[0] != size:
             raise UserError(
-                "the batch does not have the plan's number of samples",
+                "the batch does not have the number of samples in the plan",
                 why=f"an array of shape {tuple(leaf.shape)} for a global batch of {size}",
                 fix=f"give batches of {size} samples, or set training.global_batch_size",
             )

@@ -1,4 +1,4 @@
-"""A training state by canonical path: what checkpoints hold, whatever the mesh and the layout."""
+"""The canonical form of a training state: arrays by path, independent of mesh and layout."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from meshwright.step.scaler import LossScale
 from meshwright.step.state import TrainState
 
 CanonicalState = dict[str, dict[str, Any]]
-"""By group (params, state, optimizer, counters), arrays by canonical path."""
+"""Arrays by group (params, state, optimizer, counters) and canonical path, as on disk."""
 
 _Split = Callable[[Any], list[Any]]
 _Join = Callable[[list[Any]], Any]
 
 
 class CanonicalForm:
-    """Translates between a step's state and its canonical form.
+    """Converts between a step's state and its canonical form.
 
     Args:
-        assembled: the step whose states are translated.
+        assembled: the step whose states are converted.
     """
 
     def __init__(self, assembled: Assembled) -> None:
@@ -50,23 +50,23 @@ class CanonicalForm:
         )
 
     def copy(self, state: TrainState) -> CanonicalState:
-        """Return the state in new arrays by canonical path; the next update may consume the old.
+        """Return a copy of the state in canonical form, so that the next update may donate it.
 
-        The copies of accelerators' arrays are in the host's memory.
+        On accelerators the copy is in host memory.
         """
         self.prepare()
         return self._compiled(state)
 
     def prepare(self) -> None:
-        """Compile what `copy` runs, so that the first copy is as quick as the others."""
+        """Compile the program of `copy` ahead, so that the first copy is as fast as the others."""
         if self._compiled is None:
             copy = jax.jit(self._from_state, out_shardings=self._for_copies())
             self._compiled = copy.lower(self._step.abstract_state()).compile()
 
     def state(self, canonical: CanonicalState) -> TrainState:
-        """Return the state a canonical form describes; its arrays are consumed."""
+        """Return the state of a canonical form, whose arrays are donated."""
         with warnings.catch_warnings():
-            # Pieces of stacks are consumed without being of use for what they become.
+            # The rows of a stack are donated, but their buffers are too small for the stack.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             return self._place(canonical)
 
@@ -81,7 +81,7 @@ class CanonicalForm:
         groups["counters"]["step"] = state.step
         if state.loss_scale is not None:
             groups["counters"] |= vars(state.loss_scale)
-        # Without a new value the compiled program could hand out the state's own arrays.
+        # Without a copy, the compiled program could return the buffers of the state itself.
         return jax.tree.map(jnp.copy, groups)
 
     def _to_state(self, groups: CanonicalState) -> TrainState:
@@ -95,7 +95,7 @@ class CanonicalForm:
         step = counters.pop("step")
         return TrainState(
             params=fresh.params,
-            state=fresh.state,
+            model_state=fresh.model_state,
             optimizer=[
                 _like(join([groups["optimizer"][path] for path in paths]), described.dtype)
                 for (paths, _, join), described in zip(
@@ -107,7 +107,7 @@ class CanonicalForm:
         )
 
     def _optimizer_pieces(self, number: int) -> tuple[list[str], _Split, _Join]:
-        """Return an optimizer leaf's canonical paths, and how to take it apart and together."""
+        """Return the canonical paths of an optimizer leaf, and how to split and join it."""
         leaf = self._step.optimizer.leaves[number]
         step = None if leaf.param is None else self._layout.select("param")[leaf.param]
         if step is None or not step.stacked or not leaf.path.endswith(step.leaf.path):
@@ -117,8 +117,8 @@ class CanonicalForm:
         return paths, step.split, step.join
 
     def _make_shardings(self, abstract: CanonicalState) -> Any:
-        everywhere = NamedSharding(self._mesh, PartitionSpec())
-        found: Any = jax.tree.map(lambda _: everywhere, abstract)
+        replicated = NamedSharding(self._mesh, PartitionSpec())
+        shardings: Any = jax.tree.map(lambda _: replicated, abstract)
         decision = self._step.decision
         steps = self._layout.step_leaves
         for step, placement in zip(steps, decision.at_rest, strict=True):
@@ -127,16 +127,16 @@ class CanonicalForm:
                 group = "params" if leaf.role == "param" else "state"
                 if _is_key(leaf.dtype):
                     continue
-                found[group][leaf.path] = self._piece_sharding(step, placement.dims)
+                shardings[group][leaf.path] = self._piece_sharding(step, placement.dims)
         for (paths, _, _), leaf in zip(self._optimizer, self._step.optimizer.leaves, strict=True):
             owner = None if leaf.param is None else self._layout.select("param")[leaf.param]
-            apart = owner if owner is not None and len(paths) > 1 else None
-            sharding = self._piece_sharding(apart, leaf.placement.dims)
-            found["optimizer"] |= dict.fromkeys(paths, sharding)
-        return found
+            split = owner if owner is not None and len(paths) > 1 else None
+            sharding = self._piece_sharding(split, leaf.placement.dims)
+            shardings["optimizer"] |= dict.fromkeys(paths, sharding)
+        return shardings
 
     def _piece_sharding(self, step: StepLeaf | None, dims: Any) -> NamedSharding:
-        """Return where a piece of a leaf lives: as the leaf does, without the dim of the stack."""
+        """Return the sharding of a piece of a leaf: that of the leaf without the stack dim."""
         stacked = step is not None and step.stacked
         return NamedSharding(self._mesh, to_spec(dims[1:] if stacked else dims))
 
@@ -157,5 +157,5 @@ def _as_numbers(value: Any) -> Any:
 def _like(value: Any, dtype: Any) -> Any:
     if not _is_key(dtype):
         return value
-    # The key's own type knows its generator, which need not be the default one.
+    # The dtype of a key knows its generator, which need not be the default one.
     return jax.random.wrap_key_data(value, impl=jax.random.key_impl(jnp.empty((0,), dtype)))

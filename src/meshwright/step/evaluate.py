@@ -1,4 +1,4 @@
-"""The loss without an update: the model in evaluation mode, on the leaves of a training state."""
+"""The compiled evaluation: loss and metrics of a training state with the model in eval mode."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from meshwright.step.program import StepProgram, step_program
 from meshwright.weighted import Weighted
 
 Evaluate = Callable[[Sequence[Any], Sequence[Any]], dict[str, Weighted]]
-"""From a state's leaf values and a batch's leaves to totals and weights of loss and metrics."""
+"""From (leaves of a state, leaves of a batch) to totals and weights of loss and metrics."""
 
 
-def evaluation(
+def compile_evaluation(
     assembled: Assembled,
     loss: Loss,
     batch: Sequence[Any],
     count: int,
     warn: Callable[[str], None],
 ) -> Evaluate:
-    """Return the compiled loss of batches like this one, divided into ``count`` microbatches.
+    """Compile the evaluation for batches like this one, split into ``count`` microbatches.
 
-    On a mesh with stages it is a pipeline too: no device holds another stage's blocks, unless
-    the model looks so different in evaluation mode that it cannot be divided, of which it warns.
+    On a mesh with pipeline stages it runs as a pipeline too, so no device holds another stage's
+    blocks. If the model cannot be divided into stages in eval mode, it warns and gathers them.
     """
     if assembled.plan.size("pipe") > 1:
         try:
@@ -43,19 +43,19 @@ def evaluation(
             check_exchanges(compiled.as_text(), assembled.mesh)
         except UserError as error:
             warn(
-                "evaluation does not run by stages, every device gathers all blocks for it: in "
-                f"evaluation mode {error.what}, since {error.why}"
+                "evaluation does not run in pipeline stages, and every device gathers all blocks: "
+                f"in eval mode {error.what}, since {error.why}"
             )
         else:
             return compiled
-    whole = _program(assembled, loss, batch, 1, staged=False)
-    return _compile(assembled, _whole(assembled, whole), batch)
+    program = _program(assembled, loss, batch, 1, staged=False)
+    return _compile(assembled, _unstaged(assembled, program), batch)
 
 
 def _compile(assembled: Assembled, run: Evaluate, batch: Sequence[Any]) -> Any:
-    everywhere = NamedSharding(assembled.mesh, PartitionSpec())
+    replicated = NamedSharding(assembled.mesh, PartitionSpec())
     leaves = assembled.step.leaf_values(assembled.step.abstract_state())
-    return jax.jit(run, out_shardings=everywhere).lower(leaves, list(batch)).compile()
+    return jax.jit(run, out_shardings=replicated).lower(leaves, list(batch)).compile()
 
 
 def _program(
@@ -66,11 +66,11 @@ def _program(
         for leaf in batch
     ]
     micro = jax.tree.unflatten(assembled.batch_tree, structs)
-    evaluated = _in_evaluation_mode(loss)
+    evaluated = _in_eval_mode(loss)
     return step_program(evaluated, assembled.parts, micro, assembled.plan, staged=staged)
 
 
-def _whole(assembled: Assembled, program: StepProgram) -> Evaluate:
+def _unstaged(assembled: Assembled, program: StepProgram) -> Evaluate:
     plan, traced = assembled.plan, program.traced
     decision = decide(traced, plan.mesh, plan.sharding)
     forward = planned_forward(traced, decision, plan, assembled.mesh)
@@ -101,7 +101,7 @@ def _staged(assembled: Assembled, program: StepProgram, count: int) -> Evaluate:
 
 
 class _Translation:
-    """Turns the leaves of one layout of a model into those of another."""
+    """Converts the leaves of one layout of a model into those of another."""
 
     def __init__(self, before: Layout, after: Layout) -> None:
         self._before, self._after = before, after
@@ -117,7 +117,7 @@ class _Translation:
         ]
 
 
-def _in_evaluation_mode(loss: Loss) -> Loss:
+def _in_eval_mode(loss: Loss) -> Loss:
     def evaluate(model: Any, batch: Any) -> Any:
         for part in model.values() if isinstance(model, dict) else (model,):
             part.eval()

@@ -1,4 +1,4 @@
-"""A traced loss as the plan's mesh evaluates it."""
+"""The forward pass of a traced loss with the placements of a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.sharding.decide import Decision
 def planned_forward(
     traced: TracedLoss, decision: Decision, plan: Plan, mesh: Mesh, *, wide: bool = False
 ) -> Forward:
-    """Return the loss on the mesh, laid out as decided; ``wide`` computes in float64."""
+    """Return the loss on the mesh with the decided placements; ``wide`` computes in float64."""
     whole = [placement.without("fsdp") for placement in decision.at_rest]
     remat = planned_remat(decision, plan)
     evaluator = mesh_evaluator(
@@ -30,6 +30,6 @@ def planned_forward(
 
 
 def planned_remat(decision: Decision, plan: Plan) -> Remat:
-    """Return what blocks keep for their backward pass."""
+    """Return the rematerialization of the plan: what blocks save for the backward pass."""
     keep = plan.sharding.keep_gathered or not decision.gathers
     return choose_remat(plan.sharding.remat, keep_gathered=keep)

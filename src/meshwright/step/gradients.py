@@ -15,70 +15,71 @@ from meshwright.program.trace import LossValue
 from meshwright.weighted import Weighted
 
 LossFunction = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], LossValue]
-"""From (params, state, batch leaves) to the loss's value."""
+"""From (params, model state, batch leaves) to the value of the loss."""
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What an update needs to know of a batch.
+    """Loss and gradients of one batch.
 
     Attributes:
         values: gradient of the mean loss for each parameter leaf.
         loss: the mean loss.
-        metrics: means of what the loss reports.
-        state: the model's other leaves afterwards.
+        metrics: means of the metrics the loss reports.
+        model_state: the model's other leaves after the forward pass.
     """
 
     values: list[Any]
     loss: Array
     metrics: dict[str, Array]
-    state: list[Any]
+    model_state: list[Any]
 
 
 def compute_gradients(
     function: LossFunction,
     params: Sequence[Any],
-    state: Sequence[Any],
+    model_state: Sequence[Any],
     batch: Sequence[Any],
     scale: Array | None = None,
 ) -> Gradients:
-    """Return the gradients of one batch; ``scale`` multiplies the loss before they are taken."""
-    (_, value), grads = value_and_grad(function)(list(params), list(state), list(batch), scale)
+    """Return the gradients of one batch; ``scale`` multiplies the loss before differentiation."""
+    grad = value_and_grad(function)
+    (_, value), grads = grad(list(params), list(model_state), list(batch), scale)
     return Gradients(
         values=_unscale(grads, scale),
         loss=value.objective.mean,
         metrics={name: metric.mean for name, metric in value.metrics.items()},
-        state=value.state,
+        model_state=value.state,
     )
 
 
 def accumulate_gradients(
     function: LossFunction,
     params: Sequence[Any],
-    state: Sequence[Any],
+    model_state: Sequence[Any],
     microbatches: Sequence[Any],
     scale: Array | None = None,
     constrain: Callable[[list[Any]], list[Any]] = lambda gradients: gradients,
 ) -> Gradients:
-    """Return the gradients of stacked microbatches [count, …], visited one after another.
+    """Return the gradients of stacked microbatches [count, …], computed one after another.
 
     Each microbatch counts with its weight, so the result is the gradient of the mean over the
-    whole batch. ``constrain`` fixes where the sums live while they grow.
+    whole batch. ``constrain`` fixes the sharding of the running sums.
     """
     grad = value_and_grad(function)
 
-    def visit(carry: Any, microbatch: list[Any]) -> tuple[Any, Any]:
-        state, sums = carry
-        (_, value), grads = grad(list(params), state, microbatch, scale)
+    def accumulate(carry: Any, microbatch: list[Any]) -> tuple[Any, Any]:
+        model_state, sums = carry
+        (_, value), grads = grad(list(params), model_state, microbatch, scale)
         weight = value.objective.weight
         sums = constrain([s + g * weight for s, g in zip(sums, grads, strict=True)])
         return (value.state, sums), (value.objective, value.metrics)
 
     zeros = constrain(zeros_for_sums(params))
-    (state, sums), (objectives, metrics) = jax.lax.scan(
-        visit, (list(state), zeros), list(microbatches)
+    (model_state, sums), (objectives, metrics) = jax.lax.scan(
+        accumulate, (list(model_state), zeros), list(microbatches)
     )
-    return finish_gradients(params, sums, objectives, metrics, list(state), scale)
+    return finish_gradients(params, sums, objectives, metrics, list(model_state), scale)
 
 
 def finish_gradients(
@@ -86,12 +87,12 @@ def finish_gradients(
     sums: Sequence[Any],
     objectives: Weighted,
     metrics: dict[str, Weighted],
-    state: list[Any],
+    model_state: list[Any],
     scale: Array | None,
 ) -> Gradients:
-    """Divide weighted sums, collected part by part, once by the whole weight.
+    """Divide the weighted sums of all microbatches by the total weight.
 
-    Gradients are in the format of their parameters again.
+    Gradients are cast back to the dtype of their parameters.
     """
     objective = _sum(objectives)
     weight = jnp.where(objective.weight == 0, 1, objective.weight)
@@ -101,18 +102,18 @@ def finish_gradients(
         ),
         loss=objective.mean,
         metrics={name: _sum(metric).mean for name, metric in metrics.items()},
-        state=state,
+        model_state=model_state,
     )
 
 
 def value_and_grad(function: LossFunction) -> Callable[..., Any]:
-    """Return (params, state, batch, scale) → ((scaled mean loss, value), gradients)."""
+    """Return (params, model state, batch, scale) → ((scaled mean loss, value), gradients)."""
 
     def mean_loss(
-        params: list[Any], state: list[Any], batch: list[Any], scale: Array | None
+        params: list[Any], model_state: list[Any], batch: list[Any], scale: Array | None
     ) -> tuple[Array, LossValue]:
-        value = function(params, state, batch)
-        # The mean, not the total, is differentiated: fp16 cotangents of a sum would overflow.
+        value = function(params, model_state, batch)
+        # Differentiate the mean, not the total: in fp16 the cotangents of a sum would overflow.
         mean = value.objective.mean
         return (mean if scale is None else mean * scale.astype(mean.dtype)), value
 

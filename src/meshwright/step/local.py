@@ -1,4 +1,4 @@
-"""Accumulating gradients on each device first, and reducing them once for several microbatches."""
+"""Gradient accumulation on each device, with one reduction for several microbatches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.step.gradients import Gradients, LossFunction, finish_gradients,
 def accumulate_locally(
     function: LossFunction,
     params: Sequence[Any],
-    state: Sequence[Any],
+    model_state: Sequence[Any],
     microbatches: Sequence[Any],
     *,
     every: int,
@@ -26,42 +26,43 @@ def accumulate_locally(
 ) -> Gradients:
     """Return the gradients of stacked microbatches [count, …], reduced once per ``every`` of them.
 
-    ``function`` sees one device's samples. Each device adds up its own weighted gradients; the
-    sums of all devices are added at the end of each group.
+    ``function`` gets one device's samples. Each device adds up its own weighted gradients; the
+    sums are reduced over devices at the end of each group.
     """
     grad = value_and_grad(function)
     axes = tuple(batch_axes)
 
     def group_sums(
-        params: list[Any], state: list[Any], group: list[Any], scale: Array | None
+        params: list[Any], model_state: list[Any], group: list[Any], scale: Array | None
     ) -> Any:
-        def visit(carry: Any, microbatch: list[Any]) -> tuple[Any, Any]:
-            state, sums = carry
-            (_, value), grads = grad(params, state, microbatch, scale)
+        def accumulate(carry: Any, microbatch: list[Any]) -> tuple[Any, Any]:
+            model_state, sums = carry
+            (_, value), grads = grad(params, model_state, microbatch, scale)
             weight = value.objective.weight
             sums = [s + g * weight for s, g in zip(sums, grads, strict=True)]
             return (value.state, sums), (value.objective, value.metrics)
 
-        (state, sums), parts = jax.lax.scan(visit, (state, zeros_for_sums(params)), group)
+        start = (model_state, zeros_for_sums(params))
+        (model_state, sums), parts = jax.lax.scan(accumulate, start, group)
         totals = jax.tree.map(lambda part: part.sum(), parts)
-        return state, *jax.lax.psum((sums, totals), axes)
+        return model_state, *jax.lax.psum((sums, totals), axes)
 
-    whole, divided = PartitionSpec(), PartitionSpec(None, axes)
+    replicated, divided = PartitionSpec(), PartitionSpec(None, axes)
     mapped = jax.shard_map(
         group_sums,
         mesh=mesh,
-        in_specs=(whole, whole, divided, whole),
-        out_specs=(whole, whole, whole),
+        in_specs=(replicated, replicated, divided, replicated),
+        out_specs=(replicated, replicated, replicated),
         axis_names=set(axes),
         check_vma=False,
     )
 
     def next_group(carry: Any, group: list[Any]) -> tuple[Any, Any]:
-        state, sums = carry
-        state, more, totals = mapped(list(params), state, group, scale)
-        return (state, [a + b for a, b in zip(sums, more, strict=True)]), totals
+        model_state, sums = carry
+        model_state, more, totals = mapped(list(params), model_state, group, scale)
+        return (model_state, [a + b for a, b in zip(sums, more, strict=True)]), totals
 
     groups = [a.reshape(a.shape[0] // every, every, *a.shape[1:]) for a in microbatches]
-    start = (list(state), zeros_for_sums(params))
-    (state, sums), (objectives, metrics) = jax.lax.scan(next_group, start, groups)
-    return finish_gradients(params, sums, objectives, metrics, list(state), scale)
+    start = (list(model_state), zeros_for_sums(params))
+    (model_state, sums), (objectives, metrics) = jax.lax.scan(next_group, start, groups)
+    return finish_gradients(params, sums, objectives, metrics, list(model_state), scale)

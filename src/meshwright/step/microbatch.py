@@ -1,4 +1,4 @@
-"""Dividing a batch into microbatches without moving a sample from its device."""
+"""Splits a batch into microbatches without moving samples between devices."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 def split_strided(batch: Sequence[Any], count: int, mesh: Mesh, spec: PartitionSpec) -> list[Any]:
     """Return arrays [count, B / count, …]: microbatch m holds samples m, m + count, ….
 
-    Taking every count-th sample keeps each sample where it is: a device that holds a contiguous
-    piece of the batch holds a piece of every microbatch. Contiguous microbatches would be moved.
-    ``spec`` is how the batch is divided.
+    A device holds contiguous samples of the batch. With every count-th sample in a microbatch, it
+    holds a part of every microbatch; contiguous microbatches would have to be moved. ``spec`` is
+    the partition spec of the batch.
     """
     sharding = NamedSharding(mesh, PartitionSpec(None, *spec))
 

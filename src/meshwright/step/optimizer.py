@@ -1,4 +1,4 @@
-"""The optimizer on flat leaves: any optax transformation, its state divided like the parameters."""
+"""The optimizer on flat leaves: any optax transformation, its state sharded like the params."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class OptimizerLeaf:
     """One leaf of the optimizer's state.
 
     Attributes:
-        path: where it is in optax's state, such as ``0.mu.blocks.0.mlp.up.kernel``.
-        shape: its dims.
-        dtype: its number format.
-        placement: where it lives.
-        param: the parameter leaf it belongs to, by number; None for counters and the like.
+        path: its path in the optax state, such as ``0.mu.blocks.0.mlp.up.kernel``.
+        shape: its shape.
+        dtype: its dtype.
+        placement: its placement on the mesh.
+        param: number of the parameter leaf it belongs to; None for counters and the like.
     """
 
     path: str
@@ -36,25 +36,25 @@ class OptimizerLeaf:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole leaf."""
+        """Bytes of the unsharded leaf."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 SMALL = 1024
-"""Elements below which a leaf that is not like its parameter stays whole."""
+"""A leaf with another shape than its parameter stays replicated below so many elements."""
 
 
 class FlatOptimizer:
-    """An optax transformation seen as a function of flat leaves.
+    """An optax transformation as a function of flat leaves.
 
-    Optimizers that treat every element alike run on stacked leaves as they are; others (muon,
-    adafactor, lamb) see each block's own matrix, so that rolling blocks changes nothing.
+    Elementwise optimizers run on stacked leaves directly; others (muon, adafactor, lamb) get the
+    matrix of each block, so that rolling blocks changes nothing.
 
     Args:
         transformation: the optax optimizer.
         layout: the step's leaves.
-        placements: where each parameter leaf's optimizer state lives, in the order of params.
-        sizes: devices on each mesh axis.
+        placements: placement of the optimizer state of each parameter leaf.
+        sizes: size of each mesh axis.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class FlatOptimizer:
         )
 
     def init(self, params: Sequence[Any]) -> list[Any]:
-        """Return the optimizer's leaves for fresh parameters."""
+        """Return the initial optimizer leaves."""
         return jax.tree.leaves(self._transformation.init(self._tree(params)))
 
     def update(
         self, gradients: Sequence[Any], leaves: Sequence[Any], params: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Return the changed parameters and optimizer leaves."""
+        """Return the new parameters and optimizer leaves."""
         tree = self._tree(params)
         state = jax.tree.unflatten(self._treedef, leaves)
         updates, state = self._transformation.update(self._tree(gradients), state, tree)
@@ -92,7 +92,7 @@ class FlatOptimizer:
         return self._flat(changed), jax.tree.leaves(state)
 
     def _tree(self, values: Sequence[Any]) -> dict[str, Any]:
-        """Return leaves as optax sees them: nested dicts by path."""
+        """Return leaves as optax gets them: nested dicts by path."""
         pairs = (self._pieces(step, v) for step, v in zip(self._params, values, strict=True))
         return _nested(pair for pieces in pairs for pair in pieces)
 
@@ -115,7 +115,7 @@ class FlatOptimizer:
         return values
 
     def _owners(self, abstract: Any) -> list[int | None]:
-        """Return, for each leaf of the state, the parameter it is kept for."""
+        """Return, for each leaf of the optimizer state, the number of its parameter."""
         numbers = self._tree([Name(n) for n in range(len(self._params))])
         return owners(self._transformation, abstract, numbers)
 
@@ -144,7 +144,7 @@ class FlatOptimizer:
         sizes: Mapping[str, int],
     ) -> OptimizerLeaf:
         text = jax.tree_util.keystr(path, simple=True, separator=".")
-        placement = Placement(text, ((),) * len(leaf.shape), "kept whole")
+        placement = Placement(text, ((),) * len(leaf.shape), "replicated")
         if owner is not None:
             like = placements[owner]
             unstacked = self._unstack and self._params[owner].stacked
@@ -155,7 +155,7 @@ class FlatOptimizer:
             elif sizes.get("fsdp", 1) > 1:
                 placement = add_fsdp(own, placement.dims, size=sizes["fsdp"], smallest=SMALL)
             if "pipe" in like.axes() - placement.axes():
-                # A block of its own is on no stage: all of them share it.
+                # A single block belongs to no stage, so all stages share its state.
                 placement = add_pipe(own, placement, sizes=sizes, smallest=SMALL)
         return OptimizerLeaf(text, tuple(leaf.shape), leaf.dtype, placement, owner)
 
@@ -180,10 +180,10 @@ def _slice(value: Any, number: int) -> Any:
 
 
 def _lookup(tree: Mapping[str, Any], path: str) -> Any:
-    found: Any = tree
+    node: Any = tree
     for part in path.split("."):
-        found = found[part]
-    return found
+        node = node[part]
+    return node
 
 
 def _fits(dims: Sequence[Sequence[str]], shape: Sequence[int], sizes: Mapping[str, int]) -> bool:

@@ -1,4 +1,4 @@
-"""The program of a step: the loss of one microbatch, traced, rolled and cut as the plan asks."""
+"""The program of a step: the loss of one microbatch, traced, rolled and cut into stages."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class StepProgram:
     """A loss as a step evaluates it.
 
     Attributes:
-        traced: the loss, traced for the samples it was asked for.
-        cut: where it is cut into stages; None without stages.
-        remarks: what could not be done as the plan asked, and why.
+        traced: the traced loss.
+        cut: the cut into stages; None without stages.
+        remarks: where the program differs from what the plan asked for, and why.
     """
 
     traced: TracedLoss
@@ -37,7 +37,7 @@ class StepProgram:
 def step_program(
     loss: Loss, parts: Parts, samples: Any, plan: Plan, *, staged: bool = True
 ) -> StepProgram:
-    """Trace a loss for samples of these shapes; ``staged=False`` leaves stages out."""
+    """Trace a loss for samples of these shapes; ``staged=False`` ignores pipeline stages."""
     traced = trace_loss(loss, parts, samples, COMPUTE_DTYPES[plan.precision])
     stages = plan.size("pipe") if staged else 1
     if stages == 1 and plan.sharding.blocks != "scan":
@@ -50,17 +50,17 @@ def step_program(
 
 
 def own_program(loss: Loss, parts: Parts, micro: Any, plan: Plan) -> StepProgram | None:
-    """Return the loss of one device's part of a microbatch, if gradients are added up there.
+    """Return the loss of one device's samples, if gradients accumulate on each device.
 
-    None where they are of the whole microbatch: where each is reduced, or each device has all.
+    None if every microbatch is reduced, or if no mesh axis divides the batch.
     """
     axes = batch_axes(plan.mesh)
     if plan.batch.sync_gradients_every == 1 or not axes:
         return None
     if plan.sharding.zero > 1 and "fsdp" in axes:
         raise UserError(
-            f"sync_gradients_every={plan.batch.sync_gradients_every} needs whole gradients",
-            why=f"sharding.zero={plan.sharding.zero} divides gradients over fsdp={axes['fsdp']}",
+            f"sync_gradients_every={plan.batch.sync_gradients_every} needs unsharded gradients",
+            why=f"sharding.zero={plan.sharding.zero} shards gradients over fsdp={axes['fsdp']}",
             fix="write sharding.zero=1 or training.sync_gradients_every=1",
         )
     replicas = plan.batch.replicas
@@ -72,7 +72,7 @@ def own_program(loss: Loss, parts: Parts, micro: Any, plan: Plan) -> StepProgram
 
 
 def _check_mean(loss: Loss, parts: Parts, micro: Any, plan: Plan) -> None:
-    """Refuse a loss that devices cannot take of their own samples."""
+    """Raise if the loss is not a mean over samples, which each device could compute alone."""
     twice = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype), micro
     )

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16: kept on the device, without asking the host."""
+"""Dynamic loss scaling for fp16, computed on the device without the host."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SMALLEST_SCALE, LARGEST_SCALE = 1.0, 2.0**24
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """How the scale of the loss changes.
+    """How the loss scale changes.
 
     Attributes:
-        initial_scale: the first scale.
-        growth_factor: what it is multiplied by after `growth_interval` finite updates in a row.
-        backoff_factor: what it is multiplied by after an update that was not finite.
-        growth_interval: finite updates in a row before it grows.
+        initial_scale: the initial scale.
+        growth_factor: multiplies the scale after `growth_interval` finite updates in a row.
+        backoff_factor: multiplies the scale after an update that was not finite.
+        growth_interval: finite updates in a row before the scale grows.
         min_scale: the smallest scale.
         max_scale: the largest scale.
     """
@@ -34,16 +34,16 @@ class ScaleRule:
     max_scale: float = LARGEST_SCALE
 
 
-_USUAL = ScaleRule()
+_DEFAULT_RULE = ScaleRule()
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """The scale of the loss and how it has fared.
+    """The loss scale and its history.
 
     Attributes:
-        scale: factor on the loss before gradients are taken.
+        scale: factor on the loss before differentiation.
         good_steps: finite updates since the scale last changed.
         skipped: updates that were not applied because a gradient was not finite.
     """
@@ -54,15 +54,15 @@ class LossScale:
 
     @classmethod
     def initial(cls, scale: float = INITIAL_SCALE) -> LossScale:
-        """Return the scale a run starts with."""
+        """Return the initial scale of a run."""
         return cls(
             jnp.asarray(scale, jnp.float32), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         )
 
-    def after(self, finite: Array, rule: ScaleRule = _USUAL) -> LossScale:
-        """Return the next update's scale: doubled after 2000 good ones, halved after one bad.
+    def after(self, finite: Array, rule: ScaleRule = _DEFAULT_RULE) -> LossScale:
+        """Return the scale of the next update.
 
-        ``rule`` holds other numbers than these.
+        By default it doubles after 2000 finite updates and halves after one that is not finite.
         """
         good = jnp.where(finite, self.good_steps + 1, 0)
         grow = good >= rule.growth_interval

@@ -1,4 +1,4 @@
-"""Whether an optimizer treats a stack of blocks as it treats the blocks one by one."""
+"""Whether an optimizer updates a stack of blocks exactly as it updates the single blocks."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Name:
-    """Names a parameter, as a leaf of a tree."""
+    """The name of a parameter, as a leaf of a tree."""
 
     value: Any
 
 
 def owners(transformation: optax.GradientTransformation, state: Any, names: Tree) -> list[Any]:
-    """Return, for each leaf of an optimizer's state, the name of the parameter it is kept for.
+    """Return, for each leaf of an optimizer state, the name of the parameter it belongs to.
 
-    ``names`` holds a `Name` for each parameter; leaves kept for none (counters) give None.
+    ``names`` holds a `Name` for each parameter; leaves of no parameter (counters) give None.
     """
     marked = optax.tree_utils.tree_map_params(
         transformation,
-        # What a part of the optimizer leaves to another part has no leaf there.
+        # A masked part of the optimizer has no leaf for the parameters of another part.
         lambda leaf, name: leaf if isinstance(leaf, optax.MaskedNode) else name,
         state,
         names,
         transform_non_params=lambda _: Name(None),
         is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
     )
-    found = jax.tree.leaves(marked, is_leaf=lambda leaf: isinstance(leaf, Name))
-    return [name.value for name in found]
+    leaves = jax.tree.leaves(marked, is_leaf=lambda leaf: isinstance(leaf, Name))
+    return [name.value for name in leaves]
 
 
 def treats_stacks_alike(
@@ -59,29 +59,31 @@ def treats_stacks_alike(
     single: Tree,
     stack_of: Mapping[str, str],
 ) -> bool:
-    """Whether an update of stacked parameters is the stack of the single ones' updates.
+    """Whether updating stacked parameters equals stacking the updates of the single ones.
 
-    It is if every operation works element by element and each block's elements see the same
-    operations as the stack's: a mask by rank or by path tells the two apart.
+    It does if every operation is elementwise and the elements of each block go through the same
+    operations as those of the stack; a mask by rank or by path would make a difference.
 
     Args:
         transformation: the optimizer.
-        stacked: the parameters' shapes with blocks stacked.
-        single: the same with every block on its own.
-        stack_of: by path of a single parameter, the path of the stack that holds it.
+        stacked: shapes of the parameters with blocks stacked.
+        single: shapes of the parameters of every single block.
+        stack_of: from the path of a single parameter to that of its stack.
     """
     table = _Table()
     try:
-        together = _outputs(transformation, stacked, table, {})
+        of_stacks = _outputs(transformation, stacked, table, {})
     except (KeyError, TypeError, ValueError):
-        # Labels or masks written out for the model's own parameters do not fit stacks.
+        # Labels or masks written for the parameters of the model do not fit stacks.
         return False
-    if together is None:
+    if of_stacks is None:
         return False
-    apart = _outputs(transformation, single, table, stack_of)
-    if apart is None:
+    of_blocks = _outputs(transformation, single, table, stack_of)
+    if of_blocks is None:
         return False
-    return all(found == together[stack_of.get(path, path)] for path, found in apart.items())
+    return all(
+        numbers == of_stacks[stack_of.get(path, path)] for path, numbers in of_blocks.items()
+    )
 
 
 def _outputs(
@@ -90,7 +92,7 @@ def _outputs(
     table: _Table,
     stack_of: Mapping[str, str],
 ) -> dict[Any, list[int]] | None:
-    """Return, by parameter, what its update and its part of the state are computed as."""
+    """Return, by parameter, the numbers of its update and its optimizer state."""
 
     def run(gradients: Any, params: Any) -> Any:
         state = transformation.init(params)
@@ -104,21 +106,21 @@ def _outputs(
     names |= table.constants(closed)
     if not table.read(closed.jaxpr, names):
         return None
-    found = defaultdict[Any, list[int]](list)
-    kept_for = owners(transformation, shapes[1], names_of)
-    for atom, path in zip(closed.jaxpr.outvars, [*paths, *kept_for], strict=True):
-        found[path].append(table.name(atom, names))
-    return {path: sorted(numbers) for path, numbers in found.items()}
+    outputs = defaultdict[Any, list[int]](list)
+    state_owners = owners(transformation, shapes[1], names_of)
+    for atom, path in zip(closed.jaxpr.outvars, [*paths, *state_owners], strict=True):
+        outputs[path].append(table.name(atom, names))
+    return {path: sorted(numbers) for path, numbers in outputs.items()}
 
 
 def _leaf_paths(tree: Tree) -> list[str]:
-    """Return the paths of a nested dict's leaves, in JAX's order."""
+    """Return the paths of the leaves of a nested dict, in JAX's order."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
 
 
 class _Table:
-    """Numbers values by how they are computed; shapes do not count."""
+    """Numbers values by how they are computed, regardless of shape."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -136,7 +138,7 @@ class _Table:
         return {variable: self._constant(value) for variable, value in pairs}
 
     def read(self, jaxpr: Jaxpr, names: dict[Var, int]) -> bool:
-        """Number a program's variables; False if it does not work element by element."""
+        """Number the variables of a program; False if it is not elementwise."""
         for eqn in jaxpr.eqns:
             primitive = eqn.primitive.name
             operands = [self.name(atom, names) for atom in eqn.invars]

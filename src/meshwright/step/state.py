@@ -1,4 +1,4 @@
-"""The state of a training run: flat leaves, nothing to traverse."""
+"""The training state: flat lists of leaves, without a tree to traverse."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class TrainState:
 
     Attributes:
         params: trained leaves, in the layout's order.
-        state: other leaves of the model: statistics, counters, random streams.
-        optimizer: leaves of the optimizer's state.
+        model_state: the model's other leaves: statistics, counters, random streams.
+        optimizer: leaves of the optimizer state.
         step: updates done.
-        loss_scale: of fp16; None otherwise.
+        loss_scale: loss scaling of fp16; None otherwise.
     """
 
     params: list[Any]
-    state: list[Any]
+    model_state: list[Any]
     optimizer: list[Any]
     step: Array
     loss_scale: LossScale | None

@@ -39,11 +39,11 @@ LossOfLeaves = Callable[[Sequence[Any], Sequence[Any]], LossValue]
 
 @dataclass(frozen=True)
 class StepShardings:
-    """Where the parts of a TrainState and a batch live.
+    """The shardings of a TrainState and of a batch.
 
     Attributes:
-        state: of a whole TrainState, leaf by leaf.
-        batch: of every batch leaf.
+        state: shardings of a TrainState, leaf by leaf.
+        batch: sharding of every batch leaf.
     """
 
     state: TrainState
@@ -55,12 +55,12 @@ class TrainStep:
 
     Args:
         traced: the loss, traced for one microbatch.
-        decision: where everything lives.
-        plan: what to do.
-        mesh: where.
+        decision: the placement of every leaf and activation.
+        plan: the plan.
+        mesh: the mesh.
         optimizer: any optax transformation.
         clip_norm: largest global gradient norm; None for no clipping.
-        local: the loss of one device's samples, where gradients are reduced only now and then.
+        local: the loss of one device's samples, if gradients are not reduced at every microbatch.
         pipeline: the loss and its gradients by stages, on a mesh with a pipe axis.
         wide: compute in float64, for proofs.
     """
@@ -98,11 +98,11 @@ class TrainStep:
         )
 
     def __call__(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:
-        """Run one update on a batch's leaves; the old state is consumed."""
+        """Run one update on a batch's leaves; the old state is donated."""
         inside = any(isinstance(leaf, Tracer) for leaf in batch)
         if self.pipeline is None or inside:
             return self._jitted(state, list(batch))
-        # Proofs hold a state in float64.
+        # A proof also runs the step on a state in float64.
         kinds = tuple((leaf.shape, str(leaf.dtype)) for leaf in (*state.params[:1], *batch))
         if kinds not in self._checked:
             self._checked[kinds] = self._jitted.lower(state, list(batch)).compile()
@@ -110,7 +110,7 @@ class TrainStep:
         return self._checked[kinds](state, list(batch))
 
     def check(self, compiled: Any) -> None:
-        """Refuse a compiled step whose stages would wait for each other forever."""
+        """Raise if the stages of a compiled step would deadlock."""
         if self.pipeline is not None:
             check_exchanges(compiled.as_text(), self.mesh)
 
@@ -119,16 +119,16 @@ class TrainStep:
         return self._jitted.lower(self.abstract_state(), list(batch))
 
     def gradients(self, state: TrainState, batch: Sequence[Any]) -> Gradients:
-        """Compute loss and gradients without an update; for proofs."""
+        """Compute loss and gradients without an update, for proofs."""
         return self._gradients(state, list(batch))
 
     def fresh_state(self, leaves: Sequence[Any]) -> TrainState:
-        """Return the state of a run that starts from the step's leaf values (traceable)."""
+        """Return the initial state for these values of the step's leaves (traceable)."""
         params = [leaves[n] for n in self._param_numbers]
         scale = LossScale.initial() if self.plan.precision == "fp16" else None
         return TrainState(
             params=params,
-            state=[leaves[n] for n in self._state_numbers],
+            model_state=[leaves[n] for n in self._state_numbers],
             optimizer=self.optimizer.init(params),
             step=jnp.zeros((), jnp.int32),
             loss_scale=scale,
@@ -136,10 +136,10 @@ class TrainStep:
 
     def leaf_values(self, state: TrainState) -> list[Any]:
         """Return the values of the step's leaves in layout order."""
-        return self._join(state.params, state.state)
+        return self._join(state.params, state.model_state)
 
     def abstract_state(self) -> TrainState:
-        """Return the state as shapes with shardings."""
+        """Return the state as ShapeDtypeStructs with shardings."""
         structs = [step.leaf.struct for step in self.traced.layout.step_leaves]
         abstract = jax.eval_shape(self.fresh_state, structs)
         return jax.tree.map(
@@ -150,14 +150,14 @@ class TrainStep:
 
     def _make_shardings(self) -> StepShardings:
         at_rest = self.decision.at_rest
-        # A TrainState of shardings has the structure of one of arrays.
-        everywhere: Any = NamedSharding(self.mesh, PartitionSpec())
+        # Typed as Any: this TrainState holds shardings instead of arrays.
+        replicated: Any = NamedSharding(self.mesh, PartitionSpec())
         state = TrainState(
             params=[self._sharding(at_rest[n]) for n in self._param_numbers],
-            state=[self._sharding(at_rest[n]) for n in self._state_numbers],
+            model_state=[self._sharding(at_rest[n]) for n in self._state_numbers],
             optimizer=[self._sharding(leaf.placement) for leaf in self.optimizer.leaves],
-            step=everywhere,
-            loss_scale=LossScale(everywhere, everywhere, everywhere)
+            step=replicated,
+            loss_scale=LossScale(replicated, replicated, replicated)
             if self.plan.precision == "fp16"
             else None,
         )
@@ -178,30 +178,31 @@ class TrainStep:
             after = replace(
                 state,
                 params=params,
-                state=gradients.state,
+                model_state=gradients.model_state,
                 optimizer=optimizer,
                 step=state.step + 1,
             )
-            return self._judge(state, after, values, metrics)
+            return self._skip_overflow(state, after, values, metrics)
 
     def _gradients(self, state: TrainState, batch: list[Any]) -> Gradients:
         scale = None if state.loss_scale is None else state.loss_scale.scale
         count = self.plan.batch.gradient_accumulation_steps
         if self.pipeline is not None:
             microbatches = split_strided(batch, count, self.mesh, self.decision.batch)
-            found = self.pipeline(self._join(state.params, state.state), microbatches, scale)
+            leaves = self._join(state.params, state.model_state)
+            result = self.pipeline(leaves, microbatches, scale)
             return finish_gradients(
-                state.params, found.gradients, *found.losses, found.state, scale
+                state.params, result.gradients, *result.losses, result.state, scale
             )
         if count == 1:
-            return compute_gradients(self._loss, state.params, state.state, batch, scale)
+            return compute_gradients(self._loss, state.params, state.model_state, batch, scale)
         microbatches = split_strided(batch, count, self.mesh, self.decision.batch)
         if self._local is not None:
             local = self._local
             return accumulate_locally(
-                lambda params, state, batch: local(self._join(params, state), batch),
+                lambda params, model_state, batch: local(self._join(params, model_state), batch),
                 state.params,
-                state.state,
+                state.model_state,
                 microbatches,
                 every=self.plan.batch.sync_gradients_every,
                 mesh=self.mesh,
@@ -209,16 +210,18 @@ class TrainStep:
                 scale=scale,
             )
         return accumulate_gradients(
-            self._loss, state.params, state.state, microbatches, scale, self._reduced
+            self._loss, state.params, state.model_state, microbatches, scale, self._reduced
         )
 
-    def _loss(self, params: Sequence[Any], state: Sequence[Any], batch: Sequence[Any]) -> Any:
-        return self._forward(self._join(params, state), batch)
+    def _loss(
+        self, params: Sequence[Any], model_state: Sequence[Any], batch: Sequence[Any]
+    ) -> LossValue:
+        return self._forward(self._join(params, model_state), batch)
 
-    def _join(self, params: Sequence[Any], state: Sequence[Any]) -> list[Any]:
-        """Return parameter and state leaves in layout order."""
+    def _join(self, params: Sequence[Any], model_state: Sequence[Any]) -> list[Any]:
+        """Return parameters and model state in layout order."""
         values: dict[int, Any] = dict(zip(self._param_numbers, params, strict=True))
-        values.update(zip(self._state_numbers, state, strict=True))
+        values.update(zip(self._state_numbers, model_state, strict=True))
         return [values[n] for n in range(len(values))]
 
     def _clip(self, gradients: list[Any], norm: Array) -> list[Any]:
@@ -236,21 +239,21 @@ class TrainStep:
             for value, n in zip(values, self._param_numbers, strict=True)
         ]
 
-    def _judge(
+    def _skip_overflow(
         self, before: TrainState, after: TrainState, gradients: list[Any], metrics: Metrics
     ) -> tuple[TrainState, Metrics]:
-        """With loss scaling, keep the old state where a gradient overflowed."""
+        """With loss scaling, keep the old state if a gradient overflowed."""
         if before.loss_scale is None:
             return after, metrics
         finite = all_finite(gradients)
         scale = before.loss_scale.after(finite)
-        kept = jax.tree.map(
+        chosen = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old),
             replace(after, loss_scale=None),
             replace(before, loss_scale=None),
         )
         metrics |= {"loss_scale": scale.scale, "skipped": scale.skipped}
-        return replace(kept, loss_scale=scale), metrics
+        return replace(chosen, loss_scale=scale), metrics
 
 
 def _matmul(plan: Plan) -> Any:

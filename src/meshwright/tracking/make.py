@@ -42,13 +42,7 @@ def make_trackers(
         progress: whether it is shown; None shows it if the run is written down or on a terminal.
             Where it is not shown, warnings are Python's.
     """
-    wanted = [name for name in EXTRAS if getattr(config, name)]
-    for name in wanted:
-        _check_installed(name)
-    if folder is None and wanted:
-        raise UserError(
-            f"tracking.{wanted[0]} needs the folder of a run", fix="write run_dir=… too"
-        )
+    check_tracking(config, folder)
     if not is_main():
         return NullTracker()
     told = _make_console(console, folder, total_updates, progress)
@@ -60,7 +54,22 @@ def make_trackers(
         "console": told,
     }
     makers = _makers(config, folder)
-    return Trackers(trackers | {name: makers[name]() for name in wanted})
+    return Trackers(trackers | {name: makers[name]() for name in _enabled(config)})
+
+
+def check_tracking(config: TrackingConfig, folder: Path | None) -> None:
+    """Raise if a tracker's package is missing, or the run folder it needs."""
+    enabled = _enabled(config)
+    for name in enabled:
+        _check_installed(name)
+    if folder is None and enabled:
+        raise UserError(
+            f"tracking.{enabled[0]} needs the folder of a run", fix="write run_dir=… too"
+        )
+
+
+def _enabled(config: TrackingConfig) -> list[str]:
+    return [name for name in EXTRAS if getattr(config, name)]
 
 
 def _makers(config: TrackingConfig, folder: Path) -> dict[str, Callable[[], Tracker]]:

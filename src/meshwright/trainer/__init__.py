@@ -1,7 +1,7 @@
-"""The trainer: a model, a loss, an optimizer and a mesh in; a trained model out."""
+"""The trainer: trains a model with a loss and an optimizer on a mesh."""
 
 from meshwright.trainer.callbacks import Callback, EarlyStopping
+from meshwright.trainer.fit_result import FitResult
 from meshwright.trainer.trainer import Trainer
-from meshwright.trainer.training import FitResult
 
 __all__ = ["Callback", "EarlyStopping", "FitResult", "Trainer"]

@@ -1,4 +1,4 @@
-"""Callbacks: code of the user's that runs at fixed points of a training."""
+"""Callbacks: user code that runs at fixed points of training."""
 
 from __future__ import annotations
 
@@ -10,74 +10,74 @@ Values = Mapping[str, float]
 
 
 class Callback:
-    """Does nothing; a subclass overrides what it wants to know.
+    """Base class of callbacks; a subclass overrides the methods it needs.
 
-    Every process calls the same methods with the same numbers. What `should_stop` answers is
-    asked after every look at the metrics and every evaluation; one yes stops all processes.
+    Every process calls the same methods with the same numbers. `should_stop` is called after
+    every logged update and every evaluation; one reason to stop stops all processes.
     """
 
     def on_start(self, update: int) -> None:
-        """Be told that training begins after so many updates (0, or more when resumed)."""
+        """Called before training, with the updates already done (more than 0 after a resume)."""
 
     def on_recall(self, update: int, values: Values) -> None:
-        """Be told of an evaluation from before the checkpoint that the run goes on from."""
+        """Called for every evaluation from before the checkpoint the run resumes from."""
 
     def on_log(self, update: int, values: Values) -> None:
-        """Be told the training metrics."""
+        """Called with the training metrics of a logged update."""
 
     def on_eval(self, update: int, values: Values) -> None:
-        """Be told the metrics of an evaluation."""
+        """Called with the metrics of an evaluation."""
 
     def on_checkpoint(self, update: int) -> None:
-        """Be told that a checkpoint is being written."""
+        """Called when a checkpoint is being written."""
 
     def on_end(self, update: int) -> None:
-        """Be told that training has ended."""
+        """Called after training."""
 
     def should_stop(self) -> str:
-        """Return why training should stop; empty to go on."""
+        """Return the reason to stop training; empty to continue."""
         return ""
 
 
 class EarlyStopping(Callback):
-    """Stops when the evaluation loss has not become better for a while.
+    """Stops training when the evaluation loss no longer improves.
 
     Args:
-        patience: evaluations without a better loss before it stops.
-        min_delta: by how much a loss must be lower to be better.
-        metric: which metric of the evaluation to watch; lower is better.
+        patience: evaluations without improvement before training stops.
+        min_delta: how much lower a loss must be to count as an improvement.
+        metric: the evaluation metric to watch; lower is better.
     """
 
     def __init__(self, patience: int, *, min_delta: float = 0.0, metric: str = "loss") -> None:
         self._patience, self._min_delta, self._metric = patience, min_delta, metric
         self._best = math.inf
-        self._since = 0
+        self._bad_evaluations = 0
 
     def on_eval(self, update: int, values: Values) -> None:
-        """Compare with the best so far; a loss that is not finite is never better."""
+        """Compare with the best loss so far; a loss that is not finite is no improvement."""
         value = values[self._metric]
         if value < self._best - self._min_delta:
-            self._best, self._since = value, 0
+            self._best, self._bad_evaluations = value, 0
         else:
-            self._since += 1
+            self._bad_evaluations += 1
 
     def on_recall(self, update: int, values: Values) -> None:
-        """Count it like the others, so that a resumed run stops when the whole one would have."""
+        """Count it like any other, so that a resumed run stops when an unbroken one would."""
         if self._metric in values:
             self.on_eval(update, values)
 
     def should_stop(self) -> str:
-        """Return why training should stop; empty to go on."""
-        if self._since < self._patience:
+        """Return the reason to stop training; empty to continue."""
+        if self._bad_evaluations < self._patience:
             return ""
         return (
-            f"{self._since} evaluations without a {self._metric} below {self._best:.4f}, "
+            f"{self._bad_evaluations} evaluations without a {self._metric} below {self._best:.4f}, "
             "the best so far"
         )
 
 
 class OnMetrics(Callback):
-    """Hands training metrics to a function of the update's number (from 0) and its metrics."""
+    """Calls a function with the number of an update, from 0, and its training metrics."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
@@ -94,32 +94,32 @@ class Callbacks(Callback):
         self._all = tuple(callbacks)
 
     def on_start(self, update: int) -> None:
-        """Tell each."""
+        """Call each."""
         for callback in self._all:
             callback.on_start(update)
 
     def on_recall(self, update: int, values: Values) -> None:
-        """Tell each."""
+        """Call each."""
         for callback in self._all:
             callback.on_recall(update, values)
 
     def on_log(self, update: int, values: Values) -> None:
-        """Tell each."""
+        """Call each."""
         for callback in self._all:
             callback.on_log(update, values)
 
     def on_eval(self, update: int, values: Values) -> None:
-        """Tell each."""
+        """Call each."""
         for callback in self._all:
             callback.on_eval(update, values)
 
     def on_checkpoint(self, update: int) -> None:
-        """Tell each."""
+        """Call each."""
         for callback in self._all:
             callback.on_checkpoint(update)
 
     def on_end(self, update: int) -> None:
-        """Tell each."""
+        """Call each."""
         for callback in self._all:
             callback.on_end(update)
 

@@ -1,4 +1,4 @@
-"""The compiled step of a run: compiled once, looked at, and then run."""
+"""The compiled step of a run, with its communication ledger and memory use."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from meshwright.program.hlo import CompiledProgram, compile_program
 from meshwright.program.memory import MemoryUse, memory_of
 from meshwright.step.assemble import Assembled
 
-WORTH_TELLING = 2**20
-"""Bytes per update; a scalar too much is no news."""
+WARN_FROM_BYTES = 2**20
+"""Smaller deviations per update, such as one more scalar, are not worth a warning."""
 
-Run = Callable[[Any, list[Any]], tuple[Any, dict[str, Any]]]
+StepFunction = Callable[[Any, list[Any]], tuple[Any, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """A step that is ready to run.
+    """A compiled step.
 
     Attributes:
-        run: from (state, batch leaves) to (state, metrics); the old state is consumed.
-        text: gives the program the devices run, as the compiler writes it.
-        ledger: what it sends; None if the compiler did not tell.
-        memory: what each device holds; None if the compiler did not tell.
-        seconds: how long it took to compile.
+        run: from (state, batch leaves) to (state, metrics); the old state is donated.
+        text: returns the optimized program as text; None if the compiler has none.
+        ledger: what the step communicates; None if the compiler does not report it.
+        memory: memory use per device; None if the compiler does not report it.
+        seconds: compilation time.
     """
 
-    run: Run
+    run: StepFunction
     text: Callable[[], str | None]
     ledger: Ledger | None
     memory: MemoryUse | None
     seconds: float
 
     def deviations(self, *, from_bytes: int = 0) -> list[str]:
-        """Say, axis by axis, where the program sends other than what its plan needs.
+        """Describe, axis by axis, where the step sends more or less than its plan needs.
 
         Differences below ``from_bytes`` are left out.
         """
         if self.ledger is None:
             return []
         return [
-            f"over {axis} it sends {own.sent_bytes:,} bytes per update where "
+            f"over {axis} the step sends {own.sent_bytes:,} bytes per update where "
             f"{own.minimum_bytes:,} are needed"
             + (f" ({'; '.join(own.excess[:2])})" if own.excess else "")
             for axis, own in self.ledger.axes.items()
@@ -59,8 +59,8 @@ class CompiledStep:
 def compile_step(assembled: Assembled, batch: Any) -> CompiledStep:
     """Compile the step for batches of this shape.
 
-    With JAX's compilation cache on, the ledger is left out: a program from the cache comes
-    without the text the ledger reads.
+    With JAX's compilation cache enabled there is no ledger: a cached program comes without the
+    text that the ledger is read from.
     """
     lowered = lower_step(assembled, batch)
     started = time.perf_counter()
@@ -83,12 +83,12 @@ def compile_step(assembled: Assembled, batch: Any) -> CompiledStep:
 
 
 def refuse_deviations(deviations: list[str]) -> None:
-    """Refuse a program that does otherwise than its plan asked."""
+    """Raise if the program deviates from its plan."""
     if deviations:
         raise CheckFailed(
             "the program deviates from its plan",
             why="; ".join(deviations),
-            fix="`meshwright ledger` with the same settings shows where; strict=false trains",
+            fix="see `meshwright ledger` with the same settings, or train with strict=false",
         )
 
 

@@ -1,4 +1,4 @@
-"""Evaluation: the mean loss and metrics of held-out batches, with the model in evaluation mode."""
+"""Evaluation: mean loss and metrics on held-out data, with the model in eval mode."""
 
 from __future__ import annotations
 
@@ -14,102 +14,102 @@ from meshwright.data.given import IterableData, SequenceData
 from meshwright.errors import UserError
 from meshwright.program.trace import Loss
 from meshwright.step.assemble import Assembled
-from meshwright.step.evaluate import Evaluate, evaluation
+from meshwright.step.evaluate import Evaluate, compile_evaluation
 from meshwright.step.state import TrainState
-from meshwright.trainer.feed import Feed
+from meshwright.trainer.batch_loader import BatchLoader
 from meshwright.weighted import Weighted
 
 
 class Evaluator:
-    """Evaluates a training state on held-out data.
+    """Evaluates training states on held-out data.
 
-    The model runs in evaluation mode: no dropout, and batch statistics as they are.
+    The model runs in eval mode: without dropout, and with its running batch statistics.
 
     Args:
         assembled: the step whose states are evaluated.
-        loss: the loss it was made from.
-        data: held-out samples, always the same ones.
-        batches: the most batches one evaluation takes, each as large as one of training.
-        warn: told what evaluation cannot do as training does.
+        loss: the loss the step was made from.
+        data: held-out samples, the same in every evaluation.
+        batches: the most batches one evaluation uses, each as large as a training batch.
     """
 
-    def __init__(
-        self,
-        assembled: Assembled,
-        loss: Loss,
-        data: Data,
-        *,
-        batches: int,
-        warn: Callable[[str], None],
-    ) -> None:
+    def __init__(self, assembled: Assembled, loss: Loss, data: Data, *, batches: int) -> None:
         plan = assembled.plan
-        self._assembled, self._loss, self._warn = assembled, loss, warn
+        self._assembled, self._loss = assembled, loss
         self._replicas = plan.batch.replicas
-        # Stages work on several microbatches at a time.
-        self._most = plan.num_microbatches if plan.size("pipe") > 1 else 1
+        # Pipeline stages work on several microbatches at a time.
+        self._max_microbatches = plan.num_microbatches if plan.size("pipe") > 1 else 1
         if isinstance(data, SequenceData | IterableData):
-            size, self._num_batches = self._own_size(data), batches
+            size, self._num_batches = self._given_size(data), batches
         else:
             micro = plan.batch.micro_batch_size * plan.batch.replicas
-            count = self._in_all(data.num_samples, batches) // micro or 1
-            together = max(n for n in range(1, self._most + 1) if count % n == 0)
+            count = self._total_samples(data.num_samples, batches) // micro or 1
+            together = max(n for n in range(1, self._max_microbatches + 1) if count % n == 0)
             size, self._num_batches = micro * together, count // together
-        self._feed = Feed(data, batch_size=size, sharding=assembled.step.shardings.batch)
-        self._runs: dict[Any, Evaluate] = {}
+        self._loader = BatchLoader(data, batch_size=size, sharding=assembled.step.shardings.batch)
+        self._compiled: dict[Any, Evaluate] = {}
 
-    def __call__(self, state: TrainState) -> dict[str, float]:
-        """Return the mean loss and metrics over the batches."""
+    def __call__(self, state: TrainState, warn: Callable[[str], None]) -> dict[str, float]:
+        """Return the mean loss and metrics.
+
+        Args:
+            state: the training state.
+            warn: called if evaluation cannot run in pipeline stages as training does.
+        """
         sums: Any = None
         leaves = self._assembled.step.leaf_values(state)
-        with self._feed.open(0, self._num_batches) as batches:
+        with self._loader.open(0, self._num_batches) as batches:
             for batch in batches:
-                found = self._compiled(batch)(leaves, batch)
-                sums = found if sums is None else jax.tree.map(lambda a, b: a + b, sums, found)
+                values = self._compile(batch, warn)(leaves, batch)
+                sums = values if sums is None else jax.tree.map(lambda a, b: a + b, sums, values)
         if sums is None:
-            raise _nothing()
+            raise _no_batches()
         return {name: _mean(value) for name, value in jax.device_get(sums).items()}
 
-    def _in_all(self, present: int | None, batches: int) -> int:
-        """Return the samples of one evaluation, the same on every mesh; too few are all taken."""
+    def _total_samples(self, available: int | None, batches: int) -> int:
+        """Return the samples of one evaluation, the same on every mesh.
+
+        They fill whole training batches, unless there is less than one.
+        """
         size = self._assembled.plan.batch.global_batch_size
-        if present is None:
+        if available is None:
             return batches * size
-        return min(batches * size, present // size * size or present)
+        return min(batches * size, available // size * size or available)
 
-    def _compiled(self, batch: Sequence[Any]) -> Evaluate:
+    def _compile(self, batch: Sequence[Any], warn: Callable[[str], None]) -> Evaluate:
         shapes = tuple(leaf.shape for leaf in batch)
-        if shapes not in self._runs:
-            count = self._microbatches(shapes[0][0])
-            self._runs[shapes] = evaluation(self._assembled, self._loss, batch, count, self._warn)
-        return self._runs[shapes]
+        if shapes not in self._compiled:
+            self._compiled[shapes] = compile_evaluation(
+                self._assembled, self._loss, batch, self._num_microbatches(shapes[0][0]), warn
+            )
+        return self._compiled[shapes]
 
-    def _own_size(self, data: SequenceData | IterableData) -> int:
-        """Return the samples of batches that were given as such, or refuse them."""
+    def _given_size(self, data: SequenceData | IterableData) -> int:
+        """Return the samples per batch of data given as batches; raise if the mesh cannot."""
         first = data.first()
         if first is None:
-            raise _nothing()
+            raise _no_batches()
         size = form_of(read_batch(first)).num_samples
-        self._microbatches(size)
+        self._num_microbatches(size)
         return size
 
-    def _microbatches(self, samples: int) -> int:
-        """Return into how many microbatches a batch is divided."""
+    def _num_microbatches(self, samples: int) -> int:
+        """Return the number of microbatches of a batch."""
         if samples % self._replicas:
             below = samples // self._replicas * self._replicas
             sizes = " or ".join(str(n) for n in (below, below + self._replicas) if n)
             raise UserError(
                 f"batches of {samples} samples for evaluation cannot be divided over the mesh",
-                why=f"{self._replicas} groups of devices take the same number of samples each",
+                why=f"each of {self._replicas} groups of devices gets the same number of samples",
                 fix=f"give batches of {sizes} samples, or a dict of arrays",
             )
         each = samples // self._replicas
-        return max(n for n in range(1, self._most + 1) if each % n == 0)
+        return max(n for n in range(1, self._max_microbatches + 1) if each % n == 0)
 
 
-def _nothing() -> UserError:
+def _no_batches() -> UserError:
     return UserError(
-        "there is nothing to evaluate",
-        why="eval_data gave no batch; a generator can be gone through only once",
+        "there is no data to evaluate on",
+        why="eval_data has no batches; a generator can only be read once",
         fix="give a list of batches, or a dict of arrays",
     )
 

@@ -1,4 +1,4 @@
-"""The folder of a run: made by process 0, known to all, and writable before anything compiles."""
+"""The run folder: made by process 0, and checked to be writable before anything compiles."""
 
 from __future__ import annotations
 
@@ -10,25 +10,22 @@ from meshwright.errors import UserError
 from meshwright.processes import broadcast, is_main
 
 
-def make_folder(folder: Path, files: Mapping[str, str] | None = None) -> Path:
-    """Make the folder process 0 chose, put these files into it, and return its path everywhere."""
-    said = {"folder": str(folder.absolute()), "problem": ""}
-    if is_main():
-        said["problem"] = _try(folder.absolute(), files or {})
-    said = broadcast(said)
-    if said["problem"]:
+def make_run_folder(folder: Path, files: Mapping[str, str]) -> None:
+    """Make the folder on process 0 and write these files into it, by name."""
+    problem = broadcast(_try_to_make(folder.absolute(), files) if is_main() else "")
+    if problem:
         raise UserError(
-            f"cannot write the output directory {said['folder']}",
-            why=said["problem"],
+            f"cannot write the output directory {folder.absolute()}",
+            why=problem,
             fix="write hydra.run.dir=… (run_dir= in Python) with a directory you can write to",
         )
-    return Path(said["folder"])
 
 
-def _try(folder: Path, files: Mapping[str, str]) -> str:
+def _try_to_make(folder: Path, files: Mapping[str, str]) -> str:
+    """Return what went wrong; empty if nothing did."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A folder that exists may still refuse.
+        # An existing folder need not be writable.
         with tempfile.TemporaryFile(dir=folder):
             pass
         for name, text in files.items():

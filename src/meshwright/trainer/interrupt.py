@@ -1,4 +1,4 @@
-"""Being asked to stop: a signal ends the update in flight, and the state is saved."""
+"""Interruption by a signal: the run stops after the current update, and saves its state."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 STDERR = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_ANSWER = b"\nstopping after this update, to save the state; once more stops at once\n"
+_MESSAGE = b"\nstopping after this update, to save the state; once more stops at once\n"
 
 
 class Interrupt:
-    """Notes that a signal asked to stop; a second one stops at once.
+    """Records a signal to stop; a second signal stops at once.
 
     Attributes:
         signal: the number of the signal; None if there was none.
@@ -26,32 +26,32 @@ class Interrupt:
 
     @property
     def reason(self) -> str:
-        """Why to stop; empty to go on."""
+        """Why to stop; empty to continue."""
         return "" if self.signal is None else f"{signal.Signals(self.signal).name} asked to stop"
 
     @contextmanager
     def watch(self) -> Generator[None]:
-        """Watch for signals inside the block; only the main thread of a process can.
+        """Handle signals inside the block; outside the main thread this does nothing.
 
-        Who asked is answered on stderr itself: whatever the signal has interrupted may hold the
-        locks of everything else that could tell.
+        The handler writes to the stderr file descriptor directly: the interrupted code may hold
+        the locks of Python's streams and loggers.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
-        def note(number: int, frame: Any) -> None:
+        def handle(number: int, frame: Any) -> None:
             if self.signal is not None:
-                # Asked twice: whoever waits for the first answer does not wait for the second.
-                _pass_on(before[number], number, frame)
+                # The second signal: stop at once, as without this handler.
+                _call_original(before[number], number, frame)
                 return
             self.signal = number
             with suppress(OSError):
-                os.write(STDERR, _ANSWER)
+                os.write(STDERR, _MESSAGE)
 
         before: dict[int, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
         for number in _SIGNALS:
-            signal.signal(number, note)
+            signal.signal(number, handle)
         try:
             yield
         finally:
@@ -59,7 +59,7 @@ class Interrupt:
                 signal.signal(number, handler)
 
 
-def _pass_on(handler: Any, number: int, frame: Any) -> None:
+def _call_original(handler: Any, number: int, frame: Any) -> None:
     if callable(handler):
         handler(number, frame)
         return

@@ -1,4 +1,4 @@
-"""When a run ends: after so many updates, after some time, or when a callback asks for it."""
+"""When a run ends: after a number of updates, a time, a signal, or when a callback asks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Stop:
     """Why a run stops.
 
     Attributes:
-        reason: for people.
-        interrupted: whether a signal asked for it, so that only the state is saved.
+        reason: the reason, as text.
+        interrupted: whether a signal stopped it; then only the state is saved.
     """
 
     reason: str
@@ -24,13 +24,13 @@ class Stop:
 
 
 class Limits:
-    """Decides, the same in every process, whether a run is over.
+    """Decides when a run ends, identically in every process.
 
     Args:
-        updates: the last update; None if only time will tell.
-        seconds: how long the run may take, by the clock of process 0; None for no limit.
-        callbacks: who may ask to stop.
-        interrupt: whether a signal asked to stop.
+        updates: the last update; None for no limit.
+        seconds: the time limit, by the clock of process 0; None for no limit.
+        callbacks: callbacks that may stop the run.
+        interrupt: records a signal to stop.
     """
 
     def __init__(
@@ -48,20 +48,20 @@ class Limits:
 
     @property
     def urgent(self) -> bool:
-        """Whether to ask after this update already; several processes wait for the next look."""
+        """Whether to call `stop` at once; several processes wait for the next logged update."""
         return process_count() == 1 and bool(self._interrupt.reason)
 
     def stop(self) -> Stop | None:
-        """Say why the run should stop now, the same in every process; None to go on.
+        """Return why to stop now, identically in every process; None to continue.
 
-        Every process must ask at the same update. A signal to one of them stops all.
+        Every process must call it after the same update. A signal to one of them stops all.
         """
         signalled = self._interrupt.reason
         reason = signalled or self._callbacks.should_stop() or self._out_of_time()
         own = Stop(reason, bool(signalled))
-        said = [own] if process_count() == 1 else [Stop(**each) for each in gather(asdict(own))]
-        reasons = [each for each in said if each.reason]
-        return next((each for each in reasons if each.interrupted), next(iter(reasons), None))
+        stops = [own] if process_count() == 1 else [Stop(**each) for each in gather(asdict(own))]
+        stops = [each for each in stops if each.reason]
+        return next((each for each in stops if each.interrupted), next(iter(stops), None))
 
     def _out_of_time(self) -> str:
         if self.seconds is None or not is_main():

@@ -1,4 +1,4 @@
-"""The meter: how fast a run goes, between two looks at it."""
+"""The meter: training speed between two logged updates."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import jax
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one update is.
+    """The work of one update.
 
     Attributes:
-        samples: samples of the global batch.
-        tokens: tokens of the global batch; None where samples are no sequences of tokens.
-        flops: floating-point operations of one update; None if not counted.
-        peak_flops: what all devices together can do in a second; None if not known.
+        samples: samples per global batch.
+        tokens: tokens per global batch; None if samples are not token sequences.
+        flops: floating-point operations per update; None if not counted.
+        peak_flops: peak of all devices together, per second; None if not known.
     """
 
     samples: int
@@ -27,33 +27,33 @@ class Work:
 
 
 class Meter:
-    """Measures updates between two readings; time that is no training can be left out.
+    """Measures speed between two readings; time spent on other things can be excluded.
 
     Args:
-        work: what one update is.
-        devices: whose memory is looked at.
+        work: the work of one update.
+        devices: devices whose memory is measured.
     """
 
     def __init__(self, work: Work, devices: list[Any]) -> None:
         self._work = work
         self._devices = devices
         self._started = time.perf_counter()
-        self._apart = self._waited = 0.0
+        self._excluded = self._waited = 0.0
         self._updates = 0
 
     def restart(self, updates: int, waited: float) -> None:
-        """Begin a new interval after so many updates and seconds of waiting for data."""
+        """Begin an interval, given the updates done and the seconds spent waiting for data."""
         self._started = time.perf_counter()
-        self._apart = 0.0
+        self._excluded = 0.0
         self._updates, self._waited = updates, waited
 
-    def leave_out(self, seconds: float) -> None:
-        """Leave time out of the interval that was spent on something else."""
-        self._apart += seconds
+    def exclude(self, seconds: float) -> None:
+        """Exclude time spent on something other than training."""
+        self._excluded += seconds
 
     def read(self, updates: int, waited: float) -> dict[str, float]:
         """Return the speed since the last reading, and begin a new interval."""
-        elapsed = max(time.perf_counter() - self._started - self._apart, 1e-9)
+        elapsed = max(time.perf_counter() - self._started - self._excluded, 1e-9)
         done = updates - self._updates
         values = self._speed(elapsed / done, (waited - self._waited) / elapsed) if done else {}
         memory = peak_memory(self._devices)
@@ -79,10 +79,10 @@ class Meter:
 
 
 def peak_memory(devices: list[Any]) -> int | None:
-    """Return the most bytes any of these devices has held; None where devices do not say."""
-    found = [
+    """Return the peak memory over these devices in bytes; None if they do not report it."""
+    peaks = [
         stats.get("peak_bytes_in_use", stats.get("bytes_in_use", 0))
         for device in devices
         if device.process_index == jax.process_index() and (stats := device.memory_stats())
     ]
-    return max(found) if found else None
+    return max(peaks) if peaks else None

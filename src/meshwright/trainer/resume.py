@@ -1,7 +1,8 @@
-"""Going on from a checkpoint: which one, whether it fits, and what it asks to keep."""
+"""Resuming from a checkpoint: finding it, checking that it fits the run, restoring it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,111 +10,133 @@ from typing import Any
 
 import jax
 
-from meshwright.checkpoint.store import FOLDER, CheckpointStore, Passport, find_store
+from meshwright.checkpoint import CheckpointMetadata, CheckpointStore, find_store
+from meshwright.checkpoint.store import FOLDER
 from meshwright.config.origins import flatten
 from meshwright.errors import UserError
 from meshwright.processes import broadcast, is_main
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
+from meshwright.tracking.jsonl import read_metrics
 
 FIXED = ("model", "task", "data", "optimizer", "precision", "run.seed", "training.mixed_precision")
-"""What of a config decides the course of a run, whatever the mesh; resuming keeps it."""
+"""Sections of a config that affect results on any mesh; a resumed run must keep them."""
 
-_FREE = ("model.mesh_shape", "data.workers", "data.prefetch")
+_CHANGEABLE = ("model.mesh_shape", "data.workers", "data.prefetch")
 
 
 @dataclass(frozen=True)
-class Origin:
-    """A checkpoint to go on from.
+class ResumePoint:
+    """A checkpoint to resume from.
 
     Attributes:
-        folder: the folder of checkpoints.
-        update: which one.
-        passport: what it says of itself.
-        own: whether it is the run's own, so that the run goes on in the same folder.
+        folder: the checkpoint folder.
+        update: the update of the checkpoint.
+        metadata: the metadata of the checkpoint.
+        same_run: whether it is in the run's own folder, so that the run continues there.
     """
 
     folder: Path
     update: int
-    passport: Passport
-    own: bool
+    metadata: CheckpointMetadata
+    same_run: bool
+
+    @property
+    def path(self) -> Path:
+        """The folder of this checkpoint."""
+        return self.folder / str(self.update)
 
 
-def find_origin(resume: str, run_dir: Path | None) -> Origin | None:
-    """Return the checkpoint ``resume`` means; None to start anew.
+def find_resume_point(resume: str, run_dir: Path | None) -> ResumePoint | None:
+    """Return the checkpoint that ``resume`` refers to; None to start over.
 
     Args:
         resume: auto, must, never, or the path of a run or a checkpoint.
-        run_dir: the run's own folder; None if it has none.
+        run_dir: the folder of this run; None if it has none.
     """
     if resume == "never":
         _refuse_mixing(run_dir)
         return None
-    own = resume in ("auto", "must")
-    where = run_dir if own else Path(resume)
-    # Who opens checkpoints asks for devices, which several processes can only make together.
+    same_run = resume in ("auto", "must")
+    where = run_dir if same_run else Path(resume)
+    # Opening checkpoints initializes the devices, which all processes must do together.
     jax.devices()
-    found = broadcast(_look(where, own=own) if is_main() else None)
-    if "error" in found:
-        raise UserError(found["error"], why=found["why"], fix=found["fix"])
-    if not found:
+    newest = broadcast(_find_newest(where, same_run=same_run) if is_main() else None)
+    if "error" in newest:
+        raise UserError(newest["error"], why=newest["why"], fix=newest["fix"])
+    if not newest:
         if resume == "must":
             raise UserError(
-                "resume=must, and there is no checkpoint to go on from",
+                "resume=must, and there is no checkpoint to resume from",
                 why=f"looked in {where}",
                 fix="write hydra.run.dir=… with the folder of the run, or resume=auto",
             )
         return None
-    folder = Path(found["folder"])
-    return Origin(folder, found["update"], Passport(**found["passport"]), own)
+    metadata = CheckpointMetadata(**newest["metadata"])
+    return ResumePoint(Path(newest["folder"]), newest["update"], metadata, same_run)
 
 
-def restore(origin: Origin, form: CanonicalForm) -> TrainState:
-    """Read a checkpoint to the devices."""
-    store = CheckpointStore(origin.folder, read_only=True)
+def restore(point: ResumePoint, form: CanonicalForm) -> TrainState:
+    """Restore a checkpoint onto the devices."""
+    store = CheckpointStore(point.folder, read_only=True)
     try:
-        return form.state(store.restore(origin.update, form.structs))
+        return form.state(store.restore(point.update, form.structs))
     finally:
         store.close()
 
 
-def check_fits(origin: Origin, form: CanonicalForm) -> None:
-    """Refuse a checkpoint whose arrays are not those of the run."""
-    store = CheckpointStore(origin.folder, read_only=True)
+def earlier_evaluations(
+    point: ResumePoint, run_dir: Path | None
+) -> list[tuple[int, dict[str, float]]]:
+    """Return the evaluations of this run up to a checkpoint, oldest first."""
+    if not point.same_run or run_dir is None:
+        return []
+    rows = read_metrics(run_dir / "metrics.jsonl") if is_main() else {}
+    evaluations = [
+        (update, {k: math.nan if v is None else v for k, v in values.items()})
+        for (split, update), values in rows.items()
+        if split == "eval" and update <= point.update
+    ]
+    return broadcast(evaluations)
+
+
+def check_fits(point: ResumePoint, form: CanonicalForm) -> None:
+    """Raise if the arrays of a checkpoint are not those of the run."""
+    store = CheckpointStore(point.folder, read_only=True)
     try:
-        _check_shapes(store.shapes(origin.update), form.structs, origin)
+        _check_shapes(store.shapes(point.update), form.structs, point)
     finally:
         store.close()
 
 
 def check_same_run(
-    passport: Passport,
+    metadata: CheckpointMetadata,
     config: Mapping[str, Any],
     *,
     dataset: str,
     global_batch_size: int,
     accept: bool,
 ) -> list[str]:
-    """Return in what a run differs from its checkpoint's, if that is accepted; else refuse."""
-    changes = config_changes(passport.config, config)
-    if passport.global_batch_size != global_batch_size:
+    """Return how a run differs from that of its checkpoint; raise unless that is accepted."""
+    changes = config_changes(metadata.config, config)
+    if metadata.global_batch_size != global_batch_size:
         changes.append(
-            f"the global batch was {passport.global_batch_size} samples and is {global_batch_size}"
+            f"the global batch was {metadata.global_batch_size} samples and is {global_batch_size}"
         )
-    if passport.dataset and dataset and passport.dataset != dataset:
-        changes.append(f"the data's fingerprint was {passport.dataset} and is {dataset}")
+    if metadata.dataset and dataset and metadata.dataset != dataset:
+        changes.append(f"the data's fingerprint was {metadata.dataset} and is {dataset}")
     if changes and not accept:
         raise UserError(
-            f"the config differs from that of the checkpoint (update {passport.update})",
+            f"the config differs from that of the checkpoint (update {metadata.update})",
             why="; ".join(changes),
-            fix="write it as it was; or start a new run in another hydra.run.dir; or "
-            "checkpoint.accept_changes=true to go on all the same",
+            fix="restore the old values, start a new run in another hydra.run.dir, or continue "
+            "all the same with checkpoint.accept_changes=true",
         )
     return changes
 
 
 def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say which values that decide the course of a run have changed."""
+    """List the values that affect results and have changed."""
     if not before or not now:
         return []
     old, new = dict(flatten(dict(before))), dict(flatten(dict(now)))
@@ -125,7 +148,7 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
 
 def _refuse_mixing(run_dir: Path | None) -> None:
-    """Refuse to start anew where another run's checkpoints would be taken for this one's."""
+    """Raise if the folder already holds checkpoints of another run."""
     folder = None if run_dir is None else run_dir / FOLDER
     used = folder is not None and is_main() and folder.is_dir() and any(folder.iterdir())
     if broadcast(used):
@@ -140,43 +163,45 @@ def _is_fixed(key: str) -> bool:
     def inside(sections: tuple[str, ...]) -> bool:
         return any(key == section or key.startswith(f"{section}.") for section in sections)
 
-    return inside(FIXED) and not inside(_FREE)
+    return inside(FIXED) and not inside(_CHANGEABLE)
 
 
 def _text(values: Mapping[str, Any], key: str) -> str:
-    return "not there" if key not in values else "null" if values[key] is None else str(values[key])
+    return "not set" if key not in values else "null" if values[key] is None else str(values[key])
 
 
-def _look(where: Path | None, *, own: bool) -> dict[str, Any]:
-    """Look for the newest checkpoint, in the main process alone."""
-    if where is None or (own and not (where / FOLDER).is_dir()):
+def _find_newest(where: Path | None, *, same_run: bool) -> dict[str, Any]:
+    """Look for the newest checkpoint, in the main process only; empty if there is none."""
+    if where is None or (same_run and not (where / FOLDER).is_dir()):
         return {}
     try:
-        folder, update = (where / FOLDER, None) if own else find_store(where)
+        folder, update = (where / FOLDER, None) if same_run else find_store(where)
         store = CheckpointStore(folder, read_only=True, alone=True)
         try:
             updates = store.updates()
             if not updates:
                 return {}
             update = updates[-1] if update is None else update
-            passport = store.passport(update)
+            metadata = store.metadata(update)
         finally:
             store.close()
     except UserError as error:
         return {"error": error.what, "why": error.why, "fix": error.fix}
-    return {"folder": str(folder), "update": update, "passport": vars(passport)}
+    return {"folder": str(folder), "update": update, "metadata": vars(metadata)}
 
 
-def _check_shapes(saved: Mapping[str, Any], wanted: Mapping[str, Any], origin: Origin) -> None:
-    """Compare the arrays of a checkpoint with those of the run, and name what differs."""
+def _check_shapes(
+    saved: Mapping[str, Any], expected: Mapping[str, Any], point: ResumePoint
+) -> None:
+    """Compare the arrays of a checkpoint with those of the run, and name the first difference."""
     names = {"params": "parameter", "state": "state", "optimizer": "optimizer state"}
     for group, name in names.items():
         have = {path: tuple(shape) for path, shape in saved.get(group, {}).items()}
-        need = {path: tuple(struct.shape) for path, struct in wanted[group].items()}
+        need = {path: tuple(struct.shape) for path, struct in expected[group].items()}
         for path in dict.fromkeys([*need, *have]):
             if have.get(path) != need.get(path):
                 raise UserError(
-                    f"the checkpoint {origin.folder / str(origin.update)} does not fit the "
+                    f"the checkpoint {point.path} does not fit the "
                     f"{'optimizer' if group == 'optimizer' else 'model'}",
                     why=f"{name} `{path}` is {_shape(have, path)} in the checkpoint and "
                     f"{_shape(need, path)} in the run",

@@ -1,4 +1,4 @@
-"""What a library user holds: a model, a loss, an optimizer and a mesh, ready to be trained."""
+"""The `Trainer` of the Python API: a model, a loss, an optimizer and a mesh."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,12 @@ from meshwright.program.trace import Loss
 from meshwright.proof import Certificate, verify
 from meshwright.step.assemble import Assembled, assemble
 from meshwright.step.state import TrainState
-from meshwright.tracking.make import make_trackers
-from meshwright.tracking.tracker import Tracker
-from meshwright.trainer.callbacks import Callback, EarlyStopping, OnMetrics
-from meshwright.trainer.folder import make_folder
+from meshwright.trainer.callbacks import Callback, OnMetrics
+from meshwright.trainer.fit_result import FitResult
 from meshwright.trainer.loop import RAN_OUT
-from meshwright.trainer.resume import find_origin
-from meshwright.trainer.training import FitResult, Training
+from meshwright.trainer.resume import find_resume_point
+from meshwright.trainer.run_spec import EvaluationSpec, OutputSpec, RunSpec
+from meshwright.trainer.training_run import TrainingRun
 
 
 @dataclass(kw_only=True)
@@ -57,24 +55,24 @@ class Trainer:
     """Trains a Flax NNX model on any mesh of devices.
 
     Attributes:
-        model: builds the model, from `nnx.Rngs` if it takes them; or a model that exists already;
-            or a Linen module.
+        model: a function that builds the model, from `nnx.Rngs` if it takes them; or an existing
+            model; or a Linen module.
         loss: ``loss(model, batch)``: a scalar mean, or `Weighted(total, weight)`; optionally with
             a dict of metrics.
         optimizer: any optax transformation.
         mesh: ``"fsdp=4,tensor=2"``, a mapping of axis sizes, or a whole `Plan`; ``"auto"`` and an
-            empty text put all devices on ``data``.
+            empty string put all devices on ``data``.
         precision: no (float32), bf16 or fp16.
         gradient_accumulation_steps: microbatches per update.
         sync_gradients_every: microbatches between two gradient reductions.
         clip_norm: largest global gradient norm.
-        sharding: what is divided and how; see `ShardingConfig`.
+        sharding: what is sharded and how; see `ShardingConfig`.
         pipeline: the schedule of a mesh with pipeline stages: its name, such as ``"zb_h1"``, a
             mapping, or a `PipelineConfig`.
-        trainable: NNX filter for what is trained.
-        seed: of initialization and dropout.
-        log_every: updates between two looks at the metrics.
-        devices: where to train; all devices by default.
+        trainable: NNX filter of what is trained.
+        seed: seed of initialization, dropout and data order.
+        log_every: updates between two logged updates.
+        devices: the devices to train on; all by default.
     """
 
     model: Any
@@ -121,67 +119,45 @@ class Trainer:
         progress: bool | None = None,
         assembled: Assembled | None = None,
     ) -> FitResult:
-        """Train for so many updates, or so long.
+        """Train for a number of updates or a duration.
 
-        If the batches run out before that, training stops there with a warning, and the result
-        says how many updates were done.
+        If the batches run out earlier, training stops there with a warning.
 
         Args:
             data: a list or an iterable of global batches (pytrees of arrays, dim 0 being the
                 sample); a dict of arrays; a function of (step, batch_size) or (seed, step,
                 batch_size); a source with ``len`` and ``rows(ids)``; or one of `meshwright.data`.
-            steps: updates to do.
+            steps: number of updates.
             max_duration: instead of steps: ``"1000st"``, ``"2ep"``, ``"30min"``.
-            batch_size: samples of a global batch; needed where the data are not batches already.
+            batch_size: samples per global batch; required if the data does not come in batches.
             eval_data: held-out data in any of these forms.
-            eval_every: updates between two evaluations; None for one at the end.
-            eval_batches: the most batches one evaluation takes.
-            callbacks: code that runs at fixed points.
-            on_metrics: called with the update's number, from 0, and its metrics at every look.
-            run_dir: where to write metrics, checkpoints and the rest; None for nowhere.
-            resume: auto goes on from the newest checkpoint in run_dir, if there is one; must
-                wants one; never starts anew; a path names a run or a checkpoint.
-            checkpoint: what is kept in run_dir.
-            tracking: who is told, besides the files in run_dir.
-            progress: show progress on stderr; None does so with a run_dir or on a terminal. Where
-                it is not shown, warnings are Python's own.
-            assembled: what `assemble` gave for such batches, to not do it again.
+            eval_every: updates between two evaluations; None for a single one at the end.
+            eval_batches: the most batches one evaluation uses.
+            callbacks: callbacks to call during training.
+            on_metrics: called with the number (from 0) and the metrics of every logged update.
+            run_dir: the run folder for metrics and checkpoints; None writes nothing.
+            resume: auto resumes from the newest checkpoint in run_dir, if there is one; must
+                requires one; never starts over; a path names a run or a checkpoint.
+            checkpoint: when to save checkpoints in run_dir, and how many to keep.
+            tracking: trackers besides the files in run_dir.
+            progress: show progress on stderr; by default with a run_dir or on a terminal. Without
+                it, warnings are Python warnings.
+            assembled: the result of `assemble` for such batches, to save the time.
         """
-        duration = _read_duration(steps, max_duration)
-        given = as_data(data, self.seed)
+        duration, given = _read_duration(steps, max_duration), as_data(data, self.seed)
         first = _first_batch(given, batch_size or self._planned_batch())
         assembled = assembled or self.assemble(first)
-        folder = None if run_dir is None else Path(run_dir).absolute()
-        _check_early_stopping(callbacks, eval_data, eval_every)
-        training = Training(
-            assembled=assembled,
-            loss=self.loss,
-            batch=first,
-            data=given,
-            duration=duration,
-            start=lambda: self._start(assembled),
-            seed=self.seed,
-            eval_data=None if eval_data is None else as_data(eval_data, self.seed),
-            eval_every=eval_every,
-            eval_batches=eval_batches,
-            log_every=self.log_every,
-            callbacks=[*callbacks, *([OnMetrics(on_metrics)] if on_metrics else [])],
-            run_dir=folder,
-            checkpoint=checkpoint or CheckpointConfig(),
-            origin=find_origin(resume, folder),
-            make_tracker=partial(_trackers, tracking or TrackingConfig(), folder, progress),
-            remarks=unused_pipeline(_read_pipeline(self.pipeline), assembled.plan),
-        )
-        training.check()
-        if folder is not None:
-            make_folder(folder)
-        result = training.run()
+        evaluation = self._evaluation(eval_data, eval_every, eval_batches)
+        output = self._output(run_dir, checkpoint, tracking, progress)
+        callbacks = [*callbacks, *([OnMetrics(on_metrics)] if on_metrics else [])]
+        spec = self._spec(assembled, first, given, duration, evaluation, output, callbacks, resume)
+        result = TrainingRun(spec).run()
         if result.stopped == RAN_OUT:
             _warn_ran_out(result.updates, duration.updates or 0)
         return result
 
     def assemble(self, batch: Any) -> Assembled:
-        """Make the step for batches of this shape; nothing runs yet."""
+        """Build the step for batches of this shape; nothing is compiled yet."""
         batch = read_batch(batch)
         return assemble(
             model_source(self.model, self.loss, lambda: batch),
@@ -198,9 +174,9 @@ class Trainer:
         """Prove that training on the mesh equals training on one device.
 
         Args:
-            data: what `fit` trains on, or a function from the update's number to its batch.
+            data: what `fit` takes, or a function from the number of an update to its batch.
             steps: updates to compare in float64.
-            batch_size: samples of a global batch, where the data are not batches already.
+            batch_size: samples per global batch; required if the data does not come in batches.
         """
         check_count("steps", steps)
         batches = self._by_update(data, batch_size)
@@ -218,6 +194,51 @@ class Trainer:
             devices=self.devices,
         )
 
+    def _spec(
+        self,
+        assembled: Assembled,
+        batch: Any,
+        data: Data,
+        duration: Duration,
+        evaluation: EvaluationSpec,
+        output: OutputSpec,
+        callbacks: Sequence[Callback],
+        resume: str,
+    ) -> RunSpec:
+        return RunSpec(
+            assembled=assembled,
+            loss=self.loss,
+            batch=batch,
+            data=data,
+            duration=duration,
+            seed=self.seed,
+            initial_state=lambda: self._initial_state(assembled),
+            resume_point=find_resume_point(resume, output.run_dir),
+            evaluation=evaluation,
+            output=output,
+            callbacks=callbacks,
+            warnings=unused_pipeline(_read_pipeline(self.pipeline), assembled.plan),
+        )
+
+    def _evaluation(self, data: Any, every: int | None, batches: int) -> EvaluationSpec:
+        held_out = None if data is None else as_data(data, self.seed)
+        return EvaluationSpec(data=held_out, every=every, batches=batches)
+
+    def _output(
+        self,
+        run_dir: str | Path | None,
+        checkpoint: CheckpointConfig | None,
+        tracking: TrackingConfig | None,
+        progress: bool | None,
+    ) -> OutputSpec:
+        return OutputSpec(
+            run_dir=None if run_dir is None else Path(run_dir).absolute(),
+            log_every=self.log_every,
+            tracking=tracking or TrackingConfig(),
+            progress=progress,
+            checkpoint=checkpoint or CheckpointConfig(),
+        )
+
     def _by_update(self, data: Any, batch_size: int | None) -> Callable[[int], Any]:
         if callable(data) and len(parameters_of(data)) == 1:
             return data
@@ -228,7 +249,7 @@ class Trainer:
     def _planned_batch(self) -> int | None:
         return self.mesh.batch.global_batch_size if isinstance(self.mesh, Plan) else None
 
-    def _start(self, assembled: Assembled) -> TrainState:
+    def _initial_state(self, assembled: Assembled) -> TrainState:
         return assembled.adopt(self.model) if exists(self.model) else assembled.init(self.seed)
 
     def _plan(self, num_samples: int) -> Plan:
@@ -274,7 +295,7 @@ class Trainer:
         for name, (given, default, planned) in beside.items():
             if given not in (default, planned):
                 raise UserError(
-                    f"{name} is given beside a plan that says otherwise",
+                    f"{name} differs from the plan that is given as the mesh",
                     why=f"the trainer has {given}, the plan {planned}",
                     fix=f"leave {name} out, or change it in the plan",
                 )
@@ -304,7 +325,7 @@ def _read_pipeline(given: Any) -> PipelineConfig:
 def _read_duration(steps: int | None, max_duration: str | None) -> Duration:
     if (steps is None) == (max_duration is None):
         raise UserError(
-            "say how long to train, once",
+            "the length of the training must be given exactly once",
             why=f"steps is {steps} and max_duration is {max_duration}",
             fix='write steps=1000, or max_duration="2ep" or "30min"',
         )
@@ -314,50 +335,31 @@ def _read_duration(steps: int | None, max_duration: str | None) -> Duration:
     return Duration(updates=steps)
 
 
-def _check_early_stopping(
-    callbacks: Sequence[Callback], eval_data: Any, eval_every: int | None
-) -> None:
-    waits = any(isinstance(callback, EarlyStopping) for callback in callbacks)
-    if waits and (eval_data is None or eval_every is None):
-        missing = "eval_data" if eval_data is None else "eval_every"
-        raise UserError(
-            "EarlyStopping counts evaluations, and there are none on the way",
-            why=f"{missing} is None",
-            fix="write eval_data=… and eval_every=…",
-        )
-
-
 def _first_batch(data: Data, batch_size: int | None) -> Any:
-    """Return a global batch, which says what all of them are like."""
+    """Return the first global batch, whose shapes all others must have."""
     if isinstance(data, SequenceData | IterableData):
         first = data.first()
         if first is None:
             raise UserError(
                 "there are no batches to train on",
-                why="the iterable gave none",
-                fix="give at least one; a generator can be gone through only once",
+                why="the iterable is empty",
+                fix="give at least one batch; a generator can only be read once",
             )
         return read_batch(first)
     if batch_size is None:
         raise UserError(
-            "the samples of a global batch are not known",
-            why=f"the data are {data.describe()}, which come in batches of any size",
+            "the size of a global batch is not known",
+            why=f"the data ({data.describe()}) can be read in batches of any size",
             fix="write batch_size=…",
         )
     check_count("batch_size", batch_size)
     return read_batch(data.batch(0, batch_size))
 
 
-def _trackers(
-    tracking: TrackingConfig, folder: Path | None, progress: bool | None, updates: int | None
-) -> Tracker:
-    return make_trackers(tracking, folder, total_updates=updates, progress=progress)
-
-
 def _warn_ran_out(done: int, steps: int) -> None:
     warnings.warn(
-        f"the batches ran out after {done} of {steps} updates; the result holds what was trained. "
-        f"Give at least {steps} batches, or a generator without an end",
+        f"the batches ran out after {done} of {steps} updates, and training stopped there. "
+        f"Give at least {steps} batches, or an endless generator",
         UserWarning,
         stacklevel=3,
     )

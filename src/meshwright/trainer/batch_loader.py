@@ -1,4 +1,4 @@
-"""The feed: batches of the global order, read ahead, checked, and placed on the mesh."""
+"""The batch loader: reads batches ahead in their global order and places them on the mesh."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from meshwright.data.loader import load_batches
 from meshwright.processes import agree, process_count
 
 
-class Feed:
-    """Gives the batches of a run, one per update, already on the devices.
+class BatchLoader:
+    """Loads the batches of a run, one per update, onto the devices.
 
     Args:
-        data: where samples come from.
-        batch_size: samples of a global batch.
-        sharding: where every array of a batch lives.
-        workers: processes that read ahead; 0 reads in threads of this one.
+        data: the samples.
+        batch_size: samples per global batch.
+        sharding: sharding of every array of a batch.
+        workers: processes that read ahead; 0 reads in threads of this process.
         prefetch: batches to read ahead.
 
     Attributes:
@@ -50,7 +50,7 @@ class Feed:
 
     @contextmanager
     def open(self, start: int, stop: int | None) -> Generator[Iterator[list[Any]]]:
-        """Give the batches of the updates from ``start`` on; reading ends with the block."""
+        """Iterate over the batches from update ``start`` on; reading ends with the block."""
         loaded = load_batches(
             self.data,
             batch_size=self._batch_size,
@@ -78,14 +78,14 @@ class Feed:
             yield place_batch(batch, self._sharding, self._batch_size, self._rows)
 
     def _all_have(self, batch: Any) -> bool:
-        """Whether there is a batch; data without a known end must end in every process at once."""
+        """Whether all processes have a batch; data of unknown length may end earlier in one."""
         if process_count() == 1 or self.data.num_samples is not None:
             return batch is not None
         return agree(batch is not None, "all")
 
 
 def local_rows(sharding: NamedSharding, batch_size: int) -> NDArray[np.int64]:
-    """Return the rows of a global batch that this process's devices hold, in order."""
+    """Return the rows of a global batch that the devices of this process hold, in order."""
     held = [
         np.arange(batch_size)[index[0]]
         for device, index in sharding.devices_indices_map((batch_size,)).items()
@@ -100,10 +100,10 @@ def place_batch(
     """Place a batch's arrays on the mesh.
 
     Args:
-        batch: the whole global batch, or the ``rows`` of it this process holds.
-        sharding: where every array lives.
+        batch: the global batch, or the ``rows`` of it that this process holds.
+        sharding: sharding of every array.
         batch_size: samples of the global batch.
-        rows: positions of the rows at hand in the global batch; None if all are.
+        rows: positions of these rows in the global batch; None if all are there.
     """
     leaves = jax.tree.leaves(batch)
     if rows is None:

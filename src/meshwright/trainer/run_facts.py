@@ -1,4 +1,4 @@
-"""The facts of a run that are known before its first update: what run.json holds."""
+"""The facts known about a run before its first update: the content of run.json."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 from meshwright.mesh.svg import mesh_svg
 from meshwright.pipeline.svg import timeline_svg
 from meshwright.processes import process_count
+from meshwright.program.flops import count_flops, peak_flops
 from meshwright.sharding.explain import explain
 from meshwright.step.assemble import Assembled
 from meshwright.trainer.compiled import CompiledStep
@@ -25,14 +26,14 @@ _PACKAGES = ("meshwright", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint",
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions that decide what a run computes."""
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    """Return the versions of the packages that affect what a run computes."""
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def describe_run(
@@ -43,9 +44,9 @@ def describe_run(
     project: str,
     seed: int,
     dataset: Mapping[str, Any],
-    remarks: Sequence[str],
+    warnings: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the facts of a run as JSON holds them."""
+    """Return the content of run.json."""
     plan, mesh = assembled.plan, assembled.mesh
     reports = explain(assembled.traced.layout, assembled.decision, plan.mesh)
     return {
@@ -82,26 +83,26 @@ def describe_run(
         "global_batch_size": plan.batch.global_batch_size,
         "tokens_per_sample": None if work.tokens is None else work.tokens // work.samples,
         "compile_seconds": round(compiled.seconds, 2),
-        "remarks": list(remarks),
+        "remarks": list(warnings),
     }
 
 
 def describe_pipeline(assembled: Assembled) -> dict[str, Any] | None:
-    """Return the stages of a run and a drawing of when they work; None without stages."""
-    found, pipeline = assembled.pipeline, assembled.step.pipeline
-    if found is None or pipeline is None:
+    """Return the pipeline stages and a drawing of their schedule; None without stages."""
+    report, pipeline = assembled.pipeline_report, assembled.step.pipeline
+    if report is None or pipeline is None:
         return None
     table = pipeline.schedule.table(pipeline.num_microbatches, pipeline.num_stages)
     return {
-        "schedule": found.schedule,
-        "waiting": found.waiting(),
-        "stages": [asdict(stage) for stage in found.stages],
+        "schedule": report.schedule,
+        "waiting": report.waiting(),
+        "stages": [asdict(stage) for stage in report.stages],
         "timeline_svg": timeline_svg(table.timeline()),
     }
 
 
 def describe_devices(devices: Any) -> dict[str, Any]:
-    """Return how many devices there are, and of what kind."""
+    """Return the number and the kind of devices."""
     first = devices.flat[0]
     return {
         "count": int(devices.size),
@@ -112,7 +113,7 @@ def describe_devices(devices: Any) -> dict[str, Any]:
 
 
 def memory_per_device(assembled: Assembled, compiled: CompiledStep) -> dict[str, int | None]:
-    """Return the bytes one device holds, by what they are for."""
+    """Return the bytes of one device by purpose."""
     state = assembled.step.abstract_state()
     batch = 0
     if compiled.memory is not None:
@@ -121,20 +122,33 @@ def memory_per_device(assembled: Assembled, compiled: CompiledStep) -> dict[str,
     return {
         "parameters": _bytes(state.params),
         "optimizer": _bytes(state.optimizer),
-        "state": _bytes([state.state, state.step, state.loss_scale]),
+        "state": _bytes([state.model_state, state.step, state.loss_scale]),
         "batch": max(batch, 0),
         "temporary": temporary,
         "total": _bytes(state) + max(batch, 0) + (temporary or 0),
     }
 
 
+def work_per_update(assembled: Assembled, batch: Any) -> Work:
+    """Return the work of one update on batches like this one."""
+    plan, tokens = assembled.plan, tokens_per_sample(batch)
+    samples = plan.batch.global_batch_size
+    return Work(
+        samples=samples,
+        tokens=None if tokens is None else tokens * samples,
+        flops=count_flops(assembled.traced) * plan.batch.gradient_accumulation_steps,
+        peak_flops=peak_flops(list(assembled.mesh.devices.flat), plan.precision),
+    )
+
+
 def tokens_per_sample(batch: Any) -> int | None:
-    """Return the tokens of a sample of a language-modelling batch; None for other batches."""
+    """Return the tokens per sample of a language-modeling batch; None for other batches."""
     if not isinstance(batch, Mapping):
         return None
+    # `tokens` holds one token more than the model reads: the last target.
     for name, beyond in (("tokens", 1), ("inputs", 0)):
         array = batch.get(name)
-        # Whatever else a batch keeps under this name, a tree perhaps, has no tokens to count.
+        # Anything else under this name, such as a tree, has no tokens to count.
         shape, dtype = getattr(array, "shape", ()), getattr(array, "dtype", None)
         if len(shape) == 2 and np.issubdtype(dtype, np.integer):
             return int(shape[1]) - beyond
@@ -142,7 +156,7 @@ def tokens_per_sample(batch: Any) -> int | None:
 
 
 def _bytes(tree: Any) -> int:
-    """Return the bytes of one device's pieces of a tree of placed shapes."""
+    """Return the bytes of one device's shards of a tree of sharded shapes."""
     return sum(
         int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)

@@ -1,0 +1,37 @@
+"""The metadata stored beside the arrays of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+FORMAT = 1
+"""The newest checkpoint format this version writes and reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointMetadata:
+    """What a checkpoint records about the run that wrote it.
+
+    Attributes:
+        update: updates done.
+        seed: seed of initialization, dropout and data order.
+        dataset: fingerprint of the data; empty if it has none.
+        global_batch_size: samples per update, which a resumed run keeps.
+        plan: the plan of the run.
+        config: the full config of the run; empty for runs started from Python.
+        versions: versions of the installed packages.
+        processes: number of processes that wrote it.
+        format: checkpoint format.
+    """
+
+    update: int
+    seed: int
+    dataset: str = ""
+    global_batch_size: int
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    processes: int = 1
+    format: int = FORMAT

@@ -1,0 +1,152 @@
+"""The checkpointer: saves the state of a run at intervals, in the background."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from meshwright.checkpoint.metadata import CheckpointMetadata
+from meshwright.checkpoint.store import CheckpointStore, Saved
+from meshwright.errors import EnvironmentProblem
+from meshwright.step.canonical import CanonicalForm
+from meshwright.step.state import TrainState
+
+LogEvent = Callable[[str, int, str, dict[str, Any]], None]
+"""Logs an event: its kind, its update, a message, and details."""
+
+
+class Checkpointer(Protocol):
+    """Saves the states of a run."""
+
+    def due(self, update: int) -> bool:
+        """Whether to save the state after this update."""
+        ...
+
+    def save(self, state: TrainState, update: int, *, loss: float | None) -> bool:
+        """Save the state; False if it was saved before, or if nothing is ever saved."""
+        ...
+
+    def poll(self) -> None:
+        """Log the saves completed since the last call."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until every save is complete."""
+        ...
+
+    def abandon(self) -> None:
+        """Close after a failure; a save in progress is still completed."""
+        ...
+
+
+class NullCheckpointer:
+    """Saves nothing."""
+
+    def due(self, update: int) -> bool:
+        """Return False."""
+        return False
+
+    def save(self, state: TrainState, update: int, *, loss: float | None) -> bool:
+        """Return False."""
+        return False
+
+    def poll(self) -> None:
+        """Do nothing."""
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+    def abandon(self) -> None:
+        """Do nothing."""
+
+
+class BackgroundCheckpointer:
+    """Saves checkpoints in the background.
+
+    A failed save is logged as a warning, and training continues until the next one; if the last
+    save fails, the run fails.
+
+    Args:
+        store: the checkpoint folder.
+        form: the canonical form of the states.
+        metadata: returns the metadata for an update.
+        every: updates between two checkpoints.
+        last_saved: the update of the newest checkpoint in the folder; None if there is none.
+        log_event: logs saves and failures.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        form: CanonicalForm,
+        metadata: Callable[[int], CheckpointMetadata],
+        *,
+        every: int,
+        last_saved: int | None,
+        log_event: LogEvent,
+    ) -> None:
+        self._store, self._form, self._metadata = store, form, metadata
+        self._every, self._last_saved, self._log_event = every, last_saved, log_event
+        self._blocked_seconds: dict[int, float] = {}
+
+    def due(self, update: int) -> bool:
+        """Whether the update is a multiple of ``every``."""
+        return update % self._every == 0
+
+    def save(self, state: TrainState, update: int, *, loss: float | None) -> bool:
+        """Copy the state and start writing it in the background."""
+        self.poll()
+        if update == self._last_saved:
+            return False
+        started = time.perf_counter()
+        previous = self._store.save(self._form.copy(state), self._metadata(update), loss=loss)
+        self._blocked_seconds[update] = time.perf_counter() - started
+        self._log_outcome(previous)
+        self._last_saved = update
+        return True
+
+    def poll(self) -> None:
+        """Log the last save if it is complete."""
+        self._log_outcome(self._store.finished())
+
+    def finish(self) -> None:
+        """Wait for the last save; if it failed, the run fails."""
+        last = self._store.close()
+        self._log_outcome(last)
+        if last is not None and last.error is not None:
+            raise EnvironmentProblem(
+                f"the state after {last.update} updates could not be saved",
+                why=_reason(last.error),
+                fix="free disk space or choose another hydra.run.dir, and resume from the previous "
+                "checkpoint",
+            )
+
+    def abandon(self) -> None:
+        """Wait for the save in progress, and log its outcome."""
+        self._log_outcome(self._store.close())
+
+    def _log_outcome(self, saved: Saved | None) -> None:
+        if saved is None:
+            return
+        if saved.error is None:
+            blocked = self._blocked_seconds.pop(saved.update, 0.0)
+            self._log_event(
+                "checkpoint",
+                saved.update,
+                f"saved update {saved.update} in {saved.seconds:.2f} s, blocked training for "
+                f"{blocked:.3f} s",
+                {"seconds": saved.seconds, "blocked_seconds": blocked},
+            )
+        else:
+            self._last_saved = None
+            self._log_event(
+                "warning",
+                saved.update,
+                f"update {saved.update} could not be saved: {_reason(saved.error)}",
+                {},
+            )
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,0 +1,304 @@
+"""A training run: checks its spec, compiles the step, restores or creates a state, and trains."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+
+from meshwright.checkpoint import CheckpointMetadata, CheckpointStore
+from meshwright.checkpoint.store import FOLDER
+from meshwright.errors import UserError
+from meshwright.processes import is_main, process_count
+from meshwright.profile import NoProfiling, Profile, Profiling
+from meshwright.step.canonical import CanonicalForm
+from meshwright.step.state import TrainState
+from meshwright.tracking.make import check_tracking, make_trackers
+from meshwright.tracking.tracker import Tracker
+from meshwright.trainer.batch_loader import BatchLoader
+from meshwright.trainer.callbacks import Callback, Callbacks, EarlyStopping
+from meshwright.trainer.checkpointer import BackgroundCheckpointer, Checkpointer, NullCheckpointer
+from meshwright.trainer.compiled import (
+    WARN_FROM_BYTES,
+    CompiledStep,
+    compile_step,
+    refuse_deviations,
+)
+from meshwright.trainer.evaluation import Evaluator
+from meshwright.trainer.fit_result import FitResult
+from meshwright.trainer.folder import make_run_folder
+from meshwright.trainer.interrupt import Interrupt
+from meshwright.trainer.limits import Limits
+from meshwright.trainer.loop import Loop, Progress
+from meshwright.trainer.meter import Meter, Work
+from meshwright.trainer.resume import (
+    ResumePoint,
+    check_fits,
+    check_same_run,
+    earlier_evaluations,
+    restore,
+)
+from meshwright.trainer.run_facts import describe_run, package_versions, work_per_update
+from meshwright.trainer.run_spec import EvaluationSpec, RunSpec
+from meshwright.trainer.start_warnings import other_microbatches, repeated_samples
+
+
+class TrainingRun:
+    """A training run that has passed all checks that need no compilation.
+
+    The constructor checks the spec, and then makes the run folder. If a check fails, nothing has
+    been written or compiled.
+
+    Args:
+        spec: what to train, and how.
+    """
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._plan, self._run_dir = spec.assembled.plan, spec.output.run_dir
+        self._callbacks = Callbacks(spec.callbacks)
+        _check_early_stopping(spec.callbacks, spec.evaluation)
+        check_tracking(spec.output.tracking, self._run_dir)
+        self._updates = spec.duration.total_updates(
+            num_samples=spec.data.num_samples, batch_size=self._plan.batch.global_batch_size
+        )
+        self._evaluator = self._make_evaluator()
+        self._metadata = self._make_metadata()
+        self._warnings = [*spec.warnings, *self._check_resume_point(), *self._check_samples()]
+        if self._run_dir is not None:
+            make_run_folder(self._run_dir, spec.output.files)
+
+    def run(self) -> FitResult:
+        """Train; after a failure the checkpointer and the trackers are closed as well."""
+        started = time.perf_counter()
+        spec, output = self._spec, self._spec.output
+        compiled = compile_step(spec.assembled, spec.batch)
+        if spec.strict:
+            refuse_deviations([*spec.assembled.remarks, *compiled.deviations()])
+        tracker = make_trackers(
+            output.tracking, self._run_dir, total_updates=self._updates, progress=output.progress
+        )
+        progress, interrupt = Progress(), Interrupt()
+        checkpointer: Checkpointer = NullCheckpointer()
+        summary: dict[str, Any] = {}
+        try:
+            self._log_start(tracker, compiled)
+            state = self._first_state(tracker, progress)
+            checkpointer = self._make_checkpointer(tracker)
+            loop = self._make_loop(compiled, tracker, checkpointer, interrupt)
+            with interrupt.watch():
+                state = loop.train(state, progress)
+            result = self._finish(tracker, state, progress, time.perf_counter() - started)
+            summary = result.summary()
+        except BaseException as error:
+            checkpointer.abandon()
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            tracker.event("stop", progress.update, f"failed: {reason}", {"failed": True})
+            raise
+        finally:
+            tracker.close(summary)
+        return result
+
+    def _check_resume_point(self) -> list[str]:
+        """Refuse a checkpoint of another run or model; return accepted changes as warnings."""
+        spec, point = self._spec, self._spec.resume_point
+        if point is None:
+            return []
+        changes = check_same_run(
+            point.metadata,
+            spec.config,
+            dataset=self._metadata.dataset,
+            global_batch_size=self._plan.batch.global_batch_size,
+            accept=spec.output.checkpoint.accept_changes,
+        )
+        check_fits(point, self._form)
+        leaves = spec.assembled.traced.layout.leaves
+        return [*changes, *other_microbatches(point.metadata, self._plan.batch, leaves)]
+
+    def _check_samples(self) -> list[str]:
+        return repeated_samples(self._plan.batch.global_batch_size, self._spec.data.num_samples)
+
+    def _log_start(self, tracker: Tracker, compiled: CompiledStep) -> None:
+        spec = self._spec
+        deviations = compiled.deviations(from_bytes=WARN_FROM_BYTES)
+        warnings = [*self._warnings, *spec.assembled.remarks, *deviations]
+        facts = describe_run(
+            spec.assembled,
+            compiled,
+            self._work,
+            project=spec.output.project,
+            seed=spec.seed,
+            dataset={
+                "fingerprint": self._metadata.dataset,
+                "num_samples": spec.data.num_samples,
+                "description": spec.data.describe(),
+            },
+            warnings=warnings,
+        )
+        tracker.start(facts)
+        if compiled.ledger is not None:
+            self._write_json("ledger.json", compiled.ledger.model_dump(mode="json"))
+        for warning in warnings:
+            tracker.event("warning", 0, warning, {})
+
+    def _first_state(self, tracker: Tracker, progress: Progress) -> TrainState:
+        """Return the state to start from, restored if there is a checkpoint to resume from."""
+        point = self._spec.resume_point
+        if point is None:
+            return self._spec.initial_state()
+        state = restore(point, self._form)
+        progress.update = point.update
+        message = f"continuing after update {point.update}, from {point.path}"
+        tracker.event("resume", point.update, message, {"checkpoint": str(point.path)})
+        for update, values in earlier_evaluations(point, self._run_dir):
+            self._callbacks.on_recall(update, values)
+        return state
+
+    def _finish(
+        self, tracker: Tracker, state: TrainState, progress: Progress, seconds: float
+    ) -> FitResult:
+        tracker.event("stop", progress.update, progress.stopped, {"seconds": seconds})
+        return FitResult(
+            losses=progress.losses,
+            eval=progress.eval,
+            updates=progress.update,
+            seconds=seconds,
+            stopped=progress.stopped,
+            state=state,
+            assembled=self._spec.assembled,
+            run_dir=self._run_dir,
+            interrupted=progress.interrupted,
+            extra={} if progress.interrupted else self._spec.extra_results(state),
+        )
+
+    def _make_loop(
+        self,
+        compiled: CompiledStep,
+        tracker: Tracker,
+        checkpointer: Checkpointer,
+        interrupt: Interrupt,
+    ) -> Loop:
+        spec, evaluator = self._spec, self._evaluator
+        warn = partial(_log_warning, tracker)
+        return Loop(
+            step=compiled.run,
+            loader=BatchLoader(
+                spec.data,
+                batch_size=self._plan.batch.global_batch_size,
+                sharding=spec.assembled.step.shardings.batch,
+                workers=spec.loading.workers,
+                prefetch=spec.loading.prefetch,
+            ),
+            limits=Limits(self._updates, spec.duration.seconds, self._callbacks, interrupt),
+            meter=Meter(self._work, list(spec.assembled.mesh.devices.flat)),
+            tracker=tracker,
+            callbacks=self._callbacks,
+            checkpointer=checkpointer,
+            profiling=self._make_profiling(compiled),
+            on_profile=partial(self._log_profile, tracker),
+            evaluate=None if evaluator is None else lambda state: evaluator(state, warn),
+            eval_every=spec.evaluation.every,
+            log_every=spec.output.log_every,
+            extra_metrics=self._extra_metrics,
+        )
+
+    def _make_evaluator(self) -> Evaluator | None:
+        evaluation = self._spec.evaluation
+        if evaluation.data is None:
+            return None
+        return Evaluator(
+            self._spec.assembled, self._spec.loss, evaluation.data, batches=evaluation.batches
+        )
+
+    def _make_profiling(self, compiled: CompiledStep) -> NoProfiling:
+        if not self._spec.output.profile or self._run_dir is None:
+            return NoProfiling()
+        return Profiling(self._run_dir / "trace", self._spec.assembled.mesh, compiled.text)
+
+    def _log_profile(self, tracker: Tracker, update: int, profile: Profile) -> None:
+        self._write_json("profile.json", profile.to_json())
+        shares = ", ".join(f"{n.replace('_', ' ')} {s:.0%}" for n, s in profile.shares.items())
+        message = f"{profile.updates} updates of {profile.seconds_per_update:.3f} s: {shares}"
+        tracker.event("profile", update, message, {"shares": profile.shares})
+        for advice in profile.advice:
+            tracker.event("warning", update, advice, {})
+
+    def _write_json(self, name: str, content: Any) -> None:
+        if self._run_dir is not None and is_main():
+            (self._run_dir / name).write_text(json.dumps(content), encoding="utf-8")
+
+    def _make_checkpointer(self, tracker: Tracker) -> Checkpointer:
+        config = self._spec.output.checkpoint
+        if self._run_dir is None or not config.enabled:
+            return NullCheckpointer()
+        store = CheckpointStore(
+            self._run_dir / FOLDER, keep_last=config.keep_last, keep_best=config.keep_best
+        )
+        self._form.prepare()
+        return BackgroundCheckpointer(
+            store,
+            self._form,
+            lambda update: replace(self._metadata, update=update),
+            every=config.every,
+            last_saved=_saved_by_this_run(self._spec.resume_point),
+            log_event=tracker.event,
+        )
+
+    def _make_metadata(self) -> CheckpointMetadata:
+        """Return the metadata of the run's checkpoints, which differ in the update only."""
+        return CheckpointMetadata(
+            update=0,
+            seed=self._spec.seed,
+            dataset=self._spec.data.fingerprint(),
+            global_batch_size=self._plan.batch.global_batch_size,
+            plan=self._plan.model_dump(mode="json"),
+            config=self._spec.config,
+            versions=package_versions(),
+            processes=process_count(),
+        )
+
+    @cached_property
+    def _form(self) -> CanonicalForm:
+        return CanonicalForm(self._spec.assembled)
+
+    @cached_property
+    def _work(self) -> Work:
+        return work_per_update(self._spec.assembled, self._spec.batch)
+
+    def _extra_metrics(self, update: int) -> dict[str, float]:
+        if self._spec.learning_rate is None:
+            return {}
+        # On a CPU, where it does not wait for the step.
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            return {"learning_rate": float(self._spec.learning_rate(update - 1))}
+
+
+def _check_early_stopping(callbacks: Sequence[Callback], evaluation: EvaluationSpec) -> None:
+    if not any(isinstance(callback, EarlyStopping) for callback in callbacks):
+        return
+    if evaluation.data is None:
+        raise UserError(
+            "early stopping counts evaluations, and there is no data to evaluate on",
+            fix="hold out data with data.eval_fraction=… or data.eval_path=… (eval_data= in "
+            "Python), or leave out early stopping",
+        )
+    if evaluation.every is None:
+        raise UserError(
+            "early stopping counts evaluations, and there is only one, at the end",
+            why="eval_every is not set",
+            fix="write training.eval_every=… too (eval_every= in Python)",
+        )
+
+
+def _saved_by_this_run(point: ResumePoint | None) -> int | None:
+    """Return the update of the newest checkpoint in the run folder; None if it has none."""
+    return point.update if point is not None and point.same_run else None
+
+
+def _log_warning(tracker: Tracker, message: str) -> None:
+    tracker.event("warning", 0, message, {})
