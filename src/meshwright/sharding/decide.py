@@ -18,6 +18,7 @@ from meshwright.program.parts import Leaf
 from meshwright.program.pins import find_pins, find_weights
 from meshwright.program.trace import TracedLoss
 from meshwright.sharding.placement import DimAxes, Placement, add_fsdp, add_pipe
+from meshwright.sharding.reasons import ByAnnotation, ByRule, Reason, UnknownAnnotation
 from meshwright.sharding.rules import (
     TENSOR_ROLES,
     annotated,
@@ -28,8 +29,6 @@ from meshwright.sharding.rules import (
     find_rule,
 )
 from meshwright.sharding.tensor import TensorChoice, check_tensor_size, choose_tensor_dims
-
-EVERYWHERE = "the same on every device"
 
 
 @dataclass(frozen=True)
@@ -138,14 +137,14 @@ def _place(
     rule = find_rule(sharding.rules, step, paths, stages=stages) if leaf.is_weight else None
     if rule is not None and rule[1] not in TENSOR_ROLES:
         if on_stages and not isinstance(rule[1], str):
-            check_on_stages(step, rule[1], f"rule `{rule[0]}`: {list(rule[1])}", stages)
+            check_on_stages(step, rule[1], ByRule(*rule), stages)
         return apply_rule(*rule, step, classes, sizes)
     if rule is not None:
         on_tensor = apply_rule(*rule, step, classes, sizes)
     elif leaf.annotation is not None and _names_axes(leaf.annotation):
         if on_stages:
             own = leaf.annotation[int(step.stacked) :]
-            check_on_stages(step, own, "annotated in the model", stages)
+            check_on_stages(step, own, ByAnnotation(), stages)
         return annotated(leaf, sizes)
     else:
         on_tensor = _by_the_model(leaf, tensor)
@@ -174,8 +173,7 @@ def _over_fsdp(
         smallest=sharding.min_shard_size,
         keep=int(is_stack),
     )
-    reasons = filter(None, (on_tensor.reason.removesuffix(EVERYWHERE), placed.reason))
-    return Placement(leaf.path, placed.dims, "; ".join(reasons))
+    return Placement(leaf.path, placed.dims, (*on_tensor.reasons, *placed.reasons))
 
 
 def _by_the_model(leaf: Leaf, tensor: TensorChoice) -> Placement:
@@ -184,11 +182,12 @@ def _by_the_model(leaf: Leaf, tensor: TensorChoice) -> Placement:
     choice = tensor.leaves.get(leaf.path)
     if choice is not None and choice.dim is not None:
         dims[choice.dim] = ("tensor",)
-    reason = choice.reason if choice is not None else ""
+    reasons: list[Reason] = []
     if leaf.annotation is not None:
-        unknown = ", ".join(str(name) for name in leaf.annotation)
-        reason = "; ".join(filter(None, (f"annotated ({unknown}), no mesh axis", reason)))
-    return Placement(leaf.path, tuple(dims), reason or EVERYWHERE)
+        reasons.append(UnknownAnnotation(tuple(leaf.annotation)))
+    if choice is not None:
+        reasons.append(choice.reason)
+    return Placement(leaf.path, tuple(dims), tuple(reasons))
 
 
 def _names_axes(annotation: Sequence[Any]) -> bool:
@@ -201,7 +200,7 @@ def _undivided(placement: Placement) -> Placement:
     dims = tuple(
         tuple(axis for axis in axes if axis not in ("fsdp", "pipe")) for axes in placement.dims
     )
-    return Placement(placement.path, dims, placement.reason)
+    return Placement(placement.path, dims, placement.reasons)
 
 
 def _gathers(steps: Sequence[StepLeaf], placements: Sequence[Placement]) -> dict[int, GatherSpecs]:

@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from meshwright.program.parts import Leaf
+from meshwright.sharding.reasons import Divided, NoDivisibleDim, Reason, TooSmall, render
 
 DimAxes = tuple[str, ...]
 """The mesh axes one dim is divided over; empty for a dim that is whole everywhere."""
@@ -22,12 +23,17 @@ class Placement:
     Attributes:
         path: canonical path.
         dims: for each dim, the axes it is divided over.
-        reason: why, for people.
+        reasons: why; none for a leaf that nothing divides.
     """
 
     path: str
     dims: tuple[DimAxes, ...]
-    reason: str
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why it lives there, for people."""
+        return render(self.reasons)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -81,17 +87,14 @@ def add_fsdp(
     dims = list(tensor_dims)
     elements = math.prod(leaf.shape[keep:])
     if elements < smallest:
-        return Placement(leaf.path, tuple(dims), f"whole over fsdp: {elements} elements is small")
+        return Placement(leaf.path, tuple(dims), (TooSmall("fsdp", elements),))
     free = [d for d in range(keep, len(dims)) if not dims[d] and leaf.shape[d] % size == 0]
     if not free:
-        shape = "×".join(map(str, leaf.shape)) or "scalar"
-        return Placement(
-            leaf.path, tuple(dims), f"whole over fsdp: no free dim of {shape} divides by {size}"
-        )
+        return Placement(leaf.path, tuple(dims), (NoDivisibleDim("fsdp", leaf.shape, size),))
     # Of equal dims the last is taken: rows of a kernel are contracted, columns are not.
     best = max(free, key=lambda d: (leaf.shape[d], d))
     dims[best] = ("fsdp",)
-    return Placement(leaf.path, tuple(dims), f"fsdp on dim {best}: {leaf.shape[best]} / {size}")
+    return Placement(leaf.path, tuple(dims), (Divided("fsdp", best, leaf.shape[best], size),))
 
 
 def add_pipe(
@@ -109,5 +112,5 @@ def add_pipe(
     best = max(fits, key=lambda d: (not placed.dims[d], leaf.shape[d], d))
     dims = list(placed.dims)
     dims[best] = (*dims[best], "pipe")
-    reason = f"pipe on dim {best}: {leaf.shape[best]} / {pieces[best]}"
-    return Placement(leaf.path, tuple(dims), "; ".join(filter(None, (placed.reason, reason))))
+    reason = Divided("pipe", best, leaf.shape[best], pieces[best])
+    return Placement(leaf.path, tuple(dims), (*placed.reasons, reason))

@@ -12,9 +12,7 @@ from meshwright.program.dims import DimClasses, Roles
 from meshwright.program.layout import StepLeaf
 from meshwright.program.parts import Leaf
 from meshwright.sharding.placement import DimAxes, Placement
-
-Rule = str | Sequence[Any]
-"""``column``, ``row``, ``replicate``, or a partition spec such as ``["fsdp", "tensor"]``."""
+from meshwright.sharding.reasons import ByAnnotation, ByRule, Reason, Rule
 
 TENSOR_ROLES = ("column", "row")
 """Rules that speak of the tensor axis only; fsdp divides another dim beside them."""
@@ -74,15 +72,15 @@ def apply_rule(
 ) -> Placement:
     """Return the placement a rule asks for."""
     leaf = step.leaf
-    because = f"rule `{pattern}`: {rule if isinstance(rule, str) else list(rule)}"
+    reason = ByRule(pattern, rule)
     if rule == "replicate":
-        return Placement(leaf.path, ((),) * len(leaf.shape), because)
+        return Placement(leaf.path, ((),) * len(leaf.shape), (reason,))
     if rule in TENSOR_ROLES:
         dims: list[DimAxes] = [()] * len(leaf.shape)
         chosen = _role_dim(str(rule), step, classes.roles_of(leaf.path), sizes.get("tensor", 1))
         if chosen is not None:
             dims[chosen] = ("tensor",)
-        return _checked(Placement(leaf.path, tuple(dims), because), leaf.shape, sizes)
+        return _checked(Placement(leaf.path, tuple(dims), (reason,)), leaf.shape, sizes)
     if isinstance(rule, str):
         raise UserError(
             f"the sharding rule `{pattern}: {rule}` is not known",
@@ -90,16 +88,16 @@ def apply_rule(
         )
     # A rule speaks of the model's own leaf, a stack has the blocks as one dim more.
     entries = [None, *rule] if step.stacked else rule
-    return _explicit(leaf, entries, because, sizes)
+    return _explicit(leaf, entries, reason, sizes)
 
 
-def check_on_stages(step: StepLeaf, spec: Sequence[Any], said: str, stages: int) -> None:
+def check_on_stages(step: StepLeaf, spec: Sequence[Any], reason: Reason, stages: int) -> None:
     """Refuse a spec that divides a leaf of blocks over the stages once more.
 
     Args:
         step: a leaf that holds the blocks of pipeline stages.
         spec: where a rule or an annotation says it lives.
-        said: who says so, for people.
+        reason: the rule or the annotation.
         stages: pipeline stages.
     """
     kept = [[n for n in entry_names(e) if canonical_axis(n) != "pipe"] for e in spec]
@@ -109,7 +107,7 @@ def check_on_stages(step: StepLeaf, spec: Sequence[Any], said: str, stages: int)
     entries = [(e[0] if len(e) == 1 else f"[{', '.join(e)}]") if e else "null" for e in kept]
     raise UserError(
         f"`{step.leaf.path}` cannot be divided over `pipe` once more",
-        why=f"{said}; its {blocks} blocks are divided over pipe={stages} by their number already",
+        why=f"{reason}; its {blocks} blocks are divided over pipe={stages} by their number already",
         fix=f"leave `pipe` out: [{', '.join(entries)}]",
     )
 
@@ -131,7 +129,7 @@ def _role_dim(rule: str, step: StepLeaf, roles: Roles, size: int) -> int | None:
 
 def annotated(leaf: Leaf, sizes: Mapping[str, int]) -> Placement:
     """Return the placement the model's author wrote beside a parameter."""
-    return _explicit(leaf, leaf.annotation or (), "annotated in the model", sizes)
+    return _explicit(leaf, leaf.annotation or (), ByAnnotation(), sizes)
 
 
 def entry_names(entry: Any) -> tuple[str, ...]:
@@ -141,12 +139,14 @@ def entry_names(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _explicit(leaf: Leaf, spec: Sequence[Any], because: str, sizes: Mapping[str, int]) -> Placement:
+def _explicit(
+    leaf: Leaf, spec: Sequence[Any], reason: Reason, sizes: Mapping[str, int]
+) -> Placement:
     rank = len(leaf.shape)
     if len(spec) > rank:
         raise UserError(
             f"the partition spec of `{leaf.path}` has {len(spec)} entries",
-            why=f"{because}; it has {rank} dims",
+            why=f"{reason}; it has {rank} dims",
             fix="write one entry per dim, null for a dim that stays whole",
         )
     entries = [*spec, *([None] * (rank - len(spec)))]
@@ -155,10 +155,10 @@ def _explicit(leaf: Leaf, spec: Sequence[Any], because: str, sizes: Mapping[str,
     if len(set(axes)) < len(axes):
         raise UserError(
             f"the partition spec of `{leaf.path}` names an axis twice",
-            why=because,
+            why=str(reason),
             fix="an axis divides one dim of an array",
         )
-    return _checked(Placement(leaf.path, dims, because), leaf.shape, sizes)
+    return _checked(Placement(leaf.path, dims, (reason,)), leaf.shape, sizes)
 
 
 def _checked(placement: Placement, shape: Sequence[int], sizes: Mapping[str, int]) -> Placement:
@@ -173,4 +173,4 @@ def _checked(placement: Placement, shape: Sequence[int], sizes: Mapping[str, int
                 f"({' × '.join(f'{a}={sizes.get(a, 1)}' for a in axes)}) do not divide",
             )
     present = tuple(tuple(a for a in axes if sizes.get(a, 1) > 1) for axes in placement.dims)
-    return Placement(placement.path, present, placement.reason)
+    return Placement(placement.path, present, placement.reasons)

@@ -9,14 +9,16 @@ from typing import Literal
 
 from meshwright.errors import UserError
 from meshwright.program.dims import Atom, DimClasses, LeafDims
+from meshwright.sharding.reasons import Reason
 from meshwright.sharding.tensor_candidates import Candidate, find_candidates, joint, ways_along
-from meshwright.sharding.tensor_reasons import (
+from meshwright.sharding.tensor_explain import (
     Refusal,
     cheapest,
     fused_factor,
     why_placed,
     why_replicated,
 )
+from meshwright.sharding.tensor_reasons import Replicated
 
 TensorRole = Literal["column", "row", "vocabulary", "expert", "follows", "replicated"]
 
@@ -48,14 +50,14 @@ class LeafChoice:
         path: its canonical path.
         dim: the dim that is divided, or None if every device holds all of it.
         role: what the dim is.
-        reason: why, for a person.
+        reason: why.
         fused: for a replicated leaf, the factor of a dim that would divide it.
     """
 
     path: str
     dim: int | None
     role: TensorRole
-    reason: str
+    reason: Reason
     fused: FusedDim | None = None
 
 
@@ -114,12 +116,11 @@ def check_tensor_size(classes: DimClasses, choice: TensorChoice) -> None:
         if leaf.is_kernel and choice.dim_of(leaf.path) is None:
             _check_heads(classes, leaf, choice)
     if all(leaf.dim is None for leaf in choice.leaves.values()):
-        reasons = dict.fromkeys(
-            leaf.reason.removeprefix("replicated: ") for leaf in choice.leaves.values()
-        )
+        reasons = (leaf.reason for leaf in choice.leaves.values())
+        obstacles = dict.fromkeys(r.because for r in reasons if isinstance(r, Replicated))
         raise UserError(
             f"no parameter can be divided over tensor={choice.size}",
-            why="; ".join(list(reasons)[:3]),
+            why="; ".join(map(str, list(obstacles)[:3])),
             fix="use mesh.tensor=1 and put these devices on fsdp or data",
         )
 

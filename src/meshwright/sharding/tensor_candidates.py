@@ -13,7 +13,7 @@ from meshwright.program.dims import Atom, DimClasses, LeafDims
 
 Dim = tuple[Atom, ...]
 
-Obstacle = Literal["", "size", "recurrent", "inside", "attention", "blocked"]
+ObstacleKind = Literal["", "size", "recurrent", "inside", "attention", "blocked"]
 """Why a candidate cannot be used, whatever else is chosen; empty if it can.
 
 - ``size``: its length is no multiple of the axis.
@@ -54,7 +54,7 @@ class Candidate:
     touched: tuple[int, ...]
     placed: Mapping[int, int]
     cost: int
-    obstacle: Obstacle
+    obstacle: ObstacleKind
     pattern: str
 
     @cached_property
@@ -165,7 +165,7 @@ def _dims_with(leaf: LeafDims, ways: Mapping[int, int]) -> list[int]:
 
 def _obstacle(
     classes: DimClasses, ways: Mapping[int, int], sizes: Mapping[int, int], touched: Sequence[int]
-) -> Obstacle:
+) -> ObstacleKind:
     leaves = [classes.leaves[i] for i in touched]
     if any(len(_dims_with(leaf, ways)) > 1 for leaf in leaves):
         return "recurrent"
