@@ -14,6 +14,8 @@ from meshwright.plan import (
     unused_settings,
 )
 
+pytestmark = pytest.mark.usefixtures("command_line")
+
 quick = settings(max_examples=100, deadline=None, derandomize=True)
 
 

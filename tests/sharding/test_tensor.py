@@ -293,7 +293,7 @@ def test_more_devices_than_heads_is_one_clear_error():
     choice = choose_tensor_dims(traced.classes, DEVICES)
     with pytest.raises(UserError, match=r"tensor=4 is larger than the 2 attention heads") as caught:
         check_tensor_size(traced.classes, choice)
-    assert "mesh.tensor=2" in caught.value.fix
+    assert 'mesh="tensor=2"' in caught.value.fix
 
 
 def test_a_model_that_cannot_be_divided_is_one_clear_error():

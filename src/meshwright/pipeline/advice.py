@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
+from meshwright.config.microbatches import MICROBATCHES_PER_STAGE, multiples_around
+from meshwright.errors import Setting
 from meshwright.pipeline.operations import Times
 from meshwright.pipeline.schedules import Schedule
+from meshwright.units import either
 
 LARGEST_BUBBLE = Fraction(3, 10)
 LARGEST_IMBALANCE = Fraction(1, 5)
@@ -86,7 +88,8 @@ def _large_bubble(
 ) -> str:
     needed = schedule.microbatches_for(USUAL_EFFICIENCY, stages)
     needed = -(-needed // stages) * stages if schedule.num_chunks > 1 else needed
-    other = "" if schedule.splits_backward else ", or pipeline.schedule=zb_h1 a smaller bubble"
+    smaller = f", or {Setting('pipeline.schedule', 'zb_h1')} a smaller bubble"
+    other = "" if schedule.splits_backward else smaller
     return (
         f"stages wait {_percent(bubble)} of the time; {_setting(needed, samples, replicas)} "
         f"gives an efficiency of {_percent(schedule.efficiency(needed, stages))} if they have "
@@ -96,12 +99,10 @@ def _large_bubble(
 
 def _setting(count: int, samples: int, replicas: int) -> str:
     """Say how to get so many microbatches, with the nearest batch sizes they divide."""
-    text, by = f"pipeline.num_microbatches={count}", count * replicas
+    setting, by = Setting("pipeline.num_microbatches", count), count * replicas
     if samples % by == 0:
-        return text
-    below = samples // by * by
-    sizes = " or ".join(str(n) for n in (below, below + by) if n)
-    return f"{text} with a global batch of {sizes} samples"
+        return str(setting)
+    return f"{setting} with a global batch of {either(multiples_around(samples, by))} samples"
 
 
 def _imbalance(stage_costs: Costs, equal: Fraction, bubble: Fraction, remedy: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.pipeline.division import Division, divide_blocks
 from meshwright.pipeline.slicing import inputs_of, needed, only_for
 from meshwright.program.jaxprs import (
@@ -24,6 +24,8 @@ from meshwright.program.trace import TracedLoss
 
 _BLOCKS = re.compile(r"([^.]+\.)*?[^.]*(\*|\d+n(\+\d+)?)(?=\.|$)")
 """The path of blocks within that of a stack."""
+
+_FSDP, _TENSOR = Setting("mesh.fsdp"), Setting("mesh.tensor")
 
 BY_HAND = "give the stages yourself: mw.pipeline.Pipeline(stages=[…])"
 
@@ -236,7 +238,7 @@ def cut_blocks(traced: TracedLoss, remarks: Sequence[str] = ()) -> BlockCut:
         raise UserError(
             "the model has no repeated blocks to divide into pipeline stages",
             why="; ".join(remarks) or "no list of equal modules runs one after another",
-            fix=f"use mesh.fsdp or mesh.tensor for these devices, or {BY_HAND}",
+            fix=f"use {_FSDP} or {_TENSOR} for these devices, or {BY_HAND}",
         )
     found = BlockCut(traced, max(weights, key=lambda number: weights[number]))
     found.check()
@@ -271,7 +273,7 @@ def _one_array(path: str, division: Division) -> UserError:
     return UserError(
         f"`{path}` is one array for all blocks, which chunks would reorder",
         why=f"stages with {division.num_chunks} chunks hold rows that do not follow each other",
-        fix="write pipeline.schedule=1f1b or zb_h1",
+        fix=f"write {Setting('pipeline.schedule', '1f1b', 'zb_h1')}",
     )
 
 
@@ -294,5 +296,5 @@ def _cannot_cut(what: str, traced: TracedLoss) -> UserError:
     return UserError(
         f"the model cannot be divided into pipeline stages: {what}",
         why=f"several microbatches of {count} samples pass through the stages at the same time",
-        fix=f"use mesh.fsdp or mesh.tensor instead, or {BY_HAND}",
+        fix=f"use {_FSDP} or {_TENSOR} instead, or {BY_HAND}",
     )

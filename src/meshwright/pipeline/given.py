@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -143,17 +142,7 @@ def check_division(
             why=f"there are {num_devices}",
             fix=f"write num_stages={num_devices}",
         )
-    try:
-        schedule.shape(microbatches, stages)
-    except UserError as error:
-        fix = in_python(error.fix)
-        raise UserError(in_python(error.what), why=in_python(error.why), fix=fix) from None
-
-
-def in_python(text: str) -> str:
-    """Return a message with arguments of Python where it names settings of a config."""
-    text = re.sub(r"pipeline\.schedule=(\w+)", r'schedule="\1"', text)
-    return re.sub(r"pipeline\.(\w+)=", r"\1=", text)
+    schedule.shape(microbatches, stages)
 
 
 def check_untraced(**values: Any) -> None:

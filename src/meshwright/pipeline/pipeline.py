@@ -264,7 +264,7 @@ class Pipeline:
         unused = unused_devices(
             len(self._devices), self.num_stages, len(self._given) // self.schedule.num_chunks
         )
-        return [given.in_python(text) for text in found] + ([unused] if unused else [])
+        return found + ([unused] if unused else [])
 
     @property
     def most_kept(self) -> list[int]:

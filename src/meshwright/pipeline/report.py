@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from meshwright.errors import Setting
 from meshwright.pipeline.advice import bubble_with, pipeline_warnings
 from meshwright.pipeline.cut import BlockCut
 from meshwright.pipeline.division import Division
@@ -130,7 +131,7 @@ def _computed_again(cut: BlockCut, stages: Sequence[StageFacts]) -> list[str]:
     return [
         f"blocks of all stages read what is computed from samples before them (an encoder's output,"
         f" a condition), so each stage computes it for itself: {share:.0%} of the slowest one's "
-        "work; mesh.fsdp or mesh.tensor computes it once"
+        f"work; {Setting('mesh.fsdp')} or {Setting('mesh.tensor')} computes it once"
     ]
 
 
@@ -143,8 +144,9 @@ def _filled_up(division: Division) -> list[str]:
     chunked = division.num_chunks > 1
     chunks = f" × {division.num_chunks} chunks" if chunked else ""
     fewer = [n for n in range(2, stages) if stages % n == blocks % (n * division.num_chunks) == 0]
-    others = [f"mesh.pipe={fewer[-1]}"] if fewer else []
-    others += ["pipeline.schedule=1f1b"] if chunked and blocks % stages == 0 else []
+    others = [str(Setting("mesh.pipe", fewer[-1]))] if fewer else []
+    if chunked and blocks % stages == 0:
+        others.append(str(Setting("pipeline.schedule", "1f1b")))
     others.append(f"{below} or {below + pieces} such blocks")
     return [
         f"{blocks} blocks do not divide into {stages} stages{chunks}, which have "
@@ -175,14 +177,15 @@ def _remedy(pipelined: PipelinedLoss, stages: list[StageFacts]) -> str:
     ends = f"its {' and '.join(slowest.also) or 'work'} weighs less"
     if not waits:
         return (
-            f"{ends} in a model with more blocks; with mesh.fsdp or mesh.tensor instead of "
-            "mesh.pipe no device waits for another's layers"
+            f"{ends} in a model with more blocks; with {Setting('mesh.fsdp')} or "
+            f"{Setting('mesh.tensor')} instead of {Setting('mesh.pipe')} no device waits for "
+            "another's layers"
         )
     best = min(waits, key=lambda n: waits[n])
     return (
-        f"{ends} with fewer stages of more blocks (mesh.pipe={best} "
-        f"pipeline.num_microbatches={count} waits {float(waits[best]) * 100:.0f}%), or in a model "
-        "with more blocks"
+        f"{ends} with fewer stages of more blocks ({Setting('mesh.pipe', best)} "
+        f"{Setting('pipeline.num_microbatches', count)} waits {float(waits[best]) * 100:.0f}%), or "
+        "in a model with more blocks"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from meshwright.errors import Setting
 from meshwright.program.layout import Layout, StepLeaf
 from meshwright.sharding.decide import Decision
 from meshwright.sharding.placement import Placement, bytes_per_device
@@ -94,5 +95,5 @@ def _remedy(
         counts = ", ".join(f"{axis}={sizes[axis]}" for axis in whole)
         return f"a model size divisible by {counts}"
     if "fsdp" in divisible:
-        return f"sharding.min_shard_size={elements} or less"
-    return "a rule in sharding.rules, if its communication is worth it"
+        return f"{Setting('sharding.min_shard_size', elements)} or less"
+    return f"a rule in {Setting('sharding.rules')}, if its communication is worth it"

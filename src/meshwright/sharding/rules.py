@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.errors import UserError, did_you_mean
+from meshwright.errors import Setting, UserError, did_you_mean
 from meshwright.mesh.axes import canonical_axis
 from meshwright.program.dims import DimClasses, Roles
 from meshwright.program.layout import StepLeaf
@@ -39,7 +39,7 @@ def find_rule(
                 why=f"{by_stages if stages > 1 else 'rolled blocks are one array'}, "
                 f"which lives in one way; the rule names {sum(matched)} of {len(matched)}",
                 fix=f"write `{step.leaf.path}`"
-                + ("" if stages > 1 else ", or sharding.blocks=unroll"),
+                + ("" if stages > 1 else f", or {Setting('sharding.blocks', 'unroll')}"),
             )
         if any(matched):
             found = (pattern, rule)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.program.dims import Atom, DimClasses, LeafDims
 from meshwright.sharding.reasons import Reason
 from meshwright.sharding.tensor_candidates import Candidate, find_candidates, joint, ways_along
@@ -121,7 +121,7 @@ def check_tensor_size(classes: DimClasses, choice: TensorChoice) -> None:
         raise UserError(
             f"no parameter can be divided over tensor={choice.size}",
             why="; ".join(map(str, list(obstacles)[:3])),
-            fix="use mesh.tensor=1 and put these devices on fsdp or data",
+            fix=f"write {Setting('mesh.tensor', 1)} and put these devices on fsdp or data",
         )
 
 
@@ -139,7 +139,8 @@ def _check_heads(classes: DimClasses, leaf: LeafDims, choice: TensorChoice) -> N
                 f"of `{leaf.path.rpartition('.')[0]}`",
                 why=f"attention is divided by whole heads, and {choice.size} devices cannot "
                 f"share {heads}",
-                fix=f"use mesh.tensor={fits}, or a model with a multiple of {choice.size} heads",
+                fix=f"write {Setting('mesh.tensor', fits)}, or use a model with a multiple of "
+                f"{choice.size} heads",
             )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.pipeline.cut import BlockCut, cut_blocks, ordered_by_stage
 from meshwright.plan import Plan
 from meshwright.program.apart import check_mean
@@ -58,9 +58,12 @@ def own_program(loss: Loss, parts: Parts, micro: Any, plan: Plan) -> StepProgram
         return None
     if plan.sharding.zero > 1 and "fsdp" in axes:
         raise UserError(
-            f"sync_gradients_every={plan.batch.sync_gradients_every} needs whole gradients",
-            why=f"sharding.zero={plan.sharding.zero} divides gradients over fsdp={axes['fsdp']}",
-            fix="write sharding.zero=1 or training.sync_gradients_every=1",
+            f"{Setting('training.sync_gradients_every', plan.batch.sync_gradients_every)} needs "
+            "whole gradients",
+            why=f"{Setting('sharding.zero', plan.sharding.zero)} divides gradients over "
+            f"fsdp={axes['fsdp']}",
+            fix=f"write {Setting('sharding.zero', 1)} or "
+            f"{Setting('training.sync_gradients_every', 1)}",
         )
     replicas = plan.batch.replicas
     own = jax.tree.map(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from meshwright.checkpoint.store import CheckpointStore, Passport, Saved
-from meshwright.errors import EnvironmentProblem
+from meshwright.errors import EnvironmentProblem, Setting
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 
@@ -117,8 +117,8 @@ class CheckpointKeeper:
             raise EnvironmentProblem(
                 f"the state after {last.update} updates could not be saved",
                 why=_reason(last.error),
-                fix="make room or choose another hydra.run.dir, and resume from the checkpoint "
-                "before it",
+                fix=f"free disk space or choose another {Setting('hydra.run.dir')}, and resume "
+                "from the checkpoint before it",
             )
 
     def abandon(self) -> None:

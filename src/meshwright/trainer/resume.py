@@ -11,7 +11,7 @@ import jax
 
 from meshwright.checkpoint.store import FOLDER, CheckpointStore, Passport, find_store
 from meshwright.config.origins import flatten
-from meshwright.errors import UserError
+from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import broadcast, is_main
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
@@ -59,9 +59,10 @@ def find_origin(resume: str, run_dir: Path | None) -> Origin | None:
     if not found:
         if resume == "must":
             raise UserError(
-                "resume=must, and there is no checkpoint to go on from",
+                f"{Setting('resume', 'must')}, and there is no checkpoint to resume from",
                 why=f"looked in {where}",
-                fix="write hydra.run.dir=… with the folder of the run, or resume=auto",
+                fix=f"write {Setting('hydra.run.dir', ANY)} with the folder of the run, or "
+                f"{Setting('resume', 'auto')}",
             )
         return None
     folder = Path(found["folder"])
@@ -106,8 +107,8 @@ def check_same_run(
         raise UserError(
             f"the config differs from that of the checkpoint (update {passport.update})",
             why="; ".join(changes),
-            fix="write it as it was; or start a new run in another hydra.run.dir; or "
-            "checkpoint.accept_changes=true to go on all the same",
+            fix=f"write it as it was; or start a new run in another {Setting('hydra.run.dir')}; or "
+            f"write {Setting('checkpoint.accept_changes', True)} to continue anyway",
         )
     return changes
 
@@ -130,9 +131,10 @@ def _refuse_mixing(run_dir: Path | None) -> None:
     used = folder is not None and is_main() and folder.is_dir() and any(folder.iterdir())
     if broadcast(used):
         raise UserError(
-            "resume=never, and the folder holds the checkpoints of another run",
+            f"{Setting('resume', 'never')}, and the folder holds the checkpoints of another run",
             why=f"the two would be mixed in {run_dir}",
-            fix="write hydra.run.dir=… with a new folder, or remove this one first",
+            fix=f"write {Setting('hydra.run.dir', ANY)} with a new folder, or remove this one "
+            "first",
         )
 
 
@@ -181,7 +183,7 @@ def _check_shapes(saved: Mapping[str, Any], wanted: Mapping[str, Any], origin: O
                     why=f"{name} `{path}` is {_shape(have, path)} in the checkpoint and "
                     f"{_shape(need, path)} in the run",
                     fix="use the model and the optimizer it was trained with, or another folder "
-                    "(hydra.run.dir=…)",
+                    f"({Setting('hydra.run.dir', ANY)})",
                 )
 
 
