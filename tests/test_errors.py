@@ -3,12 +3,16 @@
 import pytest
 
 from meshwright.errors import (
+    ANY,
     CheckFailed,
     EnvironmentProblem,
     ExitCode,
     MeshwrightError,
+    Setting,
+    Spelling,
     UserError,
     did_you_mean,
+    spelled_for,
 )
 
 
@@ -54,3 +58,37 @@ def test_nearest_word_is_suggested_and_a_far_one_is_not():
     )
     assert did_you_mean("zzz", ["steps", "micro_batch_size"]) == ""
     assert did_you_mean("", []) == ""
+    assert did_you_mean("step", ["steps"], "training") == "did you mean `training.steps`?"
+
+
+@pytest.mark.parametrize(
+    ("setting", "on_command_line", "in_python"),
+    [
+        (Setting("training.steps", 10), "training.steps=10", "steps=10"),
+        (Setting("training.global_batch_size"), "training.global_batch_size", "batch_size"),
+        (
+            Setting("pipeline.num_microbatches", 4, 8),
+            "pipeline.num_microbatches=4 or 8",
+            "num_microbatches=4 or 8",
+        ),
+        (Setting("pipeline.schedule", "1f1b"), "pipeline.schedule=1f1b", 'schedule="1f1b"'),
+        (Setting("pipeline.num_chunks", None), "pipeline.num_chunks=null", "num_chunks=None"),
+        (Setting("mesh.pipe", 2), "mesh.pipe=2", 'mesh="pipe=2"'),
+        (Setting("mesh.pipe"), "mesh.pipe", "pipe"),
+        (Setting("sharding.zero", 1), "sharding.zero=1", "sharding=mw.ShardingConfig(zero=1)"),
+        (Setting("sharding.rules"), "sharding.rules", "sharding=mw.ShardingConfig(rules=…)"),
+        (
+            Setting("checkpoint.enabled", False),
+            "checkpoint.enabled=false",
+            "checkpoint=mw.CheckpointConfig(enabled=False)",
+        ),
+        (Setting("hydra.run.dir", ANY), "hydra.run.dir=…", "run_dir=…"),
+        (Setting("resume", "auto"), "resume=auto", 'resume="auto"'),
+        (Setting("simulate", 8), "simulate=8", "mw.simulate_devices(8) before JAX starts"),
+    ],
+)
+def test_a_setting_is_spelled_for_its_reader(setting, on_command_line, in_python):
+    assert str(setting) == in_python
+    with spelled_for(Spelling.COMMAND_LINE):
+        assert str(setting) == on_command_line
+    assert f"write {setting}" == f"write {in_python}"

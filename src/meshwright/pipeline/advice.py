@@ -46,12 +46,16 @@ def pipeline_warnings(
     equal = schedule.bubble(num_microbatches, num_stages)
     if bubble is None:
         bubble = bubble_with(schedule, num_microbatches, num_stages, stage_costs)
-    uneven = _imbalance(stage_costs, equal, bubble, remedy)
-    found = [_too_few(schedule, num_microbatches, num_stages, samples, replicas), uneven]
-    # Where unequal stages are all there is to it, that was said already.
+    uneven = _is_uneven(stage_costs, equal, bubble)
+    warnings: list[str] = []
+    if num_stages > 1 and num_microbatches < MICROBATCHES_PER_STAGE * num_stages:
+        warnings.append(_too_few(schedule, num_microbatches, num_stages, samples, replicas))
+    # Where only unequal stages make stages wait, the last warning says so.
     if equal > LARGEST_BUBBLE or (bubble > LARGEST_BUBBLE and not uneven):
-        found.insert(1, _large_bubble(schedule, bubble, num_stages, samples, replicas))
-    return [text for text in found if text]
+        warnings.append(_large_bubble(schedule, bubble, num_stages, samples, replicas))
+    if uneven:
+        warnings.append(_imbalance(stage_costs, equal, bubble, remedy))
+    return warnings
 
 
 def bubble_with(
@@ -73,8 +77,6 @@ def imbalance(stage_costs: Costs) -> Fraction:
 
 def _too_few(schedule: Schedule, count: int, stages: int, samples: int, replicas: int) -> str:
     enough = MICROBATCHES_PER_STAGE * stages
-    if stages == 1 or count >= enough:
-        return ""
     now, then = (_percent(schedule.efficiency(n, stages)) for n in (count, enough))
     few = "1 microbatch is" if count == 1 else f"{count} microbatches are"
     return (
@@ -105,12 +107,16 @@ def _setting(count: int, samples: int, replicas: int) -> str:
     return f"{setting} with a global batch of {either(multiples_around(samples, by))} samples"
 
 
+def _is_uneven(stage_costs: Costs, equal: Fraction, bubble: Fraction) -> bool:
+    """Whether stages wait because their work is unequal."""
+    if not stage_costs or imbalance(stage_costs) <= LARGEST_IMBALANCE:
+        return False
+    # One microbatch at a time passes every stage anyway, however slow.
+    return bubble - equal >= SMALLEST_DIFFERENCE
+
+
 def _imbalance(stage_costs: Costs, equal: Fraction, bubble: Fraction, remedy: str) -> str:
-    if not stage_costs or (excess := imbalance(stage_costs)) <= LARGEST_IMBALANCE:
-        return ""
-    if bubble - equal < SMALLEST_DIFFERENCE:
-        # One microbatch at a time passes every stage anyway, however slow.
-        return ""
+    excess = imbalance(stage_costs)
     total = sum(Fraction(cost) for cost in stage_costs)
     shares = ", ".join(_percent(Fraction(cost) / total) for cost in stage_costs)
     slowest = max(range(len(stage_costs)), key=lambda stage: stage_costs[stage])

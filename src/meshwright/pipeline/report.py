@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from fractions import Fraction
 
 from meshwright.errors import Setting
@@ -15,9 +16,16 @@ from meshwright.pipeline.timeline import in_flight
 from meshwright.program.flops import forward_flops
 from meshwright.units import counted
 
-SHARED = "what all blocks read"
 WORTH_SAYING = 0.05
 """The least share of a stage's work that is worth a warning."""
+
+
+class Extra(StrEnum):
+    """What a stage may compute besides its blocks."""
+
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    SHARED = "what all blocks read"
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,7 @@ class StageFacts:
 
     Attributes:
         blocks: numbers of its blocks in the model.
-        also: what it does beside them: embedding, head, what all blocks read.
+        also: what else it computes.
         parameters: trained numbers it uses.
         flops: products of one microbatch's forward pass, on all devices of the stage together;
             a stage with fewer blocks than another runs its last one again.
@@ -34,7 +42,7 @@ class StageFacts:
     """
 
     blocks: tuple[int, ...]
-    also: tuple[str, ...]
+    also: tuple[Extra, ...]
     parameters: int
     flops: int
     microbatches_kept: int
@@ -124,7 +132,7 @@ def pipeline_report(pipelined: PipelinedLoss) -> PipelineReport:
 
 def _computed_again(cut: BlockCut, stages: Sequence[StageFacts]) -> list[str]:
     """Say what it costs that every stage computes what blocks of all stages read."""
-    _, flops = _beside(cut, SHARED)
+    _, flops = _extra_work(cut, Extra.SHARED)
     share = flops / max(1, max(stage.flops for stage in stages))
     if share < WORTH_SAYING:
         return []
@@ -199,28 +207,35 @@ def stage_facts(pipelined: PipelinedLoss) -> list[StageFacts]:
     block_size = sum(steps[n].leaf.size // steps[n].leaf.shape[0] for n in trained)
     block_flops = forward_flops(cut.eqn.params["jaxpr"].jaxpr)
     run = pipelined.division.most * pipelined.division.num_chunks
-    shared = [SHARED] if any(_beside(cut, SHARED)) else []
-    found: list[StageFacts] = []
+    shared = any(_extra_work(cut, Extra.SHARED))
+    facts: list[StageFacts] = []
     for stage in range(count):
-        ends = ["embedding"] * (stage == 0) + ["head"] * (stage == count - 1) + shared
+        extras = _extras(stage, count, shared=shared)
         blocks = pipelined.division.blocks(stage)
-        sizes, flops = zip(*(_beside(cut, end) for end in ends), strict=True) if ends else ((), ())
-        found.append(
+        extra_work = [_extra_work(cut, extra) for extra in extras]
+        facts.append(
             StageFacts(
                 blocks=tuple(number for block in blocks for number in cut.numbers[block]),
-                also=tuple(ends),
-                parameters=len(blocks) * block_size + sum(sizes),
-                flops=run * block_flops + sum(flops),
+                also=extras,
+                parameters=len(blocks) * block_size + sum(size for size, _ in extra_work),
+                flops=run * block_flops + sum(flops for _, flops in extra_work),
                 microbatches_kept=kept[stage],
             )
         )
-    return found
+    return facts
 
 
-def _beside(cut: BlockCut, what: str) -> tuple[int, int]:
+def _extras(stage: int, num_stages: int, *, shared: bool) -> tuple[Extra, ...]:
+    """Return what a stage computes besides its blocks."""
+    first = (Extra.EMBEDDING,) if stage == 0 else ()
+    last = (Extra.HEAD,) if stage == num_stages - 1 else ()
+    return (*first, *last, *((Extra.SHARED,) if shared else ()))
+
+
+def _extra_work(cut: BlockCut, extra: Extra) -> tuple[int, int]:
     """Return the trained numbers and the FLOPs of what is no block."""
-    wanted = {"embedding": cut.initial, "head": cut.losses, SHARED: cut.shared}
-    eqns, leaves = cut.reads(wanted[what])
+    wanted = {Extra.EMBEDDING: cut.initial, Extra.HEAD: cut.losses, Extra.SHARED: cut.shared}
+    eqns, leaves = cut.reads(wanted[extra])
     steps = cut.traced.layout.step_leaves
     size = sum(steps[n].leaf.size for n in leaves if steps[n].leaf.role == "param")
     return size, forward_flops(cut.jaxpr.replace(eqns=eqns))
