@@ -60,8 +60,7 @@ def own_program(loss: Loss, parts: Parts, micro: Any, plan: Plan) -> StepProgram
         raise UserError(
             f"{Setting('training.sync_gradients_every', plan.batch.sync_gradients_every)} needs "
             "whole gradients",
-            why=f"{Setting('sharding.zero', plan.sharding.zero)} divides gradients over "
-            f"fsdp={axes['fsdp']}",
+            why=f"zero={plan.sharding.zero} divides gradients over fsdp={axes['fsdp']}",
             fix=f"write {Setting('sharding.zero', 1)} or "
             f"{Setting('training.sync_gradients_every', 1)}",
         )
