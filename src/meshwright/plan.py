@@ -1,4 +1,4 @@
-"""The Plan: the complete, frozen answer to how a model is trained on these devices."""
+"""The Plan: everything that decides how a model is trained on these devices, frozen."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ class Plan(Frozen):
         batch: samples per update, per device and per microbatch.
         sharding: what is sharded, how long gathered weights live, rules, remat.
         schedule: pipeline schedule; null without a pipe axis.
-        num_microbatches: microbatches the pipeline works on between two flushes; 1 without a pipe
-            axis.
+        num_microbatches: microbatches between two flushes of the pipeline; 1 without a pipe axis.
         num_chunks: pieces of the model on each pipeline stage.
         precision: compute format: no (float32), bf16 or fp16.
         matmul: precision of float32 matrix products.
@@ -63,7 +62,7 @@ class Plan(Frozen):
     @classmethod
     def _resolved(cls, mesh: dict[str, int]) -> dict[str, int]:
         if INFER in mesh.values():
-            raise ValueError("the sizes of a plan are all known; write one instead of -1")
+            raise ValueError("a plan has no inferred sizes; write a number instead of -1")
         return shown_sizes(canonical_sizes(mesh))
 
     @model_validator(mode="after")
@@ -90,7 +89,7 @@ class Plan(Frozen):
             )
         stages = self.size("pipe")
         check_sync(self.batch.sync_gradients_every, steps, stages)
-        # Chunks go round in groups of one microbatch per stage.
+        # Chunks are passed in groups of one microbatch per stage.
         group = stages if self.num_chunks > 1 else 1
         if steps % count:
             choices = nearest_microbatches(steps, count, group)
@@ -155,7 +154,7 @@ class Plan(Frozen):
 
 
 def make_plan(config: Config, num_devices: int) -> Plan:
-    """Produce the plan a config describes for so many devices."""
+    """Return the plan a config describes for this number of devices."""
     blocks = config.model.arguments().get("num_blocks")
     sizes = resolve_mesh(
         mesh_sizes(config),
@@ -184,12 +183,12 @@ def make_plan(config: Config, num_devices: int) -> Plan:
 def resolve_mesh(
     sizes: Mapping[str, int], num_devices: int, *, num_blocks: int | None = None
 ) -> dict[str, int]:
-    """Return sizes whose product is ``num_devices``; an error names meshes that work.
+    """Return sizes whose product is ``num_devices``; the error suggests meshes that work.
 
     Args:
         sizes: the mesh asked for; one size may be -1.
         num_devices: the devices there are.
-        num_blocks: the model's repeated blocks, which pipeline stages divide, if known.
+        num_blocks: repeated blocks of the model, which pipeline stages divide; None if unknown.
     """
     asked = canonical_sizes(sizes)
     try:
@@ -216,17 +215,17 @@ def _other_meshes(asked: Mapping[str, int], num_devices: int, num_blocks: int | 
 
 
 def unused_settings(config: Config, plan: Plan) -> list[str]:
-    """Name, in a sentence each, settings that were given and change nothing in a run."""
+    """Return a sentence for each setting that was given and has no effect on a run."""
     unused = unused_pipeline(config.pipeline, plan)
     if config.hardware is not None:
         unused.append(
-            f"hardware={config.hardware} has no effect on a run, which uses the devices at hand"
+            f"hardware={config.hardware} has no effect on a run, which uses the devices present"
         )
     return unused
 
 
 def unused_pipeline(pipeline: PipelineConfig, plan: Plan) -> list[str]:
-    """Name, in a sentence each, settings of a pipeline that change nothing."""
+    """Return a sentence for the pipeline's settings that have no effect."""
     given = pipeline.model_dump(exclude_defaults=True)
     if plan.size("pipe") == 1 and given:
         text = " ".join(str(Setting(f"pipeline.{key}", value)) for key, value in given.items())

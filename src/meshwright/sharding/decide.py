@@ -1,4 +1,4 @@
-"""Deciding where every leaf lives: the user's rules, the author's annotations, then the model."""
+"""Deciding where every leaf lives: by the user's rules, the model's annotations, or its program."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Decision:
         at_rest: for each step leaf, where it lives between updates.
         optimizer: for each step leaf, where its optimizer state lives.
         gradients: for each step leaf, where its gradient is reduced to.
-        gathers: by number, the step leaves that are gathered for use.
+        gathers: by number, the step leaves that are gathered before use.
         pins: where activations live.
         weights: variables of the program that hold weights and no data.
         batch: how batches are divided.
@@ -70,9 +70,9 @@ def decide(
     Args:
         traced: the loss.
         sizes: axis sizes of the mesh.
-        sharding: what the user wants.
+        sharding: what the user asked for.
         staged: numbers of the step leaves that hold the blocks of pipeline stages; the others
-            belong to no stage, and are divided over all of them.
+            belong to no stage and are divided over all of them.
     """
     classes = dim_classes(traced)
     tensor = choose_tensor_dims(classes, sizes.get("tensor", 1))
@@ -147,7 +147,7 @@ def _place(
             check_on_stages(step, own, ByAnnotation(), stages)
         return annotated(leaf, sizes)
     else:
-        on_tensor = _by_the_model(leaf, tensor)
+        on_tensor = _by_program(leaf, tensor)
     placed = on_tensor
     if leaf.is_weight and sizes.get("fsdp", 1) > 1:
         is_stack = step.stacked or on_stages
@@ -176,8 +176,8 @@ def _over_fsdp(
     return Placement(leaf.path, placed.dims, (*on_tensor.reasons, *placed.reasons))
 
 
-def _by_the_model(leaf: Leaf, tensor: TensorChoice) -> Placement:
-    """Place a leaf as the model's own computation suggests."""
+def _by_program(leaf: Leaf, tensor: TensorChoice) -> Placement:
+    """Place a leaf by what the model's program does with it."""
     dims: list[DimAxes] = [()] * len(leaf.shape)
     choice = tensor.leaves.get(leaf.path)
     if choice is not None and choice.dim is not None:

@@ -22,13 +22,13 @@ class LeafReport:
         path: canonical path.
         shape: its dims.
         dtype: its number format.
-        spec: mesh axes per dim; empty text for a dim that is whole.
-        bytes: of the whole parameter.
-        bytes_per_device: of the piece of a device that has one.
-        stage: the pipeline stage whose devices alone hold it; None where all do.
-        whole_over: axes that could divide it and do not.
+        spec: mesh axes per dim; an empty string for a dim that is not divided.
+        bytes: size of the whole parameter.
+        bytes_per_device: size of its shard, on a device that has one.
+        stage: the only pipeline stage that holds it; None if all devices do.
+        whole_over: mesh axes that could divide it and do not.
         reason: why it lives there.
-        remedy: what would divide it further; empty if nothing is left to divide.
+        remedy: what would divide it further; empty if every axis divides it.
     """
 
     path: str

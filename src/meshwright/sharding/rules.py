@@ -1,4 +1,4 @@
-"""Rules: what a user says about where parameters live, by path pattern or by logical axis."""
+"""Rules and annotations: where the user or the model's author wants parameters to live."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.sharding.placement import DimAxes, Placement
 from meshwright.sharding.reasons import ByAnnotation, ByRule, Reason, Rule
 
 TENSOR_ROLES = ("column", "row")
-"""Rules that speak of the tensor axis only; fsdp divides another dim beside them."""
+"""Rules for the tensor axis only; fsdp divides another dim."""
 
 
 def find_rule(
@@ -37,7 +37,7 @@ def find_rule(
             raise UserError(
                 f"the sharding rule `{pattern}` names only some blocks of `{step.leaf.path}`",
                 why=f"{by_stages if stages > 1 else 'rolled blocks are one array'}, "
-                f"which lives in one way; the rule names {sum(matched)} of {len(matched)}",
+                f"which is placed as a whole; the rule names {sum(matched)} of {len(matched)}",
                 fix=f"write `{step.leaf.path}`"
                 + ("" if stages > 1 else f", or {Setting('sharding.blocks', 'unroll')}"),
             )
@@ -83,16 +83,16 @@ def apply_rule(
         return _checked(Placement(leaf.path, tuple(dims), (reason,)), leaf.shape, sizes)
     if isinstance(rule, str):
         raise UserError(
-            f"the sharding rule `{pattern}: {rule}` is not known",
+            f"there is no sharding rule `{rule}` (for `{pattern}`)",
             fix='write column, row, replicate, or a spec such as ["fsdp", "tensor"]',
         )
-    # A rule speaks of the model's own leaf, a stack has the blocks as one dim more.
+    # A rule is about the leaf of one block; a stack has one more dim in front.
     entries = [None, *rule] if step.stacked else rule
     return _explicit(leaf, entries, reason, sizes)
 
 
 def check_on_stages(step: StepLeaf, spec: Sequence[Any], reason: Reason, stages: int) -> None:
-    """Refuse a spec that divides a leaf of blocks over the stages once more.
+    """Refuse a spec that divides blocks over the stages a second time.
 
     Args:
         step: a leaf that holds the blocks of pipeline stages.
@@ -106,14 +106,14 @@ def check_on_stages(step: StepLeaf, spec: Sequence[Any], reason: Reason, stages:
     blocks = len(step.sources) if step.stacked else step.leaf.shape[0]
     entries = [(e[0] if len(e) == 1 else f"[{', '.join(e)}]") if e else "null" for e in kept]
     raise UserError(
-        f"`{step.leaf.path}` cannot be divided over `pipe` once more",
-        why=f"{reason}; its {blocks} blocks are divided over pipe={stages} by their number already",
+        f"`{step.leaf.path}` cannot be divided over `pipe` a second time",
+        why=f"{reason}; its {blocks} blocks are already divided over pipe={stages}",
         fix=f"leave `pipe` out: [{', '.join(entries)}]",
     )
 
 
 def _role_dim(rule: str, step: StepLeaf, roles: Roles, size: int) -> int | None:
-    """Return the dim a role speaks of: one that divides, if there are several."""
+    """Return the dim a role means: a divisible one, if there are several."""
     own, other = (roles.column, roles.row) if rule == "column" else (roles.row, roles.column)
     shape = step.leaf.shape
     if not own and not other:
@@ -128,7 +128,7 @@ def _role_dim(rule: str, step: StepLeaf, roles: Roles, size: int) -> int | None:
 
 
 def annotated(leaf: Leaf, sizes: Mapping[str, int]) -> Placement:
-    """Return the placement the model's author wrote beside a parameter."""
+    """Return the placement the model's author annotated a parameter with."""
     return _explicit(leaf, leaf.annotation or (), ByAnnotation(), sizes)
 
 
@@ -147,7 +147,7 @@ def _explicit(
         raise UserError(
             f"the partition spec of `{leaf.path}` has {len(spec)} entries",
             why=f"{reason}; it has {rank} dims",
-            fix="write one entry per dim, null for a dim that stays whole",
+            fix="write one entry per dim, null for a dim that is not divided",
         )
     entries = [*spec, *([None] * (rank - len(spec)))]
     dims = tuple(tuple(canonical_axis(name) for name in entry_names(e)) for e in entries)
@@ -156,7 +156,7 @@ def _explicit(
         raise UserError(
             f"the partition spec of `{leaf.path}` names an axis twice",
             why=str(reason),
-            fix="an axis divides one dim of an array",
+            fix="name each axis once: it can divide only one dim",
         )
     return _checked(Placement(leaf.path, dims, (reason,)), leaf.shape, sizes)
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: which dim of which parameter lies on the tensor axis, and why."""
+"""Tensor parallelism: which dim of which parameter the tensor axis divides, and why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from typing import Literal
 from meshwright.errors import Setting, UserError
 from meshwright.program.dims import Atom, DimClasses, LeafDims
 from meshwright.sharding.reasons import Reason
-from meshwright.sharding.tensor_candidates import Candidate, find_candidates, joint, ways_along
+from meshwright.sharding.tensor_candidates import (
+    Candidate,
+    Pattern,
+    find_candidates,
+    joint,
+    ways_along,
+)
 from meshwright.sharding.tensor_explain import (
     Refusal,
     cheapest,
@@ -24,12 +30,12 @@ TensorRole = Literal["column", "row", "vocabulary", "expert", "follows", "replic
 
 SUBSTITUTE_COST = 3
 """A class whose size does not divide is replaced by another one only if that costs at most this
-many times its communication; beyond it, replicating the parameter is the better bargain."""
+many times its communication; beyond that, replicating the parameter is cheaper."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedDim:
-    """A dim that could be divided if the parameter were kept with its factors as dims.
+    """A dim that could be divided if the parameter had its factors as dims of their own.
 
     Attributes:
         dim: position of the dim in the parameter.
@@ -44,11 +50,11 @@ class FusedDim:
 
 @dataclass(frozen=True, slots=True)
 class LeafChoice:
-    """Where one leaf lies on the tensor axis.
+    """Which dim of one leaf the tensor axis divides.
 
     Attributes:
         path: its canonical path.
-        dim: the dim that is divided, or None if every device holds all of it.
+        dim: the divided dim; None if every device holds the whole leaf.
         role: what the dim is.
         reason: why.
         fused: for a replicated leaf, the factor of a dim that would divide it.
@@ -224,7 +230,7 @@ class _Search:
 
 
 def _groups(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
-    groups = defaultdict[str, list[Candidate]](list)
+    groups = defaultdict[Pattern, list[Candidate]](list)
     for candidate in candidates:
         groups[candidate.pattern].append(candidate)
     return sorted(
