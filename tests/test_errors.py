@@ -12,6 +12,7 @@ from meshwright.errors import (
     Spelling,
     UserError,
     did_you_mean,
+    first_line,
     spelled_for,
 )
 
@@ -92,3 +93,16 @@ def test_a_setting_is_spelled_for_its_reader(setting, on_command_line, in_python
     with spelled_for(Spelling.COMMAND_LINE):
         assert str(setting) == on_command_line
     assert f"write {setting}" == f"write {in_python}"
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "with_kind"),
+    [
+        (ValueError("\n  wrong \nmore"), "wrong", "ValueError: wrong"),
+        (KeyboardInterrupt(), "KeyboardInterrupt", "KeyboardInterrupt"),
+        (UserError("wrong", why="2 > 1"), "wrong", "UserError: wrong"),
+    ],
+)
+def test_the_first_line_of_an_error_says_most(error, line, with_kind):
+    assert first_line(error) == line
+    assert first_line(error, with_kind=True) == with_kind

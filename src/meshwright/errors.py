@@ -132,6 +132,20 @@ class Setting:
         return f'mesh="{name}={value}"' if section == "mesh" else f"{name}={value}"
 
 
+def first_line(error: BaseException, *, with_kind: bool = False) -> str:
+    """Return the first line of any exception's message, or its kind if it has none.
+
+    Args:
+        error: the exception.
+        with_kind: begin with its kind: ``KeyError: 'x'``.
+    """
+    kind = type(error).__name__
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    if not line:
+        return kind
+    return f"{kind}: {line}" if with_kind else line
+
+
 def did_you_mean(word: str, known: Iterable[str], section: str = "") -> str:
     """Return ``did you mean `x`?`` for the nearest known word, or an empty string.
 

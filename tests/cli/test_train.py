@@ -123,7 +123,7 @@ def test_ones_own_model_loss_and_data_with_json(run):
         (["training.max_duration=soon"], "max_duration=soon is no duration"),
         (["training.max_duration=5min"], "optimizer.schedule=cosine needs to know the last"),
         (["training.early_stopping_patience=2"], "write training.eval_every=… too"),
-        (["resume=must"], "resume=must, and there is no checkpoint to go on from"),
+        (["resume=must"], "resume=must, and there is no checkpoint to resume from"),
         (["resume=nowhere"], "there is no folder"),
     ],
 )

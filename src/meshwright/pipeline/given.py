@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from meshwright.config.arguments import check_count
 from meshwright.config.base import shorten
-from meshwright.errors import UserError
+from meshwright.errors import UserError, first_line
 from meshwright.pipeline.arrays import is_float
 from meshwright.pipeline.schedules import Schedule, get_schedule
 from meshwright.units import counted
@@ -212,7 +212,7 @@ def check_loss(loss: Any, output: Any, target: Any) -> None:
         raise UserError(
             "the loss cannot be computed",
             why=f"the output is {describe(output)}, the target {describe(target)}: "
-            f"{first_line(error)}",
+            f"{first_line(error, with_kind=True)}",
             fix="write loss(output, target) for one microbatch of both",
         ) from error
     parts = (value.total, value.weight) if isinstance(value, Weighted) else (value,)
@@ -262,9 +262,3 @@ def _kind(value: Any) -> str:
     if isinstance(value, jax.ShapeDtypeStruct):
         return describe(value)
     return f"a {type(value).__name__} of {describe(value)}"
-
-
-def first_line(error: Exception) -> str:
-    """Return the kind of an error and the beginning of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshwright.errors import UserError
-from meshwright.pipeline.given import first_line
+from meshwright.errors import UserError, first_line
 from meshwright.pipeline.separate import Stage
 
 
@@ -63,7 +62,7 @@ class Updates:
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise UserError(
                     "the optimizer cannot update the parameters",
-                    why=first_line(error),
+                    why=first_line(error, with_kind=True),
                     fix="give the states that pipeline.init(optimizer) or the last update returned",
                 ) from error
         return [after for after, _ in found], [state for _, state in found]

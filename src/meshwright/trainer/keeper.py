@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from meshwright.checkpoint.store import CheckpointStore, Passport, Saved
-from meshwright.errors import EnvironmentProblem, Setting
+from meshwright.errors import EnvironmentProblem, Setting, first_line
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 
@@ -116,7 +116,7 @@ class CheckpointKeeper:
         if last is not None and last.error is not None:
             raise EnvironmentProblem(
                 f"the state after {last.update} updates could not be saved",
-                why=_reason(last.error),
+                why=first_line(last.error),
                 fix=f"free disk space or choose another {Setting('hydra.run.dir')}, and resume "
                 "from the checkpoint before it",
             )
@@ -142,10 +142,6 @@ class CheckpointKeeper:
             self._tell(
                 "warning",
                 saved.update,
-                f"update {saved.update} could not be saved: {_reason(saved.error)}",
+                f"update {saved.update} could not be saved: {first_line(saved.error)}",
                 {},
             )
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
