@@ -3,12 +3,17 @@
 import pytest
 
 from meshwright.errors import (
+    ANY,
     CheckFailed,
     EnvironmentProblem,
     ExitCode,
     MeshwrightError,
+    Setting,
+    Spelling,
     UserError,
     did_you_mean,
+    first_line,
+    spelled_for,
 )
 
 
@@ -54,3 +59,50 @@ def test_nearest_word_is_suggested_and_a_far_one_is_not():
     )
     assert did_you_mean("zzz", ["steps", "micro_batch_size"]) == ""
     assert did_you_mean("", []) == ""
+    assert did_you_mean("step", ["steps"], "training") == "did you mean `training.steps`?"
+
+
+@pytest.mark.parametrize(
+    ("setting", "on_command_line", "in_python"),
+    [
+        (Setting("training.steps", 10), "training.steps=10", "steps=10"),
+        (Setting("training.global_batch_size"), "training.global_batch_size", "batch_size"),
+        (
+            Setting("pipeline.num_microbatches", 4, 8),
+            "pipeline.num_microbatches=4 or 8",
+            "num_microbatches=4 or 8",
+        ),
+        (Setting("pipeline.schedule", "1f1b"), "pipeline.schedule=1f1b", 'schedule="1f1b"'),
+        (Setting("pipeline.num_chunks", None), "pipeline.num_chunks=null", "num_chunks=None"),
+        (Setting("mesh.pipe", 2), "mesh.pipe=2", 'mesh="pipe=2"'),
+        (Setting("mesh.pipe"), "mesh.pipe", "pipe"),
+        (Setting("sharding.zero", 1), "sharding.zero=1", "sharding=mw.ShardingConfig(zero=1)"),
+        (Setting("sharding.rules"), "sharding.rules", "sharding=mw.ShardingConfig(rules=…)"),
+        (
+            Setting("checkpoint.enabled", False),
+            "checkpoint.enabled=false",
+            "checkpoint=mw.CheckpointConfig(enabled=False)",
+        ),
+        (Setting("hydra.run.dir", ANY), "hydra.run.dir=…", "run_dir=…"),
+        (Setting("resume", "auto"), "resume=auto", 'resume="auto"'),
+        (Setting("simulate", 8), "simulate=8", "mw.simulate_devices(8) before JAX starts"),
+    ],
+)
+def test_a_setting_is_spelled_for_its_reader(setting, on_command_line, in_python):
+    assert str(setting) == in_python
+    with spelled_for(Spelling.COMMAND_LINE):
+        assert str(setting) == on_command_line
+    assert f"write {setting}" == f"write {in_python}"
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "with_kind"),
+    [
+        (ValueError("\n  wrong \nmore"), "wrong", "ValueError: wrong"),
+        (KeyboardInterrupt(), "KeyboardInterrupt", "KeyboardInterrupt"),
+        (UserError("wrong", why="2 > 1"), "wrong", "UserError: wrong"),
+    ],
+)
+def test_the_first_line_of_an_error_says_most(error, line, with_kind):
+    assert first_line(error) == line
+    assert first_line(error, with_kind=True) == with_kind

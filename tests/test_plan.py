@@ -14,6 +14,8 @@ from meshwright.plan import (
     unused_settings,
 )
 
+pytestmark = pytest.mark.usefixtures("command_line")
+
 quick = settings(max_examples=100, deadline=None, derandomize=True)
 
 
@@ -184,7 +186,7 @@ def test_no_text_read_as_a_plan_gives_anything_but_a_user_error(text):
     ("old", "new", "message"),
     [
         ("fsdp: 4", "fsdp: 2", "data=1 × fsdp=2 = 2, but batch.replicas is 4"),
-        ("fsdp: 4", "fsdp: -1", "all known"),
+        ("fsdp: 4", "fsdp: -1", "no inferred sizes"),
         ("fsdp: 4", "fsd: 4", "unknown mesh axis `fsd`"),
         ("global_batch_size: 16", "global_batch_size: 17", "= 16, but global_batch_size is 17"),
         ("precision: 'no'", "precision: int8", "`plan.precision=int8` is not valid"),

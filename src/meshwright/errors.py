@@ -1,10 +1,12 @@
-"""The one error family: what is wrong, why (the numbers), and the nearest thing that works."""
+"""The one error family, and settings as messages name them: on the command line or in Python."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from enum import IntEnum
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import Enum, IntEnum
 
 
 class ExitCode(IntEnum):
@@ -19,7 +21,7 @@ class ExitCode(IntEnum):
 
 
 class MeshwrightError(Exception):
-    """Anything Meshwright reports to a person.
+    """Any problem Meshwright reports to a person.
 
     Attributes:
         what: one sentence saying what is wrong.
@@ -43,18 +45,115 @@ class UserError(MeshwrightError, ValueError):
 
 
 class CheckFailed(MeshwrightError):
-    """A check the user asked for (a proof, a strict ledger) did not hold."""
+    """A check the user asked for (a proof, a strict ledger) failed."""
 
     exit_code = ExitCode.CHECK_FAILED
 
 
 class EnvironmentProblem(MeshwrightError, RuntimeError):
-    """The machine, not the request, is at fault: a missing package, a peer that never joined."""
+    """The machine is at fault, not the request: a missing package, a peer that never joined."""
 
     exit_code = ExitCode.CHECK_FAILED
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``did you mean `x`?`` for the nearest known word, or an empty string."""
+class Spelling(Enum):
+    """Where the reader of a message would write a setting."""
+
+    COMMAND_LINE = "command line"
+    PYTHON = "Python"
+
+
+_spelling = ContextVar("spelling", default=Spelling.PYTHON)
+
+
+def current_spelling() -> Spelling:
+    """Return how messages spell settings now."""
+    return _spelling.get()
+
+
+@contextmanager
+def spelled_for(spelling: Spelling) -> Generator[None]:
+    """Spell settings this way in the messages written inside."""
+    token = _spelling.set(spelling)
+    try:
+        yield
+    finally:
+        _spelling.reset(token)
+
+
+ANY = "…"
+"""Stands for a value that the reader has to choose."""
+
+SettingValue = bool | int | float | str | None
+
+_ARGUMENTS = {
+    "training.global_batch_size": "batch_size",
+    "hydra.run.dir": "run_dir",
+}
+"""Arguments in Python that are not called like the last part of their config key."""
+
+_CONFIG_OBJECTS = {"sharding": "mw.ShardingConfig", "checkpoint": "mw.CheckpointConfig"}
+"""Sections of the config that are one argument in Python."""
+
+
+class Setting:
+    """A setting inside a message, spelled as its reader would write it.
+
+    ``f"write {Setting('mesh.pipe', 2)}"`` says ``mesh.pipe=2`` to users of the command line, and
+    ``mesh="pipe=2"`` to those of Python.
+
+    Attributes:
+        key: the config key.
+        values: what to set it to, alternatives after the first; none to only name the setting.
+    """
+
+    def __init__(self, key: str, *values: SettingValue) -> None:
+        self.key = key
+        self.values = values
+
+    def __str__(self) -> str:
+        if current_spelling() is Spelling.PYTHON:
+            return self._in_python()
+        words = {True: "true", False: "false", None: "null"}
+        texts = [words[v] if v is None or isinstance(v, bool) else str(v) for v in self.values]
+        return "=".join(filter(None, (self.key, " or ".join(texts))))
+
+    def _in_python(self) -> str:
+        section = self.key.partition(".")[0]
+        name = _ARGUMENTS.get(self.key, self.key.rpartition(".")[2])
+        quoted = (f'"{v}"' if isinstance(v, str) and v != ANY else str(v) for v in self.values)
+        value = " or ".join(quoted)
+        if self.key == "simulate":
+            return f"mw.simulate_devices({value}) before JAX starts"
+        if section in _CONFIG_OBJECTS:
+            return f"{section}={_CONFIG_OBJECTS[section]}({name}={value or ANY})"
+        if not value:
+            return name
+        return f'mesh="{name}={value}"' if section == "mesh" else f"{name}={value}"
+
+
+def first_line(error: BaseException, *, with_kind: bool = False) -> str:
+    """Return the first line of any exception's message, or its kind if it has none.
+
+    Args:
+        error: the exception.
+        with_kind: begin with its kind: ``KeyError: 'x'``.
+    """
+    kind = type(error).__name__
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    if not line:
+        return kind
+    return f"{kind}: {line}" if with_kind else line
+
+
+def did_you_mean(word: str, known: Iterable[str], section: str = "") -> str:
+    """Return ``did you mean `x`?`` for the nearest known word, or an empty string.
+
+    Args:
+        word: what was written.
+        known: the words there are.
+        section: what the suggested word is a part of: ``did you mean `section.x`?``.
+    """
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"did you mean `{match[0]}`?" if match else ""
+    whole = ".".join(filter(None, (section, *match)))
+    return f"did you mean `{whole}`?" if match else ""

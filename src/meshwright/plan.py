@@ -1,4 +1,4 @@
-"""The Plan: the complete, frozen answer to how a model is trained on these devices."""
+"""The Plan: everything that decides how a model is trained on these devices, frozen."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from meshwright.config.schema import (
     Precision,
     ShardingConfig,
 )
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.mesh.axes import (
     INFER,
     canonical_sizes,
     describe_sizes,
+    mesh_setting,
     nearest_sizes,
-    override_text,
     resolve_sizes,
     shown_sizes,
 )
-from meshwright.units import counted
+from meshwright.units import counted, either
 
 
 class Plan(Frozen):
@@ -43,8 +43,7 @@ class Plan(Frozen):
         batch: samples per update, per device and per microbatch.
         sharding: what is sharded, how long gathered weights live, rules, remat.
         schedule: pipeline schedule; null without a pipe axis.
-        num_microbatches: microbatches the pipeline works on between two flushes; 1 without a pipe
-            axis.
+        num_microbatches: microbatches between two flushes of the pipeline; 1 without a pipe axis.
         num_chunks: pieces of the model on each pipeline stage.
         precision: compute format: no (float32), bf16 or fp16.
         matmul: precision of float32 matrix products.
@@ -63,7 +62,7 @@ class Plan(Frozen):
     @classmethod
     def _resolved(cls, mesh: dict[str, int]) -> dict[str, int]:
         if INFER in mesh.values():
-            raise ValueError("the sizes of a plan are all known; write one instead of -1")
+            raise ValueError("a plan has no inferred sizes; write a number instead of -1")
         return shown_sizes(canonical_sizes(mesh))
 
     @model_validator(mode="after")
@@ -90,17 +89,18 @@ class Plan(Frozen):
             )
         stages = self.size("pipe")
         check_sync(self.batch.sync_gradients_every, steps, stages)
-        # Chunks go round in groups of one microbatch per stage.
+        # Chunks are passed in groups of one microbatch per stage.
         group = stages if self.num_chunks > 1 else 1
         if steps % count:
             choices = nearest_microbatches(steps, count, group)
             raise UserError(
                 f"{count} microbatches at a time do not divide the {steps} of an update",
-                why=f"pipeline.num_microbatches={count}, "
-                f"training.gradient_accumulation_steps={steps}",
-                fix=f"write pipeline.num_microbatches={choices}, or leave one of the two out"
+                why=f"{Setting('pipeline.num_microbatches', count)}, "
+                f"{Setting('training.gradient_accumulation_steps', steps)}",
+                fix=f"write {Setting('pipeline.num_microbatches', *choices)}, or leave one of the "
+                "two out"
                 if choices
-                else "leave training.gradient_accumulation_steps out",
+                else f"leave {Setting('training.gradient_accumulation_steps')} out",
             )
         if count % group:
             choices = nearest_microbatches(steps, count, group)
@@ -109,7 +109,7 @@ class Plan(Frozen):
                 "in groups",
                 why=f"num_microbatches {count} is not a multiple of {stages}, which num_chunks "
                 f"{self.num_chunks} needs",
-                fix=(f"write num_microbatches: {choices}, or " if choices else "write ")
+                fix=(f"write num_microbatches: {either(choices)}, or " if choices else "write ")
                 + "schedule: 1f1b and num_chunks: 1",
             )
 
@@ -154,13 +154,12 @@ class Plan(Frozen):
 
 
 def make_plan(config: Config, num_devices: int) -> Plan:
-    """Produce the plan a config describes for so many devices."""
+    """Return the plan a config describes for this number of devices."""
     blocks = config.model.arguments().get("num_blocks")
     sizes = resolve_mesh(
         mesh_sizes(config),
         num_devices,
         num_blocks=blocks if isinstance(blocks, int) else None,
-        simulate="simulate={}",
     )
     training = config.training
     batch = solve_pipeline_batch(
@@ -182,15 +181,14 @@ def make_plan(config: Config, num_devices: int) -> Plan:
 
 
 def resolve_mesh(
-    sizes: Mapping[str, int], num_devices: int, *, num_blocks: int | None = None, simulate: str
+    sizes: Mapping[str, int], num_devices: int, *, num_blocks: int | None = None
 ) -> dict[str, int]:
-    """Return sizes whose product is ``num_devices``; an error names meshes that work.
+    """Return sizes whose product is ``num_devices``; the error suggests meshes that work.
 
     Args:
         sizes: the mesh asked for; one size may be -1.
         num_devices: the devices there are.
-        num_blocks: the model's repeated blocks, which pipeline stages divide, if known.
-        simulate: how virtual devices are asked for, with ``{}`` for their number.
+        num_blocks: repeated blocks of the model, which pipeline stages divide; None if unknown.
     """
     asked = canonical_sizes(sizes)
     try:
@@ -198,47 +196,45 @@ def resolve_mesh(
     except UserError as error:
         if list(asked.values()).count(INFER) > 1:
             raise
-        fix = _other_meshes(asked, num_devices, num_blocks, simulate)
+        fix = _other_meshes(asked, num_devices, num_blocks)
         raise UserError(error.what, why=error.why, fix=fix) from None
 
 
-def _other_meshes(
-    asked: Mapping[str, int], num_devices: int, num_blocks: int | None, simulate: str
-) -> str:
+def _other_meshes(asked: Mapping[str, int], num_devices: int, num_blocks: int | None) -> str:
     def has_blocks(sizes: Mapping[str, int]) -> bool:
         return num_blocks is None or num_blocks % abs(sizes.get("pipe", 1)) == 0
 
     fitting = filter(has_blocks, nearest_sizes(asked, num_devices, most=32))
-    shown = list(dict.fromkeys(override_text(sizes) for sizes in fitting))[:3]
+    shown = list(dict.fromkeys(mesh_setting(sizes) for sizes in fitting))[:3]
     product = math.prod(size for size in asked.values() if size != INFER)
     text = "nearest meshes that work: " + "; ".join(shown)
     if product > num_devices and has_blocks(asked):
-        text += (
-            f"\nor {simulate.format(product)}, to try this mesh on {product} virtual CPU devices"
-        )
+        simulate = Setting("simulate", product)
+        text += f"\nor {simulate}, to try this mesh on {product} virtual CPU devices"
     return text
 
 
 def unused_settings(config: Config, plan: Plan) -> list[str]:
-    """Name, in a sentence each, settings that were given and change nothing in a run."""
+    """Return a sentence for each setting that was given and has no effect on a run."""
     unused = unused_pipeline(config.pipeline, plan)
     if config.hardware is not None:
         unused.append(
-            f"hardware={config.hardware} has no effect on a run, which uses the devices at hand"
+            f"hardware={config.hardware} has no effect on a run, which uses the devices present"
         )
     return unused
 
 
 def unused_pipeline(pipeline: PipelineConfig, plan: Plan) -> list[str]:
-    """Name, in a sentence each, settings of a pipeline that change nothing."""
+    """Return a sentence for the pipeline's settings that have no effect."""
     given = pipeline.model_dump(exclude_defaults=True)
     if plan.size("pipe") == 1 and given:
-        text = " ".join(f"pipeline.{key}={value}" for key, value in given.items())
+        text = " ".join(str(Setting(f"pipeline.{key}", value)) for key, value in given.items())
         return [f"{text} has no effect: the mesh {describe_sizes(plan.mesh)} has no pipe axis"]
     if plan.size("pipe") > 1 and "num_chunks" in given and pipeline.schedule != "interleaved":
         return [
-            f"pipeline.num_chunks={pipeline.num_chunks} has no effect with "
-            f"pipeline.schedule={pipeline.schedule}; chunks need pipeline.schedule=interleaved"
+            f"{Setting('pipeline.num_chunks', pipeline.num_chunks)} has no effect with "
+            f"{Setting('pipeline.schedule', pipeline.schedule)}; chunks need "
+            f"{Setting('pipeline.schedule', 'interleaved')}"
         ]
     return []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def human_bytes(count: float) -> str:
     """Return bytes with a binary unit: ``1.5 MiB``."""
@@ -24,6 +26,11 @@ def human_count(count: float) -> str:
 def counted(count: int, noun: str, plural: str = "") -> str:
     """Return a number of things: ``1 update``, ``3 updates``; ``plural`` where an s is not it."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def either(numbers: Iterable[int]) -> str:
+    """Return numbers to choose from: ``4 or 8``."""
+    return " or ".join(map(str, numbers))
 
 
 def human_seconds(seconds: float) -> str:

@@ -106,7 +106,7 @@ def test_a_tensor_axis_larger_than_the_heads(capfd, command):
     out, err = capfd.readouterr()
     assert (code, out) == (2, "")
     assert err.startswith("error: tensor=4 is larger than the 2 attention heads of `blocks.0.")
-    assert "use mesh.tensor=2, or a model with a multiple of 4 heads" in err
+    assert "write mesh.tensor=2, or use a model with a multiple of 4 heads" in err
 
 
 @pytest.mark.parametrize("override", NOT_FINITE)
@@ -129,3 +129,70 @@ def test_a_trainer_that_meets_a_loss_that_is_not_finite_in_its_first_update(run)
     trainer = mw.Trainer(model=bad_input.Net, loss=bad_input.loss, optimizer=optax.sgd(0.1))
     with pytest.raises(UserError, match="the loss is nan at update 0"):
         trainer.fit([{"x": np.full((8, 4), np.nan, np.float32)}], steps=1)
+
+
+SPELLED = {
+    "batch": (
+        ["training.global_batch_size=12"],
+        {},
+        "  a global batch of 8 or 16 samples would work (training.global_batch_size)\n",
+        "a global batch of 8 or 16 samples would work (batch_size)",
+    ),
+    "mesh": (
+        ["mesh.fsdp=3"],
+        {"mesh": "fsdp=3"},
+        "  nearest meshes that work: mesh.data=2 mesh.fsdp=4; ",
+        'nearest meshes that work: mesh="data=2,fsdp=4"; ',
+    ),
+    "simulated devices": (
+        ["mesh.fsdp=16"],
+        {"mesh": "fsdp=16"},
+        "  or simulate=16, to try this mesh on 16 virtual CPU devices\n",
+        "\nor mw.simulate_devices(16) before JAX starts, to try this mesh on 16 virtual CPU",
+    ),
+    "accumulation": (
+        ["training.gradient_accumulation_steps=4", "training.sync_gradients_every=3"],
+        {"gradient_accumulation_steps": 4, "sync_gradients_every": 3},
+        "  write training.sync_gradients_every=2 or 4\n",
+        "\nwrite sync_gradients_every=2 or 4",
+    ),
+    "sharding": (
+        [
+            "mesh.fsdp=8",
+            "training.gradient_accumulation_steps=2",
+            "training.sync_gradients_every=2",
+        ],
+        {"mesh": "fsdp=8", "gradient_accumulation_steps": 2, "sync_gradients_every": 2},
+        "  write sharding.zero=1 or training.sync_gradients_every=1\n",
+        "\nwrite sharding=mw.ShardingConfig(zero=1) or sync_gradients_every=1",
+    ),
+    "pipeline": (
+        ["mesh.pipe=2", "pipeline=interleaved", "pipeline.num_microbatches=3"],
+        {"mesh": "pipe=2", "pipeline": {"schedule": "interleaved", "num_microbatches": 3}},
+        "  write pipeline.num_microbatches=2 or 4\n",
+        "\nwrite num_microbatches=2 or 4",
+    ),
+    "stages": (
+        ["mesh.pipe=2"],
+        {"mesh": "pipe=2"},
+        "  use mesh.fsdp or mesh.tensor for these devices, or give the stages yourself: ",
+        "\nuse fsdp or tensor for these devices, or give the stages yourself: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", SPELLED)
+def test_settings_are_spelled_as_their_reader_writes_them(run, mistake):
+    overrides, arguments, on_command_line, in_python = SPELLED[mistake]
+    samples = 12 if mistake == "batch" else 32
+    code, _, err = run("train", f"training.global_batch_size={samples}", *overrides)
+    assert code == 2
+    assert on_command_line in err
+
+    import bad_input
+
+    with pytest.raises(UserError) as caught:
+        mw.Trainer(
+            model=bad_input.Net, loss=bad_input.loss, optimizer=optax.sgd(0.1), **arguments
+        ).fit(bad_input.data, batch_size=samples, steps=1)
+    assert in_python in str(caught.value)

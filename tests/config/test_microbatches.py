@@ -9,6 +9,8 @@ from meshwright.config.microbatches import nearest_microbatches, solve_pipeline_
 from meshwright.config.schema import PipelineConfig
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("command_line")
+
 KEYS = {
     "num_microbatches": r"pipeline\.num_microbatches=(\d+)(?: or (\d+))?",
     "gradient_accumulation_steps": r"training\.gradient_accumulation_steps=(\d+)(?: or (\d+))?",
@@ -113,12 +115,12 @@ def test_one_replica_is_one_replica():
 @pytest.mark.parametrize(
     ("total", "near", "multiple_of", "expected"),
     [
-        (16, 5, 1, "4 or 8"),
-        (12, 5, 1, "4 or 6"),
-        (16, 3, 4, "4 or 8"),
-        (4, 9, 1, "2 or 4"),
-        (5, 3, 2, ""),
-        (0, 3, 1, ""),
+        (16, 5, 1, [4, 8]),
+        (12, 5, 1, [4, 6]),
+        (16, 3, 4, [4, 8]),
+        (4, 9, 1, [2, 4]),
+        (5, 3, 2, []),
+        (0, 3, 1, []),
     ],
 )
 def test_numbers_of_microbatches_are_named_on_both_sides(total, near, multiple_of, expected):

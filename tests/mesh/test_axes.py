@@ -19,6 +19,8 @@ from meshwright.mesh.axes import (
     shown_sizes,
 )
 
+pytestmark = pytest.mark.usefixtures("command_line")
+
 device_counts = st.integers(1, 1024)
 asked_sizes = st.dictionaries(st.sampled_from(AXES), st.integers(1, 64), max_size=4)
 

@@ -11,7 +11,6 @@ from flax import linen, nnx
 from small_models import fill
 
 from meshwright.errors import UserError
-from meshwright.pipeline.checks import in_python
 from meshwright.pipeline.pipeline import Pipeline
 from meshwright.pipeline.schedules import get_schedule
 
@@ -175,8 +174,3 @@ def test_a_pipeline_inside_of_a_transformation_is_refused_and_works_outside():
             inside()
         assert re.search(said, caught.value.why)
     assert np.isfinite(pipeline.update(optimizer, states, X, y)[0])
-
-
-def test_settings_of_a_config_are_named_as_arguments():
-    text = "write pipeline.num_microbatches=4, or pipeline.schedule=1f1b"
-    assert in_python(text) == 'write num_microbatches=4, or schedule="1f1b"'

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from meshwright.errors import UserError
 from meshwright.pipeline.division import divide_blocks
 
+pytestmark = pytest.mark.usefixtures("command_line")
+
 
 @pytest.mark.parametrize(
     ("blocks", "stages", "chunks", "fix"),

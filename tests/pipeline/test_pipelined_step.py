@@ -253,7 +253,7 @@ def test_blocks_that_cannot_be_divided_are_refused_with_numbers_that_work():
     with pytest.raises(UserError) as caught:
         put(lambda: Residuals(3), square_loss, batch, {"pipe": 4}, "1f1b")
     assert "3 blocks (`blocks.*`) cannot be divided into 4 stages" in caught.value.what
-    assert caught.value.fix == "write mesh.pipe=2, or use a model with 4 blocks"
+    assert caught.value.fix == 'write mesh="pipe=2", or use a model with 4 blocks'
 
 
 def test_models_without_blocks_are_refused_with_a_way_out():

@@ -67,9 +67,11 @@ def test_odd_sizes_are_divided_elsewhere_or_not_at_all_with_the_reason():
     _, found = decision(Odd, odd_loss, odd_batch(), {"fsdp": 8}, min_shard_size=100)
     placed = by_path(found.at_rest)
     assert placed["embed.embedding"].spec == PartitionSpec(None, "fsdp")
-    assert placed["head.bias"].reason == "whole over fsdp: no free dim of 101 divides by 8"
-    assert placed["temperature"].reason == "whole over fsdp: 1 elements is small"
-    assert placed["twice.bias"].reason == "whole over fsdp: 32 elements is small"
+    assert (
+        placed["head.bias"].reason == "not divided over fsdp: no free dim of 101 is divisible by 8"
+    )
+    assert placed["temperature"].reason == "not divided over fsdp: only 1 element"
+    assert placed["twice.bias"].reason == "not divided over fsdp: only 32 elements"
 
 
 def test_frozen_weights_are_divided_and_gathered_like_trained_ones():

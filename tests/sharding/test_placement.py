@@ -27,9 +27,9 @@ def fsdp(*shape, tensor=None, size=4, smallest=0, keep=0):
         ((32, 32), None, (None, "fsdp"), "fsdp on dim 1: 32 / 4"),
         ((50257, 768), None, (None, "fsdp"), "fsdp on dim 1: 768 / 4"),
         ((64, 16), 0, ("tensor", "fsdp"), "fsdp on dim 1: 16 / 4"),
-        ((64, 7), 0, ("tensor",), "whole over fsdp: no free dim of 64×7 divides by 4"),
-        ((7, 9), None, (), "whole over fsdp: no free dim of 7×9 divides by 4"),
-        ((), None, (), "whole over fsdp: no free dim of scalar divides by 4"),
+        ((64, 7), 0, ("tensor",), "not divided over fsdp: no free dim of 64×7 is divisible by 4"),
+        ((7, 9), None, (), "not divided over fsdp: no free dim of 7×9 is divisible by 4"),
+        ((), None, (), "not divided over fsdp: a scalar"),
     ],
 )
 def test_the_largest_dim_that_divides_is_divided(shape, tensor, spec, reason):
@@ -39,7 +39,7 @@ def test_the_largest_dim_that_divides_is_divided(shape, tensor, spec, reason):
 
 
 def test_small_leaves_stay_whole():
-    assert fsdp(8, 16, smallest=129).reason == "whole over fsdp: 128 elements is small"
+    assert fsdp(8, 16, smallest=129).reason == "not divided over fsdp: only 128 elements"
     assert fsdp(8, 16, smallest=128).axes() == {"fsdp"}
 
 
@@ -56,13 +56,13 @@ def test_specs_have_no_trailing_dims_and_no_tuples_of_one():
 
 
 def test_bytes_per_device_are_those_of_the_shard():
-    placement = Placement("x", (("fsdp",), ("tensor",)), "")
+    placement = Placement("x", (("fsdp",), ("tensor",)))
     assert placement.shards(SIZES) == 8
     assert bytes_per_device(leaf(64, 16), placement, SIZES) == 64 * 16 * 4 // 8
-    assert bytes_per_device(leaf(64, 16), Placement("x", ((), ()), ""), SIZES) == 64 * 16 * 4
+    assert bytes_per_device(leaf(64, 16), Placement("x", ((), ())), SIZES) == 64 * 16 * 4
 
 
 def test_gathering_leaves_the_other_axes():
-    placement = Placement("x", (("fsdp",), ("tensor",)), "")
+    placement = Placement("x", (("fsdp",), ("tensor",)))
     assert placement.without("fsdp") == PartitionSpec(None, "tensor")
     assert placement.without("fsdp", "tensor") == PartitionSpec()

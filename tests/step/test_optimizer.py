@@ -194,7 +194,7 @@ def test_moments_of_matrices_are_divided():
     moments = {leaf.path: leaf.placement for leaf in optimizer.leaves}
     assert moments["0.mu.blocks.*.kernel"].axes() == {"fsdp"}
     assert moments["0.mu.blocks.*.kernel"].reason == "like blocks.*.kernel"
-    assert moments["0.count"].reason == "replicated"
+    assert moments["0.count"].reason == "the same on every device"
 
 
 def test_gradients_in_another_format_do_not_change_the_parameters_format():

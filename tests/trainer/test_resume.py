@@ -164,7 +164,7 @@ def test_never_must_and_a_path(half, tmp_path):
         model=lambda rngs: Noisy(rngs), loss=square_loss, optimizer=optax.adamw(0.01), mesh="fsdp=8"
     )
     given = {"batch_size": BATCH, "run_dir": tmp_path / "new"}
-    with pytest.raises(UserError, match="resume=must, and there is no checkpoint"):
+    with pytest.raises(UserError, match='resume="must", and there is no checkpoint'):
         trainer.fit(ARRAYS, steps=11, resume="must", **given)
     with pytest.raises(UserError, match="there is no checkpoint in"):
         trainer.fit(ARRAYS, steps=11, resume=str(tmp_path), **given)

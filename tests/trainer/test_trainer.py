@@ -234,9 +234,9 @@ def test_progress_is_shown_on_request_and_warnings_always(assembled, capfd):
     given = trainer(pipeline="gpipe")
     given.fit(batches(2), steps=2, assembled=assembled, progress=True)
     told = capfd.readouterr().err
-    assert "warning: pipeline.schedule=gpipe has no effect" in told
+    assert 'warning: schedule="gpipe" has no effect' in told
     assert "train 2/2  loss" in told
-    with pytest.warns(UserWarning, match="gpipe has no effect"):
+    with pytest.warns(UserWarning, match='schedule="gpipe" has no effect'):
         given.fit(batches(2), steps=2, assembled=assembled)
     assert capfd.readouterr().err == ""
 

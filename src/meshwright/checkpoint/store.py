@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
 from meshwright.checkpoint.metadata import FORMAT, CheckpointMetadata
-from meshwright.errors import UserError
+from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import broadcast, is_main, process_count, process_index
 
 FOLDER = "checkpoints"
@@ -228,7 +228,8 @@ def _make_folder(folder: Path) -> None:
         raise UserError(
             f"cannot write checkpoints to {folder}",
             why=problem,
-            fix="write hydra.run.dir=… with a folder you can write to, or checkpoint.enabled=false",
+            fix=f"write {Setting('hydra.run.dir', ANY)} with a folder you can write to, or "
+            f"{Setting('checkpoint.enabled', False)}",
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from meshwright.cli.arguments import Arguments, parse_arguments
 from meshwright.cli.help import command_help, general_help
 from meshwright.cli.output import Output, guarded_stdout, print_error
-from meshwright.errors import ExitCode, MeshwrightError
+from meshwright.errors import ExitCode, MeshwrightError, Spelling, spelled_for
 
 INTERRUPTED = 128 + 2
 READER_LEFT = 128 + 13
@@ -38,6 +38,11 @@ def entry() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
+    with spelled_for(Spelling.COMMAND_LINE):
+        return _main(argv)
+
+
+def _main(argv: Sequence[str]) -> int:
     debug = "--debug" in argv
     try:
         if not argv or argv[0] in ("--help", "-h", "help"):

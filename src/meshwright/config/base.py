@@ -82,7 +82,7 @@ def _explain_one(detail: ErrorDetails, schema: type[BaseModel], prefix: str) -> 
         return reason
     if detail["type"] == "missing":
         return UserError(f"`{key}` is missing", fix=f"write {key}=…")
-    message = detail["msg"].removeprefix("Value error, ")
+    message = detail["msg"] if not isinstance(reason, ValueError) else str(reason)
     return UserError(
         f"`{key}={shorten(detail['input'])}` is not valid",
         why=message[0].lower() + message[1:],
@@ -103,14 +103,12 @@ def unknown_key(key: str, known: Sequence[str]) -> UserError:
     known = list(dict.fromkeys(known))
     siblings = [k for k in known if k.rpartition(".")[0] == section]
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
-    near = did_you_mean(leaf, [k.rpartition(".")[2] for k in siblings])
-    if near:
-        hint = near.replace("`", f"`{section}." if section else "`", 1)
-    elif elsewhere:
+    hint = did_you_mean(leaf, [k.rpartition(".")[2] for k in siblings], section)
+    if not hint and elsewhere:
         hint = f"did you mean {' or '.join(f'`{k}`' for k in elsewhere[:3])}?"
-    else:
+    elif not hint and not siblings:
         # Within a section every whole key resembles the others.
-        hint = "" if siblings else did_you_mean(key, known)
+        hint = did_you_mean(key, known)
     listing = ", ".join(k.rpartition(".")[2] for k in siblings)
     holder = f"`{section}` has" if section else "there are"
     where = f"{holder}: {listing}" if siblings else ""

@@ -8,10 +8,12 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from meshwright.config.base import Frozen
-from meshwright.errors import UserError
-from meshwright.units import counted
+from meshwright.errors import Setting, UserError
+from meshwright.units import counted, either
 
 DEFAULT_MICRO_BATCH_SIZE = 4
+
+GLOBAL_BATCH_SIZE = Setting("training.global_batch_size")
 
 
 class Batch(Frozen):
@@ -42,13 +44,14 @@ class Batch(Frozen):
                 f"{describe_replicas(self.replicas)} × gradient_accumulation_steps {steps} = "
                 f"{product}, "
                 f"but global_batch_size is {self.global_batch_size}",
-                fix=f"{_would_work(str(product))}; or leave one of the three out and it is derived",
+                fix=f"{_would_work(product)}; or leave one of the three out, and it is derived",
             )
         if steps % sync:
+            key, choices = "training.sync_gradients_every", nearest_divisors(steps, sync)
             raise UserError(
-                f"sync_gradients_every={sync} does not divide the accumulation",
+                f"{Setting(key, sync)} does not divide the accumulation",
                 why=f"gradient_accumulation_steps is {steps}",
-                fix=f"{nearest_divisors(steps, sync)} would work (training.sync_gradients_every)",
+                fix=f"write {Setting(key, *choices)}",
             )
         return self
 
@@ -90,29 +93,27 @@ def solve_batch(
     )
 
 
-def nearest_divisors(number: int, to: int) -> str:
-    """Return the one or two divisors of ``number`` nearest to ``to``, written ``2 or 4``."""
+def nearest_divisors(number: int, to: int) -> list[int]:
+    """Return the one or two divisors of ``number`` nearest to ``to``, the smaller one first."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     divisors = {*small, *(number // d for d in small)}
-    nearest = sorted(divisors, key=lambda d: abs(d - to))[:2]
-    return " or ".join(map(str, sorted(nearest)))
+    return sorted(sorted(divisors, key=lambda d: abs(d - to))[:2])
 
 
 def _divide(total: int, by: int, meaning: str) -> int:
     if total % by == 0 and total >= by:
         return total // by
     below, above = total // by * by, (total // by + 1) * by
-    nearest = " or ".join(str(n) for n in (below, above) if n > 0)
     raise UserError(
         f"a global batch of {counted(total, 'sample')} cannot be divided",
         why=f"{meaning} = {by}, and {total} is not a multiple of {by}",
-        fix=_would_work(nearest),
+        fix=_would_work(*(size for size in (below, above) if size)),
     )
 
 
-def _would_work(sizes: str) -> str:
-    """Name sizes for those who hand over batches, and the key for those who write a config."""
-    return f"a global batch of {sizes} samples would work (training.global_batch_size)"
+def _would_work(*sizes: int) -> str:
+    """Name sizes for those who hand over batches, and the setting for those who do not."""
+    return f"a global batch of {either(sizes)} samples would work ({GLOBAL_BATCH_SIZE})"
 
 
 def describe_replicas(replicas: int) -> str:

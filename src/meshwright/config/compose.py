@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from meshwright.config.base import field_paths, shorten, unknown_key
 from meshwright.config.groups import CONF_DIR, group_options
 from meshwright.config.schema import Config, Open
-from meshwright.errors import UserError, did_you_mean
+from meshwright.errors import UserError, did_you_mean, first_line
 from meshwright.mesh.axes import ALIASES
 
 _OPEN_SECTIONS = tuple(
@@ -226,7 +226,7 @@ def _is_hydra(key: str) -> bool:
 
 
 def _explain(error: Exception, options: dict[str, list[str]]) -> UserError:
-    text = _first_line(error)
+    text = first_line(error)
     missing = re.search(r"Could not (?:find|locate) '(\S+)/(\S+?)'", text)
     if missing:
         group, choice = missing.groups()
@@ -235,7 +235,3 @@ def _explain(error: Exception, options: dict[str, list[str]]) -> UserError:
             f"there is no `{group}={choice}`", why=f"`{group}` can be: {known}" if known else ""
         )
     return UserError("the config cannot be composed", why=text)
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -14,6 +14,7 @@ from meshwright.config.batch import nearest_divisors
 from meshwright.config.environment import read_environment
 from meshwright.errors import UserError
 from meshwright.mesh.axes import canonical_axis
+from meshwright.units import either
 
 DEFAULT_AXIS_NAMES = ("data", "model", "pipeline")
 _PARALLEL = {"tensor": "tensor_parallel_size", "pipe": "pipeline_parallel_size"}
@@ -215,7 +216,7 @@ def _uneven_nodes(c: DistributedConfig) -> UserError:
     if c.world_size % c.num_nodes == 0:
         other = f"num_processes_per_node={c.world_size // c.num_nodes}"
     else:
-        other = f"num_nodes={nearest_divisors(c.world_size, c.num_nodes)}"
+        other = f"num_nodes={either(nearest_divisors(c.world_size, c.num_nodes))}"
     return UserError(
         f"world_size={c.world_size} contradicts the nodes",
         why=f"num_nodes={c.num_nodes} × num_processes_per_node={c.num_processes_per_node} "
@@ -233,7 +234,8 @@ def _check_parallel(c: DistributedConfig) -> None:
         f"tensor_parallel_size={tensor} and pipeline_parallel_size={pipe} do not fit "
         f"world_size={c.world_size}",
         why=f"{tensor} × {pipe} = {tensor * pipe}, which does not divide {c.world_size}",
-        fix=f"choose sizes whose product is {nearest_divisors(c.world_size, tensor * pipe)}",
+        fix="choose sizes whose product is "
+        f"{either(nearest_divisors(c.world_size, tensor * pipe))}",
     )
 
 

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from meshwright.errors import UserError
+from meshwright.errors import ANY, Setting, UserError
 
 _SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
@@ -34,7 +34,8 @@ class Duration:
             raise UserError(
                 f"{self.epochs:g} epochs cannot be counted",
                 why="the data does not say how many samples it has",
-                fix="write training.steps=… or training.max_duration=30min",
+                fix=f"write {Setting('training.steps', ANY)} or "
+                f"{Setting('training.max_duration', '30min')}",
             )
         return max(1, math.ceil(self.epochs * num_samples / batch_size))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.config.batch import Batch, describe_replicas, solve_batch
+from meshwright.config.batch import GLOBAL_BATCH_SIZE, Batch, describe_replicas, solve_batch
 from meshwright.config.schema import PipelineConfig
-from meshwright.errors import UserError
-from meshwright.units import counted
+from meshwright.errors import Setting, UserError
+from meshwright.units import counted, either
 
 MICROBATCHES_PER_STAGE = 4
 """Below this many, filling and emptying the pipeline takes more than a fifth of the time."""
@@ -52,11 +52,12 @@ def solve_pipeline_batch(
 def check_sync(every: int, steps: int, stages: int) -> None:
     """Refuse to reduce gradients now and then: stages do after each microbatch, or once."""
     if every not in (1, steps):
+        key = "training.sync_gradients_every"
         raise UserError(
-            f"training.sync_gradients_every={every} cannot be used with pipeline stages",
+            f"{Setting(key, every)} cannot be used with pipeline stages",
             why=f"with pipe={stages} gradients are reduced after each microbatch or after all "
             f"{steps} of an update",
-            fix=f"write training.sync_gradients_every={steps}, or 1",
+            fix=f"write {Setting(key, steps, 1)}",
         )
 
 
@@ -65,21 +66,23 @@ def group_size(pipeline: PipelineConfig, stages: int) -> int:
     return stages if pipeline.schedule == "interleaved" and pipeline.num_chunks > 1 else 1
 
 
-def nearest_microbatches(total: int, near: int, multiple_of: int = 1) -> str:
-    """Return divisors of ``total`` on both sides of ``near``, written ``4 or 8``; empty for none.
+def nearest_microbatches(total: int, near: int, multiple_of: int = 1) -> list[int]:
+    """Return the divisors of ``total`` on both sides of ``near``, or the two nearest on one side.
 
-    Where all are on one side, the two nearest.
+    Args:
+        total: what microbatches divide.
+        near: how many microbatches were asked for.
+        multiple_of: what the divisors are multiples of.
     """
     fitting = [n for n in range(multiple_of, total + 1, multiple_of) if total % n == 0]
     below, above = [n for n in fitting if n <= near], [n for n in fitting if n > near]
-    chosen = [below[-1], above[0]] if below and above else below[-2:] or above[:2]
-    return " or ".join(map(str, chosen))
+    return [below[-1], above[0]] if below and above else below[-2:] or above[:2]
 
 
-def multiples_around(number: int, of: int) -> str:
-    """Return the multiples on both sides of a number, written ``8 or 16``; zero is left out."""
+def multiples_around(number: int, of: int) -> list[int]:
+    """Return the multiples on both sides of a number; zero is left out."""
     below = number // of * of
-    return " or ".join(str(n) for n in (below, below + of) if n)
+    return [n for n in (below, below + of) if n]
 
 
 @dataclass(frozen=True)
@@ -151,23 +154,23 @@ def _check_groups(asked: _Asked, pipeline: PipelineConfig, steps: int | None) ->
     raise UserError(
         f"{counted(count, 'microbatch', 'microbatches')} cannot go round {asked.stages} "
         "stages in groups",
-        why=f"{key}={count} is not a multiple of {asked.stages}, which "
-        f"pipeline.num_chunks={pipeline.num_chunks} needs",
-        fix=("leave training.gradient_accumulation_steps out and " if leave else "")
+        why=f"{Setting(key, count)} is not a multiple of {asked.stages}, which "
+        f"{Setting('pipeline.num_chunks', pipeline.num_chunks)} needs",
+        fix=(f"leave {Setting('training.gradient_accumulation_steps')} out and " if leave else "")
         + f"write {other}"
-        + (", or pipeline.schedule=1f1b" if as_it_is else ""),
+        + (f", or {Setting('pipeline.schedule', '1f1b')}" if as_it_is else ""),
     )
 
 
 def _other_count(asked: _Asked, total: int | None, count: int, key: str) -> str:
     """Return numbers that go round, and a batch for them where none divides this one."""
     if total is None:
-        return f"{key}={multiples_around(count, asked.group)}"
+        return str(Setting(key, *multiples_around(count, asked.group)))
     if choices := nearest_microbatches(total, count, asked.group):
-        return f"{key}={choices}"
+        return str(Setting(key, *choices))
     near = max(asked.group, count // asked.group * asked.group)
     batches = multiples_around(asked.samples or 0, asked.replicas * (asked.micro or 1) * near)
-    return f"{key}={near} with a global batch of {batches} samples"
+    return f"{Setting(key, near)} with a global batch of {either(batches)} samples"
 
 
 def _check_group_of_samples(asked: _Asked, num_chunks: int) -> None:
@@ -176,14 +179,15 @@ def _check_group_of_samples(asked: _Asked, num_chunks: int) -> None:
     if samples is None or samples % by == 0:
         return
     micro = f"micro_batch_size {asked.micro} × " if asked.micro else ""
-    without = "write pipeline.schedule=1f1b, or " if asked.own else ""
+    without = f"write {Setting('pipeline.schedule', '1f1b')}, or " if asked.own else ""
     raise UserError(
         f"a global batch of {counted(samples, 'sample')} cannot go round {asked.stages} stages in "
         "groups",
         why=f"{micro}{describe_replicas(asked.replicas)} × {asked.stages} stages = {by}, and "
-        f"{samples} is not a multiple of {by}, which pipeline.num_chunks={num_chunks} needs",
-        fix=f"{without}use a global batch of {multiples_around(samples, by)} samples "
-        "(training.global_batch_size)",
+        f"{samples} is not a multiple of {by}, which "
+        f"{Setting('pipeline.num_chunks', num_chunks)} needs",
+        fix=f"{without}use a global batch of {either(multiples_around(samples, by))} samples "
+        f"({GLOBAL_BATCH_SIZE})",
     )
 
 
@@ -196,8 +200,10 @@ def _check_divides(asked: _Asked, count: int) -> None:
     micro = f"micro_batch_size {asked.micro} × " if asked.micro else ""
     raise UserError(
         f"a global batch of {counted(size, 'sample')} cannot be divided",
-        why=f"{micro}{describe_replicas(asked.replicas)} × pipeline.num_microbatches={count} = "
-        f"{by}, and {size} is not a multiple of {by}",
-        fix=(f"write pipeline.num_microbatches={choices}, or use " if choices else "use ")
-        + f"a global batch of {multiples_around(size, by)} samples (training.global_batch_size)",
+        why=f"{micro}{describe_replicas(asked.replicas)} × "
+        f"{Setting('pipeline.num_microbatches', count)} = {by}, and {size} is not a multiple of "
+        f"{by}",
+        fix=(f"write {Setting('pipeline.num_microbatches', *choices)}, or " if choices else "")
+        + f"use a global batch of {either(multiples_around(size, by))} samples "
+        f"({GLOBAL_BATCH_SIZE})",
     )

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshwright.config.arguments import check_count
-from meshwright.errors import UserError, did_you_mean
-from meshwright.pipeline.checks import describe, first_line
+from meshwright.errors import UserError, did_you_mean, first_line
+from meshwright.pipeline.checks import describe
 
 SPEC_KEYS = ("in_features", "out_features", "relu")
 SPEC_EXAMPLE = 'write {"in_features": 784, "out_features": 128}'
@@ -127,7 +127,7 @@ def _run_stage(stage: Callable[[jax.Array], jax.Array], number: int, x: jax.Arra
             raise
         raise UserError(
             f"stage {number} fails on its input",
-            why=f"its input is {describe(x)}: {first_line(error)}",
+            why=f"its input is {describe(x)}: {first_line(error, with_kind=True)}",
             fix="let each stage take the output of the stage before, and the first the inputs",
         ) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from meshwright.errors import UserError, did_you_mean
+from meshwright.errors import Setting, Spelling, UserError, current_spelling, did_you_mean
 
 PIPE = "pipe"
 """The axis of pipeline stages."""
@@ -83,9 +83,9 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     unknown = [axis for axis, size in wanted.items() if size == INFER]
     if len(unknown) > 1:
         raise UserError(
-            f"{' and '.join(f'mesh.{a}' for a in unknown)} are both {INFER}",
+            f"{' and '.join(str(Setting(f'mesh.{a}')) for a in unknown)} are both {INFER}",
             why="only one axis can be inferred from the number of devices",
-            fix=f"write a size for all but one, such as mesh.{unknown[-1]}=1",
+            fix=f"write a size for all but one, such as {Setting(f'mesh.{unknown[-1]}', 1)}",
         )
     if not unknown and "data" not in asked:
         wanted = canonical_sizes({**asked, "data": INFER})
@@ -138,10 +138,15 @@ def nearest_sizes(
     return [canonical_sizes(shown_sizes(chosen)) for _, chosen in candidates[:most]]
 
 
-def override_text(sizes: Mapping[str, int]) -> str:
-    """Return sizes the way they are typed on the command line: ``mesh.fsdp=4 mesh.tensor=2``."""
+def mesh_setting(sizes: Mapping[str, int]) -> str:
+    """Return sizes as the reader would write them.
+
+    That is ``mesh.fsdp=4 mesh.tensor=2`` on the command line, ``mesh="fsdp=4,tensor=2"`` in Python.
+    """
     shown = shown_sizes(sizes) or {"data": 1}
-    return " ".join(f"mesh.{axis}={size}" for axis, size in shown.items())
+    if current_spelling() is Spelling.PYTHON:
+        return f'mesh="{",".join(f"{axis}={size}" for axis, size in shown.items())}"'
+    return " ".join(str(Setting(f"mesh.{axis}", size)) for axis, size in shown.items())
 
 
 def _mismatch(wanted: Mapping[str, int], num_devices: int) -> UserError:
@@ -160,7 +165,7 @@ def _mismatch(wanted: Mapping[str, int], num_devices: int) -> UserError:
         f"the mesh does not match the {_plural(num_devices, 'device')}",
         why=f"{equation}, {relation}",
         fix="nearest meshes that work: "
-        + "; ".join(override_text(s) for s in _distinct(nearest_sizes(wanted, num_devices))),
+        + "; ".join(mesh_setting(s) for s in _distinct(nearest_sizes(wanted, num_devices))),
     )
 
 

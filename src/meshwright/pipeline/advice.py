@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
+from meshwright.config.microbatches import MICROBATCHES_PER_STAGE, multiples_around
+from meshwright.errors import Setting
 from meshwright.pipeline.operations import Times
 from meshwright.pipeline.schedules import Schedule
+from meshwright.units import either
 
 LARGEST_BUBBLE = Fraction(3, 10)
 LARGEST_IMBALANCE = Fraction(1, 5)
@@ -44,12 +46,16 @@ def pipeline_warnings(
     equal = schedule.bubble(num_microbatches, num_stages)
     if bubble is None:
         bubble = bubble_with(schedule, num_microbatches, num_stages, stage_costs)
-    uneven = _imbalance(stage_costs, equal, bubble, remedy)
-    texts = [_too_few(schedule, num_microbatches, num_stages, samples, replicas), uneven]
-    # Where unequal stages are all there is to it, that was said already.
+    uneven = _is_uneven(stage_costs, equal, bubble)
+    warnings: list[str] = []
+    if num_stages > 1 and num_microbatches < MICROBATCHES_PER_STAGE * num_stages:
+        warnings.append(_too_few(schedule, num_microbatches, num_stages, samples, replicas))
+    # Where only unequal stages make stages wait, the last warning says so.
     if equal > LARGEST_BUBBLE or (bubble > LARGEST_BUBBLE and not uneven):
-        texts.insert(1, _large_bubble(schedule, bubble, num_stages, samples, replicas))
-    return [text for text in texts if text]
+        warnings.append(_large_bubble(schedule, bubble, num_stages, samples, replicas))
+    if uneven:
+        warnings.append(_imbalance(stage_costs, equal, bubble, remedy))
+    return warnings
 
 
 def bubble_with(
@@ -71,8 +77,6 @@ def imbalance(stage_costs: Costs) -> Fraction:
 
 def _too_few(schedule: Schedule, count: int, stages: int, samples: int, replicas: int) -> str:
     enough = MICROBATCHES_PER_STAGE * stages
-    if stages == 1 or count >= enough:
-        return ""
     now, then = (_percent(schedule.efficiency(n, stages)) for n in (count, enough))
     few = "1 microbatch is" if count == 1 else f"{count} microbatches are"
     return (
@@ -86,7 +90,8 @@ def _large_bubble(
 ) -> str:
     needed = schedule.microbatches_for(USUAL_EFFICIENCY, stages)
     needed = -(-needed // stages) * stages if schedule.num_chunks > 1 else needed
-    other = "" if schedule.splits_backward else ", or pipeline.schedule=zb_h1 a smaller bubble"
+    smaller = f", or {Setting('pipeline.schedule', 'zb_h1')} a smaller bubble"
+    other = "" if schedule.splits_backward else smaller
     return (
         f"stages wait {_percent(bubble)} of the time; {_setting(needed, samples, replicas)} "
         f"gives an efficiency of {_percent(schedule.efficiency(needed, stages))} if they have "
@@ -96,20 +101,22 @@ def _large_bubble(
 
 def _setting(count: int, samples: int, replicas: int) -> str:
     """Say how to get so many microbatches, with the nearest batch sizes they divide."""
-    text, by = f"pipeline.num_microbatches={count}", count * replicas
+    setting, by = Setting("pipeline.num_microbatches", count), count * replicas
     if samples % by == 0:
-        return text
-    below = samples // by * by
-    sizes = " or ".join(str(n) for n in (below, below + by) if n)
-    return f"{text} with a global batch of {sizes} samples"
+        return str(setting)
+    return f"{setting} with a global batch of {either(multiples_around(samples, by))} samples"
+
+
+def _is_uneven(stage_costs: Costs, equal: Fraction, bubble: Fraction) -> bool:
+    """Whether stages wait because their work is unequal."""
+    if not stage_costs or imbalance(stage_costs) <= LARGEST_IMBALANCE:
+        return False
+    # One microbatch at a time passes every stage anyway, however slow.
+    return bubble - equal >= SMALLEST_DIFFERENCE
 
 
 def _imbalance(stage_costs: Costs, equal: Fraction, bubble: Fraction, remedy: str) -> str:
-    if not stage_costs or (excess := imbalance(stage_costs)) <= LARGEST_IMBALANCE:
-        return ""
-    if bubble - equal < SMALLEST_DIFFERENCE:
-        # One microbatch at a time passes every stage anyway, however slow.
-        return ""
+    excess = imbalance(stage_costs)
     total = sum(Fraction(cost) for cost in stage_costs)
     shares = ", ".join(_percent(Fraction(cost) / total) for cost in stage_costs)
     slowest = max(range(len(stage_costs)), key=lambda stage: stage_costs[stage])

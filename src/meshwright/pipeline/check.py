@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.sharding import Mesh
 
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.mesh.axes import PIPE
 from meshwright.program.divergence import divergent_permutes
 
@@ -29,6 +29,6 @@ def check_exchanges(program: str, mesh: Mesh) -> None:
         f"pieces of an array for `{first.operation}`{where} between the devices of a stage",
         why=f"the array is divided over {divided}, and stages, which work at different times, "
         "would wait for each other forever",
-        fix="leave out one of these axes, keep the array whole (sharding.rules), or leave out "
-        "mesh.pipe",
+        fix=f"leave out one of these axes, keep the array whole ({Setting('sharding.rules')}), or "
+        f"leave out {Setting('mesh.pipe')}",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
@@ -12,7 +11,7 @@ from jax.core import Tracer
 
 from meshwright.config.arguments import check_count
 from meshwright.config.base import shorten
-from meshwright.errors import UserError
+from meshwright.errors import UserError, first_line
 from meshwright.pipeline.aliases import Device, PyTree
 from meshwright.pipeline.arrays import is_float
 from meshwright.pipeline.schedules import Schedule, get_schedule
@@ -144,17 +143,7 @@ def check_division(
             why=f"there are {num_devices}",
             fix=f"write num_stages={num_devices}",
         )
-    try:
-        schedule.shape(microbatches, stages)
-    except UserError as error:
-        fix = in_python(error.fix)
-        raise UserError(in_python(error.what), why=in_python(error.why), fix=fix) from None
-
-
-def in_python(text: str) -> str:
-    """Return a message with arguments of Python where it names settings of a config."""
-    text = re.sub(r"pipeline\.schedule=(\w+)", r'schedule="\1"', text)
-    return re.sub(r"pipeline\.(\w+)=", r"\1=", text)
+    schedule.shape(microbatches, stages)
 
 
 def check_untraced(**values: PyTree) -> None:
@@ -224,7 +213,7 @@ def check_loss(loss: Callable[[PyTree, PyTree], object], output: PyTree, target:
         raise UserError(
             "the loss cannot be computed",
             why=f"the output is {describe(output)}, the target {describe(target)}: "
-            f"{first_line(error)}",
+            f"{first_line(error, with_kind=True)}",
             fix="write loss(output, target) for one microbatch of both",
         ) from error
     parts = (value.total, value.weight) if isinstance(value, Weighted) else (value,)
@@ -275,9 +264,3 @@ def _kind(value: PyTree) -> str:
     if isinstance(value, jax.ShapeDtypeStruct):
         return describe(value)
     return f"a {type(value).__name__} of {describe(value)}"
-
-
-def first_line(error: Exception) -> str:
-    """Return the kind of an error and the beginning of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.pipeline.block_cut import (
     BlockCut,
     BlockResult,
@@ -23,6 +23,8 @@ from meshwright.pipeline.slicing import inputs_of, needed, only_for
 from meshwright.program.jaxprs import Atom, Literal
 from meshwright.program.rolled import casts_of
 from meshwright.program.trace import TracedLoss
+
+_FSDP, _TENSOR = Setting("mesh.fsdp"), Setting("mesh.tensor")
 
 BY_HAND = "give the stages yourself: mw.pipeline.Pipeline(stages=[…])"
 
@@ -46,7 +48,7 @@ def cut_blocks(traced: TracedLoss, remarks: Sequence[str] = ()) -> BlockCut:
         raise UserError(
             "the model has no repeated blocks to divide into pipeline stages",
             why="; ".join(remarks) or "no list of equal modules runs one after another",
-            fix=f"use mesh.fsdp or mesh.tensor for these devices, or {BY_HAND}",
+            fix=f"use {_FSDP} or {_TENSOR} for these devices, or {BY_HAND}",
         )
     return _Cutter(traced, max(sizes, key=lambda position: sizes[position])).cut()
 
@@ -204,7 +206,7 @@ def _one_array(path: str, division: Division) -> UserError:
     return UserError(
         f"`{path}` is one array for all blocks, which chunks would reorder",
         why=f"stages with {division.num_chunks} chunks hold rows that do not follow each other",
-        fix="write pipeline.schedule=1f1b or zb_h1",
+        fix=f"write {Setting('pipeline.schedule', '1f1b', 'zb_h1')}",
     )
 
 
@@ -213,5 +215,5 @@ def _cannot_cut(what: str, traced: TracedLoss) -> UserError:
     return UserError(
         f"the model cannot be divided into pipeline stages: {what}",
         why=f"several microbatches of {count} samples pass through the stages at the same time",
-        fix=f"use mesh.fsdp or mesh.tensor instead, or {BY_HAND}",
+        fix=f"use {_FSDP} or {_TENSOR} instead, or {BY_HAND}",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,13 @@ def _other_divisions(num_blocks: int, num_stages: int, num_chunks: int) -> list[
     if num_chunks > 1 and num_blocks >= num_stages:
         most = num_blocks // num_stages
         if most > 1:
-            fixes.append(f"write pipeline.num_chunks={most}")
-        fixes.append("write pipeline.schedule=1f1b")
+            fixes.append(f"write {Setting('pipeline.num_chunks', most)}")
+        fixes.append(f"write {Setting('pipeline.schedule', '1f1b')}")
     # A divisor of the stages asked for fits the same devices, whatever the other axes are.
     divisors = [n for n in range(2, num_stages) if num_stages % n == 0]
     fewer = [n for n in divisors if num_blocks >= n * num_chunks]
-    fixes.append(f"write mesh.pipe={fewer[-1]}" if fewer else "leave out mesh.pipe")
+    if fewer:
+        fixes.append(f"write {Setting('mesh.pipe', fewer[-1])}")
+    else:
+        fixes.append(f"leave out {Setting('mesh.pipe')}")
     return [*fixes, f"use a model with {num_stages * num_chunks} blocks"]

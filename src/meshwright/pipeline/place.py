@@ -20,7 +20,7 @@ from meshwright.program.local import LocalDraws
 from meshwright.program.remat import Remat
 from meshwright.sharding.decide import Decision, batch_axes, decide
 from meshwright.sharding.placement import Placement
-from meshwright.units import counted
+from meshwright.sharding.reasons import OnEachStage
 
 
 def decide_stages(
@@ -29,8 +29,7 @@ def decide_stages(
     """Decide where everything lives: blocks on their stages, the rest divided over all of them."""
     decision = decide(cut.traced, sizes, sharding, staged=[stack.number for stack in cut.stacks])
     division = divide_blocks(cut.num_blocks, sizes[PIPE], num_chunks)
-    each = counted(division.most * num_chunks, "block")
-    held = each if division.even else f"up to {each}"
+    held = OnEachStage(division.most * num_chunks, division.even)
     numbers = {stack.number for stack in cut.stacks}
 
     def divide(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
@@ -148,6 +147,6 @@ def _one_stage(decision: Decision, mesh: Mesh, remat: Remat, *, wide: bool) -> S
     )
 
 
-def _on_pipe(placement: Placement, held: str) -> Placement:
+def _on_pipe(placement: Placement, held: OnEachStage) -> Placement:
     dims = ((PIPE, *placement.dims[0]), *placement.dims[1:])
-    return Placement(placement.path, dims, f"{held} on each stage; {placement.reason}")
+    return Placement(placement.path, dims, (held, *placement.reasons))

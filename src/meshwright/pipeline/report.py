@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from fractions import Fraction
 
+from meshwright.errors import Setting
 from meshwright.pipeline.advice import bubble_with, pipeline_warnings
 from meshwright.pipeline.block_cut import BlockCut, Region
 from meshwright.pipeline.block_names import modules_of_blocks, odd_modules
@@ -15,9 +17,16 @@ from meshwright.pipeline.timeline import in_flight
 from meshwright.program.flops import forward_flops
 from meshwright.units import counted
 
-SHARED = "what all blocks read"
 WORTH_SAYING = 0.05
 """The least share of a stage's work that is worth a warning."""
+
+
+class Extra(StrEnum):
+    """What a stage may compute besides its blocks."""
+
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    SHARED = "what all blocks read"
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,7 @@ class StageFacts:
 
     Attributes:
         blocks: numbers of its blocks in the model.
-        also: what it does beside them: embedding, head, what all blocks read.
+        also: what else it computes.
         parameters: trained numbers it uses.
         flops: products of one microbatch's forward pass, on all devices of the stage together;
             a stage with fewer blocks than another runs its last one again.
@@ -34,7 +43,7 @@ class StageFacts:
     """
 
     blocks: tuple[int, ...]
-    also: tuple[str, ...]
+    also: tuple[Extra, ...]
     parameters: int
     flops: int
     microbatches_kept: int
@@ -130,7 +139,7 @@ def _computed_again(cut: BlockCut, stages: Sequence[StageFacts]) -> list[str]:
     return [
         f"blocks of all stages read what is computed from samples before them (an encoder's output,"
         f" a condition), so each stage computes it for itself: {share:.0%} of the slowest one's "
-        "work; mesh.fsdp or mesh.tensor computes it once"
+        f"work; {Setting('mesh.fsdp')} or {Setting('mesh.tensor')} computes it once"
     ]
 
 
@@ -143,8 +152,9 @@ def _filled_up(division: Division) -> list[str]:
     chunked = division.num_chunks > 1
     chunks = f" × {division.num_chunks} chunks" if chunked else ""
     fewer = [n for n in range(2, stages) if stages % n == blocks % (n * division.num_chunks) == 0]
-    others = [f"mesh.pipe={fewer[-1]}"] if fewer else []
-    others += ["pipeline.schedule=1f1b"] if chunked and blocks % stages == 0 else []
+    others = [str(Setting("mesh.pipe", fewer[-1]))] if fewer else []
+    if chunked and blocks % stages == 0:
+        others.append(str(Setting("pipeline.schedule", "1f1b")))
     others.append(f"{below} or {below + pieces} such blocks")
     return [
         f"{blocks} blocks do not divide into {stages} stages{chunks}, which have "
@@ -175,14 +185,15 @@ def _remedy(pipelined: PipelinedLoss, stages: list[StageFacts]) -> str:
     ends = f"its {' and '.join(slowest.also) or 'work'} weighs less"
     if not waits:
         return (
-            f"{ends} in a model with more blocks; with mesh.fsdp or mesh.tensor instead of "
-            "mesh.pipe no device waits for another's layers"
+            f"{ends} in a model with more blocks; with {Setting('mesh.fsdp')} or "
+            f"{Setting('mesh.tensor')} instead of {Setting('mesh.pipe')} no device waits for "
+            "another's layers"
         )
     best = min(waits, key=lambda n: waits[n])
     return (
-        f"{ends} with fewer stages of more blocks (mesh.pipe={best} "
-        f"pipeline.num_microbatches={count} waits {float(waits[best]) * 100:.0f}%), or in a model "
-        "with more blocks"
+        f"{ends} with fewer stages of more blocks ({Setting('mesh.pipe', best)} "
+        f"{Setting('pipeline.num_microbatches', count)} waits {float(waits[best]) * 100:.0f}%), or "
+        "in a model with more blocks"
     )
 
 
@@ -213,12 +224,12 @@ def stage_facts(pipelined: PipelinedLoss) -> list[StageFacts]:
     return facts
 
 
-def _regions(cut: BlockCut, *, first: bool, last: bool) -> dict[str, Region]:
-    """Return what a stage does beside its blocks, by name."""
-    regions = {"embedding": cut.embedding} if first else {}
-    regions |= {"head": cut.head} if last else {}
+def _regions(cut: BlockCut, *, first: bool, last: bool) -> dict[Extra, Region]:
+    """Return what a stage computes besides its blocks."""
+    regions = {Extra.EMBEDDING: cut.embedding} if first else {}
+    regions |= {Extra.HEAD: cut.head} if last else {}
     if _region_size(cut.shared) or _region_flops(cut, cut.shared):
-        regions[SHARED] = cut.shared
+        regions[Extra.SHARED] = cut.shared
     return regions
 
 

@@ -9,7 +9,8 @@ from fractions import Fraction
 from typing import ClassVar
 
 from meshwright.config.arguments import check_count
-from meshwright.errors import UserError, did_you_mean
+from meshwright.config.microbatches import multiples_around
+from meshwright.errors import Setting, UserError, did_you_mean
 from meshwright.pipeline.operations import Kind, Op, Shape
 from meshwright.pipeline.ticks import TickTable, in_lockstep
 from meshwright.units import counted
@@ -128,13 +129,13 @@ class Interleaved(Schedule):
     def shape(self, num_microbatches: int, num_stages: int) -> Shape:
         """Return the pipeline's size; microbatches go round in groups of one per stage."""
         if self.chunks > 1 and num_microbatches % num_stages:
-            below = num_microbatches // num_stages * num_stages
-            nearest = " or ".join(str(n) for n in (below, below + num_stages) if n)
+            nearest = multiples_around(num_microbatches, num_stages)
             raise UserError(
                 f"{counted(num_microbatches, 'microbatch', 'microbatches')} cannot go round "
                 f"{num_stages} stages in groups",
                 why=f"{num_microbatches} is not a multiple of {num_stages}",
-                fix=f"write pipeline.num_microbatches={nearest}, or pipeline.schedule=1f1b",
+                fix=f"write {Setting('pipeline.num_microbatches', *nearest)}, or "
+                f"{Setting('pipeline.schedule', '1f1b')}",
             )
         return Shape(num_microbatches, num_stages, self.chunks)
 

@@ -10,9 +10,8 @@ import numpy as np
 import optax
 from numpy.typing import NDArray
 
-from meshwright.errors import UserError
+from meshwright.errors import UserError, first_line
 from meshwright.pipeline.aliases import Array, PyTree
-from meshwright.pipeline.checks import first_line
 from meshwright.pipeline.stage_programs import StagePrograms
 
 Scalar = np.generic | NDArray[np.generic]
@@ -69,7 +68,7 @@ class Updates:
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise UserError(
                     "the optimizer cannot update the parameters",
-                    why=first_line(error),
+                    why=first_line(error, with_kind=True),
                     fix="give the states that pipeline.init(optimizer) or the last update returned",
                 ) from error
         return [after for after, _ in updated], [state for _, state in updated]

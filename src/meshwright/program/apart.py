@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.program import jaxprs
 from meshwright.program.dims import DimClasses, Frame
 from meshwright.program.dims.elementwise import FROM_NOTHING, SAME_NUMBERS
@@ -31,7 +31,7 @@ _ALIKE = frozenset({"add", "add_any", "concatenate", "select_n", "sub"})
 _LARGEST_CONSTANT = 1 << 16
 """Elements of a constant that is worth computing."""
 _ROUNDING = 1e-5
-_CANNOT = "training.sync_gradients_every cannot be used"
+_SYNC = "training.sync_gradients_every"
 
 Kind = Literal["free", "samples", "sum", "mixed"]
 
@@ -83,9 +83,9 @@ def check_mean(first: DimClasses, second: DimClasses, metrics: Sequence[str]) ->
     for path, value in zip(states, found[2 * len(names) :], strict=True):
         if value.kind != "free" or not _same(value.factor, 1.0):
             raise UserError(
-                f"{_CANNOT}: `{path}` depends on the samples of a microbatch",
+                f"{Setting(_SYNC)} cannot be used: `{path}` depends on the samples of a microbatch",
                 why="devices have only their own samples until gradients are reduced",
-                fix="write training.sync_gradients_every=1",
+                fix=f"write {Setting(_SYNC, 1)}",
             )
 
 
@@ -98,15 +98,15 @@ def _not_divided(total: _Value, weight: _Value) -> _MixedError | None:
 def _refused(name: str, error: _MixedError) -> UserError:
     if error.module:
         return UserError(
-            f"{_CANNOT}: `{error.module}` mixes samples",
+            f"{Setting(_SYNC)} cannot be used: `{error.module}` mixes samples",
             why=f"{error} (as in BatchNorm), and those of a microbatch lie on different devices",
-            fix="write training.sync_gradients_every=1",
+            fix=f"write {Setting(_SYNC, 1)}",
         )
     return UserError(
-        f"{_CANNOT}: {name} is no mean over samples",
+        f"{Setting(_SYNC)} cannot be used: {name} is no mean over samples",
         why=f"{error}, and devices have only their own samples until gradients are reduced",
         fix="return a mean over samples, or mw.Weighted(total, weight) of sums over them (as for a "
-        "masked mean; a weight of 0 needs no guard); or write training.sync_gradients_every=1",
+        f"masked mean; a weight of 0 needs no guard); or write {Setting(_SYNC, 1)}",
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.program.dims import DimClasses, Frame, all_frames
 from meshwright.program.evaluate import Environment
 from meshwright.program.forward import Forward, mesh_evaluator, weight_uses
@@ -57,10 +57,10 @@ class LocalDraws:
         theirs, mine = list(_draws(whole)), list(_draws(own))
         if len(theirs) != len(mine):
             raise UserError(
-                "training.sync_gradients_every cannot be used: how often the loss draws random "
-                "numbers depends on the number of samples",
+                f"{Setting('training.sync_gradients_every')} cannot be used: how often the loss "
+                "draws random numbers depends on the number of samples",
                 why=f"{len(theirs)} times for a microbatch, {len(mine)} for one device's part",
-                fix="write training.sync_gradients_every=1",
+                fix=f"write {Setting('training.sync_gradients_every', 1)}",
             )
         for (frame, eqn), (_, draw) in zip(theirs, mine, strict=True):
             for dim, atoms in enumerate(frame.dims(eqn.outvars[0])):

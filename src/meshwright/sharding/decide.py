@@ -1,4 +1,4 @@
-"""Deciding where every leaf lives: the user's rules, the author's annotations, then the model."""
+"""Deciding where every leaf lives: by the user's rules, the model's annotations, or its program."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from meshwright.program.parts import Leaf
 from meshwright.program.pins import find_pins, find_weights
 from meshwright.program.trace import TracedLoss
 from meshwright.sharding.placement import DimAxes, Placement, add_fsdp, add_pipe
+from meshwright.sharding.reasons import ByAnnotation, ByRule, Reason, UnknownAnnotation
 from meshwright.sharding.rules import (
     TENSOR_ROLES,
     annotated,
@@ -29,8 +30,6 @@ from meshwright.sharding.rules import (
 )
 from meshwright.sharding.tensor import TensorChoice, check_tensor_size, choose_tensor_dims
 
-EVERYWHERE = "the same on every device"
-
 
 @dataclass(frozen=True)
 class Decision:
@@ -40,7 +39,7 @@ class Decision:
         at_rest: for each step leaf, where it lives between updates.
         optimizer: for each step leaf, where its optimizer state lives.
         gradients: for each step leaf, where its gradient is reduced to.
-        gathers: by number, the step leaves that are gathered for use.
+        gathers: by number, the step leaves that are gathered before use.
         pins: where activations live.
         weights: variables of the program that hold weights and no data.
         batch: how batches are divided.
@@ -71,9 +70,9 @@ def decide(
     Args:
         traced: the loss.
         sizes: axis sizes of the mesh.
-        sharding: what the user wants.
+        sharding: what the user asked for.
         staged: numbers of the step leaves that hold the blocks of pipeline stages; the others
-            belong to no stage, and are divided over all of them.
+            belong to no stage and are divided over all of them.
     """
     classes = dim_classes(traced)
     tensor = choose_tensor_dims(classes, sizes.get("tensor", 1))
@@ -138,17 +137,17 @@ def _place(
     rule = find_rule(sharding.rules, step, paths, stages=stages) if leaf.is_weight else None
     if rule is not None and rule[1] not in TENSOR_ROLES:
         if on_stages and not isinstance(rule[1], str):
-            check_on_stages(step, rule[1], f"rule `{rule[0]}`: {list(rule[1])}", stages)
+            check_on_stages(step, rule[1], ByRule(*rule), stages)
         return apply_rule(*rule, step, classes, sizes)
     if rule is not None:
         on_tensor = apply_rule(*rule, step, classes, sizes)
     elif leaf.annotation is not None and _names_axes(leaf.annotation):
         if on_stages:
             own = leaf.annotation[int(step.stacked) :]
-            check_on_stages(step, own, "annotated in the model", stages)
+            check_on_stages(step, own, ByAnnotation(), stages)
         return annotated(leaf, sizes)
     else:
-        on_tensor = _by_the_model(leaf, tensor)
+        on_tensor = _by_program(leaf, tensor)
     placed = on_tensor
     if leaf.is_weight and sizes.get("fsdp", 1) > 1:
         is_stack = step.stacked or on_stages
@@ -174,21 +173,21 @@ def _over_fsdp(
         smallest=sharding.min_shard_size,
         keep=int(is_stack),
     )
-    reasons = filter(None, (on_tensor.reason.removesuffix(EVERYWHERE), placed.reason))
-    return Placement(leaf.path, placed.dims, "; ".join(reasons))
+    return Placement(leaf.path, placed.dims, (*on_tensor.reasons, *placed.reasons))
 
 
-def _by_the_model(leaf: Leaf, tensor: TensorChoice) -> Placement:
-    """Place a leaf as the model's own computation suggests."""
+def _by_program(leaf: Leaf, tensor: TensorChoice) -> Placement:
+    """Place a leaf by what the model's program does with it."""
     dims: list[DimAxes] = [()] * len(leaf.shape)
     choice = tensor.leaves.get(leaf.path)
     if choice is not None and choice.dim is not None:
         dims[choice.dim] = ("tensor",)
-    reason = choice.reason if choice is not None else ""
+    reasons: list[Reason] = []
     if leaf.annotation is not None:
-        unknown = ", ".join(str(name) for name in leaf.annotation)
-        reason = "; ".join(filter(None, (f"annotated ({unknown}), no mesh axis", reason)))
-    return Placement(leaf.path, tuple(dims), reason or EVERYWHERE)
+        reasons.append(UnknownAnnotation(tuple(leaf.annotation)))
+    if choice is not None:
+        reasons.append(choice.reason)
+    return Placement(leaf.path, tuple(dims), tuple(reasons))
 
 
 def _names_axes(annotation: Sequence[Any]) -> bool:
@@ -201,7 +200,7 @@ def _undivided(placement: Placement) -> Placement:
     dims = tuple(
         tuple(axis for axis in axes if axis not in ("fsdp", "pipe")) for axes in placement.dims
     )
-    return Placement(placement.path, dims, placement.reason)
+    return Placement(placement.path, dims, placement.reasons)
 
 
 def _gathers(steps: Sequence[StepLeaf], placements: Sequence[Placement]) -> dict[int, GatherSpecs]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from meshwright.errors import Setting
 from meshwright.program.layout import Layout, StepLeaf
-from meshwright.program.parts import Leaf
-from meshwright.sharding.decide import EVERYWHERE, Decision
+from meshwright.sharding.decide import Decision
 from meshwright.sharding.placement import Placement, bytes_per_device
+from meshwright.sharding.reasons import OnEachStage, WholeOnStage
 
 PARAMETER_AXES = ("fsdp", "tensor")
 
@@ -22,13 +22,13 @@ class LeafReport:
         path: canonical path.
         shape: its dims.
         dtype: its number format.
-        spec: mesh axes per dim; empty text for a dim that is whole.
-        bytes: of the whole parameter.
-        bytes_per_device: of the piece of a device that has one.
-        stage: the pipeline stage whose devices alone hold it; None where all do.
-        whole_over: axes that could divide it and do not.
+        spec: mesh axes per dim; an empty string for a dim that is not divided.
+        bytes: size of the whole parameter.
+        bytes_per_device: size of its shard, on a device that has one.
+        stage: the only pipeline stage that holds it; None if all devices do.
+        whole_over: mesh axes that could divide it and do not.
         reason: why it lives there.
-        remedy: what would divide it further; empty if nothing is left to divide.
+        remedy: what would divide it further; empty if every axis divides it.
     """
 
     path: str
@@ -45,16 +45,16 @@ class LeafReport:
 
 def explain(layout: Layout, decision: Decision, sizes: Mapping[str, int]) -> list[LeafReport]:
     """Describe every parameter of the model, in canonical order."""
-    found: dict[int, LeafReport] = {}
+    reports: dict[int, LeafReport] = {}
     for number, step in enumerate(layout.step_leaves):
         if step.leaf.role != "param":
             continue
         placement = decision.at_rest[number]
         for row, source in zip(step.places, step.sources, strict=True):
             leaf = layout.leaves[source]
-            own = _of_one_block(placement, step, leaf, sizes) if step.stacked else placement
+            own = _of_one_block(placement, sizes) if step.stacked else placement
             whole = [a for a in PARAMETER_AXES if sizes.get(a, 1) > 1 and a not in own.axes()]
-            found[source] = LeafReport(
+            reports[source] = LeafReport(
                 path=leaf.path,
                 shape=leaf.shape,
                 dtype=str(leaf.dtype),
@@ -66,21 +66,17 @@ def explain(layout: Layout, decision: Decision, sizes: Mapping[str, int]) -> lis
                 reason=own.reason,
                 remedy=_remedy(leaf.shape, leaf.size, whole, sizes),
             )
-    return [found[source] for source in sorted(found)]
+    return [reports[source] for source in sorted(reports)]
 
 
-def _of_one_block(
-    placement: Placement, step: StepLeaf, leaf: Leaf, sizes: Mapping[str, int]
-) -> Placement:
-    """Return where one row of a stack lives; its reason counts the dims of a row."""
-    reason = re.sub(r"\bdim (\d+)", lambda m: f"dim {int(m[1]) - 1}", placement.reason)
-    shapes = ["×".join(map(str, shape)) for shape in (step.leaf.shape, leaf.shape)]
-    reason = reason.replace(f"dim of {shapes[0]} ", f"dim of {shapes[1]} ")
-    if "pipe" in placement.dims[0]:
-        others = any(size > 1 for axis, size in sizes.items() if axis != "pipe")
-        alike = "; the same on all its devices" if others else ""
-        reason = reason.replace(f"; {EVERYWHERE}", alike)
-    return replace(placement, dims=placement.dims[1:], reason=reason)
+def _of_one_block(placement: Placement, sizes: Mapping[str, int]) -> Placement:
+    """Return where one block of a stack lives."""
+    reasons = [reason.in_one_block() for reason in placement.reasons]
+    # The stages divide the stack, not the block: without another reason it is whole on its stage.
+    only_staged = all(isinstance(reason, OnEachStage) for reason in reasons)
+    if reasons and only_staged and any(n > 1 for axis, n in sizes.items() if axis != "pipe"):
+        reasons.append(WholeOnStage())
+    return Placement(placement.path, placement.dims[1:], tuple(reasons))
 
 
 def _stage(placement: Placement, step: StepLeaf, row: int, sizes: Mapping[str, int]) -> int | None:
@@ -99,5 +95,5 @@ def _remedy(
         counts = ", ".join(f"{axis}={sizes[axis]}" for axis in whole)
         return f"a model size divisible by {counts}"
     if "fsdp" in divisible:
-        return f"sharding.min_shard_size={elements} or less"
-    return "a rule in sharding.rules, if its communication is worth it"
+        return f"{Setting('sharding.min_shard_size', elements)} or less"
+    return f"a rule in {Setting('sharding.rules')}, if its communication is worth it"

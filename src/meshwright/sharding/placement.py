@@ -10,9 +10,10 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from meshwright.program.parts import Leaf
+from meshwright.sharding.reasons import Divided, NoDivisibleDim, Reason, TooSmall, render
 
 DimAxes = tuple[str, ...]
-"""The mesh axes one dim is divided over; empty for a dim that is whole everywhere."""
+"""The mesh axes one dim is divided over; empty for a dim that is not divided."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,17 @@ class Placement:
     Attributes:
         path: canonical path.
         dims: for each dim, the axes it is divided over.
-        reason: why, for people.
+        reasons: why; none for a leaf that nothing divides.
     """
 
     path: str
     dims: tuple[DimAxes, ...]
-    reason: str
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why it lives there, for people."""
+        return render(self.reasons)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -68,46 +74,43 @@ def bytes_per_device(leaf: Leaf, placement: Placement, sizes: Mapping[str, int])
 def add_fsdp(
     leaf: Leaf, tensor_dims: Sequence[DimAxes], *, size: int, smallest: int, keep: int = 0
 ) -> Placement:
-    """Divide a leaf over the fsdp axis on its largest divisible dim, beside its tensor dims.
+    """Divide the largest divisible dim of a leaf over the fsdp axis, besides its tensor dims.
 
     Args:
         leaf: the leaf.
-        tensor_dims: what tensor parallelism has already divided.
+        tensor_dims: for each dim, the axes it is already divided over.
         size: devices on the fsdp axis.
-        smallest: leaves with fewer elements stay whole, since gathering them costs more than
-            they save.
+        smallest: leaves with fewer elements are not divided, since gathering them costs more
+            than it saves.
         keep: leading dims that are never divided.
     """
     dims = list(tensor_dims)
     elements = math.prod(leaf.shape[keep:])
     if elements < smallest:
-        return Placement(leaf.path, tuple(dims), f"whole over fsdp: {elements} elements is small")
+        return Placement(leaf.path, tuple(dims), (TooSmall("fsdp", elements),))
     free = [d for d in range(keep, len(dims)) if not dims[d] and leaf.shape[d] % size == 0]
     if not free:
-        shape = "×".join(map(str, leaf.shape)) or "scalar"
-        return Placement(
-            leaf.path, tuple(dims), f"whole over fsdp: no free dim of {shape} divides by {size}"
-        )
+        return Placement(leaf.path, tuple(dims), (NoDivisibleDim("fsdp", leaf.shape, size),))
     # Of equal dims the last is taken: rows of a kernel are contracted, columns are not.
     best = max(free, key=lambda d: (leaf.shape[d], d))
     dims[best] = ("fsdp",)
-    return Placement(leaf.path, tuple(dims), f"fsdp on dim {best}: {leaf.shape[best]} / {size}")
+    return Placement(leaf.path, tuple(dims), (Divided("fsdp", best, leaf.shape[best], size),))
 
 
 def add_pipe(
     leaf: Leaf, placed: Placement, *, sizes: Mapping[str, int], smallest: int
 ) -> Placement:
-    """Divide a leaf that every stage uses over the pipe axis, innermost on its largest dim.
+    """Divide a leaf that every stage uses over the pipe axis, on its largest dim.
 
-    Stages gather it once per update; in between, and in the optimizer, each holds its piece.
+    Stages gather it once per update; between updates and in the optimizer each holds its shard.
     """
     pieces = [math.prod(sizes.get(axis, 1) for axis in (*axes, "pipe")) for axes in placed.dims]
     fits = [d for d, count in enumerate(pieces) if leaf.shape[d] % count == 0]
     if not fits or leaf.size < smallest:
         return placed
-    # A dim of its own is gathered in one piece; one shared with fsdp is second best.
+    # A dim that only pipe divides is gathered in one piece; one shared with fsdp is second best.
     best = max(fits, key=lambda d: (not placed.dims[d], leaf.shape[d], d))
     dims = list(placed.dims)
     dims[best] = (*dims[best], "pipe")
-    reason = f"pipe on dim {best}: {leaf.shape[best]} / {pieces[best]}"
-    return Placement(leaf.path, tuple(dims), "; ".join(filter(None, (placed.reason, reason))))
+    reason = Divided("pipe", best, leaf.shape[best], pieces[best])
+    return Placement(leaf.path, tuple(dims), (*placed.reasons, reason))

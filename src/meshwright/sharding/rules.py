@@ -1,4 +1,4 @@
-"""Rules: what a user says about where parameters live, by path pattern or by logical axis."""
+"""Rules and annotations: where the user or the model's author wants parameters to live."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.errors import UserError, did_you_mean
+from meshwright.errors import Setting, UserError, did_you_mean
 from meshwright.mesh.axes import canonical_axis
 from meshwright.program.dims import DimClasses, Roles
 from meshwright.program.layout import StepLeaf
 from meshwright.program.parts import Leaf
 from meshwright.sharding.placement import DimAxes, Placement
-
-Rule = str | Sequence[Any]
-"""``column``, ``row``, ``replicate``, or a partition spec such as ``["fsdp", "tensor"]``."""
+from meshwright.sharding.reasons import ByAnnotation, ByRule, Reason, Rule
 
 TENSOR_ROLES = ("column", "row")
-"""Rules that speak of the tensor axis only; fsdp divides another dim beside them."""
+"""Rules for the tensor axis only; fsdp divides another dim."""
 
 
 def find_rule(
@@ -39,9 +37,9 @@ def find_rule(
             raise UserError(
                 f"the sharding rule `{pattern}` names only some blocks of `{step.leaf.path}`",
                 why=f"{by_stages if stages > 1 else 'rolled blocks are one array'}, "
-                f"which lives in one way; the rule names {sum(matched)} of {len(matched)}",
+                f"which is placed as a whole; the rule names {sum(matched)} of {len(matched)}",
                 fix=f"write `{step.leaf.path}`"
-                + ("" if stages > 1 else ", or sharding.blocks=unroll"),
+                + ("" if stages > 1 else f", or {Setting('sharding.blocks', 'unroll')}"),
             )
         if any(matched):
             found = (pattern, rule)
@@ -74,32 +72,32 @@ def apply_rule(
 ) -> Placement:
     """Return the placement a rule asks for."""
     leaf = step.leaf
-    because = f"rule `{pattern}`: {rule if isinstance(rule, str) else list(rule)}"
+    reason = ByRule(pattern, rule)
     if rule == "replicate":
-        return Placement(leaf.path, ((),) * len(leaf.shape), because)
+        return Placement(leaf.path, ((),) * len(leaf.shape), (reason,))
     if rule in TENSOR_ROLES:
         dims: list[DimAxes] = [()] * len(leaf.shape)
         chosen = _role_dim(str(rule), step, classes.roles_of(leaf.path), sizes.get("tensor", 1))
         if chosen is not None:
             dims[chosen] = ("tensor",)
-        return _checked(Placement(leaf.path, tuple(dims), because), leaf.shape, sizes)
+        return _checked(Placement(leaf.path, tuple(dims), (reason,)), leaf.shape, sizes)
     if isinstance(rule, str):
         raise UserError(
-            f"the sharding rule `{pattern}: {rule}` is not known",
+            f"there is no sharding rule `{rule}` (for `{pattern}`)",
             fix='write column, row, replicate, or a spec such as ["fsdp", "tensor"]',
         )
-    # A rule speaks of the model's own leaf, a stack has the blocks as one dim more.
+    # A rule is about the leaf of one block; a stack has one more dim in front.
     entries = [None, *rule] if step.stacked else rule
-    return _explicit(leaf, entries, because, sizes)
+    return _explicit(leaf, entries, reason, sizes)
 
 
-def check_on_stages(step: StepLeaf, spec: Sequence[Any], said: str, stages: int) -> None:
-    """Refuse a spec that divides a leaf of blocks over the stages once more.
+def check_on_stages(step: StepLeaf, spec: Sequence[Any], reason: Reason, stages: int) -> None:
+    """Refuse a spec that divides blocks over the stages a second time.
 
     Args:
         step: a leaf that holds the blocks of pipeline stages.
         spec: where a rule or an annotation says it lives.
-        said: who says so, for people.
+        reason: the rule or the annotation.
         stages: pipeline stages.
     """
     kept = [[n for n in entry_names(e) if canonical_axis(n) != "pipe"] for e in spec]
@@ -108,14 +106,14 @@ def check_on_stages(step: StepLeaf, spec: Sequence[Any], said: str, stages: int)
     blocks = len(step.sources) if step.stacked else step.leaf.shape[0]
     entries = [(e[0] if len(e) == 1 else f"[{', '.join(e)}]") if e else "null" for e in kept]
     raise UserError(
-        f"`{step.leaf.path}` cannot be divided over `pipe` once more",
-        why=f"{said}; its {blocks} blocks are divided over pipe={stages} by their number already",
+        f"`{step.leaf.path}` cannot be divided over `pipe` a second time",
+        why=f"{reason}; its {blocks} blocks are already divided over pipe={stages}",
         fix=f"leave `pipe` out: [{', '.join(entries)}]",
     )
 
 
 def _role_dim(rule: str, step: StepLeaf, roles: Roles, size: int) -> int | None:
-    """Return the dim a role speaks of: one that divides, if there are several."""
+    """Return the dim a role means: a divisible one, if there are several."""
     own, other = (roles.column, roles.row) if rule == "column" else (roles.row, roles.column)
     shape = step.leaf.shape
     if not own and not other:
@@ -130,8 +128,8 @@ def _role_dim(rule: str, step: StepLeaf, roles: Roles, size: int) -> int | None:
 
 
 def annotated(leaf: Leaf, sizes: Mapping[str, int]) -> Placement:
-    """Return the placement the model's author wrote beside a parameter."""
-    return _explicit(leaf, leaf.annotation or (), "annotated in the model", sizes)
+    """Return the placement the model's author annotated a parameter with."""
+    return _explicit(leaf, leaf.annotation or (), ByAnnotation(), sizes)
 
 
 def entry_names(entry: Any) -> tuple[str, ...]:
@@ -141,13 +139,15 @@ def entry_names(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _explicit(leaf: Leaf, spec: Sequence[Any], because: str, sizes: Mapping[str, int]) -> Placement:
+def _explicit(
+    leaf: Leaf, spec: Sequence[Any], reason: Reason, sizes: Mapping[str, int]
+) -> Placement:
     rank = len(leaf.shape)
     if len(spec) > rank:
         raise UserError(
             f"the partition spec of `{leaf.path}` has {len(spec)} entries",
-            why=f"{because}; it has {rank} dims",
-            fix="write one entry per dim, null for a dim that stays whole",
+            why=f"{reason}; it has {rank} dims",
+            fix="write one entry per dim, null for a dim that is not divided",
         )
     entries = [*spec, *([None] * (rank - len(spec)))]
     dims = tuple(tuple(canonical_axis(name) for name in entry_names(e)) for e in entries)
@@ -155,10 +155,10 @@ def _explicit(leaf: Leaf, spec: Sequence[Any], because: str, sizes: Mapping[str,
     if len(set(axes)) < len(axes):
         raise UserError(
             f"the partition spec of `{leaf.path}` names an axis twice",
-            why=because,
-            fix="an axis divides one dim of an array",
+            why=str(reason),
+            fix="name each axis once: it can divide only one dim",
         )
-    return _checked(Placement(leaf.path, dims, because), leaf.shape, sizes)
+    return _checked(Placement(leaf.path, dims, (reason,)), leaf.shape, sizes)
 
 
 def _checked(placement: Placement, shape: Sequence[int], sizes: Mapping[str, int]) -> Placement:
@@ -173,4 +173,4 @@ def _checked(placement: Placement, shape: Sequence[int], sizes: Mapping[str, int
                 f"({' × '.join(f'{a}={sizes.get(a, 1)}' for a in axes)}) do not divide",
             )
     present = tuple(tuple(a for a in axes if sizes.get(a, 1) > 1) for axes in placement.dims)
-    return Placement(placement.path, present, placement.reason)
+    return Placement(placement.path, present, placement.reasons)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: which dim of which parameter lies on the tensor axis, and why."""
+"""Tensor parallelism: which dim of which parameter the tensor axis divides, and why."""
 
 from __future__ import annotations
 
@@ -7,27 +7,35 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.program.dims import Atom, DimClasses, LeafDims
-from meshwright.sharding.tensor_candidates import Candidate, find_candidates, joint, ways_along
-from meshwright.sharding.tensor_reasons import (
+from meshwright.sharding.reasons import Reason
+from meshwright.sharding.tensor_candidates import (
+    Candidate,
+    Pattern,
+    find_candidates,
+    joint,
+    ways_along,
+)
+from meshwright.sharding.tensor_explain import (
     Refusal,
     cheapest,
     fused_factor,
     why_placed,
     why_replicated,
 )
+from meshwright.sharding.tensor_reasons import Replicated
 
 TensorRole = Literal["column", "row", "vocabulary", "expert", "follows", "replicated"]
 
 SUBSTITUTE_COST = 3
 """A class whose size does not divide is replaced by another one only if that costs at most this
-many times its communication; beyond it, replicating the parameter is the better bargain."""
+many times its communication; beyond that, replicating the parameter is cheaper."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedDim:
-    """A dim that could be divided if the parameter were kept with its factors as dims.
+    """A dim that could be divided if the parameter had its factors as dims of their own.
 
     Attributes:
         dim: position of the dim in the parameter.
@@ -42,20 +50,20 @@ class FusedDim:
 
 @dataclass(frozen=True, slots=True)
 class LeafChoice:
-    """Where one leaf lies on the tensor axis.
+    """Which dim of one leaf the tensor axis divides.
 
     Attributes:
         path: its canonical path.
-        dim: the dim that is divided, or None if every device holds all of it.
+        dim: the divided dim; None if every device holds the whole leaf.
         role: what the dim is.
-        reason: why, for a person.
+        reason: why.
         fused: for a replicated leaf, the factor of a dim that would divide it.
     """
 
     path: str
     dim: int | None
     role: TensorRole
-    reason: str
+    reason: Reason
     fused: FusedDim | None = None
 
 
@@ -114,13 +122,12 @@ def check_tensor_size(classes: DimClasses, choice: TensorChoice) -> None:
         if leaf.is_kernel and choice.dim_of(leaf.path) is None:
             _check_heads(classes, leaf, choice)
     if all(leaf.dim is None for leaf in choice.leaves.values()):
-        reasons = dict.fromkeys(
-            leaf.reason.removeprefix("replicated: ") for leaf in choice.leaves.values()
-        )
+        reasons = (leaf.reason for leaf in choice.leaves.values())
+        obstacles = dict.fromkeys(r.because for r in reasons if isinstance(r, Replicated))
         raise UserError(
             f"no parameter can be divided over tensor={choice.size}",
-            why="; ".join(list(reasons)[:3]),
-            fix="use mesh.tensor=1 and put these devices on fsdp or data",
+            why="; ".join(map(str, list(obstacles)[:3])),
+            fix=f"write {Setting('mesh.tensor', 1)} and put these devices on fsdp or data",
         )
 
 
@@ -138,7 +145,8 @@ def _check_heads(classes: DimClasses, leaf: LeafDims, choice: TensorChoice) -> N
                 f"of `{leaf.path.rpartition('.')[0]}`",
                 why=f"attention is divided by whole heads, and {choice.size} devices cannot "
                 f"share {heads}",
-                fix=f"use mesh.tensor={fits}, or a model with a multiple of {choice.size} heads",
+                fix=f"write {Setting('mesh.tensor', fits)}, or use a model with a multiple of "
+                f"{choice.size} heads",
             )
 
 
@@ -222,7 +230,7 @@ class _Search:
 
 
 def _groups(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
-    groups = defaultdict[str, list[Candidate]](list)
+    groups = defaultdict[Pattern, list[Candidate]](list)
     for candidate in candidates:
         groups[candidate.pattern].append(candidate)
     return sorted(

@@ -1,4 +1,4 @@
-"""The ways a model's dim classes could be laid on the tensor axis, with what each would cost."""
+"""The ways to divide a model's dim classes over the tensor axis, and what each would cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from meshwright.program.dims import Atom, DimClasses, LeafDims
 
 Dim = tuple[Atom, ...]
 
-Obstacle = Literal["", "size", "recurrent", "inside", "attention", "blocked"]
+Pattern = tuple[tuple[int, ...], frozenset[tuple[str, int, tuple[int, ...]]]]
+"""How many ways a candidate is divided, and where it occurs: path, dim, and sizes of factors."""
+
+ObstacleKind = Literal["", "size", "recurrent", "inside", "attention", "blocked"]
 """Why a candidate cannot be used, whatever else is chosen; empty if it can.
 
 - ``size``: its length is no multiple of the axis.
@@ -37,13 +40,13 @@ def ways_along(dim: Dim, ways: Mapping[int, int]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """Classes laid on the tensor axis together.
+    """Dim classes that the tensor axis could divide together.
 
     Attributes:
         classes: the program's classes.
         ways: into how many parts each class is divided; their product is the axis.
         touched: positions (in the program's inputs) of the parameters that have such a dim.
-        placed: by position of an input, the dim that would lie on the axis.
+        placed: by position of an input, the dim that would be divided.
         cost: bytes each device would send per step.
         obstacle: why it cannot be used.
         pattern: equal for the candidates of repeated blocks.
@@ -54,8 +57,8 @@ class Candidate:
     touched: tuple[int, ...]
     placed: Mapping[int, int]
     cost: int
-    obstacle: Obstacle
-    pattern: str
+    obstacle: ObstacleKind
+    pattern: Pattern
 
     @cached_property
     def kernels(self) -> frozenset[int]:
@@ -165,7 +168,7 @@ def _dims_with(leaf: LeafDims, ways: Mapping[int, int]) -> list[int]:
 
 def _obstacle(
     classes: DimClasses, ways: Mapping[int, int], sizes: Mapping[int, int], touched: Sequence[int]
-) -> Obstacle:
+) -> ObstacleKind:
     leaves = [classes.leaves[i] for i in touched]
     if any(len(_dims_with(leaf, ways)) > 1 for leaf in leaves):
         return "recurrent"
@@ -186,11 +189,11 @@ def _is_inside(dim: Dim, ways: Mapping[int, int]) -> bool:
     return divided != sorted(divided, reverse=True)
 
 
-def _pattern(classes: DimClasses, ways: Mapping[int, int], touched: Sequence[int]) -> str:
-    """Describe the candidate's places with block numbers left out."""
+def _pattern(classes: DimClasses, ways: Mapping[int, int], touched: Sequence[int]) -> Pattern:
+    """Return where the candidate occurs, with block numbers left out."""
     places = {
-        f"{re.sub(r'[0-9]+', '*', leaf.path)}[{d}]={[a.size for a in leaf.dims[d]]}"
+        (re.sub(r"[0-9]+", "*", leaf.path), d, tuple(atom.size for atom in leaf.dims[d]))
         for leaf in (classes.leaves[i] for i in touched)
         for d in _dims_with(leaf, ways)
     }
-    return f"{sorted(ways.values())} {sorted(places)}"
+    return tuple(sorted(ways.values())), frozenset(places)

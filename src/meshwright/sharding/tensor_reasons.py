@@ -1,171 +1,264 @@
-"""The reasons given for a tensor-parallel choice, in words."""
+"""Reasons for what the tensor axis divides, as records that render themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
 
-from meshwright.program.dims import Atom, DimClasses, LeafDims
-from meshwright.sharding.tensor_candidates import Candidate
+from meshwright.sharding.reasons import Reason
 
-Refusal = tuple[Candidate, Candidate | None]
-"""A refused candidate and the one that stood in its way, if any."""
+FactorName = Literal["", "heads", "channels", "vocabulary"]
+Joined = Literal["contracted", "reduced", "gathered", ""]
 
 
-def describe_dim(classes: DimClasses, dim: Iterable[Atom]) -> str:
+@dataclass(frozen=True)
+class Factor:
+    """One factor of a dim: its size, and what it counts if that is known."""
+
+    size: int
+    name: FactorName = ""
+
+    def __str__(self) -> str:
+        match self.name:
+            case "":
+                return str(self.size)
+            case "vocabulary":
+                return f"vocabulary {self.size}"
+            case name:
+                return f"{self.size} {name}"
+
+
+Factors = tuple[Factor, ...]
+"""A dim as the product of its factors, major first."""
+
+
+def product(factors: Iterable[Factor]) -> str:
     """Write a dim as the product of its factors: ``8 heads × 16``."""
-    words = list[str]()
-    for atom in dim:
-        name = _name(classes, atom)
-        named = name in words or any(word.endswith(" heads") for word in words)
-        words.append(str(atom.size) if named else name)
-    return " × ".join(words)
+    return " × ".join(map(str, factors))
 
 
-def why_placed(
-    classes: DimClasses, leaf: LeafDims, dim: int, role: str, candidate: Candidate
-) -> str:
-    """Say what a divided dim is, and where its parts meet again."""
-    text = describe_dim(classes, leaf.dims[dim])
-    match role:
-        case "follows":
-            return f"follows {_first_kernel(candidate, leaf)}, whose {text} it shares"
-        case "vocabulary":
-            return f"vocabulary: each device looks up its part of {text}"
-        case "row":
-            return f"row: contracts {text}, {_fed_by(candidate, leaf)}"
-        case "expert":
-            return f"expert: {text} kernels side by side"
-        case _:
-            return f"column: feeds {text}, {_meeting_place(candidate)}"
+@dataclass(frozen=True)
+class Column(Reason):
+    """A kernel whose output dim is divided.
+
+    Attributes:
+        dim: the divided dim.
+        joined: how its parts meet again: contracted, reduced or gathered; empty if they never do.
+        path: the module where they do; empty for the loss.
+    """
+
+    dim: Factors
+    joined: Joined
+    path: str
+
+    def __str__(self) -> str:
+        where = f"{self.joined} in {self.path or 'the loss'}" if self.joined else "never summed"
+        return f"column: feeds {product(self.dim)}, {where}"
 
 
-def why_replicated(
-    classes: DimClasses, leaf: LeafDims, refusals: Sequence[Refusal], size: int
-) -> str:
-    """Say why a leaf is held whole by every device, by the cheapest way to divide it."""
-    if not any(leaf.dims):
-        return "replicated: nothing to divide"
-    if not refusals:
-        return "replicated: no matrix product or lookup of data to divide"
-    candidate, rival = cheapest(refusals)
-    obstacle = _obstacle_text(classes, leaf, candidate, size)
-    return f"replicated: {obstacle or _rival_text(classes, candidate, rival, size)}"
+@dataclass(frozen=True)
+class Row(Reason):
+    """A kernel whose contracted dim is divided.
+
+    Attributes:
+        dim: the divided dim.
+        fed_by: path of the kernel that produces it; None if this is the first.
+    """
+
+    dim: Factors
+    fed_by: str | None
+
+    def __str__(self) -> str:
+        source = f"fed by {self.fed_by}" if self.fed_by else "summed over the devices"
+        return f"row: contracts {product(self.dim)}, {source}"
 
 
-def cheapest(refusals: Sequence[Refusal]) -> Refusal:
-    """Return the refusal to give as the reason: the least costly way that looked possible."""
-    return min(refusals, key=lambda r: (r[0].obstacle in ("blocked", "attention"), r[0].cost))
+@dataclass(frozen=True)
+class Vocabulary(Reason):
+    """A table whose rows are looked up."""
+
+    dim: Factors
+
+    def __str__(self) -> str:
+        return f"vocabulary: each device looks up its part of {product(self.dim)}"
 
 
-def fused_factor(leaf: LeafDims, candidate: Candidate) -> tuple[int, tuple[int, ...], int] | None:
-    """Return the dim, its factors and the one to divide, where that one sits inside the dim."""
-    for position, dim in enumerate(leaf.dims):
-        index = next((i for i, atom in enumerate(dim) if atom.id in candidate.ways), 0)
-        if index > 0:
-            return position, tuple(atom.size for atom in dim), index
-    return None
+@dataclass(frozen=True)
+class Experts(Reason):
+    """Kernels that are applied side by side, each to its own data."""
+
+    dim: Factors
+
+    def __str__(self) -> str:
+        return f"expert: {product(self.dim)} kernels side by side"
 
 
-def _name(classes: DimClasses, atom: Atom) -> str:
-    if atom.id in classes.heads:
-        return f"{atom.size} heads"
-    if atom.id in classes.channels:
-        return f"{atom.size} channels"
-    if atom.id in classes.vocabularies:
-        return f"vocabulary {atom.size}"
-    return str(atom.size)
+@dataclass(frozen=True)
+class Follows(Reason):
+    """A bias or state that shares a kernel's divided dim."""
+
+    kernel: str
+    dim: Factors
+
+    def __str__(self) -> str:
+        return f"follows {self.kernel}, whose {product(self.dim)} it shares"
 
 
-def _obstacle_text(classes: DimClasses, leaf: LeafDims, candidate: Candidate, size: int) -> str:
-    text = describe_dim(classes, candidate.atoms)
-    match candidate.obstacle:
-        case "size":
-            verb = "do" if text.endswith("s") else "does"
-            return f"{text} {verb} not divide by tensor={size}"
-        case "recurrent":
-            return f"both dims{_recurrent_leaf(candidate, leaf)} are one class (recurrent)"
-        case "inside":
-            owner, dim = _owner(candidate, leaf)
-            whose = "its dim" if owner is leaf else f"a dim of {owner.path}"
-            return (
-                f"fused, the factor of {text} lies inside {whose} "
-                f"({describe_dim(classes, dim)}) and no PartitionSpec can express that"
-            )
-        case "attention":
-            return f"attention contracts {text} within each head"
-        case "blocked":
-            event = next(e for e in classes.events_of(candidate.ways) if e.kind == "block")
-            return f"{event.primitive}{_in(event.path)} needs all of {text}"
-        case _:
-            return ""
+@dataclass(frozen=True)
+class Replicated(Reason):
+    """Every device of the tensor axis holds all of the leaf, because of an obstacle."""
+
+    because: Obstacle
+
+    def __str__(self) -> str:
+        return f"replicated: {self.because}"
 
 
-def _rival_text(
-    classes: DimClasses, candidate: Candidate, rival: Candidate | None, size: int
-) -> str:
-    text = describe_dim(classes, candidate.atoms)
-    if rival is None:
-        return f"another block could not be divided by {text}"
-    if not rival.obstacle:
-        other = _first_kernel(rival)
-        return f"kernels with this dim ({text}) are divided another way, such as {other}"
-    first = classes.leaves[min(rival.kernels)]
-    instead = candidate.cost / max(1, rival.cost)
-    return (
-        f"{_obstacle_text(classes, first, rival, size)}, "
-        f"and {text} instead would send {instead:.1f} times the bytes"
-    )
+class Obstacle(Reason):
+    """Why a leaf cannot be divided over the tensor axis, or had better not be."""
 
 
-def _recurrent_leaf(candidate: Candidate, leaf: LeafDims) -> str:
-    """Return whose dims are one class: nothing if this leaf's, else the first such leaf's."""
+@dataclass(frozen=True)
+class NoDims(Obstacle):
+    """The leaf has no dim."""
 
-    def count(owner: LeafDims) -> int:
-        return sum(any(atom.id in candidate.ways for atom in dim) for dim in owner.dims)
-
-    if count(leaf) > 1:
-        return ""
-    owners = (candidate.classes.leaves[i] for i in candidate.touched)
-    return next(f" of {owner.path}" for owner in owners if count(owner) > 1)
+    def __str__(self) -> str:
+        return "nothing to divide"
 
 
-def _owner(candidate: Candidate, leaf: LeafDims) -> tuple[LeafDims, tuple[Atom, ...]]:
-    """Return a leaf, this one if possible, and its dim that has the candidate inside."""
-    kernels_first = sorted(candidate.touched, key=lambda i: i not in candidate.kernels)
-    for owner in (leaf, *(candidate.classes.leaves[i] for i in kernels_first)):
-        found = fused_factor(owner, candidate)
-        if found is not None:
-            return owner, owner.dims[found[0]]
-    raise AssertionError("the candidate is inside no dim")
+@dataclass(frozen=True)
+class NoProduct(Obstacle):
+    """None of its dims is one of a matrix product or a lookup."""
+
+    def __str__(self) -> str:
+        return "no matrix product or lookup of data to divide"
 
 
-def _first_kernel(candidate: Candidate, beside: LeafDims | None = None) -> str:
-    """Return a kernel the candidate divides: beside a leaf if there is one, else a column."""
-    placed = [i for i in candidate.placed if i in candidate.kernels]
-    columns = [i for i in placed if not _is_row(candidate, i)]
-    paths = [candidate.classes.leaves[i].path for i in columns or placed]
-    module = beside.path.rpartition(".")[0] if beside is not None else None
-    return next((path for path in paths if path.rpartition(".")[0] == module), paths[0])
+@dataclass(frozen=True)
+class NotDivisible(Obstacle):
+    """The size of a dim is no multiple of the axis."""
+
+    dim: Factors
+    tensor: int
+
+    def __str__(self) -> str:
+        plural = bool(self.dim) and self.dim[-1].name in ("heads", "channels")
+        verb = "are" if plural else "is"
+        return f"{product(self.dim)} {verb} not divisible by tensor={self.tensor}"
 
 
-def _is_row(candidate: Candidate, position: int) -> bool:
-    rows = candidate.classes.leaves[position].uses.get("row", frozenset())
-    return bool(rows & candidate.ways.keys())
+@dataclass(frozen=True)
+class Recurrent(Obstacle):
+    """Two dims of one parameter are the same dim of the program.
+
+    Attributes:
+        owner: path of that parameter; None if it is the leaf itself.
+    """
+
+    owner: str | None
+
+    def __str__(self) -> str:
+        whose = f" of {self.owner}" if self.owner else ""
+        return f"both dims{whose} are the same class (recurrent)"
 
 
-def _fed_by(candidate: Candidate, leaf: LeafDims) -> str:
-    first = _first_kernel(candidate)
-    return f"fed by {first}" if first != leaf.path else "summed over the devices"
+@dataclass(frozen=True)
+class Fused(Obstacle):
+    """The factor to divide lies inside a larger dim.
+
+    Attributes:
+        factor: the factor to divide.
+        dim: the dim it lies inside.
+        owner: path of the parameter with that dim; None if it is the leaf itself.
+    """
+
+    factor: Factors
+    dim: Factors
+    owner: str | None
+
+    def __str__(self) -> str:
+        whose = f"a dim of {self.owner}" if self.owner else "its dim"
+        return (
+            f"fused: the factor {product(self.factor)} lies inside {whose} ({product(self.dim)}), "
+            "which no PartitionSpec can express"
+        )
 
 
-def _meeting_place(candidate: Candidate) -> str:
-    events = candidate.classes.events_of(candidate.ways)
-    for kind, verb in (("contract", "contracted"), ("reduce", "reduced"), ("gather", "gathered")):
-        found = next((event for event in events if event.kind == kind), None)
-        if found is not None:
-            return verb + (_in(found.path) or " in the loss")
-    return "never summed"
+@dataclass(frozen=True)
+class InsideHeads(Obstacle):
+    """Attention contracts the dim per head."""
+
+    dim: Factors
+
+    def __str__(self) -> str:
+        return f"attention contracts {product(self.dim)} within each head"
 
 
-def _in(path: str) -> str:
-    return f" in {path}" if path else ""
+@dataclass(frozen=True)
+class NeededWhole(Obstacle):
+    """An operation needs the dim whole.
+
+    Attributes:
+        dim: the dim.
+        primitive: the operation.
+        path: its module; empty for the loss.
+    """
+
+    dim: Factors
+    primitive: str
+    path: str
+
+    def __str__(self) -> str:
+        where = f" in {self.path}" if self.path else ""
+        return f"{self.primitive}{where} needs all of {product(self.dim)}"
+
+
+@dataclass(frozen=True)
+class OtherBlock(Obstacle):
+    """Repeated blocks are divided alike, and another one cannot be divided this way."""
+
+    dim: Factors
+
+    def __str__(self) -> str:
+        return f"another block cannot be divided along {product(self.dim)}"
+
+
+@dataclass(frozen=True)
+class DividedAnotherWay(Obstacle):
+    """The kernels that have the dim are divided along another one.
+
+    Attributes:
+        dim: the dim.
+        kernel: path of such a kernel.
+    """
+
+    dim: Factors
+    kernel: str
+
+    def __str__(self) -> str:
+        return (
+            f"kernels with this dim ({product(self.dim)}) are divided another way, "
+            f"such as {self.kernel}"
+        )
+
+
+@dataclass(frozen=True)
+class PoorSubstitute(Obstacle):
+    """A better dim cannot be divided, and this one would send too much in its place.
+
+    Attributes:
+        better: what keeps the better dim from being divided.
+        dim: the substitute.
+        ratio: bytes it would send, relative to the better one.
+    """
+
+    better: Obstacle
+    dim: Factors
+    ratio: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.better}, and {product(self.dim)} instead would send "
+            f"{self.ratio:.1f} times the bytes"
+        )

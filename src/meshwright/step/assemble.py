@@ -12,7 +12,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from meshwright.errors import UserError
+from meshwright.config.batch import GLOBAL_BATCH_SIZE
+from meshwright.errors import Setting, UserError
 from meshwright.mesh.build import build_mesh
 from meshwright.pipeline.gradients import PipelinedLoss
 from meshwright.pipeline.place import decide_own, decide_stages, pipelined_loss
@@ -191,11 +192,12 @@ def _few_samples(traced: TracedLoss, plan: Plan) -> list[str]:
     if statistic is None:
         return []
     fewer = max(1, plan.batch.global_batch_size // FEW_SAMPLES)
-    key = "pipeline.num_microbatches" if plan.size("pipe") > 1 else "gradient_accumulation_steps"
+    staged = plan.size("pipe") > 1
+    key = "pipeline.num_microbatches" if staged else "training.gradient_accumulation_steps"
     return [
         f"`{statistic}` is a statistic of one microbatch at a time, and the {count} microbatches "
         f"of an update have {counted(each, 'sample')} each; for better statistics set "
-        f"{key}={fewer} or less, or a larger batch"
+        f"{Setting(key, fewer)} or less, or a larger batch"
     ]
 
 
@@ -258,7 +260,7 @@ def _microbatch(batch: Any, plan: Plan) -> Any:
             raise UserError(
                 "the batch does not have the number of samples in the plan",
                 why=f"an array of shape {tuple(leaf.shape)} for a global batch of {size}",
-                fix=f"give batches of {size} samples, or set training.global_batch_size",
+                fix=f"give batches of {size} samples, or set {GLOBAL_BATCH_SIZE}",
             )
         return jax.ShapeDtypeStruct((size // count, *leaf.shape[1:]), leaf.dtype)
 

@@ -13,6 +13,7 @@ import optax
 from meshwright.program.layout import Layout, StepLeaf
 from meshwright.program.parts import Leaf
 from meshwright.sharding.placement import Placement, add_fsdp, add_pipe
+from meshwright.sharding.reasons import LikeParameter
 from meshwright.step.stackable import Name, owners, treats_stacks_alike
 
 
@@ -144,14 +145,14 @@ class FlatOptimizer:
         sizes: Mapping[str, int],
     ) -> OptimizerLeaf:
         text = jax.tree_util.keystr(path, simple=True, separator=".")
-        placement = Placement(text, ((),) * len(leaf.shape), "replicated")
+        placement = Placement(text, ((),) * len(leaf.shape))
         if owner is not None:
             like = placements[owner]
             unstacked = self._unstack and self._params[owner].stacked
             dims = like.dims[1:] if unstacked else like.dims
             own = Leaf(text, tuple(leaf.shape), leaf.dtype, "param", "optimizer")
             if _fits(dims, leaf.shape, sizes):
-                placement = Placement(text, dims, f"like {like.path}")
+                placement = Placement(text, dims, (LikeParameter(like.path),))
             elif sizes.get("fsdp", 1) > 1:
                 placement = add_fsdp(own, placement.dims, size=sizes["fsdp"], smallest=SMALL)
             if "pipe" in like.axes() - placement.axes():

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.pipeline.block_cut import BlockCut
 from meshwright.pipeline.cut import cut_blocks, ordered_by_stage
 from meshwright.plan import Plan
@@ -59,9 +59,11 @@ def own_program(loss: Loss, parts: Parts, micro: Any, plan: Plan) -> StepProgram
         return None
     if plan.sharding.zero > 1 and "fsdp" in axes:
         raise UserError(
-            f"sync_gradients_every={plan.batch.sync_gradients_every} needs unsharded gradients",
-            why=f"sharding.zero={plan.sharding.zero} shards gradients over fsdp={axes['fsdp']}",
-            fix="write sharding.zero=1 or training.sync_gradients_every=1",
+            f"{Setting('training.sync_gradients_every', plan.batch.sync_gradients_every)} needs "
+            "unsharded gradients",
+            why=f"zero={plan.sharding.zero} shards gradients over fsdp={axes['fsdp']}",
+            fix=f"write {Setting('sharding.zero', 1)} or "
+            f"{Setting('training.sync_gradients_every', 1)}",
         )
     replicas = plan.batch.replicas
     own = jax.tree.map(

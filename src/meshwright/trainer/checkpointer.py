@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from meshwright.checkpoint.metadata import CheckpointMetadata
 from meshwright.checkpoint.store import CheckpointStore, Saved
-from meshwright.errors import EnvironmentProblem
+from meshwright.errors import EnvironmentProblem, Setting, first_line
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 
@@ -117,9 +117,9 @@ class BackgroundCheckpointer:
         if last is not None and last.error is not None:
             raise EnvironmentProblem(
                 f"the state after {last.update} updates could not be saved",
-                why=_reason(last.error),
-                fix="free disk space or choose another hydra.run.dir, and resume from the previous "
-                "checkpoint",
+                why=first_line(last.error),
+                fix=f"free disk space or choose another {Setting('hydra.run.dir')}, and resume "
+                "from the previous checkpoint",
             )
 
     def abandon(self) -> None:
@@ -143,10 +143,6 @@ class BackgroundCheckpointer:
             self._log_event(
                 "warning",
                 saved.update,
-                f"update {saved.update} could not be saved: {_reason(saved.error)}",
+                f"update {saved.update} could not be saved: {first_line(saved.error)}",
                 {},
             )
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshwright.errors import UserError
+from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import broadcast, is_main
 
 
@@ -17,7 +17,7 @@ def make_run_folder(folder: Path, files: Mapping[str, str]) -> None:
         raise UserError(
             f"cannot write the output directory {folder.absolute()}",
             why=problem,
-            fix="write hydra.run.dir=… (run_dir= in Python) with a directory you can write to",
+            fix=f"write {Setting('hydra.run.dir', ANY)} with a directory you can write to",
         )
 
 

@@ -13,7 +13,7 @@ import jax
 from meshwright.checkpoint import CheckpointMetadata, CheckpointStore, find_store
 from meshwright.checkpoint.store import FOLDER
 from meshwright.config.origins import flatten
-from meshwright.errors import UserError
+from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import broadcast, is_main
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
@@ -67,9 +67,10 @@ def find_resume_point(resume: str, run_dir: Path | None) -> ResumePoint | None:
     if not newest:
         if resume == "must":
             raise UserError(
-                "resume=must, and there is no checkpoint to resume from",
+                f"{Setting('resume', 'must')}, and there is no checkpoint to resume from",
                 why=f"looked in {where}",
-                fix="write hydra.run.dir=… with the folder of the run, or resume=auto",
+                fix=f"write {Setting('hydra.run.dir', ANY)} with the folder of the run, or "
+                f"{Setting('resume', 'auto')}",
             )
         return None
     metadata = CheckpointMetadata(**newest["metadata"])
@@ -129,8 +130,8 @@ def check_same_run(
         raise UserError(
             f"the config differs from that of the checkpoint (update {metadata.update})",
             why="; ".join(changes),
-            fix="restore the old values, start a new run in another hydra.run.dir, or continue "
-            "all the same with checkpoint.accept_changes=true",
+            fix=f"restore the old values, start a new run in another {Setting('hydra.run.dir')}, "
+            f"or continue anyway with {Setting('checkpoint.accept_changes', True)}",
         )
     return changes
 
@@ -153,9 +154,10 @@ def _refuse_mixing(run_dir: Path | None) -> None:
     used = folder is not None and is_main() and folder.is_dir() and any(folder.iterdir())
     if broadcast(used):
         raise UserError(
-            "resume=never, and the folder holds the checkpoints of another run",
+            f"{Setting('resume', 'never')}, and the folder holds the checkpoints of another run",
             why=f"the two would be mixed in {run_dir}",
-            fix="write hydra.run.dir=… with a new folder, or remove this one first",
+            fix=f"write {Setting('hydra.run.dir', ANY)} with a new folder, or remove this one "
+            "first",
         )
 
 
@@ -206,7 +208,7 @@ def _check_shapes(
                     why=f"{name} `{path}` is {_shape(have, path)} in the checkpoint and "
                     f"{_shape(need, path)} in the run",
                     fix="use the model and the optimizer it was trained with, or another folder "
-                    "(hydra.run.dir=…)",
+                    f"({Setting('hydra.run.dir', ANY)})",
                 )
 
 

@@ -262,9 +262,7 @@ class Trainer:
 
     def _make_plan(self, num_samples: int) -> Plan:
         count = len(self.devices) if self.devices is not None else jax.device_count()
-        sizes = resolve_mesh(
-            asked_sizes(self.mesh), count, simulate="mw.simulate_devices({}) before JAX starts"
-        )
+        sizes = resolve_mesh(asked_sizes(self.mesh), count)
         steps, pipeline = self.gradient_accumulation_steps, _read_pipeline(self.pipeline)
         batch = solve_pipeline_batch(
             pipeline,

@@ -13,7 +13,7 @@ import jax
 
 from meshwright.checkpoint import CheckpointMetadata, CheckpointStore
 from meshwright.checkpoint.store import FOLDER
-from meshwright.errors import UserError
+from meshwright.errors import UserError, first_line
 from meshwright.processes import is_main, process_count
 from meshwright.profile import NoProfiling, Profile, Profiling
 from meshwright.step.canonical import CanonicalForm
@@ -97,7 +97,7 @@ class TrainingRun:
             summary = result.summary()
         except BaseException as error:
             checkpointer.abandon()
-            reason = str(error).partition("\n")[0] or type(error).__name__
+            reason = first_line(error)
             tracker.event("stop", progress.update, f"failed: {reason}", {"failed": True})
             raise
         finally:
