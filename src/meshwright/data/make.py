@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.config.builders import (
     Builder,
+    build,
     check_arguments,
     find_builder,
     parameters_of,
@@ -17,6 +18,7 @@ from meshwright.config.builders import (
 from meshwright.config.schema import DataConfig
 from meshwright.data.feed import Data, HostBatch, Source, SourceData, SyntheticData
 from meshwright.data.given import BATCH_PARAMETERS, is_batch_function, is_source, read_data
+from meshwright.data.records import is_record_files
 from meshwright.data.split import split_source
 from meshwright.errors import UserError
 
@@ -26,9 +28,9 @@ HELD_OUT = 0.02
 _SOURCES = {
     "text": "text:text_source",
     "tokens": "tokens:token_source",
-    "jsonl": "jsonl:jsonl_source",
-    "parquet": "parquet:parquet_source",
-    "array_record": "array_record:array_record_source",
+    "jsonl": "jsonl:JsonLines",
+    "parquet": "parquet:ParquetRows",
+    "array_record": "array_record:ArrayRecords",
     "arrays": "arrays:array_files",
     "images": "images:image_source",
     "digits": "digits:DigitSource",
@@ -101,6 +103,8 @@ class MadeData:
     def _make(self, **instead: Any) -> Any:
         """Return the source, or the data themselves where they do not come from a source."""
         builder, arguments = self._arguments(**instead)
+        if is_record_files(builder):
+            return build("data", self.section.kind, lambda: builder(**arguments).source(), {})
         return read_data(self.section.kind, builder, arguments)
 
     def _arguments(self, **instead: Any) -> tuple[Builder, dict[str, Any]]:
