@@ -27,9 +27,11 @@ from meshwright.program.trace import Loss, TracedLoss
 from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
 from meshwright.sharding.placement import to_spec
 from meshwright.step.forward import planned_remat
+from meshwright.step.place_batch import place_batch
 from meshwright.step.program import StepProgram, own_program, step_program
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import TrainStep
+from meshwright.trees import divide_batch
 from meshwright.units import counted
 
 FEW_SAMPLES = 8
@@ -122,7 +124,7 @@ class Assembled:
 
     def put_batch(self, batch: Any) -> list[Any]:
         """Place a host batch's leaves on the mesh."""
-        return [jax.device_put(leaf, self.step.shardings.batch) for leaf in jax.tree.leaves(batch)]
+        return place_batch(batch, self.step.shardings.batch, self.plan.batch.global_batch_size)
 
 
 def assemble(
@@ -251,14 +253,11 @@ def _microbatch(batch: Any, plan: Plan) -> Any:
     """Return the shapes of one microbatch of a global batch."""
     count = plan.batch.gradient_accumulation_steps
     size = plan.batch.global_batch_size
-
-    def shrink(leaf: Any) -> jax.ShapeDtypeStruct:
+    for leaf in jax.tree.leaves(batch):
         if not leaf.shape or leaf.shape[0] != size:
             raise UserError(
                 "the batch does not have the plan's number of samples",
                 why=f"an array of shape {tuple(leaf.shape)} for a global batch of {size}",
                 fix=f"give batches of {size} samples, or set training.global_batch_size",
             )
-        return jax.ShapeDtypeStruct((size // count, *leaf.shape[1:]), leaf.dtype)
-
-    return jax.tree.map(shrink, batch)
+    return divide_batch(batch, count)
