@@ -9,6 +9,9 @@ from meshwright.errors import (
     MeshwrightError,
     UserError,
     did_you_mean,
+    first_line,
+    missing_package,
+    typed_line,
 )
 
 
@@ -54,3 +57,26 @@ def test_nearest_word_is_suggested_and_a_far_one_is_not():
     )
     assert did_you_mean("zzz", ["steps", "micro_batch_size"]) == ""
     assert did_you_mean("", []) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "typed"),
+    [
+        (ValueError("one\ntwo"), "one", "ValueError: one"),
+        (RuntimeError("\n  spaced  \nrest"), "spaced", "RuntimeError: spaced"),
+        (KeyError(), "KeyError", "KeyError"),
+        (OSError(" \n"), "OSError", "OSError"),
+    ],
+)
+def test_an_exception_in_one_line(error, line, typed):
+    assert first_line(error) == line
+    assert typed_line(error) == typed
+
+
+def test_a_missing_package_names_the_extra_that_brings_it():
+    error = missing_package("data=parquet", "pyarrow", "parquet")
+    assert str(error).splitlines() == [
+        "data=parquet needs the package pyarrow",
+        "it is not installed",
+        "pip install 'meshwright[parquet]'",
+    ]

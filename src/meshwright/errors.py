@@ -54,6 +54,27 @@ class EnvironmentProblem(MeshwrightError, RuntimeError):
     exit_code = ExitCode.CHECK_FAILED
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its type's name if it has no message."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)
+
+
+def typed_line(error: BaseException) -> str:
+    """Return an exception in one line: ``ValueError: the first line of its message``."""
+    kind, line = type(error).__name__, first_line(error)
+    return line if line == kind else f"{kind}: {line}"
+
+
+def missing_package(what: str, package: str, extra: str) -> EnvironmentProblem:
+    """Return the error for an optional package that ``what`` needs and that is not installed."""
+    return EnvironmentProblem(
+        f"{what} needs the package {package}",
+        why="it is not installed",
+        fix=f"pip install 'meshwright[{extra}]'",
+    )
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``did you mean `x`?`` for the nearest known word, or an empty string."""
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

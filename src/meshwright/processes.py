@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from meshwright.errors import EnvironmentProblem, UserError
+from meshwright.errors import EnvironmentProblem, UserError, first_line
 
 TIMEOUT_SECONDS = 600.0
 """How long to wait for the other processes; a first compilation may keep one busy for minutes."""
@@ -199,7 +199,7 @@ def _absence(
     if not absent:
         return EnvironmentProblem(
             f"process {process_index()} came too late to `{what}`: the others had given up",
-            why=str(error).partition("\n")[0],
+            why=first_line(error),
         )
     names = f"process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))}"
     return EnvironmentProblem(

@@ -123,8 +123,11 @@ def test_batches_need_not_be_dicts():
         ("corpus.txt", "the data are one str"),
         (7, "the data are of type int, which gives no batches"),
         ({}, "there are no arrays"),
-        ({"x": np.zeros((0, 3))}, "the dataset is empty"),
-        ({"x": np.zeros(3), "y": np.zeros(4)}, "the arrays have different numbers of samples"),
+        ({"x": np.zeros((0, 3))}, "the dataset has no samples"),
+        (
+            {"x": np.zeros(3), "y": np.zeros(4)},
+            "the arrays of the dataset have different numbers of samples",
+        ),
         ({"x": np.array(["a", "b"])}, "`x` is no array of samples"),
         (lambda step: {}, "the function <lambda> gives no batches"),
     ],

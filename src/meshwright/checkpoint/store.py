@@ -14,7 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
-from meshwright.errors import UserError
+from meshwright.errors import UserError, first_line
 from meshwright.processes import broadcast, is_main, process_count, process_index
 
 FOLDER = "checkpoints"
@@ -212,7 +212,7 @@ class CheckpointStore:
         except (OSError, ValueError, KeyError) as error:
             raise UserError(
                 f"the checkpoint {self.folder / str(update)} cannot be read",
-                why=str(error).partition("\n")[0],
+                why=first_line(error),
                 fix="resume=PATH names another one; resume=never starts anew",
             ) from error
 

@@ -30,6 +30,15 @@ class Arguments:
         """Whether a flag was given."""
         return flag in self.flags
 
+    def number(self, flag: str, default: int, *, most: int = 1000) -> int:
+        """Return the value of a flag that takes a whole number from 1 to ``most``."""
+        text = self.flags.get(flag, str(default))
+        if not text.isdecimal() or not 1 <= int(text) <= most:
+            raise UserError(
+                f"{flag} {text} is not valid", fix=f"write {flag} N with N from 1 to {most}"
+            )
+        return int(text)
+
     @property
     def config_dir(self) -> Path | None:
         """The user's own config directory, checked to exist."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
@@ -11,6 +12,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from meshwright.cli.output import write_file
 from meshwright.cli.request import Request
 from meshwright.errors import ExitCode, UserError
 from meshwright.mesh.axes import describe_sizes
@@ -41,7 +43,7 @@ def run(request: Request) -> int:
     assembled = _assemble(request)
     # Not before everything else has worked: a failed command leaves nothing behind.
     for file, drawing in drawings.items():
-        _write(Path(file), drawing)
+        write_file(Path(file), drawing)
     remarks = [*unused_settings(request.config, plan), *assembled.remarks]
     leaves = explain(assembled.traced.layout, assembled.decision, plan.mesh)
     report: dict[str, Any] = {
@@ -91,19 +93,12 @@ def _totals(assembled: Assembled, leaves: list[LeafReport]) -> dict[str, int]:
         if step.leaf.role == "param"
     )
     return {
-        "parameters": sum(_elements(leaf) for leaf in leaves),
+        "parameters": sum(math.prod(leaf.shape) for leaf in leaves),
         "bytes": sum(leaf.bytes for leaf in leaves),
         "bytes_per_device": parameters,
         "optimizer_bytes_per_device": optimizer,
         "bytes_whole": sum(leaf.bytes for leaf in leaves if leaf.whole_over),
     }
-
-
-def _elements(leaf: LeafReport) -> int:
-    count = 1
-    for size in leaf.shape:
-        count *= size
-    return count
 
 
 def _picture(
@@ -183,10 +178,3 @@ def _cells(group: list[LeafReport]) -> tuple[str, ...]:
 def _pattern(leaf: LeafReport) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
     parts = ("*" if part.isdecimal() else part for part in leaf.path.split("."))
     return ".".join(parts), leaf.shape, leaf.spec
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}", why=str(error)) from error

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, UserError
+from meshwright.json_text import finite
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -43,7 +44,7 @@ class Output:
         if self.silent:
             return
         if self.as_json:
-            text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
             self._result.write(text + "\n")
         elif picture is not None:
             self.console().print(picture)
@@ -107,6 +108,14 @@ def guarded_stdout(*, as_json: bool, silent: bool = False) -> Generator[Output]:
         output.close()
 
 
+def write_file(path: Path, text: str, fix: str = "") -> None:
+    """Write a file that the user named; ``fix`` says what to do if it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}", why=str(error), fix=fix) from error
+
+
 def print_error(error: MeshwrightError) -> None:
     """Print an error for a person: what, why, what to write instead."""
     from rich.console import Console
@@ -122,11 +131,3 @@ def print_error(error: MeshwrightError) -> None:
 def _width(stream: TextIO) -> int | None:
     """Return the columns of a stream that is no terminal; None lets a terminal say them itself."""
     return None if stream.isatty() or "COLUMNS" in os.environ else WIDTH_OF_A_FILE
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -10,8 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.cli.output import write_file
 from meshwright.cli.request import Request
-from meshwright.errors import ExitCode, UserError
+from meshwright.errors import ExitCode
 from meshwright.processes import is_main
 from meshwright.profile import Profile, Profiler, read_profile
 from meshwright.program.hlo import optimized_hlo
@@ -27,14 +28,14 @@ def run(request: Request) -> int:
     plan, config = request.plan(), request.config
     request.tell_unused(plan)
     folder = Path(request.arguments.flags.get("--out", "profile"))
-    profiler = Profiler(folder / "trace", _updates(request))
+    profiler = Profiler(folder / "trace", request.arguments.number("--updates", 5))
     recipe = make_recipe(config, plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, recipe.example_batch(plan.batch.global_batch_size))
     request.output.say(Text(f"compiling for {plan.num_devices} devices …", style="dim"))
     profile = _measure(request, recipe, assembled, profiler)
     if is_main():
         text = json.dumps(profile.to_json() | {"trace": "trace"}, indent=2)
-        (folder / "profile.json").write_text(text + "\n", encoding="utf-8")
+        write_file(folder / "profile.json", text + "\n")
     request.output.result(profile.to_json(), picture(profile))
     return ExitCode.DONE
 
@@ -66,15 +67,6 @@ def _measure(request: Request, recipe: Recipe, assembled: Assembled, profiler: P
         updates=profiler.updates,
         input_wait_seconds=feed.waited - waited,
     )
-
-
-def _updates(request: Request) -> int:
-    text = request.arguments.flags.get("--updates", "5")
-    if not text.isdecimal() or not 1 <= int(text) <= 1000:
-        raise UserError(
-            f"--updates {text} is not valid", fix="write --updates N with N from 1 to 1000"
-        )
-    return int(text)
 
 
 def picture(profile: Profile) -> RenderableType:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.cli.arguments import Arguments
-from meshwright.cli.output import Output
+from meshwright.cli.output import Output, write_file
 from meshwright.errors import ExitCode, UserError
 from meshwright.report import find_runs, make_page, read_run
 
@@ -30,7 +30,7 @@ def run(arguments: Arguments, output: Output) -> int:
         output.say(f"{len(runs)} runs found; the first {MOST_RUNS} are on the page")
     page = make_page([read_run(folder) for folder in shown], left_out=left_out)
     path = Path(arguments.flags.get("--out") or _default_path(named))
-    _write(path, page)
+    write_file(path, page, fix="write --out FILE")
     if output.as_json:
         output.result({"report": str(path), "runs": [str(folder) for folder in shown]})
     else:
@@ -43,12 +43,3 @@ def _default_path(named: Sequence[Path]) -> Path:
     if len(named) == 1:
         return named[0] / "report.html"
     return Path(os.path.commonpath([path.absolute() for path in named])) / "report.html"
-
-
-def _write(path: Path, page: str) -> None:
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"cannot write the page {path}", why=str(error), fix="write --out FILE"
-        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import os
@@ -15,7 +16,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from meshwright.config.base import shorten, unknown_key
-from meshwright.errors import MeshwrightError, UserError, did_you_mean
+from meshwright.errors import MeshwrightError, UserError, did_you_mean, typed_line
 
 Builder = Callable[..., Any]
 
@@ -57,13 +58,12 @@ def build(section: str, kind: str, builder: Builder, arguments: Mapping[str, Any
 
 def explain_failure(what: str, error: Exception, fix: str = "") -> UserError:
     """Return what went wrong in code a config names: the error, and the line of the user's own."""
-    text = next(iter(str(error).splitlines()), "")
     lines = [
         f"{os.path.basename(frame.filename)}, line {frame.lineno}: "
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(("<", str(_PACKAGE))) and _LIBRARIES not in frame.filename
     ]
-    why = f"{lines[-1] if lines else ''}{type(error).__name__}: {shorten(text, 300)}"
+    why = f"{lines[-1] if lines else ''}{shorten(typed_line(error), 300)}"
     return UserError(what, why=why, fix=fix or "add --debug for the whole traceback")
 
 
@@ -137,8 +137,10 @@ def _convert(section: str, key: str, value: Any, hint: Any) -> Any:
 
 def _type_hints(builder: Builder) -> dict[str, Any]:
     function = builder.__init__ if inspect.isclass(builder) else builder
+    # Fields a dataclass inherits are annotated with names of another module.
+    annotated = builder if dataclasses.is_dataclass(builder) else function
     try:
-        return typing.get_type_hints(function)
+        return typing.get_type_hints(annotated)
     except Exception:
         # Annotations of foreign code may name things that only exist for type checkers.
         return {}
@@ -154,7 +156,7 @@ def _import_attribute(section: str, kind: str) -> Builder:
         # The user's own module may fail in any way while it is imported.
         raise UserError(
             f"cannot load `{section}.kind={kind}`",
-            why=f"{type(error).__name__}: {error}",
+            why=typed_line(error),
             fix="write package.module:Name, importable from this directory",
         ) from error
     if not callable(found):

@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from meshwright.config.base import field_paths, shorten, unknown_key
 from meshwright.config.groups import CONF_DIR, group_options
 from meshwright.config.schema import Config, Open
-from meshwright.errors import UserError, did_you_mean
-from meshwright.mesh.axes import ALIASES
+from meshwright.errors import UserError, did_you_mean, first_line
+from meshwright.mesh.axes import resolve_alias
 
 _OPEN_SECTIONS = tuple(
     name
@@ -151,7 +151,7 @@ def quoted(text: str) -> str:
 def canonical_key(key: str) -> str:
     """Return a key with an alias of a mesh axis, such as ``mesh.tp``, written by its own name."""
     section, _, name = key.partition(".")
-    return f"mesh.{ALIASES.get(name, name)}" if section == "mesh" and name else key
+    return f"mesh.{resolve_alias(name)}" if section == "mesh" and name else key
 
 
 def _compose(arguments: list[str]) -> DictConfig:
@@ -226,7 +226,7 @@ def _is_hydra(key: str) -> bool:
 
 
 def _explain(error: Exception, options: dict[str, list[str]]) -> UserError:
-    text = _first_line(error)
+    text = first_line(error)
     missing = re.search(r"Could not (?:find|locate) '(\S+)/(\S+?)'", text)
     if missing:
         group, choice = missing.groups()
@@ -235,7 +235,3 @@ def _explain(error: Exception, options: dict[str, list[str]]) -> UserError:
             f"there is no `{group}={choice}`", why=f"`{group}` can be: {known}" if known else ""
         )
     return UserError("the config cannot be composed", why=text)
-
-
-def _first_line(error: Exception) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -10,7 +10,7 @@ from meshwright.config.base import Frozen
 from meshwright.config.duration import parse_duration
 from meshwright.errors import UserError
 from meshwright.hardware import parse_hardware
-from meshwright.mesh.axes import ALIASES, INFER, canonical_axis
+from meshwright.mesh.axes import INFER, resolve_alias
 
 Precision = Literal["no", "bf16", "fp16"]
 Remat = Literal[
@@ -174,7 +174,7 @@ class MeshConfig(Frozen):
             return values
         named: dict[str, Any] = {}
         for key, size in values.items():
-            axis = canonical_axis(key) if key in ALIASES else key
+            axis = resolve_alias(key)
             # What is left gives way to a number, so that `dp: 2` works over a file's `data: -1`.
             if axis in named and INFER not in (size, named[axis]) and size != named[axis]:
                 raise UserError(

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from meshwright.data.feed import HostBatch, fingerprint_of
 from meshwright.data.files import content_sample, find_path, load_array
 from meshwright.errors import UserError
+from meshwright.trees import check_num_samples
 
 
 class ArraySource:
@@ -71,12 +72,4 @@ def check_arrays(arrays: dict[str, Any]) -> None:
                 why=f"its dtype is {array.dtype} and its shape {array.shape}",
                 fix="give numbers, with the sample as dim 0",
             )
-    sizes = {name: len(array) for name, array in arrays.items()}
-    if len(set(sizes.values())) > 1:
-        raise UserError(
-            "the arrays have different numbers of samples",
-            why=", ".join(f"{name}: {size}" for name, size in sizes.items()),
-            fix="make dim 0 of every array the sample",
-        )
-    if 0 in sizes.values():
-        raise UserError("the dataset is empty", why="dim 0 of its arrays is 0")
+    check_num_samples({name: len(array) for name, array in arrays.items()}, "the dataset")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.errors import UserError
+from meshwright.trees import check_num_samples
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,7 @@ def read_batch(batch: Any) -> Any:
     sizes = {path: shape[0] for path, (shape, _) in form_of(batch).arrays.items()}
     if not sizes:
         raise UserError("the batch holds no arrays", fix='write a dict such as {"x": …, "y": …}')
-    if len(set(sizes.values())) > 1:
-        raise UserError(
-            "the arrays of the batch have different numbers of samples",
-            why=", ".join(f"{path}: {size}" for path, size in sizes.items()),
-            fix="make dim 0 of every array the sample",
-        )
-    if 0 in sizes.values():
-        raise UserError("the batch has no samples", why="dim 0 of its arrays is 0")
+    check_num_samples(sizes, "the batch")
     return batch
 
 

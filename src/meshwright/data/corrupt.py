@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.errors import UserError
+from meshwright.units import counted
 
 OnCorrupt = Literal["stop", "skip"]
 
@@ -43,5 +44,5 @@ class CorruptRecords:
 
     def note(self) -> str:
         """Return how many were skipped; empty if none were."""
-        what = "record was" if self.count == 1 else "records were"
-        return f"{self.count:,} corrupt {what} skipped" if self.count else ""
+        skipped = counted(self.count, "corrupt record was", "corrupt records were")
+        return f"{skipped} skipped" if self.count else ""

@@ -14,7 +14,7 @@ from meshwright.data.arrays import read_arrays
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt
 from meshwright.data.feed import HostBatch, Source, fingerprint_of
 from meshwright.data.files import content_sample, find_path, list_files
-from meshwright.errors import EnvironmentProblem, UserError
+from meshwright.errors import UserError, missing_package
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 IMAGE_NAMES = ("image", "images", "x", "data")
@@ -221,9 +221,5 @@ def _import_pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise EnvironmentProblem(
-            "folders of pictures need the package pillow",
-            why="it is not installed",
-            fix="pip install 'meshwright[images]'",
-        ) from error
+        raise missing_package("a folder of images", "pillow", "images") from error
     return Image

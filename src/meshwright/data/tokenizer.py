@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.feed import fingerprint_of
 from meshwright.data.files import find_path
-from meshwright.errors import EnvironmentProblem, UserError
+from meshwright.errors import UserError, missing_package
 
 Tokens = NDArray[Any]
 """Token ids, in the smallest unsigned type that holds the vocabulary."""
@@ -129,11 +129,7 @@ def _load(path: str) -> tuple[Any, bytes]:
     try:
         from tokenizers import Tokenizer as HuggingFaceTokenizer
     except ImportError as error:
-        raise EnvironmentProblem(
-            f"data.tokenizer={path} needs the package tokenizers",
-            why="it is not installed",
-            fix="pip install 'meshwright[hf]'",
-        ) from error
+        raise missing_package(f"data.tokenizer={path}", "tokenizers", "hf") from error
     if found.is_dir():
         found = find_path(str(found / "tokenizer.json"), "data.tokenizer")
     text = Path(found).read_bytes()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from meshwright import processes
 from meshwright.config.distributed import DistributedConfig
-from meshwright.errors import EnvironmentProblem, UserError
+from meshwright.errors import EnvironmentProblem, UserError, first_line
 
 _RUNTIME_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
 _LOST = re.compile(
@@ -96,7 +96,7 @@ def leave_at_once(code: int) -> None:
 
 def explain_lost_peer(error: Exception) -> EnvironmentProblem | None:
     """Return what a person should read if an exchange failed because another process is gone."""
-    text = str(error).partition("\n")[0]
+    text = first_line(error)
     if not _connected() or type(error).__name__ not in _RUNTIME_ERRORS or not _LOST.search(text):
         return None
     return EnvironmentProblem(

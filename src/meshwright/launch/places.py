@@ -10,6 +10,7 @@ from pathlib import Path
 
 from meshwright.errors import UserError
 from meshwright.launch.arguments import Launch
+from meshwright.units import counted
 
 _OTHER_LAUNCHERS = re.compile(r"SLURM_(PROCID|LOCALID)|OMPI_COMM_WORLD_\w+")
 """What would tell a process another rank than ours."""
@@ -88,8 +89,8 @@ def _divide(gpus: int, launch: Launch) -> list[dict[str, str]]:
     each = launch.devices_per_process or gpus // launch.nprocs
     if not each or each * launch.nprocs > gpus:
         raise UserError(
-            f"{launch.nprocs} processes with {max(each, 1)} GPU(s) each need "
-            f"{launch.nprocs * max(each, 1)} GPUs",
+            f"{counted(launch.nprocs, 'process', 'processes')} with "
+            f"{counted(max(each, 1), 'GPU')} each need {launch.nprocs * max(each, 1)} GPUs",
             why=f"this machine has {gpus}",
             fix=f"write --nprocs {gpus} or fewer; for virtual CPU devices set JAX_PLATFORMS=cpu",
         )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from meshwright.errors import UserError, did_you_mean
+from meshwright.units import counted
 
 AXES = ("pipe", "data", "fsdp", "tensor")
 """Canonical axes from the slowest links (outermost) to the fastest (innermost)."""
@@ -23,9 +24,14 @@ INFER = -1
 """The size that means: whatever is left of the devices."""
 
 
+def resolve_alias(name: str) -> str:
+    """Return the axis an alias stands for; any other name unchanged."""
+    return ALIASES.get(name, name)
+
+
 def canonical_axis(name: str) -> str:
-    """Return the canonical name of an axis given by name or alias."""
-    axis = ALIASES.get(name, name)
+    """Return the canonical name of an axis given by name or alias, and refuse any other."""
+    axis = resolve_alias(name)
     if axis not in AXES:
         hint = did_you_mean(name, [*AXES, *ALIASES])
         raise UserError(
@@ -62,9 +68,10 @@ def parse_mesh(text: str) -> dict[str, int]:
                 f"cannot read `{part}` in the mesh `{text}`",
                 fix='write axis=size pairs, such as "fsdp=4,tensor=2"',
             )
-        if canonical_axis(name) in sizes:
+        axis = canonical_axis(name)
+        if axis in sizes:
             raise UserError(f"mesh axis `{name}` is given twice in `{text}`")
-        sizes[canonical_axis(name)] = int(size)
+        sizes[axis] = int(size)
     return canonical_sizes(sizes)
 
 
@@ -154,15 +161,11 @@ def _mismatch(wanted: Mapping[str, int], num_devices: int) -> UserError:
         else f"not {num_devices}"
     )
     return UserError(
-        f"the mesh does not match the {_plural(num_devices, 'device')}",
+        f"the mesh does not match the {counted(num_devices, 'device')}",
         why=f"{equation}, {relation}",
         fix="nearest meshes that work: "
         + "; ".join(override_text(s) for s in _distinct(nearest_sizes(wanted, num_devices))),
     )
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _distinct(items: Iterable[dict[str, int]]) -> list[dict[str, int]]:

@@ -12,7 +12,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshwright.errors import UserError
-from meshwright.mesh.axes import ALIASES, AXES, INFER, resolve_sizes
+from meshwright.mesh.axes import AXES, INFER, resolve_alias, resolve_sizes
 
 Device = Any
 """A JAX device; typed loosely so that tests can describe machines that are not here."""
@@ -81,7 +81,7 @@ def check_same_kind(devices: Sequence[Device]) -> None:
 
 
 def _rank(name: str, position: int) -> tuple[float, int]:
-    axis = ALIASES.get(name, name)
+    axis = resolve_alias(name)
     # A name that is not ours sorts with `data`: outside the fast-link axes, inside pipe.
     return (AXES.index(axis) if axis in AXES else AXES.index("data"), position)
 

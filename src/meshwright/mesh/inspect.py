@@ -18,6 +18,7 @@ from rich.text import Text
 from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.draw import render_mesh
 from meshwright.mesh.picture import id_ranges
+from meshwright.units import counted
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _one(record: ShardingRecord) -> RenderableType:
     table.add_row("  layout", f"{record.spec} on {record.mesh}" if record.mesh else record.spec)
     if record.devices:
         parts, copies = len(record.devices) // record.replicas, record.replicas
-        split = f"{parts} part{'s' * (parts > 1)}, {copies} cop{'ies' if copies > 1 else 'y'} each"
+        split = f"{counted(parts, 'part')}, {counted(copies, 'copy', 'copies')} each"
         holds = f"{list(record.shard_shape)}, {decimal(record.bytes_per_device)}"
         table.add_row("  devices", f"{len(record.devices)} ({id_ranges(record.devices)}): {split}")
         table.add_row("  one holds", holds)
@@ -164,6 +165,5 @@ def _many(name: str, records: tuple[ShardingRecord, ...]) -> RenderableType:
         table.add_row(Text(r.path), Text(array), Text(r.spec), size, str(r.replicas))
     total = decimal(sum(r.total_bytes for r in records))
     held = decimal(sum(r.bytes_per_device for r in records if r.devices))
-    count = f"{len(records)} array{'s' * (len(records) != 1)}"
-    summary = f"{count}: {total} in all, at most {held} on one device"
+    summary = f"{counted(len(records), 'array')}: {total} in all, at most {held} on one device"
     return Group(Text(name, "bold"), table, Text(summary, "dim"))

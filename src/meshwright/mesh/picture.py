@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.mesh.axes import describe_sizes, shown_sizes
+from meshwright.units import counted
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 """Positions of devices in the mesh, counted in row-major order of the coordinates."""
@@ -35,9 +36,8 @@ class Picture:
     @property
     def headline(self) -> str:
         """One line: ``fsdp=4 × tensor=2 · 8 devices · NVIDIA H200``."""
-        count = len(self.ids)
         parts = [describe_sizes(self.axes)] if self.axes else []
-        parts.append("1 device" if count == 1 else f"{count} devices")
+        parts.append(counted(len(self.ids), "device"))
         return " · ".join([*parts, self.kind or "described, not present"])
 
     @property

@@ -7,6 +7,7 @@ import os
 import jax
 
 from meshwright.errors import UserError
+from meshwright.units import counted
 
 MOST_DEVICES = 1024
 _THREADS_PER_DEVICE = 2
@@ -24,7 +25,8 @@ def simulate_devices(count: int) -> None:
             return
         raise UserError(
             f"it is too late to simulate {count} devices",
-            why=f"JAX has already started with {len(present)} {present[0].platform} device(s)",
+            why=f"JAX has already started with "
+            f"{counted(len(present), f'{present[0].platform} device')}",
             fix="call simulate_devices before anything that asks JAX for devices or makes an array",
         )
     # How XLA is told the threads its devices share. Each exchange between devices holds one until

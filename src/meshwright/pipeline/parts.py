@@ -13,6 +13,7 @@ from flax import linen, nnx
 
 from meshwright.errors import UserError
 from meshwright.program.flops import forward_flops
+from meshwright.trees import is_key
 
 EVALUATION = {"deterministic": True, "use_running_average": True}
 """What evaluation means to a Linen module that has these attributes, as to any NNX module."""
@@ -124,7 +125,7 @@ def trace(part: Part, x: Any) -> TracedPart:
 
 def to_default_device(value: Any) -> Any:
     """Return an array as if it had just been made, on no device in particular."""
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if is_key(value):
         words = jnp.asarray(np.asarray(jax.random.key_data(value)))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
     return jnp.asarray(np.asarray(value))

@@ -24,6 +24,7 @@ from meshwright.pipeline.separate import Host, Loss, Stage, divide_devices, outp
 from meshwright.pipeline.suggest import fewer_stages, timeline_of, unused_devices
 from meshwright.pipeline.timeline import Timeline
 from meshwright.pipeline.updates import Updates
+from meshwright.trees import resize_batch
 from meshwright.units import counted, human_count
 
 
@@ -292,7 +293,7 @@ class Pipeline:
 
     def _microbatch_shape(self, example: Any) -> Any:
         size = -(-given.count_samples("example", example) // self.num_microbatches)
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), example)
+        return resize_batch(example, size)
 
     def _check_fit(self, x: Any, target: Any = None) -> None:
         """Refuse shapes the layers or the loss cannot take, the first time they are given."""

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from meshwright.tracking.jsonl import finite
+from meshwright.json_text import finite
 
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("elements.js", "words.js", "chart.js", "tables.js", "sections.js", "page.js")

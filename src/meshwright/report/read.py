@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from meshwright.config.origins import flatten
+from meshwright.json_text import parse_json
 from meshwright.tracking.jsonl import read_lines, read_metrics
 
 MOST_POINTS = 2000
@@ -83,13 +83,6 @@ def _config(folder: Path) -> list[dict[str, Any]]:
 
 def _json(path: Path) -> Any:
     try:
-        return _parse(path.read_bytes())
+        return parse_json(path.read_bytes())
     except OSError:
-        return None
-
-
-def _parse(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
         return None

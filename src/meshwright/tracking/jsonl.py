@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
+
+from meshwright.json_text import finite, parse_json
 
 
 class JsonlTracker:
@@ -71,7 +72,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         lines = path.read_bytes().splitlines()
     except OSError:
         return
-    yield from (record for record in map(_parse, lines) if isinstance(record, dict))
+    yield from (record for record in map(parse_json, lines) if isinstance(record, dict))
 
 
 def read_metrics(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
@@ -99,7 +100,7 @@ def mend_last_line(path: Path) -> None:
     if not last:
         return
     with path.open("r+b") as file:
-        if isinstance(_parse(last), dict):
+        if isinstance(parse_json(last), dict):
             file.seek(0, os.SEEK_END)
             file.write(b"\n")
         else:
@@ -115,21 +116,5 @@ def _write_whole(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    value = _parse(path.read_bytes()) if path.is_file() else None
+    value = parse_json(path.read_bytes()) if path.is_file() else None
     return value if isinstance(value, dict) else {}
-
-
-def _parse(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-
-
-def finite(value: Any) -> Any:
-    """Return a value with null for every number that JSON cannot hold."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, list | tuple) else value

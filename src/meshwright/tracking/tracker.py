@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from meshwright.errors import first_line
+
 logger = logging.getLogger("meshwright.tracking")
 
 
@@ -90,7 +92,7 @@ class Trackers:
         except Exception as error:
             # Whatever a service or a disk does to a tracker must not end the training.
             del self._trackers[name]
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            reason = first_line(error)
             message = f"tracking by {name} stopped: {reason}"
             self.event("warning", update, message, {"tracker": name})
             if not self._trackers:

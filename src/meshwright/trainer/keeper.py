@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from meshwright.checkpoint.store import CheckpointStore, Passport, Saved
-from meshwright.errors import EnvironmentProblem
+from meshwright.errors import EnvironmentProblem, first_line
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 
@@ -148,4 +148,4 @@ class CheckpointKeeper:
 
 
 def _reason(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    return first_line(error)

@@ -17,6 +17,7 @@ from meshwright.checkpoint.store import FOLDER, CheckpointStore, Passport
 from meshwright.config.duration import Duration
 from meshwright.config.schema import CheckpointConfig
 from meshwright.data.feed import Data
+from meshwright.errors import first_line
 from meshwright.processes import broadcast, is_main, process_count
 from meshwright.profile import NoProfiling, Profile, Profiling
 from meshwright.program.flops import count_flops, peak_flops
@@ -190,7 +191,7 @@ class Training:
             result = {**self._summary(progress, seconds), **more}
         except BaseException as error:
             keeper.abandon()
-            reason = str(error).partition("\n")[0] or type(error).__name__
+            reason = first_line(error)
             tracker.event("stop", progress.update, f"failed: {reason}", {"failed": True})
             raise
         finally:

@@ -11,7 +11,7 @@ from meshwright.cli.doctor import facts
 from meshwright.cli.doctor.reduce import check_all_reduce
 from meshwright.cli.doctor.render import render
 from meshwright.cli.doctor.warnings import disagreements, find_warnings
-from meshwright.errors import ExitCode
+from meshwright.errors import ExitCode, typed_line
 
 if TYPE_CHECKING:
     from meshwright.cli.request import Request
@@ -69,7 +69,7 @@ def _devices() -> dict[str, Any]:
         devices = jax.devices()
     except Exception as error:
         # A doctor must not fall ill itself: a broken installation is a finding.
-        return _no_devices(f"{type(error).__name__}: {error}".partition("\n")[0])
+        return _no_devices(typed_line(error))
     reduced = check_all_reduce(devices)
     return {
         "jax_error": None,

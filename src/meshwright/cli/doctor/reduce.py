@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.errors import typed_line
+
 TIMEOUT_SECONDS = 120.0
 """Compilation included; a collective that takes longer is taken for stuck."""
 
@@ -30,7 +32,7 @@ def check_all_reduce(
             outcome.update(received=all_reduce(devices), error=None)
         except Exception as error:
             # Whatever a backend raises is the finding.
-            outcome["error"] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            outcome["error"] = typed_line(error)
 
     # A stuck collective cannot be cancelled, so it is left behind in a thread.
     thread = threading.Thread(target=work, daemon=True)
