@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from meshwright.program.backward import read_again
 from meshwright.program.collectives import ring_bytes
 from meshwright.program.jaxprs import Literal
-from meshwright.program.layout import StepLeaf
 from meshwright.program.policy import COMPUTE_DTYPES
 from meshwright.program.rolled import casts_of
 from meshwright.program.segments import Outer, cut, reads
@@ -25,14 +24,12 @@ class Needed:
         kind: all-gather, reduce-scatter or all-reduce.
         sent_bytes: bytes each device sends per update.
         module: the module it belongs to.
-        why: for people.
     """
 
     axis: str
     kind: str
     sent_bytes: float
     module: str
-    why: str
 
 
 def needed_exchanges(assembled: Assembled) -> list[Needed]:
@@ -55,13 +52,13 @@ def _weights(assembled: Assembled) -> Iterator[Needed]:
             use = whole * (2 / 4 if compute is not None else 1)
             gathers = 1 if number in gathered_once else 2
             sent = ring_bytes("all-gather", use, plan.size("fsdp"))
-            yield Needed("fsdp", "all-gather", times * gathers * sent, module, "weights")
+            yield Needed("fsdp", "all-gather", times * gathers * sent, module)
         if step.leaf.role == "param":
-            yield from _reduction(step, placed, whole, assembled, module)
+            yield from _reduction(placed, whole, assembled, module)
 
 
 def _reduction(
-    step: StepLeaf, placed: Placement, whole: float, assembled: Assembled, module: str
+    placed: Placement, whole: float, assembled: Assembled, module: str
 ) -> Iterator[Needed]:
     """Yield how one gradient is reduced over the devices that saw other samples."""
     plan = assembled.plan
@@ -70,14 +67,14 @@ def _reduction(
     divided = "fsdp" in placed.axes() and plan.sharding.zero > 1
     if fsdp > 1:
         kind = "reduce-scatter" if divided else "all-reduce"
-        yield Needed("fsdp", kind, times * ring_bytes(kind, whole, fsdp), module, "gradient")
+        yield Needed("fsdp", kind, times * ring_bytes(kind, whole, fsdp), module)
         if "fsdp" in placed.axes() and plan.sharding.zero < 3:
             sent = ring_bytes("all-gather", whole, fsdp)
-            yield Needed("fsdp", "all-gather", sent, module, "updated weights")
+            yield Needed("fsdp", "all-gather", sent, module)
     if data > 1:
         # Only what fsdp has left of each gradient goes over the slower axis.
         sent = ring_bytes("all-reduce", whole / fsdp, data)
-        yield Needed("data", "all-reduce", times * sent, module, "gradient")
+        yield Needed("data", "all-reduce", times * sent, module)
 
 
 def _activations(assembled: Assembled) -> Iterator[Needed]:
@@ -94,8 +91,7 @@ def _activations(assembled: Assembled) -> Iterator[Needed]:
         seen.add(key)
         kind = "all-gather" if event.blocking else "all-reduce"
         sent = ring_bytes(kind, event.total / plan.batch.replicas, tensor.size)
-        direction = "backward" if event.kind == "spread" else "forward"
-        yield Needed("tensor", kind, times * sent, event.path, f"{direction} {event.primitive}")
+        yield Needed("tensor", kind, times * sent, event.path)
 
 
 def _gathered_once(assembled: Assembled) -> set[int]:
