@@ -32,9 +32,9 @@ from record import median_interval, verdict, write_record
 
 import meshwright as mw
 from meshwright.config.duration import Duration
-from meshwright.data.given import as_data
+from meshwright.data.user_data import as_data
 from meshwright.step.canonical import CanonicalForm
-from meshwright.tracking.make import make_trackers
+from meshwright.tracking.setup import make_trackers
 from meshwright.trainer import training as room
 from meshwright.trainer.training import Training
 

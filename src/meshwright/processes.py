@@ -25,7 +25,7 @@ class _Calls:
 
     made: int = 0
     failed: int = 0
-    tidied: int = 0
+    deleted: int = 0
 
 
 _calls = _Calls()
@@ -73,7 +73,7 @@ def connect(
         raise EnvironmentProblem(
             f"process {process_id} cannot connect to {coordinator_address}", why=str(error)
         ) from error
-    _calls.made = _calls.failed = _calls.tidied = 0
+    _calls.made = _calls.failed = _calls.deleted = 0
 
 
 def process_index() -> int:
@@ -98,12 +98,12 @@ def broadcast(value: Any, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Any:
     tuples as lists, keys as strings.
     """
     sent = _to_json(value) if is_main() else "null"
-    return json.loads(_meet("broadcast", sent, timeout_seconds)[0])
+    return json.loads(_exchange("broadcast", sent, timeout_seconds)[0])
 
 
 def gather(value: Any, *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[Any]:
     """Return every process's value, in the order of the processes; JSON as in `broadcast`."""
-    received = _meet("gather", _to_json(value), timeout_seconds, everyone=True)
+    received = _exchange("gather", _to_json(value), timeout_seconds, everyone=True)
     return [json.loads(text) for text in received]
 
 
@@ -133,10 +133,10 @@ def barrier(name: str, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
     Raises:
         EnvironmentProblem: naming the processes that did not arrive in time.
     """
-    _meet(f"barrier {name}", "null", timeout_seconds)
+    _exchange(f"barrier {name}", "null", timeout_seconds)
 
 
-def _meet(what: str, sent: str, timeout_seconds: float, *, everyone: bool = False) -> list[str]:
+def _exchange(what: str, sent: str, timeout_seconds: float, *, everyone: bool = False) -> list[str]:
     """Exchange texts with the other processes and return process 0's, or everyone's.
 
     Each process leaves its text under the number of the call and waits for the others. Once all
@@ -147,33 +147,33 @@ def _meet(what: str, sent: str, timeout_seconds: float, *, everyone: bool = Fals
         return [sent]
     number, me = _calls.made, process_index()
     _calls.made += 1
-    room = f"meshwright/{number}"
-    client.key_value_set(f"{room}/{me}", json.dumps([what, sent]))
+    prefix = f"meshwright/{number}"
+    client.key_value_set(f"{prefix}/{me}", json.dumps([what, sent]))
     try:
         # The coordinator remembers every barrier's name, so one serves for all calls; a failed
         # one cannot be used again.
         client.wait_at_barrier(f"meshwright/{_calls.failed}", int(timeout_seconds * 1000))
     except RuntimeError as error:
         _calls.failed += 1
-        raise _absence(client, room, what, timeout_seconds, error) from error
+        raise _explain_timeout(client, prefix, what, timeout_seconds, error) from error
     if me == 0:
-        _tidy(client, number)
-    left = _texts(client, room) if everyone else {0: client.key_value_try_get(f"{room}/0")}
-    return [_matching(process, left[process], what) for process in sorted(left)]
+        _delete_old_texts(client, number)
+    left = _texts(client, prefix) if everyone else {0: client.key_value_try_get(f"{prefix}/0")}
+    return [_check_call(process, left[process], what) for process in sorted(left)]
 
 
-def _tidy(client: Any, number: int) -> None:
+def _delete_old_texts(client: Any, number: int) -> None:
     """Delete what was left at the calls before this one."""
-    for old in range(_calls.tidied, number):
+    for old in range(_calls.deleted, number):
         client.key_value_delete(f"meshwright/{old}")
-    _calls.tidied = number
+    _calls.deleted = number
 
 
-def _texts(client: Any, room: str) -> dict[int, str]:
-    return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(room)}
+def _texts(client: Any, prefix: str) -> dict[int, str]:
+    return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(prefix)}
 
 
-def _matching(process: int, left: str, what: str) -> str:
+def _check_call(process: int, left: str, what: str) -> str:
     """Return the text a process left, if it was making the same call."""
     called, text = json.loads(left)
     if called != what:
@@ -185,12 +185,12 @@ def _matching(process: int, left: str, what: str) -> str:
     return text
 
 
-def _absence(
-    client: Any, room: str, what: str, timeout_seconds: float, error: RuntimeError
+def _explain_timeout(
+    client: Any, prefix: str, what: str, timeout_seconds: float, error: RuntimeError
 ) -> EnvironmentProblem:
     """Say who did not come, from the texts the others left."""
     try:
-        arrived = _texts(client, room)
+        arrived = _texts(client, prefix)
     except RuntimeError:
         return EnvironmentProblem(
             f"process {process_index()} lost process 0 while waiting at `{what}`", why=str(error)

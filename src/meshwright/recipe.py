@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from meshwright import models, tasks
-from meshwright.config.arguments import check_optimizer
+from meshwright.config.argument_checks import check_optimizer
 from meshwright.config.builders import (
     Builder,
     build,
@@ -24,11 +24,11 @@ from meshwright.config.builders import (
 from meshwright.config.duration import Duration, parse_duration
 from meshwright.config.schema import Config, OptimizerConfig
 from meshwright.data.batches import read_batch
-from meshwright.data.feed import Data
-from meshwright.data.make import MadeData
+from meshwright.data.config_data import ConfigData
+from meshwright.data.protocols import Data
 from meshwright.errors import MeshwrightError, UserError
-from meshwright.inputs.model import call_with_rngs, model_source
-from meshwright.inputs.task import HasLoss, read_task
+from meshwright.inputs.user_model import call_with_rngs, model_source
+from meshwright.inputs.user_task import HasLoss, read_task
 from meshwright.plan import Plan
 from meshwright.program.trace import Loss
 from meshwright.step.assemble import Assembled, ModelSource, assemble
@@ -55,7 +55,7 @@ class Recipe:
     model: ModelSource
     loss: Loss
     task: HasLoss
-    made: MadeData
+    made: ConfigData
     optimizer: optax.GradientTransformation
     clip_norm: float | None
     learning_rate: optax.Schedule
@@ -134,13 +134,13 @@ def make_task(config: Config) -> HasLoss:
     return read_task(config.task.kind, builder, {**shared, **config.task.arguments()})
 
 
-def find_data(config: Config, task: HasLoss) -> MadeData:
+def find_data(config: Config, task: HasLoss) -> ConfigData:
     """Return the data of both, not read yet; what they share is read once."""
     sizes = _model_sizes(config)
     shared = {name: getattr(task, name, sizes.get(name)) for name in _SHARED_SIZES}
     shared["sequence_length"] = shared["context_length"]
     given = {name: value for name, value in shared.items() if value is not None}
-    return MadeData(config.data, config.run.seed, given, task)
+    return ConfigData(config.data, config.run.seed, given, task)
 
 
 def make_optimizer(config: Config, rate: optax.Schedule) -> optax.GradientTransformation:

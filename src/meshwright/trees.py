@@ -51,5 +51,7 @@ def check_num_samples(sizes: Mapping[str, int], name: str) -> int:
         )
     (count,) = set(sizes.values())
     if not count:
-        raise UserError(f"{name} has no samples", why="dim 0 of its arrays is 0")
+        raise UserError(
+            f"{name} has no samples", why="dim 0 of its arrays is 0", fix="give at least one sample"
+        )
     return count

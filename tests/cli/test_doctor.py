@@ -16,7 +16,7 @@ from real_processes import run_processes
 from rich.console import Console
 
 from meshwright.cli import doctor
-from meshwright.cli.doctor import facts, reduce
+from meshwright.cli.doctor import machine, reduce
 from meshwright.cli.doctor.warnings import disagreements, find_warnings
 from meshwright.errors import ExitCode
 
@@ -161,8 +161,8 @@ def test_only_variables_that_matter_are_read_and_no_secrets():
         "HYDRA_FULL_ERROR": "1",
     }
     others = {"HOME": "/home/someone", "AWS_SECRET_ACCESS_KEY": "s3cret", "MY_RANK": "1"}
-    assert facts.environment(environ | others) == environ
-    hidden = facts.environment(
+    assert machine.environment(environ | others) == environ
+    hidden = machine.environment(
         {"SLURM_JWT": "s3cret", "JAX_COMPILATION_CACHE_DIR": "https://me:s3cret@host/cache"}
     )
     assert hidden == {
@@ -173,7 +173,7 @@ def test_only_variables_that_matter_are_read_and_no_secrets():
 
 def test_ranks_are_read_per_launcher():
     environ = {"RANK": "1", "WORLD_SIZE": "4", "SLURM_NTASKS": "8", "OMPI_COMM_WORLD_RANK": "x"}
-    assert facts.ranks(environ) == [
+    assert machine.ranks(environ) == [
         {"source": "environment", "rank": 1, "world_size": 4, "local_rank": None},
         {"source": "Open MPI", "rank": None, "world_size": None, "local_rank": None},
     ]
@@ -190,18 +190,18 @@ def test_host_memory_is_read_with_a_containers_limit(tmp_path):
         "host_available_bytes": 1024 * 1024,
         "container_limit_bytes": None,
     }
-    assert facts.memory(tmp_path) == unlimited
+    assert machine.memory(tmp_path) == unlimited
     (cgroup / "memory.max").write_text("1000\n")
-    assert facts.memory(tmp_path) == unlimited | {"container_limit_bytes": 1000}
-    assert set(facts.memory(tmp_path / "nowhere").values()) == {None}
+    assert machine.memory(tmp_path) == unlimited | {"container_limit_bytes": 1000}
+    assert set(machine.memory(tmp_path / "nowhere").values()) == {None}
 
 
 def test_accelerators_are_seen_without_jax(tmp_path):
     (tmp_path / "dev").mkdir()
-    assert facts.accelerators(tmp_path) == []
+    assert machine.accelerators(tmp_path) == []
     for name in ("nvidia0", "nvidia1", "nvidiactl", "kfd"):
         (tmp_path / "dev" / name).touch()
-    assert facts.accelerators(tmp_path) == ["NVIDIA GPU", "AMD GPU"]
+    assert machine.accelerators(tmp_path) == ["NVIDIA GPU", "AMD GPU"]
 
 
 def test_device_memory_is_told_where_it_is_counted():
@@ -210,10 +210,10 @@ def test_device_memory_is_told_where_it_is_counted():
 
     place = {"id": 3, "device_kind": "NVIDIA H200", "process_index": 1}
     counted = SimpleNamespace(**place, memory_stats=lambda: {"bytes_limit": 100, "bytes_in_use": 7})
-    told = facts.device(counted)
+    told = machine.device(counted)
     assert told["kind"] == "NVIDIA H200"
     assert (told["memory_total_bytes"], told["memory_used_bytes"]) == (100, 7)
-    assert facts.device(SimpleNamespace(**place, memory_stats=unsupported)) == told | {
+    assert machine.device(SimpleNamespace(**place, memory_stats=unsupported)) == told | {
         "memory_total_bytes": None,
         "memory_used_bytes": None,
     }

@@ -71,7 +71,7 @@ def test_a_page_that_cannot_be_written_is_a_users_error(run, folders, tmp_path):
 
 
 def test_too_many_runs_are_cut_and_the_cut_is_told(run, folders, monkeypatch):
-    monkeypatch.setattr("meshwright.cli.report.MOST_RUNS", 1)
+    monkeypatch.setattr("meshwright.cli.report.MAX_RUNS", 1)
     code, out, err = run(*folders, "--json")
     assert code == 0
     assert json.loads(out)["runs"] == [str(folders[0])]

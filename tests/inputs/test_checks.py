@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from meshwright.config.arguments import check_clip_norm, check_count, check_optimizer
+from meshwright.config.argument_checks import check_clip_norm, check_count, check_optimizer
 from meshwright.errors import UserError
 from meshwright.inputs.checks import asked_sizes, check_loss, check_precision
 

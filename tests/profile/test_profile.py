@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meshwright.profile import CollectiveTime, DeviceTime, Profile
-from meshwright.profile.advice import advise
+from meshwright.profile.bottlenecks import advise
 
 
 def profile(*devices: tuple[float, float, float], waited: float = 0.0, **more) -> Profile:

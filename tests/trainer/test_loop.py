@@ -15,9 +15,9 @@ import meshwright as mw
 from meshwright.checkpoint.store import Saved
 from meshwright.config.duration import Duration, parse_duration
 from meshwright.config.schema import CheckpointConfig
-from meshwright.data.given import as_data
+from meshwright.data.user_data import as_data
 from meshwright.errors import EnvironmentProblem, UserError
-from meshwright.tracking.jsonl import JsonlTracker
+from meshwright.tracking.run_files import RunFiles
 from meshwright.trainer.callbacks import Callbacks
 from meshwright.trainer.keeper import CheckpointKeeper
 from meshwright.trainer.limits import Limits, Stop
@@ -151,7 +151,7 @@ def test_a_profile_is_taken_on_the_way(tmp_path):
         start=lambda: assembled.init(0),
         seed=0,
         run_dir=tmp_path,
-        make_tracker=lambda _: JsonlTracker(tmp_path),
+        make_tracker=lambda _: RunFiles(tmp_path),
         checkpoint=CheckpointConfig(enabled=False),
         profile=True,
     ).run()

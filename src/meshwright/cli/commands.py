@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.launch.arguments import FLAGS as LAUNCH_FLAGS
+from meshwright.launch.options import FLAGS as LAUNCH_FLAGS
 
 
 @dataclass(frozen=True)

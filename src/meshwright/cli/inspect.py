@@ -17,8 +17,8 @@ from meshwright.cli.request import Request
 from meshwright.errors import ExitCode, UserError
 from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.build import build_mesh
-from meshwright.mesh.draw import render_mesh
-from meshwright.mesh.svg import mesh_svg
+from meshwright.mesh.svg_drawing import mesh_svg
+from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.pipeline.draw import render_timeline
 from meshwright.pipeline.report import PipelineReport
 from meshwright.pipeline.schedules import get_schedule

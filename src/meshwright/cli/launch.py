@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from meshwright.launch.arguments import parse_launch
-from meshwright.launch.places import environments
+from meshwright.launch.environments import environments
+from meshwright.launch.options import parse_launch
 from meshwright.launch.supervise import Supervisor
 
 

@@ -22,7 +22,7 @@ _BY_STAGES = (
 def run(request: Request) -> int:
     """Compile the step without running it and list its collectives."""
     plan, config = request.plan(), request.config
-    remarks = request.tell_unused(plan)
+    remarks = request.report_unused_settings(plan)
     recipe = make_recipe(config, plan.batch.global_batch_size)
     batch = recipe.data.batch(0, plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, batch)

@@ -26,7 +26,7 @@ from meshwright.units import human_bytes
 def run(request: Request) -> int:
     """Compile, warm up, trace some updates, and tell what they spent their time on."""
     plan, config = request.plan(), request.config
-    request.tell_unused(plan)
+    request.report_unused_settings(plan)
     folder = Path(request.arguments.flags.get("--out", "profile"))
     profiler = Profiler(folder / "trace", request.arguments.number("--updates", 5))
     recipe = make_recipe(config, plan.batch.global_batch_size)

@@ -11,7 +11,7 @@ from meshwright.cli.output import Output, write_file
 from meshwright.errors import ExitCode, UserError
 from meshwright.report import find_runs, make_page, read_run
 
-MOST_RUNS = 16
+MAX_RUNS = 16
 """Runs on one page; beyond, nobody can tell the curves apart."""
 
 
@@ -25,9 +25,9 @@ def run(arguments: Arguments, output: Output) -> int:
             fix="write meshwright report outputs/<project>/<date>/<time>",
         )
     runs = find_runs(named)
-    shown, left_out = runs[:MOST_RUNS], max(len(runs) - MOST_RUNS, 0)
+    shown, left_out = runs[:MAX_RUNS], max(len(runs) - MAX_RUNS, 0)
     if left_out:
-        output.say(f"{len(runs)} runs found; the first {MOST_RUNS} are on the page")
+        output.say(f"{len(runs)} runs found; the first {MAX_RUNS} are on the page")
     page = make_page([read_run(folder) for folder in shown], left_out=left_out)
     path = Path(arguments.flags.get("--out") or _default_path(named))
     write_file(path, page, fix="write --out FILE")

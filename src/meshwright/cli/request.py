@@ -39,7 +39,7 @@ class Request:
 
         return make_plan(self.config, jax.device_count())
 
-    def tell_unused(self, plan: Plan) -> list[str]:
+    def report_unused_settings(self, plan: Plan) -> list[str]:
         """Say, and return, which settings were given and change nothing."""
         from rich.text import Text
 

@@ -16,12 +16,12 @@ from meshwright.cli.sample import generate_sample
 from meshwright.config.origins import trace_origins
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode, UserError
-from meshwright.mesh.draw import render_mesh
+from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.plan import Plan, make_plan, unused_settings
 from meshwright.processes import broadcast
 from meshwright.recipe import make_recipe
 from meshwright.step.state import TrainState
-from meshwright.tracking.make import make_trackers
+from meshwright.tracking.setup import make_trackers
 from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.callbacks import Callback, EarlyStopping
 from meshwright.trainer.folder import make_folder

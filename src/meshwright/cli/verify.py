@@ -22,7 +22,7 @@ from meshwright.units import counted
 def run(request: Request) -> int:
     """Compare the mesh with one device, print and save the certificate."""
     plan, config = request.plan(), request.config
-    request.tell_unused(plan)
+    request.report_unused_settings(plan)
     recipe = make_recipe(config, plan.batch.global_batch_size)
     certificate = verify(
         recipe.model,

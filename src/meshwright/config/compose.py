@@ -15,14 +15,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from meshwright.config.base import field_paths, shorten, unknown_key
 from meshwright.config.groups import CONF_DIR, group_options
-from meshwright.config.schema import Config, Open
+from meshwright.config.schema import Config, KindConfig
 from meshwright.errors import UserError, did_you_mean, first_line
 from meshwright.mesh.axes import resolve_alias
 
-_OPEN_SECTIONS = tuple(
+_KIND_SECTIONS = tuple(
     name
     for name, info in Config.model_fields.items()
-    if isinstance(info.annotation, type) and issubclass(info.annotation, Open)
+    if isinstance(info.annotation, type) and issubclass(info.annotation, KindConfig)
 )
 
 
@@ -168,7 +168,7 @@ def _files_left_out(own: list[str], arguments: list[str], parsed: Sequence[Overr
     chosen = {override.key_or_group for override in parsed}
     kinds = {
         section: override.value()
-        for section in _OPEN_SECTIONS
+        for section in _KIND_SECTIONS
         for override in parsed
         if override.key_or_group == f"{section}.kind" and not override.is_delete()
         if section not in chosen

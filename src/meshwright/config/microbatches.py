@@ -27,7 +27,7 @@ def solve_pipeline_batch(
     stages, replicas = sizes.get("pipe", 1), sizes.get("data", 1) * sizes.get("fsdp", 1)
     steps = gradient_accumulation_steps
     if stages > 1:
-        asked = _Asked(
+        asked = _BatchRequest(
             stages, replicas, group_size(pipeline, stages), global_batch_size, micro_batch_size
         )
         _check_groups(asked, pipeline, steps)
@@ -83,7 +83,7 @@ def multiples_around(number: int, of: int) -> str:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _BatchRequest:
     """What is known of a batch before its microbatches are counted.
 
     Attributes:
@@ -131,7 +131,7 @@ class _Asked:
         return max((n for n in counts if own % n == 0), default=1)
 
 
-def _check_groups(asked: _Asked, pipeline: PipelineConfig, steps: int | None) -> None:
+def _check_groups(asked: _BatchRequest, pipeline: PipelineConfig, steps: int | None) -> None:
     """Refuse a number of microbatches that is no multiple of the stages where it must be."""
     given = pipeline.num_microbatches
     if asked.group == 1:
@@ -159,7 +159,7 @@ def _check_groups(asked: _Asked, pipeline: PipelineConfig, steps: int | None) ->
     )
 
 
-def _other_count(asked: _Asked, total: int | None, count: int, key: str) -> str:
+def _other_count(asked: _BatchRequest, total: int | None, count: int, key: str) -> str:
     """Return numbers that go round, and a batch for them where none divides this one."""
     if total is None:
         return f"{key}={multiples_around(count, asked.group)}"
@@ -170,7 +170,7 @@ def _other_count(asked: _Asked, total: int | None, count: int, key: str) -> str:
     return f"{key}={near} with a global batch of {batches} samples"
 
 
-def _check_group_of_samples(asked: _Asked, num_chunks: int) -> None:
+def _check_group_of_samples(asked: _BatchRequest, num_chunks: int) -> None:
     """Refuse a batch whose samples make no whole groups, whatever the number of microbatches."""
     samples, by = asked.samples, asked.replicas * (asked.micro or 1) * asked.group
     if samples is None or samples % by == 0:
@@ -187,7 +187,7 @@ def _check_group_of_samples(asked: _Asked, num_chunks: int) -> None:
     )
 
 
-def _check_divides(asked: _Asked, count: int) -> None:
+def _check_divides(asked: _BatchRequest, count: int) -> None:
     """Refuse a number of microbatches that does not divide the batch, with some that do."""
     size, by = asked.samples or 0, asked.replicas * (asked.micro or 1) * count
     if size % by == 0:

@@ -28,7 +28,7 @@ AxisSize = Annotated[int, Field(le=2**20)]
 """Devices along an axis; beyond a million it is a slip of the keyboard."""
 
 
-class Open(Frozen):
+class KindConfig(Frozen):
     """A section whose other keys are arguments of what ``kind`` names."""
 
     model_config = ConfigDict(extra="allow")
@@ -40,7 +40,7 @@ class Open(Frozen):
         return dict(self.__pydantic_extra__ or {})
 
 
-class ModelConfig(Open):
+class ModelConfig(KindConfig):
     """What is trained: a model of ours by kind, or yours as ``package.module:Class``.
 
     Attributes:
@@ -59,11 +59,11 @@ class ModelConfig(Open):
         return value
 
 
-class TaskConfig(Open):
+class TaskConfig(KindConfig):
     """What it is trained for: a loss of ours by kind, or yours as ``package.module:function``."""
 
 
-class DataConfig(Open):
+class DataConfig(KindConfig):
     """Where samples come from: a kind of ours or yours; further keys are its arguments.
 
     Attributes:
@@ -84,7 +84,7 @@ class DataConfig(Open):
     prefetch: int = Field(default=4, ge=0, le=1024)
 
 
-class OptimizerConfig(Open):
+class OptimizerConfig(KindConfig):
     """How parameters are updated: any optax optimizer by name; further keys are its arguments.
 
     Attributes:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.feed import HostBatch, fingerprint_of
-from meshwright.data.files import content_sample, find_path, load_array
+from meshwright.data.files import find_path, load_array
+from meshwright.data.fingerprints import content_sample, fingerprint_of
+from meshwright.data.protocols import HostBatch
 from meshwright.errors import UserError
 from meshwright.trees import check_num_samples
 

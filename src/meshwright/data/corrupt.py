@@ -26,7 +26,7 @@ class CorruptRecords:
     count: int = 0
     first: str = ""
 
-    def meet(self, where: str, why: str) -> None:
+    def add(self, where: str, why: str) -> None:
         """Stop at a record, or count it."""
         if self.policy == "stop":
             raise UserError(
@@ -40,9 +40,9 @@ class CorruptRecords:
     def warn(self) -> None:
         """Tell how many were skipped, if any."""
         if self.count:
-            warnings.warn(f"{self.note()}; the first is {self.first}", stacklevel=2)
+            warnings.warn(f"{self.summary()}; the first is {self.first}", stacklevel=2)
 
-    def note(self) -> str:
+    def summary(self) -> str:
         """Return how many were skipped; empty if none were."""
         skipped = counted(self.count, "corrupt record was", "corrupt records were")
         return f"{skipped} skipped" if self.count else ""

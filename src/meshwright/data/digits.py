@@ -7,8 +7,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.feed import HostBatch, fingerprint_of
+from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.order import mix
+from meshwright.data.protocols import HostBatch
 from meshwright.errors import UserError
 
 SIDE = 28

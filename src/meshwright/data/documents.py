@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.feed import Source
+from meshwright.data.protocols import Source
 from meshwright.data.token_rows import PackedRows, StreamRows
 from meshwright.data.tokenizer import Tokenizer, token_dtype
 from meshwright.errors import UserError

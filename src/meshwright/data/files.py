@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import zipfile
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.errors import UserError, did_you_mean
-
-SAMPLED_BYTES = 2**16
-"""How much of an array's beginning, middle and end stands for its content in a fingerprint."""
 
 
 class MappedArray(np.memmap):
@@ -90,15 +86,3 @@ def load_array(file: Path) -> Any:
             why=f"it is no NumPy file that is whole: {error}",
             fix="write it with np.save or np.savez",
         ) from error
-
-
-def content_sample(array: NDArray[Any]) -> int:
-    """Return a checksum of an array's beginning, middle and end, the same on every machine."""
-    flat = array.reshape(-1)
-    count = max(SAMPLED_BYTES // max(flat.itemsize, 1), 1)
-    middle = max((flat.size - count) // 2, 0)
-    parts = [flat[:count], flat[middle : middle + count], flat[-count:]]
-    checksum = 0
-    for part in parts:
-        checksum = zlib.crc32(np.ascontiguousarray(part).tobytes(), checksum)
-    return checksum

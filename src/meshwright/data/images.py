@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from meshwright.data.arrays import read_arrays
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt
-from meshwright.data.feed import HostBatch, Source, fingerprint_of
-from meshwright.data.files import content_sample, find_path, list_files
+from meshwright.data.files import find_path, list_files
+from meshwright.data.fingerprints import content_sample, fingerprint_of
+from meshwright.data.protocols import HostBatch, Source
 from meshwright.errors import UserError, missing_package
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
@@ -166,7 +167,7 @@ class ImageFolder:
     def describe(self) -> str:
         """Say how many there are."""
         line = f"data.path={self.folder}: {len(self):,} pictures of {len(self.classes)} classes"
-        return "; ".join(filter(None, [line, self._corrupt.note()]))
+        return "; ".join(filter(None, [line, self._corrupt.summary()]))
 
     def _read(self, number: int) -> tuple[int, NDArray[np.float32]]:
         for place in range(number, number + len(self.files)):
@@ -176,7 +177,7 @@ class ImageFolder:
             except (OSError, ValueError, SyntaxError) as error:
                 # Pillow raises a SyntaxError for some broken files.
                 first = not self._corrupt.count
-                self._corrupt.meet(str(file), f"it is no picture that is whole: {error}")
+                self._corrupt.add(str(file), f"it is no picture that is whole: {error}")
                 if first:
                     self._corrupt.warn()
         raise UserError(f"data.path={self.folder} is empty", why="no file is a whole picture")

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from meshwright.data.feed import Data, HostBatch, OutOfData, Rows
+from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows
 from meshwright.errors import MeshwrightError
 
 READ_THREADS = 2

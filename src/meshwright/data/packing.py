@@ -36,7 +36,7 @@ class PackingIndex:
 
 
 @dataclass(frozen=True)
-class Placed:
+class RowTokens:
     """Where the tokens of some rows come from, token by token.
 
     Attributes:
@@ -74,7 +74,7 @@ def pack(boundaries: Ints, row_length: int) -> PackingIndex:
     return PackingIndex(starts, lengths, np.asarray(first, np.int64), row_length)
 
 
-def place(index: PackingIndex, ids: Ints) -> Placed:
+def place(index: PackingIndex, ids: Ints) -> RowTokens:
     """Say token by token what the rows with these ids hold."""
     first, last = index.first[ids], index.first[ids + 1]
     rows, number = _count_up(last - first)
@@ -84,7 +84,7 @@ def place(index: PackingIndex, ids: Ints) -> Placed:
     before = np.cumsum(lengths) - lengths
     before -= before[np.searchsorted(rows, rows)]
     which, within = _count_up(lengths)
-    return Placed(
+    return RowTokens(
         sources=index.starts[pieces][which] + within,
         targets=(rows * index.row_length + before)[which] + within,
         segments=number[which] + 1,

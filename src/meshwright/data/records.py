@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from meshwright.data.arrays import ArraySource
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt
 from meshwright.data.documents import Documents, Packing
-from meshwright.data.feed import HostBatch, Source, fingerprint_of
 from meshwright.data.files import list_files
+from meshwright.data.fingerprints import fingerprint_of
+from meshwright.data.protocols import HostBatch, Source
 from meshwright.data.tokenizer import check_vocabulary, load_tokenizer
 from meshwright.errors import UserError
 
@@ -109,7 +110,7 @@ class CountedSource:
 
     def describe(self) -> str:
         """Return the source's line, and how much was skipped."""
-        return f"{self.source.describe()}; {self.corrupt.note()}"
+        return f"{self.source.describe()}; {self.corrupt.summary()}"
 
 
 def with_count(source: Source, corrupt: CorruptRecords) -> Source:
@@ -123,7 +124,7 @@ def _parsed(records: RecordFiles, corrupt: CorruptRecords) -> Iterator[tuple[str
         try:
             record = records.parse(raw)
         except ValueError as error:
-            corrupt.meet(where, str(error))
+            corrupt.add(where, str(error))
             continue
         yield where, record
 
@@ -149,7 +150,7 @@ def _documents(
             # A UserError is one too, and stops whatever the policy.
             if isinstance(error, UserError):
                 raise
-            corrupt.meet(where, str(error))
+            corrupt.add(where, str(error))
     if documents is None:
         raise _nothing(files, corrupt)
     return documents.into_rows(files.packing, files.sequence_length, files.name)
@@ -176,7 +177,7 @@ def _arrays(
                     expected = columns[name][0].shape
                     raise ValueError(f"`{name}` has shape {value.shape}, the first {expected}")
         except ValueError as error:
-            corrupt.meet(where, str(error))
+            corrupt.add(where, str(error))
             continue
         for name, value in values.items():
             columns[name].append(value)

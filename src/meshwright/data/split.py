@@ -8,8 +8,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.feed import HostBatch, Source, fingerprint_of
+from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.order import mix
+from meshwright.data.protocols import HostBatch, Source
 
 Part = Literal["train", "held-out"]
 

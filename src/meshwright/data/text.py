@@ -10,8 +10,8 @@ import numpy as np
 
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt
 from meshwright.data.documents import Documents, Packing
-from meshwright.data.feed import Source
 from meshwright.data.files import list_files, read_bytes
+from meshwright.data.protocols import Source
 from meshwright.data.records import with_count
 from meshwright.data.tokenizer import check_vocabulary, load_tokenizer
 
@@ -50,7 +50,7 @@ def text_source(
         try:
             documents.add_text(content.decode())
         except UnicodeDecodeError as error:
-            corrupt.meet(str(file), f"it is no UTF-8: {error.reason} at byte {error.start:,}")
+            corrupt.add(str(file), f"it is no UTF-8: {error.reason} at byte {error.start:,}")
     name = "the Python standard library" if path is None else f"data.path={path}"
     return with_count(documents.into_rows(packing, sequence_length, name), corrupt)
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.feed import HostBatch, fingerprint_of
-from meshwright.data.files import content_sample
+from meshwright.data.fingerprints import content_sample, fingerprint_of
 from meshwright.data.packing import PackingIndex, pack, place
+from meshwright.data.protocols import HostBatch
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import UserError
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.feed import fingerprint_of
 from meshwright.data.files import find_path
+from meshwright.data.fingerprints import fingerprint_of
 from meshwright.errors import UserError, missing_package
 
 Tokens = NDArray[Any]

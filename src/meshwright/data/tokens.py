@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.feed import Source
 from meshwright.data.files import list_files, load_array, map_array
+from meshwright.data.protocols import Source
 from meshwright.data.token_rows import StreamRows, check_tokens
 from meshwright.data.tokenizer import check_vocabulary, load_tokenizer
 from meshwright.errors import UserError
@@ -18,7 +18,7 @@ TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
 ENDINGS = (".npy", ".bin")
 
-LOOKED_AT = 2**26
+CHECKED_TOKENS = 2**26
 """Tokens of a file that are checked before training begins; the others when they are read."""
 
 
@@ -47,16 +47,16 @@ def token_source(
     arrays = [_flat(file, dtype) for file in list_files(path, ENDINGS)]
     name = f"data.path={path}"
     for array in arrays:
-        check_tokens(_some_of(array), vocab_size, name)
+        check_tokens(_tokens_to_check(array), vocab_size, name)
     return StreamRows(arrays, sequence_length, name, found, vocab_size, separator)
 
 
-def _some_of(array: NDArray[Any]) -> NDArray[Any]:
+def _tokens_to_check(array: NDArray[Any]) -> NDArray[Any]:
     """Return the whole array, or pieces from everywhere in one that takes long to read."""
-    if array.size <= LOOKED_AT:
+    if array.size <= CHECKED_TOKENS:
         return array
-    starts = np.linspace(0, array.size - LOOKED_AT // 64, 64, dtype=np.int64)
-    return np.concatenate([array[start : start + LOOKED_AT // 64] for start in starts])
+    starts = np.linspace(0, array.size - CHECKED_TOKENS // 64, 64, dtype=np.int64)
+    return np.concatenate([array[start : start + CHECKED_TOKENS // 64] for start in starts])
 
 
 def _flat(file: Path, dtype: TokenType | None) -> NDArray[Any]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import IO
 
 from meshwright.launch import guard
-from meshwright.launch.lines import Lines
+from meshwright.launch.merged_output import MergedOutput
 
 GRACE_AFTER_FAILURE = 8.0
 """Seconds; the others can only wait for the process that is gone, so they need little time."""
@@ -34,7 +34,7 @@ class Supervisor:
     ) -> None:
         self._command = list(command)
         self._grace = grace_seconds
-        self._lines = Lines(stderr)
+        self._merged = MergedOutput(stderr)
         self._workers: list[subprocess.Popen[bytes]] = []
         self._pumps: list[threading.Thread] = []
         self._running: set[int] = set()
@@ -71,7 +71,7 @@ class Supervisor:
         self._workers.append(worker)
         self._running.add(rank)
         for stream in filter(None, (worker.stdout, worker.stderr)):
-            pump = threading.Thread(target=self._lines.pump, args=(rank, stream), daemon=True)
+            pump = threading.Thread(target=self._merged.pump, args=(rank, stream), daemon=True)
             pump.start()
             self._pumps.append(pump)
         # One thread waits for each, so that failures arrive in the order they happen.
@@ -103,7 +103,7 @@ class Supervisor:
             self._kill_at = self._terminate_at + self._seconds(GRACE_AFTER_FAILURE)
             if returncode < 0:
                 # Who is killed cannot say so itself.
-                self._lines.say(f"error: process {rank} {_how(returncode)}")
+                self._merged.say(f"error: process {rank} {_how(returncode)}")
 
     def _enforce(self) -> None:
         now = time.monotonic()
@@ -111,7 +111,7 @@ class Supervisor:
             rank, returncode = self._failure
             count = len(self._running)
             others = "the other is" if count == 1 else f"the other {count} are"
-            self._lines.say(f"process {rank} {_how(returncode)}; {others} being ended")
+            self._merged.say(f"process {rank} {_how(returncode)}; {others} being ended")
             self._send(signal.SIGTERM)
             self._terminate_at = _NEVER
         if self._running and now >= self._kill_at:

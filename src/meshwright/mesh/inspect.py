@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.mesh.axes import describe_sizes
-from meshwright.mesh.draw import render_mesh
 from meshwright.mesh.picture import id_ranges
+from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.units import counted
 
 

@@ -9,15 +9,15 @@ import jax
 from meshwright.errors import UserError
 from meshwright.units import counted
 
-MOST_DEVICES = 1024
+MAX_DEVICES = 1024
 _THREADS_PER_DEVICE = 2
 
 
 def simulate_devices(count: int) -> None:
     """Give this process ``count`` virtual CPU devices; must run before JAX starts its devices."""
-    if not 1 <= count <= MOST_DEVICES:
+    if not 1 <= count <= MAX_DEVICES:
         raise UserError(
-            f"cannot simulate {count} devices", fix=f"write simulate=1 to simulate={MOST_DEVICES}"
+            f"cannot simulate {count} devices", fix=f"write simulate=1 to simulate={MAX_DEVICES}"
         )
     if jax_has_started():
         present = jax.devices()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshwright.config.arguments import check_count
+from meshwright.config.argument_checks import check_count
 from meshwright.errors import UserError, did_you_mean
 from meshwright.pipeline.given import describe, first_line
 

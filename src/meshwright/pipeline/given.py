@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from meshwright.config.arguments import check_count
+from meshwright.config.argument_checks import check_count
 from meshwright.config.base import shorten
 from meshwright.errors import UserError
 from meshwright.pipeline.arrays import is_float

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from meshwright.config.arguments import check_clip_norm, check_count, check_optimizer
+from meshwright.config.argument_checks import check_clip_norm, check_count, check_optimizer
 from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
 from meshwright.errors import UserError
 from meshwright.pipeline import given

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from meshwright.config.arguments import check_count
+from meshwright.config.argument_checks import check_count
 from meshwright.errors import UserError, did_you_mean
 from meshwright.pipeline.operations import Kind, Op, Shape
 from meshwright.pipeline.ticks import TickTable, in_lockstep

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.profile.advice import advise
+from meshwright.profile.bottlenecks import advise
 
 SHARES = ("compute", "communication", "input_wait", "idle")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from meshwright.errors import UserError
 
-MARKS = ("run.json", "metrics.jsonl")
+RUN_FILES = ("run.json", "metrics.jsonl")
 """A folder with one of these is a run's."""
-DEEPEST = 5
+MAX_DEPTH = 5
 """Levels below a named folder that are searched; a sweep's runs are five levels below multirun."""
 
 
@@ -27,7 +27,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run's."""
-    return any((folder / mark).is_file() for mark in MARKS)
+    return any((folder / mark).is_file() for mark in RUN_FILES)
 
 
 def _runs_inside(folder: Path) -> list[Path]:
@@ -36,11 +36,11 @@ def _runs_inside(folder: Path) -> list[Path]:
             f"there is no folder {folder}",
             fix="name a run's folder, such as outputs/<project>/<date>/<time>",
         )
-    runs = sorted(_walk(folder, DEEPEST), key=_newest, reverse=True)
+    runs = sorted(_walk(folder, MAX_DEPTH), key=_newest, reverse=True)
     if not runs:
         raise UserError(
             f"{folder} is no run, and holds none",
-            why=f"there is no {' or '.join(MARKS)} in it or in the folders below",
+            why=f"there is no {' or '.join(RUN_FILES)} in it or in the folders below",
             fix="name a run's folder, such as outputs/<project>/<date>/<time>",
         )
     return runs
@@ -57,4 +57,4 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _newest(run: Path) -> tuple[float, str]:
-    return max((run / m).stat().st_mtime for m in MARKS if (run / m).is_file()), str(run)
+    return max((run / m).stat().st_mtime for m in RUN_FILES if (run / m).is_file()), str(run)

@@ -9,11 +9,11 @@ import yaml
 
 from meshwright.config.origins import flatten
 from meshwright.json_text import parse_json
-from meshwright.tracking.jsonl import read_lines, read_metrics
+from meshwright.tracking.run_files import read_lines, read_metrics
 
-MOST_POINTS = 2000
+MAX_POINTS = 2000
 """Points of one curve on a page; a curve with more keeps the extremes of each stretch."""
-MOST_EVENTS = 1000
+MAX_EVENTS = 1000
 
 Points = list[tuple[int, float | None]]
 
@@ -33,7 +33,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "profile": profile if isinstance(profile, dict) else None,
         "ledger": ledger if isinstance(ledger, dict) else None,
         "config": _config(folder),
-        "events": list(read_lines(folder / "events.jsonl"))[-MOST_EVENTS:],
+        "events": list(read_lines(folder / "events.jsonl"))[-MAX_EVENTS:],
     }
 
 
@@ -45,12 +45,12 @@ def read_curves(path: Path) -> list[dict[str, Any]]:
             if _is_value(value):
                 curves.setdefault((split, name), []).append((update, value))
     return [
-        {"split": split, "metric": name, "count": len(points), "points": thin(points)}
+        {"split": split, "metric": name, "count": len(points), "points": downsample(points)}
         for (split, name), points in curves.items()
     ]
 
 
-def thin(points: Points, most: int = MOST_POINTS) -> Points:
+def downsample(points: Points, most: int = MAX_POINTS) -> Points:
     """Return at most so many points: the first, the last, and each stretch's lowest and highest."""
     if len(points) <= most:
         return points

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.tracking.tracker import Tracker
 
-MOST_WAITING = 10_000
+MAX_QUEUED = 10_000
 """Messages that may wait for a service; more means that it does not keep up at all."""
 
 
@@ -26,7 +26,7 @@ class Background:
     def __init__(self, tracker: Tracker, *, close_seconds: float = 30.0) -> None:
         self._tracker = tracker
         self._close_seconds = close_seconds
-        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_QUEUED)
         self._failure: Exception | None = None
         # A daemon, so that a service that never answers does not keep the process alive.
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
@@ -60,7 +60,7 @@ class Background:
         try:
             self._waiting.put_nowait(call)
         except queue.Full:
-            raise TimeoutError(f"{MOST_WAITING} messages are waiting for it") from None
+            raise TimeoutError(f"{MAX_QUEUED} messages are waiting for it") from None
 
     def _work(self) -> None:
         while (call := self._waiting.get()) is not None:

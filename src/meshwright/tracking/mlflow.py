@@ -10,9 +10,9 @@ from typing import Any
 
 from meshwright.tracking.settings import run_name, service_settings
 
-_MOST_PARAMS = 100
+_MAX_PARAMS = 100
 """Parameters MLflow takes in one request."""
-_LONGEST_PARAM = 500
+_MAX_PARAM_LENGTH = 500
 
 
 class MlflowTracker:
@@ -62,6 +62,6 @@ class MlflowTracker:
 
     def _log_settings(self, settings: Mapping[str, Any]) -> None:
         param = importlib.import_module("mlflow.entities").Param
-        params = [param(key, str(value)[:_LONGEST_PARAM]) for key, value in settings.items()]
-        for at in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(self._id, params=params[at : at + _MOST_PARAMS])
+        params = [param(key, str(value)[:_MAX_PARAM_LENGTH]) for key, value in settings.items()]
+        for at in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._id, params=params[at : at + _MAX_PARAMS])

@@ -13,8 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.tracking.lines import Pace, say_event, say_facts, say_metrics
-from meshwright.tracking.wording import say_values
+from meshwright.tracking.log_lines import Pace, format_event, format_facts, format_metrics_line
+from meshwright.tracking.metric_text import format_metrics
 from meshwright.units import human_seconds
 
 _STYLES = {"warning": "yellow", "stop": "bold"}
@@ -52,7 +52,7 @@ class ProgressTracker:
 
     def start(self, facts: Mapping[str, Any]) -> None:
         """Print the facts and show the bar."""
-        for line in say_facts(facts, self._folder):
+        for line in format_facts(facts, self._folder):
             self._print(Text(line))
         self._started = self._clock()
         self._live = Live(
@@ -71,11 +71,11 @@ class ProgressTracker:
             self._update, self._values = update, dict(values)
             self._left = self._pace.seconds_left(update)
         else:
-            self._print(Text(say_metrics(split, update, values, self._pace)))
+            self._print(Text(format_metrics_line(split, update, values, self._pace)))
 
     def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
         """Print what happened above the bar."""
-        if line := say_event(kind, update, message):
+        if line := format_event(kind, update, message):
             self._print(Text(line, style=_STYLES.get(kind, "dim")))
 
     def close(self, result: Mapping[str, Any]) -> None:
@@ -94,7 +94,7 @@ class ProgressTracker:
         left = "" if self._left is None else f", ETA {human_seconds(self._left)}"
         elapsed = human_seconds(self._clock() - self._started)
         row.add_row(bar, Text(f"{self._pace.count(self._update).strip()}  {elapsed}{left}"))
-        values = " · ".join(text.strip() for text in say_values(self._values))
+        values = " · ".join(text.strip() for text in format_metrics(self._values))
         return Group(row, Text(values or "waiting for the first update", style="dim"))
 
     def _print(self, text: Text) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from meshwright.data.batches import read_batches
-from meshwright.data.feed import Data
 from meshwright.data.loader import load_batches
+from meshwright.data.protocols import Data
 from meshwright.processes import agree, process_count
 from meshwright.step.place_batch import local_rows, place_batch
 

@@ -14,7 +14,7 @@ import jax
 import optax
 from flax import nnx
 
-from meshwright.config.arguments import check_clip_norm, check_count, check_optimizer
+from meshwright.config.argument_checks import check_clip_norm, check_count, check_optimizer
 from meshwright.config.base import shorten
 from meshwright.config.builders import parameters_of
 from meshwright.config.duration import Duration, parse_duration
@@ -27,11 +27,11 @@ from meshwright.config.schema import (
     TrackingConfig,
 )
 from meshwright.data.batches import form_of, read_batch
-from meshwright.data.feed import Data
-from meshwright.data.given import IterableData, SequenceData, as_data
+from meshwright.data.protocols import Data
+from meshwright.data.user_data import IterableData, SequenceData, as_data
 from meshwright.errors import UserError
 from meshwright.inputs.checks import asked_sizes, check_loss, check_precision
-from meshwright.inputs.model import exists, model_source
+from meshwright.inputs.user_model import exists, model_source
 from meshwright.mesh.axes import shown_sizes
 from meshwright.plan import (
     Plan,
@@ -43,7 +43,7 @@ from meshwright.program.trace import Loss
 from meshwright.proof import Certificate, verify
 from meshwright.step.assemble import Assembled, assemble
 from meshwright.step.state import TrainState
-from meshwright.tracking.make import make_trackers
+from meshwright.tracking.setup import make_trackers
 from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.callbacks import Callback, EarlyStopping, OnMetrics
 from meshwright.trainer.folder import make_folder

@@ -16,7 +16,7 @@ import jax
 from meshwright.checkpoint.store import FOLDER, CheckpointStore, Passport
 from meshwright.config.duration import Duration
 from meshwright.config.schema import CheckpointConfig
-from meshwright.data.feed import Data
+from meshwright.data.protocols import Data
 from meshwright.errors import first_line
 from meshwright.processes import broadcast, is_main, process_count
 from meshwright.profile import NoProfiling, Profile, Profiling
@@ -25,7 +25,7 @@ from meshwright.program.trace import Loss
 from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
-from meshwright.tracking.jsonl import read_metrics
+from meshwright.tracking.run_files import read_metrics
 from meshwright.tracking.tracker import NullTracker, Tracker
 from meshwright.trainer.callbacks import Callback, Callbacks
 from meshwright.trainer.compiled import (

@@ -7,8 +7,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from meshwright import processes
-from meshwright.cli.doctor import facts
-from meshwright.cli.doctor.reduce import check_all_reduce
+from meshwright.cli.doctor import machine
+from meshwright.cli.doctor.all_reduce import check_all_reduce
 from meshwright.cli.doctor.render import render
 from meshwright.cli.doctor.warnings import disagreements, find_warnings
 from meshwright.errors import ExitCode, typed_line
@@ -32,14 +32,14 @@ def collect() -> dict[str, Any]:
     With several connected processes each must call it; they compare what they find.
     """
     report: dict[str, Any] = {
-        "versions": facts.versions(),
-        **facts.system(),
+        "versions": machine.versions(),
+        **machine.system(),
         **_devices(),
-        "accelerators": facts.accelerators(),
-        "environment": facts.environment(os.environ),
-        "ranks": facts.ranks(os.environ),
-        "memory": facts.memory(),
-        "disk": facts.disk(),
+        "accelerators": machine.accelerators(),
+        "environment": machine.environment(os.environ),
+        "ranks": machine.ranks(os.environ),
+        "memory": machine.memory(),
+        "disk": machine.disk(),
     }
     _compare(report)
     report["warnings"] = [*find_warnings(report), *report.pop("disagreements")]
@@ -78,7 +78,7 @@ def _devices() -> dict[str, Any]:
         "devices": len(devices),
         "local_devices": jax.local_device_count(),
         "device_kinds": dict(Counter(device.device_kind for device in devices)),
-        "device_list": [facts.device(device) for device in devices],
+        "device_list": [machine.device(device) for device in devices],
         "process_index": jax.process_index(),
         "process_count": jax.process_count(),
         "all_reduce_ok": reduced["ok"],

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from meshwright.cli.doctor.facts import PACKAGES
+from meshwright.cli.doctor.machine import PACKAGES
 
 LOW_DISK_BYTES = 5_000_000_000
 LOW_MEMORY_SHARE = 0.1
