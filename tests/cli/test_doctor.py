@@ -16,7 +16,7 @@ from real_processes import run_processes
 from rich.console import Console
 
 from meshwright.cli import doctor
-from meshwright.cli.doctor import machine, reduce
+from meshwright.cli.doctor import all_reduce, machine
 from meshwright.cli.doctor.warnings import disagreements, find_warnings
 from meshwright.errors import ExitCode
 
@@ -90,7 +90,7 @@ def received(ids):
 
 
 def test_what_every_device_received_is_the_closed_form():
-    found = reduce.all_reduce(jax.devices()[:3])
+    found = all_reduce.all_reduce(jax.devices()[:3])
     assert {device: vector.tolist() for device, vector in found.items()} == {
         0: [1, 2, 3],
         1: [1, 2, 3],
@@ -103,30 +103,30 @@ def test_a_device_that_sends_a_wrong_value_is_named():
     vectors = received(ids)
     for vector in vectors.values():
         vector[2] += 0.5
-    assert reduce.find_wrong(ids, vectors) == [{"id": 2048, "fault": "sends a wrong value"}]
+    assert all_reduce.find_wrong(ids, vectors) == [{"id": 2048, "fault": "sends a wrong value"}]
 
 
 def test_a_device_that_receives_a_wrong_sum_is_named():
     ids = [0, 1, 2, 3]
     vectors = received(ids)
     vectors[1][3] = np.nan
-    assert reduce.find_wrong(ids, vectors) == [{"id": 1, "fault": "receives a wrong sum"}]
-    assert reduce.find_wrong(ids, received(ids)) == []
+    assert all_reduce.find_wrong(ids, vectors) == [{"id": 1, "fault": "receives a wrong sum"}]
+    assert all_reduce.find_wrong(ids, received(ids)) == []
 
 
 def test_a_collective_that_fails_is_a_finding(monkeypatch):
     def fail(devices):
         raise RuntimeError("NCCL is unhappy\nand says so at length")
 
-    monkeypatch.setattr(reduce, "all_reduce", fail)
-    found = reduce.check_all_reduce(jax.devices())
+    monkeypatch.setattr(all_reduce, "all_reduce", fail)
+    found = all_reduce.check_all_reduce(jax.devices())
     assert (found["ok"], found["error"]) == (False, "RuntimeError: NCCL is unhappy")
 
 
 def test_a_collective_that_hangs_is_a_finding(monkeypatch):
     release = threading.Event()
-    monkeypatch.setattr(reduce, "all_reduce", lambda devices: release.wait() and {})
-    found = reduce.check_all_reduce(jax.devices(), timeout_seconds=0.05)
+    monkeypatch.setattr(all_reduce, "all_reduce", lambda devices: release.wait() and {})
+    found = all_reduce.check_all_reduce(jax.devices(), timeout_seconds=0.05)
     release.set()
     assert (found["ok"], found["error"]) == (False, "no result within 0.05 s")
 
