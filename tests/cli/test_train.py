@@ -114,7 +114,7 @@ def test_ones_own_model_loss_and_data_with_json(run):
     [
         (["hardware=banana"], "unknown chip `banana`"),
         (["task.kind=own_train:Lossless"], "task.kind=own_train:Lossless has no loss"),
-        (["data.kind=own_train:Lossless"], "data.kind=own_train:Lossless gives no batches"),
+        (["data.kind=own_train:Lossless"], "data.kind=own_train:Lossless returns no batches"),
         (["model.kind=own_train:Net", "model.widht=4"], "did you mean `model.width`?"),
         (["model.kind=own_train:Net"], "task.kind=language_modeling fails on model.kind=own"),
         (["data.kind=own_train:data"], "The batch has no field 'tokens'"),

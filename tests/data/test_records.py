@@ -155,7 +155,7 @@ def test_a_dataset_without_a_whole_record_is_empty(read):
         read([{"text": ""}], sequence_length=4)
     with pytest.raises(UserError, match="is empty") as caught:
         read([{"text": "a", "x": "b"}], fields=["x"], on_corrupt="skip")
-    assert "no record is whole" in caught.value.why
+    assert "every record is corrupt" in caught.value.why
 
 
 def test_the_tokenizer_must_fit_the_model(read, tokenizer_file):

@@ -63,9 +63,9 @@ def test_the_fingerprint_of_a_function_follows_its_settings():
 
 
 def test_what_gives_no_batches_is_named():
-    with pytest.raises(UserError, match=r"data\.kind=own:dict gives no batches") as caught:
+    with pytest.raises(UserError, match=r"data\.kind=own:dict returns no batches") as caught:
         read_data("own:dict", dict, {})
-    assert "it made a dict" in caught.value.why
+    assert "it returned a dict" in caught.value.why
     assert "batch(self, step, batch_size)" in caught.value.fix
 
 

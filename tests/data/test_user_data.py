@@ -119,17 +119,17 @@ def test_batches_need_not_be_dicts():
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        (np.arange(4), "the data are one ndarray"),
-        ("corpus.txt", "the data are one str"),
-        (7, "the data are of type int, which gives no batches"),
+        (np.arange(4), "the data are a single ndarray"),
+        ("corpus.txt", "the data are a single str"),
+        (7, "the data are of type int, which provides no batches"),
         ({}, "there are no arrays"),
         ({"x": np.zeros((0, 3))}, "the dataset has no samples"),
         (
             {"x": np.zeros(3), "y": np.zeros(4)},
             "the arrays of the dataset have different numbers of samples",
         ),
-        ({"x": np.array(["a", "b"])}, "`x` is no array of samples"),
-        (lambda step: {}, "the function <lambda> gives no batches"),
+        ({"x": np.array(["a", "b"])}, "`x` is not an array of samples"),
+        (lambda step: {}, "the function <lambda> returns no batches"),
     ],
 )
 def test_what_gives_no_batches_is_named(given, what):

@@ -15,7 +15,7 @@ from meshwright.data.tokens import TokenType
 from meshwright.errors import UserError
 
 Content = Literal["json", "text", "tokens"]
-"""What the bytes of a record are: a JSON object, UTF-8, or token ids one after the other."""
+"""What the bytes of a record hold: a JSON object, UTF-8 text, or a sequence of token ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,8 @@ class ArrayRecords(RecordFiles):
     """One record per entry of an ArrayRecord file.
 
     Attributes:
-        content: what the bytes of a record are: json, text or tokens.
-        dtype: of token ids.
+        content: what the bytes of a record hold: json, text or tokens.
+        dtype: type of the token ids.
     """
 
     content: Content = "json"
@@ -47,7 +47,7 @@ class ArrayRecords(RecordFiles):
             ) from error
 
     def parse(self, raw: bytes) -> Any:
-        """Return the fields of a record; text and tokens are its only one."""
+        """Return the fields of a record; text and tokens are its only field."""
         if self.content == "tokens":
             return {self.field: np.frombuffer(raw, self.dtype)}
         try:

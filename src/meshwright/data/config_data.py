@@ -1,4 +1,4 @@
-"""From the data section of a config to the data of a run: for training and held out."""
+"""The data of a config: for training, and held out for evaluation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshwright.data.user_data import BATCH_PARAMETERS, is_batch_function, is_so
 from meshwright.errors import UserError
 
 HELD_OUT = 0.02
-"""The part of a source of ours that is held out, unless data.eval_fraction says otherwise."""
+"""The fraction of a built-in source that is held out unless data.eval_fraction is set."""
 
 _SOURCES = {
     "text": "text:text_source",
@@ -41,7 +41,7 @@ DATA_KINDS: tuple[str, ...] = (*_SOURCES, "synthetic")
 """The kinds a data section may name."""
 
 _HELD_OUT_STREAM = (1,)
-"""Sets the made-up batches of the evaluation apart from those of the training."""
+"""Distinguishes the synthetic batches for evaluation from those for training."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class ConfigData:
 
     Attributes:
         section: the data section.
-        seed: of the run.
-        shared: sizes of the task and the model that sources follow unless given, by name.
-        task: what the model is trained for; it makes up batches for ``data=synthetic``.
+        seed: seed of the run.
+        shared: sizes of the task and the model, which are defaults of the source's arguments.
+        task: the task, which makes the batches of ``data=synthetic``.
     """
 
     section: DataConfig
@@ -61,7 +61,7 @@ class ConfigData:
     task: Any
 
     def check(self) -> None:
-        """Check that the kind exists and takes its arguments, without reading anything."""
+        """Check that the kind exists and accepts its arguments, without reading any data."""
         if self.section.kind == "synthetic":
             self._synthetic_batches()
         else:
@@ -69,7 +69,7 @@ class ConfigData:
 
     @cached_property
     def train(self) -> Data:
-        """Where the batches of the training come from."""
+        """The data to train on."""
         if self.section.kind == "synthetic":
             return SyntheticData(self._synthetic_batches(), self.seed)
         if not is_source(self._made):
@@ -78,7 +78,7 @@ class ConfigData:
 
     @cached_property
     def held_out(self) -> Data | None:
-        """Samples that are never trained on, in a fixed order; None if there are none."""
+        """The data to evaluate on, in a fixed order; None if there are none."""
         if self.section.kind == "synthetic":
             return SyntheticData(self._synthetic_batches(), self.seed, _HELD_OUT_STREAM)
         if self.section.eval_path is not None:
@@ -102,7 +102,7 @@ class ConfigData:
         return split_source(self._made, fraction)
 
     def _make(self, **instead: Any) -> Any:
-        """Return the source, or the data themselves where they do not come from a source."""
+        """Return the source, or `Data` that do not come from a source."""
         builder, arguments = self._arguments(**instead)
         if is_record_files(builder):
             return build("data", self.section.kind, lambda: builder(**arguments).source(), {})
@@ -127,7 +127,7 @@ class ConfigData:
         make = getattr(self.task, "synthetic_batch", None)
         if make is None:
             raise UserError(
-                "the task cannot make up batches for data=synthetic",
+                "the task cannot make batches for data=synthetic",
                 why="it has no method synthetic_batch(seed, batch_size)",
                 fix="write data.kind=package.module:function with a function of step and "
                 "batch_size",

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 SAMPLED_BYTES = 2**16
-"""How much of an array's beginning, middle and end stands for its content in a fingerprint."""
+"""Bytes of an array's beginning, middle and end that enter its fingerprint."""
 
 
 def fingerprint_of(*facts: Any) -> str:
-    """Return 16 hex digits that stand for these facts; arrays and bytes count by their content."""
+    """Return 16 hex digits that identify these facts."""
     digest = hashlib.blake2b(digest_size=8)
     for fact in facts:
         digest.update(fact if isinstance(fact, bytes) else repr(fact).encode())

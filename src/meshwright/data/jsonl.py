@@ -31,7 +31,7 @@ class JsonLines(RecordFiles):
             raise UserError(f"cannot read {file}", why=str(error)) from error
 
     def parse(self, raw: bytes) -> Any:
-        """Return the fields of a line."""
+        """Return the JSON value of a line."""
         try:
             return json.loads(raw)
         except ValueError as error:

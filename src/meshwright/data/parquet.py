@@ -1,4 +1,4 @@
-"""Parquet: one record per row of a table."""
+"""Parquet files: one record per row."""
 
 from __future__ import annotations
 

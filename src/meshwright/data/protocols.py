@@ -1,4 +1,4 @@
-"""What data of a run are to Meshwright: batches by step, and sources of samples by number."""
+"""The protocols of data: batches by step, and sources of samples by number."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 HostBatch = dict[str, NDArray[Any]]
 Rows = NDArray[np.int64]
-"""Places in a global batch, from 0 to its size - 1: what one process needs of it."""
+"""Row numbers within a global batch: those that one process needs."""
 
 
 class OutOfData(Exception):
-    """There is no batch for this step; every process finds the same."""
+    """There is no batch for this step, in any process."""
 
 
 class Data(Protocol):
@@ -21,7 +21,7 @@ class Data(Protocol):
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of an epoch; None if there is no end, or none that is known."""
+        """Samples of an epoch; None if the data are endless or their size is unknown."""
         ...
 
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> HostBatch:
@@ -36,7 +36,7 @@ class Data(Protocol):
         ...
 
     def describe(self) -> str:
-        """Return one line for people."""
+        """Return a description in one line."""
         ...
 
 

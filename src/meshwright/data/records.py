@@ -1,4 +1,4 @@
-"""Datasets of records: each holds a text, a list of tokens, or numbers for several arrays."""
+"""Datasets of records, each with a text, a list of tokens, or numbers for several arrays."""
 
 from __future__ import annotations
 
@@ -82,19 +82,19 @@ def is_record_files(builder: Any) -> bool:
 
 @dataclass(frozen=True)
 class CountedSource:
-    """A source some records of which were skipped."""
+    """A source without the records that were skipped."""
 
     source: Any
     corrupt: CorruptRecords
 
     @property
     def tokenizer(self) -> Any:
-        """The source's."""
+        """The tokenizer of the source."""
         return getattr(self.source, "tokenizer", None)
 
     @property
     def num_skipped(self) -> int:
-        """Records that could not be read."""
+        """Number of records that could not be read."""
         return self.corrupt.count
 
     def __len__(self) -> int:
@@ -105,16 +105,16 @@ class CountedSource:
         return self.source.rows(ids)
 
     def fingerprint(self) -> str:
-        """Return the source's, and how much was skipped."""
+        """Return a fingerprint of the source and the number of skipped records."""
         return fingerprint_of(self.source.fingerprint(), self.corrupt.count)
 
     def describe(self) -> str:
-        """Return the source's line, and how much was skipped."""
+        """Return the source's description and the number of skipped records."""
         return f"{self.source.describe()}; {self.corrupt.summary()}"
 
 
 def with_count(source: Source, corrupt: CorruptRecords) -> Source:
-    """Return the source, which tells about skipped records if there were any; warn of them."""
+    """Warn about skipped records, if any, and return a source that mentions them."""
     corrupt.warn()
     return CountedSource(source, corrupt) if corrupt.count else source
 
@@ -147,7 +147,7 @@ def _documents(
             else:
                 documents.add_tokens([_tokens(value, files)])
         except ValueError as error:
-            # A UserError is one too, and stops whatever the policy.
+            # A UserError is also a ValueError, and stops the run whatever the policy.
             if isinstance(error, UserError):
                 raise
             corrupt.add(where, str(error))
@@ -187,13 +187,15 @@ def _arrays(
 
 
 def _nothing(files: RecordFiles, corrupt: CorruptRecords) -> UserError:
-    why = "there are no records" if not corrupt.count else f"no record is whole: {corrupt.first}"
+    why = (
+        "there are no records" if not corrupt.count else f"every record is corrupt: {corrupt.first}"
+    )
     return UserError(f"{files.name} is empty", why=why)
 
 
 def _field(record: Any, name: str) -> Any:
     if not isinstance(record, dict):
-        raise ValueError(f"it is a {type(record).__name__}, not fields by name")
+        raise ValueError(f"it is a {type(record).__name__}, not an object with fields")
     if record.get(name) is None:
         raise ValueError(f"it has no `{name}`, but {', '.join(map(str, record)) or 'nothing'}")
     return record[name]
@@ -201,7 +203,7 @@ def _field(record: Any, name: str) -> Any:
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"`{name}` is a {type(value).__name__}, not a text")
+        raise ValueError(f"`{name}` is a {type(value).__name__}, not text")
     return value
 
 
@@ -210,7 +212,7 @@ def _tokens(value: Any, files: RecordFiles) -> NDArray[Any]:
     if not tokens.size:
         return tokens
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ValueError(f"`{files.field}` is no list of token ids")
+        raise ValueError(f"`{files.field}` is not a list of token ids")
     highest = (files.vocab_size or 2**31) - 1
     if tokens.min() < 0 or tokens.max() > highest:
         found = int(tokens.min() if tokens.min() < 0 else tokens.max())

@@ -18,9 +18,9 @@ class SourceData:
     """Batches read from a source in the global order.
 
     Attributes:
-        source: the samples; one with ``fingerprint()``, ``describe()`` or ``tokenizer`` is asked.
-        seed: of the run.
-        shuffle: whether every epoch has an order of its own.
+        source: the samples. It may also have ``fingerprint()``, ``describe()`` and ``tokenizer``.
+        seed: seed of the run.
+        shuffle: whether each epoch is shuffled anew.
     """
 
     source: Source
@@ -34,11 +34,11 @@ class SourceData:
 
     @property
     def tokenizer(self) -> Any:
-        """What turns text into the source's tokens and back; None where there is no text."""
+        """The tokenizer of the source; None if its samples are not text."""
         return getattr(self.source, "tokenizer", None)
 
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> HostBatch:
-        """Return the rows of one update."""
+        """Return the batch of one update, or these rows of it."""
         ids = sample_ids(
             seed=self.seed,
             step=step,
@@ -50,22 +50,22 @@ class SourceData:
         return dict(self.source.rows(ids))
 
     def fingerprint(self) -> str:
-        """Return the source's, or one of its class and size."""
+        """Return the source's own fingerprint, or one of its class and size."""
         return fingerprint_of(_own(self.source, "fingerprint"), self.shuffle)
 
     def describe(self) -> str:
-        """Return the source's own line."""
+        """Return the source's description, or its class and size."""
         return _own(self.source, "describe")
 
 
 @dataclass(frozen=True)
 class SyntheticData:
-    """Batches made up by the task, different for every step.
+    """Synthetic batches made by the task, different for every step.
 
     Attributes:
         make: makes a batch from a seed and a size.
-        seed: of the run.
-        stream: further numbers that set these batches apart from others of the same run.
+        seed: seed of the run.
+        stream: further seeds that distinguish these batches from others of the same run.
     """
 
     make: Callable[[int, int], HostBatch]
@@ -75,17 +75,17 @@ class SyntheticData:
     num_samples = None
 
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> HostBatch:
-        """Return the made-up batch of one update."""
+        """Return the synthetic batch of one update."""
         mixed = np.random.SeedSequence((self.seed, step, *self.stream)).generate_state(1)[0]
         return take_rows(self.make(int(mixed), batch_size), rows)
 
     def fingerprint(self) -> str:
-        """Return what depends on the task's name and sizes."""
+        """Return a fingerprint of the task's name and sizes."""
         return fingerprint_of("synthetic", repr(getattr(self.make, "__self__", "")), self.stream)
 
     def describe(self) -> str:
-        """Say that it is made up."""
-        return "made-up samples"
+        """Say that the samples are synthetic."""
+        return "synthetic samples"
 
 
 def take_rows(batch: Any, rows: Rows | None) -> Any:

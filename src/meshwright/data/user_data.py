@@ -1,4 +1,4 @@
-"""Data a user hands over: arrays, a source, a function, a sequence or an iterable of batches."""
+"""Data from the user: arrays, a source, a function, a sequence or an iterable of batches."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from meshwright.errors import UserError
 from meshwright.processes import process_count
 
 BATCH_PARAMETERS = ("step", "batch_size")
-"""What a function that gives batches takes: the update's number and the samples of a batch."""
+"""The parameters of a function that returns batches: the update and the batch size."""
 
 
 @dataclass(frozen=True)
 class FunctionData:
-    """Batches given by a function of the update's number and the batch size.
+    """Batches returned by a function of the update and the batch size.
 
     Attributes:
-        function: called as ``function(step=…, batch_size=…)``; gives the whole global batch.
-        name: what it is called, for people.
+        function: called as ``function(step=…, batch_size=…)``; returns the whole global batch.
+        name: the function's name, for messages.
     """
 
     function: Callable[..., HostBatch]
@@ -36,14 +36,14 @@ class FunctionData:
     num_samples = None
 
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> HostBatch:
-        """Return what the function gives."""
+        """Return the function's batch, or these rows of it."""
         return take_rows(self.function(step=step, batch_size=batch_size), rows)
 
     def fingerprint(self) -> str:
-        """Return what depends on the function's name and settings; its code is not looked at."""
+        """Return a fingerprint of the function's name and settings, not of its code."""
         settings: dict[str, Any] = getattr(self.function, "keywords", {})
-        kept = sorted((name, repr(value)) for name, value in settings.items() if name != "seed")
-        return fingerprint_of("function", self.name, kept)
+        shown = sorted((name, repr(value)) for name, value in settings.items() if name != "seed")
+        return fingerprint_of("function", self.name, shown)
 
     def describe(self) -> str:
         """Name the function."""
@@ -52,42 +52,42 @@ class FunctionData:
 
 @dataclass(frozen=True)
 class DataAdapter:
-    """An object of the user's with ``batch(step, batch_size)``, the rest filled in."""
+    """Completes a user's object that has ``batch(step, batch_size)`` but not all of `Data`."""
 
     given: Any
 
     @property
     def num_samples(self) -> int | None:
-        """Its own number, if it has one."""
+        """The object's own number of samples, if it has one."""
         return getattr(self.given, "num_samples", None)
 
     @property
     def tokenizer(self) -> Any:
-        """Its own, if it has one."""
+        """The object's own tokenizer, if it has one."""
         return getattr(self.given, "tokenizer", None)
 
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> HostBatch:
-        """Return its batch; one that takes ``rows`` reads only those."""
+        """Return its batch; a method that takes ``rows`` reads only those."""
         if "rows" in parameters_of(self.given.batch):
             return self.given.batch(step, batch_size, rows=rows)
         return take_rows(self.given.batch(step, batch_size), rows)
 
     def fingerprint(self) -> str:
-        """Return its own, or one of its class."""
+        """Return its own fingerprint, or one of its class."""
         return self._own("fingerprint", fingerprint_of(type(self.given).__qualname__))
 
     def describe(self) -> str:
-        """Return its own line, or its class."""
+        """Return its own description, or the name of its class."""
         return self._own("describe", type(self.given).__name__)
 
     def _own(self, method: str, otherwise: str) -> str:
-        asked = getattr(self.given, method, None)
-        return str(asked()) if callable(asked) else otherwise
+        own = getattr(self.given, method, None)
+        return str(own()) if callable(own) else otherwise
 
 
 @dataclass(frozen=True)
 class SequenceData:
-    """Batches by number: a list of them, or anything with a length that gives the n-th."""
+    """Batches in a list, or in anything else with a length and items."""
 
     batches: Sequence[Any]
 
@@ -98,27 +98,27 @@ class SequenceData:
         return self.batches[0] if len(self.batches) else None
 
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> Any:
-        """Return the batch of this number."""
+        """Return the batch of this step, or these rows of it."""
         if step >= len(self.batches):
-            raise OutOfData(f"{len(self.batches)} batches were given")
+            raise OutOfData(f"{len(self.batches)} batches were passed")
         return _select_rows(self.batches[step], batch_size, step, rows)
 
     def fingerprint(self) -> str:
-        """Return what depends on their number only."""
+        """Return a fingerprint of the number of batches only."""
         return fingerprint_of("sequence", len(self.batches))
 
     def describe(self) -> str:
-        """Say how many there are."""
+        """Return the number of batches in words."""
         return f"{len(self.batches)} batches"
 
 
 @dataclass
 class IterableData:
-    """Batches of an iterable, in the order it gives them; steps can only go on.
+    """Batches of an iterable, in its order; steps can only move forward.
 
     Attributes:
-        batches: gives whole global batches.
-        sequential: tells the loader to ask for one step after the other.
+        batches: yields whole global batches.
+        sequential: makes the loader read one step at a time.
     """
 
     batches: Iterable[Any]
@@ -141,23 +141,23 @@ class IterableData:
             return self._last
 
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> Any:
-        """Return the batch of this step, passing over those before it."""
+        """Return the batch of this step, skipping those before it."""
         with self._lock:
             if step < self._next - 1:
-                self._start_again(step)
+                self._restart(step)
             while self._next <= step:
                 self._advance()
             return _select_rows(self._last, batch_size, step, rows)
 
     def fingerprint(self) -> str:
-        """Return the same for every iterable: what it will give cannot be known."""
+        """Return the same for every iterable, whose batches cannot be known in advance."""
         return fingerprint_of("iterable")
 
     def describe(self) -> str:
-        """Say what an iterable cannot promise."""
+        """Return the type of the iterable and what it cannot guarantee."""
         return (
             f"an iterable ({type(self.batches).__name__}): its order is its own, so a resumed run "
-            "sees the same samples only if it gives them again"
+            "sees the same samples only if it yields them again"
         )
 
     def _advance(self) -> None:
@@ -165,14 +165,14 @@ class IterableData:
         try:
             self._last = next(self._stream)
         except StopIteration:
-            raise OutOfData(f"the iterable gave {self._next} batches") from None
+            raise OutOfData(f"the iterable ended after {self._next} batches") from None
         self._next += 1
 
-    def _start_again(self, step: int) -> None:
+    def _restart(self, step: int) -> None:
         if self._stream is self.batches:
             raise UserError(
                 f"batch {step} of the iterable is gone",
-                why=f"a {type(self.batches).__name__} can be gone through only once, and it is at "
+                why=f"a {type(self.batches).__name__} can be iterated only once, and is now at "
                 f"batch {self._next}",
                 fix="give a list, or a function of (step, batch_size)",
             )
@@ -180,14 +180,14 @@ class IterableData:
 
 
 def as_data(given: Any, seed: int = 0, *, num_processes: int | None = None) -> Data:
-    """Return what a user hands over for training as Data.
+    """Return the data a user passes for training as `Data`.
 
     Args:
         given: Data; a source with ``len`` and ``rows(ids)``; a dict of arrays; a function of
             (step, batch_size) or (seed, step, batch_size); a sequence of batches; or an iterable.
-        seed: of the order, where there is one to choose.
-        num_processes: processes of the run; asked of JAX by default. A bare iterable is refused
-            for several, because nothing makes all of them give the same.
+        seed: seed of the order, where Meshwright chooses it.
+        num_processes: processes of the run; those of JAX by default. A bare iterable is refused
+            for more than one, because they might not all get the same batches.
     """
     if callable(getattr(given, "batch", None)) and not hasattr(given, "__getitem__"):
         return given if _is_data(given) else DataAdapter(given)
@@ -197,14 +197,14 @@ def as_data(given: Any, seed: int = 0, *, num_processes: int | None = None) -> D
         return SourceData(ArraySource(**given), seed)
     if hasattr(given, "shape") or isinstance(given, str | bytes):
         raise UserError(
-            f"the data are one {type(given).__name__}",
+            f"the data are a single {type(given).__name__}",
             why="each update takes a batch of samples",
             fix="write a dict of arrays such as {'x': x, 'y': y}, or a list of batches",
         )
     if isinstance(given, tuple) and all(hasattr(part, "shape") for part in given):
         raise UserError(
             f"the data are a tuple of {len(given)} arrays",
-            why="it could be as many batches, or as many fields of one dataset",
+            why="these could be separate batches, or the fields of one dataset",
             fix="write a dict of arrays such as {'x': x, 'y': y}, or a list of batches",
         )
     if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
@@ -214,26 +214,26 @@ def as_data(given: Any, seed: int = 0, *, num_processes: int | None = None) -> D
     if callable(given):
         return _function_data(given, seed)
     raise UserError(
-        f"the data are of type {type(given).__name__}, which gives no batches",
+        f"the data are of type {type(given).__name__}, which provides no batches",
         fix="write a dict of arrays, a function of (step, batch_size), or a list of batches",
     )
 
 
 def is_batch_function(builder: Builder) -> bool:
-    """Whether it is itself what gives the batches: a function of ``step`` and ``batch_size``."""
+    """Whether a builder itself returns batches: a function of ``step`` and ``batch_size``."""
     return not inspect.isclass(builder) and set(BATCH_PARAMETERS) <= set(parameters_of(builder))
 
 
 def is_source(made: Any) -> bool:
-    """Whether it has samples by number: a length and ``rows(ids)``."""
+    """Whether an object is a source of samples: it has a length and ``rows(ids)``."""
     return callable(getattr(made, "rows", None)) and hasattr(made, "__len__")
 
 
 def read_data(kind: str, builder: Builder, arguments: dict[str, Any]) -> Data | Source:
     """Return the data or the source ``kind`` names.
 
-    It is a function of ``step`` and ``batch_size``; or a class or function that gives an object
-    with ``batch(step, batch_size)``, or with ``len`` and ``rows(ids)``.
+    That is a function of ``step`` and ``batch_size``, or a class or function that returns an
+    object with ``batch(step, batch_size)``, or with ``len`` and ``rows(ids)``.
     """
     if is_batch_function(builder):
         return FunctionData(partial(builder, **arguments), kind)
@@ -243,8 +243,8 @@ def read_data(kind: str, builder: Builder, arguments: dict[str, Any]) -> Data | 
     if is_source(made):
         return made
     raise UserError(
-        f"data.kind={kind} gives no batches",
-        why=f"it made a {type(made).__name__}, which has neither batch nor rows and a length",
+        f"data.kind={kind} returns no batches",
+        why=f"it returned a {type(made).__name__}, with neither batch() nor rows() and a length",
         fix="give it a method batch(self, step, batch_size) that returns a dict of arrays, or name "
         "a function of step and batch_size",
     )
@@ -260,7 +260,7 @@ def _iterable_data(given: Iterable[Any], num_processes: int | None) -> IterableD
     if num_processes > 1:
         raise UserError(
             f"an iterable ({type(given).__name__}) cannot feed {num_processes} processes",
-            why="nothing makes it give the same batches in each of them",
+            why="nothing guarantees that each of them gets the same batches",
             fix="give a function of (seed, step, batch_size), a list, or a dict of arrays",
         )
     return IterableData(given)
@@ -280,14 +280,14 @@ def _function_data(given: Callable[..., Any], seed: int) -> FunctionData:
     if len(required) == 1 and len(parameters) == 2:
         return FunctionData(lambda step, batch_size: given(step, batch_size), name)
     raise UserError(
-        f"the function {name} gives no batches",
+        f"the function {name} returns no batches",
         why=f"it takes ({', '.join(parameters)})",
         fix="write a function of (step, batch_size), or of (seed, step, batch_size)",
     )
 
 
 def _select_rows(batch: Any, batch_size: int, step: int, rows: Rows | None) -> Any:
-    """Return these rows of a batch, which must be as large as the update's to have them."""
+    """Return these rows of a batch, which must have the size of the global batch."""
     if rows is None:
         return batch
     shape = _first_shape(batch)
@@ -302,7 +302,7 @@ def _select_rows(batch: Any, batch_size: int, step: int, rows: Rows | None) -> A
 
 
 def _first_shape(batch: Any) -> tuple[int, ...]:
-    """Return the shape of the first array; what is no batch is judged by those who read it."""
+    """Return the shape of the first array; empty if there is none, which `read_batch` refuses."""
     if isinstance(batch, Mapping):
         return _first_shape(next(iter(batch.values()), ()))
     if isinstance(batch, list | tuple):
