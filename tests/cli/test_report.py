@@ -51,7 +51,7 @@ def test_the_page_goes_where_out_says(run, folders, tmp_path):
     [
         ([], "which run?"),
         (["nowhere"], "there is no folder nowhere"),
-        (["."], "is no run, and holds none"),
+        (["."], "is not a run folder, and contains none"),
         (["mesh.fsdp=4"], "there is no folder mesh.fsdp=4"),
         (["--multirun", "."], "has no flag `--multirun`"),
     ],

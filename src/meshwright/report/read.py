@@ -1,4 +1,4 @@
-"""Reading a run folder, whichever of its files are there and whatever state they are in."""
+"""Reading a run folder, even if files are missing or incomplete."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from meshwright.json_text import parse_json
 from meshwright.tracking.run_files import read_lines, read_metrics
 
 MAX_POINTS = 2000
-"""Points of one curve on a page; a curve with more keeps the extremes of each stretch."""
+"""Points of one curve on a page; a longer curve is reduced to the extremes of each interval."""
 MAX_EVENTS = 1000
 
 Points = list[tuple[int, float | None]]
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return everything a page shows of a run; what is missing is None or empty."""
+    """Return everything a page shows about a run; missing parts are None or empty."""
     facts = _json(folder / "run.json")
     profile, ledger, result = (
         _json(folder / f"{name}.json") for name in ("profile", "ledger", "result")
@@ -51,20 +51,20 @@ def read_curves(path: Path) -> list[dict[str, Any]]:
 
 
 def downsample(points: Points, most: int = MAX_POINTS) -> Points:
-    """Return at most so many points: the first, the last, and each stretch's lowest and highest."""
+    """Return at most ``most`` points: the first, the last, and each interval's extremes."""
     if len(points) <= most:
         return points
-    stretches = most // 2 - 1
-    kept = {0, len(points) - 1}
-    for number in range(stretches):
-        start, stop = (len(points) * n // stretches for n in (number, number + 1))
+    intervals = most // 2 - 1
+    chosen = {0, len(points) - 1}
+    for number in range(intervals):
+        start, stop = (len(points) * n // intervals for n in (number, number + 1))
         heights = [(value, at) for at in range(start, stop) if (value := points[at][1]) is not None]
-        kept |= {at for _, at in (min(heights), max(heights))} if heights else {start}
-    return [points[at] for at in sorted(kept)]
+        chosen |= {at for _, at in (min(heights), max(heights))} if heights else {start}
+    return [points[at] for at in sorted(chosen)]
 
 
 def _is_value(value: Any) -> bool:
-    # Null stands for a number that is not finite; it becomes a gap in the curve.
+    # Null is a number that was not finite; it becomes a gap in the curve.
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 

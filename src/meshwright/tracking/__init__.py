@@ -1,4 +1,4 @@
-"""What is told about a run while it goes on: files, the screen, and services."""
+"""Run tracking: files in the run folder, the terminal, and services."""
 
 from meshwright.tracking.setup import make_trackers
 from meshwright.tracking.tracker import NullTracker, Tracker

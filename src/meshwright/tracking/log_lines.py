@@ -1,4 +1,4 @@
-"""One plain line per message: what a log file holds, and a screen that is no terminal."""
+"""Plain lines of text: for log files, and for output that is not a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.tracking.tracker import NullTracker
 from meshwright.units import human_bytes, human_count, human_seconds
 
 SHOWN_EVENTS = ("start", "resume", "checkpoint", "warning", "profile", "stop")
-"""Kinds of events that become a line; evaluations have their metrics."""
+"""Events that are shown; an evaluation is shown by its metrics."""
 
 
 class LineTracker:
@@ -23,9 +23,9 @@ class LineTracker:
 
     Args:
         write: takes one line, without its end.
-        folder: where the run is written; None for nowhere.
-        total_updates: how many updates there will be, if that is known.
-        clock: seconds, for the time that is left.
+        folder: the run folder; None if there is none.
+        total_updates: updates of the run, if known.
+        clock: returns seconds, for the remaining time.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LineTracker:
         self._pace = Pace(total_updates, clock)
 
     def start(self, facts: Mapping[str, Any]) -> None:
-        """Say what is trained, on what, and where the output goes."""
+        """Write what is trained, on which devices, and where the output goes."""
         for line in format_facts(facts, self._folder):
             self._write(line)
 
@@ -55,7 +55,7 @@ class LineTracker:
             self._write(line)
 
     def close(self, result: Mapping[str, Any]) -> None:
-        """Do nothing: the result is told by who asked for the run."""
+        """Do nothing: the caller of the run shows the result."""
 
 
 class LogFile(LineTracker):
@@ -78,19 +78,19 @@ class LogFile(LineTracker):
 
 
 class WarningsOnly(NullTracker):
-    """Hands warnings to Python's `warnings`, for a run that nobody shows on a screen."""
+    """Passes warnings to Python's `warnings`, for a run without progress output."""
 
     def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
-        """Warn at the line of the user's that started the run."""
+        """Warn at the user's line that started the run."""
         if kind == "warning":
             at = f" (update {update})" if update else ""
             warnings.warn(f"{message}{at}", UserWarning, stacklevel=_levels_inside())
 
 
 class Pace:
-    """How fast updates are made, and how long the rest will take.
+    """Estimates the remaining time.
 
-    The first reading is left out, because the time before it holds the compilation.
+    Time before the first call is not counted, because it includes compilation.
     """
 
     def __init__(self, total_updates: int | None, clock: Callable[[], float]) -> None:
@@ -99,7 +99,7 @@ class Pace:
         self._first: tuple[int, float] | None = None
 
     def seconds_left(self, update: int) -> float | None:
-        """Return the seconds until the last update, or None if that is unknown or over."""
+        """Return the seconds until the last update; None if unknown, or after it."""
         now = self._clock()
         if self._first is None:
             self._first = (update, now)
@@ -109,7 +109,7 @@ class Pace:
         return (now - started) / (update - first) * (self.total_updates - update)
 
     def count(self, update: int) -> str:
-        """Return ``120/500``, padded so that counts stand below each other."""
+        """Return ``120/500``, padded so that counts line up."""
         if self.total_updates is None:
             return f"{update:>7}"
         width = len(str(self.total_updates))
@@ -117,18 +117,18 @@ class Pace:
 
 
 def _levels_inside() -> int:
-    """Return how many calls of this package, and of what it calls, are on top of the stack."""
+    """Return the stack level of the first caller outside this package."""
     package = __name__.partition(".")[0]
-    frame, level, found = inspect.currentframe(), 0, 0
+    frame, level, deepest = inspect.currentframe(), 0, 0
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] == package:
-            found = level
+            deepest = level
         frame, level = frame.f_back, level + 1
-    return found + 1
+    return deepest + 1
 
 
 def format_facts(facts: Mapping[str, Any], folder: Path | None) -> list[str]:
-    """Return the facts of a run as lines; those that are not known are left out."""
+    """Return the known facts of a run as lines."""
     lines: list[str] = []
     if plan := facts.get("plan"):
         lines.append(f"plan        {plan}")
@@ -155,7 +155,7 @@ def _format_memory(memory: Mapping[str, Any]) -> str:
 
 
 def format_metrics_line(split: str, update: int, values: Mapping[str, float], pace: Pace) -> str:
-    """Return the metrics of one moment as one line."""
+    """Return the metrics of one update as a line."""
     words = format_metrics(values)
     if split == "train":
         left = pace.seconds_left(update)
@@ -164,7 +164,7 @@ def format_metrics_line(split: str, update: int, values: Mapping[str, float], pa
 
 
 def format_event(kind: str, update: int, message: str) -> str:
-    """Return an event as a line, empty for those that other lines tell of."""
+    """Return an event as a line; empty for events that are not shown."""
     if kind not in SHOWN_EVENTS:
         return ""
     at = f" (update {update})" if update and kind != "start" else ""

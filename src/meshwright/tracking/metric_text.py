@@ -1,4 +1,4 @@
-"""Metrics in words: the short names, units and widths that lines and progress bars show."""
+"""Metrics as text: short names, units and column widths for log lines and progress bars."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping
 from meshwright.units import human_bytes, human_count, human_seconds
 
 HIDDEN = ("input_wait_share", "flops_per_second")
-"""Metrics that are written to files but would crowd a line."""
+"""Metrics that are only written to files, to keep lines short."""
 
 
 def format_metrics(values: Mapping[str, float]) -> list[str]:
-    """Return metrics as padded texts: the known ones first, then a task's own."""
+    """Return metrics as padded texts: known ones first, then those of the task."""
     known = [
-        say(values[name]).ljust(width) for name, (width, say) in _FORMATS.items() if name in values
+        text(values[name]).ljust(width)
+        for name, (width, text) in _FORMATS.items()
+        if name in values
     ]
     own = [
         f"{name} {value:.4g}".ljust(len(name) + 7)
@@ -33,4 +35,4 @@ _FORMATS: dict[str, tuple[int, Callable[[float], str]]] = {
     "mfu": (9, lambda v: f"MFU {v:.1%}"),
     "memory_bytes": (9, human_bytes),
 }
-"""Known metrics in the order they are shown: the width of a column, and how the value is said."""
+"""Known metrics in the order they are shown: column width, and the text of a value."""

@@ -1,4 +1,4 @@
-"""The progress bar of a terminal."""
+"""A progress bar in the terminal."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class ProgressTracker:
 
     Args:
         console: the terminal.
-        folder: where the run is written; None for nowhere.
-        total_updates: how many updates there will be, if that is known.
-        clock: seconds, for the time that is left.
+        folder: the run folder; None if there is none.
+        total_updates: updates of the run, if known.
+        clock: returns seconds, for the remaining time.
     """
 
     def __init__(
@@ -57,16 +57,16 @@ class ProgressTracker:
         self._started = self._clock()
         self._live = Live(
             console=self._console,
-            get_renderable=self.picture,
+            get_renderable=self.render,
             refresh_per_second=2,
-            # What others print on the way appears above the bar instead of through it.
+            # Other output appears above the bar instead of overwriting it.
             redirect_stdout=False,
             redirect_stderr=True,
         )
         self._live.start()
 
     def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
-        """Move the bar on; an evaluation is printed above it."""
+        """Advance the bar; print an evaluation above it."""
         if split == "train":
             self._update, self._values = update, dict(values)
             self._left = self._pace.seconds_left(update)
@@ -79,13 +79,13 @@ class ProgressTracker:
             self._print(Text(line, style=_STYLES.get(kind, "dim")))
 
     def close(self, result: Mapping[str, Any]) -> None:
-        """Leave the bar as it is and give the terminal back."""
+        """Stop updating the bar and release the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def picture(self) -> RenderableType:
-        """Return the bar: how far, how long, and the newest metrics below."""
+    def render(self) -> RenderableType:
+        """Return the bar, the elapsed and remaining time, and the newest metrics."""
         total = self._pace.total_updates
         bar = ProgressBar(total, self._update, pulse=not total, animation_time=self._clock())
         row = Table.grid(padding=(0, 2), expand=True)

@@ -14,10 +14,10 @@ from meshwright.json_text import finite, parse_json
 
 
 class RunFiles:
-    """Writes what it is told into files that other programs read, one line at a time.
+    """A tracker that writes the files of a run folder, one line at a time.
 
-    A run that goes on after an interruption goes on in the same files. Numbers that JSON cannot
-    hold (NaN, infinity) are written as null.
+    A resumed run appends to the same files. Numbers that JSON cannot hold (NaN, infinity) are
+    written as null.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -25,14 +25,14 @@ class RunFiles:
         self._files: dict[str, IO[bytes]] = {}
 
     def start(self, facts: Mapping[str, Any]) -> None:
-        """Write run.json; of a run that goes on, the first start stays."""
+        """Write run.json; a resumed run keeps its first start time."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         written = {"format": 1, "started": now, **facts}
         path = self._folder / "run.json"
         if earlier := _read_object(path):
             written["started"] = earlier.get("started", written["started"])
             written["resumed"] = [*earlier.get("resumed", []), now]
-        # A result from before the interruption no longer is this run's.
+        # A result from before the interruption is out of date.
         (self._folder / "result.json").unlink(missing_ok=True)
         _write_atomically(path, written)
 
@@ -61,13 +61,13 @@ class RunFiles:
             repair_last_line(path)
             self._files[name] = path.open("ab")
         line = json.dumps(finite(record), ensure_ascii=False, allow_nan=False, default=str)
-        # As one write and one flush, so that a killed process tears at most the last line.
+        # One write and one flush, so that a killed process truncates at most the last line.
         self._files[name].write(line.encode() + b"\n")
         self._files[name].flush()
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines, if it can be read; a torn line is passed over."""
+    """Yield the objects of a JSON Lines file, if it can be read; truncated lines are skipped."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
@@ -78,20 +78,20 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def read_metrics(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
     """Return the metrics of metrics.jsonl by split and update, in the order of updates.
 
-    Of two lines of one split and update the later counts: a run that went on from a checkpoint
-    has made that update again. What was not finite is None.
+    If a split and update has two lines, the later one counts: a run resumed from a checkpoint has
+    repeated that update. Values that were not finite are None.
     """
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    metrics: dict[tuple[str, int], dict[str, Any]] = {}
     for line in read_lines(path):
         split, update = line.get("split"), line.get("update")
         if isinstance(split, str) and isinstance(update, int):
             others = {k: v for k, v in line.items() if k not in ("split", "update", "time")}
-            found[split, update] = others
-    return dict(sorted(found.items(), key=lambda row: row[0][1]))
+            metrics[split, update] = others
+    return dict(sorted(metrics.items(), key=lambda row: row[0][1]))
 
 
 def repair_last_line(path: Path) -> None:
-    """Make a file of JSON lines end with a whole line: finish the last one, or cut it off."""
+    """Make a JSON Lines file end with a complete line: finish the last one, or remove it."""
     if not path.exists():
         return
     content = path.read_bytes()
@@ -108,7 +108,7 @@ def repair_last_line(path: Path) -> None:
 
 
 def _write_atomically(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a file so that a reader finds the old content or the new, never half of it."""
+    """Write a file so that readers see either the old content or the new."""
     text = json.dumps(finite(value), indent=1, ensure_ascii=False, allow_nan=False, default=str)
     beside = path.with_name(f".{path.name}.new")
     beside.write_text(text + "\n", encoding="utf-8")

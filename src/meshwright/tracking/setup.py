@@ -1,4 +1,4 @@
-"""From a config to the trackers of a run."""
+"""The trackers of a run, from its config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EXTRAS = ("tensorboard", "wandb", "mlflow")
-"""Trackers that need a package of their own; setting, extra and package have one name."""
+"""Trackers that need an optional package; config key, extra and package share a name."""
 
 
 def make_trackers(
@@ -29,35 +29,33 @@ def make_trackers(
     console: Console | None = None,
     progress: bool | None = None,
 ) -> Tracker:
-    """Return what tells about a run in ``folder``, which exists; nothing is written yet.
+    """Return the tracker of a run in ``folder``, which exists; nothing is written yet.
 
-    A package that is missing is an error here, before anything is trained. What goes wrong
-    later stops one tracker, not the run.
+    A missing package is an error here, before training. Later errors stop one tracker, not the
+    run.
 
     Args:
-        config: which trackers besides the files and the screen.
-        folder: the run folder; None for a run that is not written down.
-        total_updates: how many updates there will be, or None if only time will tell.
+        config: which services to use.
+        folder: the run folder; None for a run without one.
+        total_updates: updates of the run; None if they are not known.
         console: where progress is shown; stderr by default.
-        progress: whether it is shown; None shows it if the run is written down or on a terminal.
-            Where it is not shown, warnings are Python's.
+        progress: whether to show progress; None shows it for a run with a folder or a terminal.
+            Otherwise warnings go to Python's `warnings`.
     """
     wanted = [name for name in EXTRAS if getattr(config, name)]
     for name in wanted:
         _check_installed(name)
     if folder is None and wanted:
-        raise UserError(
-            f"tracking.{wanted[0]} needs the folder of a run", fix="write run_dir=… too"
-        )
+        raise UserError(f"tracking.{wanted[0]} needs a run folder", fix="write run_dir=… too")
     if not is_main():
         return NullTracker()
-    told = _make_console(console, folder, total_updates, progress)
+    shown = _make_console(console, folder, total_updates, progress)
     if folder is None:
-        return told
+        return shown
     trackers: dict[str, Tracker] = {
         "files": RunFiles(folder),
         "train.log": LogFile(folder, total_updates=total_updates),
-        "console": told,
+        "console": shown,
     }
     makers = _makers(config, folder)
     return Trackers(trackers | {name: makers[name]() for name in wanted})
@@ -72,7 +70,7 @@ def _makers(config: TrackingConfig, folder: Path) -> dict[str, Callable[[], Trac
     return {
         "tensorboard": lambda: TensorBoardTracker(folder),
         "wandb": lambda: WandbTracker(folder, entity=config.wandb_entity),
-        # W&B sends on its own time; MLflow's client waits for the server, and retries for minutes.
+        # W&B sends in the background; MLflow's client waits and retries for minutes.
         "mlflow": lambda: Background(MlflowTracker(folder, uri=config.mlflow_uri)),
     }
 
@@ -95,7 +93,7 @@ def _make_console(
         from meshwright.tracking.progress import ProgressTracker
 
         return ProgressTracker(screen, folder, total_updates=total_updates)
-    # Soft wrapping keeps a line one line, for whoever searches in a log.
+    # Soft wrapping keeps each message on one line, so that logs can be searched.
     return LineTracker(
         lambda line: screen.print(Text(line), soft_wrap=True), folder, total_updates=total_updates
     )
@@ -103,7 +101,7 @@ def _make_console(
 
 def _check_installed(name: str) -> None:
     spec = importlib.util.find_spec(name)
-    # A folder of that name in the working directory, such as W&B's own, is no package.
+    # A folder of that name in the working directory, such as W&B's own, is not the package.
     if spec is None or spec.origin is None:
         raise UserError(
             f"tracking.{name}=true needs the package `{name}`, which is not installed",
