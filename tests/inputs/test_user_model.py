@@ -112,7 +112,7 @@ def test_a_linen_module_is_built_without_computing_anything():
         ("gpt", "lambda rngs: Net"),
         (lambda a, b: None, "it needs a, b"),
         (lambda *, key: None, "it needs key"),
-        (lambda rngs: None, "the model's builder gave None"),
+        (lambda rngs: None, "the model's builder returned None"),
         (lambda rngs: Net, "of type"),
         ({"encoder": LinenNet()}, "`encoder` of the model is a Linen module"),
     ],

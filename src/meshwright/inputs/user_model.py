@@ -1,4 +1,4 @@
-"""The ways to hand over a model, all read as one: a function from random streams to the model."""
+"""Models from the user in any form, as functions from random streams to the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.step.assemble import ModelSource
 
 
 def exists(model: Any) -> bool:
-    """Whether a model was handed over whole, with its parameters."""
+    """Whether this is a model with parameters, not something that builds one."""
     return isinstance(model, nnx.Module | dict)
 
 
@@ -27,10 +27,10 @@ def model_source(model: Any, loss: Loss, sample: Callable[[], Any]) -> ModelSour
     """Return a function that builds the model from its random streams.
 
     Args:
-        model: an NNX module or a dict of them, a Linen module, or what builds one of these, with
-            or without ``rngs``.
-        loss: ``loss(model, batch)``; it calls a Linen module once, which creates its parameters.
-        sample: gives a batch, as arrays or shapes.
+        model: an NNX module or a dict of them, a Linen module, or a function that builds one of
+            these, with or without ``rngs``.
+        loss: ``loss(model, batch)``; it is called once to create a Linen module's parameters.
+        sample: returns a batch of arrays or shapes.
     """
     if exists(model):
         return lambda _: _check_model(model)
@@ -48,7 +48,7 @@ def model_source(model: Any, loss: Loss, sample: Callable[[], Any]) -> ModelSour
 def call_with_rngs(builder: Builder, arguments: dict[str, Any]) -> ModelSource:
     """Return a function that calls a builder the way its signature asks for random streams.
 
-    They are passed as ``rngs=``, as its only required argument, or not at all.
+    Streams are passed as ``rngs=``, as the only required argument, or not at all.
     """
     if not callable(builder):
         raise UserError(
@@ -76,10 +76,10 @@ def call_with_rngs(builder: Builder, arguments: dict[str, Any]) -> ModelSource:
 
 
 def _bridge(module: linen.Module, rngs: nnx.Rngs, loss: Loss, batch: Any) -> nnx.Module:
-    """Make a Linen module an NNX one; the loss knows how it is called."""
+    """Convert a Linen module to NNX; the loss calls it the way it is used."""
     one = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), batch)
     model = nnx.bridge.ToNNX(module, rngs=rngs)
-    # Flax creates the variables of whatever a method of the model runs through.
+    # Flax creates the variables of every submodule that a method of the model calls.
     nnx.bridge.lazy_init(MethodType(loss, model), one)
     return model
 
@@ -90,13 +90,13 @@ def _check_model(model: Any) -> Any:
         if bare:
             raise UserError(
                 f"`{bare[0]}` of the model is a Linen module",
-                why="only a model that is one Linen module is brought into NNX by itself",
+                why="only a model that is a single Linen module is converted to NNX automatically",
                 fix=f"write nnx.bridge.ToNNX({type(model[bare[0]]).__name__}(…), rngs=rngs)"
                 ".lazy_init(x) for it, with an example x of its input",
             )
     elif not isinstance(model, nnx.Module):
         raise UserError(
-            f"the model's builder gave {shorten(model)}, of type {type(model).__name__}",
+            f"the model's builder returned {shorten(model)}, of type {type(model).__name__}",
             fix="return an NNX module, a dict of them, or a Linen module",
         )
     return model

@@ -1,4 +1,4 @@
-"""A task of the user's own: a loss function, or a class with one."""
+"""Tasks from the user: a loss function, or a class with one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.program.trace import Loss
 
 
 class HasLoss(Protocol):
-    """What every task has."""
+    """Any object with a loss."""
 
     @property
     def loss(self) -> Loss:
@@ -23,13 +23,13 @@ class HasLoss(Protocol):
 
 @dataclass(frozen=True)
 class LossTask:
-    """A task that is a loss function and nothing else."""
+    """A task that consists of a loss function."""
 
     loss: Loss
 
 
 def read_task(kind: str, builder: Builder, arguments: dict[str, Any]) -> HasLoss:
-    """Return the task ``kind`` names: an object of a class, or around a function ``loss``.
+    """Return the task that ``kind`` names: an instance of a class, or a `LossTask`.
 
     Further parameters of the class, or of the function beyond model and batch, are the task's
     settings.

@@ -17,7 +17,7 @@ from meshwright.step.assemble import Assembled
 
 @dataclass(frozen=True)
 class Needed:
-    """One exchange a plan cannot do without.
+    """One collective that a plan needs.
 
     Attributes:
         axis: the mesh axis.
@@ -32,8 +32,8 @@ class Needed:
     module: str
 
 
-def needed_exchanges(assembled: Assembled) -> list[Needed]:
-    """Return every exchange the plan needs per update."""
+def needed_collectives(assembled: Assembled) -> list[Needed]:
+    """Return every collective the plan needs per update."""
     return [*_weights(assembled), *_activations(assembled)]
 
 
@@ -60,7 +60,7 @@ def _weights(assembled: Assembled) -> Iterator[Needed]:
 def _reduction(
     placed: Placement, whole: float, assembled: Assembled, module: str
 ) -> Iterator[Needed]:
-    """Yield how one gradient is reduced over the devices that saw other samples."""
+    """Yield how one gradient is reduced over the devices that have other samples."""
     plan = assembled.plan
     times = plan.batch.gradient_accumulation_steps // plan.batch.sync_gradients_every
     fsdp, data = plan.size("fsdp"), plan.size("data")
@@ -72,7 +72,7 @@ def _reduction(
             sent = ring_bytes("all-gather", whole, fsdp)
             yield Needed("fsdp", "all-gather", sent, module)
     if data > 1:
-        # Only what fsdp has left of each gradient goes over the slower axis.
+        # Only one fsdp shard of each gradient goes over the slower axis.
         sent = ring_bytes("all-reduce", whole / fsdp, data)
         yield Needed("data", "all-reduce", times * sent, module)
 
@@ -95,7 +95,7 @@ def _activations(assembled: Assembled) -> Iterator[Needed]:
 
 
 def _gathered_once(assembled: Assembled) -> set[int]:
-    """Return the leaves whose weights, once gathered, are kept, or not read again."""
+    """Return the leaves that are gathered once, because they are kept or not read again."""
     decision, traced = assembled.decision, assembled.traced
     if assembled.plan.sharding.keep_gathered:
         return set(decision.gathers)
@@ -104,16 +104,16 @@ def _gathered_once(assembled: Assembled) -> set[int]:
     number = {v: n for n, v in enumerate(jaxpr.invars[:count])}
     casts = casts_of(jaxpr.eqns, set(number))
     number |= {cast: number[leaf] for cast, leaf in casts.items()}
-    kept: set[int] = set()
+    once: set[int] = set()
     if assembled.plan.sharding.remat == "none":
-        kept |= set(decision.gathers) - read_again(traced)
+        once |= set(decision.gathers) - read_again(traced)
     for piece in cut(jaxpr):
         if not isinstance(piece, Outer):
             continue
         for variable in reads([e for e in piece.eqns if not casts.keys() & set(e.outvars)]):
             if variable in number and not _scanned(variable, piece):
-                kept.add(number[variable])
-    return kept
+                once.add(number[variable])
+    return once
 
 
 def _scanned(variable: object, piece: Outer) -> bool:

@@ -1,4 +1,4 @@
-"""What a profile suggests: a sentence with the number, and what to try."""
+"""Advice from a profile: a sentence with the measured share, and what to try."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 ENOUGH_COMPUTE = 0.8
 MOST_COMMUNICATION = 0.3
 NOTICEABLE = 0.1
-"""A part of the time that is worth a sentence when something is wrong at all."""
+"""Shares of the time above this are mentioned, if anything is wrong."""
 EVEN = 1.2
-"""Busiest device over the mean."""
+"""Compute time of the busiest device over the mean; more is uneven."""
 
 _BY_AXIS = {
     "tensor": "less tensor parallelism (a smaller mesh.tensor), or more samples per device",
@@ -27,21 +27,21 @@ def advise(
     load_balance: float,
     virtual: bool,
 ) -> list[str]:
-    """Return what stands out in a profile; nothing where devices compute nearly all the time.
+    """Return advice; nothing if devices compute nearly all the time.
 
     Args:
-        shares: parts of the wall time.
-        exposed: the part of the wall time that communication over each axis is waited for.
-        load_balance: computing time of the busiest device over the mean.
-        virtual: whether the devices are virtual, so that their times say little.
+        shares: shares of the wall time.
+        exposed: the share of the wall time spent waiting for communication, by mesh axis.
+        load_balance: compute time of the busiest device over the mean.
+        virtual: whether the devices are virtual, so that their times mean little.
     """
-    found = [*_parts(shares, exposed), *_balance(load_balance)]
-    if found and virtual:
-        found.append(
+    advice = [*_parts(shares, exposed), *_balance(load_balance)]
+    if advice and virtual:
+        advice.append(
             "these are virtual devices that share one processor: waiting for a turn counts as "
             "communication, and only real devices show real shares"
         )
-    return found
+    return advice
 
 
 def _parts(shares: Mapping[str, float], exposed: Mapping[str, float]) -> Iterator[str]:
@@ -59,15 +59,15 @@ def _parts(shares: Mapping[str, float], exposed: Mapping[str, float]) -> Iterato
         )
     if shares["idle"] > NOTICEABLE:
         yield (
-            f"{shares['idle']:.0%} of the time devices have nothing to do; try more samples per "
-            "device (training.micro_batch_size), and fewer looks at the metrics "
+            f"{shares['idle']:.0%} of the time devices are idle; try more samples per "
+            "device (training.micro_batch_size), and logging less often "
             "(tracking.log_every)"
         )
 
 
 def _communication(share: float, exposed: Mapping[str, float]) -> str:
     limit = f", more than {MOST_COMMUNICATION:.0%}" if share > MOST_COMMUNICATION else ""
-    text = f"{share:.0%} of the time devices only communicate{limit}"
+    text = f"{share:.0%} of the time devices wait for communication{limit}"
     if not exposed:
         return text
     axis = max(exposed, key=lambda axis: exposed[axis])

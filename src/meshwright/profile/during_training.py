@@ -1,4 +1,4 @@
-"""Profiling in the middle of a run: some updates after the first ones, once."""
+"""Profiling during training: a few updates, once, after a warm-up."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from meshwright.profile.profiler import Profiler
 from meshwright.profile.trace_times import read_profile
 
 WARM_UP = 2
-"""Updates before the profile, which hold what is done once."""
+"""Updates before the profile, which include one-time work."""
 
 
 class NoProfiling:
-    """Profiles nothing: what a loop has when nobody asked."""
+    """Profiles nothing."""
 
     def after(self, pending: Any, waited: float) -> Profile | None:
-        """Be told that an update was handed to the devices."""
+        """Note that an update was dispatched."""
         del pending, waited
         return None
 
     def close(self) -> None:
-        """Be told that the loop has ended."""
+        """Note that the loop has ended."""
 
 
 class Profiling(NoProfiling):
@@ -34,8 +34,8 @@ class Profiling(NoProfiling):
     Args:
         folder: where the trace goes.
         mesh: the mesh of the updates.
-        program: gives the optimized text of their program; None if it has none.
-        updates: how many to profile.
+        program: returns the optimized HLO text of the step; None if there is none.
+        updates: number of updates to profile.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Profiling(NoProfiling):
         self._waited = 0.0
 
     def after(self, pending: Any, waited: float) -> Profile | None:
-        """Be told that an update was handed to the devices; returns the profile when it is there.
+        """Note that an update was dispatched; return the profile once it is complete.
 
         Args:
-            pending: results of the update, to wait for where the profile begins and ends.
+            pending: results of the update, which the start and end of the profile wait for.
             waited: seconds the loop has waited for data so far.
         """
         self._seen += 1
@@ -69,6 +69,6 @@ class Profiling(NoProfiling):
         )
 
     def close(self) -> None:
-        """Be told that the loop has ended; a profile that is not complete is given up."""
+        """Note that the loop has ended; an incomplete profile is discarded."""
         if WARM_UP <= self._seen < WARM_UP + self._profiler.updates:
             self._profiler.stop()

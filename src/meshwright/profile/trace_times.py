@@ -1,4 +1,4 @@
-"""Reading a profile back from its trace: times by device, and by collective."""
+"""From a trace to a profile: times by device, and by collective."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.profile.profile import CollectiveTime, DeviceTime, Profile
 from meshwright.profile.traced_collectives import CollectiveNames, TracedCollective
 
 _SECONDS = 1e-9
-"""A trace counts nanoseconds."""
+"""Times in a trace are in nanoseconds."""
 
 
 def read_profile(
@@ -28,14 +28,14 @@ def read_profile(
     updates: int,
     input_wait_seconds: float = 0.0,
 ) -> Profile:
-    """Read what `Profiler` recorded; with several processes each must call it.
+    """Read what `Profiler` recorded; with several processes, each must call this.
 
     Args:
         trace: the folder of this process's trace.
         mesh: the mesh of the updates.
-        program: the optimized text of their compiled program, ``compiled.as_text()``; without it
-            axes and modules are not known.
-        updates: how many updates were done between start and stop.
+        program: the optimized HLO text of the step, ``compiled.as_text()``; without it, axes and
+            modules are not known.
+        updates: number of updates between start and stop.
         input_wait_seconds: how long the loop waited for data in that time.
     """
     found = read_trace(trace)
@@ -57,7 +57,7 @@ def read_profile(
 
 @dataclass
 class CollectiveTotals:
-    """Collectives added up over updates and local devices."""
+    """Times of collectives, summed over updates and local devices."""
 
     count: dict[TracedCollective, int] = field(default_factory=lambda: defaultdict(int))
     seconds: dict[TracedCollective, float] = field(default_factory=lambda: defaultdict(float))
@@ -99,12 +99,12 @@ class CollectiveTotals:
 def split_times(
     trace: Trace, collectives: CollectiveNames, numbers: dict[int, int]
 ) -> tuple[list[DeviceTime], CollectiveTotals]:
-    """Divide the time of every device into computing, communicating and neither.
+    """Divide the time of every device into compute, communication and idle time.
 
     Args:
         trace: what was recorded.
-        collectives: tells communication from computing.
-        numbers: JAX's number of each device by the trace's; others are left out.
+        collectives: finds collectives by name.
+        numbers: JAX's device id by the number in the trace; other devices are ignored.
     """
     totals = CollectiveTotals()
     times: list[DeviceTime] = []
@@ -113,21 +113,23 @@ def split_times(
         if event.device in by_device:
             by_device[event.device].append(event)
     for local, events in by_device.items():
-        talks = [(event, collectives.find(event.name, event.kernel)) for event in events]
-        computing = clip((event.interval for event, e in talks if e is None), trace.window)
-        talking = clip((event.interval for event, e in talks if e is not None), trace.window)
-        for event, collective in talks:
+        labelled = [(event, collectives.find(event.name, event.kernel)) for event in events]
+        computing = clip((event.interval for event, e in labelled if e is None), trace.window)
+        communicating = clip(
+            (event.interval for event, e in labelled if e is not None), trace.window
+        )
+        for event, collective in labelled:
             if collective is not None:
                 (inside,) = clip([event.interval], trace.window) or [(0.0, 0.0)]
                 totals.add(collective, inside, computing)
-        exposed = length(subtract(talking, computing))
-        busy = length(merge([*computing, *talking]))
+        exposed = length(subtract(communicating, computing))
+        busy = length(merge([*computing, *communicating]))
         times.append(
             DeviceTime(
                 device=numbers[local],
                 compute=length(computing) * _SECONDS,
                 communication=exposed * _SECONDS,
-                hidden=(length(talking) - exposed) * _SECONDS,
+                hidden=(length(communicating) - exposed) * _SECONDS,
                 idle=(length([trace.window]) - busy) * _SECONDS,
             )
         )
@@ -135,10 +137,10 @@ def split_times(
 
 
 def device_numbers(devices: Sequence[Any], traced: set[int]) -> dict[int, int]:
-    """Return JAX's number of each of this process's devices by the number a trace gives it.
+    """Return the JAX device id of each of this process's devices by its number in a trace.
 
-    CPUs are traced under JAX's number, accelerators under that of the machine's hardware. Where
-    neither fits, both are taken in order.
+    CPUs are traced under JAX's id, accelerators under their hardware id. If neither matches, both
+    are paired in order.
     """
     own = sorted(device.id for device in devices)
     hardware = {getattr(device, "local_hardware_id", None): device.id for device in devices}

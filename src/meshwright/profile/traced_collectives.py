@@ -1,4 +1,4 @@
-"""Which operations of a trace are communication: of what kind, over which axes, for whom."""
+"""Which operations of a trace are collectives: their kind, mesh axes and module."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class TracedCollective:
     Attributes:
         kind: all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute, …
         axis: the mesh axes it runs over, joined by ×.
-        module: the module it is for; None outside modules, or if it combines several.
-        sent_bytes: what each device sends each time; None if not known.
+        module: the module it belongs to; None outside modules, or if it combines several.
+        sent_bytes: bytes each device sends per execution; None if not known.
     """
 
     kind: str
@@ -41,10 +41,10 @@ class TracedCollective:
 
 
 class CollectiveNames:
-    """Tells communication from computing by the names in a trace.
+    """Finds the collectives of a trace by the names of operations.
 
     Args:
-        program: the text of the program that ran, to know axes and modules; None if not at hand.
+        program: HLO text of the program, for axes and modules; None if not available.
         mesh: sizes of the mesh axes it was compiled for.
     """
 
@@ -52,12 +52,12 @@ class CollectiveNames:
         self._known = _instructions(program, mesh) if program else None
 
     def find(self, name: str, kernel: str) -> TracedCollective | None:
-        """Return what an operation collectives; None if it computes."""
+        """Return the collective an operation belongs to; None if it computes."""
         if self._known is not None and name in self._known:
             return self._known[name]
         if _KERNEL.search(kernel):
             return TracedCollective(_kind(kernel, "") or "collective")
-        # Without the program only names are left; a fusion may be named after what it feeds.
+        # Without the program only names are left; a fusion may be named after its consumer.
         kind = "" if self._known is not None or "fusion" in name else _kind(name, r"(\w+\.)?")
         return TracedCollective(kind) if kind else None
 
@@ -73,14 +73,14 @@ def _kind(text: str, before: str) -> str:
 
 
 def _instructions(program: str, mesh: Mapping[str, int]) -> dict[str, TracedCollective]:
-    """Return the collectives of a program by the names under which they run."""
+    """Return the collectives of a program by the names of their instructions."""
     parts: dict[str, list[Collective]] = {}
     for collective in read_collectives(program, mesh):
         parts.setdefault(collective.name, []).append(collective)
     found = {name: _combine(combined) for name, combined in parts.items()}
     for computation in parse_hlo(program).computations.values():
         for instruction in computation.instructions:
-            # Who waits for a collective waits on its behalf.
+            # Waiting for a collective counts as part of it.
             if instruction.opcode.endswith("-done") and instruction.operands[0] in found:
                 found[instruction.name] = found[instruction.operands[0]]
     return found
@@ -97,6 +97,6 @@ def _combine(parts: list[Collective]) -> TracedCollective:
 
 
 def _common(modules: Iterable[str]) -> str:
-    """Return the innermost module that all of them lie in."""
+    """Return the innermost module that contains all of these."""
     steps = zip(*(module.split(".") for module in modules), strict=False)
     return ".".join(step[0] for step in takewhile(lambda step: len(set(step)) == 1, steps))

@@ -30,7 +30,7 @@ from meshwright.data.batches import form_of, read_batch
 from meshwright.data.protocols import Data
 from meshwright.data.user_data import IterableData, SequenceData, as_data
 from meshwright.errors import UserError
-from meshwright.inputs.checks import asked_sizes, check_loss, check_precision
+from meshwright.inputs.checks import check_loss, check_precision, mesh_sizes
 from meshwright.inputs.user_model import exists, model_source
 from meshwright.mesh.axes import shown_sizes
 from meshwright.plan import (
@@ -242,7 +242,7 @@ class Trainer:
     def _make_plan(self, num_samples: int) -> Plan:
         count = len(self.devices) if self.devices is not None else jax.device_count()
         sizes = resolve_mesh(
-            asked_sizes(self.mesh), count, simulate="mw.simulate_devices({}) before JAX starts"
+            mesh_sizes(self.mesh), count, simulate="mw.simulate_devices({}) before JAX starts"
         )
         steps, pipeline = self.gradient_accumulation_steps, _read_pipeline(self.pipeline)
         batch = solve_pipeline_batch(
