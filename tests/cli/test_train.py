@@ -120,7 +120,7 @@ def test_ones_own_model_loss_and_data_with_json(run):
         (["data.kind=own_train:data"], "The batch has no field 'tokens'"),
         (["training.global_batch_size=9"], "a global batch of 8 or 16 samples would work"),
         (["data.path=nowhere.txt"], "data.path=nowhere.txt"),
-        (["training.max_duration=soon"], "max_duration=soon is no duration"),
+        (["training.max_duration=soon"], "max_duration=soon is not a duration"),
         (["training.max_duration=5min"], "optimizer.schedule=cosine needs to know the last"),
         (["training.early_stopping_patience=2"], "write training.eval_every=… too"),
         (["resume=must"], "resume=must, and there is no checkpoint to go on from"),

@@ -179,7 +179,7 @@ def test_durations_are_read(text, duration):
 
 @pytest.mark.parametrize("text", ["", "5", "st", "0st", "1.5st", "-1ep", "3 weeks", "1e3st"])
 def test_what_is_no_duration_is_refused(text):
-    with pytest.raises(UserError, match="is no duration"):
+    with pytest.raises(UserError, match="is not a duration"):
         parse_duration(text)
 
 

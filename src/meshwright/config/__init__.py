@@ -1,4 +1,4 @@
-"""Config: the schema of a run, its composition with Hydra, and where each value comes from."""
+"""The config of a run: its schema, composition with Hydra, and the origin of each value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of arguments that several entrances of the library take."""
+"""Checks of arguments that several public functions take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.errors import UserError
 
 
 def check_count(name: str, count: Any) -> None:
-    """Refuse what is not a whole number from 1."""
+    """Refuse anything but a whole number of at least 1."""
     whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
     if not whole or count < 1:
         raise UserError(
@@ -22,7 +22,7 @@ def check_count(name: str, count: Any) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse what is no optax transformation, and say how to make one of it."""
+    """Refuse what is not an optax transformation, and say what to write instead."""
     if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
         return
     if isinstance(optimizer, int | float):
@@ -41,7 +41,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_clip_norm(norm: Any) -> None:
-    """Refuse what is no norm, or would leave no gradient."""
+    """Refuse what is not a positive number."""
     if norm is None:
         return
     if not isinstance(norm, int | float | np.number):

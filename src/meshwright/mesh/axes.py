@@ -21,7 +21,7 @@ ALIASES = {
 }
 
 INFER = -1
-"""The size that means: whatever is left of the devices."""
+"""The size that stands for the remaining devices."""
 
 
 def resolve_alias(name: str) -> str:
@@ -52,14 +52,14 @@ def canonical_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
         if size != INFER and size < 1:
             raise UserError(
                 f"mesh axis `{axis}` has size {size}",
-                fix=f"write a size of 1 or more, or {axis}={INFER} for the devices that are left",
+                fix=f"write a size of 1 or more, or {axis}={INFER} for the remaining devices",
             )
         named[axis] = size
     return {axis: named[axis] for axis in AXES if axis in named}
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Read ``"fsdp=4,tensor=2"``; an empty text is a mesh that only has what is left."""
+    """Read ``"fsdp=4,tensor=2"``; empty text leaves all devices to ``data``."""
     sizes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, sign, size = (p.strip() for p in part.partition("="))
@@ -78,8 +78,8 @@ def parse_mesh(text: str) -> dict[str, int]:
 def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     """Return sizes whose product is ``num_devices``, with at most one axis inferred.
 
-    When nothing is left to infer and ``data`` is not given, ``data`` takes what is left,
-    so ``{"fsdp": 4}`` on 8 devices is ``data=2 × fsdp=4``.
+    If no size is inferred and ``data`` is not given, ``data`` takes the remaining devices:
+    ``{"fsdp": 4}`` on 8 devices is ``data=2 × fsdp=4``.
     """
     if num_devices < 1:
         raise UserError(f"a mesh needs devices, and there are {num_devices}")
@@ -104,12 +104,12 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
 
 
 def shown_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Drop axes of size 1, which change nothing and are not shown."""
+    """Drop axes of size 1, which have no effect."""
     return {axis: size for axis, size in sizes.items() if size != 1}
 
 
 def describe_sizes(sizes: Mapping[str, int]) -> str:
-    """Return ``data=2 × fsdp=4`` for people; one device is ``1 device``."""
+    """Return ``data=2 × fsdp=4`` for messages; ``1 device`` for one device."""
     shown = shown_sizes(sizes)
     return " × ".join(f"{axis}={size}" for axis, size in shown.items()) or "1 device"
 
@@ -119,8 +119,8 @@ def nearest_sizes(
 ) -> list[dict[str, int]]:
     """Return valid meshes for ``num_devices`` that change the asked sizes least.
 
-    Distance is the sum of |log2| ratios per axis. Axes asked for as 1 or to be inferred may take
-    what is left, except that ``data`` absorbs it first.
+    Distance is the sum of |log2| ratios per axis. ``data`` takes the remaining devices if it was
+    not given.
     """
     asked = {axis: size for axis, size in sizes.items() if size not in (INFER, 1)} or {"data": 1}
     divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
@@ -143,7 +143,7 @@ def nearest_sizes(
 
 
 def override_text(sizes: Mapping[str, int]) -> str:
-    """Return sizes the way they are typed on the command line: ``mesh.fsdp=4 mesh.tensor=2``."""
+    """Return sizes as command-line overrides: ``mesh.fsdp=4 mesh.tensor=2``."""
     shown = shown_sizes(sizes) or {"data": 1}
     return " ".join(f"mesh.{axis}={size}" for axis, size in shown.items())
 
@@ -156,7 +156,7 @@ def _mismatch(wanted: Mapping[str, int], num_devices: int) -> UserError:
     equation = factors if len(terms) == 1 else f"{factors} = {product}"
     inferred = next((axis for axis, size in wanted.items() if size == INFER), None)
     relation = (
-        f"which does not divide {num_devices}, so {inferred} cannot take what is left"
+        f"which does not divide {num_devices}, so {inferred} cannot take the remaining devices"
         if inferred
         else f"not {num_devices}"
     )

@@ -1,4 +1,4 @@
-"""Showing where arrays live: one array, or every array of a tree, a model or a state."""
+"""Showing how arrays are sharded: one array, or every array of a tree, a model or a state."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from meshwright.units import counted
 
 @dataclass(frozen=True)
 class ShardingRecord:
-    """Where one array lives.
+    """How one array is sharded.
 
     Attributes:
         path: the name given to the array, or its path within the tree.
         shape: the global shape.
         dtype: the element type.
         spec: ``P('fsdp', None)`` on a mesh; ``one device``; ``host`` outside JAX; ``not placed``
-            for a description without a sharding.
-        mesh: the axes of the mesh it is laid out on; empty without one.
+            for a ``ShapeDtypeStruct`` without a sharding.
+        mesh: the axes of its mesh; empty without one.
         devices: ids of the devices that hold a part of it; empty outside JAX.
         shard_shape: the shape of the part one device holds.
         bytes_per_device: the size of that part.
-        replicas: how many devices hold the same part.
+        replicas: number of devices with the same part.
     """
 
     path: str
@@ -58,12 +58,12 @@ class ShardingRecord:
 def inspect_sharding(
     array: Any, name: str = "array"
 ) -> ShardingRecord | tuple[ShardingRecord, ...]:
-    """Print where an array lives and return it as a record; for a tree, one record per array.
+    """Print how an array is sharded and return a record; for a tree, one record per array.
 
     Args:
         array: a JAX or NumPy array, a Python number, a ``ShapeDtypeStruct``, or any tree of them,
             NNX models, variables and states included.
-        name: what to call it in the output.
+        name: its name in the output.
     """
     leaves = _named_leaves(array)
     if len(leaves) == 1 and not leaves[0][0]:
@@ -82,14 +82,14 @@ def visualize_mesh(mesh: Mesh | AbstractMesh) -> None:
 
 def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
     if _is_flax(tree, "Module"):
-        # A weight that a model uses twice is one array: the state lists it once.
+        # The state lists a weight that the model uses twice only once.
         tree = sys.modules["flax.nnx"].state(tree)
-    found, _ = jax.tree_util.tree_flatten_with_path(
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: _is_flax(node, "Variable")
     )
     return [
         (jax.tree_util.keystr(path, simple=True, separator="."), _value(leaf))
-        for path, leaf in found
+        for path, leaf in leaves
     ]
 
 

@@ -1,4 +1,4 @@
-"""Virtual CPU devices, so that any mesh can be tried on a laptop."""
+"""Virtual CPU devices, to try any mesh on any machine."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def simulate_devices(count: int) -> None:
             f"it is too late to simulate {count} devices",
             why=f"JAX has already started with "
             f"{counted(len(present), f'{present[0].platform} device')}",
-            fix="call simulate_devices before anything that asks JAX for devices or makes an array",
+            fix="call simulate_devices before anything that uses JAX devices or arrays",
         )
-    # How XLA is told the threads its devices share. Each exchange between devices holds one until
-    # all have come, and where they are no more than the devices, others may find none left.
+    # The number of threads that XLA's devices share. Each collective blocks one thread per device
+    # until all have arrived, so with too few threads other collectives could not start.
     os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, _THREADS_PER_DEVICE * count)))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)

@@ -1,4 +1,4 @@
-"""Drawing a mesh as a self-contained SVG for documents and report pages."""
+"""Drawing a mesh as a self-contained SVG for documents and reports."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ _STYLE = """
 def mesh_svg(mesh: Mesh | AbstractMesh) -> str:
     """Return an SVG drawing of a mesh: one cell per device, an outline around each process.
 
-    The drawing needs no other file, suits light and dark pages, and names each device's
-    coordinates and process when pointed at.
+    The drawing suits light and dark pages, and shows each device's coordinates and process on
+    hover.
     """
     return _Drawing.of(picture_of(mesh)).svg()
 
@@ -124,7 +124,7 @@ class _Drawing:
         across, down = self.pitch
         legend = self.legend()
         end = _MARGIN + 2 * _LINE + self.num_bands * down
-        # Fonts differ from reader to reader; these are the widths of a wide one.
+        # Readers have different fonts; these are the widths of a wide one.
         text_width = max(11 * len(self.picture.headline), *(7 * len(line) for line in legend), 0)
         width = _MARGIN + max(self.left + self.per_band * across - _BLOCK_SPACE, text_width)
         height = end + len(legend) * _LINE

@@ -15,7 +15,7 @@ from meshwright.mesh.picture import Indices, Picture, picture_of
 from meshwright.mesh.terminal_layout import EMPTY, GAP, SPACE, Block, Layout, Limits, fit
 
 MAX_LINES = 30
-"""Drawings that would be taller leave out coordinates."""
+"""Taller drawings leave out coordinates."""
 
 _ALL = 1 << 30
 _LIMITS = (
@@ -43,8 +43,8 @@ def render_mesh(mesh: Mesh | AbstractMesh, *, title: str | None = None) -> Rende
     is drawn for each coordinate of the outer axes. Coordinates that do not fit are left out.
 
     Args:
-        mesh: a mesh of devices, or one that is only described.
-        title: replaces the first line, which states the axes and devices.
+        mesh: a mesh, or an abstract one.
+        title: replaces the first line, which lists the axes and devices.
     """
     return MeshDrawing(picture_of(mesh), title)
 
@@ -60,11 +60,11 @@ class MeshDrawing:
         """Yield the lines of the drawing."""
         yield Text(self.title or self.picture.headline, style="bold")
         yield Text()
-        layout, lines = self._short_enough(options.max_width)
+        layout, lines = self._fitted(options.max_width)
         yield from lines
         yield from _legend(self.picture, layout)
 
-    def _short_enough(self, width: int) -> tuple[Layout, list[Text]]:
+    def _fitted(self, width: int) -> tuple[Layout, list[Text]]:
         layout, lines = self._painted(width, _LIMITS[0])
         for limits in _LIMITS[1:]:
             if len(lines) <= MAX_LINES:
@@ -204,7 +204,7 @@ class _Painter:
 
 
 def _row_lines(blocks: Sequence[Indices]) -> list[int]:
-    """Return the line of each row below the top border, leaving room for rules between processes.
+    """Return the line of each row below the top border, with space for rules between processes.
 
     A rule is needed where any block of the band has different processes above and below.
     """

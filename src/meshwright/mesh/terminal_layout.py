@@ -1,4 +1,4 @@
-"""Fitting a mesh into a terminal: which coordinates are shown, and in which rows of blocks."""
+"""Fitting a mesh into a terminal: which coordinates are shown, and how blocks are arranged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from meshwright.mesh.picture import Indices, Picture
 
 GAP, EMPTY = -1, -2
-"""What stands where no device does: an ellipsis, or nothing (outside the mesh)."""
+"""Cells without a device: an ellipsis, or nothing (outside the mesh)."""
 
 SPACE = 3
 """Columns between neighbouring blocks."""
@@ -79,12 +79,12 @@ def fit(picture: Picture, width: int, limits: Limits) -> Layout:
     names, grid = picture.blocks()
     cell_width = 2 + max(len(str(device)) for device in picture.ids)
     stride = 1
-    room = (width - _label_width(names, grid) - 1) // (cell_width + 1)
-    if len(picture.axes) == 1 and grid.shape[3] > room:
-        stride = _wrap_length(room)
+    fitting = (width - _label_width(names, grid) - 1) // (cell_width + 1)
+    if len(picture.axes) == 1 and grid.shape[3] > fitting:
+        stride = _wrap_length(fitting)
         names, grid = ("", "", names[3], ""), wrap(grid, stride)
     label_width = _label_width(names, grid, stride)
-    columns = visible(grid.shape[3], min(max(room, 3), limits.columns))
+    columns = visible(grid.shape[3], min(max(fitting, 3), limits.columns))
     blocks = [
         [(a, b) if GAP not in (a, b) else None for b in visible(grid.shape[1], limits.blocks)]
         for a in visible(grid.shape[0], limits.blocks)
@@ -115,12 +115,12 @@ def _label_width(names: Sequence[str], grid: Indices, stride: int = 1) -> int:
     return max(len(row_label), len(column_label))
 
 
-def _wrap_length(room: int) -> int:
-    return next((n for n in (32, 16, 8, 4) if n <= room), max(room, 1))
+def _wrap_length(fitting: int) -> int:
+    return next((n for n in (32, 16, 8, 4) if n <= fitting), max(fitting, 1))
 
 
 def wrap(grid: Indices, stride: int) -> Indices:
-    """Lay a single row of devices out in rows of ``stride``, the last filled up with EMPTY."""
+    """Lay a single row of devices out in rows of ``stride``, the last one padded with EMPTY."""
     flat = grid.ravel()
     padding = np.full(-len(flat) % stride, EMPTY)
     return np.concatenate([flat, padding]).reshape(1, 1, -1, stride)
