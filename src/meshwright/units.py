@@ -1,4 +1,4 @@
-"""Numbers with units, the way people read them."""
+"""Numbers with units, formatted for reading."""
 
 from __future__ import annotations
 

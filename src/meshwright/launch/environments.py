@@ -1,4 +1,4 @@
-"""Where each process stands: the environment that tells it its rank, its peers and its devices."""
+"""The environment variables of each process: its rank, peers and devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.launch.options import LaunchOptions
 from meshwright.units import counted
 
 _OTHER_LAUNCHERS = re.compile(r"SLURM_(PROCID|LOCALID)|OMPI_COMM_WORLD_\w+")
-"""What would tell a process another rank than ours."""
+"""Variables of other launchers that would give a process another rank."""
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _GPU_FILES = {"jax-cuda": "nvidia[0-9]*", "jax-rocm": "dri/renderD*"}
@@ -29,14 +29,14 @@ def environments(
     base |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # JAX would listen on every network interface.
+        # By default JAX listens on every network interface.
         "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
         "WORLD_SIZE": str(launch.nprocs),
         "LOCAL_WORLD_SIZE": str(launch.nprocs),
-        # A script's lines reach the reader when they are printed, not when a buffer is full.
+        # Lines appear when they are printed, not when a buffer is full.
         "PYTHONUNBUFFERED": "1",
     }
-    # Once connected, JAX would keep SIGTERM to itself, and the process would go on.
+    # Otherwise JAX handles SIGTERM itself once connected, and the process does not stop.
     base.setdefault("JAX_ENABLE_PREEMPTION_SERVICE", "false")
     devices = _devices(launch, base, root)
     return [
@@ -46,14 +46,14 @@ def environments(
 
 
 def free_port() -> int:
-    """Return a port nobody listens on."""
+    """Return an unused port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def count_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
-    """Return how many GPUs JAX would use here, without starting it; 0 means CPUs."""
+    """Return the number of GPUs JAX would use, without starting it; 0 means CPUs."""
     platforms = environ.get("JAX_PLATFORMS", "")
     if platforms and not re.match(r"cuda|rocm|gpu", platforms):
         return 0
@@ -71,7 +71,7 @@ def _present(root: Path, pattern: str) -> int:
 
 
 def _devices(launch: LaunchOptions, environ: Mapping[str, str], root: Path) -> list[dict[str, str]]:
-    """Return the variables that give each process its devices."""
+    """Return the variables that assign devices to each process."""
     simulated = any(word.startswith("simulate=") for word in launch.program)
     gpus = 0 if simulated else count_gpus(environ, root)
     if gpus:

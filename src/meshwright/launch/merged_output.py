@@ -1,4 +1,4 @@
-"""What launched processes print: every line with its process's number, equal errors once."""
+"""The merged output of launched processes: lines with their rank, equal errors once."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import IO
 
 _ERROR = re.compile(rb"(internal )?error: ")
 _GLOO_CONNECTED = b"[Gloo] Rank "
-"""How Gloo tells on stdout, once per device, that it could connect; failures are exceptions."""
+"""What Gloo prints on stdout, once per device, when it has connected."""
 _LOST = b"Terminating process because the JAX distributed service detected fatal errors"
 _CRASH_DUMP = re.compile(
     rb"[IWEF]\d{4} [\d:.]+ +\d+ (preemption_\w+\.cc|coordination_\w+\.cc|client\.h)"
     rb"|Additional GRPC error information|:UNKNOWN:Error received|RPC: /"
     rb"|\*\*\* Check failure stack trace|\s+@ +0x"
 )
-"""How JAX ends a process whose peers are gone: pages of its insides."""
+"""What JAX prints when it ends a process whose peers are gone."""
 
 
 class MergedOutput:
-    """Passes the lines of several processes on to one stream, whole lines at a time.
+    """Copies the lines of several processes to one stream, whole lines at a time.
 
-    An error that several processes report alike is shown once. Errors are those of our own
-    command line: a line ``error: …`` and the indented lines after it. Gloo's greetings are left
-    out, and what JAX writes about lost peers is one line.
+    An error that several processes report is shown once. Errors are those of Meshwright's command
+    line: a line ``error: …`` and the indented lines after it. Messages of Gloo about connections
+    are left out, and those of JAX about lost peers become one line.
     """
 
     def __init__(self, target: IO[bytes]) -> None:
@@ -32,7 +32,7 @@ class MergedOutput:
         self._errors: set[bytes] = set()
 
     def pump(self, rank: int, source: IO[bytes]) -> None:
-        """Pass on everything a process prints until it closes the stream."""
+        """Copy everything a process prints until it closes the stream."""
         repeated = False
         for line in source:
             with self._lock:
@@ -47,7 +47,7 @@ class MergedOutput:
                     self._write(b"[%d] %s" % (rank, line))
 
     def say(self, text: str) -> None:
-        """Print a line of the launcher's own."""
+        """Print a line of the launcher itself."""
         with self._lock:
             self._write(text.encode(errors="backslashreplace"))
 
@@ -56,5 +56,5 @@ class MergedOutput:
             self._target.write(line if line.endswith(b"\n") else line + b"\n")
             self._target.flush()
         except (BrokenPipeError, ValueError):
-            # Nobody reads any more; the processes go on, and their exit codes still count.
+            # The reader is gone; the processes continue, and their exit codes still count.
             pass

@@ -1,4 +1,4 @@
-"""Reading ``--nprocs 2 --devices-per-process 2 -- train …``: how many, and of what program."""
+"""Parsing the arguments of ``launch``: ``--nprocs 2 --devices-per-process 2 -- train …``."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ FLAGS = {
         "N",
     ),
     "--grace": (
-        "seconds processes get to end by themselves (default 8 after a failure, 60 after Ctrl-C)",
+        "seconds for processes to exit on their own (default 8 after a failure, 60 after Ctrl-C)",
         "SECONDS",
     ),
 }
-"""The launcher's own flags, each with what it does and what its value is called."""
+"""The flags of ``launch``, each with its help text and the placeholder of its value."""
 
 MAX_PROCESSES = 256
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What is to be started.
+    """What to launch.
 
     Attributes:
-        program: a command of ours with its arguments, a Python script, or ``-m module``.
-        nprocs: how many processes run it.
-        devices_per_process: devices each has; None leaves it to the machine or the program.
-        grace_seconds: how long processes may take to end by themselves; None for the defaults.
+        program: a Meshwright command, a Python script or ``-m module``, with arguments.
+        nprocs: number of processes.
+        devices_per_process: devices of each process; None leaves them to the machine or program.
+        grace_seconds: how long processes may take to exit on their own; None for the defaults.
     """
 
     program: tuple[str, ...]
@@ -43,7 +43,7 @@ class LaunchOptions:
 
     @property
     def command(self) -> list[str]:
-        """What each process executes."""
+        """The command line of each process."""
         first = self.program[0]
         if first == "-m" or first.endswith(".py"):
             return [sys.executable, *self.program]
@@ -51,7 +51,7 @@ class LaunchOptions:
 
 
 def parse_launch(words: Sequence[str]) -> LaunchOptions:
-    """Read the flags before the program; the first word that is none of them starts it."""
+    """Parse the flags before the program, which starts at the first other word."""
     left = list(words)
     given: dict[str, str] = {}
     while left and left[0].startswith("--") and left[0] != "--":
@@ -62,7 +62,9 @@ def parse_launch(words: Sequence[str]) -> LaunchOptions:
     program = tuple(left[1:] if left[:1] == ["--"] else left)
     _check_program(program)
     if "--nprocs" not in given:
-        raise UserError("how many processes?", fix="write --nprocs N before the program")
+        raise UserError(
+            "the number of processes is missing", fix="write --nprocs N before the program"
+        )
     grace = given.get("--grace")
     return LaunchOptions(
         program,
@@ -115,5 +117,5 @@ def _unknown_flag(name: str) -> UserError:
     return UserError(
         f"`meshwright launch` has no flag `{name}`" + (f": {hint}" if hint else ""),
         why=f"its flags: {', '.join(FLAGS)}",
-        fix="flags of what is launched come after it: … --nprocs 2 -- doctor --json",
+        fix="flags of the program go after it: … --nprocs 2 -- doctor --json",
     )
