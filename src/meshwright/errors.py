@@ -1,4 +1,4 @@
-"""The one error family: what is wrong, why (the numbers), and the nearest thing that works."""
+"""Meshwright's errors: what is wrong, why (with the numbers), and what to write instead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a command's exit status means."""
+    """Exit codes of commands."""
 
     DONE = 0
     CHECK_FAILED = 1
@@ -19,7 +19,7 @@ class ExitCode(IntEnum):
 
 
 class MeshwrightError(Exception):
-    """Anything Meshwright reports to a person.
+    """The base of all errors that Meshwright reports to users.
 
     Attributes:
         what: one sentence saying what is wrong.
@@ -37,19 +37,19 @@ class MeshwrightError(Exception):
 
 
 class UserError(MeshwrightError, ValueError):
-    """A mistake in what the user asked for."""
+    """A mistake in the user's input."""
 
     exit_code = ExitCode.BAD_INPUT
 
 
 class CheckFailed(MeshwrightError):
-    """A check the user asked for (a proof, a strict ledger) did not hold."""
+    """A check the user asked for (a proof, a strict ledger) failed."""
 
     exit_code = ExitCode.CHECK_FAILED
 
 
 class EnvironmentProblem(MeshwrightError, RuntimeError):
-    """The machine, not the request, is at fault: a missing package, a peer that never joined."""
+    """A problem of the environment, not the input: a missing package, a lost process."""
 
     exit_code = ExitCode.CHECK_FAILED
 

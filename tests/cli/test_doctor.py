@@ -264,7 +264,7 @@ def test_a_healthy_machine_gets_no_warnings(healthy):
         (
             {"memory": {"host_total_bytes": 10**11, "host_available_bytes": 10**9}},
             "only 1.0 GB of 100.0 GB host memory",
-            "end what else runs",
+            "stop other programs",
         ),
     ],
 )
@@ -279,7 +279,7 @@ def test_a_problem_comes_with_its_remedy(healthy, change, problem, remedy):
     [
         (0, 4, "SLURM says 4 processes, JAX runs 1"),
         (4, 4, "SLURM says rank 4 of 4"),
-        (None, 4, "the rank or size from SLURM is missing or no number"),
+        (None, 4, "the rank or size from SLURM is missing or not a number"),
     ],
 )
 def test_ranks_that_do_not_fit_are_told(healthy, rank, size, problem):

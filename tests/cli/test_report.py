@@ -49,7 +49,7 @@ def test_the_page_goes_where_out_says(run, folders, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "which run?"),
+        ([], "no run was given"),
         (["nowhere"], "there is no folder nowhere"),
         (["."], "is not a run folder, and contains none"),
         (["mesh.fsdp=4"], "there is no folder mesh.fsdp=4"),

@@ -70,7 +70,7 @@ def test_a_run_leaves_everything_behind_and_says_where(run, tmp_path, talkative_
     code, out, err = run("model=mlp", "model.widths=[784,16,10]", f"hydra.run.dir={folder}")
     assert code == 0
     assert out.splitlines()[0].startswith("trained 2 updates of 32 samples on 8 devices in ")
-    assert f"everything about it: {folder}" in out.splitlines()
+    assert f"run folder: {folder}" in out.splitlines()
     assert "data=8, batch 32 = 4 × 8 × 1, precision no" in err
     assert "Orbax" not in err
     config = yaml.safe_load((folder / "config.yaml").read_text())

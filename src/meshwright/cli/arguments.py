@@ -1,4 +1,4 @@
-"""Splitting a command line into our own flags and the overrides Hydra composes."""
+"""Splitting a command line into flags and the overrides that Hydra composes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _SHORT = {"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-di
 
 @dataclass(frozen=True)
 class Arguments:
-    """What was typed after ``meshwright``.
+    """The parsed command line after ``meshwright``.
 
     Attributes:
         command: the command.
-        overrides: everything Hydra composes, or the words of a command that composes nothing.
-        flags: our own flags; a switch has an empty value.
+        overrides: the overrides, or the words of a command without a config.
+        flags: the flags and their values; a switch has an empty value.
     """
 
     command: Command
@@ -41,7 +41,7 @@ class Arguments:
 
     @property
     def config_dir(self) -> Path | None:
-        """The user's own config directory, checked to exist."""
+        """The user's own config directory, which must exist."""
         if "--config-dir" not in self.flags:
             return None
         path = Path(self.flags["--config-dir"])
@@ -51,7 +51,7 @@ class Arguments:
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Read ``command [flags] [overrides]``; flags may stand anywhere after the command."""
+    """Parse ``command [flags] [overrides]``; flags may be anywhere after the command."""
     name, *rest = argv
     command = find_command(name)
     known = {flag.name: flag for flag in command.all_flags}

@@ -1,4 +1,4 @@
-"""`meshwright inspect`: the mesh, the plan, what each device holds, and why."""
+"""`meshwright inspect`: the mesh, the plan, and how and why parameters are sharded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(request: Request) -> int:
     if request.arguments.has("--timeline"):
         drawings[flags["--timeline"]] = pipeline_svg(plan)
     assembled = _assemble(request)
-    # Not before everything else has worked: a failed command leaves nothing behind.
+    # Last, so that a failed command writes no files.
     for file, drawing in drawings.items():
         write_file(Path(file), drawing)
     remarks = [*unused_settings(request.config, plan), *assembled.remarks]
@@ -61,10 +61,10 @@ def run(request: Request) -> int:
 
 
 def pipeline_svg(plan: Plan) -> str:
-    """Return a drawing of when the stages of a plan work, all equally fast."""
+    """Return a drawing of the pipeline schedule of a plan, with equally fast stages."""
     if plan.size("pipe") == 1:
         raise UserError(
-            "--timeline draws pipeline stages, and there are none",
+            "--timeline draws pipeline stages, but there are none",
             why=f"the mesh is {describe_sizes(plan.mesh)}",
             fix="write mesh.pipe=…, or --svg FILE for a drawing of the mesh",
         )
@@ -127,7 +127,7 @@ def _picture(
 
 
 def _pipeline(assembled: Assembled, found: PipelineReport) -> Iterator[RenderableType]:
-    """Yield what the stages have and when they work."""
+    """Yield the contents of the stages, and the schedule."""
     for number, stage in enumerate(found.stages):
         noun = "block" if len(stage.blocks) == 1 else "blocks"
         blocks = ", ".join(map(str, stage.blocks))
@@ -144,13 +144,13 @@ def _pipeline(assembled: Assembled, found: PipelineReport) -> Iterator[Renderabl
 
 
 def _timeline(plan: Plan) -> Timeline:
-    """Return when the stages of a plan work, all equally fast."""
+    """Return the schedule of a plan as a timeline, with equally fast stages."""
     schedule = get_schedule(plan.schedule or "1f1b", plan.num_chunks)
     return schedule.table(plan.num_microbatches, plan.size("pipe")).timeline()
 
 
 def _rows(leaves: list[LeafReport]) -> Iterator[Text]:
-    """Yield two lines per parameter, what and why; repeated blocks that are alike share theirs."""
+    """Yield two lines per parameter, sharding and reason; equal parameters of blocks share them."""
     groups = [list(alike) for _, alike in groupby(sorted(leaves, key=_pattern), key=_pattern)]
     rows = [_cells(group) for group in groups]
     head = ("parameter", "shape", "mesh axes by dim", "on a device")

@@ -22,7 +22,7 @@ from meshwright.launch.supervise import exit_code
 
 
 def run_sweep(arguments: Arguments, output: Output) -> int:
-    """Run the jobs of a sweep one after another and return the first failure's code."""
+    """Run the jobs of a sweep one by one and return the exit code of the first failure."""
     jobs = expand_sweep(arguments.overrides, arguments.config_dir)
     sweep_dir = compose_config(jobs[0], arguments.config_dir).sweep_dir
     failed = int(ExitCode.DONE)
@@ -60,11 +60,11 @@ def _values(override: Override, config_dir: Path | None) -> list[str]:
         else:
             values = list(override.sweep_string_iterator())
     except Exception:
-        # Hydra cannot enumerate an interval, and knows steps of a range that lead nowhere.
+        # Hydra cannot enumerate an interval or an empty range.
         values = []
     if not values:
         raise UserError(
-            f"`{shorten(override.input_line)}` names no values to run",
+            f"`{shorten(override.input_line)}` has no values to run",
             fix=f"write them out: {key}=a,b or {key}=range(1,5)",
         )
     return [f"{key}={value}" for value in values]

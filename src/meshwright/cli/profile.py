@@ -1,4 +1,4 @@
-"""`meshwright profile`: where the time of an update goes, from a trace of a few of them."""
+"""`meshwright profile`: where the time of an update goes, from a trace of a few updates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshwright.units import human_bytes
 
 
 def run(request: Request) -> int:
-    """Compile, warm up, trace some updates, and tell what they spent their time on."""
+    """Compile, warm up, trace a few updates, and print their profile."""
     plan, config = request.plan(), request.config
     request.report_unused_settings(plan)
     folder = Path(request.arguments.flags.get("--out", "profile"))
@@ -52,7 +52,7 @@ def _measure(request: Request, recipe: Recipe, assembled: Assembled, profiler: P
     )
     state = assembled.init(config.run.seed)
     with feed.open(0, profiler.updates + 1) as batches:
-        # The first update holds what is done once.
+        # The first update includes one-time work.
         state, metrics = compiled.run(state, next(batches))
         profiler.start((state, metrics))
         waited = feed.waited
@@ -70,7 +70,7 @@ def _measure(request: Request, recipe: Recipe, assembled: Assembled, profiler: P
 
 
 def picture(profile: Profile) -> RenderableType:
-    """Return a profile as something to look at."""
+    """Return a profile as tables for the terminal."""
     parts: list[RenderableType] = [
         Text.assemble(
             (f"{1000 * profile.seconds_per_update:,.1f} ms per update", "bold"),
@@ -92,7 +92,7 @@ def _shares(profile: Profile) -> Table:
         bar = "█" * round(30 * share)
         table.add_row(name.replace("_", " "), Text(f"{share:6.1%}"), bar)
     hidden = profile.hidden_communication
-    table.add_row("behind compute", Text(f"{hidden:6.1%}"), "communication that costs no time")
+    table.add_row("overlapped", Text(f"{hidden:6.1%}"), "communication that costs no time")
     table.add_row("load balance", Text(f"{profile.load_balance:6.2f}"), "busiest device over mean")
     return table
 

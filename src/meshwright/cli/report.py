@@ -1,4 +1,4 @@
-"""`meshwright report`: one HTML page about a run, or one that compares several."""
+"""`meshwright report`: a self-contained HTML report about a run, or comparing several."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from meshwright.errors import ExitCode, UserError
 from meshwright.report import find_runs, make_page, read_run
 
 MAX_RUNS = 16
-"""Runs on one page; beyond, nobody can tell the curves apart."""
+"""Runs on one page; with more, curves are hard to distinguish."""
 
 
 def run(arguments: Arguments, output: Output) -> int:
-    """Write the page and print where it is."""
+    """Write the page and print its path."""
     named = [Path(word) for word in arguments.overrides]
     if not named:
         raise UserError(
-            "which run?",
-            why="the page is about a run's folder, or compares those of several",
+            "no run was given",
+            why="the report is about a run folder, or compares several",
             fix="write meshwright report outputs/<project>/<date>/<time>",
         )
     runs = find_runs(named)
@@ -39,7 +39,7 @@ def run(arguments: Arguments, output: Output) -> int:
 
 
 def _default_path(named: Sequence[Path]) -> Path:
-    """Return where a page about these goes: into the folder, or the one that holds them all."""
+    """Return the default path: in the run folder, or in the common parent of several."""
     if len(named) == 1:
         return named[0] / "report.html"
     return Path(os.path.commonpath([path.absolute() for path in named])) / "report.html"

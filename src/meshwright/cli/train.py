@@ -1,4 +1,4 @@
-"""`meshwright train`: a whole run from a config, with everything about it on disk."""
+"""`meshwright train`: a run from a config, with its files in a run folder."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from meshwright.units import counted
 
 
 def run(request: Request) -> int:
-    """Train, and tell what was done."""
+    """Train, and print a summary."""
     folder = Path(broadcast(str(request.composed.run_dir.absolute())))
     origin = find_origin(request.config.resume, folder)
     config = _keep_batch(request.config, origin)
     plan = make_plan(config, jax.device_count())
     recipe = make_recipe(config, plan.batch.global_batch_size)
-    # Whatever is wrong with the model, the task or the data shows here, before a file is written.
+    # Mistakes in the model, the task or the data show here, before any file is written.
     example = recipe.example_batch(plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, example)
-    told: dict[str, Any] = {}
+    generated: dict[str, Any] = {}
 
     def finish(state: TrainState) -> dict[str, Any]:
         tokens = config.training.sample_tokens
-        told["sample"] = generate_sample(recipe, assembled, state, num_tokens=tokens)
-        return told
+        generated["sample"] = generate_sample(recipe, assembled, state, num_tokens=tokens)
+        return generated
 
     training = Training(
         assembled=assembled,
@@ -81,12 +81,12 @@ def run(request: Request) -> int:
         if assembled.pipeline is not None:
             request.output.say(Text(assembled.pipeline.summary()))
     result = training.run()
-    _tell(request, plan, result, told.get("sample"))
+    _print_result(request, plan, result, generated.get("sample"))
     return ExitCode.PREEMPTED if result.interrupted else ExitCode.DONE
 
 
 def _keep_batch(config: Config, origin: Origin | None) -> Config:
-    """Return the config with the global batch of the checkpoint, unless it names its own."""
+    """Return the config with the checkpoint's global batch size, unless it sets its own."""
     if origin is None or config.training.global_batch_size is not None:
         return config
     size = origin.passport.global_batch_size
@@ -95,7 +95,7 @@ def _keep_batch(config: Config, origin: Origin | None) -> Config:
 
 
 def _files(request: Request, config: Config, plan: Plan) -> dict[str, str]:
-    """Return what the run's folder holds from the start."""
+    """Return the files that are written to the run folder at the start, by name."""
     origins = trace_origins(request.config, request.composed)
     entries = [
         {"key": o.key, "value": o.value, "origin": o.source, "from": o.detail} for o in origins
@@ -125,7 +125,7 @@ def _trackers(config: Config, folder: Path, updates: int | None) -> Tracker:
     return make_trackers(config.tracking, folder, total_updates=updates)
 
 
-def _tell(request: Request, plan: Plan, result: FitResult, sample: str | None) -> None:
+def _print_result(request: Request, plan: Plan, result: FitResult, sample: str | None) -> None:
     losses = list(result.losses.values())
     report: dict[str, Any] = {
         "run_dir": str(result.run_dir),
@@ -142,7 +142,7 @@ def _tell(request: Request, plan: Plan, result: FitResult, sample: str | None) -
     if request.output.as_json:
         request.output.result(report)
         return
-    # As plain text, because a path that is wrapped cannot be copied.
+    # As plain text, because a wrapped path cannot be copied.
     request.output.text("\n".join(_lines(plan, result, losses, sample)))
 
 
@@ -156,11 +156,11 @@ def _lines(plan: Plan, result: FitResult, losses: list[float], sample: str | Non
         evaluated = "" if result.eval_loss is None else f", held out {result.eval_loss:.4f}"
         lines.append(f"loss {losses[0]:.4f} → {losses[-1]:.4f}{evaluated}")
     if sample:
-        lines += ["", "a sample of what it writes:", *sample.splitlines(), ""]
+        lines += ["", "sample of generated text:", *sample.splitlines(), ""]
     if result.interrupted:
-        lines.append(f"to go on: the same command with hydra.run.dir={result.run_dir}")
+        lines.append(f"to resume: the same command with hydra.run.dir={result.run_dir}")
     return [
         *lines,
-        f"everything about it: {result.run_dir}",
-        f"look at it: meshwright report {result.run_dir}",
+        f"run folder: {result.run_dir}",
+        f"HTML report: meshwright report {result.run_dir}",
     ]

@@ -65,7 +65,7 @@ def _picture(certificate: Certificate, path: Path) -> RenderableType:
 
 
 def schedule_of(plan: Mapping[str, Any]) -> str:
-    """Say how microbatches flow, if there are stages."""
+    """Return the pipeline schedule in words; empty without stages."""
     if not plan.get("schedule"):
         return ""
     count = counted(plan["num_microbatches"], "microbatch", "microbatches")

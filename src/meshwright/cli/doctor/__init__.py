@@ -20,16 +20,16 @@ __all__ = ["collect", "render", "run"]
 
 
 def run(request: Request) -> int:
-    """Print the report; fail if the devices do not work together."""
+    """Print the report; fail if the all-reduce fails."""
     report = collect()
     request.output.result(report, render(report))
     return ExitCode.DONE if report["all_reduce_ok"] else ExitCode.CHECK_FAILED
 
 
 def collect() -> dict[str, Any]:
-    """Examine this machine and return what was found, ready for JSON.
+    """Examine this machine and return a report of plain values.
 
-    With several connected processes each must call it; they compare what they find.
+    With several connected processes, each must call this; they compare their reports.
     """
     report: dict[str, Any] = {
         "versions": machine.versions(),
@@ -47,28 +47,28 @@ def collect() -> dict[str, Any]:
 
 
 def _compare(report: dict[str, Any]) -> None:
-    """Make the outcome of the all-reduce common and note where processes differ."""
-    said = {f"{name} version": version for name, version in report["versions"].items()}
-    said |= {
+    """Combine the all-reduce results of all processes and note where processes differ."""
+    settings = {f"{name} version": version for name, version in report["versions"].items()}
+    settings |= {
         "XLA_FLAGS": report["environment"].get("XLA_FLAGS", ""),
         "the number of local devices": report["local_devices"],
     }
-    gathered = processes.gather({"said": said, "reduced": report["all_reduce"]})
+    gathered = processes.gather({"settings": settings, "reduced": report["all_reduce"]})
     outcomes = [process["reduced"] for process in gathered]
     report["all_reduce_ok"] = all(outcome["ok"] for outcome in outcomes)
     faults = {f["id"]: f for outcome in outcomes for f in outcome["wrong_devices"]}
     report["all_reduce"]["wrong_devices"] = [faults[device] for device in sorted(faults)]
-    report["disagreements"] = disagreements([process["said"] for process in gathered])
+    report["disagreements"] = disagreements([process["settings"] for process in gathered])
 
 
 def _devices() -> dict[str, Any]:
-    """Start JAX, list its devices and let them add up."""
+    """Start JAX, list its devices and check an all-reduce."""
     try:
         import jax
 
         devices = jax.devices()
     except Exception as error:
-        # A doctor must not fall ill itself: a broken installation is a finding.
+        # A broken installation is part of the report.
         return _no_devices(typed_line(error))
     reduced = check_all_reduce(devices)
     return {

@@ -1,4 +1,4 @@
-"""The proof that devices work together: an all-reduce whose result is known beforehand."""
+"""Checking that devices communicate: an all-reduce with a known result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from meshwright.errors import typed_line
 
 TIMEOUT_SECONDS = 120.0
-"""Compilation included; a collective that takes longer is taken for stuck."""
+"""Including compilation; a collective that takes longer is considered stuck."""
 
 Vector = np.ndarray[Any, np.dtype[Any]]
 
@@ -31,10 +31,10 @@ def check_all_reduce(
         try:
             outcome.update(received=all_reduce(devices), error=None)
         except Exception as error:
-            # Whatever a backend raises is the finding.
+            # Any error of the backend is part of the report.
             outcome["error"] = typed_line(error)
 
-    # A stuck collective cannot be cancelled, so it is left behind in a thread.
+    # A stuck collective cannot be cancelled, so it stays in a daemon thread.
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(timeout_seconds)
@@ -50,7 +50,7 @@ def check_all_reduce(
 
 
 def all_reduce(devices: Sequence[Any]) -> dict[int, Vector]:
-    """Return what each device of this process received.
+    """Return the result on each device of this process.
 
     The device at position i contributes i + 1 in slot i, so every device must receive 1, 2, … n.
     """
@@ -72,7 +72,7 @@ def all_reduce(devices: Sequence[Any]) -> dict[int, Vector]:
 def find_wrong(ids: Sequence[int], received: Mapping[int, Vector]) -> list[dict[str, Any]]:
     """Name the devices at fault, given what each device received.
 
-    A slot that is wrong everywhere is its sender's fault; any other is its receiver's.
+    A slot that is wrong everywhere is the fault of its sender; others are of their receiver.
     """
     expected = np.arange(1, len(ids) + 1)
     wrong = {device: vector != expected for device, vector in received.items()}

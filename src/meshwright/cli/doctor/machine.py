@@ -1,4 +1,4 @@
-"""What the doctor reads off the machine: versions, system, environment, ranks, memory, devices."""
+"""Facts about the machine: versions, system, environment, ranks, memory, devices."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PACKAGES = {
     "pydantic": "pydantic",
     "numpy": "numpy",
 }
-"""What every installation has: its name in the report and as a distribution."""
+"""Required packages: the name in the report and that of the distribution."""
 
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "libtpu")
-"""What lets JAX use an accelerator."""
+"""Packages that let JAX use an accelerator."""
 
 _VARIABLES = re.compile(
     r"(JAX|XLA|NCCL|MASTER|SLURM|OMPI|HYDRA)_\w+|(CUDA|HIP|ROCR)_VISIBLE_DEVICES"
@@ -51,7 +51,7 @@ _ACCELERATOR_FILES = {
 
 
 def versions() -> dict[str, str | None]:
-    """Return installed versions; None for what is missing, plugins only where they are there."""
+    """Return installed versions; None for missing packages; plugins only if installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     found |= {name: _version(package) for name, package in PACKAGES.items()}
     return found | {name: version for name in PLUGINS if (version := _version(name))}
@@ -69,7 +69,7 @@ def system() -> dict[str, Any]:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that decide how a run starts, and no secrets."""
+    """Return environment variables that affect a run, with secrets hidden."""
     return {
         name: "(hidden)" if _SECRET_NAME.search(name) else _LOGIN_IN_ADDRESS.sub("…@", value)
         for name, value in sorted(environ.items())
@@ -78,7 +78,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def ranks(environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return what each launcher says about this process; a value that is no number is None."""
+    """Return the rank of this process by launcher; None for values that are not numbers."""
     return [
         {
             "source": source,
@@ -87,13 +87,13 @@ def ranks(environ: Mapping[str, str]) -> list[dict[str, Any]]:
             "local_rank": _integer(environ.get(local)),
         }
         for source, (rank, size, local) in _RANKS.items()
-        # An allocation sets the size alone; only a started process has a rank.
+        # Only a started process has a rank; an allocation may set the size.
         if rank in environ
     ]
 
 
 def memory(root: Path = Path("/")) -> dict[str, int | None]:
-    """Return the host memory in bytes, and a container's limit on it where there is one."""
+    """Return the host memory in bytes, and the limit of a container if there is one."""
     total = available = None
     info = root / "proc/meminfo"
     if info.exists():
@@ -115,27 +115,27 @@ def disk(folder: str = ".") -> dict[str, int]:
 
 
 def accelerators(root: Path = Path("/")) -> list[str]:
-    """Return the kinds of accelerator the machine has, whether JAX can use them or not."""
+    """Return the kinds of accelerator in this machine, even if JAX cannot use them."""
     return [kind for kind, files in _ACCELERATOR_FILES.items() if any(root.glob(files))]
 
 
-def device(found: Any) -> dict[str, Any]:
-    """Return the id, kind, process and, where it is reported, the memory of a JAX device."""
-    stats = _memory_stats(found)
+def device(jax_device: Any) -> dict[str, Any]:
+    """Return the id, kind, process and, if reported, the memory of a JAX device."""
+    stats = _memory_stats(jax_device)
     return {
-        "id": found.id,
-        "kind": found.device_kind,
-        "process": found.process_index,
+        "id": jax_device.id,
+        "kind": jax_device.device_kind,
+        "process": jax_device.process_index,
         "memory_total_bytes": stats.get("bytes_limit"),
         "memory_used_bytes": stats.get("bytes_in_use"),
     }
 
 
-def _memory_stats(found: Any) -> dict[str, int]:
+def _memory_stats(jax_device: Any) -> dict[str, int]:
     try:
-        return found.memory_stats() or {}
+        return jax_device.memory_stats() or {}
     except Exception:
-        # Each backend raises its own type for a device that is remote or does not count.
+        # Backends raise different errors for remote devices or missing statistics.
         return {}
 
 
