@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 from record import verdict, write_record
 
-from meshwright.data.feed import Data, SourceData
-from meshwright.data.given import as_data
 from meshwright.data.loader import load_batches
+from meshwright.data.protocols import Data
+from meshwright.data.source_data import SourceData
 from meshwright.data.token_rows import PackedRows
 from meshwright.data.tokens import token_source
+from meshwright.data.user_data import as_data
 
 BATCH, LENGTH, VOCABULARY = 256, 1024, 50_257
 TOKENS = 2**28
@@ -32,7 +33,7 @@ STEP_SECONDS = 0.020
 WARM_UP, STEPS = 20, 500
 NOTICED = 1e-3
 """A wait of a millisecond or more is counted."""
-MOST_WAITING = 0.01
+MAX_QUEUED = 0.01
 """Share of the time that may be spent waiting."""
 
 
@@ -93,7 +94,7 @@ def main() -> None:
             print(f"{name:30}{found[name]}")
     share = found["token rows"]["wait_share"]
     share -= found["nothing to read"]["wait_share"]
-    target = f"at most {MOST_WAITING:.0%} of the time: {verdict(share, MOST_WAITING)}"
+    target = f"at most {MAX_QUEUED:.0%} of the time: {verdict(share, MAX_QUEUED)}"
     write_record(
         "data_pipeline",
         {

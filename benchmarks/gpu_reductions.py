@@ -25,7 +25,7 @@ import optax
 
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
-from meshwright.ledger.minimum import needed_exchanges
+from meshwright.ledger.minimum import needed_collectives
 from meshwright.models import build_model
 from meshwright.plan import Plan
 from meshwright.program.collectives import Collective, read_collectives
@@ -74,7 +74,7 @@ def measure(mesh: dict[str, int], sharding: dict[str, str], precision: str) -> d
     ]
     program = compile_program(assembled.step.lower(leaves))
     row = {"mesh": mesh, "sharding": sharding, "precision": precision}
-    row["minimum"] = round(sum(need.sent_bytes for need in needed_exchanges(assembled)))
+    row["minimum"] = round(sum(need.sent_bytes for need in needed_collectives(assembled)))
     axes = dict(assembled.mesh.shape)
     for name, text in (("partitioned", program.partitioned), ("optimized", program.optimized)):
         row[name] = summary(read_collectives(text, axes))

@@ -32,7 +32,7 @@ from record import median_interval, verdict, write_record
 
 import meshwright as mw
 from meshwright.config.duration import Duration
-from meshwright.data.given import as_data
+from meshwright.data.user_data import as_data
 from meshwright.step.canonical import CanonicalForm
 from meshwright.trainer import training_run
 from meshwright.trainer.run_spec import OutputSpec, RunSpec

@@ -28,6 +28,8 @@ BESIDE = {
     "distributed": {
         "errors",
         "weighted",
+        "trees",
+        "lazy",
         "mesh",
         "hardware",
         "config",

@@ -20,7 +20,7 @@ import meshwright as mw
 from meshwright.cli.commands import COMMANDS
 from meshwright.cli.main import main
 from meshwright.config.groups import group_options
-from meshwright.mesh.svg import mesh_svg
+from meshwright.mesh.svg_drawing import mesh_svg
 
 __all__ = ["quick_compilation"]
 ROOT = Path(__file__).parent.parent

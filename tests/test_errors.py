@@ -13,7 +13,9 @@ from meshwright.errors import (
     UserError,
     did_you_mean,
     first_line,
+    missing_package,
     spelled_for,
+    typed_line,
 )
 
 
@@ -96,13 +98,23 @@ def test_a_setting_is_spelled_for_its_reader(setting, on_command_line, in_python
 
 
 @pytest.mark.parametrize(
-    ("error", "line", "with_kind"),
+    ("error", "line", "typed"),
     [
-        (ValueError("\n  wrong \nmore"), "wrong", "ValueError: wrong"),
-        (KeyboardInterrupt(), "KeyboardInterrupt", "KeyboardInterrupt"),
-        (UserError("wrong", why="2 > 1"), "wrong", "UserError: wrong"),
+        (ValueError("one\ntwo"), "one", "ValueError: one"),
+        (RuntimeError("\n  spaced  \nrest"), "spaced", "RuntimeError: spaced"),
+        (KeyError(), "KeyError", "KeyError"),
+        (OSError(" \n"), "OSError", "OSError"),
     ],
 )
-def test_the_first_line_of_an_error_says_most(error, line, with_kind):
+def test_an_exception_in_one_line(error, line, typed):
     assert first_line(error) == line
-    assert first_line(error, with_kind=True) == with_kind
+    assert typed_line(error) == typed
+
+
+def test_a_missing_package_names_the_extra_that_brings_it():
+    error = missing_package("data=parquet", "pyarrow", "parquet")
+    assert str(error).splitlines() == [
+        "data=parquet needs the package pyarrow",
+        "it is not installed",
+        "pip install 'meshwright[parquet]'",
+    ]

@@ -104,7 +104,7 @@ def test_gloo_reduces_over_two_processes_of_two_devices(two):
 def test_barrier_names_the_process_that_did_not_arrive(two):
     assert "process 1 did not arrive at `barrier lonely` within 1 s" in two[0]["lonely"]
     assert "1 of 2 processes arrived: 0" in two[0]["lonely"]
-    assert "process 1 came too late to `barrier lonely`" in two[1]["lonely"]
+    assert "process 1 arrived too late at `barrier lonely`" in two[1]["lonely"]
 
 
 def test_calls_in_different_order_are_named(two):

@@ -148,8 +148,8 @@ def test_ones_own_model_loss_and_data(own, model):
     [
         (["task.kind=own_recipe:Lossless"], "task.kind=own_recipe:Lossless has no loss", ""),
         (["task.kind=own_recipe:data"], "`task.seed` is missing", ""),
-        (["task.kind=own_recipe:loss", "data=synthetic"], "cannot make up batches", ""),
-        (["data.kind=own_recipe:Lossless"], "data.kind=own_recipe:Lossless gives no batches", ""),
+        (["task.kind=own_recipe:loss", "data=synthetic"], "cannot make batches", ""),
+        (["data.kind=own_recipe:Lossless"], "data.kind=own_recipe:Lossless returns no batches", ""),
         (["optimizer.kind=own_recipe:optimizer"], "the optimizer is 3.0", ""),
         (["model=vit_tiny", "model.image_size=30"], "model.kind=vit cannot be built", "ValueError"),
         (

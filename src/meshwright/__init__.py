@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshwright.lazy import lazy_names
 
 if TYPE_CHECKING:
     from meshwright import pipeline
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from meshwright.trainer import Callback, EarlyStopping, Trainer
     from meshwright.weighted import Weighted
 
-_HOMES = {
+_NAMES = {
     "ArraySource": "meshwright.data.arrays",
     "Callback": "meshwright.trainer",
     "CheckpointConfig": "meshwright.config.schema",
@@ -76,14 +77,4 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
-def __getattr__(name: str) -> Any:
-    # Names load when first used, so that `import meshwright` and help texts stay instant.
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    if name == "pipeline":
-        return importlib.import_module("meshwright.pipeline")
-    raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, _NAMES, modules=["pipeline"])

@@ -10,7 +10,7 @@ from enum import Enum, IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a command's exit status means."""
+    """Exit codes of commands."""
 
     DONE = 0
     CHECK_FAILED = 1
@@ -21,7 +21,7 @@ class ExitCode(IntEnum):
 
 
 class MeshwrightError(Exception):
-    """Any problem Meshwright reports to a person.
+    """The base of all errors that Meshwright reports to users.
 
     Attributes:
         what: one sentence saying what is wrong.
@@ -39,7 +39,7 @@ class MeshwrightError(Exception):
 
 
 class UserError(MeshwrightError, ValueError):
-    """A mistake in what the user asked for."""
+    """A mistake in the user's input."""
 
     exit_code = ExitCode.BAD_INPUT
 
@@ -51,7 +51,7 @@ class CheckFailed(MeshwrightError):
 
 
 class EnvironmentProblem(MeshwrightError, RuntimeError):
-    """The machine is at fault, not the request: a missing package, a peer that never joined."""
+    """A problem of the environment, not the input: a missing package, a lost process."""
 
     exit_code = ExitCode.CHECK_FAILED
 
@@ -132,18 +132,25 @@ class Setting:
         return f'mesh="{name}={value}"' if section == "mesh" else f"{name}={value}"
 
 
-def first_line(error: BaseException, *, with_kind: bool = False) -> str:
-    """Return the first line of any exception's message, or its kind if it has none.
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its type's name if it has no message."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)
 
-    Args:
-        error: the exception.
-        with_kind: begin with its kind: ``KeyError: 'x'``.
-    """
-    kind = type(error).__name__
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    if not line:
-        return kind
-    return f"{kind}: {line}" if with_kind else line
+
+def typed_line(error: BaseException) -> str:
+    """Return an exception in one line: ``ValueError: the first line of its message``."""
+    kind, line = type(error).__name__, first_line(error)
+    return line if line == kind else f"{kind}: {line}"
+
+
+def missing_package(what: str, package: str, extra: str) -> EnvironmentProblem:
+    """Return the error for an optional package that ``what`` needs and that is not installed."""
+    return EnvironmentProblem(
+        f"{what} needs the package {package}",
+        why="it is not installed",
+        fix=f"pip install 'meshwright[{extra}]'",
+    )
 
 
 def did_you_mean(word: str, known: Iterable[str], section: str = "") -> str:

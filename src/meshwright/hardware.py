@@ -1,4 +1,4 @@
-"""Chips and links: what a device can do, which one is here, and reading ``8xA100-40GB``."""
+"""Chips and links: their figures, detecting devices, and parsing ``8xA100-40GB``."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class BatchSizeRecommendation:
     A row is a sample, or a token in a language model.
 
     Attributes:
-        min_batch_size: below this most of the device is idle.
-        optimal_batch_size: a round size at which the arithmetic, not the memory, is the limit.
-        critical_batch_size: where memory and arithmetic take equally long (the roofline's knee).
-        notes: where the figures come from.
+        min_batch_size: with fewer rows the device is mostly idle.
+        optimal_batch_size: a round size at which compute, not memory, is the limit.
+        critical_batch_size: where memory and compute take equally long (the roofline's knee).
+        notes: the origin of the figures.
     """
 
     min_batch_size: int
@@ -47,21 +47,21 @@ class Chip:
     """One kind of chip; figures are for the whole chip, units as in ``hardware.yaml``.
 
     Attributes:
-        name: how people write it, such as ``A100-40GB``.
+        name: its usual name, such as ``A100-40GB``.
         family: the name shared by its memory variants, such as ``a100``.
         platform: the JAX platform it belongs to.
         aliases: other accepted spellings.
         device_kinds: what JAX reports as ``device_kind``.
-        devices_per_chip: JAX devices that one chip shows.
+        devices_per_chip: JAX devices per chip.
         peak_tflops: dense matrix products at ``peak_dtype``, 1e12 FLOP/s.
         peak_dtype: the 16-bit (on CPU 32-bit) type of that peak.
         hbm_gb: memory, 1e9 bytes.
         hbm_tb_per_s: memory bandwidth, 1e12 bytes/s.
-        links_per_chip: fast links that leave the chip.
+        links_per_chip: fast links of the chip.
         link_gb_per_s: one of those links in one direction, 1e9 bytes/s.
-        topology: how fast links join the chips.
-        fast_domain_chips: the most chips that fast links join; None when nothing limits it.
-        inter_node_gb_per_s: network per chip in one direction; None when it is not published.
+        topology: how fast links connect chips.
+        fast_domain_chips: the most chips that fast links connect; None if there is no limit.
+        inter_node_gb_per_s: network per chip in one direction; None if it is not published.
         batch_sizes: recommended batch sizes.
     """
 
@@ -104,7 +104,7 @@ class Chip:
 
     @property
     def devices_per_domain(self) -> int | None:
-        """The most JAX devices that fast links join; None when nothing limits it."""
+        """The most JAX devices that fast links connect; None if there is no limit."""
         return self.fast_domain_chips and self.fast_domain_chips * self.devices_per_chip
 
 
@@ -121,9 +121,9 @@ class Hardware:
     """A number of equal devices over a number of nodes (domains of fast links).
 
     Attributes:
-        chip: what they are.
+        chip: their chip.
         count: JAX devices in all nodes together.
-        nodes: how many groups the fast links form.
+        nodes: number of groups connected by fast links.
     """
 
     chip: Chip
@@ -163,8 +163,8 @@ def unknown_batch_sizes() -> BatchSizeRecommendation:
 def roofline_batch_sizes(peak_tflops: float, hbm_tb_per_s: float) -> BatchSizeRecommendation:
     """Derive batch sizes from the roofline of a 16-bit matrix product.
 
-    With B rows, a weight of two bytes is read once and used for 2·B FLOPs, so memory and
-    arithmetic take equally long at B = FLOP/s ÷ bytes/s. The optimal size is the next multiple of
+    With B rows, a weight of two bytes is read once and used for 2·B FLOPs, so memory and compute
+    take equally long at B = FLOP/s ÷ bytes/s. The optimal size is the next multiple of
     64 above it; the smallest useful one is the power of two at or below a quarter of that.
     """
     critical = round(peak_tflops / hbm_tb_per_s)
@@ -178,10 +178,10 @@ def roofline_batch_sizes(peak_tflops: float, hbm_tb_per_s: float) -> BatchSizeRe
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """Return the chip that JAX reports under this ``device_kind``; None when it is not known.
+    """Return the chip that JAX reports as this ``device_kind``; None if it is not known.
 
-    The whole text must match: a slice of a chip, or a chip of another form factor with other
-    links, is not the chip whose name it contains.
+    The whole text must match: a slice of a chip, or another form factor with other links, is not
+    the chip whose name it contains.
     """
     wanted = _plain(device_kind)
     for chip in load_chips().values():
@@ -191,9 +191,9 @@ def find_chip(device_kind: str) -> Chip | None:
 
 
 def detect(devices: Sequence[Any] | None = None) -> Hardware | None:
-    """Return what these devices (all of JAX's by default) are; None when unknown or mixed.
+    """Return the hardware of these devices (all by default); None if unknown or mixed.
 
-    Nodes are told apart by slice where JAX reports one, else by process.
+    A node is a slice if JAX reports slices, else a process.
     """
     if devices is None:
         import jax
@@ -207,9 +207,9 @@ def detect(devices: Sequence[Any] | None = None) -> Hardware | None:
 
 
 def parse_hardware(text: str) -> Hardware:
-    """Read ``8xA100-40GB`` (devices x chip), ``2x8xH100`` (nodes x devices x chip) or ``H200``.
+    """Parse ``8xA100-40GB`` (devices x chip), ``2x8xH100`` (nodes x devices x chip) or ``H200``.
 
-    The numbers count JAX devices. Without a number of nodes, as few as the chip's fast links allow.
+    The numbers count JAX devices. Without a number of nodes, there are as few as fast links allow.
     """
     number = r"(?:([0-9]{1,7})\s*[x×]\s*)?"
     match = re.fullmatch(rf"{number}{number}(.+)", text.strip(), re.IGNORECASE)
@@ -226,7 +226,7 @@ def parse_hardware(text: str) -> Hardware:
 
 
 def chip_by_name(name: str) -> Chip:
-    """Return the chip people write as ``name``: its name, an alias or JAX's device kind."""
+    """Return the chip with this name, alias or JAX device kind."""
     wanted = _plain(name)
     chips = load_chips()
     for chip in chips.values():

@@ -89,7 +89,7 @@ class Plan(Frozen):
             )
         stages = self.size("pipe")
         check_sync(self.batch.sync_gradients_every, steps, stages)
-        # Chunks are passed in groups of one microbatch per stage.
+        # With chunks, microbatches run in groups of one per stage.
         group = stages if self.num_chunks > 1 else 1
         if steps % count:
             choices = nearest_microbatches(steps, count, group)
@@ -105,8 +105,8 @@ class Plan(Frozen):
         if count % group:
             choices = nearest_microbatches(steps, count, group)
             raise UserError(
-                f"{counted(count, 'microbatch', 'microbatches')} cannot go round {stages} stages "
-                "in groups",
+                f"{counted(count, 'microbatch', 'microbatches')} cannot be divided into groups "
+                f"of {stages}, one per stage",
                 why=f"num_microbatches {count} is not a multiple of {stages}, which num_chunks "
                 f"{self.num_chunks} needs",
                 fix=(f"write num_microbatches: {either(choices)}, or " if choices else "write ")

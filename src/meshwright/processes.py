@@ -1,8 +1,8 @@
-"""What processes agree on: who is main, a value from process 0, a common decision, a barrier.
+"""Coordination of processes: rank, broadcast, gather, a common decision, and a barrier.
 
-Every process must make the same calls in the same order; a call that does not match what
-process 0 called is an error. Call them from one thread. With one process each call returns at
-once and needs no ``jax.distributed``.
+Every process must make the same calls in the same order, from one thread; a call that differs from
+that of process 0 is an error. With a single process, calls return at once and do not need
+``jax.distributed``.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from meshwright.errors import EnvironmentProblem, UserError
+from meshwright.errors import EnvironmentProblem, UserError, first_line
 
 TIMEOUT_SECONDS = 600.0
-"""How long to wait for the other processes; a first compilation may keep one busy for minutes."""
+"""How long to wait for the other processes; the first compilation may take minutes."""
 
 
 @dataclass
 class _Calls:
-    """Counts this process's calls; alike in every process, because the order of calls is."""
+    """Counts this process's calls, which are the same in every process."""
 
     made: int = 0
     failed: int = 0
-    tidied: int = 0
+    deleted: int = 0
 
 
 _calls = _Calls()
@@ -43,10 +43,10 @@ def connect(
 
     Args:
         coordinator_address: ``host:port`` of process 0, the same in every process.
-        num_processes: how many processes there are.
-        process_id: the number of this one, from 0.
-        local_device_ids: which of the machine's accelerators this process uses; all by default.
-        timeout_seconds: how long to wait for every process to join, after which JAX ends this one.
+        num_processes: number of processes.
+        process_id: index of this process, from 0.
+        local_device_ids: accelerators of this machine to use; all by default.
+        timeout_seconds: how long to wait for all processes, after which JAX ends this one.
     """
     if not 0 <= process_id < num_processes:
         raise UserError(
@@ -55,9 +55,9 @@ def connect(
         )
     import jax
 
-    # Without this the CPU backend of several processes has no collectives.
+    # The CPU backend needs this for collectives between processes.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX would keep SIGTERM to itself, as a notice that the process must ask it for.
+    # Otherwise JAX handles SIGTERM itself, as a notice that must be polled.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -66,44 +66,44 @@ def connect(
             process_id,
             local_device_ids=local_device_ids,
             initialization_timeout=timeout_seconds,
-            # All that could be detected is given; detection may contact a cluster's services.
+            # Nothing is left to detect, and detection may contact services of a cluster.
             cluster_detection_method="deactivate",
         )
     except RuntimeError as error:
         raise EnvironmentProblem(
             f"process {process_id} cannot connect to {coordinator_address}", why=str(error)
         ) from error
-    _calls.made = _calls.failed = _calls.tidied = 0
+    _calls.made = _calls.failed = _calls.deleted = 0
 
 
 def process_index() -> int:
-    """Return the number of this process, without starting JAX's devices."""
+    """Return the index of this process, without starting JAX's devices."""
     return _distributed_state().process_id if _client() else 0
 
 
 def process_count() -> int:
-    """Return how many processes are connected, without starting JAX's devices."""
+    """Return the number of connected processes, without starting JAX's devices."""
     return _distributed_state().num_processes if _client() else 1
 
 
 def is_main() -> bool:
-    """Whether this is process 0, which prints and decides."""
+    """Whether this is process 0, which prints and makes decisions."""
     return process_index() == 0
 
 
 def broadcast(value: Any, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Any:
     """Return process 0's value in every process; what the others pass is ignored.
 
-    The value is anything JSON can hold. It comes back as JSON does, also with one process:
-    tuples as lists, keys as strings.
+    The value is anything JSON can hold, and is returned as JSON, even with one process: tuples
+    become lists and keys become strings.
     """
     sent = _to_json(value) if is_main() else "null"
-    return json.loads(_meet("broadcast", sent, timeout_seconds)[0])
+    return json.loads(_exchange("broadcast", sent, timeout_seconds)[0])
 
 
 def gather(value: Any, *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[Any]:
-    """Return every process's value, in the order of the processes; JSON as in `broadcast`."""
-    received = _meet("gather", _to_json(value), timeout_seconds, everyone=True)
+    """Return the values of all processes in order, as JSON like in `broadcast`."""
+    received = _exchange("gather", _to_json(value), timeout_seconds, everyone=True)
     return [json.loads(text) for text in received]
 
 
@@ -113,12 +113,12 @@ def agree(
     *,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> bool:
-    """Make a decision that each process took for itself a common one.
+    """Combine the decisions of all processes into a common one.
 
     Args:
-        decision: what this process decided, such as "a signal asked me to stop".
-        how: ``any`` (one yes is enough), ``all`` (one no is enough) or ``main`` (process 0
-            decides, for what depends on a clock or a local file).
+        decision: the decision of this process, such as "stop because of a signal".
+        how: ``any`` (true if one is), ``all`` (true if all are) or ``main`` (process 0 decides,
+            for decisions that depend on a clock or a local file).
         timeout_seconds: how long to wait for the others.
     """
     if how == "main":
@@ -128,54 +128,54 @@ def agree(
 
 
 def barrier(name: str, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-    """Wait until every process is here.
+    """Wait until every process has made this call.
 
     Raises:
         EnvironmentProblem: naming the processes that did not arrive in time.
     """
-    _meet(f"barrier {name}", "null", timeout_seconds)
+    _exchange(f"barrier {name}", "null", timeout_seconds)
 
 
-def _meet(what: str, sent: str, timeout_seconds: float, *, everyone: bool = False) -> list[str]:
+def _exchange(what: str, sent: str, timeout_seconds: float, *, everyone: bool = False) -> list[str]:
     """Exchange texts with the other processes and return process 0's, or everyone's.
 
-    Each process leaves its text under the number of the call and waits for the others. Once all
-    are here, all have left the calls before, whose texts process 0 then deletes.
+    Each process stores its text under the number of the call and waits for the others. Once all
+    have arrived, the texts of earlier calls are no longer needed, and process 0 deletes them.
     """
     client = _client()
     if client is None:
         return [sent]
     number, me = _calls.made, process_index()
     _calls.made += 1
-    room = f"meshwright/{number}"
-    client.key_value_set(f"{room}/{me}", json.dumps([what, sent]))
+    prefix = f"meshwright/{number}"
+    client.key_value_set(f"{prefix}/{me}", json.dumps([what, sent]))
     try:
-        # The coordinator remembers every barrier's name, so one serves for all calls; a failed
-        # one cannot be used again.
+        # The coordinator remembers every barrier's name, so all calls share one; a failed barrier
+        # cannot be used again.
         client.wait_at_barrier(f"meshwright/{_calls.failed}", int(timeout_seconds * 1000))
     except RuntimeError as error:
         _calls.failed += 1
-        raise _absence(client, room, what, timeout_seconds, error) from error
+        raise _explain_timeout(client, prefix, what, timeout_seconds, error) from error
     if me == 0:
-        _tidy(client, number)
-    left = _texts(client, room) if everyone else {0: client.key_value_try_get(f"{room}/0")}
-    return [_matching(process, left[process], what) for process in sorted(left)]
+        _delete_old_texts(client, number)
+    texts = _texts(client, prefix) if everyone else {0: client.key_value_try_get(f"{prefix}/0")}
+    return [_check_call(process, texts[process], what) for process in sorted(texts)]
 
 
-def _tidy(client: Any, number: int) -> None:
-    """Delete what was left at the calls before this one."""
-    for old in range(_calls.tidied, number):
+def _delete_old_texts(client: Any, number: int) -> None:
+    """Delete the texts of the calls before this one."""
+    for old in range(_calls.deleted, number):
         client.key_value_delete(f"meshwright/{old}")
-    _calls.tidied = number
+    _calls.deleted = number
 
 
-def _texts(client: Any, room: str) -> dict[int, str]:
-    return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(room)}
+def _texts(client: Any, prefix: str) -> dict[int, str]:
+    return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(prefix)}
 
 
-def _matching(process: int, left: str, what: str) -> str:
-    """Return the text a process left, if it was making the same call."""
-    called, text = json.loads(left)
+def _check_call(process: int, stored: str, what: str) -> str:
+    """Return the text of a process, which must have made the same call."""
+    called, text = json.loads(stored)
     if called != what:
         raise EnvironmentProblem(
             f"process {process_index()} is at `{what}` while process {process} is at `{called}`",
@@ -185,12 +185,12 @@ def _matching(process: int, left: str, what: str) -> str:
     return text
 
 
-def _absence(
-    client: Any, room: str, what: str, timeout_seconds: float, error: RuntimeError
+def _explain_timeout(
+    client: Any, prefix: str, what: str, timeout_seconds: float, error: RuntimeError
 ) -> EnvironmentProblem:
-    """Say who did not come, from the texts the others left."""
+    """Return an error that names the processes without a text."""
     try:
-        arrived = _texts(client, room)
+        arrived = _texts(client, prefix)
     except RuntimeError:
         return EnvironmentProblem(
             f"process {process_index()} lost process 0 while waiting at `{what}`", why=str(error)
@@ -198,10 +198,11 @@ def _absence(
     absent = sorted(set(range(process_count())) - set(arrived))
     if not absent:
         return EnvironmentProblem(
-            f"process {process_index()} came too late to `{what}`: the others had given up",
-            why=str(error).partition("\n")[0],
+            f"process {process_index()} arrived too late at `{what}`: the others had timed out",
+            why=first_line(error),
         )
-    names = f"process{'es' * (len(absent) > 1)} {', '.join(map(str, absent))}"
+    noun = "process" if len(absent) == 1 else "processes"
+    names = f"{noun} {', '.join(map(str, absent))}"
     return EnvironmentProblem(
         f"{names} did not arrive at `{what}` within {timeout_seconds:g} s",
         why=f"{len(arrived)} of {process_count()} processes arrived: "
@@ -222,12 +223,12 @@ def _to_json(value: Any) -> str:
 
 
 def _client() -> Any | None:
-    """Return the connection to the coordinator, or None for a process on its own."""
+    """Return the connection to the coordinator; None if this process is not connected."""
     return _distributed_state().client if "jax" in sys.modules else None
 
 
 def _distributed_state() -> Any:
-    """Return JAX's record of the connected processes, which has no public name."""
+    """Return JAX's state of the connected processes, which is not public API."""
     from jax._src import distributed
 
     return distributed.global_state

@@ -1,4 +1,4 @@
-"""From a config to the objects of a run: the model's builder, the loss, the optimizer, the data."""
+"""From a config to the objects of a run: model builder, loss, optimizer and data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from meshwright import models, tasks
-from meshwright.config.arguments import check_optimizer
+from meshwright.config.argument_checks import check_optimizer
 from meshwright.config.builders import (
     Builder,
     build,
@@ -24,38 +24,38 @@ from meshwright.config.builders import (
 from meshwright.config.duration import Duration, parse_duration
 from meshwright.config.schema import Config, OptimizerConfig
 from meshwright.data.batches import read_batch
-from meshwright.data.feed import Data
-from meshwright.data.make import MadeData
+from meshwright.data.config_data import ConfigData
+from meshwright.data.protocols import Data
 from meshwright.errors import MeshwrightError, UserError
-from meshwright.inputs.model import call_with_rngs, model_source
-from meshwright.inputs.task import HasLoss, read_task
+from meshwright.inputs.user_model import call_with_rngs, model_source
+from meshwright.inputs.user_task import HasLoss, read_task
 from meshwright.plan import Plan
 from meshwright.program.trace import Loss
 from meshwright.step.assemble import Assembled, ModelSource, assemble
 
 _SHARED_SIZES = ("vocab_size", "context_length", "input_name", "input_shape", "num_classes")
-"""What data may take over from the task, or else from the model."""
+"""Sizes that data take from the task, or else from the model."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a config describes, as objects.
+    """The objects that a config describes.
 
     Attributes:
-        model: builds the model from its random streams.
-        loss: the task's loss; what fails inside it is told as a mistake of the config.
-        task: what the model is trained for.
-        made: where batches come from: for training, and held out.
-        optimizer: how parameters are updated.
-        clip_norm: largest global gradient norm.
-        learning_rate: the learning rate, by update.
+        model: builds the model from random streams.
+        loss: the task's loss; an exception inside it becomes a `UserError` about the config.
+        task: the task.
+        config_data: the data, for training and held out.
+        optimizer: the optimizer.
+        clip_norm: largest global gradient norm; None does not clip.
+        learning_rate: the learning rate by update.
         duration: how long to train.
     """
 
     model: ModelSource
     loss: Loss
     task: HasLoss
-    made: MadeData
+    config_data: ConfigData
     optimizer: optax.GradientTransformation
     clip_norm: float | None
     learning_rate: optax.Schedule
@@ -63,16 +63,16 @@ class Recipe:
 
     @property
     def data(self) -> Data:
-        """Where the batches of the training come from."""
-        return self.made.train
+        """The data to train on."""
+        return self.config_data.train
 
     @property
     def eval_data(self) -> Data | None:
-        """Samples that are never trained on; None if there are none."""
-        return self.made.held_out
+        """The data held out for evaluation; None if there are none."""
+        return self.config_data.held_out
 
     def assemble(self, plan: Plan, batch: Any) -> Assembled:
-        """Make the step for a plan and batches of this shape; nothing is compiled yet."""
+        """Build the step for a plan and batches of this shape; nothing is compiled yet."""
         return assemble(
             self.model, self.loss, self.optimizer, plan, batch, clip_norm=self.clip_norm
         )
@@ -84,21 +84,23 @@ class Recipe:
 
 
 def make_recipe(config: Config, global_batch_size: int) -> Recipe:
-    """Make every object of a run; the learning rate may depend on the global batch."""
+    """Make the objects of a run; the learning rate may depend on the global batch."""
     task = make_task(config)
     loss = _explained(task.loss, config)
-    made = find_data(config, task)
+    config_data = find_data(config, task)
     duration = training_duration(config)
     updates = None
     if duration.seconds is None:
-        samples = None if duration.epochs is None else made.train.num_samples
+        samples = None if duration.epochs is None else config_data.train.num_samples
         updates = duration.total_updates(num_samples=samples, batch_size=global_batch_size)
     rate = learning_rate(config, global_batch_size, updates)
     return Recipe(
-        model=model_source(model_builder(config), loss, lambda: read_batch(made.train.batch(0, 1))),
+        model=model_source(
+            model_builder(config), loss, lambda: read_batch(config_data.train.batch(0, 1))
+        ),
         loss=loss,
         task=task,
-        made=made,
+        config_data=config_data,
         optimizer=make_optimizer(config, rate),
         clip_norm=config.optimizer.clip_norm,
         learning_rate=rate,
@@ -107,20 +109,20 @@ def make_recipe(config: Config, global_batch_size: int) -> Recipe:
 
 
 def training_duration(config: Config) -> Duration:
-    """Return how long a config asks to train."""
+    """Return the training duration of a config."""
     text = config.training.max_duration
     return Duration(updates=config.training.steps) if text is None else parse_duration(text)
 
 
 def check_sections(config: Config) -> None:
-    """Check that every ``kind`` exists and takes the arguments it is given."""
+    """Check that every ``kind`` exists and accepts its arguments."""
     model_builder(config)
     find_data(config, make_task(config)).check()
     _optimizer_arguments(config.optimizer)
 
 
 def model_builder(config: Config) -> ModelSource:
-    """Return a function that builds the model, as its author wrote it, from random streams."""
+    """Return a function that builds the model from random streams."""
     kind, builder = config.model.kind, _model_class(config)
     arguments = check_arguments("model", builder, config.model.arguments(), supplied=("rngs",))
     call = call_with_rngs(builder, arguments)
@@ -128,19 +130,19 @@ def model_builder(config: Config) -> ModelSource:
 
 
 def make_task(config: Config) -> HasLoss:
-    """Return the task; sizes it shares with the model follow the model unless given."""
+    """Return the task; sizes it shares with the model default to the model's."""
     builder = find_builder("task", config.task.kind, tasks.TASK_KINDS, tasks.find_task)
     shared = _accepted(builder, _model_sizes(config))
     return read_task(config.task.kind, builder, {**shared, **config.task.arguments()})
 
 
-def find_data(config: Config, task: HasLoss) -> MadeData:
-    """Return the data of both, not read yet; what they share is read once."""
+def find_data(config: Config, task: HasLoss) -> ConfigData:
+    """Return the data of a config, not read yet."""
     sizes = _model_sizes(config)
     shared = {name: getattr(task, name, sizes.get(name)) for name in _SHARED_SIZES}
     shared["sequence_length"] = shared["context_length"]
     given = {name: value for name, value in shared.items() if value is not None}
-    return MadeData(config.data, config.run.seed, given, task)
+    return ConfigData(config.data, config.run.seed, given, task)
 
 
 def make_optimizer(config: Config, rate: optax.Schedule) -> optax.GradientTransformation:
@@ -155,7 +157,7 @@ def make_optimizer(config: Config, rate: optax.Schedule) -> optax.GradientTransf
 def learning_rate(config: Config, global_batch_size: int, updates: int | None) -> optax.Schedule:
     """Return the learning rate as a function of the update, scaled with the global batch.
 
-    ``updates`` is the last one; None if only time will tell.
+    ``updates`` is the number of updates; None if it is not known.
     """
     optimizer = config.optimizer
     if updates is None and optimizer.schedule != "constant":
@@ -166,20 +168,20 @@ def learning_rate(config: Config, global_batch_size: int, updates: int | None) -
         )
     peak = optimizer.learning_rate * _batch_factor(optimizer, global_batch_size)
     after = max((updates or 0) - optimizer.warmup_steps, 1)
-    courses: Mapping[str, Callable[[], optax.Schedule]] = {
+    schedules: Mapping[str, Callable[[], optax.Schedule]] = {
         "constant": lambda: optax.constant_schedule(peak),
         "cosine": lambda: optax.cosine_decay_schedule(peak, after),
         "linear": lambda: optax.linear_schedule(peak, 0.0, after),
     }
-    course = courses[optimizer.schedule]()
+    schedule = schedules[optimizer.schedule]()
     if not optimizer.warmup_steps:
-        return course
+        return schedule
     warmup = optax.linear_schedule(0.0, peak, optimizer.warmup_steps)
-    return optax.join_schedules([warmup, course], [optimizer.warmup_steps])
+    return optax.join_schedules([warmup, schedule], [optimizer.warmup_steps])
 
 
 def _explained(loss: Loss, config: Config) -> Loss:
-    """Tell what fails inside a loss as a mistake of the config: model and task must fit."""
+    """Turn exceptions inside a loss into errors about the config: model and task do not fit."""
 
     def explained(model: Any, batch: Any) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Numbers with units, the way people read them."""
+"""Numbers with units, formatted for reading."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def human_count(count: float) -> str:
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """Return a number of things: ``1 update``, ``3 updates``; ``plural`` where an s is not it."""
+    """Return a count and its noun: ``1 update``, ``3 updates``, ``2 leaves``."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 

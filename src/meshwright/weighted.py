@@ -1,4 +1,4 @@
-"""Weighted: a mean kept as its total and its weight, so that parts add up to the whole."""
+"""Weighted: a mean stored as a total and a weight, so that parts can be added."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 class Weighted:
     """A sum of per-item values and the number (or weight) of the items behind it.
 
-    Means of unequal parts cannot be averaged; totals and weights can be added. Microbatches with
-    different token counts are therefore summed leaf by leaf and divided once per update.
+    Means of unequal parts cannot be averaged, but totals and weights can be added. Microbatches
+    with different token counts are therefore summed, and divided once per update.
 
     Attributes:
         total: scalar, the weighted sum of the items' values.
@@ -26,5 +26,5 @@ class Weighted:
 
     @property
     def mean(self) -> jax.Array:
-        """``total / weight``, and zero (with zero gradient) where nothing was counted."""
+        """``total / weight``, or zero (with zero gradient) if the weight is zero."""
         return self.total / jnp.where(self.weight == 0, 1, self.weight)

@@ -16,7 +16,7 @@ from real_processes import run_processes
 from rich.console import Console
 
 from meshwright.cli import doctor
-from meshwright.cli.doctor import facts, reduce
+from meshwright.cli.doctor import all_reduce, machine
 from meshwright.cli.doctor.warnings import disagreements, find_warnings
 from meshwright.errors import ExitCode
 
@@ -90,7 +90,7 @@ def received(ids):
 
 
 def test_what_every_device_received_is_the_closed_form():
-    found = reduce.all_reduce(jax.devices()[:3])
+    found = all_reduce.all_reduce(jax.devices()[:3])
     assert {device: vector.tolist() for device, vector in found.items()} == {
         0: [1, 2, 3],
         1: [1, 2, 3],
@@ -103,30 +103,30 @@ def test_a_device_that_sends_a_wrong_value_is_named():
     vectors = received(ids)
     for vector in vectors.values():
         vector[2] += 0.5
-    assert reduce.find_wrong(ids, vectors) == [{"id": 2048, "fault": "sends a wrong value"}]
+    assert all_reduce.find_wrong(ids, vectors) == [{"id": 2048, "fault": "sends a wrong value"}]
 
 
 def test_a_device_that_receives_a_wrong_sum_is_named():
     ids = [0, 1, 2, 3]
     vectors = received(ids)
     vectors[1][3] = np.nan
-    assert reduce.find_wrong(ids, vectors) == [{"id": 1, "fault": "receives a wrong sum"}]
-    assert reduce.find_wrong(ids, received(ids)) == []
+    assert all_reduce.find_wrong(ids, vectors) == [{"id": 1, "fault": "receives a wrong sum"}]
+    assert all_reduce.find_wrong(ids, received(ids)) == []
 
 
 def test_a_collective_that_fails_is_a_finding(monkeypatch):
     def fail(devices):
         raise RuntimeError("NCCL is unhappy\nand says so at length")
 
-    monkeypatch.setattr(reduce, "all_reduce", fail)
-    found = reduce.check_all_reduce(jax.devices())
+    monkeypatch.setattr(all_reduce, "all_reduce", fail)
+    found = all_reduce.check_all_reduce(jax.devices())
     assert (found["ok"], found["error"]) == (False, "RuntimeError: NCCL is unhappy")
 
 
 def test_a_collective_that_hangs_is_a_finding(monkeypatch):
     release = threading.Event()
-    monkeypatch.setattr(reduce, "all_reduce", lambda devices: release.wait() and {})
-    found = reduce.check_all_reduce(jax.devices(), timeout_seconds=0.05)
+    monkeypatch.setattr(all_reduce, "all_reduce", lambda devices: release.wait() and {})
+    found = all_reduce.check_all_reduce(jax.devices(), timeout_seconds=0.05)
     release.set()
     assert (found["ok"], found["error"]) == (False, "no result within 0.05 s")
 
@@ -161,8 +161,8 @@ def test_only_variables_that_matter_are_read_and_no_secrets():
         "HYDRA_FULL_ERROR": "1",
     }
     others = {"HOME": "/home/someone", "AWS_SECRET_ACCESS_KEY": "s3cret", "MY_RANK": "1"}
-    assert facts.environment(environ | others) == environ
-    hidden = facts.environment(
+    assert machine.environment(environ | others) == environ
+    hidden = machine.environment(
         {"SLURM_JWT": "s3cret", "JAX_COMPILATION_CACHE_DIR": "https://me:s3cret@host/cache"}
     )
     assert hidden == {
@@ -173,7 +173,7 @@ def test_only_variables_that_matter_are_read_and_no_secrets():
 
 def test_ranks_are_read_per_launcher():
     environ = {"RANK": "1", "WORLD_SIZE": "4", "SLURM_NTASKS": "8", "OMPI_COMM_WORLD_RANK": "x"}
-    assert facts.ranks(environ) == [
+    assert machine.ranks(environ) == [
         {"source": "environment", "rank": 1, "world_size": 4, "local_rank": None},
         {"source": "Open MPI", "rank": None, "world_size": None, "local_rank": None},
     ]
@@ -190,18 +190,18 @@ def test_host_memory_is_read_with_a_containers_limit(tmp_path):
         "host_available_bytes": 1024 * 1024,
         "container_limit_bytes": None,
     }
-    assert facts.memory(tmp_path) == unlimited
+    assert machine.memory(tmp_path) == unlimited
     (cgroup / "memory.max").write_text("1000\n")
-    assert facts.memory(tmp_path) == unlimited | {"container_limit_bytes": 1000}
-    assert set(facts.memory(tmp_path / "nowhere").values()) == {None}
+    assert machine.memory(tmp_path) == unlimited | {"container_limit_bytes": 1000}
+    assert set(machine.memory(tmp_path / "nowhere").values()) == {None}
 
 
 def test_accelerators_are_seen_without_jax(tmp_path):
     (tmp_path / "dev").mkdir()
-    assert facts.accelerators(tmp_path) == []
+    assert machine.accelerators(tmp_path) == []
     for name in ("nvidia0", "nvidia1", "nvidiactl", "kfd"):
         (tmp_path / "dev" / name).touch()
-    assert facts.accelerators(tmp_path) == ["NVIDIA GPU", "AMD GPU"]
+    assert machine.accelerators(tmp_path) == ["NVIDIA GPU", "AMD GPU"]
 
 
 def test_device_memory_is_told_where_it_is_counted():
@@ -210,10 +210,10 @@ def test_device_memory_is_told_where_it_is_counted():
 
     place = {"id": 3, "device_kind": "NVIDIA H200", "process_index": 1}
     counted = SimpleNamespace(**place, memory_stats=lambda: {"bytes_limit": 100, "bytes_in_use": 7})
-    told = facts.device(counted)
+    told = machine.device(counted)
     assert told["kind"] == "NVIDIA H200"
     assert (told["memory_total_bytes"], told["memory_used_bytes"]) == (100, 7)
-    assert facts.device(SimpleNamespace(**place, memory_stats=unsupported)) == told | {
+    assert machine.device(SimpleNamespace(**place, memory_stats=unsupported)) == told | {
         "memory_total_bytes": None,
         "memory_used_bytes": None,
     }
@@ -264,7 +264,7 @@ def test_a_healthy_machine_gets_no_warnings(healthy):
         (
             {"memory": {"host_total_bytes": 10**11, "host_available_bytes": 10**9}},
             "only 1.0 GB of 100.0 GB host memory",
-            "end what else runs",
+            "stop other programs",
         ),
     ],
 )
@@ -279,7 +279,7 @@ def test_a_problem_comes_with_its_remedy(healthy, change, problem, remedy):
     [
         (0, 4, "SLURM says 4 processes, JAX runs 1"),
         (4, 4, "SLURM says rank 4 of 4"),
-        (None, 4, "the rank or size from SLURM is missing or no number"),
+        (None, 4, "the rank or size from SLURM is missing or not a number"),
     ],
 )
 def test_ranks_that_do_not_fit_are_told(healthy, rank, size, problem):

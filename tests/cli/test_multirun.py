@@ -80,7 +80,7 @@ def test_without_several_values_there_is_one_job():
     ],
 )
 def test_values_that_cannot_be_listed_are_refused(override):
-    with pytest.raises(UserError, match="names no values to run"):
+    with pytest.raises(UserError, match="has no values to run"):
         expand_sweep([override])
 
 

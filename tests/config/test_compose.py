@@ -256,12 +256,12 @@ def test_quoted_text_is_read_back_unchanged(text):
     [
         (
             'sharding.rules={"blocks.*.kernel":replicate}',
-            "keys in braces stand without quotes",
+            "keys in braces are written without quotes",
             "sharding.rules={blocks.*.kernel:replicate}",
         ),
         (
             "sharding.rules={a.b: [null, tensor], '**': row}",
-            "keys in braces stand without quotes",
+            "keys in braces are written without quotes",
             "sharding.rules={a.b: [null, tensor], **: row}",
         ),
         (

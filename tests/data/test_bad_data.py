@@ -35,7 +35,7 @@ MISTAKES = {
     ),
     "corrupt record": (
         ["data=jsonl", "data.path=bad.jsonl"],
-        "error: bad.jsonl, line 2 cannot be read\n  it is no JSON: ",
+        "error: bad.jsonl, line 2 cannot be read\n  it is not JSON: ",
     ),
     "no records": (
         ["data=jsonl", "data.path=none.jsonl"],

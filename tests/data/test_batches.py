@@ -60,7 +60,7 @@ def test_tensors_of_other_libraries_become_arrays():
     read = read_batch([Tensor([[1.0], [2.0]])])[0]
     assert isinstance(read, np.ndarray)
     assert (read.shape, read.dtype) == ((2, 1), np.float32)
-    with pytest.raises(UserError, match="`0` of the batch is no array") as caught:
+    with pytest.raises(UserError, match="`0` of the batch cannot become an array") as caught:
         read_batch([Tensor(None)])
     assert caught.value.why == "it lives on another device"
 
@@ -76,8 +76,8 @@ def test_tensors_of_other_libraries_become_arrays():
         ({"x": [1, 2]}, "`x.0` of the batch is of type int"),
         ({"x": np.float32(1)}, "`x` of the batch is a single number"),
         ({"x": jax.random.key(0)}, "`x` of the batch holds no numbers"),
-        ({}, "the batch holds no arrays"),
-        (None, "the batch holds no arrays"),
+        ({}, "the batch has no arrays"),
+        (None, "the batch has no arrays"),
         ({"x": x(0)}, "the batch has no samples"),
         ({"x": x(4), "y": x(3)}, "the arrays of the batch have different numbers of samples"),
     ],
@@ -110,7 +110,7 @@ def test_a_later_batch_of_another_form_says_what_changed(later, why):
     first = {"x": x(), "y": x()}
     stream = read_batches([first, first, later])
     assert len([next(stream), next(stream)]) == 2
-    with pytest.raises(UserError, match="batch 2 has another form") as caught:
+    with pytest.raises(UserError, match="batch 2 differs") as caught:
         next(stream)
     assert caught.value.why == why
 

@@ -88,9 +88,9 @@ def test_a_file_that_is_no_picture_stops_or_gives_way_to_the_next(folder):
     [
         ({"x": np.zeros((2, 6, 8, 3))}, "has no array `label`"),
         ({"x": np.zeros((0, 6, 8, 3)), "y": np.zeros(0, int)}, "is empty"),
-        ({"x": np.zeros((2, 6, 8, 3)), "y": np.zeros(3, int)}, "another number of pictures"),
+        ({"x": np.zeros((2, 6, 8, 3)), "y": np.zeros(3, int)}, "does not have one label per image"),
         ({"x": np.zeros((2, 6, 8)), "y": np.zeros(2, int)}, "do not fit the task"),
-        ({"x": np.zeros((2, 6, 8, 3)), "y": np.zeros(2)}, "are no integers"),
+        ({"x": np.zeros((2, 6, 8, 3)), "y": np.zeros(2)}, "are not integers"),
         ({"x": np.zeros((2, 6, 8, 3)), "y": np.array([0, 5])}, "has the label 5"),
     ],
 )
@@ -104,6 +104,6 @@ def test_a_folder_without_classes_and_a_shape_without_channels_are_named(tmp_pat
     (tmp_path / "flat").mkdir()
     with pytest.raises(UserError, match="has no classes"):
         image_source(path=str(tmp_path / "flat"))
-    with pytest.raises(UserError, match="cannot be brought to") as caught:
+    with pytest.raises(UserError, match="cannot be resized to") as caught:
         image_source(path=str(folder), input_shape=(144,))
     assert "[32,32,3]" in caught.value.fix

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from meshwright.data.array_record import array_record_source
-from meshwright.data.jsonl import jsonl_source
-from meshwright.data.parquet import parquet_source
+from meshwright.data.array_record import ArrayRecords
+from meshwright.data.jsonl import JsonLines
+from meshwright.data.parquet import ParquetRows
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 
@@ -24,18 +24,18 @@ RECORDS = [
 
 def write_jsonl(path, records):
     path.write_text("\n".join(map(json.dumps, records)) + "\n\n")
-    return jsonl_source
+    return JsonLines
 
 
 def write_zipped(path, records):
     with gzip.open(path, "wt") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
-    return jsonl_source
+    return JsonLines
 
 
 def write_parquet(path, records):
     pq.write_table(pa.Table.from_pylist(records), path, row_group_size=2)
-    return parquet_source
+    return ParquetRows
 
 
 def write_array_record(path, records):
@@ -43,7 +43,7 @@ def write_array_record(path, records):
     for record in records:
         writer.write(json.dumps(record).encode())
     writer.close()
-    return array_record_source
+    return ArrayRecords
 
 
 FORMATS = {
@@ -60,8 +60,8 @@ def read(request, tmp_path):
 
     def call(records=RECORDS, **settings):
         path = tmp_path / request.param
-        source = FORMATS[request.param](path, records)
-        return source(path=str(path), **settings)
+        files = FORMATS[request.param](path, records)
+        return files(path=str(path), **settings).source()
 
     return call
 
@@ -143,10 +143,10 @@ def test_a_line_that_is_no_json_is_named(tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_text('{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n"d"\n')
     with pytest.raises(UserError, match=r"records\.jsonl, line 3 cannot be read") as caught:
-        jsonl_source(path=str(path), sequence_length=4)
-    assert caught.value.why.startswith("it is no JSON: ")
+        JsonLines(path=str(path), sequence_length=4).source()
+    assert caught.value.why.startswith("it is not JSON: ")
     with pytest.warns(UserWarning, match="2 corrupt records were skipped"):
-        source = jsonl_source(path=str(path), sequence_length=4, on_corrupt="skip")
+        source = JsonLines(path=str(path), sequence_length=4, on_corrupt="skip").source()
     assert documents(source) == [[97, 10], [99, 10]]
 
 
@@ -155,7 +155,7 @@ def test_a_dataset_without_a_whole_record_is_empty(read):
         read([{"text": ""}], sequence_length=4)
     with pytest.raises(UserError, match="is empty") as caught:
         read([{"text": "a", "x": "b"}], fields=["x"], on_corrupt="skip")
-    assert "no record is whole" in caught.value.why
+    assert "every record is corrupt" in caught.value.why
 
 
 def test_the_tokenizer_must_fit_the_model(read, tokenizer_file):
@@ -166,21 +166,21 @@ def test_the_tokenizer_must_fit_the_model(read, tokenizer_file):
 def test_a_missing_column_is_named(tmp_path):
     write_parquet(tmp_path / "t.parquet", RECORDS)
     with pytest.raises(UserError, match="has no column `txt`") as caught:
-        parquet_source(path=str(tmp_path / "t.parquet"), field="txt", sequence_length=4)
+        ParquetRows(path=str(tmp_path / "t.parquet"), field="txt", sequence_length=4).source()
     assert caught.value.why == "its columns are text, ids, x, label"
     assert caught.value.fix == "did you mean `text`?"
 
 
 @pytest.mark.parametrize(
-    ("name", "source"),
-    [("t.parquet", parquet_source), ("t.array_record", array_record_source)],
+    ("name", "files"),
+    [("t.parquet", ParquetRows), ("t.array_record", ArrayRecords)],
 )
-def test_a_file_that_is_cut_off_is_named(tmp_path, name, source):
+def test_a_file_that_is_cut_off_is_named(tmp_path, name, files):
     FORMATS[f"records{name[1:]}"](tmp_path / name, RECORDS * 50)
     whole = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=f"cannot read .*{name}"):
-        source(path=str(tmp_path / name), sequence_length=4)
+        files(path=str(tmp_path / name), sequence_length=4).source()
 
 
 @pytest.mark.parametrize("content", ["text", "tokens"])
@@ -190,6 +190,6 @@ def test_array_records_of_text_or_tokens(tmp_path, content):
         tokens = np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
         writer.write(text.encode() if content == "text" else tokens.tobytes())
     writer.close()
-    source = array_record_source(path=str(tmp_path), content=content, sequence_length=63)
+    source = ArrayRecords(path=str(tmp_path), content=content, sequence_length=63).source()
     end = [10] if content == "text" else []
     assert documents(source) == [[*text.encode(), *end] for text in TEXTS if text]

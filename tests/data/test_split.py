@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshwright.data.feed import SourceData
+from meshwright.data.source_data import SourceData
 from meshwright.data.split import split_source
 
 

@@ -55,7 +55,7 @@ def test_a_file_that_is_no_utf8_stops_or_is_skipped(folder, tokenizer_file):
     settings = {"path": str(folder), "sequence_length": 3, "tokenizer": str(tokenizer_file)}
     with pytest.raises(UserError, match=r"one\.txt cannot be read") as caught:
         text_source(**settings)
-    assert caught.value.why == "it is no UTF-8: invalid start byte at byte 10"
+    assert caught.value.why == "it is not UTF-8: invalid start byte at byte 10"
     with pytest.warns(UserWarning, match="1 corrupt record was skipped"):
         source = text_source(**settings, on_corrupt="skip")
     assert source.num_skipped == 1

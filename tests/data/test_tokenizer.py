@@ -44,7 +44,7 @@ def test_a_tokenizer_larger_than_the_models_vocabulary_is_refused(tokenizer_file
     check_vocabulary(large, None)
     with pytest.raises(UserError, match="the tokenizer does not fit the model") as caught:
         check_vocabulary(large, 100)
-    assert f"it has {large.vocab_size} tokens and the model's vocabulary 100" in caught.value.why
+    assert f"it has {large.vocab_size} tokens, the model's vocabulary 100" in caught.value.why
     assert caught.value.fix == f"write model.vocab_size={large.vocab_size}, or more"
     with pytest.raises(UserError, match="does not fit"):
         check_vocabulary(ByteTokenizer(), 255)
@@ -54,7 +54,7 @@ def test_what_is_no_tokenizer_is_named(tmp_path):
     with pytest.raises(UserError, match=r"data\.tokenizer=.* does not exist"):
         load_tokenizer(str(tmp_path / "none.json"))
     (tmp_path / "other.json").write_text('{"a": 1}')
-    with pytest.raises(UserError, match="is no tokenizer"):
+    with pytest.raises(UserError, match="is not a tokenizer"):
         load_tokenizer(str(tmp_path / "other.json"))
 
 

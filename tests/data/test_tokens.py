@@ -68,7 +68,7 @@ def test_documents_that_end_with_a_token(tmp_path, tokenizer_file):
     ("array", "what"),
     [
         (np.zeros(20), "does not hold tokens of that type"),
-        (np.zeros((4, 5), np.int32), "is no row of tokens"),
+        (np.zeros((4, 5), np.int32), "is not a flat array of tokens"),
         (np.zeros(0, np.int32), "is empty"),
         (np.zeros(4, np.int32), "is too short"),
     ],
@@ -87,7 +87,7 @@ def test_wrong_types_are_told_with_the_numbers(tmp_path):
     (tmp_path / "odd.bin").write_bytes(b"12345")
     with pytest.raises(UserError) as caught:
         token_source(path=str(tmp_path / "odd.bin"), sequence_length=5)
-    assert caught.value.why == "its 5 bytes are no multiple of 2, as uint16 has"
+    assert caught.value.why == "its 5 bytes are not a multiple of 2, the size of uint16"
     (tmp_path / "cut.npy").write_bytes((tmp_path / "tokens.npy").read_bytes()[:-7])
     with pytest.raises(UserError, match="cannot read") as caught:
         token_source(path=str(tmp_path / "cut.npy"), sequence_length=5)

@@ -5,9 +5,9 @@ import numpy as np
 import optax
 import pytest
 
-from meshwright.config.arguments import check_clip_norm, check_count, check_optimizer
+from meshwright.config.argument_checks import check_clip_norm, check_count, check_optimizer
 from meshwright.errors import UserError
-from meshwright.inputs.checks import asked_sizes, check_loss, check_precision
+from meshwright.inputs.checks import check_loss, check_precision, mesh_sizes
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def test_a_loss_is_a_function():
 
 
 def test_auto_and_an_empty_text_leave_all_sizes_open():
-    assert asked_sizes("auto") == asked_sizes("") == {}
-    assert asked_sizes("fsdp=4,tp=2") == {"fsdp": 4, "tensor": 2}
-    assert asked_sizes({"fsdp": 8}) == {"fsdp": 8}
+    assert mesh_sizes("auto") == mesh_sizes("") == {}
+    assert mesh_sizes("fsdp=4,tp=2") == {"fsdp": 4, "tensor": 2}
+    assert mesh_sizes({"fsdp": 8}) == {"fsdp": 8}
 
 
 @pytest.mark.parametrize(
@@ -74,5 +74,5 @@ def test_auto_and_an_empty_text_leave_all_sizes_open():
 )  # fmt: skip
 def test_what_is_no_mesh_says_what_to_write(mesh, fix):
     with pytest.raises(UserError) as caught:
-        asked_sizes(mesh)
+        mesh_sizes(mesh)
     assert fix in caught.value.fix

@@ -13,7 +13,7 @@ from meshwright import processes
 from meshwright.errors import EnvironmentProblem, UserError
 from meshwright.launch.connect import (
     connect_processes,
-    devices_of_each,
+    devices_per_process,
     explain_lost_peer,
     is_main,
 )
@@ -144,7 +144,7 @@ def rank_of(pid: int) -> int | None:
 )
 def test_simulated_devices_are_divided(simulate, world, given, expected):
     environ = {} if given is None else {"JAX_NUM_CPU_DEVICES": given}
-    assert devices_of_each(simulate, world, environ) == expected
+    assert devices_per_process(simulate, world, environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_simulated_devices_are_divided(simulate, world, given, expected):
 def test_devices_that_do_not_come_out_even_are_refused(simulate, world, given, fix):
     environ = {} if given is None else {"JAX_NUM_CPU_DEVICES": given}
     with pytest.raises(UserError, match=fix):
-        devices_of_each(simulate, world, environ)
+        devices_per_process(simulate, world, environ)
 
 
 def test_one_process_connects_to_nobody():
@@ -191,4 +191,4 @@ def test_a_lost_peer_is_told_from_other_errors(monkeypatch, error, lost):
     explained = explain_lost_peer(error)
     assert (explained is not None) == lost
     if explained is not None:
-        assert "lost another process" in explained.what
+        assert "lost its connection to another process" in explained.what

@@ -92,7 +92,7 @@ def test_all_end_when_one_fails_and_its_exit_code_counts(started):
     """
     code, _, err = finish(started(script, count=3))
     assert code == 7
-    assert "process 1 ended with exit code 7; the other 2 are being ended" in err
+    assert "process 1 ended with exit code 7; the other 2 are being terminated" in err
 
 
 def test_a_process_that_ignores_the_request_is_killed_after_the_grace(started):

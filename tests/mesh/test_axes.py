@@ -22,11 +22,11 @@ from meshwright.mesh.axes import (
 pytestmark = pytest.mark.usefixtures("command_line")
 
 device_counts = st.integers(1, 1024)
-asked_sizes = st.dictionaries(st.sampled_from(AXES), st.integers(1, 64), max_size=4)
+mesh_sizes = st.dictionaries(st.sampled_from(AXES), st.integers(1, 64), max_size=4)
 
 
 @settings(deadline=None)
-@given(asked_sizes, st.sampled_from([None, *AXES]), device_counts)
+@given(mesh_sizes, st.sampled_from([None, *AXES]), device_counts)
 def test_a_resolved_mesh_multiplies_to_the_device_count(sizes, inferred, num_devices):
     asked = {**sizes, **({inferred: -1} if inferred else {})}
     try:
@@ -42,7 +42,7 @@ def test_a_resolved_mesh_multiplies_to_the_device_count(sizes, inferred, num_dev
 
 
 @settings(deadline=None)
-@given(asked_sizes, device_counts)
+@given(mesh_sizes, device_counts)
 def test_every_nearest_mesh_is_a_valid_one(sizes, num_devices):
     nearest = nearest_sizes(sizes, num_devices)
     assert nearest
@@ -52,7 +52,7 @@ def test_every_nearest_mesh_is_a_valid_one(sizes, num_devices):
 
 
 @settings(deadline=None)
-@given(asked_sizes, device_counts)
+@given(mesh_sizes, device_counts)
 def test_a_mismatch_shows_the_equation_and_only_meshes_that_work(sizes, num_devices):
     product = math.prod(sizes.values())
     assume(num_devices % product or ("data" in sizes and product != num_devices))

@@ -33,7 +33,7 @@ def test_too_late_is_a_clear_error():
     assert len(jax.devices()) == 8
     with pytest.raises(UserError, match="too late to simulate 16 devices") as caught:
         simulate_devices(16)
-    assert "already started with 8 cpu device(s)" in caught.value.why
+    assert "already started with 8 cpu devices" in caught.value.why
     assert "before" in caught.value.fix
 
 

@@ -12,7 +12,7 @@ from step.runs import OPTIMIZER, filled, on_mesh, on_one_device
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError
-from meshwright.inputs.model import model_source
+from meshwright.inputs.user_model import model_source
 from meshwright.pipeline.cut import cut_blocks
 from meshwright.plan import Plan
 from meshwright.program.rolled import roll_program

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meshwright.profile import CollectiveTime, DeviceTime, Profile
-from meshwright.profile.advice import advise
+from meshwright.profile.bottlenecks import advise
 
 
 def profile(*devices: tuple[float, float, float], waited: float = 0.0, **more) -> Profile:
@@ -72,13 +72,13 @@ def shares(compute=1.0, communication=0.0, input_wait=0.0, idle=0.0) -> dict[str
         (
             shares(0.6, 0.4),
             {"tensor": 0.3, "fsdp": 0.1},
-            ["compute 60%", "40% of the time devices only communicate, more than 30%, most over "
-             "tensor (30%); try less tensor parallelism"],
+            ["compute 60%", "40% of the time devices wait for communication, more than 30%, "
+             "most over tensor (30%); try less tensor parallelism"],
         ),
         (shares(0.5, 0.4, 0.1), {"data": 0.4}, ["compute 50%", "training.micro_batch_size"]),
         (shares(0.6, 0.4), {"unknown": 0.4}, ["compute 60%", "try more samples per device"]),
         (shares(0.6, 0.0, 0.35, 0.05), {}, ["compute 60%", "35% of the time devices wait for"]),
-        (shares(0.6, 0.0, 0.0, 0.4), {}, ["compute 60%", "40% of the time devices have nothing"]),
+        (shares(0.6, 0.0, 0.0, 0.4), {}, ["compute 60%", "40% of the time devices are idle"]),
     ],
 )  # fmt: skip
 def test_advice_names_the_number_and_what_to_try(parts, exposed, expected):

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,6 @@ from meshwright.program.collectives import (
     phase_of,
     read_collectives,
     ring_bytes,
-    sent_by_axes,
 )
 from meshwright.program.hlo import CompiledProgram, compile_program
 from meshwright.program.names import MODULE_MARK, module_of
@@ -33,6 +33,14 @@ from meshwright.program.names import MODULE_MARK, module_of
 WIDTH, BLOCKS, ROWS = 128, 2, 2
 PARAMETERS = BLOCKS * 2 * WIDTH * WIDTH
 P = PartitionSpec
+
+
+def sent_by_axes(collectives: Iterable[Collective]) -> dict[tuple[str, ...], float]:
+    """Return the bytes each device sends, added up by the axes they run over."""
+    total: dict[tuple[str, ...], float] = {}
+    for collective in collectives:
+        total[collective.axes] = total.get(collective.axes, 0.0) + collective.sent_bytes
+    return total
 
 
 def build_mesh(sizes: dict[str, int]) -> Mesh:

@@ -19,7 +19,6 @@ from meshwright.program.hlo import (
     optimized_hlo,
     parse_hlo,
     parse_shape,
-    partitioned_hlo,
     trip_count,
 )
 from meshwright.program.names import MODULE_MARK
@@ -232,7 +231,7 @@ def test_the_compiled_program_runs_and_is_one_compilation() -> None:
 
 def test_one_device_has_no_partitioner_and_reads_the_optimized_text() -> None:
     lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32))
-    assert parse_hlo(partitioned_hlo(lowered)).num_partitions == 1
+    assert parse_hlo(compile_program(lowered).partitioned).num_partitions == 1
 
 
 def test_a_compiler_that_dumps_nothing_is_reported() -> None:
@@ -261,7 +260,7 @@ def test_the_partitioned_text_does_not_depend_on_the_disk_cache(tmp_path: Path) 
         lowered_sum(lambda x: x.sum(0) * 3).compile()
         assert any(tmp_path.iterdir()), "the cache took no part, so this would show nothing"
         for _ in range(2):
-            assert "all-reduce(" in partitioned_hlo(lowered_sum(lambda x: x.sum(0) * 3))
+            assert "all-reduce(" in compile_program(lowered_sum(lambda x: x.sum(0) * 3)).partitioned
         assert jax.config.values["jax_enable_compilation_cache"]
     finally:
         for name, value in before.items():
@@ -275,7 +274,7 @@ def test_the_module_mark_survives_compilation_and_an_at_sign_does_not() -> None:
             with jax.named_scope(mark + "blocks.0.up"):
                 return jnp.sin(x).sum(0)
 
-        text = partitioned_hlo(lowered_sum(jax.grad(lambda x: f(x).sum())))
+        text = compile_program(lowered_sum(jax.grad(lambda x: f(x).sum()))).partitioned
         entry = parse_hlo(text).entry
         return " ".join(i.op_name for i in entry.instructions if i.opcode == "cosine")
 

@@ -44,7 +44,7 @@ def test_gathered_weights_are_in_the_total() -> None:
 
 
 def test_the_program_itself_is_reported_but_not_part_of_the_total() -> None:
-    assert MemoryUse(argument=10, output=7, alias=5, temp=100, generated_code=1).total == 112
+    assert MemoryUse(argument=10, output=7, alias=5, temp=100).total == 112
 
 
 def test_a_backend_without_figures_is_reported() -> None:

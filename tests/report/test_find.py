@@ -30,7 +30,7 @@ def test_named_runs_keep_their_order_and_come_once(tmp_path):
 
 
 def test_a_folder_without_runs_is_an_error_that_says_what_makes_one(tmp_path):
-    with pytest.raises(UserError, match="is no run, and holds none") as caught:
+    with pytest.raises(UserError, match="is not a run folder, and contains none") as caught:
         find_runs([tmp_path])
     assert "run.json or metrics.jsonl" in str(caught.value)
     with pytest.raises(UserError, match="there is no folder"):

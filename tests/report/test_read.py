@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from report.sample_runs import NUM_LOGGED, write_run
 
-from meshwright.report.read import read_curves, read_run, thin
+from meshwright.report.read import downsample, read_curves, read_run
 
 
 def write_lines(path, *records):
@@ -80,9 +80,9 @@ def test_a_long_curve_keeps_its_ends_and_every_spike(count):
     values[count // 3] = 100.0
     values[count // 2] = -100.0
     points = list(enumerate(values.tolist()))
-    kept = thin(points, most=100)
+    kept = downsample(points, most=100)
     assert len(kept) <= 100
     assert kept == sorted(set(kept) & set(points))
     assert {points[0], points[-1], points[count // 3], points[count // 2]} <= set(kept)
     assert (kept == points) == (count <= 100)
-    assert thin([(n, None) for n in range(count)], most=100)[-1] == (count - 1, None)
+    assert downsample([(n, None) for n in range(count)], most=100)[-1] == (count - 1, None)

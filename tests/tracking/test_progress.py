@@ -15,7 +15,7 @@ def screen():
 
 def shown(tracker, screen):
     with screen.capture() as capture:
-        screen.print(tracker.picture())
+        screen.print(tracker.render())
     return capture.get()
 
 

@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright.checkpoint.store import Saved
 from meshwright.config.duration import Duration, parse_duration
 from meshwright.config.schema import CheckpointConfig
-from meshwright.data.given import as_data
+from meshwright.data.user_data import as_data
 from meshwright.errors import EnvironmentProblem, UserError
 from meshwright.trainer.callbacks import Callbacks
 from meshwright.trainer.checkpointer import BackgroundCheckpointer
@@ -182,7 +182,7 @@ def test_durations_are_read(text, duration):
 
 @pytest.mark.parametrize("text", ["", "5", "st", "0st", "1.5st", "-1ep", "3 weeks", "1e3st"])
 def test_what_is_no_duration_is_refused(text):
-    with pytest.raises(UserError, match="is no duration"):
+    with pytest.raises(UserError, match="is not a duration"):
         parse_duration(text)
 
 

@@ -172,7 +172,7 @@ def test_how_long_to_train_is_said_once(said):
 def test_no_batches_and_later_batches_of_another_form_are_refused(assembled):
     with pytest.raises(UserError, match="there are no batches"):
         trainer().fit([], steps=1)
-    with pytest.raises(UserError, match="batch 1 has another form") as caught:
+    with pytest.raises(UserError, match="batch 1 differs") as caught:
         trainer().fit([*batches(1), *batches(1, samples=12)], steps=2, assembled=assembled)
     assert "12 samples, and the first batch had 16" in caught.value.why
 

@@ -9,7 +9,7 @@ from small_models import Residuals, square_loss, vectors
 
 import meshwright as mw
 from meshwright.config.duration import Duration
-from meshwright.data.given import as_data
+from meshwright.data.user_data import as_data
 from meshwright.errors import UserError
 from meshwright.trainer import training_run
 from meshwright.trainer.run_spec import EvaluationSpec, OutputSpec, RunSpec
@@ -72,7 +72,7 @@ def test_a_run_that_cannot_run_is_not_made_and_writes_nothing(spec, tmp_path, ch
 
 
 def test_a_missing_tracker_is_noticed_before_anything_is_written(spec, tmp_path, monkeypatch):
-    monkeypatch.setattr("meshwright.tracking.make.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("meshwright.tracking.setup.importlib.util.find_spec", lambda name: None)
     output = dataclasses.replace(spec.output, tracking=mw.TrackingConfig(wandb=True))
     with pytest.raises(UserError, match="needs the package `wandb`"):
         TrainingRun(dataclasses.replace(spec, output=output))

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
 from meshwright.checkpoint.metadata import FORMAT, CheckpointMetadata
-from meshwright.errors import ANY, Setting, UserError
+from meshwright.errors import ANY, Setting, UserError, first_line
 from meshwright.processes import broadcast, is_main, process_count, process_index
 
 FOLDER = "checkpoints"
@@ -190,7 +190,7 @@ class CheckpointStore:
         except (OSError, ValueError, KeyError) as error:
             raise UserError(
                 f"the checkpoint {self.folder / str(update)} cannot be read",
-                why=str(error).partition("\n")[0],
+                why=first_line(error),
                 fix="name another one with resume=PATH, or start over with resume=never",
             ) from error
 

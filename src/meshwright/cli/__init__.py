@@ -1,1 +1,1 @@
-"""The words a person types: one module per command."""
+"""The command line: one module per command."""

@@ -1,4 +1,4 @@
-"""Splitting a command line into our own flags and the overrides Hydra composes."""
+"""Splitting a command line into flags and the overrides that Hydra composes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _SHORT = {"-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-di
 
 @dataclass(frozen=True)
 class Arguments:
-    """What was typed after ``meshwright``.
+    """The parsed command line after ``meshwright``.
 
     Attributes:
         command: the command.
-        overrides: everything Hydra composes, or the words of a command that composes nothing.
-        flags: our own flags; a switch has an empty value.
+        overrides: the overrides, or the words of a command without a config.
+        flags: the flags and their values; a switch has an empty value.
     """
 
     command: Command
@@ -30,9 +30,18 @@ class Arguments:
         """Whether a flag was given."""
         return flag in self.flags
 
+    def number(self, flag: str, default: int, *, most: int = 1000) -> int:
+        """Return the value of a flag that takes a whole number from 1 to ``most``."""
+        text = self.flags.get(flag, str(default))
+        if not text.isdecimal() or not 1 <= int(text) <= most:
+            raise UserError(
+                f"{flag} {text} is not valid", fix=f"write {flag} N with N from 1 to {most}"
+            )
+        return int(text)
+
     @property
     def config_dir(self) -> Path | None:
-        """The user's own config directory, checked to exist."""
+        """The user's own config directory, which must exist."""
         if "--config-dir" not in self.flags:
             return None
         path = Path(self.flags["--config-dir"])
@@ -42,7 +51,7 @@ class Arguments:
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Read ``command [flags] [overrides]``; flags may stand anywhere after the command."""
+    """Parse ``command [flags] [overrides]``; flags may be anywhere after the command."""
     name, *rest = argv
     command = find_command(name)
     known = {flag.name: flag for flag in command.all_flags}

@@ -1,20 +1,20 @@
-"""The table of commands: what `meshwright --help` lists, without importing any of them."""
+"""The table of commands that `meshwright --help` lists, without importing any of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.launch.arguments import FLAGS as LAUNCH_FLAGS
+from meshwright.launch.options import FLAGS as LAUNCH_FLAGS
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of one command, taken before Hydra sees the rest.
+    """A flag of one command, which Hydra does not see.
 
     Attributes:
-        name: as typed, such as ``--steps``.
-        help: one line.
-        value: placeholder of its value; empty for a switch.
+        name: its name, such as ``--steps``.
+        help: a help text of one line.
+        value: the placeholder of its value; empty for a switch.
     """
 
     name: str
@@ -28,14 +28,14 @@ class Command:
 
     Attributes:
         name: the word typed after ``meshwright``.
-        help: one line.
-        module: where its ``run(request)`` lives.
-        example: a call that works as it stands.
+        help: a help text of one line.
+        module: the module with its ``run(request)``.
+        example: a call that works as it is.
         flags: its own flags.
         usage: what follows its name.
-        needs_devices: whether JAX must be ready before it runs.
-        composes: whether what is typed is a config; if not, ``run(arguments, output)`` takes the
-            words as they are.
+        needs_devices: whether JAX devices must be ready before it runs.
+        composes: whether it takes overrides of a config; if not, its function is
+            ``run(arguments, output)``.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Command:
 
     @property
     def all_flags(self) -> tuple[Flag, ...]:
-        """Its own flags and those every command has."""
+        """Its own flags and the common ones."""
         common = (flag for flag in COMMON_FLAGS if self.composes or flag.name not in CONFIG_FLAGS)
         return (*self.flags, *common)
 
@@ -64,7 +64,7 @@ COMMON_FLAGS = (
 )
 
 CONFIG_FLAGS = ("--cfg", "--multirun", "--config-dir")
-"""Flags of the commands that compose a config."""
+"""Common flags of commands that compose a config."""
 
 COMMANDS = {
     command.name: command
@@ -97,13 +97,13 @@ COMMANDS = {
         ),
         Command(
             "ledger",
-            "compile a step and count what it sends, against the minimum",
+            "compile a step and compare what it sends with the minimum",
             "meshwright.cli.ledger",
             "meshwright ledger simulate=8 mesh.fsdp=8",
         ),
         Command(
             "profile",
-            "run a few updates and tell where their time goes",
+            "profile a few updates and show where their time goes",
             "meshwright.cli.profile",
             "meshwright profile simulate=8 mesh.fsdp=4 mesh.tensor=2",
             flags=(
@@ -121,7 +121,7 @@ COMMANDS = {
         ),
         Command(
             "report",
-            "write a page about a run, or one that compares several",
+            "write an HTML report about a run, or comparing several",
             "meshwright.cli.report",
             "meshwright report outputs/meshwright",
             flags=(Flag("--out", "where to write the page (default RUN/report.html)", "FILE"),),
@@ -148,7 +148,7 @@ COMMANDS = {
         ),
         Command(
             "doctor",
-            "check versions, devices, processes and that devices work together",
+            "check versions, devices, processes, and communication between devices",
             "meshwright.cli.doctor",
             "meshwright doctor simulate=8",
         ),

@@ -1,4 +1,4 @@
-"""`meshwright config`: every value of the config, and where it comes from."""
+"""`meshwright config`: every value of the config, and its origin."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _as_table(origins: list[Origin]) -> Table:
             table.add_row()
         section = head
         source = f"{origin.source} {origin.detail}".strip()
-        # As Text, because rich would read the brackets of a list as markup.
+        # As Text, because rich would parse the brackets of a list as markup.
         cells = (Text(cell) for cell in (origin.key, _text(origin.value), source))
         table.add_row(*cells, style=_STYLES[origin.source])
     return table

@@ -11,7 +11,7 @@ from meshwright.errors import ExitCode, UserError
 
 
 def run(arguments: Arguments, output: Output) -> int:
-    """Write the file and say what is in it."""
+    """Write the file and print a summary."""
     words = arguments.overrides
     if len(words) != 2:
         raise UserError(

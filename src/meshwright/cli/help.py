@@ -1,4 +1,4 @@
-"""The help texts, plain and quick: nothing heavy is imported for them."""
+"""The help texts; nothing slow is imported for them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""`meshwright inspect`: the mesh, the plan, what each device holds, and why."""
+"""`meshwright inspect`: the mesh, the plan, and how and why parameters are sharded."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
@@ -11,12 +12,13 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from meshwright.cli.output import write_file
 from meshwright.cli.request import Request
 from meshwright.errors import ExitCode, UserError
 from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.build import build_mesh
-from meshwright.mesh.draw import render_mesh
-from meshwright.mesh.svg import mesh_svg
+from meshwright.mesh.svg_drawing import mesh_svg
+from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.pipeline.draw import render_timeline
 from meshwright.pipeline.report import PipelineReport
 from meshwright.pipeline.schedules import get_schedule
@@ -39,9 +41,9 @@ def run(request: Request) -> int:
     if request.arguments.has("--timeline"):
         drawings[flags["--timeline"]] = pipeline_svg(plan)
     assembled = _assemble(request)
-    # Not before everything else has worked: a failed command leaves nothing behind.
+    # Last, so that a failed command writes no files.
     for file, drawing in drawings.items():
-        _write(Path(file), drawing)
+        write_file(Path(file), drawing)
     remarks = [*unused_settings(request.config, plan), *assembled.remarks]
     leaves = explain(assembled.traced.layout, assembled.decision, plan.mesh)
     report: dict[str, Any] = {
@@ -59,10 +61,10 @@ def run(request: Request) -> int:
 
 
 def pipeline_svg(plan: Plan) -> str:
-    """Return a drawing of when the stages of a plan work, all equally fast."""
+    """Return a drawing of the pipeline schedule of a plan, with equally fast stages."""
     if plan.size("pipe") == 1:
         raise UserError(
-            "--timeline draws pipeline stages, and there are none",
+            "--timeline draws pipeline stages, but there are none",
             why=f"the mesh is {describe_sizes(plan.mesh)}",
             fix="write mesh.pipe=…, or --svg FILE for a drawing of the mesh",
         )
@@ -91,19 +93,12 @@ def _totals(assembled: Assembled, leaves: list[LeafReport]) -> dict[str, int]:
         if step.leaf.role == "param"
     )
     return {
-        "parameters": sum(_elements(leaf) for leaf in leaves),
+        "parameters": sum(math.prod(leaf.shape) for leaf in leaves),
         "bytes": sum(leaf.bytes for leaf in leaves),
         "bytes_per_device": parameters,
         "optimizer_bytes_per_device": optimizer,
         "bytes_whole": sum(leaf.bytes for leaf in leaves if leaf.whole_over),
     }
-
-
-def _elements(leaf: LeafReport) -> int:
-    count = 1
-    for size in leaf.shape:
-        count *= size
-    return count
 
 
 def _picture(
@@ -132,7 +127,7 @@ def _picture(
 
 
 def _pipeline(assembled: Assembled, found: PipelineReport) -> Iterator[RenderableType]:
-    """Yield what the stages have and when they work."""
+    """Yield the contents of the stages, and the schedule."""
     for number, stage in enumerate(found.stages):
         noun = "block" if len(stage.blocks) == 1 else "blocks"
         blocks = ", ".join(map(str, stage.blocks))
@@ -149,13 +144,13 @@ def _pipeline(assembled: Assembled, found: PipelineReport) -> Iterator[Renderabl
 
 
 def _timeline(plan: Plan) -> Timeline:
-    """Return when the stages of a plan work, all equally fast."""
+    """Return the schedule of a plan as a timeline, with equally fast stages."""
     schedule = get_schedule(plan.schedule or "1f1b", plan.num_chunks)
     return schedule.table(plan.num_microbatches, plan.size("pipe")).timeline()
 
 
 def _rows(leaves: list[LeafReport]) -> Iterator[Text]:
-    """Yield two lines per parameter, what and why; repeated blocks that are alike share theirs."""
+    """Yield two lines per parameter, sharding and reason; equal parameters of blocks share them."""
     groups = [list(alike) for _, alike in groupby(sorted(leaves, key=_pattern), key=_pattern)]
     rows = [_cells(group) for group in groups]
     head = ("parameter", "shape", "mesh axes by dim", "on a device")
@@ -183,10 +178,3 @@ def _cells(group: list[LeafReport]) -> tuple[str, ...]:
 def _pattern(leaf: LeafReport) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
     parts = ("*" if part.isdecimal() else part for part in leaf.path.split("."))
     return ".".join(parts), leaf.shape, leaf.spec
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}", why=str(error)) from error

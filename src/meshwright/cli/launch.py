@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from meshwright.launch.arguments import parse_launch
-from meshwright.launch.places import environments
+from meshwright.launch.environments import environments
+from meshwright.launch.options import parse_launch
 from meshwright.launch.supervise import Supervisor
 
 
 def launch(words: Sequence[str]) -> int:
     """Start the processes and return the exit code of the first failure, or 0."""
-    asked = parse_launch(words)
-    places = environments(asked, os.environ)
-    # The descriptor itself: `sys.stderr` may be a stream of somebody else's that takes no bytes.
+    options = parse_launch(words)
+    environs = environments(options, os.environ)
+    # The file descriptor, because `sys.stderr` may have been replaced by a text-only stream.
     with open(2, "wb", buffering=0, closefd=False) as stderr:
-        supervisor = Supervisor(asked.command, stderr=stderr, grace_seconds=asked.grace_seconds)
-        return supervisor.run(places)
+        supervisor = Supervisor(options.command, stderr=stderr, grace_seconds=options.grace_seconds)
+        return supervisor.run(environs)

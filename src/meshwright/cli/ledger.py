@@ -1,4 +1,4 @@
-"""`meshwright ledger`: what a compiled step sends over each mesh axis, against the minimum."""
+"""`meshwright ledger`: what a compiled step sends over each mesh axis, and the minimum."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from meshwright.mesh.axes import describe_sizes
 from meshwright.recipe import make_recipe
 from meshwright.units import human_bytes
 
-_BY_STAGES = (
-    "With pipeline stages this is what a device of the stage that sends most sends; how much is "
-    "needed is not known."
+_STAGES_NOTE = (
+    "With pipeline stages, these are the bytes of the stage that sends most; the minimum is not "
+    "known."
 )
 
 
 def run(request: Request) -> int:
     """Compile the step without running it and list its collectives."""
     plan, config = request.plan(), request.config
-    remarks = request.tell_unused(plan)
+    remarks = request.report_unused_settings(plan)
     recipe = make_recipe(config, plan.batch.global_batch_size)
     batch = recipe.data.batch(0, plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, batch)
@@ -35,11 +35,11 @@ def run(request: Request) -> int:
     }
     request.output.result(report, _picture(ledger))
     if config.strict and ledger.suspicious:
-        raise _deviation(ledger)
+        raise _deviation_error(ledger)
     return ExitCode.DONE
 
 
-def _deviation(ledger: Ledger) -> CheckFailed:
+def _deviation_error(ledger: Ledger) -> CheckFailed:
     axis = ledger.suspicious[0]
     own = ledger.axes[axis]
     return CheckFailed(
@@ -71,7 +71,7 @@ def _picture(ledger: Ledger) -> RenderableType:
         axes,
     ]
     if not ledger.known:
-        parts.append(Text(_BY_STAGES))
+        parts.append(Text(_STAGES_NOTE))
     for axis, own in ledger.axes.items():
         parts += [Text(f"  beyond the minimum on {axis}: {line}") for line in own.excess]
     parts += [Text(), _lines(ledger), Text(), Text(_memory(ledger))]
@@ -104,5 +104,5 @@ def _lines(ledger: Ledger, shown: int = 24) -> RenderableType:
 def _memory(ledger: Ledger) -> str:
     return (
         f"per device: {human_bytes(ledger.argument_bytes)} of state and batch, "
-        f"{human_bytes(ledger.temp_bytes)} in between; compiled in {ledger.compile_seconds} s"
+        f"{human_bytes(ledger.temp_bytes)} of temporaries; compiled in {ledger.compile_seconds} s"
     )

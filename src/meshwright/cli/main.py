@@ -1,4 +1,4 @@
-"""The entry point: reads the command line, runs the command, and turns errors into exit codes."""
+"""The entry point: parses the command line, runs the command, and returns its exit code."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from meshwright.cli.output import Output, guarded_stdout, print_error
 from meshwright.errors import ExitCode, MeshwrightError, Spelling, spelled_for
 
 INTERRUPTED = 128 + 2
-READER_LEFT = 128 + 13
-"""Exit codes of SIGINT and SIGPIPE, which Python turns into exceptions."""
+BROKEN_PIPE = 128 + 13
+"""Exit codes of SIGINT and SIGPIPE, which are exceptions in Python."""
 
 
 def entry() -> None:
@@ -23,12 +23,12 @@ def entry() -> None:
     code = main(sys.argv[1:])
     try:
         sys.stdout.flush()
-        # Libraries that say goodbye on the way out do so on stderr too.
+        # Libraries may print while the process exits; that goes to stderr too.
         os.dup2(2, 1)
     except BrokenPipeError:
-        # The reader has left; what it did not take is not tried again.
+        # The reader is gone, so the rest of the output is dropped.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = READER_LEFT
+        code = BROKEN_PIPE
     if code and "meshwright.launch.connect" in sys.modules:
         from meshwright.launch.connect import leave_at_once
 
@@ -71,7 +71,7 @@ def _main(argv: Sequence[str]) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        return READER_LEFT
+        return BROKEN_PIPE
     except Exception as error:
         return _unexpected(error, debug=debug)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,10 +17,12 @@ from meshwright.config.base import shorten
 from meshwright.config.compose import compose_config, parse_overrides, quoted
 from meshwright.config.groups import group_options
 from meshwright.errors import ExitCode, UserError
+from meshwright.json_text import parse_json
+from meshwright.launch.supervise import exit_code
 
 
 def run_sweep(arguments: Arguments, output: Output) -> int:
-    """Run the jobs of a sweep one after another and return the first failure's code."""
+    """Run the jobs of a sweep one by one and return the exit code of the first failure."""
     jobs = expand_sweep(arguments.overrides, arguments.config_dir)
     sweep_dir = compose_config(jobs[0], arguments.config_dir).sweep_dir
     failed = int(ExitCode.DONE)
@@ -32,10 +33,9 @@ def run_sweep(arguments: Arguments, output: Output) -> int:
         command = [sys.executable, "-m", "meshwright", arguments.command.name, *words]
         command += _own_flags(arguments)
         done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", check=False)
-        # A process ended by signal n reports -n; shells and we say 128 + n.
-        code = done.returncode if done.returncode >= 0 else 128 - done.returncode
+        code = exit_code(done.returncode)
         if output.as_json:
-            results.append({"overrides": job, "exit_code": code, "result": _value(done.stdout)})
+            results.append({"overrides": job, "exit_code": code, "result": parse_json(done.stdout)})
         elif done.stdout:
             output.text(done.stdout)
         failed = failed or code
@@ -60,11 +60,11 @@ def _values(override: Override, config_dir: Path | None) -> list[str]:
         else:
             values = list(override.sweep_string_iterator())
     except Exception:
-        # Hydra cannot enumerate an interval, and knows steps of a range that lead nowhere.
+        # Hydra cannot enumerate an interval or an empty range.
         values = []
     if not values:
         raise UserError(
-            f"`{shorten(override.input_line)}` names no values to run",
+            f"`{shorten(override.input_line)}` has no values to run",
             fix=f"write them out: {key}=a,b or {key}=range(1,5)",
         )
     return [f"{key}={value}" for value in values]
@@ -73,11 +73,3 @@ def _values(override: Override, config_dir: Path | None) -> list[str]:
 def _own_flags(arguments: Arguments) -> list[str]:
     passed = {name: value for name, value in arguments.flags.items() if name != "--multirun"}
     return [f"{name}={value}" if value else name for name, value in passed.items()]
-
-
-def _value(text: str) -> object:
-    """Return the JSON value a job printed, or None for a job that ended before it printed one."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None

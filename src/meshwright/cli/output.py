@@ -1,56 +1,57 @@
-"""What goes where: results on stdout; everything else, other libraries' lines too, on stderr."""
+"""Output streams: results on stdout; everything else, also from libraries, on stderr."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, UserError
+from meshwright.json_text import finite
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-WIDTH_OF_A_FILE = 200
-"""Columns of what is read by a program or later: a table should not wrap there."""
+FILE_WIDTH = 200
+"""Columns of output that is not a terminal, where tables should not wrap."""
 
 
 class Output:
     """The two streams of a command.
 
     Attributes:
-        as_json: whether the result is one JSON value instead of something to look at.
-        silent: whether another process tells all of it.
+        as_json: whether the result is printed as JSON instead of for reading.
+        silent: whether to print nothing, because another process does.
     """
 
     def __init__(self, result_descriptor: int, *, as_json: bool, silent: bool = False) -> None:
         self.as_json = as_json
         self.silent = silent
-        # Names of files may hold bytes that are no text; backslashes are also JSON's escape.
+        # File names may contain bytes that are not text; they become backslash escapes.
         self._result = os.fdopen(
             os.dup(result_descriptor), "w", encoding="utf-8", errors="backslashreplace"
         )
 
     def result(self, value: Any, picture: RenderableType | None = None) -> None:
-        """Print the result: ``value`` as JSON, or ``picture`` for a person.
+        """Print the result: ``value`` as JSON, or ``picture`` for reading.
 
         JSON has no infinity and no NaN; both become null.
         """
         if self.silent:
             return
         if self.as_json:
-            text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
             self._result.write(text + "\n")
         elif picture is not None:
             self.console().print(picture)
         self._result.flush()
 
     def text(self, text: str) -> None:
-        """Print text that is itself the result, unchanged."""
+        """Print a result that is plain text, unchanged."""
         if self.silent:
             return
         self._result.write(text if text.endswith("\n") else text + "\n")
@@ -62,7 +63,7 @@ class Output:
 
         class ResultConsole(Console):
             def on_broken_pipe(self) -> None:
-                # Rich would exit with 1, which says that a check failed.
+                # Rich would exit with 1, the code of a failed check.
                 raise BrokenPipeError
 
         return ResultConsole(
@@ -70,7 +71,7 @@ class Output:
         )
 
     def say(self, message: RenderableType) -> None:
-        """Tell a person something that is not the result."""
+        """Print a message that is not part of the result."""
         if self.silent:
             return
         from rich.console import Console
@@ -84,10 +85,10 @@ class Output:
 
 @contextmanager
 def guarded_stdout(*, as_json: bool, silent: bool = False) -> Generator[Output]:
-    """Keep the real stdout for results and send whatever else is printed to stderr.
+    """Reserve stdout for results and redirect everything else to stderr.
 
-    File descriptors are redirected too, because native libraries print without asking Python. What
-    they print in a silent process, which is not the one that tells a person, is dropped.
+    File descriptors are redirected too, because native libraries do not print through Python. In a
+    silent process their output is dropped.
     """
     stdout = sys.stdout
     stdout.flush()
@@ -99,7 +100,7 @@ def guarded_stdout(*, as_json: bool, silent: bool = False) -> Generator[Output]:
         with redirect_stdout(sys.stderr):
             yield output
     finally:
-        # Whoever kept the old object may have left something in its buffer.
+        # The old object may still have buffered output.
         stdout.flush()
         os.dup2(real, 1)
         os.close(real)
@@ -107,8 +108,16 @@ def guarded_stdout(*, as_json: bool, silent: bool = False) -> Generator[Output]:
         output.close()
 
 
+def write_file(path: Path, text: str, fix: str = "") -> None:
+    """Write a file that the user named; ``fix`` says what to do if it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}", why=str(error), fix=fix) from error
+
+
 def print_error(error: MeshwrightError) -> None:
-    """Print an error for a person: what, why, what to write instead."""
+    """Print an error: what is wrong, why, and what to write instead."""
     from rich.console import Console
     from rich.text import Text
 
@@ -120,13 +129,5 @@ def print_error(error: MeshwrightError) -> None:
 
 
 def _width(stream: TextIO) -> int | None:
-    """Return the columns of a stream that is no terminal; None lets a terminal say them itself."""
-    return None if stream.isatty() or "COLUMNS" in os.environ else WIDTH_OF_A_FILE
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+    """Return the columns of a stream; None for a terminal, which knows its own."""
+    return None if stream.isatty() or "COLUMNS" in os.environ else FILE_WIDTH

@@ -1,4 +1,4 @@
-"""`meshwright profile`: where the time of an update goes, from a trace of a few of them."""
+"""`meshwright profile`: where the time of an update goes, from a trace of a few updates."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.cli.output import write_file
 from meshwright.cli.request import Request
-from meshwright.errors import ExitCode, UserError
+from meshwright.errors import ExitCode
 from meshwright.processes import is_main
 from meshwright.profile import Profile, Profiler, read_profile
 from meshwright.program.hlo import optimized_hlo
@@ -23,18 +24,18 @@ from meshwright.units import human_bytes
 
 
 def run(request: Request) -> int:
-    """Compile, warm up, trace some updates, and tell what they spent their time on."""
+    """Compile, warm up, trace a few updates, and print their profile."""
     plan, config = request.plan(), request.config
-    request.tell_unused(plan)
+    request.report_unused_settings(plan)
     folder = Path(request.arguments.flags.get("--out", "profile"))
-    profiler = Profiler(folder / "trace", _updates(request))
+    profiler = Profiler(folder / "trace", request.arguments.number("--updates", 5))
     recipe = make_recipe(config, plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, recipe.example_batch(plan.batch.global_batch_size))
     request.output.say(Text(f"compiling for {plan.num_devices} devices …", style="dim"))
     profile = _measure(request, recipe, assembled, profiler)
     if is_main():
         text = json.dumps(profile.to_json() | {"trace": "trace"}, indent=2)
-        (folder / "profile.json").write_text(text + "\n", encoding="utf-8")
+        write_file(folder / "profile.json", text + "\n")
     request.output.result(profile.to_json(), picture(profile))
     return ExitCode.DONE
 
@@ -68,17 +69,8 @@ def _measure(request: Request, recipe: Recipe, assembled: Assembled, profiler: P
     )
 
 
-def _updates(request: Request) -> int:
-    text = request.arguments.flags.get("--updates", "5")
-    if not text.isdecimal() or not 1 <= int(text) <= 1000:
-        raise UserError(
-            f"--updates {text} is not valid", fix="write --updates N with N from 1 to 1000"
-        )
-    return int(text)
-
-
 def picture(profile: Profile) -> RenderableType:
-    """Return a profile as something to look at."""
+    """Return a profile as tables for the terminal."""
     parts: list[RenderableType] = [
         Text.assemble(
             (f"{1000 * profile.seconds_per_update:,.1f} ms per update", "bold"),
@@ -100,7 +92,7 @@ def _shares(profile: Profile) -> Table:
         bar = "█" * round(30 * share)
         table.add_row(name.replace("_", " "), Text(f"{share:6.1%}"), bar)
     hidden = profile.hidden_communication
-    table.add_row("behind compute", Text(f"{hidden:6.1%}"), "communication that costs no time")
+    table.add_row("overlapped", Text(f"{hidden:6.1%}"), "communication that costs no time")
     table.add_row("load balance", Text(f"{profile.load_balance:6.2f}"), "busiest device over mean")
     return table
 

@@ -1,4 +1,4 @@
-"""`meshwright report`: one HTML page about a run, or one that compares several."""
+"""`meshwright report`: a self-contained HTML report about a run, or comparing several."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.cli.arguments import Arguments
-from meshwright.cli.output import Output
+from meshwright.cli.output import Output, write_file
 from meshwright.errors import ExitCode, UserError
 from meshwright.report import find_runs, make_page, read_run
 
-MOST_RUNS = 16
-"""Runs on one page; beyond, nobody can tell the curves apart."""
+MAX_RUNS = 16
+"""Runs on one page; with more, curves are hard to distinguish."""
 
 
 def run(arguments: Arguments, output: Output) -> int:
-    """Write the page and print where it is."""
+    """Write the page and print its path."""
     named = [Path(word) for word in arguments.overrides]
     if not named:
         raise UserError(
-            "which run?",
-            why="the page is about a run's folder, or compares those of several",
+            "no run was given",
+            why="the report is about a run folder, or compares several",
             fix="write meshwright report outputs/<project>/<date>/<time>",
         )
     runs = find_runs(named)
-    shown, left_out = runs[:MOST_RUNS], max(len(runs) - MOST_RUNS, 0)
+    shown, left_out = runs[:MAX_RUNS], max(len(runs) - MAX_RUNS, 0)
     if left_out:
-        output.say(f"{len(runs)} runs found; the first {MOST_RUNS} are on the page")
+        output.say(f"{len(runs)} runs found; the first {MAX_RUNS} are on the page")
     page = make_page([read_run(folder) for folder in shown], left_out=left_out)
     path = Path(arguments.flags.get("--out") or _default_path(named))
-    _write(path, page)
+    write_file(path, page, fix="write --out FILE")
     if output.as_json:
         output.result({"report": str(path), "runs": [str(folder) for folder in shown]})
     else:
@@ -39,16 +39,7 @@ def run(arguments: Arguments, output: Output) -> int:
 
 
 def _default_path(named: Sequence[Path]) -> Path:
-    """Return where a page about these goes: into the folder, or the one that holds them all."""
+    """Return the default path: in the run folder, or in the common parent of several."""
     if len(named) == 1:
         return named[0] / "report.html"
     return Path(os.path.commonpath([path.absolute() for path in named])) / "report.html"
-
-
-def _write(path: Path, page: str) -> None:
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"cannot write the page {path}", why=str(error), fix="write --out FILE"
-        ) from error

@@ -1,4 +1,4 @@
-"""A Request: one command with its composed config, devices made ready, and where to print."""
+"""A request: one command with its composed config, its devices and its output."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What a command gets to work with.
+    """The input of a command.
 
     Attributes:
         arguments: the command line.
-        composed: what Hydra made of the overrides.
+        composed: the config composed by Hydra.
         config: the validated config.
-        output: where results and remarks go.
+        output: prints results and messages.
     """
 
     arguments: Arguments
@@ -39,8 +39,8 @@ class Request:
 
         return make_plan(self.config, jax.device_count())
 
-    def tell_unused(self, plan: Plan) -> list[str]:
-        """Say, and return, which settings were given and change nothing."""
+    def report_unused_settings(self, plan: Plan) -> list[str]:
+        """Print and return remarks about settings that have no effect."""
         from rich.text import Text
 
         from meshwright.plan import unused_settings
@@ -52,7 +52,7 @@ class Request:
 
 
 def make_request(arguments: Arguments, output: Output) -> Request:
-    """Compose and validate the config, then make the devices it asks for ready."""
+    """Compose and validate the config, then prepare its devices."""
     composed = compose_config(arguments.overrides, arguments.config_dir)
     config = validate(composed)
     if arguments.command.needs_devices:
@@ -61,10 +61,10 @@ def make_request(arguments: Arguments, output: Output) -> Request:
 
 
 def prepare_devices(config: Config, composed: Composed) -> Composed:
-    """Simulate devices if asked and join the other processes; must run before JAX starts.
+    """Simulate devices if asked and connect to other processes; must run before JAX starts.
 
     Returns:
-        The same with directories that all processes agree on: their names hold the time.
+        The config with the folders of process 0, because their names contain the time.
     """
     from meshwright import processes
     from meshwright.launch.connect import connect_processes

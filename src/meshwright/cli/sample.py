@@ -1,4 +1,4 @@
-"""A sample of what a trained language model writes."""
+"""A sample of text from a trained language model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from meshwright.tasks.language_modeling import LanguageModeling
 
 PROMPT_TOKENS = 16
 TEMPERATURE = 0.8
-"""Below 1, so that a young model's unlikely guesses do not drown the likely ones."""
+"""Below 1, because a model after a short training is too random otherwise."""
 
 
 def generate_sample(
     recipe: Recipe, assembled: Assembled, state: TrainState, *, num_tokens: int
 ) -> str | None:
-    """Continue the beginning of a held-out text; None where model or data do not write text."""
+    """Continue the beginning of a held-out text; None if the model does not generate text."""
     tokenizer: Any = getattr(recipe.data, "tokenizer", None)
     if not num_tokens or tokenizer is None or not isinstance(recipe.task, LanguageModeling):
         return None
@@ -37,13 +37,13 @@ def generate_sample(
         temperature=TEMPERATURE,
         sharding=NamedSharding(assembled.mesh, PartitionSpec()),
     )
-    # What the vocabulary holds beyond the tokenizer's own tokens stands for nothing.
+    # The model's vocabulary may be larger than the tokenizer's.
     known = tokens[0][tokens[0] < tokenizer.vocab_size]
     return _printable(str(tokenizer.decode(known)))
 
 
 def _printable(text: str) -> str:
-    """Return text without what would move the cursor or ring the bell of a terminal."""
+    """Return text without control characters, which would affect a terminal."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )

@@ -17,7 +17,7 @@ from meshwright.cli.sample import generate_sample
 from meshwright.config.origins import trace_origins
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode
-from meshwright.mesh.draw import render_mesh
+from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.plan import Plan, make_plan, unused_settings
 from meshwright.processes import broadcast
 from meshwright.recipe import Recipe, make_recipe
@@ -32,7 +32,7 @@ from meshwright.units import counted
 
 
 def run(request: Request) -> int:
-    """Train, and report the result."""
+    """Train, and print a summary."""
     folder = Path(broadcast(str(request.composed.run_dir.absolute())))
     point = find_resume_point(request.config.resume, folder)
     config = _keep_batch(request.config, point)
@@ -68,7 +68,7 @@ def run(request: Request) -> int:
     )
     _show_mesh(request, assembled)
     result = training_run.run()
-    _report(request, plan, result)
+    _print_result(request, plan, result)
     return ExitCode.PREEMPTED if result.interrupted else ExitCode.DONE
 
 
@@ -109,7 +109,7 @@ def _keep_batch(config: Config, point: ResumePoint | None) -> Config:
 
 
 def _files(request: Request, config: Config, plan: Plan) -> dict[str, str]:
-    """Return the files written into the run folder before training."""
+    """Return the files that are written to the run folder at the start, by name."""
     origins = trace_origins(request.config, request.composed)
     entries = [
         {"key": o.key, "value": o.value, "origin": o.source, "from": o.detail} for o in origins
@@ -129,7 +129,7 @@ def _callbacks(config: Config) -> list[Callback]:
     return [EarlyStopping(patience, min_delta=config.training.early_stopping_min_delta)]
 
 
-def _report(request: Request, plan: Plan, result: FitResult) -> None:
+def _print_result(request: Request, plan: Plan, result: FitResult) -> None:
     losses, sample = list(result.losses.values()), result.extra.get("sample")
     report: dict[str, Any] = {
         "run_dir": str(result.run_dir),
@@ -160,11 +160,11 @@ def _lines(plan: Plan, result: FitResult, losses: list[float], sample: str | Non
         evaluated = "" if result.eval_loss is None else f", held out {result.eval_loss:.4f}"
         lines.append(f"loss {losses[0]:.4f} → {losses[-1]:.4f}{evaluated}")
     if sample:
-        lines += ["", "sample:", *sample.splitlines(), ""]
+        lines += ["", "sample of generated text:", *sample.splitlines(), ""]
     if result.interrupted:
-        lines.append(f"to resume: run the same command with hydra.run.dir={result.run_dir}")
+        lines.append(f"to resume: the same command with hydra.run.dir={result.run_dir}")
     return [
         *lines,
         f"run folder: {result.run_dir}",
-        f"report: meshwright report {result.run_dir}",
+        f"HTML report: meshwright report {result.run_dir}",
     ]

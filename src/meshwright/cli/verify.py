@@ -10,8 +10,9 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from meshwright.cli.output import write_file
 from meshwright.cli.request import Request
-from meshwright.errors import ExitCode, UserError
+from meshwright.errors import ExitCode
 from meshwright.mesh.axes import describe_sizes
 from meshwright.proof import Certificate, Comparison, verify
 from meshwright.recipe import make_recipe
@@ -21,7 +22,7 @@ from meshwright.units import counted
 def run(request: Request) -> int:
     """Compare the mesh with one device, print and save the certificate."""
     plan, config = request.plan(), request.config
-    request.tell_unused(plan)
+    request.report_unused_settings(plan)
     recipe = make_recipe(config, plan.batch.global_batch_size)
     certificate = verify(
         recipe.model,
@@ -29,30 +30,16 @@ def run(request: Request) -> int:
         plan,
         lambda step: recipe.data.batch(step, plan.batch.global_batch_size),
         optimizer=recipe.optimizer,
-        steps=_steps(request),
+        steps=request.arguments.number("--steps", 5),
         clip_norm=config.optimizer.clip_norm,
         seed=config.run.seed,
         say=lambda text: request.output.say(Text(text + " …", style="dim")),
     )
     report = certificate.model_dump(mode="json")
     path = Path(request.arguments.flags.get("--out", "certificate.json"))
-    _save(path, report)
+    write_file(path, json.dumps(report, indent=2) + "\n")
     request.output.result(report, _picture(certificate, path))
     return ExitCode.DONE if certificate.equal else ExitCode.CHECK_FAILED
-
-
-def _steps(request: Request) -> int:
-    text = request.arguments.flags.get("--steps", "5")
-    if not text.isdecimal() or not 1 <= int(text) <= 1000:
-        raise UserError(f"--steps {text} is not valid", fix="write --steps N with N from 1 to 1000")
-    return int(text)
-
-
-def _save(path: Path, report: object) -> None:
-    try:
-        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot save the certificate to {path}", why=str(error)) from error
 
 
 def _picture(certificate: Certificate, path: Path) -> RenderableType:
@@ -78,7 +65,7 @@ def _picture(certificate: Certificate, path: Path) -> RenderableType:
 
 
 def schedule_of(plan: Mapping[str, Any]) -> str:
-    """Say how microbatches flow, if there are stages."""
+    """Return the pipeline schedule in words; empty without stages."""
     if not plan.get("schedule"):
         return ""
     count = counted(plan["num_microbatches"], "microbatch", "microbatches")
@@ -96,6 +83,6 @@ def _null_leaves(names: list[str]) -> list[Text]:
     if not names:
         return []
     shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    leaves = "1 leaf" if len(names) == 1 else f"{len(names)} leaves"
+    leaves = counted(len(names), "leaf", "leaves")
     text = f"  {leaves} with a true gradient of zero, compared against the global norm: {shown}"
     return [Text(text)]

@@ -1,8 +1,10 @@
-"""Config: the schema of a run, its composition with Hydra, and where each value comes from."""
+"""The config of a run: its schema, composition with Hydra, and the origin of each value."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshwright.lazy import lazy_names
 
 if TYPE_CHECKING:
     from meshwright.config.distributed import DistributedConfig
@@ -10,16 +12,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Config", "DistributedConfig"]
 
-_HOMES = {
-    "Config": "meshwright.config.schema",
-    "DistributedConfig": "meshwright.config.distributed",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Loaded when first used, so that help texts do not wait for pydantic.
-    if name in _HOMES:
-        import importlib
-
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(name)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Config": "meshwright.config.schema",
+        "DistributedConfig": "meshwright.config.distributed",
+    },
+)

@@ -1,4 +1,4 @@
-"""The base of every config object: frozen, closed to unknown keys, with errors for people."""
+"""The base of every config object: frozen, strict about keys, with clear errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.errors import UserError, did_you_mean
 
 
 class _Explaining(type(BaseModel)):
-    """Makes a call of the class explain mistakes; what pydantic builds inside is not called."""
+    """Turns pydantic's errors into a `UserError` when the class is called."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
         try:
@@ -24,7 +24,7 @@ class _Explaining(type(BaseModel)):
 
 
 class Frozen(BaseModel, metaclass=_Explaining):
-    """A frozen, keyword-only config object; every mistake is explained as a UserError."""
+    """A frozen, keyword-only config object; every mistake is a `UserError`."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
@@ -32,8 +32,8 @@ class Frozen(BaseModel, metaclass=_Explaining):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        # Python takes True for 1, so `mesh.fsdp=true` would mean no sharding at all.
+    def _refuse_true_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # In Python True equals 1, so `mesh.fsdp=true` would mean no sharding at all.
         if isinstance(value, bool) and _is_number(
             cls.model_fields[info.field_name or ""].annotation
         ):
@@ -91,7 +91,7 @@ def _explain_one(detail: ErrorDetails, schema: type[BaseModel], prefix: str) -> 
 
 
 def _near_choice(detail: ErrorDetails) -> str:
-    """Name the nearest of the words a setting may be; case and hyphens are forgiven."""
+    """Suggest the nearest allowed word, ignoring case and hyphens."""
     choices = re.findall(r"'([^']*)'", str(detail.get("ctx", {}).get("expected", "")))
     return did_you_mean(str(detail["input"]).lower().replace("-", "_"), choices)
 
@@ -107,7 +107,7 @@ def unknown_key(key: str, known: Sequence[str]) -> UserError:
     if not hint and elsewhere:
         hint = f"did you mean {' or '.join(f'`{k}`' for k in elsewhere[:3])}?"
     elif not hint and not siblings:
-        # Within a section every whole key resembles the others.
+        # Within a section, full keys all resemble each other.
         hint = did_you_mean(key, known)
     listing = ", ".join(k.rpartition(".")[2] for k in siblings)
     holder = f"`{section}` has" if section else "there are"
@@ -116,7 +116,7 @@ def unknown_key(key: str, known: Sequence[str]) -> UserError:
 
 
 def shorten(value: object, limit: int = 60) -> str:
-    """Return a value's text, cut where it would drown the message."""
+    """Return a value's text, cut if it is too long for a message."""
     text = str(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 

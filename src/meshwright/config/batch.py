@@ -1,4 +1,4 @@
-"""The one batch equation: global = micro × data × fsdp × accumulation."""
+"""The batch equation: global = micro × data × fsdp × accumulation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ GLOBAL_BATCH_SIZE = Setting("training.global_batch_size")
 
 
 class Batch(Frozen):
-    """The sizes of a batch, all known.
+    """The sizes of a batch.
 
     Attributes:
-        global_batch_size: samples one optimizer update sees, on all devices together.
-        micro_batch_size: samples one device works on at a time.
-        replicas: devices that work on different samples (data × fsdp).
+        global_batch_size: samples of one optimizer update, on all devices together.
+        micro_batch_size: samples per device and microbatch.
+        replicas: groups of devices with different samples (data × fsdp).
         gradient_accumulation_steps: microbatches per update.
         sync_gradients_every: microbatches between two gradient reductions.
     """
@@ -64,7 +64,7 @@ def solve_batch(
     gradient_accumulation_steps: int | None = None,
     sync_gradients_every: int = 1,
 ) -> Batch:
-    """Fill in the sizes that were left out; a contradiction is shown as arithmetic."""
+    """Fill in the sizes that were left out; a contradiction is an error with the arithmetic."""
     total, micro, steps = global_batch_size, micro_batch_size, gradient_accumulation_steps
     if any(size is not None and size < 1 for size in (total, micro, steps, replicas)):
         raise UserError("batch sizes must be 1 or more", why=f"given: {total=}, {micro=}, {steps=}")
@@ -112,10 +112,10 @@ def _divide(total: int, by: int, meaning: str) -> int:
 
 
 def _would_work(*sizes: int) -> str:
-    """Name sizes for those who hand over batches, and the setting for those who do not."""
+    """Suggest sizes, both for users who pass batches and for those who write a config."""
     return f"a global batch of {either(sizes)} samples would work ({GLOBAL_BATCH_SIZE})"
 
 
 def describe_replicas(replicas: int) -> str:
-    """Return how many groups of devices work on different samples, and what makes them."""
+    """Return the number of replicas in words, and the axes that make them."""
     return f"{counted(replicas, 'replica')} (data × fsdp)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import os
@@ -15,7 +16,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from meshwright.config.base import shorten, unknown_key
-from meshwright.errors import MeshwrightError, UserError, did_you_mean
+from meshwright.errors import MeshwrightError, UserError, did_you_mean, typed_line
 
 Builder = Callable[..., Any]
 
@@ -26,10 +27,10 @@ _LIBRARIES = f"{os.sep}site-packages{os.sep}"
 def find_builder(
     section: str, kind: str, known: Collection[str], load: Callable[[str], Builder]
 ) -> Builder:
-    """Return what ``kind`` names: one of ``known``, brought by ``load``, or a user's own.
+    """Return the builder ``kind`` names: one of ``known``, loaded by ``load``, or the user's own.
 
-    A user's own is ``package.module:attribute``, imported from the working directory or from
-    installed packages.
+    The user's own is written ``package.module:attribute`` and imported from the working directory
+    or from installed packages.
     """
     if kind in known:
         return load(kind)
@@ -46,7 +47,7 @@ def find_builder(
 
 
 def build(section: str, kind: str, builder: Builder, arguments: Mapping[str, Any]) -> Any:
-    """Call a builder; what fails inside it is told as a mistake of the config."""
+    """Call a builder; an exception inside it becomes a `UserError` about the config."""
     try:
         return builder(**arguments)
     except MeshwrightError:
@@ -56,14 +57,13 @@ def build(section: str, kind: str, builder: Builder, arguments: Mapping[str, Any
 
 
 def explain_failure(what: str, error: Exception, fix: str = "") -> UserError:
-    """Return what went wrong in code a config names: the error, and the line of the user's own."""
-    text = next(iter(str(error).splitlines()), "")
+    """Return an error for an exception in code a config names, with the user's line."""
     lines = [
         f"{os.path.basename(frame.filename)}, line {frame.lineno}: "
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(("<", str(_PACKAGE))) and _LIBRARIES not in frame.filename
     ]
-    why = f"{lines[-1] if lines else ''}{type(error).__name__}: {shorten(text, 300)}"
+    why = f"{lines[-1] if lines else ''}{shorten(typed_line(error), 300)}"
     return UserError(what, why=why, fix=fix or "add --debug for the whole traceback")
 
 
@@ -72,7 +72,8 @@ def check_arguments(
 ) -> dict[str, Any]:
     """Check ``given`` against the builder's signature and return it with types converted.
 
-    ``supplied`` names parameters the caller passes itself (such as rngs), which nobody may give.
+    ``supplied`` names parameters that the caller passes itself, such as rngs, and the config may
+    not.
     """
     parameters = {n: p for n, p in parameters_of(builder).items() if n not in supplied}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -95,12 +96,12 @@ def check_arguments(
 
 def parameters_of(builder: Builder) -> dict[str, inspect.Parameter]:
     """Return the parameters a builder takes; a class's are those of its ``__init__``."""
-    # A module class's own signature is its metaclass's `*args, **kwargs`.
+    # The signature of a module class is that of its metaclass: `*args, **kwargs`.
     function = builder.__init__ if inspect.isclass(builder) else builder
     try:
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError) as error:
-        # Some functions written in C do not say what they take.
+        # Some functions written in C have no signature.
         raise UserError(f"cannot tell what {shorten(builder)} takes", why=str(error)) from None
     if inspect.isclass(builder):
         parameters.pop("self", None)
@@ -131,34 +132,36 @@ def _convert(section: str, key: str, value: Any, hint: Any) -> Any:
             why=message[0].lower() + message[1:],
         ) from None
     except Exception:
-        # An annotation pydantic has no schema for (an initializer, a dtype): the builder judges.
+        # Pydantic has no schema for this annotation (an initializer, a dtype).
         return value
 
 
 def _type_hints(builder: Builder) -> dict[str, Any]:
     function = builder.__init__ if inspect.isclass(builder) else builder
+    # Fields a dataclass inherits are annotated with names of another module.
+    annotated = builder if dataclasses.is_dataclass(builder) else function
     try:
-        return typing.get_type_hints(function)
+        return typing.get_type_hints(annotated)
     except Exception:
-        # Annotations of foreign code may name things that only exist for type checkers.
+        # Annotations may use names that are only imported for type checkers.
         return {}
 
 
 def _import_attribute(section: str, kind: str) -> Builder:
     module_name, _, attribute = kind.partition(":")
     try:
-        found = importlib.import_module(module_name)
+        builder = importlib.import_module(module_name)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            builder = getattr(builder, part)
     except Exception as error:
-        # The user's own module may fail in any way while it is imported.
+        # The user's module may raise anything while it is imported.
         raise UserError(
             f"cannot load `{section}.kind={kind}`",
-            why=f"{type(error).__name__}: {error}",
+            why=typed_line(error),
             fix="write package.module:Name, importable from this directory",
         ) from error
-    if not callable(found):
+    if not callable(builder):
         raise UserError(
-            f"`{section}.kind={kind}` is not a class or function", why=f"it is {shorten(found)}"
+            f"`{section}.kind={kind}` is not a class or function", why=f"it is {shorten(builder)}"
         )
-    return found
+    return builder

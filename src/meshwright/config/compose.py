@@ -15,27 +15,27 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from meshwright.config.base import field_paths, shorten, unknown_key
 from meshwright.config.groups import CONF_DIR, group_options
-from meshwright.config.schema import Config, Open
+from meshwright.config.schema import Config, KindConfig
 from meshwright.errors import UserError, did_you_mean, first_line
-from meshwright.mesh.axes import ALIASES
+from meshwright.mesh.axes import resolve_alias
 
-_OPEN_SECTIONS = tuple(
+_KIND_SECTIONS = tuple(
     name
     for name, info in Config.model_fields.items()
-    if isinstance(info.annotation, type) and issubclass(info.annotation, Open)
+    if isinstance(info.annotation, type) and issubclass(info.annotation, KindConfig)
 )
 
 
 @dataclass(frozen=True)
 class Composed:
-    """What Hydra made of the command line.
+    """A config composed by Hydra.
 
     Attributes:
         values: the job's config as plain values, not yet validated.
-        choices: the file chosen for each group, in order of application.
+        choices: the file chosen for each group, in the order they apply.
         overrides: the overrides as given.
-        run_dir: where a run of it goes.
-        sweep_dir: where the runs of a sweep go.
+        run_dir: the run folder.
+        sweep_dir: the folder of a sweep.
         hydra: Hydra's own settings.
         config_dir: the user's own config directory, if any.
     """
@@ -59,7 +59,7 @@ def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> 
     arguments = [_as_hydra(override, options, keys) for override in parsed]
     own = [f"hydra.searchpath=[{quoted(f'file://{config_dir.resolve()}')}]"] if config_dir else []
     try:
-        composed = _compose([*own, *_files_left_out(own, arguments, parsed), *arguments])
+        composed = _compose([*own, *_dropped_files(own, arguments, parsed), *arguments])
         hydra = OmegaConf.to_container(composed.hydra, resolve=False)
         assert isinstance(hydra, dict)
         run_dir, sweep_dir = Path(composed.hydra.run.dir), Path(composed.hydra.sweep.dir)
@@ -67,7 +67,7 @@ def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> 
             del composed["hydra"]
         values = OmegaConf.to_container(composed, resolve=True)
     except Exception as error:
-        # Everything composed here was typed by a person or sits in a file they wrote.
+        # Everything composed here comes from the user's command line or files.
         raise _explain(error, options) from error
     assert isinstance(values, dict)
     choices = {k: v for k, v in hydra["runtime"]["choices"].items() if not k.startswith("hydra/")}
@@ -105,11 +105,11 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     for text in overrides:
         try:
             (override,) = parser.parse_overrides([text])
-            # A pattern without `*` would be read as keys within keys.
-            if not override.key_or_group or _RULE_OF_PARTS.match(text):
+            # A pattern without `*` would be parsed as nested keys.
+            if not override.key_or_group or _NESTED_RULE.match(text):
                 raise ValueError(text)
         except Exception:
-            # Hydra's grammar reports most mistakes in its own words and fails on some characters.
+            # Hydra's parser reports most mistakes in its own terms and crashes on some characters.
             raise UserError(
                 f"cannot read the override `{shorten(text)}`", **_how_to_write(text)
             ) from None
@@ -118,22 +118,22 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
 
 _QUOTED_KEY = re.compile(r"""([{,]\s*)(['"])([^'"]*)\2(\s*:)""")
-_RULE_OF_PARTS = re.compile(r"\+{0,2}sharding\.rules\.[^=.]+\.")
+_NESTED_RULE = re.compile(r"\+{0,2}sharding\.rules\.[^=.]+\.")
 _RULE = re.compile(r"\+{0,2}sharding\.rules\.([^=]+)=(.+)")
 
 
 def _how_to_write(text: str) -> dict[str, str]:
-    """Return why an override cannot be read, if that is known, and what to write instead."""
+    """Return why an override cannot be parsed, if known, and what to write instead."""
     if _QUOTED_KEY.search(text):
         plain = _QUOTED_KEY.sub(r"\1\3\4", text)
         return {
-            "why": "keys in braces stand without quotes",
-            "fix": f"write '{plain}', the quotes around all of it being the shell's",
+            "why": "keys in braces are written without quotes",
+            "fix": f"write '{plain}', with quotes around all of it for the shell",
         }
     if rule := _RULE.fullmatch(text):
         return {
-            "why": f"`{rule[1]}` is a pattern, which stands in braces",
-            "fix": f"write 'sharding.rules={{{rule[1]}:{rule[2]}}}', the quotes being the shell's",
+            "why": f"`{rule[1]}` is a pattern, which must be in braces",
+            "fix": f"write 'sharding.rules={{{rule[1]}:{rule[2]}}}', with quotes for the shell",
         }
     return {
         "fix": "write key=value, group=choice, +group=choice or ~key; "
@@ -149,9 +149,9 @@ def quoted(text: str) -> str:
 
 
 def canonical_key(key: str) -> str:
-    """Return a key with an alias of a mesh axis, such as ``mesh.tp``, written by its own name."""
+    """Return a key with the canonical name of its mesh axis: ``mesh.tensor`` for ``mesh.tp``."""
     section, _, name = key.partition(".")
-    return f"mesh.{ALIASES.get(name, name)}" if section == "mesh" and name else key
+    return f"mesh.{resolve_alias(name)}" if section == "mesh" and name else key
 
 
 def _compose(arguments: list[str]) -> DictConfig:
@@ -159,16 +159,16 @@ def _compose(arguments: list[str]) -> DictConfig:
         return compose("config", overrides=arguments, return_hydra_config=True)
 
 
-def _files_left_out(own: list[str], arguments: list[str], parsed: Sequence[Override]) -> list[str]:
-    """Leave out a group's file where only its ``kind`` is given, and is another than the file's.
+def _dropped_files(own: list[str], arguments: list[str], parsed: Sequence[Override]) -> list[str]:
+    """Return overrides that drop a group's default file if only another ``kind`` is given.
 
-    What the file says beside its kind are arguments of that kind, which nobody gave to this one. A
-    file chosen on the command line stays.
+    The other keys of the file are arguments of its own kind. A file chosen on the command line
+    stays.
     """
     chosen = {override.key_or_group for override in parsed}
     kinds = {
         section: override.value()
-        for section in _OPEN_SECTIONS
+        for section in _KIND_SECTIONS
         for override in parsed
         if override.key_or_group == f"{section}.kind" and not override.is_delete()
         if section not in chosen
@@ -209,13 +209,13 @@ def _check_known(override: Override, options: dict[str, list[str]]) -> None:
 
 
 def _as_hydra(override: Override, options: dict[str, list[str]], keys: set[str]) -> str:
-    """Let a plain ``a.b=c`` set keys that no file mentions; the schema judges them afterwards."""
+    """Let a plain ``a.b=c`` set keys that no file has; the schema checks them afterwards."""
     text, key = override.input_line or "", override.key_or_group
     if override.type is not OverrideType.CHANGE or _is_hydra(key):
         return text
     if key in options:
         return f"+{text}" if key == "experiment" else text
-    # An axis given under two names is left as it is, for the schema to see both.
+    # An axis given under two names stays as it is, so that the schema sees both.
     if canonical_key(key) not in keys:
         text = text.replace(key, canonical_key(key), 1)
     return f"++{text}"

@@ -1,4 +1,4 @@
-"""DistributedConfig: the processes of a run; unset values are inferred, contradictions shown."""
+"""DistributedConfig: the processes of a run; missing values are inferred and checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_AXIS_NAMES = ("data", "model", "pipeline")
 _PARALLEL = {"tensor": "tensor_parallel_size", "pipe": "pipeline_parallel_size"}
 
 Size = Annotated[int, Field(ge=1, le=2**20)]
-"""A number of processes or nodes; beyond a million it is a slip of the keyboard."""
+"""A number of processes or nodes; more than a million is a typing mistake."""
 
 
 class DistributedConfig(Frozen):
@@ -38,12 +38,12 @@ class DistributedConfig(Frozen):
         local_rank: this process among those of its node, from 0.
         num_nodes: number of machines.
         num_processes_per_node: processes on each machine.
-        master_addr: address of process 0, where all connect.
+        master_addr: address of process 0, to which all others connect.
         master_port: its port, 1024 to 65535.
         tensor_parallel_size: processes that share one layer.
         pipeline_parallel_size: stages the layers are divided into.
         mesh_shape: sizes of the mesh axes.
-        mesh_axis_names: their names; aliases such as ``model`` and ``pipeline`` are kept.
+        mesh_axis_names: their names; aliases such as ``model`` and ``pipeline`` stay as they are.
         mixed_precision: no, fp16 or bf16.
     """
 
@@ -65,16 +65,16 @@ class DistributedConfig(Frozen):
     def __init__(self, **values: Any) -> None:
         fields = type(self).model_fields
         given = {k: v for k, v in values.items() if v is not None or k not in fields}
-        # The first pass checks each value alone, so that inference only meets sane numbers.
+        # The first pass checks each value by itself, so that inference starts from valid ones.
         super().__init__(**given)
         super().__init__(**_infer({key: getattr(self, key) for key in given}))
         _check(self)
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **values: Any) -> Self:
-        """Read MASTER_ADDR, RANK, … or what SLURM or Open MPI set; ``values`` override."""
-        found = read_environment(os.environ if environ is None else environ)
-        return cls(**{**found, **values})
+        """Read MASTER_ADDR, RANK, … or the variables of SLURM or Open MPI; ``values`` override."""
+        inferred = read_environment(os.environ if environ is None else environ)
+        return cls(**{**inferred, **values})
 
     def get_data_parallel_size(self) -> int:
         """Return how many copies of the model work on different data."""
@@ -106,7 +106,7 @@ def _infer(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _infer_from_mesh(values: dict[str, Any]) -> None:
-    """Read the tensor and pipeline sizes off a given mesh_shape."""
+    """Infer the tensor and pipeline sizes from a given mesh_shape."""
     shape = values["mesh_shape"]
     names = values.setdefault("mesh_axis_names", DEFAULT_AXIS_NAMES[: len(shape)])
     if len(names) != len(shape):
@@ -135,7 +135,7 @@ def _infer_processes(values: dict[str, Any]) -> None:
         elif "mesh_shape" in values:
             values["world_size"] = math.prod(values["mesh_shape"])
         else:
-            # The smallest run that holds one model copy, in whole nodes.
+            # The smallest number of processes for one model replica, in whole nodes.
             parallel = math.prod(values.get(key, 1) for key in _PARALLEL.values())
             values["world_size"] = math.lcm(parallel, nodes or per_node or 1)
     world = values["world_size"]
@@ -156,7 +156,7 @@ def _infer_mesh(values: dict[str, Any]) -> None:
         names = ("data", *(alias[axis] for axis, size in sizes.items() if size > 1))
     axes = _axes(names)
     left, remainder = divmod(values["world_size"], math.prod(sizes.values()))
-    # What tensor and pipe leave goes to the first other axis, or to one of them if not yet sized.
+    # The remaining processes go to the first other axis, or to tensor or pipe if it has no size.
     free = sorted((axis for axis in axes if axis not in sizes), key=lambda axis: axis in _PARALLEL)
     needed = {"data": 1 if free or remainder else left, **sizes}
     for axis, size in needed.items():

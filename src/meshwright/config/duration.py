@@ -1,4 +1,4 @@
-"""How long to train: so many updates, epochs, or so much time."""
+"""How long to train: a number of updates or epochs, or a time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Duration:
-    """How long to train; one of the three is given.
+    """How long to train; one of the three is set.
 
     Attributes:
         updates: optimizer updates.
         epochs: passes over the data.
-        seconds: time, as process 0 measures it.
+        seconds: time, measured by process 0.
     """
 
     updates: int | None = None
@@ -27,7 +27,7 @@ class Duration:
     seconds: float | None = None
 
     def total_updates(self, *, num_samples: int | None, batch_size: int) -> int | None:
-        """Return the updates it takes, rounded up; None if only time will tell."""
+        """Return the number of updates, rounded up; None for a duration in time."""
         if self.epochs is None:
             return self.updates
         if num_samples is None:
@@ -51,7 +51,7 @@ def parse_duration(text: str) -> Duration:
     if number > 0 and unit in _SECONDS:
         return Duration(seconds=number * _SECONDS[unit])
     raise UserError(
-        f"max_duration={text} is no duration",
-        why="it is a number above zero and a unit: st (updates), ep (epochs), s, min, h or d",
+        f"max_duration={text} is not a duration",
+        why="a duration is a positive number and a unit: st (updates), ep (epochs), s, min, h or d",
         fix="write 1000st, 2ep or 30min",
     )

@@ -1,4 +1,4 @@
-"""Reading who and where this process is from what launchers put into the environment."""
+"""Reading rank, world size and address from the environment variables of launchers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.config.base import shorten
 from meshwright.errors import UserError
 
-# Our key, then the variables that carry it, the most specific first.
+# Each key and the variables that set it, the most specific first.
 _COMMON = {
     "world_size": ("WORLD_SIZE",),
     "rank": ("RANK",),
@@ -35,26 +35,26 @@ _OPEN_MPI = {
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the process settings the environment gives; RANK and friends win over launchers'."""
-    found: dict[str, Any] = {}
+    """Return the process settings in the environment; RANK etc. override launchers."""
+    settings: dict[str, Any] = {}
     # A SLURM batch script has SLURM_NTASKS without being a task; only srun sets SLURM_PROCID.
     in_slurm = "SLURM_PROCID" in environ
     if in_slurm:
-        found |= _even_nodes(_integers(_SLURM, environ), _first(_SLURM_TASKS, environ)[1])
+        settings |= _even_nodes(_integers(_SLURM, environ), _first(_SLURM_TASKS, environ)[1])
     elif "OMPI_COMM_WORLD_RANK" in environ:
-        found |= _even_nodes(_integers(_OPEN_MPI, environ))
+        settings |= _even_nodes(_integers(_OPEN_MPI, environ))
     common = _integers(_COMMON, environ)
     if "world_size" in common and "rank" in common:
         # A full set of plain variables replaces the launcher's, whose node counts may not match.
-        found = {}
-    found |= common
+        settings = {}
+    settings |= common
     if address := _first(("MASTER_ADDR",), environ)[1]:
-        found["master_addr"] = address
+        settings["master_addr"] = address
     elif in_slurm and (nodes := _first(_SLURM_NODES, environ)[1]):
-        found["master_addr"] = first_host(nodes)
-    if "rank" in found:
-        found.setdefault("local_rank", 0)
-    return found
+        settings["master_addr"] = first_host(nodes)
+    if "rank" in settings:
+        settings.setdefault("local_rank", 0)
+    return settings
 
 
 def first_host(nodelist: str) -> str:
@@ -66,7 +66,7 @@ def first_host(nodelist: str) -> str:
 
 
 def _first(variables: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return the first variable that says something, and what; two empty texts when none does."""
+    """Return the first variable that is set, and its value; two empty strings if none is."""
     texts = ((variable, environ.get(variable, "").strip()) for variable in variables)
     return next(((variable, text) for variable, text in texts if text), ("", ""))
 
@@ -89,7 +89,7 @@ def _integers(table: Mapping[str, Sequence[str]], environ: Mapping[str, str]) ->
 
 
 def _even_nodes(found: dict[str, int], tasks_per_node: str = "") -> dict[str, int]:
-    """Drop node counts of uneven allocations, which have no single processes-per-node figure.
+    """Drop node counts of uneven allocations, which have no single number of tasks per node.
 
     SLURM writes ``4(x2)`` for 4 tasks on each of 2 nodes, and ``4,3`` where they differ.
     """

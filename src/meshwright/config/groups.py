@@ -13,7 +13,7 @@ GROUPS = (
 
 
 def group_options(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """List the files of every group, the user's own included."""
+    """List the files of every group, including the user's own."""
     roots = [CONF_DIR, *([config_dir] if config_dir else [])]
     return {
         group: sorted({f.stem for root in roots for f in (root / group).glob("*.yaml")})

@@ -1,4 +1,4 @@
-"""The batch equation with pipeline stages: an update has many microbatches, in whole groups."""
+"""The batch equation with pipeline stages, where an update has many microbatches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.errors import Setting, UserError
 from meshwright.units import counted, either
 
 MICROBATCHES_PER_STAGE = 4
-"""Below this many, filling and emptying the pipeline takes more than a fifth of the time."""
+"""With fewer, filling and draining the pipeline takes more than a fifth of the time."""
 
 
 def solve_pipeline_batch(
@@ -23,18 +23,17 @@ def solve_pipeline_batch(
     gradient_accumulation_steps: int | None = None,
     sync_gradients_every: int = 1,
 ) -> Batch:
-    """Fill in the batch sizes that were left out; with stages, an update has many microbatches."""
+    """Fill in the batch sizes that were left out, for a mesh with or without stages."""
     stages, replicas = sizes.get("pipe", 1), sizes.get("data", 1) * sizes.get("fsdp", 1)
     steps = gradient_accumulation_steps
     if stages > 1:
-        asked = _Asked(
+        asked = _BatchRequest(
             stages, replicas, group_size(pipeline, stages), global_batch_size, micro_batch_size
         )
         _check_groups(asked, pipeline, steps)
         steps = asked.steps(pipeline.num_microbatches) if steps is None else steps
         if global_batch_size is None and micro_batch_size is None:
-            # Many microbatches in flight: one sample each is about what an update has without
-            # stages.
+            # With many microbatches of one sample, an update is about as large as without stages.
             micro_batch_size = 1
     batch = solve_batch(
         replicas=replicas,
@@ -50,7 +49,7 @@ def solve_pipeline_batch(
 
 
 def check_sync(every: int, steps: int, stages: int) -> None:
-    """Refuse to reduce gradients now and then: stages do after each microbatch, or once."""
+    """Refuse to reduce gradients every few microbatches: stages do it after each, or once."""
     if every not in (1, steps):
         key = "training.sync_gradients_every"
         raise UserError(
@@ -62,7 +61,7 @@ def check_sync(every: int, steps: int, stages: int) -> None:
 
 
 def group_size(pipeline: PipelineConfig, stages: int) -> int:
-    """Return what microbatches are a multiple of: chunks go round in groups of one per stage."""
+    """Return what the number of microbatches must be a multiple of: the stages, with chunks."""
     return stages if pipeline.schedule == "interleaved" and pipeline.num_chunks > 1 else 1
 
 
@@ -86,15 +85,15 @@ def multiples_around(number: int, of: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What is known of a batch before its microbatches are counted.
+class _BatchRequest:
+    """What is known about a batch before its microbatches are counted.
 
     Attributes:
         stages: pipeline stages.
-        replicas: groups of devices that work on different samples.
-        group: what microbatches are a multiple of.
+        replicas: groups of devices with different samples.
+        group: what the number of microbatches must be a multiple of.
         samples: samples of an update, if given.
-        micro: samples one device works on at a time, if given.
+        micro: samples per device and microbatch, if given.
     """
 
     stages: int
@@ -105,18 +104,18 @@ class _Asked:
 
     @property
     def own(self) -> int | None:
-        """What microbatches divide: the samples of a replica, in whole ``micro``; 0 for nothing."""
+        """What the number of microbatches must divide; 0 if nothing fits, None if unknown."""
         if self.samples is None:
             return None
         by = self.replicas * (self.micro or 1)
         return 0 if self.samples % by else self.samples // by
 
     def fits(self, steps: int) -> bool:
-        """Whether an update may have so many microbatches, groups aside."""
+        """Whether an update may have this many microbatches, apart from groups."""
         return self.own is None or (self.own > 0 and self.own % steps == 0)
 
     def steps(self, num_microbatches: int | None) -> int | None:
-        """Return the microbatches of an update if they are not given; None if they follow."""
+        """Return the microbatches of an update if they are not given; None if they are derived."""
         usual = num_microbatches or MICROBATCHES_PER_STAGE * self.stages
         if self.samples is None:
             return usual
@@ -127,15 +126,15 @@ class _Asked:
         if num_microbatches is not None:
             return num_microbatches
         if self.samples % self.replicas:
-            # Whatever the microbatches, this is refused, and by a reason without them.
+            # Refused for any number of microbatches, with a reason that does not mention them.
             return 1
         own = self.samples // self.replicas
         counts = range(self.group, min(usual, own) + 1, self.group)
         return max((n for n in counts if own % n == 0), default=1)
 
 
-def _check_groups(asked: _Asked, pipeline: PipelineConfig, steps: int | None) -> None:
-    """Refuse a number of microbatches that is no multiple of the stages where it must be."""
+def _check_groups(asked: _BatchRequest, pipeline: PipelineConfig, steps: int | None) -> None:
+    """Refuse a number of microbatches that should be a multiple of the stages and is not."""
     given = pipeline.num_microbatches
     if asked.group == 1:
         return
@@ -145,15 +144,15 @@ def _check_groups(asked: _Asked, pipeline: PipelineConfig, steps: int | None) ->
     if count is None or count % asked.group == 0:
         return
     key = "pipeline.num_microbatches" if given else "training.gradient_accumulation_steps"
-    # Microbatches at a time divide those of an update, which divide the samples.
+    # Microbatches per flush divide those of an update, which divide the samples.
     update = steps if given and steps else count
     keeps = update != count and update % asked.group == 0 and asked.fits(update)
     leave = given and steps and not keeps
     other = _other_count(asked, update if keeps else asked.own, count, key)
     as_it_is = update % count == 0 and asked.fits(update)
     raise UserError(
-        f"{counted(count, 'microbatch', 'microbatches')} cannot go round {asked.stages} "
-        "stages in groups",
+        f"{counted(count, 'microbatch', 'microbatches')} cannot be divided into groups of "
+        f"{asked.stages}, one per stage",
         why=f"{Setting(key, count)} is not a multiple of {asked.stages}, which "
         f"{Setting('pipeline.num_chunks', pipeline.num_chunks)} needs",
         fix=(f"leave {Setting('training.gradient_accumulation_steps')} out and " if leave else "")
@@ -162,8 +161,8 @@ def _check_groups(asked: _Asked, pipeline: PipelineConfig, steps: int | None) ->
     )
 
 
-def _other_count(asked: _Asked, total: int | None, count: int, key: str) -> str:
-    """Return numbers that go round, and a batch for them where none divides this one."""
+def _other_count(asked: _BatchRequest, total: int | None, count: int, key: str) -> str:
+    """Return numbers that fit, and a global batch for them if none divides this one."""
     if total is None:
         return str(Setting(key, *multiples_around(count, asked.group)))
     if choices := nearest_microbatches(total, count, asked.group):
@@ -173,16 +172,16 @@ def _other_count(asked: _Asked, total: int | None, count: int, key: str) -> str:
     return f"{Setting(key, near)} with a global batch of {either(batches)} samples"
 
 
-def _check_group_of_samples(asked: _Asked, num_chunks: int) -> None:
-    """Refuse a batch whose samples make no whole groups, whatever the number of microbatches."""
+def _check_group_of_samples(asked: _BatchRequest, num_chunks: int) -> None:
+    """Refuse a batch that does not divide into groups, whatever the number of microbatches."""
     samples, by = asked.samples, asked.replicas * (asked.micro or 1) * asked.group
     if samples is None or samples % by == 0:
         return
     micro = f"micro_batch_size {asked.micro} × " if asked.micro else ""
     without = f"write {Setting('pipeline.schedule', '1f1b')}, or " if asked.own else ""
     raise UserError(
-        f"a global batch of {counted(samples, 'sample')} cannot go round {asked.stages} stages in "
-        "groups",
+        f"a global batch of {counted(samples, 'sample')} cannot be divided into groups of "
+        f"{asked.stages} microbatches, one per stage",
         why=f"{micro}{describe_replicas(asked.replicas)} × {asked.stages} stages = {by}, and "
         f"{samples} is not a multiple of {by}, which "
         f"{Setting('pipeline.num_chunks', num_chunks)} needs",
@@ -191,8 +190,8 @@ def _check_group_of_samples(asked: _Asked, num_chunks: int) -> None:
     )
 
 
-def _check_divides(asked: _Asked, count: int) -> None:
-    """Refuse a number of microbatches that does not divide the batch, with some that do."""
+def _check_divides(asked: _BatchRequest, count: int) -> None:
+    """Refuse a number of microbatches that does not divide the batch, and suggest others."""
     size, by = asked.samples or 0, asked.replicas * (asked.micro or 1) * count
     if size % by == 0:
         return

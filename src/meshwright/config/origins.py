@@ -44,9 +44,9 @@ def trace_origins(config: Config, composed: Composed) -> list[Origin]:
     def origin(key: str, value: Any) -> Origin:
         if key not in composed_keys:
             return Origin(key, value, "default", "")
-        if match := _covering(key, from_overrides):
+        if match := _longest_prefix(key, from_overrides):
             return Origin(key, value, "override", from_overrides[match])
-        match = _covering(key, from_files)
+        match = _longest_prefix(key, from_files)
         detail = from_files[match] if match else _chosen_file(key, composed)
         return Origin(key, value, "file", detail)
 
@@ -62,7 +62,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _covering(key: str, known: dict[str, str]) -> str:
+def _longest_prefix(key: str, known: dict[str, str]) -> str:
     """Return the longest known path that sets ``key`` or a section that holds it."""
     parts = key.split(".")
     prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))

@@ -1,4 +1,4 @@
-"""The schema of a run: every section and key, its meaning and its default."""
+"""The config schema: every section and key, its meaning and its default."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.config.base import Frozen
 from meshwright.config.duration import parse_duration
 from meshwright.errors import UserError
 from meshwright.hardware import parse_hardware
-from meshwright.mesh.axes import ALIASES, INFER, canonical_axis
+from meshwright.mesh.axes import INFER, resolve_alias
 
 Precision = Literal["no", "bf16", "fp16"]
 Remat = Literal[
@@ -23,25 +23,25 @@ Remat = Literal[
     "dots_with_no_batch_dims_saveable",
 ]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-"""A number of steps or samples; counters on the devices are 32-bit."""
+"""A number of steps or samples; counters on devices have 32 bits."""
 AxisSize = Annotated[int, Field(le=2**20)]
-"""Devices along an axis; beyond a million it is a slip of the keyboard."""
+"""Devices along an axis; more than a million is a typing mistake."""
 
 
-class Open(Frozen):
-    """A section whose other keys are arguments of what ``kind`` names."""
+class KindConfig(Frozen):
+    """A section whose other keys are arguments of the builder that ``kind`` names."""
 
     model_config = ConfigDict(extra="allow")
 
     kind: str
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keys that are passed on to what ``kind`` names."""
+        """Return the keys that are passed to the builder."""
         return dict(self.__pydantic_extra__ or {})
 
 
-class ModelConfig(Open):
-    """What is trained: a model of ours by kind, or yours as ``package.module:Class``.
+class ModelConfig(KindConfig):
+    """The model: a built-in one by kind, or yours as ``package.module:Class``.
 
     Attributes:
         kind: gpt, mlp, conv, … or ``package.module:Class``; further keys are its arguments.
@@ -59,21 +59,21 @@ class ModelConfig(Open):
         return value
 
 
-class TaskConfig(Open):
-    """What it is trained for: a loss of ours by kind, or yours as ``package.module:function``."""
+class TaskConfig(KindConfig):
+    """The task: a built-in one by kind, or yours as ``package.module:function``."""
 
 
-class DataConfig(Open):
-    """Where samples come from: a kind of ours or yours; further keys are its arguments.
+class DataConfig(KindConfig):
+    """The data: a built-in kind or yours; further keys are its arguments.
 
     Attributes:
         kind: text, tokens, jsonl, images, … or ``package.module:Name``.
-        eval_path: samples to evaluate on; by default a part of the others is held out.
-        eval_fraction: the part held out; null means 0.02 for kinds of ours and nothing for yours.
-        shuffle: whether every epoch has an order of its own.
+        eval_path: data to evaluate on; by default a part of the training data is held out.
+        eval_fraction: the fraction held out; null is 0.02 for built-in kinds and 0 for yours.
+        shuffle: whether each epoch is shuffled anew.
         on_corrupt: whether a record that cannot be read stops the run or is skipped and counted.
-        workers: processes that read ahead; 0 reads on threads.
-        prefetch: batches read ahead; 0 reads each when it is asked for.
+        workers: processes that read ahead; 0 reads in threads.
+        prefetch: batches to read ahead; 0 reads each batch when it is needed.
     """
 
     eval_path: str | None = None
@@ -84,16 +84,16 @@ class DataConfig(Open):
     prefetch: int = Field(default=4, ge=0, le=1024)
 
 
-class OptimizerConfig(Open):
-    """How parameters are updated: any optax optimizer by name; further keys are its arguments.
+class OptimizerConfig(KindConfig):
+    """The optimizer: any of optax by name; further keys are its arguments.
 
     Attributes:
         kind: the name of an optax optimizer, such as adamw, lion, adafactor or muon.
         learning_rate: peak learning rate.
         warmup_steps: updates over which the learning rate rises from zero.
-        schedule: its course afterwards; cosine and linear end at zero with the last step.
-        clip_norm: largest global gradient norm; null leaves gradients as they are.
-        scale_learning_rate: how the rate follows the global batch relative to base_batch_size.
+        schedule: the learning rate afterwards; cosine and linear end at zero with the last step.
+        clip_norm: largest global gradient norm; null does not clip.
+        scale_learning_rate: how the learning rate scales with global batch / base_batch_size.
         base_batch_size: the global batch the learning rate was chosen for.
     """
 
@@ -106,23 +106,22 @@ class OptimizerConfig(Open):
 
 
 class TrainingConfig(Frozen):
-    """How long and on how much at a time.
+    """How long to train, with which batch size, and how often to evaluate.
 
     Attributes:
         steps: optimizer updates.
-        max_duration: another way to say how long: 1000st (updates), 2ep (epochs), 30min, 12h; it
-            replaces steps.
+        max_duration: overrides steps: 1000st (updates), 2ep (epochs), 30min, 12h.
         global_batch_size: samples per update = micro_batch_size × data × fsdp × accumulation.
         micro_batch_size: samples per device and microbatch.
         gradient_accumulation_steps: microbatches per update.
         sync_gradients_every: microbatches between two gradient reductions.
         mixed_precision: no, fp16 or bf16; another spelling of precision.compute.
         eval_every: updates between two evaluations; null evaluates once, at the end.
-        eval_batches: the most batches one evaluation takes.
+        eval_batches: the most batches of one evaluation.
         early_stopping_patience: evaluations without a better loss after which training stops.
         early_stopping_min_delta: by how much a loss must be lower to be better.
-        sample_tokens: tokens of text to generate at the end, where model and data allow it.
-        profile_communication: profile a few updates, and tell where their time goes.
+        sample_tokens: tokens of text to generate at the end, for language models.
+        profile_communication: profile a few updates, and report where their time goes.
     """
 
     steps: Count = 600
@@ -153,13 +152,13 @@ class TrainingConfig(Frozen):
 
 
 class MeshConfig(Frozen):
-    """Devices per axis; -1 takes what is left. Aliases such as tp and dp are accepted.
+    """Devices per axis; -1 takes the remaining devices. Aliases such as tp and dp are accepted.
 
     Attributes:
         pipe: pipeline stages.
-        data: copies of the model, each on other samples.
-        fsdp: devices that share parameters, gradients and optimizer state, on other samples.
-        tensor: devices that share each layer.
+        data: replicas of the model, on different samples.
+        fsdp: devices that shard parameters, gradients and optimizer state, on different samples.
+        tensor: devices that shard each layer.
     """
 
     pipe: AxisSize = 1
@@ -174,8 +173,8 @@ class MeshConfig(Frozen):
             return values
         named: dict[str, Any] = {}
         for key, size in values.items():
-            axis = canonical_axis(key) if key in ALIASES else key
-            # What is left gives way to a number, so that `dp: 2` works over a file's `data: -1`.
+            axis = resolve_alias(key)
+            # A size replaces -1, so that `dp: 2` overrides a file's `data: -1`.
             if axis in named and INFER not in (size, named[axis]) and size != named[axis]:
                 raise UserError(
                     f"the {axis} axis of the mesh is given twice",
@@ -189,7 +188,7 @@ class MeshConfig(Frozen):
     @classmethod
     def _positive(cls, size: int) -> int:
         if size != INFER and size < 1:
-            raise ValueError(f"a size must be 1 or more, or {INFER} for what is left")
+            raise ValueError(f"a size must be 1 or more, or {INFER} for the remaining devices")
         return size
 
     def sizes(self) -> dict[str, int]:
@@ -198,7 +197,7 @@ class MeshConfig(Frozen):
 
 
 class ShardingConfig(Frozen):
-    """Which array lives where.
+    """How arrays are sharded.
 
     Attributes:
         zero: what the fsdp axis shards: 1 optimizer state, 2 and gradients, 3 and parameters.
@@ -234,7 +233,7 @@ class PipelineConfig(Frozen):
 
 
 class PrecisionConfig(Frozen):
-    """Number formats; master weights, loss and reductions are float32 always.
+    """Number formats; master weights, loss and reductions are always float32.
 
     Attributes:
         compute: no (float32), bf16 or fp16; null means no.
@@ -253,14 +252,14 @@ class PrecisionConfig(Frozen):
 
 
 class CheckpointConfig(Frozen):
-    """What is kept of a run, so that it can go on later.
+    """Checkpoints of a run, from which it can resume.
 
     Attributes:
-        enabled: whether anything is saved in the run directory.
+        enabled: whether to save checkpoints in the run folder.
         every: updates between two checkpoints; the last update is always saved.
-        keep_last: how many of the newest are kept.
-        keep_best: how many of those with the lowest evaluation loss are kept besides.
-        accept_changes: resume although the config says otherwise than the checkpoint's.
+        keep_last: how many of the newest checkpoints to keep.
+        keep_best: how many with the lowest evaluation loss to keep as well.
+        accept_changes: resume although the config differs from the checkpoint's.
     """
 
     enabled: bool = True
@@ -271,15 +270,15 @@ class CheckpointConfig(Frozen):
 
 
 class TrackingConfig(Frozen):
-    """What is told about a run while it goes on; files in its folder are written always.
+    """Run tracking; the files of the run folder are always written.
 
     Attributes:
         log_every: updates between two lines of metrics.
         tensorboard: whether to write scalars for TensorBoard into the run folder.
         wandb: whether to send metrics to Weights & Biases; run.project is the project.
-        wandb_entity: the user or team at W&B; null is W&B's own default.
+        wandb_entity: the user or team at W&B; null is W&B's default.
         mlflow: whether to send metrics to MLflow; run.project is the experiment.
-        mlflow_uri: the MLflow server, such as http://host:5000; null is MLflow's own default.
+        mlflow_uri: the MLflow server, such as http://host:5000; null is MLflow's default.
     """
 
     log_every: Count = 10
@@ -295,7 +294,7 @@ class RunConfig(Frozen):
 
     Attributes:
         project: outputs go to outputs/<project>/<date>/<time>.
-        seed: the one seed of initialization, data order and dropout.
+        seed: the seed of initialization, data order and dropout.
     """
 
     project: str = Field(default="meshwright", min_length=1, pattern=r"^\w[\w.-]*$")
@@ -306,11 +305,11 @@ class Config(Frozen):
     """A whole run.
 
     Attributes:
-        simulate: give this machine so many virtual CPU devices.
-        hardware: the machine a plan is for, such as 8xA100-40GB; null is the one at hand.
+        simulate: number of virtual CPU devices to use.
+        hardware: the hardware a plan is for, such as 8xA100-40GB; null is this machine's.
         strict: make a program that deviates from its plan an error.
-        resume: auto goes on from the newest checkpoint in the run directory, if there is one; must
-            wants one; never starts anew; a path names a run or a checkpoint to go on from.
+        resume: auto resumes from the newest checkpoint in the run folder, if there is one; must
+            requires one; never starts from scratch; a path names a run or a checkpoint to resume.
     """
 
     model: ModelConfig

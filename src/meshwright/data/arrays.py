@@ -1,4 +1,4 @@
-"""Samples in arrays: in memory, or mapped from .npy and .npz files."""
+"""Samples in arrays: in memory, or read from .npy and .npz files."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.feed import HostBatch, fingerprint_of
-from meshwright.data.files import content_sample, find_path, load_array
+from meshwright.data.files import find_path, load_array
+from meshwright.data.fingerprints import content_sample, fingerprint_of
+from meshwright.data.protocols import HostBatch
 from meshwright.errors import UserError
+from meshwright.trees import check_num_samples
 
 
 class ArraySource:
@@ -31,7 +33,7 @@ class ArraySource:
         return {name: np.asarray(array[ids]) for name, array in self.arrays.items()}
 
     def fingerprint(self) -> str:
-        """Return what depends on names, shapes, dtypes and content."""
+        """Return a fingerprint of the names, shapes, dtypes and contents."""
         facts = [
             (name, array.shape, str(array.dtype), content_sample(array))
             for name, array in self.arrays.items()
@@ -39,7 +41,7 @@ class ArraySource:
         return fingerprint_of("arrays", facts)
 
     def describe(self) -> str:
-        """List the arrays."""
+        """Return the number of samples and the arrays in one line."""
         listing = ", ".join(
             f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in self.arrays.items()
         )
@@ -52,31 +54,23 @@ def array_files(*, path: str) -> ArraySource:
 
 
 def read_arrays(path: str) -> dict[str, Any]:
-    """Return the arrays of a file or folder by name; .npy files are mapped, not read."""
-    found = find_path(path)
-    if found.is_dir():
-        return {file.stem: load_array(file) for file in sorted(found.glob("*.npy"))}
-    loaded = load_array(found)
-    return loaded if isinstance(loaded, dict) else {Path(found).stem: loaded}
+    """Return the arrays of a file or folder by name; .npy files are memory-mapped."""
+    where = find_path(path)
+    if where.is_dir():
+        return {file.stem: load_array(file) for file in sorted(where.glob("*.npy"))}
+    loaded = load_array(where)
+    return loaded if isinstance(loaded, dict) else {Path(where).stem: loaded}
 
 
 def check_arrays(arrays: dict[str, Any]) -> None:
-    """Refuse arrays that are no samples, are empty, or do not belong together."""
+    """Refuse arrays that do not hold samples, are empty, or differ in their number of samples."""
     if not arrays:
         raise UserError("there are no arrays", fix="name at least one, such as x=…")
     for name, array in arrays.items():
         if array.ndim == 0 or array.dtype.kind not in "biufc":
             raise UserError(
-                f"`{name}` is no array of samples",
+                f"`{name}` is not an array of samples",
                 why=f"its dtype is {array.dtype} and its shape {array.shape}",
                 fix="give numbers, with the sample as dim 0",
             )
-    sizes = {name: len(array) for name, array in arrays.items()}
-    if len(set(sizes.values())) > 1:
-        raise UserError(
-            "the arrays have different numbers of samples",
-            why=", ".join(f"{name}: {size}" for name, size in sizes.items()),
-            fix="make dim 0 of every array the sample",
-        )
-    if 0 in sizes.values():
-        raise UserError("the dataset is empty", why="dim 0 of its arrays is 0")
+    check_num_samples({name: len(array) for name, array in arrays.items()}, "the dataset")

@@ -1,4 +1,4 @@
-"""Reading the batches a user hands over: arrays of numbers, and every batch of one form."""
+"""Reading batches from the user: arrays of numbers, and every batch like the first."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.errors import UserError
+from meshwright.trees import check_num_samples
 
 
 @dataclass(frozen=True)
 class BatchForm:
-    """What the compiled step fixes about a batch.
+    """What every batch has in common, since the step is compiled for it.
 
     Attributes:
         tree: how the arrays are nested.
@@ -32,7 +33,7 @@ class BatchForm:
 
 
 def read_batches(batches: Any) -> Iterator[Any]:
-    """Yield batches as arrays the devices know; all must have the form of the first."""
+    """Yield batches as arrays JAX accepts; all must have the structure and shapes of the first."""
     if isinstance(batches, Mapping) or hasattr(batches, "shape"):
         raise UserError(
             f"the batches are one {type(batches).__name__}",
@@ -62,20 +63,13 @@ def read_batch(batch: Any) -> Any:
     batch = jax.tree_util.tree_map_with_path(lambda path, x: _read_leaf(_name(path), x), batch)
     sizes = {path: shape[0] for path, (shape, _) in form_of(batch).arrays.items()}
     if not sizes:
-        raise UserError("the batch holds no arrays", fix='write a dict such as {"x": …, "y": …}')
-    if len(set(sizes.values())) > 1:
-        raise UserError(
-            "the arrays of the batch have different numbers of samples",
-            why=", ".join(f"{path}: {size}" for path, size in sizes.items()),
-            fix="make dim 0 of every array the sample",
-        )
-    if 0 in sizes.values():
-        raise UserError("the batch has no samples", why="dim 0 of its arrays is 0")
+        raise UserError("the batch has no arrays", fix='write a dict such as {"x": …, "y": …}')
+    check_num_samples(sizes, "the batch")
     return batch
 
 
 def form_of(batch: Any) -> BatchForm:
-    """Return the form of a batch that was read."""
+    """Return the structure, shapes and dtypes of a batch from `read_batch`."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
     return BatchForm(tree, {_name(path): (tuple(x.shape), x.dtype) for path, x in leaves})
 
@@ -106,13 +100,15 @@ def _read_leaf(name: str, leaf: Any) -> Any:
 def _to_numpy(name: str, leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf
-    # Tensors of other libraries know how to become a NumPy array.
+    # Tensors of other libraries convert themselves to NumPy arrays.
     if hasattr(leaf, "__array__"):
         try:
             return np.asarray(leaf)
         except Exception as error:
-            # Each library has its own reasons, such as a tensor that lives on its device.
-            raise UserError(f"`{name}` of the batch is no array", why=str(error)) from error
+            # Each library fails in its own way, for example for a tensor on a GPU.
+            raise UserError(
+                f"`{name}` of the batch cannot become an array", why=str(error)
+            ) from error
     raise UserError(
         f"`{name}` of the batch is of type {type(leaf).__name__}, not an array",
         fix="write np.asarray(…) around lists, and leave text out",
@@ -128,15 +124,15 @@ def _narrow(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         if array.min() < limits.min or array.max() > limits.max:
             raise UserError(
                 f"`{name}` of the batch has integers of more than 32 bits",
-                why=f"from {array.min()} to {array.max()}, and devices count in 32 bits",
+                why=f"from {array.min()} to {array.max()}, and JAX uses 32-bit integers by default",
                 fix=f"keep them from {limits.min} to {limits.max}",
             )
     return array.astype(target)
 
 
 def _other_form(number: int, form: BatchForm, expected: BatchForm) -> UserError:
-    what = f"batch {number} has another form than those before it"
-    every = "the step is compiled for one form; "
+    what = f"batch {number} differs from the batches before it"
+    every = "the step is compiled for one structure and shape; "
     if form.tree != expected.tree:
         before, now = (", ".join(f.arrays) for f in (expected, form))
         return UserError(
@@ -149,13 +145,13 @@ def _other_form(number: int, form: BatchForm, expected: BatchForm) -> UserError:
             what,
             why=f"it has {form.num_samples} samples, and the first batch had "
             f"{expected.num_samples}",
-            fix=every + "drop a short last batch, or fill it up and return mw.Weighted from the "
-            "loss with a mask that leaves the filling out",
+            fix=every + "drop a short last batch, or pad it and return mw.Weighted from the "
+            "loss with a mask that excludes the padding",
         )
     path = next(p for p, array in form.arrays.items() if array != expected.arrays[p])
     (old_shape, old_type), (shape, dtype) = expected.arrays[path], form.arrays[path]
     return UserError(
         what,
         why=f"`{path}` was {old_type}{list(old_shape)} and is now {dtype}{list(shape)}",
-        fix=every + "pad or convert every batch to it",
+        fix=every + "pad or convert every batch to them",
     )

@@ -1,4 +1,4 @@
-"""What happens to records that cannot be read: the run stops, or they are skipped and counted."""
+"""Records that cannot be read: they stop the run, or are skipped and counted."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.errors import UserError
+from meshwright.units import counted
 
 OnCorrupt = Literal["stop", "skip"]
 
 
 @dataclass
 class CorruptRecords:
-    """Meets the records of a dataset that cannot be read.
+    """Handles the records of a dataset that cannot be read.
 
     Attributes:
         policy: stop with an error, or skip.
@@ -25,23 +26,23 @@ class CorruptRecords:
     count: int = 0
     first: str = ""
 
-    def meet(self, where: str, why: str) -> None:
-        """Stop at a record, or count it."""
+    def add(self, where: str, why: str) -> None:
+        """Raise an error for a record, or count it as skipped."""
         if self.policy == "stop":
             raise UserError(
                 f"{where} cannot be read",
                 why=why,
-                fix="mend the record, or write data.on_corrupt=skip to go on without it",
+                fix="repair the record, or write data.on_corrupt=skip to continue without it",
             )
         self.count += 1
         self.first = self.first or f"{where}: {why}"
 
     def warn(self) -> None:
-        """Tell how many were skipped, if any."""
+        """Warn about skipped records, if there are any."""
         if self.count:
-            warnings.warn(f"{self.note()}; the first is {self.first}", stacklevel=2)
+            warnings.warn(f"{self.summary()}; the first is {self.first}", stacklevel=2)
 
-    def note(self) -> str:
-        """Return how many were skipped; empty if none were."""
-        what = "record was" if self.count == 1 else "records were"
-        return f"{self.count:,} corrupt {what} skipped" if self.count else ""
+    def summary(self) -> str:
+        """Return how many records were skipped in words; empty if none were."""
+        skipped = counted(self.count, "corrupt record was", "corrupt records were")
+        return f"{skipped} skipped" if self.count else ""

@@ -1,4 +1,4 @@
-"""Digits drawn by formula: 28 × 28 pictures of 0 to 9, each a little different, no download."""
+"""Generated digits: 28 × 28 images of 0 to 9, each slightly different; nothing to download."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.feed import HostBatch, fingerprint_of
+from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.order import mix
+from meshwright.data.protocols import HostBatch
 from meshwright.errors import UserError
 
 SIDE = 28
@@ -30,12 +31,12 @@ _GLYPHS = (
 
 
 class DigitSource:
-    """Pictures of digits, shifted, turned, stretched and noisy; sample i is always the same.
+    """Images of digits, shifted, rotated, scaled and noisy; sample i is always the same.
 
     Args:
-        input_shape: shape of a picture; one of 784 elements.
-        input_name: what the pictures are called in the batch.
-        num_samples: how many there are.
+        input_shape: shape of an image, with 784 elements.
+        input_name: the name of the images in the batch.
+        num_samples: number of images.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class DigitSource:
         if math.prod(input_shape) != SIDE * SIDE:
             raise UserError(
                 f"digits do not fit task.input_shape={list(input_shape)}",
-                why=f"a picture has {SIDE} × {SIDE} = {SIDE * SIDE} elements",
+                why=f"an image has {SIDE} × {SIDE} = {SIDE * SIDE} elements",
                 fix="write task.input_shape=[28,28,1], or data=synthetic",
             )
         if num_samples < 1:
@@ -60,24 +61,24 @@ class DigitSource:
         return self._num_samples
 
     def rows(self, ids: NDArray[np.int64]) -> HostBatch:
-        """Return float32 pictures from 0 to 1, and int32 ``label``."""
+        """Return float32 images from 0 to 1, and int32 ``label``."""
         labels = np.minimum(_uniform(ids, 0) * 10, 9).astype(np.int32)
-        pictures = _draw(ids, labels) + 0.15 * _noise(ids)
+        images = _draw(ids, labels) + 0.15 * _noise(ids)
         shape = (len(ids), *self.input_shape)
-        pictures = np.clip(pictures, 0, 1).astype(np.float32).reshape(shape)
-        return {self.input_name: pictures, "label": labels}
+        images = np.clip(images, 0, 1).astype(np.float32).reshape(shape)
+        return {self.input_name: images, "label": labels}
 
     def fingerprint(self) -> str:
-        """Return what depends on number and shape."""
+        """Return a fingerprint of the number and shape of the images."""
         return fingerprint_of("digits", len(self), self.input_shape, self.input_name)
 
     def describe(self) -> str:
-        """Say how many there are."""
-        return f"{len(self):,} drawn digits"
+        """Return the number of images in one line."""
+        return f"{len(self):,} generated digits"
 
 
 def _draw(ids: NDArray[np.int64], labels: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Return the strokes: each pixel looked up in the glyph after an inverse affine map."""
+    """Return the strokes: each pixel is looked up in its glyph by an inverse affine map."""
     spread = [2 * _uniform(ids, number)[:, None] - 1 for number in range(1, 6)]
     angle, scale = 0.25 * spread[0], 2.9 * (1 + 0.15 * spread[1])
     slant, across, down = 0.2 * spread[2], 3 * spread[3], 2 * spread[4]
@@ -92,7 +93,7 @@ def _draw(ids: NDArray[np.int64], labels: NDArray[np.int32]) -> NDArray[np.float
 def _look_up(
     labels: NDArray[np.int32], row: NDArray[np.float64], column: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the glyphs' values between grid points by bilinear interpolation; 0 outside."""
+    """Interpolate the glyphs bilinearly between grid points; 0 outside."""
     glyphs = np.zeros((10, 9, 7))
     glyphs[:, 1:-1, 1:-1] = np.array([[int(dot) for dot in g] for g in _GLYPHS]).reshape(10, 7, 5)
     row, column = np.clip(row + 1, 0, 7.999), np.clip(column + 1, 0, 5.999)
@@ -110,7 +111,7 @@ def _noise(ids: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def _uniform(ids: NDArray[np.int64], number: int) -> NDArray[np.float64]:
-    """Return a number from 0 to 1 for each sample: the same always, another for each ``number``."""
+    """Return a fixed pseudorandom number from 0 to 1 per sample, different for each ``number``."""
     return _to_unit(mix(mix(ids.astype(np.uint64) + np.uint64(7)) + np.uint64(number << 32)))
 
 

@@ -1,4 +1,4 @@
-"""Documents as tokens: gathered from texts or token lists, then cut or packed into rows."""
+"""Documents as tokens: collected from texts or token lists, then cut or packed into rows."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.feed import Source
+from meshwright.data.protocols import Source
 from meshwright.data.token_rows import PackedRows, StreamRows
 from meshwright.data.tokenizer import Tokenizer, token_dtype
 from meshwright.errors import UserError
 
 Packing = Literal["stream", "documents"]
-"""Rows cut from all documents one after the other, or packed from documents that stay apart."""
+"""``stream`` cuts rows from all documents joined together; ``documents`` keeps them apart."""
 
 CHUNK = 1024
-"""Documents turned into tokens at a time: enough to keep several cores busy."""
+"""Documents tokenized at a time: enough to keep several cores busy."""
 
 
 @dataclass
 class Documents:
-    """Documents as tokens, one after the other.
+    """Tokenized documents, in order.
 
     Attributes:
-        tokenizer: what texts are turned into tokens with; None if they come as tokens.
-        vocab_size: tokens are below it; None if that is not known.
+        tokenizer: tokenizes texts; None if documents come as tokens.
+        vocab_size: upper bound of the tokens, exclusive; None if it is not known.
     """
 
     tokenizer: Tokenizer | None
@@ -43,7 +43,7 @@ class Documents:
             self._encode()
 
     def add_tokens(self, documents: Iterable[NDArray[Any]]) -> None:
-        """Add documents of tokens; each gets the token that ends a document, if there is one."""
+        """Add documents of tokens, each followed by the end-of-document token if there is one."""
         separator = None if self.tokenizer is None else self.tokenizer.separator
         end = [] if separator is None else [separator]
         dtype = token_dtype(self.vocab_size or 2**31)

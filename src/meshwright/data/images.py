@@ -1,4 +1,4 @@
-"""Pictures: in arrays, or as files in one folder for each class."""
+"""Images: in arrays, or in files with one folder per class."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from meshwright.data.arrays import read_arrays
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt
-from meshwright.data.feed import HostBatch, Source, fingerprint_of
-from meshwright.data.files import content_sample, find_path, list_files
-from meshwright.errors import EnvironmentProblem, UserError
+from meshwright.data.files import find_path, list_files
+from meshwright.data.fingerprints import content_sample, fingerprint_of
+from meshwright.data.protocols import HostBatch, Source
+from meshwright.errors import UserError, missing_package
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 IMAGE_NAMES = ("image", "images", "x", "data")
@@ -29,25 +30,25 @@ def image_source(
     num_classes: int | None = None,
     on_corrupt: OnCorrupt = "stop",
 ) -> Source:
-    """Return the pictures of a file of arrays, or of a folder with one folder for each class.
+    """Return the images of a file of arrays, or of a folder with one subfolder per class.
 
     Args:
         path: an .npz file or a folder of .npy files with ``image`` and ``label`` (or ``x`` and
-            ``y``), or a folder of folders of pictures.
-        input_shape: height, width and channels (1 or 3); files are brought to it. A flat shape
-            takes arrays as they are.
-        input_name: what the pictures are called in the batch.
-        num_classes: labels are below it.
-        on_corrupt: what to do about a file that is no picture.
+            ``y``), or a folder of folders of image files.
+        input_shape: height, width and channels (1 or 3), to which files are resized. Arrays may
+            also have a flat shape.
+        input_name: the name of the images in the batch.
+        num_classes: number of classes; labels must be below it.
+        on_corrupt: what to do about a file that is not an image.
     """
-    found = find_path(path)
-    if found.is_dir() and not any(found.glob("*.npy")):
-        return ImageFolder(found, input_shape, input_name, num_classes, on_corrupt)
+    where = find_path(path)
+    if where.is_dir() and not any(where.glob("*.npy")):
+        return ImageFolder(where, input_shape, input_name, num_classes, on_corrupt)
     return ImageArrays(read_arrays(path), input_shape, input_name, num_classes, f"data.path={path}")
 
 
 class ImageArrays:
-    """Pictures and labels in arrays; integers from 0 to 255 become numbers from 0 to 1."""
+    """Images and labels in arrays; integers from 0 to 255 are scaled to numbers from 0 to 1."""
 
     def __init__(
         self,
@@ -67,51 +68,51 @@ class ImageArrays:
         return len(self.images)
 
     def rows(self, ids: NDArray[np.int64]) -> HostBatch:
-        """Return float32 pictures, and int32 ``label``."""
+        """Return float32 images, and int32 ``label``."""
         images = np.asarray(self.images[ids])
         scale = 1 / 255 if images.dtype == np.uint8 else 1
         images = images.astype(np.float32).reshape(len(ids), *self.input_shape) * np.float32(scale)
         return {self.input_name: images, "label": self.labels[ids].astype(np.int32)}
 
     def fingerprint(self) -> str:
-        """Return what depends on pictures and labels."""
+        """Return a fingerprint of the images and labels."""
         contents = [(a.shape, str(a.dtype), content_sample(a)) for a in (self.images, self.labels)]
         return fingerprint_of("images", contents, self.input_shape)
 
     def describe(self) -> str:
-        """Say how many there are."""
-        return f"{self.name}: {len(self):,} pictures of {list(self.images.shape[1:])}"
+        """Return the number of images in one line."""
+        return f"{self.name}: {len(self):,} images of {list(self.images.shape[1:])}"
 
     def _check(self) -> None:
         if not len(self.images):
-            raise UserError(f"{self.name} is empty", why="it holds no pictures")
+            raise UserError(f"{self.name} is empty", why="it holds no images")
         if len(self.images) != len(self.labels):
             raise UserError(
-                f"{self.name} has another number of pictures than of labels",
-                why=f"{len(self.images):,} and {len(self.labels):,}",
+                f"{self.name} does not have one label per image",
+                why=f"{len(self.images):,} images and {len(self.labels):,} labels",
             )
         if self.images.dtype.kind not in "uif":
             raise UserError(
-                f"{self.name} holds no pictures", why=f"their dtype is {self.images.dtype}"
+                f"{self.name} holds no images", why=f"their dtype is {self.images.dtype}"
             )
         if math.prod(self.images.shape[1:]) != math.prod(self.input_shape):
             shape = list(self.images.shape[1:])
             raise UserError(
-                f"the pictures of {self.name} do not fit the task",
+                f"the images of {self.name} do not fit the task",
                 why=f"they are {shape} and task.input_shape is {list(self.input_shape)}",
                 fix=f"write task.input_shape={str(shape).replace(' ', '')}",
             )
 
 
 class ImageFolder:
-    """Pictures in files, one folder for each class; read when they are needed.
+    """Images in files, one folder per class, read when they are needed.
 
-    With ``on_corrupt=skip``, a file that is no picture gives way to the next one that is, so that
-    the numbers of all others stay what they are.
+    With ``on_corrupt=skip``, a file that is not an image is replaced by the next one that is, so
+    that the numbers of all other samples stay the same.
 
     Attributes:
-        files: the pictures, class after class.
-        classes: the names of the folders; a label is a place in them.
+        files: the image files, sorted by class.
+        classes: the names of the folders; a label is an index into them.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class ImageFolder:
         self.folder, self.input_shape, self.input_name = folder, tuple(input_shape), input_name
         if len(input_shape) != 3 or input_shape[2] not in (1, 3):
             raise UserError(
-                f"pictures cannot be brought to task.input_shape={list(input_shape)}",
+                f"images cannot be resized to task.input_shape={list(input_shape)}",
                 fix="write height, width and channels (1 or 3), such as [32,32,3]",
             )
         self.classes = sorted(
@@ -135,7 +136,7 @@ class ImageFolder:
             raise UserError(
                 f"data.path={folder} has no classes",
                 why="there are no folders in it",
-                fix="put the pictures of each class into a folder of its own",
+                fix="put the images of each class into a folder of their own",
             )
         listed = [list_files(str(folder / name), ENDINGS) for name in self.classes]
         self.files = [file for files in listed for file in files]
@@ -149,24 +150,24 @@ class ImageFolder:
 
     @property
     def num_skipped(self) -> int:
-        """Files met so far that are no pictures, counted each time."""
+        """Reads so far of files that are not images."""
         return self._corrupt.count
 
     def rows(self, ids: NDArray[np.int64]) -> HostBatch:
-        """Return float32 pictures from 0 to 1, and int32 ``label``."""
+        """Return float32 images from 0 to 1, and int32 ``label``."""
         read = [self._read(int(number)) for number in ids]
         labels = self._labels[[number for number, _ in read]]
         return {self.input_name: np.stack([image for _, image in read]), "label": labels}
 
     def fingerprint(self) -> str:
-        """Return what depends on the files' names and sizes."""
+        """Return a fingerprint of the files' names and sizes."""
         facts = [(str(f.relative_to(self.folder)), f.stat().st_size) for f in self.files]
         return fingerprint_of("image folder", facts, self.input_shape)
 
     def describe(self) -> str:
-        """Say how many there are."""
-        line = f"data.path={self.folder}: {len(self):,} pictures of {len(self.classes)} classes"
-        return "; ".join(filter(None, [line, self._corrupt.note()]))
+        """Return the number of images in one line."""
+        line = f"data.path={self.folder}: {len(self):,} images of {len(self.classes)} classes"
+        return "; ".join(filter(None, [line, self._corrupt.summary()]))
 
     def _read(self, number: int) -> tuple[int, NDArray[np.float32]]:
         for place in range(number, number + len(self.files)):
@@ -176,17 +177,17 @@ class ImageFolder:
             except (OSError, ValueError, SyntaxError) as error:
                 # Pillow raises a SyntaxError for some broken files.
                 first = not self._corrupt.count
-                self._corrupt.meet(str(file), f"it is no picture that is whole: {error}")
+                self._corrupt.add(str(file), f"it is not a complete image: {error}")
                 if first:
                     self._corrupt.warn()
-        raise UserError(f"data.path={self.folder} is empty", why="no file is a whole picture")
+        raise UserError(f"data.path={self.folder} is empty", why="no file is a complete image")
 
 
 def check_labels(labels: NDArray[Any], num_classes: int | None, name: str) -> None:
     """Refuse labels the model has no output for."""
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise UserError(
-            f"the labels of {name} are no integers, one a picture",
+            f"the labels of {name} are not integers, one per image",
             why=f"they are {labels.dtype}{list(labels.shape)}",
         )
     highest = int(labels.max())
@@ -221,9 +222,5 @@ def _import_pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise EnvironmentProblem(
-            "folders of pictures need the package pillow",
-            why="it is not installed",
-            fix="pip install 'meshwright[images]'",
-        ) from error
+        raise missing_package("a folder of images", "pillow", "images") from error
     return Image

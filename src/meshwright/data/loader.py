@@ -1,4 +1,4 @@
-"""Reading batches ahead of the training, on threads or in processes of their own, with Grain."""
+"""Reading batches ahead of training with Grain, in threads or in separate processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import jax
 import numpy as np
 from absl import flags
 
-from meshwright.data.feed import Data, HostBatch, OutOfData, Rows
+from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows
 from meshwright.errors import MeshwrightError
 
 READ_THREADS = 2
-"""Threads that read ahead in one process; NumPy copies without holding Python's lock."""
+"""Threads that read ahead in one process; NumPy copies without holding the GIL."""
 
 
 def load_batches(
@@ -39,10 +39,10 @@ def load_batches(
         data: where they come from.
         batch_size: samples of the global batch.
         start: the first update.
-        stop: the update to stop before; None goes on until the data run out.
-        rows: the places of the global batch to read; all by default.
-        workers: processes that read; 0 reads on threads of this one.
-        prefetch: batches read ahead; 0 reads each when it is asked for.
+        stop: the update to stop before; None reads until the data end.
+        rows: the rows of the global batch to read; all by default.
+        workers: processes that read; 0 reads in threads of this process.
+        prefetch: batches to read ahead; 0 reads each batch when it is needed.
     """
     steps = grain.MapDataset.range(start, sys.maxsize if stop is None else stop)
     batches = steps.map(_Read(data, batch_size, rows))
@@ -52,7 +52,7 @@ def load_batches(
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
     stream = batches.to_iter_dataset(options)
     if workers:
-        _settle_flags()
+        _mark_flags_parsed()
         ahead = max(prefetch // workers, 1)
         stream = stream.mp_prefetch(
             grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=ahead)
@@ -60,17 +60,17 @@ def load_batches(
     return BatchStream(iter(stream), shared=workers > 0)
 
 
-def _settle_flags() -> None:
-    """Give Grain's command-line flags their defaults: its processes read them, nobody parses them.
+def _mark_flags_parsed() -> None:
+    """Give Grain's command-line flags their defaults, since nothing here parses them.
 
-    A program that parses its own flags with absl has done so before it trains.
+    A program that parses flags with absl has done so before it trains.
     """
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
 
 
 class BatchStream(Iterator[HostBatch]):
-    """Batches in the order of their updates; closing it ends the threads or processes behind it."""
+    """An iterator over the batches of updates; closing it ends its threads or processes."""
 
     def __init__(self, stream: Any, *, shared: bool) -> None:
         self._stream: Any = stream
@@ -84,15 +84,15 @@ class BatchStream(Iterator[HostBatch]):
         if self._stream is None:
             raise StopIteration
         try:
-            found = next(self._stream)
+            batch = next(self._stream)
         except BaseException:
             self.close()
             raise
-        if isinstance(found, _Failed):
+        if isinstance(batch, _Failed):
             self.close()
-            raise found.error()
-        # What another process read lies in memory shared with it, which is given back here.
-        return jax.tree.map(np.array, found) if self._shared else found
+            raise batch.error()
+        # A batch read by another process is in shared memory, which is freed once it is copied.
+        return jax.tree.map(np.array, batch) if self._shared else batch
 
     def close(self) -> None:
         """Stop reading; safe to call again."""
@@ -101,7 +101,7 @@ class BatchStream(Iterator[HostBatch]):
             return
         stream.close()
         if self._shared and not sys.is_finalizing():
-            # Grain's last batch is in a cycle, and would keep its shared memory past the end.
+            # Grain's last batch is in a reference cycle, which would keep its shared memory alive.
             del stream
             gc.collect()
 
@@ -117,7 +117,7 @@ class BatchStream(Iterator[HostBatch]):
 
 @dataclass(frozen=True)
 class _Read:
-    """Reads one update's batch; what is wrong with the data travels as a value."""
+    """Reads the batch of one update; errors in the data are returned as values."""
 
     data: Data
     batch_size: int
@@ -134,7 +134,7 @@ class _Read:
 
 @dataclass(frozen=True)
 class _Failed:
-    """An error as its parts, which reach another process as they are."""
+    """An error taken apart, so that it can be pickled."""
 
     kind: type[Exception]
     what: str = ""

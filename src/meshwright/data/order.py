@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 TABLE_SAMPLES = 2**20
-"""Epochs of up to so many samples are sorted into a table; a network scrambles larger ones, which
-need no memory but are not perfectly even where there are few samples."""
+"""Epochs of up to this many samples are shuffled by sorting a table. Larger ones are permuted by a
+Feistel network, which needs no memory but is less uniform for few samples."""
 
 ROUNDS = 6
-"""Of mixing; four make a Feistel network look random, two more are cheap."""
+"""Rounds of the Feistel network: four look random, two more are cheap."""
 
 
 def sample_ids(
@@ -24,18 +24,18 @@ def sample_ids(
     rows: NDArray[np.int64] | None = None,
     shuffle: bool = True,
 ) -> NDArray[np.int64]:
-    """Return the samples of one update: epoch after epoch, each in an order of its own.
+    """Return the samples of one update: epoch after epoch, each shuffled anew.
 
-    The answer does not depend on processes, devices or what was asked before, so any process can
-    compute the rows it needs and a resumed run sees what an uninterrupted one would have seen.
+    The result does not depend on processes, devices or earlier calls, so any process can compute
+    the rows it needs, and a resumed run sees the same samples as an uninterrupted one.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
         step: the update, from 0.
-        batch_size: samples of the whole update.
-        num_samples: samples there are; an epoch sees each exactly once.
-        rows: which places of the batch are asked for; all by default.
-        shuffle: whether an epoch has an order of its own, or that of the samples' numbers.
+        batch_size: samples of the global batch.
+        num_samples: samples of the dataset; an epoch has each exactly once.
+        rows: the rows of the batch to return; all by default.
+        shuffle: whether each epoch is shuffled anew, or goes through the samples in order.
     """
     places = np.arange(batch_size, dtype=np.int64) if rows is None else rows
     epochs, places = np.divmod(step * batch_size + places, num_samples)
@@ -49,7 +49,7 @@ def sample_ids(
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scatter 64-bit numbers: neighbours become unrelated (the finalizer of SplitMix64)."""
+    """Hash 64-bit numbers (the finalizer of SplitMix64)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -58,13 +58,13 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def _permute(
     places: NDArray[np.int64], num_samples: int, seed: int, epoch: int
 ) -> NDArray[np.int64]:
-    """Return what the epoch's permutation has at these places."""
+    """Return the epoch's permutation at these positions."""
     if num_samples <= TABLE_SAMPLES:
         return _table(num_samples, seed, epoch)[places]
     keys = _keys(seed, epoch, ROUNDS)
     ids = _encrypt(places.astype(np.uint64), keys, num_samples)
-    # The network permutes the next power of two; what falls outside goes through it again until
-    # it is inside.
+    # The network permutes the next power of two; values beyond num_samples go through it again
+    # until they are below.
     while (outside := ids >= num_samples).any():
         ids[outside] = _encrypt(ids[outside], keys, num_samples)
     return ids.astype(np.int64)
@@ -89,7 +89,7 @@ def _encrypt(
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
     high, low = values >> low_bits, values & low_mask
-    # Each half changes by what the other half is, which can be undone: no two values meet.
+    # Each half is changed by a function of the other. That can be undone, so it is a permutation.
     for number, key in enumerate(keys):
         if number % 2:
             low = low ^ (mix(high + key) & low_mask)

@@ -1,4 +1,4 @@
-"""Documents packed into rows: which pieces share a row, worked out once for all of them."""
+"""Packing documents into rows: which pieces share a row, computed once for all documents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PackingIndex:
     Attributes:
         starts: where each piece begins in the flat tokens.
         lengths: tokens of each piece.
-        first: the first piece of each row, and after the last row the number of pieces.
+        first: the first piece of each row, followed by the number of pieces.
         row_length: tokens a row can hold.
     """
 
@@ -31,20 +31,20 @@ class PackingIndex:
 
     @property
     def fill(self) -> float:
-        """The share of all places that hold a token."""
+        """The fraction of all positions that hold a token."""
         return float(self.lengths.sum() / (len(self) * self.row_length))
 
 
 @dataclass(frozen=True)
-class Placed:
+class RowTokens:
     """Where the tokens of some rows come from, token by token.
 
     Attributes:
-        sources: places in the flat tokens.
-        targets: places in the rows, flattened.
+        sources: positions in the flat tokens.
+        targets: positions in the flattened rows.
         segments: the number of the token's piece within its row, from 1.
-        positions: the token's place within its document, or within its piece where a document is
-            longer than a row.
+        positions: the token's position within its document, or within its piece if the document
+            is longer than a row.
     """
 
     sources: Ints
@@ -66,16 +66,16 @@ def pack(boundaries: Ints, row_length: int) -> PackingIndex:
     starts, lengths = _cut(boundaries, row_length)
     ends = np.cumsum(lengths)
     # For each piece that might begin a row: the first piece that no longer fits.
-    room = ends - lengths + row_length
-    following = np.searchsorted(ends, room, side="right").tolist()
+    row_ends = ends - lengths + row_length
+    following = np.searchsorted(ends, row_ends, side="right").tolist()
     first = [0]
     while first[-1] < len(following):
         first.append(following[first[-1]])
     return PackingIndex(starts, lengths, np.asarray(first, np.int64), row_length)
 
 
-def place(index: PackingIndex, ids: Ints) -> Placed:
-    """Say token by token what the rows with these ids hold."""
+def place(index: PackingIndex, ids: Ints) -> RowTokens:
+    """Return the tokens of the rows with these ids."""
     first, last = index.first[ids], index.first[ids + 1]
     rows, number = _count_up(last - first)
     pieces = first[rows] + number
@@ -84,7 +84,7 @@ def place(index: PackingIndex, ids: Ints) -> Placed:
     before = np.cumsum(lengths) - lengths
     before -= before[np.searchsorted(rows, rows)]
     which, within = _count_up(lengths)
-    return Placed(
+    return RowTokens(
         sources=index.starts[pieces][which] + within,
         targets=(rows * index.row_length + before)[which] + within,
         segments=number[which] + 1,

@@ -1,10 +1,12 @@
-"""Datasets of records: each holds a text, a list of tokens, or numbers for several arrays."""
+"""Datasets of records, each with a text, a list of tokens, or numbers for several arrays."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,63 +14,87 @@ from numpy.typing import NDArray
 from meshwright.data.arrays import ArraySource
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt
 from meshwright.data.documents import Documents, Packing
-from meshwright.data.feed import HostBatch, Source, fingerprint_of
+from meshwright.data.files import list_files
+from meshwright.data.fingerprints import fingerprint_of
+from meshwright.data.protocols import HostBatch, Source
 from meshwright.data.tokenizer import check_vocabulary, load_tokenizer
 from meshwright.errors import UserError
 
 
-class Records(Protocol):
-    """A file format: where each record is, and what it holds."""
-
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """Yield for each record where it is, for people, and its raw content."""
-        ...
-
-    def parse(self, raw: Any) -> Any:
-        """Return a record's fields by name; a ValueError says what is wrong with it."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class RecordSettings:
-    """How records become samples.
+class RecordFiles(ABC):
+    """Files of records in one format, and how records become samples: the keys of ``data``.
 
     Attributes:
-        name: where they come from, for people.
-        field: the field with the text or the tokens.
-        fields: fields of numbers that become arrays, instead of ``field``.
+        path: a file, or a folder of files.
+        field: the field with a text, or with a list of token ids.
+        fields: instead, fields of numbers; each becomes an array of the batch.
         sequence_length: tokens the model sees per row.
         tokenizer: a ``tokenizers`` JSON file; without one, every byte is a token.
-        packing: whether rows are cut from all records one after the other, or records stay apart.
-        vocab_size: tokens of the model.
+        packing: ``stream`` cuts rows from all records joined together; ``documents`` keeps
+            records apart.
+        vocab_size: size of the model's vocabulary, which must hold every token.
         on_corrupt: what to do about a record that cannot be read.
     """
 
-    name: str
-    field: str
-    fields: list[str] | None
-    sequence_length: int | None
-    tokenizer: str | None
-    packing: Packing
-    vocab_size: int | None
-    on_corrupt: OnCorrupt
+    path: str
+    field: str = "text"
+    fields: list[str] | None = None
+    sequence_length: int | None = None
+    tokenizer: str | None = None
+    packing: Packing = "documents"
+    vocab_size: int | None = None
+    on_corrupt: OnCorrupt = "stop"
+
+    endings: ClassVar[tuple[str, ...]]
+    """How the names of such files end."""
+
+    @property
+    def name(self) -> str:
+        """Where the records come from, for messages."""
+        return f"data.path={self.path}"
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """Yield each record's location, for messages, and its raw content."""
+        for file in list_files(self.path, self.endings):
+            yield from self.read_file(file)
+
+    @abstractmethod
+    def read_file(self, file: Path) -> Iterator[tuple[str, Any]]:
+        """Yield the location and raw content of each record of one file."""
+
+    @abstractmethod
+    def parse(self, raw: Any) -> Any:
+        """Return a record's fields by name; a ValueError says what is wrong with it."""
+
+    def source(self) -> Source:
+        """Read all records and return them as rows of tokens, or as arrays."""
+        corrupt = CorruptRecords(self.on_corrupt)
+        parsed = _parsed(self, corrupt)
+        read = _arrays if self.fields else _documents
+        return with_count(read(parsed, self, corrupt), corrupt)
+
+
+def is_record_files(builder: Any) -> bool:
+    """Whether a builder of data is a format of record files, whose samples are still to be read."""
+    return isinstance(builder, type) and issubclass(builder, RecordFiles)
 
 
 @dataclass(frozen=True)
 class CountedSource:
-    """A source some records of which were skipped."""
+    """A source without the records that were skipped."""
 
     source: Any
     corrupt: CorruptRecords
 
     @property
     def tokenizer(self) -> Any:
-        """The source's."""
+        """The tokenizer of the source."""
         return getattr(self.source, "tokenizer", None)
 
     @property
     def num_skipped(self) -> int:
-        """Records that could not be read."""
+        """Number of records that could not be read."""
         return self.corrupt.count
 
     def __len__(self) -> int:
@@ -79,78 +105,69 @@ class CountedSource:
         return self.source.rows(ids)
 
     def fingerprint(self) -> str:
-        """Return the source's, and how much was skipped."""
+        """Return a fingerprint of the source and the number of skipped records."""
         return fingerprint_of(self.source.fingerprint(), self.corrupt.count)
 
     def describe(self) -> str:
-        """Return the source's line, and how much was skipped."""
-        return f"{self.source.describe()}; {self.corrupt.note()}"
+        """Return the source's description and the number of skipped records."""
+        return f"{self.source.describe()}; {self.corrupt.summary()}"
 
 
 def with_count(source: Source, corrupt: CorruptRecords) -> Source:
-    """Return the source, which tells about skipped records if there were any; warn of them."""
+    """Warn about skipped records, if any, and return a source that mentions them."""
     corrupt.warn()
     return CountedSource(source, corrupt) if corrupt.count else source
 
 
-def record_source(records: Records, settings: RecordSettings) -> Source:
-    """Read all records and return them as rows of tokens, or as arrays."""
-    corrupt = CorruptRecords(settings.on_corrupt)
-    parsed = _parsed(records, corrupt)
-    if settings.fields:
-        return with_count(_arrays(parsed, settings, corrupt), corrupt)
-    return with_count(_documents(parsed, settings, corrupt), corrupt)
-
-
-def _parsed(records: Records, corrupt: CorruptRecords) -> Iterator[tuple[str, Any]]:
+def _parsed(records: RecordFiles, corrupt: CorruptRecords) -> Iterator[tuple[str, Any]]:
     for where, raw in records:
         try:
             record = records.parse(raw)
         except ValueError as error:
-            corrupt.meet(where, str(error))
+            corrupt.add(where, str(error))
             continue
         yield where, record
 
 
 def _documents(
-    parsed: Iterator[tuple[str, Any]], settings: RecordSettings, corrupt: CorruptRecords
+    parsed: Iterator[tuple[str, Any]], files: RecordFiles, corrupt: CorruptRecords
 ) -> Source:
-    if settings.sequence_length is None:
+    if files.sequence_length is None:
         raise UserError("`data.sequence_length` is missing", fix="write data.sequence_length=…")
     documents: Documents | None = None
     is_text = True
     for where, record in parsed:
         try:
-            value = _field(record, settings.field)
+            value = _field(record, files.field)
             if documents is None:
                 is_text = isinstance(value, str)
-                documents = _empty_documents(settings, is_text)
+                documents = _empty_documents(files, is_text)
             if is_text:
-                documents.add_text(_text(value, settings.field))
+                documents.add_text(_text(value, files.field))
             else:
-                documents.add_tokens([_tokens(value, settings)])
+                documents.add_tokens([_tokens(value, files)])
         except ValueError as error:
-            # A UserError is one too, and stops whatever the policy.
+            # A UserError is also a ValueError, and stops the run whatever the policy.
             if isinstance(error, UserError):
                 raise
-            corrupt.meet(where, str(error))
+            corrupt.add(where, str(error))
     if documents is None:
-        raise _nothing(settings, corrupt)
-    return documents.into_rows(settings.packing, settings.sequence_length, settings.name)
+        raise _nothing(files, corrupt)
+    return documents.into_rows(files.packing, files.sequence_length, files.name)
 
 
-def _empty_documents(settings: RecordSettings, is_text: bool) -> Documents:
-    if not is_text and settings.tokenizer is None:
-        return Documents(None, settings.vocab_size)
-    tokenizer = load_tokenizer(settings.tokenizer)
-    check_vocabulary(tokenizer, settings.vocab_size)
-    return Documents(tokenizer, settings.vocab_size if not is_text else tokenizer.vocab_size)
+def _empty_documents(files: RecordFiles, is_text: bool) -> Documents:
+    if not is_text and files.tokenizer is None:
+        return Documents(None, files.vocab_size)
+    tokenizer = load_tokenizer(files.tokenizer)
+    check_vocabulary(tokenizer, files.vocab_size)
+    return Documents(tokenizer, files.vocab_size if not is_text else tokenizer.vocab_size)
 
 
 def _arrays(
-    parsed: Iterator[tuple[str, Any]], settings: RecordSettings, corrupt: CorruptRecords
+    parsed: Iterator[tuple[str, Any]], files: RecordFiles, corrupt: CorruptRecords
 ) -> Source:
-    names = settings.fields or []
+    names = files.fields or []
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
     for where, record in parsed:
         try:
@@ -160,23 +177,25 @@ def _arrays(
                     expected = columns[name][0].shape
                     raise ValueError(f"`{name}` has shape {value.shape}, the first {expected}")
         except ValueError as error:
-            corrupt.meet(where, str(error))
+            corrupt.add(where, str(error))
             continue
         for name, value in values.items():
             columns[name].append(value)
     if not columns[names[0]]:
-        raise _nothing(settings, corrupt)
+        raise _nothing(files, corrupt)
     return ArraySource(**{name: np.stack(values) for name, values in columns.items()})
 
 
-def _nothing(settings: RecordSettings, corrupt: CorruptRecords) -> UserError:
-    why = "there are no records" if not corrupt.count else f"no record is whole: {corrupt.first}"
-    return UserError(f"{settings.name} is empty", why=why)
+def _nothing(files: RecordFiles, corrupt: CorruptRecords) -> UserError:
+    why = (
+        "there are no records" if not corrupt.count else f"every record is corrupt: {corrupt.first}"
+    )
+    return UserError(f"{files.name} is empty", why=why)
 
 
 def _field(record: Any, name: str) -> Any:
     if not isinstance(record, dict):
-        raise ValueError(f"it is a {type(record).__name__}, not fields by name")
+        raise ValueError(f"it is a {type(record).__name__}, not an object with fields")
     if record.get(name) is None:
         raise ValueError(f"it has no `{name}`, but {', '.join(map(str, record)) or 'nothing'}")
     return record[name]
@@ -184,17 +203,17 @@ def _field(record: Any, name: str) -> Any:
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"`{name}` is a {type(value).__name__}, not a text")
+        raise ValueError(f"`{name}` is a {type(value).__name__}, not text")
     return value
 
 
-def _tokens(value: Any, settings: RecordSettings) -> NDArray[Any]:
-    tokens = _numbers(value, settings.field)
+def _tokens(value: Any, files: RecordFiles) -> NDArray[Any]:
+    tokens = _numbers(value, files.field)
     if not tokens.size:
         return tokens
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ValueError(f"`{settings.field}` is no list of token ids")
-    highest = (settings.vocab_size or 2**31) - 1
+        raise ValueError(f"`{files.field}` is not a list of token ids")
+    highest = (files.vocab_size or 2**31) - 1
     if tokens.min() < 0 or tokens.max() > highest:
         found = int(tokens.min() if tokens.min() < 0 else tokens.max())
         raise ValueError(f"the token {found:,} is not from 0 to {highest:,}")

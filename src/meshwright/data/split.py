@@ -1,4 +1,4 @@
-"""A part of the samples held out for evaluation, chosen by their number alone."""
+"""Splitting a source into samples to train on and samples held out for evaluation."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.feed import HostBatch, Source, fingerprint_of
+from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.order import mix
+from meshwright.data.protocols import HostBatch, Source
 
 Part = Literal["train", "held-out"]
 
 
 @dataclass(frozen=True)
 class SplitSource:
-    """Either the held-out samples of a source or the others; together they are all of it.
+    """Either the held-out samples of a source, or all others.
 
-    Of every ``every`` consecutive samples one is held out, at a place that looks random, so that
-    sorted and cyclic data are divided evenly. Nothing is stored and no seed matters: a sample
-    stays on its side whatever the run.
+    Of every ``every`` consecutive samples one is held out, at a pseudorandom position, so that
+    sorted and cyclic data are divided evenly. The split depends on nothing but the numbers of the
+    samples, so it is the same in every run.
 
     Attributes:
         source: the samples.
-        every: one of so many is held out.
-        part: which side this is.
+        every: one sample in this many is held out.
+        part: which of the two parts this is.
     """
 
     source: Source
@@ -34,7 +35,7 @@ class SplitSource:
 
     @property
     def tokenizer(self) -> Any:
-        """The source's."""
+        """The tokenizer of the source."""
         return getattr(self.source, "tokenizer", None)
 
     def __len__(self) -> int:
@@ -46,29 +47,29 @@ class SplitSource:
         return self.source.rows(self.source_ids(ids))
 
     def source_ids(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers the source knows these samples by."""
+        """Return the numbers of these samples in the source."""
         if self.part == "held-out":
-            return ids * self.every + self._held_out_place(ids)
-        group, place = np.divmod(ids, self.every - 1)
-        # What is left after the last whole group is all trained on.
+            return ids * self.every + self._held_out_position(ids)
+        group, position = np.divmod(ids, self.every - 1)
+        # The samples after the last whole group are all trained on.
         last = len(self.source) // self.every
         rest = group >= last
-        after = (place >= self._held_out_place(group)) & ~rest
-        return np.where(rest, ids + last, group * self.every + place + after)
+        after = (position >= self._held_out_position(group)) & ~rest
+        return np.where(rest, ids + last, group * self.every + position + after)
 
     def fingerprint(self) -> str:
-        """Return what depends on the source and the division."""
+        """Return a fingerprint of the source and the split."""
         own = getattr(self.source, "fingerprint", None)
         return fingerprint_of(own() if own else len(self.source), self.every, self.part)
 
     def describe(self) -> str:
-        """Say what part of the source it is."""
+        """Return the source's description and the size of this part."""
         own = getattr(self.source, "describe", None)
         line = own() if own else type(self.source).__name__
-        kept = "held out" if self.part == "held-out" else "without those held out"
-        return f"{line}; {len(self):,} samples {kept}"
+        which = "held out" if self.part == "held-out" else "without those held out"
+        return f"{line}; {len(self):,} samples {which}"
 
-    def _held_out_place(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _held_out_position(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
         scattered = mix(groups.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
         return (scattered % np.uint64(self.every)).astype(np.int64)
 

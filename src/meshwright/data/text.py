@@ -1,4 +1,4 @@
-"""Text: files of the user's, or the Python standard library's own source."""
+"""Text: the user's files, or the source code of the Python standard library."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt
 from meshwright.data.documents import Documents, Packing
-from meshwright.data.feed import Source
 from meshwright.data.files import list_files, read_bytes
+from meshwright.data.protocols import Source
 from meshwright.data.records import with_count
 from meshwright.data.tokenizer import check_vocabulary, load_tokenizer
 
@@ -34,13 +34,14 @@ def text_source(
         sequence_length: tokens the model sees per row.
         path: a file or folder; without one, the source code of the Python standard library.
         tokenizer: a ``tokenizers`` JSON file; without one, every byte is a token.
-        packing: whether rows are cut from all files one after the other, or files stay apart.
-        vocab_size: tokens of the model, which must suffice.
-        on_corrupt: what to do about a file that is no UTF-8; bytes need not be.
+        packing: ``stream`` cuts rows from all files joined together; ``documents`` keeps files
+            apart.
+        vocab_size: size of the model's vocabulary, which must hold every token.
+        on_corrupt: what to do about a file that is not UTF-8, which a tokenizer needs.
     """
-    found = load_tokenizer(tokenizer)
-    check_vocabulary(found, vocab_size)
-    documents = Documents(found, found.vocab_size)
+    loaded = load_tokenizer(tokenizer)
+    check_vocabulary(loaded, vocab_size)
+    documents = Documents(loaded, loaded.vocab_size)
     corrupt = CorruptRecords(on_corrupt)
     for file in _standard_library() if path is None else list_files(path):
         content = read_bytes(file)
@@ -50,7 +51,7 @@ def text_source(
         try:
             documents.add_text(content.decode())
         except UnicodeDecodeError as error:
-            corrupt.meet(str(file), f"it is no UTF-8: {error.reason} at byte {error.start:,}")
+            corrupt.add(str(file), f"it is not UTF-8: {error.reason} at byte {error.start:,}")
     name = "the Python standard library" if path is None else f"data.path={path}"
     return with_count(documents.into_rows(packing, sequence_length, name), corrupt)
 

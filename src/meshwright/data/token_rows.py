@@ -1,4 +1,4 @@
-"""Rows of tokens: cut from one long stream, or packed from documents that stay apart."""
+"""Rows of tokens: cut from one long stream, or packed from separate documents."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.feed import HostBatch, fingerprint_of
-from meshwright.data.files import content_sample
+from meshwright.data.fingerprints import content_sample, fingerprint_of
 from meshwright.data.packing import PackingIndex, pack, place
+from meshwright.data.protocols import HostBatch
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import UserError
 
@@ -22,16 +22,16 @@ class StreamRows:
     """Consecutive rows of token arrays, each one token longer than the sequence.
 
     A row's last token is the next row's first, so that every token but the first is predicted
-    exactly once. What is left at the end of an array and fills no row is not used.
+    exactly once. Tokens at the end of an array that do not fill a row are not used.
 
     Attributes:
-        arrays: one or several flat arrays; no row goes from one into the next.
+        arrays: one or several flat arrays; no row spans two of them.
         sequence_length: tokens the model sees per row.
-        name: where they come from, for people.
-        tokenizer: turns them into text again; None if that is not known.
-        vocab_size: tokens must be below it; None does not check.
-        separator: the token that ends a document; with one, rows also say which document each
-            token belongs to.
+        name: where the tokens come from, for messages.
+        tokenizer: decodes the tokens; None if it is not known.
+        vocab_size: upper bound of the tokens, exclusive; None does not check them.
+        separator: the end-of-document token; with one, rows also have ``segment_ids`` and
+            ``positions``.
     """
 
     arrays: Sequence[NDArray[Any]]
@@ -56,7 +56,7 @@ class StreamRows:
         tokens = np.empty((len(ids), self.sequence_length + 1), np.int32)
         which = np.searchsorted(self._ends, ids, side="right")
         starts = (ids - np.concatenate([[0], self._ends])[which]) * self.sequence_length
-        # Slice by slice: that is one copy a row, where an index for each token would be slower.
+        # Slice by slice: one copy per row is faster than an index per token.
         for row, array, start in zip(tokens, which, starts, strict=True):
             row[:] = self.arrays[array][start : start + self.sequence_length + 1]
         check_tokens(tokens, self.vocab_size, self.name)
@@ -65,26 +65,26 @@ class StreamRows:
         return {"tokens": tokens, **documents_of(tokens, self.separator)}
 
     def fingerprint(self) -> str:
-        """Return what depends on the tokens and how they are cut."""
+        """Return a fingerprint of the tokens and how they are cut."""
         contents = [(len(a), str(a.dtype), content_sample(a)) for a in self.arrays]
         return fingerprint_of("stream", contents, self.sequence_length, self.separator)
 
     def describe(self) -> str:
-        """Say how many rows there are."""
+        """Return the number of tokens and rows in one line."""
         total = sum(map(len, self.arrays))
         return f"{self.name}: {total:,} tokens in {len(self):,} rows of {self.sequence_length}"
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows packed from whole documents, which are told apart by ``segment_ids``.
+    """Rows packed from whole documents, which ``segment_ids`` distinguish.
 
     Attributes:
-        tokens: all documents, one after the other.
+        tokens: all documents, concatenated.
         boundaries: document i is ``tokens[boundaries[i]:boundaries[i + 1]]``.
         sequence_length: tokens the model sees per row.
-        name: where they come from, for people.
-        tokenizer: turns them into text again.
+        name: where the tokens come from, for messages.
+        tokenizer: decodes the tokens.
     """
 
     tokens: NDArray[Any]
@@ -105,7 +105,7 @@ class PackedRows:
     def rows(self, ids: NDArray[np.int64]) -> HostBatch:
         """Return ``tokens``, ``segment_ids`` and ``positions`` [len(ids), sequence_length + 1].
 
-        Places after the last document hold 0 everywhere.
+        Positions after the last document are 0 in all three.
         """
         placed = place(self.index, ids)
 
@@ -121,13 +121,13 @@ class PackedRows:
         }
 
     def fingerprint(self) -> str:
-        """Return what depends on the documents and how they are packed."""
+        """Return a fingerprint of the documents and how they are packed."""
         contents = content_sample(self.tokens), content_sample(self.boundaries)
         sizes = len(self.tokens), len(self.boundaries), self.sequence_length
         return fingerprint_of("packed", contents, sizes)
 
     def describe(self) -> str:
-        """Say how many documents and rows there are, and how full."""
+        """Return the number of documents and rows, and how full rows are."""
         return (
             f"{self.name}: {len(self.boundaries) - 1:,} documents of {len(self.tokens):,} tokens "
             f"in {len(self):,} rows of {self.sequence_length}, {self.index.fill:.0%} full"
@@ -135,7 +135,7 @@ class PackedRows:
 
 
 def documents_of(tokens: NDArray[Any], separator: int) -> HostBatch:
-    """Return ``segment_ids`` and ``positions`` of rows in which a token ends each document."""
+    """Return ``segment_ids`` and ``positions`` of rows whose documents end with a separator."""
     length = tokens.shape[1]
     begins = np.zeros(tokens.shape, bool)
     begins[:, 1:] = tokens[:, :-1] == separator
@@ -148,7 +148,7 @@ def documents_of(tokens: NDArray[Any], separator: int) -> HostBatch:
 
 
 def check_length(num_rows: int, num_tokens: int, sequence_length: int, name: str) -> None:
-    """Refuse data that do not fill one row."""
+    """Refuse data that do not fill a single row."""
     if num_rows < 1:
         raise UserError(
             f"{name} is too short" if num_tokens else f"{name} is empty",

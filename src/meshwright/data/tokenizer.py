@@ -1,23 +1,22 @@
-"""Text to tokens and back: bytes, or any Hugging Face ``tokenizers`` JSON file."""
+"""Tokenizers: bytes, or any JSON file of Hugging Face's ``tokenizers``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.feed import fingerprint_of
 from meshwright.data.files import find_path
-from meshwright.errors import EnvironmentProblem, UserError
+from meshwright.data.fingerprints import fingerprint_of
+from meshwright.errors import UserError, missing_package
 
 Tokens = NDArray[Any]
 """Token ids, in the smallest unsigned type that holds the vocabulary."""
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
-"""What tokenizers call the token that ends a document, looked for in this order."""
+"""Names of the end-of-document token, tried in this order."""
 
 
 class Tokenizer(Protocol):
@@ -25,12 +24,12 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Every token is below it."""
+        """Upper bound of the tokens, exclusive."""
         ...
 
     @property
     def separator(self) -> int | None:
-        """The token that ends a document; None if there is none."""
+        """The end-of-document token; None if there is none."""
         ...
 
     def encode(self, text: str) -> Tokens:
@@ -42,11 +41,11 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Any) -> str:
-        """Return the text of tokens; ids beyond the vocabulary show as a mark."""
+        """Return the text of tokens; ids beyond the vocabulary are replaced or left out."""
         ...
 
     def fingerprint(self) -> str:
-        """Return a short text that changes when the tokens of a text do."""
+        """Return a short text that changes when texts are tokenized differently."""
         ...
 
 
@@ -65,11 +64,11 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: Any) -> str:
-        """Return the text of bytes; what is no UTF-8 shows as �."""
+        """Return the text of bytes; invalid UTF-8 becomes �."""
         return bytes(min(int(token), 255) for token in tokens).decode(errors="replace")
 
     def fingerprint(self) -> str:
-        """Return the same always."""
+        """Return ``bytes``."""
         return "bytes"
 
 
@@ -85,11 +84,11 @@ class FileTokenizer:
         self._fingerprint = fingerprint_of(text)
 
     def encode(self, text: str) -> Tokens:
-        """Return the tokens of a text, without special ones around them."""
+        """Return the tokens of a text, without special tokens around them."""
         return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of each text; they are computed on several cores."""
+        """Return the tokens of each text, computed on several cores."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, self._dtype) for one in encoded]
 
@@ -99,12 +98,12 @@ class FileTokenizer:
         return self._tokenizer.decode(known, skip_special_tokens=False)
 
     def fingerprint(self) -> str:
-        """Return what depends on the file's content."""
+        """Return a fingerprint of the file's content."""
         return self._fingerprint
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:
-    """Return the tokenizer of a JSON file, or bytes without one."""
+    """Return the tokenizer of a JSON file; without a file, one of bytes."""
     return ByteTokenizer() if path is None else FileTokenizer(path)
 
 
@@ -119,30 +118,26 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> None:
         return
     raise UserError(
         "the tokenizer does not fit the model",
-        why=f"it has {tokenizer.vocab_size:,} tokens and the model's vocabulary {vocab_size:,}",
+        why=f"it has {tokenizer.vocab_size:,} tokens, the model's vocabulary {vocab_size:,}",
         fix=f"write model.vocab_size={tokenizer.vocab_size}, or more",
     )
 
 
 def _load(path: str) -> tuple[Any, bytes]:
-    found = find_path(path, "data.tokenizer")
+    file = find_path(path, "data.tokenizer")
     try:
         from tokenizers import Tokenizer as HuggingFaceTokenizer
     except ImportError as error:
-        raise EnvironmentProblem(
-            f"data.tokenizer={path} needs the package tokenizers",
-            why="it is not installed",
-            fix="pip install 'meshwright[hf]'",
-        ) from error
-    if found.is_dir():
-        found = find_path(str(found / "tokenizer.json"), "data.tokenizer")
-    text = Path(found).read_bytes()
+        raise missing_package(f"data.tokenizer={path}", "tokenizers", "hf") from error
+    if file.is_dir():
+        file = find_path(str(file / "tokenizer.json"), "data.tokenizer")
+    text = file.read_bytes()
     try:
         return HuggingFaceTokenizer.from_str(text.decode()), text
     except Exception as error:
-        # The library raises plain exceptions for whatever the file lacks.
+        # The library raises plain exceptions for any mistake in the file.
         raise UserError(
-            f"data.tokenizer={path} is no tokenizer",
+            f"data.tokenizer={path} is not a tokenizer",
             why=str(error),
-            fix="give a tokenizer.json, as `tokenizers` and Hugging Face models have it",
+            fix="give a tokenizer.json of Hugging Face's `tokenizers`",
         ) from error

@@ -1,4 +1,4 @@
-"""Token arrays on disk, mapped rather than read: .npy files, or .bin files of plain numbers."""
+"""Token arrays in memory-mapped files: .npy files, or .bin files of raw integers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.feed import Source
 from meshwright.data.files import list_files, load_array, map_array
+from meshwright.data.protocols import Source
 from meshwright.data.token_rows import StreamRows, check_tokens
 from meshwright.data.tokenizer import check_vocabulary, load_tokenizer
 from meshwright.errors import UserError
@@ -18,8 +18,8 @@ TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
 ENDINGS = (".npy", ".bin")
 
-LOOKED_AT = 2**26
-"""Tokens of a file that are checked before training begins; the others when they are read."""
+CHECKED_TOKENS = 2**26
+"""Tokens of a file that are checked before training starts; others are checked when read."""
 
 
 def token_source(
@@ -34,29 +34,29 @@ def token_source(
     """Return the tokens of a file, or of all in a folder, as rows.
 
     Args:
-        path: an .npy file of integers, a .bin file of plain numbers, or a folder of them.
+        path: an .npy file of integers, a .bin file of raw integers, or a folder of them.
         sequence_length: tokens the model sees per row.
-        dtype: of the numbers in .bin files, which do not say; uint16 by default.
-        separator: the token that ends a document; with one, documents do not see each other.
-        tokenizer: a ``tokenizers`` JSON file, to show what the model writes as text.
-        vocab_size: tokens of the model; one beyond it is an error.
+        dtype: type of the integers in .bin files; uint16 by default.
+        separator: the end-of-document token; with one, documents do not attend to each other.
+        tokenizer: a ``tokenizers`` JSON file, to decode what the model generates.
+        vocab_size: size of the model's vocabulary, which must hold every token.
     """
-    found = None if tokenizer is None else load_tokenizer(tokenizer)
-    if found is not None:
-        check_vocabulary(found, vocab_size)
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
+    if loaded is not None:
+        check_vocabulary(loaded, vocab_size)
     arrays = [_flat(file, dtype) for file in list_files(path, ENDINGS)]
     name = f"data.path={path}"
     for array in arrays:
-        check_tokens(_some_of(array), vocab_size, name)
-    return StreamRows(arrays, sequence_length, name, found, vocab_size, separator)
+        check_tokens(_tokens_to_check(array), vocab_size, name)
+    return StreamRows(arrays, sequence_length, name, loaded, vocab_size, separator)
 
 
-def _some_of(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the whole array, or pieces from everywhere in one that takes long to read."""
-    if array.size <= LOOKED_AT:
+def _tokens_to_check(array: NDArray[Any]) -> NDArray[Any]:
+    """Return the whole array, or pieces spread over one that takes long to read."""
+    if array.size <= CHECKED_TOKENS:
         return array
-    starts = np.linspace(0, array.size - LOOKED_AT // 64, 64, dtype=np.int64)
-    return np.concatenate([array[start : start + LOOKED_AT // 64] for start in starts])
+    starts = np.linspace(0, array.size - CHECKED_TOKENS // 64, 64, dtype=np.int64)
+    return np.concatenate([array[start : start + CHECKED_TOKENS // 64] for start in starts])
 
 
 def _flat(file: Path, dtype: TokenType | None) -> NDArray[Any]:
@@ -65,22 +65,24 @@ def _flat(file: Path, dtype: TokenType | None) -> NDArray[Any]:
         if dtype is not None and array.dtype != dtype:
             raise _wrong_type(file, f"its dtype is {array.dtype}, and data.dtype={dtype}")
     else:
-        array = _plain_numbers(file, dtype or "uint16")
+        array = _raw_integers(file, dtype or "uint16")
     if array.dtype.kind not in "iu":
         raise _wrong_type(file, f"its dtype is {array.dtype}")
     if array.ndim != 1:
         raise UserError(
-            f"{file} is no row of tokens",
+            f"{file} is not a flat array of tokens",
             why=f"its shape is {array.shape}",
-            fix="save the tokens of all documents one after the other, as array.reshape(-1)",
+            fix="save the tokens of all documents as one flat array: array.reshape(-1)",
         )
     return array
 
 
-def _plain_numbers(file: Path, dtype: TokenType) -> NDArray[Any]:
+def _raw_integers(file: Path, dtype: TokenType) -> NDArray[Any]:
     size, width = file.stat().st_size, np.dtype(dtype).itemsize
     if size % width:
-        raise _wrong_type(file, f"its {size:,} bytes are no multiple of {width}, as {dtype} has")
+        raise _wrong_type(
+            file, f"its {size:,} bytes are not a multiple of {width}, the size of {dtype}"
+        )
     if not size:
         return np.empty(0, dtype)
     return map_array(str(file), dtype, 0, (size // width,))

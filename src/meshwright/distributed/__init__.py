@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshwright.lazy import lazy_names
 
 if TYPE_CHECKING:
     from meshwright.distributed.data_parallel import DataParallel
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from meshwright.distributed.trainer import Trainer
     from meshwright.hardware import BatchSizeRecommendation
 
-_HOMES = {
+_NAMES = {
     "BatchSizeRecommendation": "meshwright.hardware",
     "DataParallel": "meshwright.distributed.data_parallel",
     "DeviceMeshManager": "meshwright.distributed.mesh_manager",
@@ -51,8 +52,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # Names load when first used: whoever needs a mesh does not pay for the rest.
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'meshwright.distributed' has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

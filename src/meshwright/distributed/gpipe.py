@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshwright.config.arguments import check_count
-from meshwright.errors import UserError, did_you_mean, first_line
+from meshwright.config.argument_checks import check_count
+from meshwright.errors import UserError, did_you_mean, typed_line
 from meshwright.pipeline.checks import describe
 
 SPEC_KEYS = ("in_features", "out_features", "relu")
@@ -127,7 +127,7 @@ def _run_stage(stage: Callable[[jax.Array], jax.Array], number: int, x: jax.Arra
             raise
         raise UserError(
             f"stage {number} fails on its input",
-            why=f"its input is {describe(x)}: {first_line(error, with_kind=True)}",
+            why=f"its input is {describe(x)}: {typed_line(error)}",
             fix="let each stage take the output of the stage before, and the first the inputs",
         ) from error
 

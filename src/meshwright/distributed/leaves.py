@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from meshwright.errors import UserError, did_you_mean
+from meshwright.trees import is_key
 
 
 def place(tree: Any, sharding: Sharding) -> Any:
@@ -117,7 +118,7 @@ def _axes_size(mesh: Any, entry: Any) -> int:
 def _put_leaf(leaf: Any, sharding: NamedSharding, *, whole: bool) -> Any:
     if jax.process_count() == 1 or is_global(leaf):
         return jax.device_put(leaf, sharding)
-    if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+    if is_key(jnp.result_type(leaf)):
         data = _put_leaf(jax.random.key_data(leaf), sharding, whole=whole)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     # jnp.asarray first: it gives 64-bit host data the type it would have on a device.

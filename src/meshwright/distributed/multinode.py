@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from meshwright.errors import EnvironmentProblem, UserError
+from meshwright.errors import EnvironmentProblem, UserError, first_line
 from meshwright.mesh.simulate import jax_has_started
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -84,6 +84,6 @@ def _connect(config: Any) -> None:
     except RuntimeError as error:
         raise EnvironmentProblem(
             f"process {config.rank} of {config.world_size} could not join at {address}",
-            why=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            why=first_line(error),
             fix="check that every process is started and reaches MASTER_ADDR:MASTER_PORT",
         ) from error

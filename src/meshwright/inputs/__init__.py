@@ -1,1 +1,1 @@
-"""What a user hands over: a model in any of its forms, and settings to check."""
+"""Models, tasks and settings from the user, checked and converted."""

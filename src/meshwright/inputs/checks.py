@@ -1,4 +1,4 @@
-"""Checks of what is handed to the trainer, before anything is built from it."""
+"""Checks of the trainer's arguments, before anything is built from them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from meshwright.errors import UserError
 from meshwright.mesh.axes import parse_mesh
 
 
-def asked_sizes(mesh: Any) -> Mapping[str, int]:
-    """Return the axis sizes a mesh argument names; ``"auto"`` leaves them all to be found."""
+def mesh_sizes(mesh: Any) -> Mapping[str, int]:
+    """Return the axis sizes of a mesh argument; none for ``"auto"``."""
     if isinstance(mesh, str):
         return parse_mesh("" if mesh == "auto" else mesh)
     if isinstance(mesh, Mesh):
         axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
         raise UserError(
             "the mesh is a jax.sharding.Mesh",
-            why="the trainer makes its own, with axes whose names say what they are for",
+            why="the trainer builds its own mesh, whose axis names have fixed meanings",
             fix=f'write mesh="{axes}" and devices=list(mesh.devices.flat)',
         )
     if not isinstance(mesh, Mapping):
@@ -33,7 +33,7 @@ def asked_sizes(mesh: Any) -> Mapping[str, int]:
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse a loss that is no function."""
+    """Refuse a loss that cannot be called."""
     if not callable(loss):
         raise UserError(
             f"the loss is {shorten(loss)}, of type {type(loss).__name__}",
@@ -42,7 +42,7 @@ def check_loss(loss: Any) -> None:
 
 
 def check_precision(precision: Any) -> None:
-    """Refuse a number format that does not exist."""
+    """Refuse an unknown precision."""
     known = get_args(Precision)
     if precision not in known:
         raise UserError(

@@ -1,1 +1,1 @@
-"""Several processes on this machine: starting them, watching them, and joining them inside."""
+"""Several processes on this machine: starting, supervising and connecting them."""

@@ -1,4 +1,4 @@
-"""Inside a launched process: joining the others as the environment says, and leaving them."""
+"""Inside a launched process: connecting to the others, and disconnecting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from meshwright import processes
 from meshwright.config.distributed import DistributedConfig
-from meshwright.errors import EnvironmentProblem, UserError
+from meshwright.errors import EnvironmentProblem, UserError, first_line
 
 _RUNTIME_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
 _LOST = re.compile(
@@ -17,48 +17,51 @@ _LOST = re.compile(
     r"|UNAVAILABLE|DEADLINE_EXCEEDED",
     re.IGNORECASE,
 )
-"""How Gloo, NCCL and the coordinator say that nobody answers."""
+"""How Gloo, NCCL and the coordinator report a lost connection."""
 
 
 def connect_processes(
     simulate: int | None = None, environ: Mapping[str, str] | None = None
 ) -> None:
-    """Connect this process to the others the environment names, before JAX starts.
+    """Connect this process to the others, as the environment says, before JAX starts.
 
-    With one process nothing is connected. Devices are simulated if asked for.
+    A single process is not connected. Devices are simulated if asked for.
 
     Args:
         simulate: virtual CPU devices of all processes together.
-        environ: where the rank and the address of process 0 are read from; this process's own.
+        environ: environment variables with the rank and the address of process 0; `os.environ` by
+            default.
     """
     environ = os.environ if environ is None else environ
-    place = DistributedConfig.from_environment(environ)
+    settings = DistributedConfig.from_environment(environ)
     if simulate is not None:
-        own = devices_of_each(simulate, place.world_size, environ)
+        own = devices_per_process(simulate, settings.world_size, environ)
         from meshwright.mesh.simulate import simulate_devices
 
         simulate_devices(own)
-    if place.world_size == 1 or _connected():
+    if settings.world_size == 1 or _connected():
         return
     from meshwright.distributed.multinode import own_device_ids
     from meshwright.mesh.simulate import jax_has_started
 
     if jax_has_started():
         raise EnvironmentProblem(
-            f"it is too late to connect {place.world_size} processes",
+            f"it is too late to connect {settings.world_size} processes",
             why="JAX has already started its devices in this process",
-            fix="unset WORLD_SIZE and RANK, or connect before anything asks JAX for devices",
+            fix="unset WORLD_SIZE and RANK, or connect before anything uses JAX devices",
         )
     processes.connect(
-        f"{place.master_addr}:{place.master_port}",
-        place.world_size,
-        place.rank,
-        local_device_ids=own_device_ids(place.num_processes_per_node, place.local_rank, environ),
+        f"{settings.master_addr}:{settings.master_port}",
+        settings.world_size,
+        settings.rank,
+        local_device_ids=own_device_ids(
+            settings.num_processes_per_node, settings.local_rank, environ
+        ),
     )
 
 
-def devices_of_each(simulate: int, world_size: int, environ: Mapping[str, str]) -> int:
-    """Return how many of the simulated devices each process has."""
+def devices_per_process(simulate: int, world_size: int, environ: Mapping[str, str]) -> int:
+    """Return the number of simulated devices per process."""
     given = environ.get("JAX_NUM_CPU_DEVICES", "")
     if world_size > 1 and given.isdecimal() and int(given) * world_size != simulate:
         total = int(given) * world_size
@@ -72,14 +75,14 @@ def devices_of_each(simulate: int, world_size: int, environ: Mapping[str, str]) 
         nearest = f"{below} or {below + world_size}" if below else str(world_size)
         raise UserError(
             f"simulate={simulate} cannot be divided over {world_size} processes",
-            why="it counts the devices of all processes together, and each has equally many",
+            why="it is the number of devices in all processes, and each has the same number",
             fix=f"write simulate={nearest}",
         )
     return simulate // world_size
 
 
 def disconnect_processes() -> None:
-    """Wait for the others and part in peace; without this JAX reports a lost peer."""
+    """Disconnect once all processes are done; otherwise JAX reports a lost peer."""
     if _connected():
         import jax
 
@@ -87,7 +90,7 @@ def disconnect_processes() -> None:
 
 
 def leave_at_once(code: int) -> None:
-    """End a connected process that failed, without the farewell that waits for the others."""
+    """Exit a connected process that failed, without waiting for the others."""
     if _connected():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -95,19 +98,19 @@ def leave_at_once(code: int) -> None:
 
 
 def explain_lost_peer(error: Exception) -> EnvironmentProblem | None:
-    """Return what a person should read if an exchange failed because another process is gone."""
-    text = str(error).partition("\n")[0]
+    """Return an error if a collective failed because another process is gone, else None."""
+    text = first_line(error)
     if not _connected() or type(error).__name__ not in _RUNTIME_ERRORS or not _LOST.search(text):
         return None
     return EnvironmentProblem(
-        f"process {processes.process_index()} lost another process during an exchange",
+        f"process {processes.process_index()} lost its connection to another process",
         why=text,
-        fix="the process that ended first says why",
+        fix="look at the output of the process that ended first",
     )
 
 
 def is_main(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the environment makes this process the one that prints, connected yet or not."""
+    """Whether the environment makes this process 0, which prints, connected or not."""
     return DistributedConfig.from_environment(environ).is_main_process()
 
 

@@ -1,8 +1,8 @@
-"""The guard: leads the group of launched processes and kills it when the launcher is gone.
+"""The leader of the group of launched processes, which kills the group when the launcher is gone.
 
-Run as a program of its own. Its standard input is a pipe from the launcher; that pipe closes when
-the launcher ends, however it ends, and with it goes every process of the group, children of
-children included.
+This runs as a separate program. Its standard input is a pipe from the launcher; when the launcher
+exits for any reason, the pipe closes, and every process of the group is killed, including children
+of children.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 
 def main() -> None:
-    """Wait for the launcher's end, then end the group, this process included."""
+    """Wait until the launcher exits, then kill the group, including this process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while os.read(sys.stdin.fileno(), 1):

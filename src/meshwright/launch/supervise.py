@@ -1,4 +1,4 @@
-"""Starting processes, watching them, and ending all of them when one fails or a person asks."""
+"""Starting processes, and ending all of them when one fails or on a signal."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from contextlib import contextmanager
 from typing import IO
 
 from meshwright.launch import guard
-from meshwright.launch.lines import Lines
+from meshwright.launch.merged_output import MergedOutput
 
 GRACE_AFTER_FAILURE = 8.0
-"""Seconds; the others can only wait for the process that is gone, so they need little time."""
+"""Seconds; the others can only wait for the process that failed, so they need little time."""
 GRACE_AFTER_REQUEST = 60.0
-"""Seconds; a run that is asked to stop may save its state first."""
-LAST_WORDS = 0.5
-"""Seconds the others have to fail by themselves before they are asked to end."""
+"""Seconds; a run may save a checkpoint before it stops."""
+TERMINATE_DELAY = 0.5
+"""Seconds the others have to fail on their own before they are terminated."""
 
 _NEVER = float("inf")
-_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervisor:
-    """Runs one command in several processes, from the start to the end of the last one."""
+    """Runs one command in several processes until the last one has ended."""
 
     def __init__(
         self, command: Sequence[str], *, stderr: IO[bytes], grace_seconds: float | None = None
     ) -> None:
         self._command = list(command)
         self._grace = grace_seconds
-        self._lines = Lines(stderr)
+        self._merged = MergedOutput(stderr)
         self._workers: list[subprocess.Popen[bytes]] = []
         self._pumps: list[threading.Thread] = []
         self._running: set[int] = set()
@@ -45,15 +45,15 @@ class Supervisor:
         self._terminate_at = self._kill_at = _NEVER
 
     def run(self, environments: Sequence[Mapping[str, str]]) -> int:
-        """Start a process per environment and return the first failure's exit code, or 0."""
+        """Start one process per environment and return the exit code of the first failure, or 0."""
         with _guarded_group() as group, self._listening():
             for rank, environ in enumerate(environments):
                 self._start(rank, environ, group)
             while self._running:
-                self._answer_requests()
-                self._note_end()
-                self._enforce()
-        # The group is gone, so nothing holds the pipes open any more.
+                self._forward_signals()
+                self._handle_exit()
+                self._end_processes()
+        # The group has ended, so the pipes are closed.
         for pump in self._pumps:
             pump.join()
         return 0 if self._failure is None else exit_code(self._failure[1])
@@ -63,7 +63,7 @@ class Supervisor:
             self._command,
             env=dict(environ),
             stdin=subprocess.DEVNULL,
-            # The results of process 0 are the launch's: they keep the stream, terminal or pipe.
+            # Process 0 prints the results, so it inherits stdout.
             stdout=None if rank == 0 else subprocess.PIPE,
             stderr=subprocess.PIPE,
             process_group=group,
@@ -71,17 +71,17 @@ class Supervisor:
         self._workers.append(worker)
         self._running.add(rank)
         for stream in filter(None, (worker.stdout, worker.stderr)):
-            pump = threading.Thread(target=self._lines.pump, args=(rank, stream), daemon=True)
+            pump = threading.Thread(target=self._merged.pump, args=(rank, stream), daemon=True)
             pump.start()
             self._pumps.append(pump)
-        # One thread waits for each, so that failures arrive in the order they happen.
-        threading.Thread(target=self._await_end, args=(rank, worker), daemon=True).start()
+        # One thread per process, so that failures arrive in the order they happen.
+        threading.Thread(target=self._wait_for, args=(rank, worker), daemon=True).start()
 
-    def _await_end(self, rank: int, worker: subprocess.Popen[bytes]) -> None:
+    def _wait_for(self, rank: int, worker: subprocess.Popen[bytes]) -> None:
         self._ends.put((rank, worker.wait()))
 
-    def _answer_requests(self) -> None:
-        """Pass a first request to end on; a second one is an order."""
+    def _forward_signals(self) -> None:
+        """Forward the first signal to the processes; a second one kills them."""
         while not self._requests.empty():
             number = self._requests.get()
             self._send(signal.SIGKILL if self._asked else number)
@@ -89,7 +89,7 @@ class Supervisor:
             self._terminate_at = _NEVER
             self._kill_at = time.monotonic() + self._seconds(GRACE_AFTER_REQUEST)
 
-    def _note_end(self) -> None:
+    def _handle_exit(self) -> None:
         try:
             rank, returncode = self._ends.get(timeout=0.1)
         except queue.Empty:
@@ -99,19 +99,21 @@ class Supervisor:
             return
         self._failure = (rank, returncode)
         if not self._asked:
-            self._terminate_at = time.monotonic() + LAST_WORDS
+            self._terminate_at = time.monotonic() + TERMINATE_DELAY
             self._kill_at = self._terminate_at + self._seconds(GRACE_AFTER_FAILURE)
             if returncode < 0:
-                # Who is killed cannot say so itself.
-                self._lines.say(f"error: process {rank} {_how(returncode)}")
+                # A killed process cannot print an error itself.
+                self._merged.say(f"error: process {rank} {_describe_exit(returncode)}")
 
-    def _enforce(self) -> None:
+    def _end_processes(self) -> None:
         now = time.monotonic()
         if self._running and now >= self._terminate_at and self._failure is not None:
             rank, returncode = self._failure
             count = len(self._running)
             others = "the other is" if count == 1 else f"the other {count} are"
-            self._lines.say(f"process {rank} {_how(returncode)}; {others} being ended")
+            self._merged.say(
+                f"process {rank} {_describe_exit(returncode)}; {others} being terminated"
+            )
             self._send(signal.SIGTERM)
             self._terminate_at = _NEVER
         if self._running and now >= self._kill_at:
@@ -127,12 +129,12 @@ class Supervisor:
 
     @contextmanager
     def _listening(self) -> Generator[None]:
-        """Take Ctrl-C and requests to end as such; the processes have a group of their own."""
+        """Handle Ctrl-C and termination signals; the processes are in a group of their own."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        heard = [n for n in _REQUESTS if signal.getsignal(n) is not signal.SIG_IGN]
-        before = {n: signal.signal(n, lambda n, _: self._requests.put(n)) for n in heard}
+        handled = [n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+        before = {n: signal.signal(n, lambda n, _: self._requests.put(n)) for n in handled}
         try:
             yield
         finally:
@@ -141,11 +143,11 @@ class Supervisor:
 
 
 def exit_code(returncode: int) -> int:
-    """Return the code a shell would: 128 + n for a process ended by signal n."""
+    """Return the exit code a shell would report: 128 + n for a process ended by signal n."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def _how(returncode: int) -> str:
+def _describe_exit(returncode: int) -> str:
     if returncode >= 0:
         return f"ended with exit code {returncode}"
     try:
@@ -157,7 +159,7 @@ def _how(returncode: int) -> str:
 
 @contextmanager
 def _guarded_group() -> Generator[int]:
-    """Yield a process group that does not outlive this block, nor this process."""
+    """Yield a process group that ends with this block, or with this process."""
     leader = subprocess.Popen(
         [sys.executable, "-I", "-S", guard.__file__],
         stdin=subprocess.PIPE,

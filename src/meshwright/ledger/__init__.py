@@ -1,4 +1,4 @@
-"""The ledger: what a compiled step sends over each mesh axis, against the theoretical minimum."""
+"""The ledger: what a compiled step sends over each mesh axis, and the theoretical minimum."""
 
 from meshwright.ledger.ledger import (
     AxisLedger,

@@ -1,4 +1,4 @@
-"""Making the ledger of a step: compile it, list what it sends, compare with the minimum."""
+"""The ledger of a step: compile it, list its collectives, and compare with the minimum."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from meshwright.config.base import Frozen
-from meshwright.ledger.minimum import Needed, needed_exchanges
+from meshwright.ledger.minimum import Needed, needed_collectives
 from meshwright.pipeline.op_counts import count_operations
 from meshwright.program.collectives import Collective, read_collectives, ring_bytes
 from meshwright.program.hlo import CompiledProgram, compile_program
@@ -20,8 +20,8 @@ from meshwright.program.memory import memory_of
 from meshwright.step.assemble import Assembled
 
 LOWEST, HIGHEST = 0.98, 1.05
-"""A ratio outside is suspicious: above, something is sent that need not be; below, something
-that must be sent is not."""
+"""Ratios outside this range are suspicious: above it something is sent needlessly, below it
+something that must be sent is missing."""
 
 
 class Line(Frozen):
@@ -32,8 +32,8 @@ class Line(Frozen):
         kind: all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute.
         module: the module they belong to.
         phase: forward, backward or update.
-        count: how many per update.
-        payload_bytes: bytes of what is exchanged, per update.
+        count: collectives per update.
+        payload_bytes: bytes of the exchanged arrays, per update.
         sent_bytes: bytes each device sends, per update.
     """
 
@@ -50,12 +50,12 @@ class AxisLedger(Frozen):
     """One mesh axis.
 
     Attributes:
-        size: devices on it.
-        sent_bytes: bytes each device sends over it per update; with pipeline stages, those of the
-            stage that sends most.
-        minimum_bytes: what the plan needs to send; 0 if not known.
-        ratio: the first over the second; null where nothing needs to be sent, or if not known.
-        excess: what was sent beyond the minimum, by module.
+        size: devices along the axis.
+        sent_bytes: bytes each device sends over it per update; with pipeline stages, in the stage
+            that sends most.
+        minimum_bytes: bytes the plan needs to send; 0 if not known.
+        ratio: sent over minimum bytes; null if nothing needs to be sent, or if not known.
+        excess: bytes sent beyond the minimum, by module.
         known: whether the minimum is known. On a mesh with pipeline stages it is not.
     """
 
@@ -81,16 +81,16 @@ class Ledger(Frozen):
 
     Attributes:
         mesh: axis sizes.
-        known: whether what is needed is known; see `AxisLedger`.
-        ratio: bytes sent over bytes needed, all axes together; null if not known.
-        sent_bytes: bytes each device sends per update; with pipeline stages, those of the stage
-            that sends most.
-        minimum_bytes: what the plan needs to send; 0 if not known.
-        axes: axis by axis.
-        lines: every collective, grouped; with pipeline stages, on a stage that has it.
-        argument_bytes: per device, of state and batch.
-        temp_bytes: per device, of everything in between.
-        compile_seconds: time the compilation took.
+        known: whether the minimum is known; see `AxisLedger`.
+        ratio: sent over minimum bytes, over all axes; null if not known.
+        sent_bytes: bytes each device sends per update; with pipeline stages, in the stage that
+            sends most.
+        minimum_bytes: bytes the plan needs to send; 0 if not known.
+        axes: the ledger of each axis.
+        lines: all collectives, grouped; with pipeline stages, of a stage that has them.
+        argument_bytes: memory of state and batch per device.
+        temp_bytes: memory of temporaries per device.
+        compile_seconds: compilation time.
     """
 
     mesh: dict[str, int]
@@ -106,7 +106,7 @@ class Ledger(Frozen):
 
     @property
     def suspicious(self) -> list[str]:
-        """The axes that deviate."""
+        """The axes that deviate from their minimum."""
         return [axis for axis, own in self.axes.items() if own.suspicious]
 
 
@@ -133,7 +133,7 @@ def read_ledger(
     """List what a compiled step sends."""
     mesh = dict(assembled.mesh.shape)
     stages = _by_stage(read_collectives(program.partitioned, mesh), assembled)
-    needed = needed_exchanges(assembled)
+    needed = needed_collectives(assembled)
     memory = memory_of(program.compiled)
     axes = {
         axis: _axis(axis, size, mesh, stages, needed) for axis, size in mesh.items() if size > 1
@@ -183,7 +183,7 @@ def _axis(
 
 
 def _by_stage(collectives: list[Collective], assembled: Assembled) -> list[list[Collective]]:
-    """Return what the devices of each stage exchange; all do the same without stages."""
+    """Return the collectives of each pipeline stage; one list if there are no stages."""
     pipeline, plan = assembled.step.pipeline, assembled.plan
     if pipeline is None:
         return [collectives]
@@ -208,7 +208,8 @@ def _sent_over(
 def shares(collective: Collective, mesh: dict[str, int]) -> dict[str, float]:
     """Divide what a collective over several axes sends among them, innermost first.
 
-    A reduction over data × fsdp is what fsdp scatters, data reduces of the piece, fsdp gathers.
+    A reduction over data × fsdp is a reduce-scatter over fsdp, an all-reduce of the pieces over
+    data, and an all-gather over fsdp.
     """
     if len(collective.axes) == 1 or any(axis not in mesh for axis in collective.axes):
         return {collective.axes[0]: collective.sent_bytes}
@@ -232,7 +233,7 @@ def _family(kind: str) -> str:
 def _excess(
     sent: dict[tuple[str, str], float], wanted: dict[tuple[str, str], float], minimum: float
 ) -> list[str]:
-    """Name what a module sends beyond what it needs, largest first."""
+    """Describe what modules send beyond what they need, largest first."""
     over = {key: value - wanted.get(key, 0.0) for key, value in sent.items()}
     large = {key: value for key, value in over.items() if value > max(minimum, 1.0) * 1e-3}
     ordered = sorted(large.items(), key=lambda item: -item[1])

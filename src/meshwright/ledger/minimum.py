@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from meshwright.program.backward import read_again
 from meshwright.program.collectives import ring_bytes
 from meshwright.program.jaxprs import Literal
-from meshwright.program.layout import StepLeaf
 from meshwright.program.policy import COMPUTE_DTYPES
 from meshwright.program.rolled import casts_of
 from meshwright.program.segments import Outer, cut, reads
@@ -18,25 +17,23 @@ from meshwright.step.assemble import Assembled
 
 @dataclass(frozen=True)
 class Needed:
-    """One exchange a plan cannot do without.
+    """One collective that a plan needs.
 
     Attributes:
         axis: the mesh axis.
         kind: all-gather, reduce-scatter or all-reduce.
         sent_bytes: bytes each device sends per update.
         module: the module it belongs to.
-        why: for people.
     """
 
     axis: str
     kind: str
     sent_bytes: float
     module: str
-    why: str
 
 
-def needed_exchanges(assembled: Assembled) -> list[Needed]:
-    """Return every exchange the plan needs per update."""
+def needed_collectives(assembled: Assembled) -> list[Needed]:
+    """Return every collective the plan needs per update."""
     return [*_weights(assembled), *_activations(assembled)]
 
 
@@ -55,29 +52,29 @@ def _weights(assembled: Assembled) -> Iterator[Needed]:
             use = whole * (2 / 4 if compute is not None else 1)
             gathers = 1 if number in gathered_once else 2
             sent = ring_bytes("all-gather", use, plan.size("fsdp"))
-            yield Needed("fsdp", "all-gather", times * gathers * sent, module, "weights")
+            yield Needed("fsdp", "all-gather", times * gathers * sent, module)
         if step.leaf.role == "param":
-            yield from _reduction(step, placed, whole, assembled, module)
+            yield from _reduction(placed, whole, assembled, module)
 
 
 def _reduction(
-    step: StepLeaf, placed: Placement, whole: float, assembled: Assembled, module: str
+    placed: Placement, whole: float, assembled: Assembled, module: str
 ) -> Iterator[Needed]:
-    """Yield how one gradient is reduced over the devices that saw other samples."""
+    """Yield how one gradient is reduced over the devices that have other samples."""
     plan = assembled.plan
     times = plan.batch.gradient_accumulation_steps // plan.batch.sync_gradients_every
     fsdp, data = plan.size("fsdp"), plan.size("data")
     divided = "fsdp" in placed.axes() and plan.sharding.zero > 1
     if fsdp > 1:
         kind = "reduce-scatter" if divided else "all-reduce"
-        yield Needed("fsdp", kind, times * ring_bytes(kind, whole, fsdp), module, "gradient")
+        yield Needed("fsdp", kind, times * ring_bytes(kind, whole, fsdp), module)
         if "fsdp" in placed.axes() and plan.sharding.zero < 3:
             sent = ring_bytes("all-gather", whole, fsdp)
-            yield Needed("fsdp", "all-gather", sent, module, "updated weights")
+            yield Needed("fsdp", "all-gather", sent, module)
     if data > 1:
-        # Only what fsdp has left of each gradient goes over the slower axis.
+        # Only one fsdp shard of each gradient goes over the slower axis.
         sent = ring_bytes("all-reduce", whole / fsdp, data)
-        yield Needed("data", "all-reduce", times * sent, module, "gradient")
+        yield Needed("data", "all-reduce", times * sent, module)
 
 
 def _activations(assembled: Assembled) -> Iterator[Needed]:
@@ -94,12 +91,11 @@ def _activations(assembled: Assembled) -> Iterator[Needed]:
         seen.add(key)
         kind = "all-gather" if event.blocking else "all-reduce"
         sent = ring_bytes(kind, event.total / plan.batch.replicas, tensor.size)
-        direction = "backward" if event.kind == "spread" else "forward"
-        yield Needed("tensor", kind, times * sent, event.path, f"{direction} {event.primitive}")
+        yield Needed("tensor", kind, times * sent, event.path)
 
 
 def _gathered_once(assembled: Assembled) -> set[int]:
-    """Return the leaves whose weights, once gathered, are kept, or not read again."""
+    """Return the leaves that are gathered once, because they are kept or not read again."""
     decision, traced = assembled.decision, assembled.traced
     if assembled.plan.sharding.keep_gathered:
         return set(decision.gathers)
@@ -108,16 +104,16 @@ def _gathered_once(assembled: Assembled) -> set[int]:
     number = {v: n for n, v in enumerate(jaxpr.invars[:count])}
     casts = casts_of(jaxpr.eqns, set(number))
     number |= {cast: number[leaf] for cast, leaf in casts.items()}
-    kept: set[int] = set()
+    once: set[int] = set()
     if assembled.plan.sharding.remat == "none":
-        kept |= set(decision.gathers) - read_again(traced)
+        once |= set(decision.gathers) - read_again(traced)
     for piece in cut(jaxpr):
         if not isinstance(piece, Outer):
             continue
         for variable in reads([e for e in piece.eqns if not casts.keys() & set(e.outvars)]):
             if variable in number and not _scanned(variable, piece):
-                kept.add(number[variable])
-    return kept
+                once.add(number[variable])
+    return once
 
 
 def _scanned(variable: object, piece: Outer) -> bool:

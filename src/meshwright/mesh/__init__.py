@@ -1,1 +1,1 @@
-"""Meshes: axes and their sizes, building meshes over devices, and drawing them."""
+"""Meshes: axes and their sizes, building meshes from devices, and drawing them."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from meshwright.errors import Setting, Spelling, UserError, current_spelling, did_you_mean
+from meshwright.units import counted
 
 PIPE = "pipe"
 """The axis of pipeline stages."""
@@ -23,12 +24,17 @@ ALIASES = {
 }
 
 INFER = -1
-"""The size that means: whatever is left of the devices."""
+"""The size that stands for the remaining devices."""
+
+
+def resolve_alias(name: str) -> str:
+    """Return the axis an alias stands for; any other name unchanged."""
+    return ALIASES.get(name, name)
 
 
 def canonical_axis(name: str) -> str:
-    """Return the canonical name of an axis given by name or alias."""
-    axis = ALIASES.get(name, name)
+    """Return the canonical name of an axis given by name or alias, and refuse any other."""
+    axis = resolve_alias(name)
     if axis not in AXES:
         hint = did_you_mean(name, [*AXES, *ALIASES])
         raise UserError(
@@ -49,14 +55,14 @@ def canonical_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
         if size != INFER and size < 1:
             raise UserError(
                 f"mesh axis `{axis}` has size {size}",
-                fix=f"write a size of 1 or more, or {axis}={INFER} for the devices that are left",
+                fix=f"write a size of 1 or more, or {axis}={INFER} for the remaining devices",
             )
         named[axis] = size
     return {axis: named[axis] for axis in AXES if axis in named}
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Read ``"fsdp=4,tensor=2"``; an empty text is a mesh that only has what is left."""
+    """Read ``"fsdp=4,tensor=2"``; empty text leaves all devices to ``data``."""
     sizes: dict[str, int] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, sign, size = (p.strip() for p in part.partition("="))
@@ -65,17 +71,18 @@ def parse_mesh(text: str) -> dict[str, int]:
                 f"cannot read `{part}` in the mesh `{text}`",
                 fix='write axis=size pairs, such as "fsdp=4,tensor=2"',
             )
-        if canonical_axis(name) in sizes:
+        axis = canonical_axis(name)
+        if axis in sizes:
             raise UserError(f"mesh axis `{name}` is given twice in `{text}`")
-        sizes[canonical_axis(name)] = int(size)
+        sizes[axis] = int(size)
     return canonical_sizes(sizes)
 
 
 def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     """Return sizes whose product is ``num_devices``, with at most one axis inferred.
 
-    When nothing is left to infer and ``data`` is not given, ``data`` takes what is left,
-    so ``{"fsdp": 4}`` on 8 devices is ``data=2 × fsdp=4``.
+    If no size is inferred and ``data`` is not given, ``data`` takes the remaining devices:
+    ``{"fsdp": 4}`` on 8 devices is ``data=2 × fsdp=4``.
     """
     if num_devices < 1:
         raise UserError(f"a mesh needs devices, and there are {num_devices}")
@@ -100,12 +107,12 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
 
 
 def shown_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Drop axes of size 1, which change nothing and are not shown."""
+    """Drop axes of size 1, which have no effect."""
     return {axis: size for axis, size in sizes.items() if size != 1}
 
 
 def describe_sizes(sizes: Mapping[str, int]) -> str:
-    """Return ``data=2 × fsdp=4`` for people; one device is ``1 device``."""
+    """Return ``data=2 × fsdp=4`` for messages; ``1 device`` for one device."""
     shown = shown_sizes(sizes)
     return " × ".join(f"{axis}={size}" for axis, size in shown.items()) or "1 device"
 
@@ -115,8 +122,8 @@ def nearest_sizes(
 ) -> list[dict[str, int]]:
     """Return valid meshes for ``num_devices`` that change the asked sizes least.
 
-    Distance is the sum of |log2| ratios per axis. Axes asked for as 1 or to be inferred may take
-    what is left, except that ``data`` absorbs it first.
+    Distance is the sum of |log2| ratios per axis. ``data`` takes the remaining devices if it was
+    not given.
     """
     asked = {axis: size for axis, size in sizes.items() if size not in (INFER, 1)} or {"data": 1}
     divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
@@ -157,20 +164,16 @@ def _mismatch(wanted: Mapping[str, int], num_devices: int) -> UserError:
     equation = factors if len(terms) == 1 else f"{factors} = {product}"
     inferred = next((axis for axis, size in wanted.items() if size == INFER), None)
     relation = (
-        f"which does not divide {num_devices}, so {inferred} cannot take what is left"
+        f"which does not divide {num_devices}, so {inferred} cannot take the remaining devices"
         if inferred
         else f"not {num_devices}"
     )
     return UserError(
-        f"the mesh does not match the {_plural(num_devices, 'device')}",
+        f"the mesh does not match the {counted(num_devices, 'device')}",
         why=f"{equation}, {relation}",
         fix="nearest meshes that work: "
         + "; ".join(mesh_setting(s) for s in _distinct(nearest_sizes(wanted, num_devices))),
     )
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _distinct(items: Iterable[dict[str, int]]) -> list[dict[str, int]]:

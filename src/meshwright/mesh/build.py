@@ -1,4 +1,4 @@
-"""Building meshes: which device sits at which coordinate, with fast links innermost."""
+"""Building meshes: which device has which coordinate, with fast links innermost."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshwright.errors import UserError
-from meshwright.mesh.axes import ALIASES, AXES, INFER, resolve_sizes
+from meshwright.mesh.axes import AXES, INFER, resolve_alias, resolve_sizes
 
 Device = Any
-"""A JAX device; typed loosely so that tests can describe machines that are not here."""
+"""A JAX device; typed loosely so that tests can describe other machines."""
 
 
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[Device] | None = None) -> Mesh:
     """Build a mesh of canonical axes over ``devices`` (all of them by default).
 
-    One size may be -1, and ``data`` takes what is left when it is not given. Axes are ordered
-    pipe, data, fsdp, tensor and have Auto type; axes of size 1 are kept when asked for.
+    One size may be -1, and ``data`` takes the remaining devices if it is not given. Axes are
+    ordered pipe, data, fsdp, tensor and have Auto type; axes of size 1 stay if given.
     """
-    found = list(jax.devices() if devices is None else devices)
-    return arrange_mesh(resolve_sizes(sizes, len(found)), found)
+    present = list(jax.devices() if devices is None else devices)
+    return arrange_mesh(resolve_sizes(sizes, len(present)), present)
 
 
 def arrange_mesh(sizes: Mapping[str, int], devices: Sequence[Device]) -> Mesh:
@@ -40,7 +40,7 @@ def abstract_mesh(sizes: Mapping[str, int], num_devices: int | None = None) -> A
     if num_devices is None:
         if INFER in sizes.values():
             raise UserError(
-                "the mesh has a size to infer, and no number of devices to infer it from",
+                "the mesh has a size to infer, but the number of devices is not given",
                 fix="pass num_devices=, or write every size",
             )
         num_devices = math.prod(sizes.values())
@@ -55,8 +55,8 @@ def device_grid(
 ) -> np.ndarray[Any, np.dtype[Any]]:
     """Place devices on a grid so that inner axes get the fastest links.
 
-    Axes are laid out outermost first in the order pipe, data, fsdp, tensor (names that are not
-    ours keep their place), then transposed to the order the caller asked for.
+    Axes are laid out from the outermost in the order pipe, data, fsdp, tensor (other names count
+    as data), then transposed to the order of ``names``.
     """
     order = sorted(range(len(names)), key=lambda i: _rank(names[i], i))
     ordered_shape = [shape[i] for i in order]
@@ -65,7 +65,7 @@ def device_grid(
 
 
 def check_same_kind(devices: Sequence[Device]) -> None:
-    """Refuse a mesh that mixes kinds of device: the slowest would set the pace for all."""
+    """Refuse a mesh of different kinds of device, which would run at the pace of the slowest."""
     kinds: dict[str, int] = {}
     for device in devices:
         kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
@@ -81,8 +81,8 @@ def check_same_kind(devices: Sequence[Device]) -> None:
 
 
 def _rank(name: str, position: int) -> tuple[float, int]:
-    axis = ALIASES.get(name, name)
-    # A name that is not ours sorts with `data`: outside the fast-link axes, inside pipe.
+    axis = resolve_alias(name)
+    # Any other name is placed like `data`: outside the axes that need fast links.
     return (AXES.index(axis) if axis in AXES else AXES.index("data"), position)
 
 
@@ -101,7 +101,7 @@ def _topology_grid(
 
 
 def _granules(devices: Sequence[Device]) -> list[int]:
-    """Return the sizes of the groups with fast links inside: TPU slices, else processes' hosts."""
+    """Return the sizes of the groups with fast links: TPU slices, or the devices of a process."""
     keys = [_granule_key(device) for device in devices]
     return [keys.count(key) for key in dict.fromkeys(keys)]
 
@@ -117,8 +117,8 @@ def _hybrid_grid(
     across = split_across(shape, len(granules))
     by_slice = all(getattr(device, "slice_index", None) is not None for device in devices)
     if across is None or len(set(granules)) > 1 or across[-1] > 1:
-        # The axes do not line up with the machines, or only by cutting the innermost one: keeping
-        # each process's devices adjacent crosses machines least.
+        # The axes do not align with the machines, or only if the innermost one is split: keeping
+        # the devices of each process adjacent crosses machines least.
         return np.array(sorted(devices, key=_by_process), dtype=object).reshape(tuple(shape))
     within = [size // outer for size, outer in zip(shape, across, strict=True)]
     return mesh_utils.create_hybrid_device_mesh(

@@ -1,4 +1,4 @@
-"""Showing where arrays live: one array, or every array of a tree, a model or a state."""
+"""Showing how arrays are sharded: one array, or every array of a tree, a model or a state."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.mesh.axes import describe_sizes
-from meshwright.mesh.draw import render_mesh
 from meshwright.mesh.picture import id_ranges
+from meshwright.mesh.terminal_drawing import render_mesh
+from meshwright.units import counted
 
 
 @dataclass(frozen=True)
 class ShardingRecord:
-    """Where one array lives.
+    """How one array is sharded.
 
     Attributes:
         path: the name given to the array, or its path within the tree.
         shape: the global shape.
         dtype: the element type.
         spec: ``P('fsdp', None)`` on a mesh; ``one device``; ``host`` outside JAX; ``not placed``
-            for a description without a sharding.
-        mesh: the axes of the mesh it is laid out on; empty without one.
+            for a ``ShapeDtypeStruct`` without a sharding.
+        mesh: the axes of its mesh; empty without one.
         devices: ids of the devices that hold a part of it; empty outside JAX.
         shard_shape: the shape of the part one device holds.
         bytes_per_device: the size of that part.
-        replicas: how many devices hold the same part.
+        replicas: number of devices with the same part.
     """
 
     path: str
@@ -57,12 +58,12 @@ class ShardingRecord:
 def inspect_sharding(
     array: Any, name: str = "array"
 ) -> ShardingRecord | tuple[ShardingRecord, ...]:
-    """Print where an array lives and return it as a record; for a tree, one record per array.
+    """Print how an array is sharded and return a record; for a tree, one record per array.
 
     Args:
         array: a JAX or NumPy array, a Python number, a ``ShapeDtypeStruct``, or any tree of them,
             NNX models, variables and states included.
-        name: what to call it in the output.
+        name: its name in the output.
     """
     leaves = _named_leaves(array)
     if len(leaves) == 1 and not leaves[0][0]:
@@ -81,14 +82,14 @@ def visualize_mesh(mesh: Mesh | AbstractMesh) -> None:
 
 def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
     if _is_flax(tree, "Module"):
-        # A weight that a model uses twice is one array: the state lists it once.
+        # The state lists a weight that the model uses twice only once.
         tree = sys.modules["flax.nnx"].state(tree)
-    found, _ = jax.tree_util.tree_flatten_with_path(
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda node: _is_flax(node, "Variable")
     )
     return [
         (jax.tree_util.keystr(path, simple=True, separator="."), _value(leaf))
-        for path, leaf in found
+        for path, leaf in leaves
     ]
 
 
@@ -145,7 +146,7 @@ def _one(record: ShardingRecord) -> RenderableType:
     table.add_row("  layout", f"{record.spec} on {record.mesh}" if record.mesh else record.spec)
     if record.devices:
         parts, copies = len(record.devices) // record.replicas, record.replicas
-        split = f"{parts} part{'s' * (parts > 1)}, {copies} cop{'ies' if copies > 1 else 'y'} each"
+        split = f"{counted(parts, 'part')}, {counted(copies, 'copy', 'copies')} each"
         holds = f"{list(record.shard_shape)}, {decimal(record.bytes_per_device)}"
         table.add_row("  devices", f"{len(record.devices)} ({id_ranges(record.devices)}): {split}")
         table.add_row("  one holds", holds)
@@ -164,6 +165,5 @@ def _many(name: str, records: tuple[ShardingRecord, ...]) -> RenderableType:
         table.add_row(Text(r.path), Text(array), Text(r.spec), size, str(r.replicas))
     total = decimal(sum(r.total_bytes for r in records))
     held = decimal(sum(r.bytes_per_device for r in records if r.devices))
-    count = f"{len(records)} array{'s' * (len(records) != 1)}"
-    summary = f"{count}: {total} in all, at most {held} on one device"
+    summary = f"{counted(len(records), 'array')}: {total} in all, at most {held} on one device"
     return Group(Text(name, "bold"), table, Text(summary, "dim"))

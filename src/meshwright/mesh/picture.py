@@ -1,4 +1,4 @@
-"""What a drawing of a mesh shows: its axes, the device and process in each cell, and its colour."""
+"""What a drawing of a mesh shows: its axes, and the device, process and colour of each cell."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.mesh.axes import describe_sizes, shown_sizes
+from meshwright.units import counted
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 """Positions of devices in the mesh, counted in row-major order of the coordinates."""
@@ -24,7 +25,7 @@ class Picture:
         axes: the axes larger than 1, outermost first, with their sizes.
         ids: the id of each device.
         processes: the process that owns each device.
-        kind: the kind of the devices; empty when the mesh is only described.
+        kind: the kind of the devices; empty for an abstract mesh.
     """
 
     axes: dict[str, int]
@@ -35,9 +36,8 @@ class Picture:
     @property
     def headline(self) -> str:
         """One line: ``fsdp=4 × tensor=2 · 8 devices · NVIDIA H200``."""
-        count = len(self.ids)
         parts = [describe_sizes(self.axes)] if self.axes else []
-        parts.append("1 device" if count == 1 else f"{count} devices")
+        parts.append(counted(len(self.ids), "device"))
         return " · ".join([*parts, self.kind or "described, not present"])
 
     @property
@@ -79,7 +79,7 @@ class Picture:
 
 
 def picture_of(mesh: Mesh | AbstractMesh) -> Picture:
-    """Read off what a drawing of ``mesh`` shows; a described mesh numbers its devices in order."""
+    """Return what a drawing of ``mesh`` shows; an abstract mesh numbers its devices in order."""
     axes = shown_sizes(dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)))
     if isinstance(mesh, AbstractMesh):
         return Picture(axes, range(mesh.size), [0] * mesh.size, kind="")
@@ -94,7 +94,7 @@ def picture_of(mesh: Mesh | AbstractMesh) -> Picture:
 
 
 def id_ranges(ids: Iterable[int]) -> str:
-    """Write ids shortly: ``0–3, 8``."""
+    """Return ids as ranges: ``0–3, 8``."""
     runs: list[list[int]] = []
     for i in sorted(ids):
         if runs and i == runs[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Virtual CPU devices, so that any mesh can be tried on a laptop."""
+"""Virtual CPU devices, to try any mesh on any machine."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import os
 import jax
 
 from meshwright.errors import UserError
+from meshwright.units import counted
 
-MOST_DEVICES = 1024
+MAX_DEVICES = 1024
 _THREADS_PER_DEVICE = 2
 
 
 def simulate_devices(count: int) -> None:
     """Give this process ``count`` virtual CPU devices; must run before JAX starts its devices."""
-    if not 1 <= count <= MOST_DEVICES:
+    if not 1 <= count <= MAX_DEVICES:
         raise UserError(
-            f"cannot simulate {count} devices", fix=f"write simulate=1 to simulate={MOST_DEVICES}"
+            f"cannot simulate {count} devices", fix=f"write simulate=1 to simulate={MAX_DEVICES}"
         )
     if jax_has_started():
         present = jax.devices()
@@ -24,11 +25,12 @@ def simulate_devices(count: int) -> None:
             return
         raise UserError(
             f"it is too late to simulate {count} devices",
-            why=f"JAX has already started with {len(present)} {present[0].platform} device(s)",
-            fix="call simulate_devices before anything that asks JAX for devices or makes an array",
+            why=f"JAX has already started with "
+            f"{counted(len(present), f'{present[0].platform} device')}",
+            fix="call simulate_devices before anything that uses JAX devices or arrays",
         )
-    # How XLA is told the threads its devices share. Each exchange between devices holds one until
-    # all have come, and where they are no more than the devices, others may find none left.
+    # The number of threads that XLA's devices share. Each collective blocks one thread per device
+    # until all have arrived, so with too few threads other collectives could not start.
     os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, _THREADS_PER_DEVICE * count)))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)

@@ -1,4 +1,4 @@
-"""Plain Flax NNX models, found by kind; a model's own module loads when it is first asked for."""
+"""Plain Flax NNX models by kind; the module of a model loads on first use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL_KINDS: tuple[str, ...] = tuple(_BUILDERS)
 
 
 def find_builder(kind: str) -> Callable[..., nnx.Module]:
-    """Return what builds a model of this kind: call it with sizes by keyword and ``rngs=``."""
+    """Return the builder of this kind, which takes sizes and ``rngs`` as keyword arguments."""
     if kind not in _BUILDERS:
         raise ValueError(f"There is no model kind {kind!r}; the kinds are {', '.join(_BUILDERS)}.")
     module, name = _BUILDERS[kind]
@@ -34,5 +34,5 @@ def find_builder(kind: str) -> Callable[..., nnx.Module]:
 
 
 def build_model(kind: str, *, rngs: nnx.Rngs, **sizes: Any) -> nnx.Module:
-    """Build a model of this kind; sizes left out take the defaults of its class."""
+    """Build a model of this kind; other sizes have their defaults."""
     return find_builder(kind)(rngs=rngs, **sizes)

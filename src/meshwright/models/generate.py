@@ -1,4 +1,4 @@
-"""Sampling from a language model: a fixed window, one compiled loop, no cache."""
+"""Sampling from a language model with a fixed window, one compiled loop, and no cache."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def generate(
 ) -> np.ndarray:
     """Continue a prompt with a model that maps tokens [B, T] to next-token logits [B, T, V].
 
-    The model itself is left as it was: a copy in evaluation mode is run.
+    The model itself does not change: a copy in evaluation mode is run.
 
     Args:
         model: any causal language model.
         prompt: int [B, P], at least one token a row.
-        num_tokens: how many tokens to add.
+        num_tokens: number of tokens to add.
         context_length: W, the most tokens the model sees at a time.
-        temperature: 0 takes the likeliest token; 1 samples from the model's own distribution.
-        seed: of the samples; one seed always gives the same text.
-        sharding: where the new tokens live; must be everywhere if several processes call this.
+        temperature: 0 takes the likeliest token; 1 samples from the model's distribution.
+        seed: seed of the samples.
+        sharding: sharding of the new tokens; must be replicated if several processes call this.
 
     Returns:
         int32 [B, P + num_tokens], the prompt and its continuation.
@@ -74,7 +74,7 @@ def _continue(
 
     def step(carry: tuple[Array, Array], key: Array) -> tuple[tuple[Array, Array], Array]:
         window, filled = carry
-        # A copy per step, because a call may change the model (counters of random streams).
+        # A copy per step, because a call may change the model, such as counters of random streams.
         model = nnx.merge(graphdef, state, copy=True)
         model.eval()
         logits = jnp.take(model(window), filled - 1, axis=1)
@@ -93,7 +93,7 @@ def _choose(logits: Array, key: Array, temperature: Array) -> Array:
 
 
 def _append(window: Array, filled: Array, token: Array) -> tuple[Array, Array]:
-    """Put a token [B] behind the filled part; a full window first drops its oldest token."""
+    """Append a token [B] to the filled part; a full window first drops its oldest token."""
     length = window.shape[1]
     window = jnp.where(filled == length, jnp.roll(window, -1, axis=1), window)
     at = jnp.minimum(filled, length - 1)

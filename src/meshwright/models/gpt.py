@@ -1,4 +1,4 @@
-"""GPT: a decoder-only transformer in the manner of GPT-2."""
+"""GPT: a decoder-only transformer like GPT-2."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from flax import nnx
 from jax import Array
 
 QKV = Literal["separate", "fused"]
-"""Three Linear layers for queries, keys and values, or one kernel [D, 3, heads, head_dim]."""
+"""Three layers for queries, keys and values, or one with a kernel [D, 3, heads, head_dim]."""
 
 INIT_STD = 0.02
 _init = nnx.initializers.normal(INIT_STD)
 
 
 def residual_std(num_blocks: int) -> float:
-    """Initial deviation of what writes to the residual stream, which 2 writers a block share."""
+    """Initial standard deviation of layers that write to the residual stream, two per block."""
     return INIT_STD / math.sqrt(2 * num_blocks)
 
 
 def causal_mask(length: int, segment_ids: Array | None = None) -> Array:
-    """Return who may look at whom: bool [1 or B, T, T], queries by keys.
+    """Return which keys each query may attend to: bool [1 or B, T, T].
 
-    A position sees itself and what came before it, within its own document where `segment_ids`
+    A position attends to itself and earlier positions, within its own document if `segment_ids`
     [B, T] number the documents packed into a row.
     """
     causal = jnp.tril(jnp.ones((length, length), dtype=bool))[None]
@@ -42,7 +42,7 @@ def attend(query: Array, key: Array, value: Array, mask: Array) -> Array:
         query: [B, T, H, C].
         key: [B, S, K, C], where K divides H.
         value: [B, S, K, C].
-        mask: bool [1 or B, T, S], true where a query may look.
+        mask: bool [1 or B, T, S], true where a query may attend.
 
     Returns:
         [B, T, H, C].
@@ -51,7 +51,7 @@ def attend(query: Array, key: Array, value: Array, mask: Array) -> Array:
     num_kv_heads = key.shape[2]
     query = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = jnp.einsum("btkgc,bskc->bkgts", query, key) / math.sqrt(head_dim)
-    # Half precision loses the small weights of a long row; float64 stays what it is.
+    # Half precision would lose the small weights of a long row; float64 stays float64.
     scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(scores.dtype).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
@@ -123,7 +123,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """W₂·gelu(W₁·x) with four times the width inside. [B, T, D] → [B, T, D]."""
+    """W₂·gelu(W₁·x) with a hidden layer of size 4·D. [B, T, D] → [B, T, D]."""
 
     def __init__(self, *, hidden_size: int, out_std: float, rngs: nnx.Rngs) -> None:
         out_init = nnx.initializers.normal(out_std)
@@ -131,7 +131,7 @@ class FeedForward(nnx.Module):
         self.down = nnx.Linear(4 * hidden_size, hidden_size, kernel_init=out_init, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
-        """Transform each position of x [B, T, D] on its own."""
+        """Transform each position of x [B, T, D] independently."""
         return self.down(jax.nn.gelu(self.up(x)))
 
 
@@ -169,7 +169,7 @@ class Block(nnx.Module):
 
 
 class Vocabulary(nnx.Module):
-    """The two ends of a language model: tokens to vectors, and vectors back to logits."""
+    """Embedding and output layer of a language model: tokens to vectors, vectors to logits."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class GPT(nnx.Module):
         hidden_size: D, width of the residual stream.
         num_heads: H, query heads of D / H dims each.
         num_kv_heads: K, key/value heads; fewer than H is grouped-query attention, None means H.
-        qkv: whether queries, keys and values have a kernel each or share one.
+        qkv: whether queries, keys and values have separate kernels or share one.
         dropout: rate on the embedded tokens and on both branches of every block.
         tied_embeddings: whether the token embedding is also the output layer.
         rngs: streams ``params`` and ``dropout``.
@@ -261,8 +261,8 @@ class GPT(nnx.Module):
     ) -> Array:
         """Return next-token logits [B, T, V] for tokens [B, T], T at most `context_length`.
 
-        `segment_ids` [B, T] keep documents packed into one row from seeing each other, and
-        `positions` [B, T] let each begin at 0.
+        `segment_ids` [B, T] keep documents packed into one row from attending to each other, and
+        `positions` [B, T] let each start at 0.
         """
         mask = causal_mask(tokens.shape[1], segment_ids)
         x = self.vocabulary.encode(tokens, positions)

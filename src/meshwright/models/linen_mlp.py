@@ -1,4 +1,4 @@
-"""linen_mlp: a Flax Linen module brought into NNX by Flax's own bridge."""
+"""linen_mlp: a Flax Linen module converted to NNX with Flax's bridge."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax import Array
 
 
 class LinenMLP(nn.Module):
-    """Dense layers with ReLU between them, as Linen writes it.
+    """Dense layers with ReLU between them, written in Linen.
 
     Attributes:
         widths: sizes of every hidden layer and of the output.

@@ -1,4 +1,4 @@
-"""MoEGPT: the GPT whose feed-forward halves are mixtures of experts, written with einsum."""
+"""MoEGPT: a GPT with a mixture of experts in each block, written with einsum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.models.gpt import INIT_STD, Attention, Vocabulary, causal_mask, 
 class Experts(nnx.Module):
     """Σₑ gₑ(x)·Wₑ·gelu(Uₑ·x) with gates g = softmax(router(x)). [B, T, D] → [B, T, D].
 
-    Dispatch is dense: every expert sees every token, so no token is dropped and there is no
+    Dispatch is dense: every expert gets every token, so no token is dropped and there is no
     capacity to choose.
     """
 
@@ -39,13 +39,13 @@ class Experts(nnx.Module):
         self.down = nnx.Param(out_init(rngs.params(), down_shape, jnp.float32))
 
     def gates(self, x: Array) -> Array:
-        """How much each expert counts for each token: [B, T, E], sums to one over E."""
+        """Return the weight of each expert for each token: [B, T, E], with sum 1 over E."""
         scores = self.router(x)
         scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
         return jax.nn.softmax(scores, axis=-1).astype(x.dtype)
 
     def __call__(self, x: Array) -> Array:
-        """Mix the experts' answers for each position of x [B, T, D]."""
+        """Mix the experts' outputs for each position of x [B, T, D]."""
         inside = jax.nn.gelu(jnp.einsum("btd,edf->btef", x, self.up[...]))
         gated = inside * self.gates(x)[..., None]
         return jnp.einsum("btef,efd->btd", gated, self.down[...])

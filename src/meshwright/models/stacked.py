@@ -1,4 +1,4 @@
-"""StackedGPT: the GPT whose blocks are one block with a leading dim, run by a scan."""
+"""StackedGPT: a GPT whose blocks are stacked along a leading dim and run in a scan."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from jax import Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class VAEOutput:
-    """What one pass gives.
+    """The output of the model.
 
     Attributes:
         logits: [B, P], log-odds of every pixel being on.

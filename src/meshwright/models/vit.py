@@ -1,4 +1,4 @@
-"""ViT: an image classifier that reads an image as a row of patches."""
+"""ViT: a transformer that classifies an image as a sequence of patches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def patchify(image: Array, patch_size: int) -> Array:
 
 
 class EncoderBlock(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), every patch seeing all others.
+    """x + attention(norm(x)), then x + mlp(norm(x)), where every patch attends to all others.
 
     [B, N, D] → [B, N, D].
     """

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from meshwright.config.arguments import check_count
+from meshwright.config.argument_checks import check_count
 from meshwright.config.base import shorten
-from meshwright.errors import UserError, first_line
+from meshwright.errors import UserError, typed_line
 from meshwright.pipeline.aliases import Device, PyTree
 from meshwright.pipeline.arrays import is_float
 from meshwright.pipeline.schedules import Schedule, get_schedule
+from meshwright.trees import check_num_samples
 from meshwright.units import counted
 from meshwright.weighted import Weighted
 
@@ -181,18 +182,9 @@ def count_samples(name: str, batch: PyTree) -> int:
             why="each of its leaves must be an array with samples in dim 0",
             fix=f"give {name} as numpy or JAX arrays",
         )
-    counts = sorted({leaf.shape[0] for leaf in leaves})
-    if len(counts) > 1:
-        raise UserError(
-            f"the arrays of {name} have different numbers of samples",
-            why=f"dim 0 has sizes {', '.join(map(str, counts))}",
-            fix="give arrays with equal numbers of samples",
-        )
-    if not counts[0]:
-        raise UserError(
-            f"{name} has no samples", why=f"it is {describe(batch)}", fix="give at least one"
-        )
-    return counts[0]
+    named, _ = jax.tree_util.tree_flatten_with_path(batch)
+    sizes = {name + jax.tree_util.keystr(path): leaf.shape[0] for path, leaf in named}
+    return check_num_samples(sizes, name)
 
 
 def describe(tree: PyTree) -> str:
@@ -213,7 +205,7 @@ def check_loss(loss: Callable[[PyTree, PyTree], object], output: PyTree, target:
         raise UserError(
             "the loss cannot be computed",
             why=f"the output is {describe(output)}, the target {describe(target)}: "
-            f"{first_line(error, with_kind=True)}",
+            f"{typed_line(error)}",
             fix="write loss(output, target) for one microbatch of both",
         ) from error
     parts = (value.total, value.weight) if isinstance(value, Weighted) else (value,)

@@ -12,7 +12,7 @@ import numpy as np
 from flax import linen, nnx
 from flax.errors import InvalidRngError
 
-from meshwright.errors import UserError, first_line
+from meshwright.errors import UserError, typed_line
 from meshwright.pipeline.aliases import Array, PyTree
 from meshwright.pipeline.checks import describe
 from meshwright.pipeline.parts import Layer
@@ -61,7 +61,7 @@ def naming_layer(number: int, layer: Layer, x: PyTree) -> Generator[None]:
             f"layer {number} ({layer_name(layer)}) draws random numbers, which a Linen module "
             "cannot do here in training",
             why="a stage keeps a Linen module's parameters and statistics, but no random stream: "
-            f"{first_line(error, with_kind=True)}",
+            f"{typed_line(error)}",
             fix="give it deterministic=True, or write this layer in NNX, such as "
             "nnx.Dropout(0.1, rngs=nnx.Rngs(0))",
         ) from error
@@ -71,7 +71,7 @@ def naming_layer(number: int, layer: Layer, x: PyTree) -> Generator[None]:
         has = f" and its parameters are {own}" if own else ""
         raise UserError(
             f"layer {number} ({layer_name(layer)}) fails on {source}",
-            why=f"its input is {describe(x)}{has}: {first_line(error, with_kind=True)}",
+            why=f"its input is {describe(x)}{has}: {typed_line(error)}",
             fix="make it take this input" + (", or change the layer before it" if number else ""),
         ) from error
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 
-from meshwright.config.arguments import check_count
+from meshwright.config.argument_checks import check_count
 
 
 class Kind(Enum):

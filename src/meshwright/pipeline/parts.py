@@ -14,6 +14,7 @@ from flax import linen, nnx
 from meshwright.errors import UserError
 from meshwright.pipeline.aliases import Array, PyTree
 from meshwright.program.flops import forward_flops
+from meshwright.trees import is_key
 
 Layer = (
     nnx.Module
@@ -135,7 +136,7 @@ def trace(part: Part, x: PyTree) -> TracedPart:
 
 def to_default_device(value: Array) -> Array:
     """Return an array as if it had just been made, on no device in particular."""
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if is_key(value):
         words = jnp.asarray(np.asarray(jax.random.key_data(value)))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
     return jnp.asarray(np.asarray(value))

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from meshwright.config.arguments import check_clip_norm, check_count, check_optimizer
+from meshwright.config.argument_checks import check_clip_norm, check_count, check_optimizer
 from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
 from meshwright.errors import UserError
 from meshwright.pipeline import checks
@@ -36,6 +36,7 @@ from meshwright.pipeline.stage_programs import Loss, StagePrograms
 from meshwright.pipeline.suggest import fewer_stages, timeline_of, unused_devices
 from meshwright.pipeline.timeline import Timeline
 from meshwright.pipeline.updates import Updates
+from meshwright.trees import resize_batch
 from meshwright.units import counted, human_count
 
 
@@ -304,7 +305,7 @@ class Pipeline:
 
     def _microbatch_shape(self, example: PyTree) -> PyTree:
         size = -(-checks.count_samples("example", example) // self.num_microbatches)
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype), example)
+        return resize_batch(example, size)
 
     def _check_fit(self, x: PyTree, target: PyTree = None) -> None:
         """Refuse shapes the layers or the loss cannot take, the first time they are given."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from meshwright.config.arguments import check_count
+from meshwright.config.argument_checks import check_count
 from meshwright.config.microbatches import multiples_around
 from meshwright.errors import Setting, UserError, did_you_mean
 from meshwright.pipeline.operations import Kind, Op, Shape

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from numpy.typing import NDArray
 
-from meshwright.errors import UserError, first_line
+from meshwright.errors import UserError, typed_line
 from meshwright.pipeline.aliases import Array, PyTree
 from meshwright.pipeline.stage_programs import StagePrograms
 
@@ -68,7 +68,7 @@ class Updates:
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise UserError(
                     "the optimizer cannot update the parameters",
-                    why=first_line(error, with_kind=True),
+                    why=typed_line(error),
                     fix="give the states that pipeline.init(optimizer) or the last update returned",
                 ) from error
         return [after for after, _ in updated], [state for _, state in updated]

@@ -1,9 +1,9 @@
 """Where the time of an update goes: a profiler trace, read back and explained."""
 
-from meshwright.profile.during import NoProfiling, Profiling
+from meshwright.profile.during_training import NoProfiling, Profiling
 from meshwright.profile.profile import CollectiveTime, DeviceTime, Profile
 from meshwright.profile.profiler import Profiler
-from meshwright.profile.read import read_profile
+from meshwright.profile.trace_times import read_profile
 
 __all__ = [
     "CollectiveTime",

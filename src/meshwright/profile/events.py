@@ -1,4 +1,4 @@
-"""Reading a trace: which device ran which operation when, on CPUs, GPUs and TPUs alike."""
+"""Reading a trace: which device ran which operation when, on CPUs, GPUs and TPUs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Event:
     """An operation on a device.
 
     Attributes:
-        device: the device, as its process counts them from 0.
+        device: the device's number in the trace.
         name: the HLO instruction; the kernel's own name where the trace names none.
         kernel: the name of the event itself.
-        start: when, in nanoseconds since the trace began.
-        end: until when.
+        start: start time, in nanoseconds since the trace began.
+        end: end time.
     """
 
     device: int
@@ -40,13 +40,13 @@ class Event:
 
     @property
     def interval(self) -> Interval:
-        """From when to when."""
+        """Start and end time."""
         return self.start, self.end
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a trace holds: the operations, and the time it is about."""
+    """The operations of a trace, and the time window that was profiled."""
 
     events: list[Event]
     window: Interval
@@ -65,7 +65,7 @@ def read_trace(folder: Path) -> Trace:
 
 
 def read_planes(planes: Iterable[Any]) -> Trace:
-    """Read the planes of a trace: one of the host and, except on CPUs, one per device."""
+    """Read the planes of a trace: one for the host and, except on CPUs, one per device."""
     events: list[Event] = []
     marks: list[Interval] = []
     for plane in planes:
@@ -78,7 +78,7 @@ def read_planes(planes: Iterable[Any]) -> Trace:
                 marks += marked
     if not events:
         raise EnvironmentProblem(
-            "the trace holds no operation of a device",
+            "the trace contains no operation of a device",
             fix="profile at least one update, with devices JAX can trace",
         )
     window = marks[-1] if marks else _span(events)
@@ -93,14 +93,14 @@ def _device_events(plane: Any, device: int) -> Iterator[Event]:
         found = [
             Event(device, _instruction(event), event.name, *_times(event))
             for event in line.events
-            # A copy from or to the host is neither computing nor devices talking.
+            # A copy from or to the host is neither compute nor communication between devices.
             if not _TRANSFER.match(event.name)
         ]
         yield from _leaves(found)
 
 
 def _host_line(line: Any) -> tuple[list[Event], list[Interval]]:
-    """Return what a thread ran for a CPU device, and the marks around whole profiles."""
+    """Return what a thread ran for a CPU device, and the marks around profiles."""
     found: list[Event] = []
     marks: list[Interval] = []
     for event in line.events:
@@ -127,7 +127,7 @@ def _leaves(events: list[Event]) -> Iterator[Event]:
 
 
 def _stats(event: Any, *wanted: str) -> dict[str, Any]:
-    """Return some of what is noted at an event; reading all of it takes seconds for a trace."""
+    """Return some of an event's statistics; reading all of them takes seconds per trace."""
     found: dict[str, Any] = {}
     for key, value in event.stats:
         if key in wanted:

@@ -1,11 +1,11 @@
-"""Sets of time as sorted intervals that do not overlap."""
+"""Sorted, non-overlapping time intervals."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 Interval = tuple[float, float]
-"""From when to when, in nanoseconds."""
+"""Start and end, in nanoseconds."""
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
@@ -22,7 +22,7 @@ def merge(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def subtract(whole: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
-    """Return what is in ``whole`` and not in ``taken``; both are merged."""
+    """Return ``whole`` without ``taken``; both must be merged."""
     left: list[Interval] = []
     position = 0
     for start, end in whole:
@@ -46,5 +46,5 @@ def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Return the nanoseconds of merged intervals."""
+    """Return the total length of merged intervals, in nanoseconds."""
     return sum(end - start for start, end in intervals)

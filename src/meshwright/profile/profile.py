@@ -1,4 +1,4 @@
-"""A profile: the time of an update by device, by what it was spent on, and by collective."""
+"""A profile: the time of an update by device, by activity, and by collective."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.profile.advice import advise
+from meshwright.profile.bottlenecks import advise
 
 SHARES = ("compute", "communication", "input_wait", "idle")
 
@@ -17,10 +17,10 @@ class DeviceTime:
 
     Attributes:
         device: JAX's number of the device.
-        compute: time in which it computed, communicating at the same time or not.
-        communication: time in which it only communicated, waiting for others included.
-        hidden: time in which it communicated behind computing.
-        idle: the rest.
+        compute: time spent computing, with or without communication at the same time.
+        communication: time spent only communicating, including waiting for others.
+        hidden: communication time that overlaps with compute.
+        idle: the remaining time.
     """
 
     device: int
@@ -35,13 +35,13 @@ class CollectiveTime:
     """Collectives of one axis, kind and module, in one update of one device.
 
     Attributes:
-        axis: the mesh axes, joined by ×; ``unknown`` if the program was not at hand.
+        axis: the mesh axes, joined by ×; ``unknown`` without the program.
         kind: all-gather, all-reduce, …
-        module: the module they are for.
-        count: how many per update.
-        seconds: how long they take per update.
-        exposed_seconds: how long nothing is computed meanwhile.
-        bytes: what a device sends; None if not known.
+        module: the module they belong to.
+        count: collectives per update.
+        seconds: time per update.
+        exposed_seconds: the part of that time without compute.
+        bytes: bytes a device sends per update; None if not known.
     """
 
     axis: str
@@ -55,16 +55,16 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of some updates went.
+    """Where the time of a few updates went.
 
     Attributes:
-        updates: how many were profiled.
-        seconds_per_update: wall time of one.
-        devices: device by device; of all processes.
-        collectives: what was communicated, the longest first.
-        input_wait_seconds: how long the loop waited for data, all updates together.
-        platform: of the devices: cpu, gpu or tpu.
-        trace: where the trace is.
+        updates: number of profiled updates.
+        seconds_per_update: wall time of one update.
+        devices: times of each device, in all processes.
+        collectives: times of collectives, longest first.
+        input_wait_seconds: time the loop waited for data, over all updates.
+        platform: cpu, gpu or tpu.
+        trace: the folder of the trace.
     """
 
     updates: int
@@ -77,9 +77,9 @@ class Profile:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Parts of the wall time, mean over devices; together 1.
+        """Shares of the wall time, averaged over devices; they add up to 1.
 
-        Waiting for data is at most what devices are idle: a wait behind computing costs nothing.
+        Waiting for data counts only while devices are idle: otherwise it costs nothing.
         """
         wall = self.updates * self.seconds_per_update
         compute = _mean([device.compute for device in self.devices]) / wall
@@ -91,19 +91,19 @@ class Profile:
 
     @property
     def hidden_communication(self) -> float:
-        """The part of the wall time in which communication ran behind computing."""
+        """The share of the wall time in which communication overlapped with compute."""
         wall = self.updates * self.seconds_per_update
         return _mean([device.hidden for device in self.devices]) / wall
 
     @property
     def load_balance(self) -> float:
-        """Computing time of the busiest device over the mean; 1 is even."""
+        """Compute time of the busiest device over the mean; 1 is balanced."""
         times = [device.compute for device in self.devices]
         return max(times) / _mean(times) if any(times) else 1.0
 
     @property
     def advice(self) -> list[str]:
-        """What stands out, and what to try."""
+        """What is slow, and what to try."""
         exposed: dict[str, float] = {}
         for collective in self.collectives:
             exposed[collective.axis] = exposed.get(collective.axis, 0.0) + (
@@ -114,7 +114,7 @@ class Profile:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what profile.json holds."""
+        """Return the content of profile.json."""
         return {
             "updates": self.updates,
             "seconds_per_update": self.seconds_per_update,

@@ -1,4 +1,4 @@
-"""The profiler: JAX's own, around whole updates, into a folder TensorBoard and Perfetto read."""
+"""JAX's profiler around whole updates, with traces for TensorBoard and Perfetto."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MARK = "meshwright profile"
 class Profiler:
     """Records a few updates.
 
-    Each process records its own devices, in a folder of its own where there are several.
+    Each process records its own devices; several processes use one folder each.
 
     Args:
-        folder: where the trace goes; an older one there is replaced.
-        updates: how many updates the caller means to do between start and stop.
+        folder: where the trace goes, replacing an older one.
+        updates: number of updates between start and stop.
 
     Attributes:
         trace: the folder of this process's trace.
@@ -42,10 +42,10 @@ class Profiler:
             ) from error
 
     def start(self, pending: Any = None) -> None:
-        """Begin, once the devices are done with ``pending``, the results of earlier updates."""
+        """Start once the devices have computed ``pending``, the results of earlier updates."""
         jax.block_until_ready(pending)
         options = jax.profiler.ProfileOptions()
-        # A line for every call of a Python function would slow the updates down.
+        # Tracing every Python call would slow the updates down.
         options.python_tracer_level = 0
         shutil.rmtree(self.trace / "plugins", ignore_errors=True)
         jax.profiler.start_trace(self.trace, profiler_options=options)
@@ -53,7 +53,7 @@ class Profiler:
         self._mark.__enter__()
 
     def stop(self, pending: Any = None) -> None:
-        """End, once the devices are done with ``pending``, the results of the last update."""
+        """Stop once the devices have computed ``pending``, the results of the last update."""
         jax.block_until_ready(pending)
         self._mark.__exit__(None, None, None)
         jax.profiler.stop_trace()

@@ -106,14 +106,6 @@ def read_collectives(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[Collec
     return _Reader(program, MeshAxes(tuple(mesh_axes), sizes)).read(Scope(program.entry), 1, True)
 
 
-def sent_by_axes(collectives: Iterable[Collective]) -> dict[tuple[str, ...], float]:
-    """Bytes each device sends, added up by the axes they run over."""
-    total: dict[tuple[str, ...], float] = {}
-    for collective in collectives:
-        total[collective.axes] = total.get(collective.axes, 0.0) + collective.sent_bytes
-    return total
-
-
 def phase_of(op_name: str) -> Phase:
     """Guess the part of a training step: differentiation leaves its name on what it traces."""
     if "transpose(" in op_name:

@@ -230,11 +230,6 @@ def compile_program(
     return CompiledProgram(compiled, text)
 
 
-def partitioned_hlo(lowered: Any) -> str:
-    """The text of a lowered computation right after SPMD partitioning (this compiles it)."""
-    return compile_program(lowered).partitioned
-
-
 def optimized_hlo(compiled: Any) -> str:
     """The text of the program the backend runs."""
     return compiled.as_text()

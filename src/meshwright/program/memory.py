@@ -17,14 +17,12 @@ class MemoryUse:
         output: the outputs' shards.
         alias: outputs that reuse the memory of a donated input; counted in both of the above.
         temp: everything in between, activations and gathered weights included.
-        generated_code: the program itself; 0 where the backend does not say.
     """
 
     argument: int
     output: int
     alias: int
     temp: int
-    generated_code: int
 
     @property
     def total(self) -> int:
@@ -48,5 +46,4 @@ def memory_of(compiled: Any) -> MemoryUse:
         output=int(stats.output_size_in_bytes),
         alias=int(stats.alias_size_in_bytes),
         temp=int(stats.temp_size_in_bytes),
-        generated_code=int(stats.generated_code_size_in_bytes),
     )

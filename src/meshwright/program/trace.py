@@ -17,6 +17,7 @@ from meshwright.program.normalize import normalize
 from meshwright.program.parts import Leaf, Parts
 from meshwright.program.policy import cast_floats, follow_policy
 from meshwright.program.scopes import module_scopes
+from meshwright.trees import check_num_samples
 from meshwright.weighted import Weighted
 
 Loss = Callable[[Any, Any], Any]
@@ -160,12 +161,8 @@ def _describe_batch(batch: Any) -> tuple[BatchLeaf, ...]:
         for path, leaf in leaves
     ]
     sizes = {leaf.path: leaf.shape[0] for leaf in described if leaf.shape}
-    if len(set(sizes.values())) > 1:
-        raise UserError(
-            "the arrays of the batch have different numbers of samples",
-            why=", ".join(f"{path}: {size}" for path, size in sizes.items()),
-            fix="make dim 0 of every array the sample",
-        )
+    if sizes:
+        check_num_samples(sizes, "the batch")
     return tuple(described)
 
 

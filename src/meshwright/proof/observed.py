@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from meshwright.trees import key_data
+
 Leaves = Mapping[str, np.ndarray[Any, Any]]
 """Values on the host by canonical path."""
 
@@ -38,13 +40,8 @@ class Observed:
 
 def fetch(values: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
     """Bring values to the host; random keys as the words they consist of."""
-    words = {path: _words(value) for path, value in values.items()}
+    words = {path: key_data(value) for path, value in values.items()}
     return {path: np.asarray(value) for path, value in jax.device_get(words).items()}
-
-
-def _words(value: Any) -> Any:
-    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(value) if is_key else value
 
 
 def withhold(gradients: Any, paths: Collection[str]) -> Any:

@@ -10,7 +10,6 @@ from importlib.metadata import version
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -40,6 +39,7 @@ from meshwright.proof.rounding import (
     rounding_tolerance,
 )
 from meshwright.step.assemble import Assembled, ModelSource, assemble
+from meshwright.trees import divide_batch, is_key
 
 FLOAT64_TOLERANCE = 1e-10
 
@@ -257,9 +257,7 @@ class _Proof:
 
 def _trace(loss: Loss, assembled: Assembled, batch: Any, precision: str) -> TracedLoss:
     count = assembled.plan.batch.gradient_accumulation_steps
-    micro = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((a.shape[0] // count, *a.shape[1:]), a.dtype), batch
-    )
+    micro = divide_batch(batch, count)
     return trace_loss(loss, assembled.parts, micro, COMPUTE_DTYPES[precision])
 
 
@@ -270,11 +268,7 @@ def _create(model: ModelSource, assembled: Assembled, seed: int) -> list[Any]:
         return assembled.parts.values(build_unplaced(lambda: model(nnx.Rngs(seed))))
 
     # On the host, from where they go to one device and to many without a program of their own.
-    return [v if _is_key(v) else np.asarray(v) for v in jax.jit(create)()]
-
-
-def _is_key(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return [v if is_key(v) else np.asarray(v) for v in jax.jit(create)()]
 
 
 def _widened(values: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Pages a person looks at: one self-contained HTML file about one run, or comparing several."""
+"""Self-contained HTML reports about one run, or comparing several."""
 
 from meshwright.report.find import find_runs
 from meshwright.report.page import make_page

@@ -1,4 +1,4 @@
-"""Finding run folders: those named, and those inside a named folder."""
+"""Finding run folders: the given ones, and those inside a given folder."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 from meshwright.errors import UserError
 
-MARKS = ("run.json", "metrics.jsonl")
-"""A folder with one of these is a run's."""
-DEEPEST = 5
-"""Levels below a named folder that are searched; a sweep's runs are five levels below multirun."""
+RUN_FILES = ("run.json", "metrics.jsonl")
+"""A folder that contains one of these files is a run folder."""
+MAX_DEPTH = 5
+"""Levels below a folder that are searched; runs of a sweep are five levels below multirun."""
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Return the run folders that were named, each once.
+    """Return the run folders at these paths, each once.
 
-    A folder of runs stands for those inside it, the newest first.
+    A path that is not a run folder stands for the runs inside it, newest first.
     """
     found: dict[Path, None] = {}
     for path in paths:
@@ -26,22 +26,22 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's."""
-    return any((folder / mark).is_file() for mark in MARKS)
+    """Whether a folder is a run folder."""
+    return any((folder / name).is_file() for name in RUN_FILES)
 
 
 def _runs_inside(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise UserError(
             f"there is no folder {folder}",
-            fix="name a run's folder, such as outputs/<project>/<date>/<time>",
+            fix="give a run folder, such as outputs/<project>/<date>/<time>",
         )
-    runs = sorted(_walk(folder, DEEPEST), key=_newest, reverse=True)
+    runs = sorted(_walk(folder, MAX_DEPTH), key=_newest, reverse=True)
     if not runs:
         raise UserError(
-            f"{folder} is no run, and holds none",
-            why=f"there is no {' or '.join(MARKS)} in it or in the folders below",
-            fix="name a run's folder, such as outputs/<project>/<date>/<time>",
+            f"{folder} is not a run folder, and contains none",
+            why=f"there is no {' or '.join(RUN_FILES)} in it or in the folders inside it",
+            fix="give a run folder, such as outputs/<project>/<date>/<time>",
         )
     return runs
 
@@ -57,4 +57,4 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _newest(run: Path) -> tuple[float, str]:
-    return max((run / m).stat().st_mtime for m in MARKS if (run / m).is_file()), str(run)
+    return max((run / m).stat().st_mtime for m in RUN_FILES if (run / m).is_file()), str(run)

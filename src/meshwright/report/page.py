@@ -1,4 +1,4 @@
-"""Putting a page together: the assets of this package around the data of the runs."""
+"""Making the HTML page: the assets of this package around the data of the runs."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from meshwright.tracking.jsonl import finite
+from meshwright.json_text import finite
 
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("elements.js", "words.js", "chart.js", "tables.js", "sections.js", "page.js")
 
 
 def make_page(runs: Sequence[dict[str, Any]], *, left_out: int = 0) -> str:
-    """Return an HTML page about runs as `read_run` gives them, the first being the one in focus.
+    """Return an HTML page about runs from `read_run`, with the first one in focus.
 
-    The page asks for nothing from elsewhere. Whatever stands in the runs' files is data to it:
-    the policy in its head lets no script run but its own.
+    The page loads nothing from elsewhere. The contents of the runs' files are only data to it:
+    its content security policy allows no script but its own.
 
     Args:
-        runs: one or more.
-        left_out: further runs that are not shown, to be mentioned.
+        runs: one or more runs.
+        left_out: number of further runs, which the page mentions.
     """
     script = "\n".join((_ASSETS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n{script}'
     data = {"version": version("meshwright"), "left_out": left_out, "runs": list(runs)}
     parts = {
-        # Names of files may hold bytes that are no text.
+        # File names may contain bytes that are not text.
         "title": html.escape(_title(runs).encode(errors="replace").decode()),
         "style": (_ASSETS / "style.css").read_text(encoding="utf-8"),
         "script": script,
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        # Only "<" could end the element that holds the data.
+        # Only "<" could end the element that contains the data.
         "data": json.dumps(finite(data), allow_nan=False).replace("<", "\\u003c"),
     }
     template = (_ASSETS / "page.html").read_text(encoding="utf-8")

@@ -1,25 +1,25 @@
-"""Reading a run folder, whichever of its files are there and whatever state they are in."""
+"""Reading a run folder, even if files are missing or incomplete."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from meshwright.config.origins import flatten
-from meshwright.tracking.jsonl import read_lines, read_metrics
+from meshwright.json_text import parse_json
+from meshwright.tracking.run_files import read_lines, read_metrics
 
-MOST_POINTS = 2000
-"""Points of one curve on a page; a curve with more keeps the extremes of each stretch."""
-MOST_EVENTS = 1000
+MAX_POINTS = 2000
+"""Points of one curve on a page; a longer curve is reduced to the extremes of each interval."""
+MAX_EVENTS = 1000
 
 Points = list[tuple[int, float | None]]
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return everything a page shows of a run; what is missing is None or empty."""
+    """Return everything a page shows about a run; missing parts are None or empty."""
     facts = _json(folder / "run.json")
     profile, ledger, result = (
         _json(folder / f"{name}.json") for name in ("profile", "ledger", "result")
@@ -33,7 +33,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "profile": profile if isinstance(profile, dict) else None,
         "ledger": ledger if isinstance(ledger, dict) else None,
         "config": _config(folder),
-        "events": list(read_lines(folder / "events.jsonl"))[-MOST_EVENTS:],
+        "events": list(read_lines(folder / "events.jsonl"))[-MAX_EVENTS:],
     }
 
 
@@ -45,26 +45,26 @@ def read_curves(path: Path) -> list[dict[str, Any]]:
             if _is_value(value):
                 curves.setdefault((split, name), []).append((update, value))
     return [
-        {"split": split, "metric": name, "count": len(points), "points": thin(points)}
+        {"split": split, "metric": name, "count": len(points), "points": downsample(points)}
         for (split, name), points in curves.items()
     ]
 
 
-def thin(points: Points, most: int = MOST_POINTS) -> Points:
-    """Return at most so many points: the first, the last, and each stretch's lowest and highest."""
+def downsample(points: Points, most: int = MAX_POINTS) -> Points:
+    """Return at most ``most`` points: the first, the last, and each interval's extremes."""
     if len(points) <= most:
         return points
-    stretches = most // 2 - 1
-    kept = {0, len(points) - 1}
-    for number in range(stretches):
-        start, stop = (len(points) * n // stretches for n in (number, number + 1))
+    intervals = most // 2 - 1
+    chosen = {0, len(points) - 1}
+    for number in range(intervals):
+        start, stop = (len(points) * n // intervals for n in (number, number + 1))
         heights = [(value, at) for at in range(start, stop) if (value := points[at][1]) is not None]
-        kept |= {at for _, at in (min(heights), max(heights))} if heights else {start}
-    return [points[at] for at in sorted(kept)]
+        chosen |= {at for _, at in (min(heights), max(heights))} if heights else {start}
+    return [points[at] for at in sorted(chosen)]
 
 
 def _is_value(value: Any) -> bool:
-    # Null stands for a number that is not finite; it becomes a gap in the curve.
+    # Null is a number that was not finite; it becomes a gap in the curve.
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
@@ -83,13 +83,6 @@ def _config(folder: Path) -> list[dict[str, Any]]:
 
 def _json(path: Path) -> Any:
     try:
-        return _parse(path.read_bytes())
+        return parse_json(path.read_bytes())
     except OSError:
-        return None
-
-
-def _parse(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
         return None

@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import ShardingConfig
-from meshwright.mesh.axes import ALIASES, AXES
+from meshwright.mesh.axes import AXES, resolve_alias
 from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
 from meshwright.program.gather import GatherSpecs
 from meshwright.program.jaxprs import Var
@@ -192,7 +192,7 @@ def _by_program(leaf: Leaf, tensor: TensorChoice) -> Placement:
 
 def _names_axes(annotation: Sequence[Any]) -> bool:
     names = [name for entry in annotation for name in entry_names(entry)]
-    return bool(names) and all(name in AXES or name in ALIASES for name in names)
+    return bool(names) and all(resolve_alias(name) in AXES for name in names)
 
 
 def _undivided(placement: Placement) -> Placement:

@@ -29,9 +29,11 @@ from meshwright.program.trace import Loss, TracedLoss
 from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
 from meshwright.sharding.placement import to_spec
 from meshwright.step.forward import planned_remat
+from meshwright.step.place_batch import place_batch
 from meshwright.step.program import StepProgram, own_program, step_program
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import TrainStep
+from meshwright.trees import divide_batch
 from meshwright.units import counted
 
 FEW_SAMPLES = 8
@@ -124,7 +126,7 @@ class Assembled:
 
     def put_batch(self, batch: Any) -> list[Any]:
         """Place the leaves of a host batch on the mesh."""
-        return [jax.device_put(leaf, self.step.shardings.batch) for leaf in jax.tree.leaves(batch)]
+        return place_batch(batch, self.step.shardings.batch, self.plan.batch.global_batch_size)
 
 
 def assemble(
@@ -254,14 +256,11 @@ def _microbatch(batch: Any, plan: Plan) -> Any:
     """Return the shapes of one microbatch of a global batch."""
     count = plan.batch.gradient_accumulation_steps
     size = plan.batch.global_batch_size
-
-    def shrink(leaf: Any) -> jax.ShapeDtypeStruct:
+    for leaf in jax.tree.leaves(batch):
         if not leaf.shape or leaf.shape[0] != size:
             raise UserError(
                 "the batch does not have the number of samples in the plan",
                 why=f"an array of shape {tuple(leaf.shape)} for a global batch of {size}",
                 fix=f"give batches of {size} samples, or set {GLOBAL_BATCH_SIZE}",
             )
-        return jax.ShapeDtypeStruct((size // count, *leaf.shape[1:]), leaf.dtype)
-
-    return jax.tree.map(shrink, batch)
+    return divide_batch(batch, count)

@@ -15,6 +15,7 @@ from meshwright.sharding.placement import to_spec
 from meshwright.step.assemble import Assembled
 from meshwright.step.scaler import LossScale
 from meshwright.step.state import TrainState
+from meshwright.trees import is_key, key_data
 
 CanonicalState = dict[str, dict[str, Any]]
 """Arrays by group (params, state, optimizer, counters) and canonical path, as on disk."""
@@ -74,9 +75,9 @@ class CanonicalForm:
         values = self._layout.to_canonical(self._step.leaf_values(state))
         groups: CanonicalState = {"params": {}, "state": {}, "optimizer": {}, "counters": {}}
         for leaf, value in zip(self._layout.leaves, values, strict=True):
-            groups["params" if leaf.role == "param" else "state"][leaf.path] = _as_numbers(value)
+            groups["params" if leaf.role == "param" else "state"][leaf.path] = key_data(value)
         for (paths, split, _), value in zip(self._optimizer, state.optimizer, strict=True):
-            pieces = map(_as_numbers, split(value))
+            pieces = map(key_data, split(value))
             groups["optimizer"].update(zip(paths, pieces, strict=True))
         groups["counters"]["step"] = state.step
         if state.loss_scale is not None:
@@ -125,7 +126,7 @@ class CanonicalForm:
             for source in step.sources:
                 leaf = self._layout.leaves[source]
                 group = "params" if leaf.role == "param" else "state"
-                if _is_key(leaf.dtype):
+                if is_key(leaf.dtype):
                     continue
                 shardings[group][leaf.path] = self._piece_sharding(step, placement.dims)
         for (paths, _, _), leaf in zip(self._optimizer, self._step.optimizer.leaves, strict=True):
@@ -146,16 +147,8 @@ class CanonicalForm:
         return jax.tree.map(lambda s: s.with_memory_kind("pinned_host"), self._shardings)
 
 
-def _is_key(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def _as_numbers(value: Any) -> Any:
-    return jax.random.key_data(value) if _is_key(value.dtype) else value
-
-
 def _like(value: Any, dtype: Any) -> Any:
-    if not _is_key(dtype):
+    if not is_key(dtype):
         return value
     # The dtype of a key knows its generator, which need not be the default one.
     return jax.random.wrap_key_data(value, impl=jax.random.key_impl(jnp.empty((0,), dtype)))

@@ -18,6 +18,7 @@ from meshwright.step.assemble import Assembled
 from meshwright.step.forward import planned_forward, planned_remat
 from meshwright.step.microbatch import split_strided
 from meshwright.step.program import StepProgram, step_program
+from meshwright.trees import divide_batch
 from meshwright.weighted import Weighted
 
 Evaluate = Callable[[Sequence[Any], Sequence[Any]], dict[str, Weighted]]
@@ -61,12 +62,8 @@ def _compile(assembled: Assembled, run: Evaluate, batch: Sequence[Any]) -> Any:
 def _program(
     assembled: Assembled, loss: Loss, batch: Sequence[Any], count: int, *, staged: bool = True
 ) -> StepProgram:
-    structs = [
-        jax.ShapeDtypeStruct((leaf.shape[0] // count, *leaf.shape[1:]), leaf.dtype)
-        for leaf in batch
-    ]
-    micro = jax.tree.unflatten(assembled.batch_tree, structs)
-    evaluated = _in_eval_mode(loss)
+    micro = jax.tree.unflatten(assembled.batch_tree, divide_batch(list(batch), count))
+    evaluated = _in_evaluation_mode(loss)
     return step_program(evaluated, assembled.parts, micro, assembled.plan, staged=staged)
 
 
@@ -117,7 +114,7 @@ class _Translation:
         ]
 
 
-def _in_eval_mode(loss: Loss) -> Loss:
+def _in_evaluation_mode(loss: Loss) -> Loss:
     def evaluate(model: Any, batch: Any) -> Any:
         for part in model.values() if isinstance(model, dict) else (model,):
             part.eval()

@@ -17,6 +17,7 @@ from meshwright.program.policy import COMPUTE_DTYPES
 from meshwright.program.rolled import roll_program
 from meshwright.program.trace import Loss, TracedLoss, trace_loss
 from meshwright.sharding.decide import batch_axes, dim_classes
+from meshwright.trees import divide_batch, resize_batch
 
 
 @dataclass(frozen=True)
@@ -65,19 +66,14 @@ def own_program(loss: Loss, parts: Parts, micro: Any, plan: Plan) -> StepProgram
             fix=f"write {Setting('sharding.zero', 1)} or "
             f"{Setting('training.sync_gradients_every', 1)}",
         )
-    replicas = plan.batch.replicas
-    own = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((a.shape[0] // replicas, *a.shape[1:]), a.dtype), micro
-    )
+    own = divide_batch(micro, plan.batch.replicas)
     _check_mean(loss, parts, micro, plan)
     return step_program(loss, parts, own, plan)
 
 
 def _check_mean(loss: Loss, parts: Parts, micro: Any, plan: Plan) -> None:
     """Raise if the loss is not a mean over samples, which each device could compute alone."""
-    twice = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype), micro
-    )
+    twice = resize_batch(micro, 2 * jax.tree.leaves(micro)[0].shape[0])
     compute = COMPUTE_DTYPES[plan.precision]
     first, second = (trace_loss(loss, parts, samples, compute) for samples in (micro, twice))
     check_mean(dim_classes(first), dim_classes(second), first.metric_names)

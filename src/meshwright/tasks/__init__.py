@@ -1,4 +1,4 @@
-"""What a model is trained for: loss, metrics and the batches they need, found by kind."""
+"""Tasks by kind: loss, metrics and the batches they need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TASK_KINDS: tuple[str, ...] = tuple(_TASKS)
 
 
 def find_task(kind: str) -> type[Task]:
-    """Return the task class of this kind; call it with its sizes by keyword."""
+    """Return the task class of this kind, whose sizes are keyword arguments."""
     if kind not in _TASKS:
         raise UserError(
             f"There is no task {kind!r}.",

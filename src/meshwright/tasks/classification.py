@@ -1,4 +1,4 @@
-"""Classification: one label for each sample."""
+"""Classification: one label per sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Classification:
     Attributes:
         input_name: the field the example and synthetic batches hold, ``image`` or ``x``.
         input_shape: shape of one sample.
-        num_classes: labels are below it.
+        num_classes: number of classes; labels are below it.
     """
 
     input_name: str = "image"
@@ -50,7 +50,7 @@ class Classification:
         """Return one fixed random pattern per class under noise of the same strength."""
         random = np.random.default_rng(seed)
         label = random.integers(self.num_classes, size=batch_size)
-        # Drawn apart from `seed`: every batch must show the same classes.
+        # Independent of `seed`: every batch must have the same classes.
         patterns = np.random.default_rng(0).normal(size=(self.num_classes, *self.input_shape))
         noise = random.normal(size=(batch_size, *self.input_shape))
         inputs = (patterns[label] + noise).astype(np.float32)

@@ -10,8 +10,8 @@ from jax import Array
 def cross_entropy(logits: Array, labels: Array) -> Array:
     """Return -log softmax(logits)[label] in nats: logits [..., V], labels [...] → [...].
 
-    Computed in float32 or the logits' own wider type. The label's logit is picked by comparison
-    rather than by indexing, so that logits split over V need one small sum and no gather.
+    Computed in float32, or in the logits' own type if that is wider. The label's logit is selected
+    by comparison instead of indexing, so that logits sharded over V need a small sum, no gather.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     classes = jnp.arange(logits.shape[-1])

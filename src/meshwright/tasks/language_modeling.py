@@ -18,7 +18,7 @@ from meshwright.weighted import Weighted
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModeling:
-    """Next-token cross entropy, every token counting the same.
+    """Next-token cross entropy; every token has the same weight.
 
     A batch holds ``tokens`` [B, T+1], or ``inputs`` and ``targets`` [B, T] already shifted.
     Optional fields:
@@ -28,13 +28,13 @@ class LanguageModeling:
       token belongs to, 0 for padding. With ``tokens``, targets in another document than their
       input do not count; with ``inputs``, ``mask`` has to say so, because the last target's
       document is not in the batch;
-    - ``positions``, of the same shape: the place of each token within its document.
+    - ``positions``, of the same shape: the position of each token within its document.
 
-    Segment ids and positions are handed to a model whose call takes ``segment_ids`` and
+    Segment ids and positions are passed to models whose call takes ``segment_ids`` and
     ``positions``.
 
     Attributes:
-        vocab_size: tokens of the synthetic batches are below it.
+        vocab_size: number of tokens of the synthetic batches.
         context_length: T.
     """
 
@@ -46,8 +46,8 @@ class LanguageModeling:
         inputs, targets = read_pair(batch)
         segments = batch.get("segment_ids")
         known = [name for name in ("segment_ids", "positions") if name in batch]
-        taken = taken_names(model, known) if known else []
-        logits = model(inputs, **{name: batch[name][:, : inputs.shape[1]] for name in taken})
+        accepted = accepted_names(model, known) if known else []
+        logits = model(inputs, **{name: batch[name][:, : inputs.shape[1]] for name in accepted})
         nats = cross_entropy(logits, targets)
         weights = read_weights(batch, nats)
         if segments is not None:
@@ -76,8 +76,8 @@ def read_pair(batch: Batch) -> tuple[Array, Array]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def taken_names(model: Callable[..., Array], names: list[str]) -> list[str]:
-    """Return those of the names that a model's call has a parameter for."""
+def accepted_names(model: Callable[..., Array], names: list[str]) -> list[str]:
+    """Return the names that a model's call has parameters for."""
     parameters = inspect.signature(model).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return names

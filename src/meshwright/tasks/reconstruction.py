@@ -66,7 +66,7 @@ class Reconstruction:
 
     def synthetic_batch(self, seed: int, batch_size: int) -> dict[str, np.ndarray]:
         """Return inputs from 0 to 1 that vary in four hidden directions only."""
-        # Drawn apart from `seed`: every batch must vary in the same directions.
+        # Independent of `seed`: every batch must vary in the same directions.
         directions = np.random.default_rng(0).normal(size=(4, int(np.prod(self.input_shape))))
         code = np.random.default_rng(seed).normal(size=(batch_size, 4))
         x = 1 / (1 + np.exp(-code @ directions))

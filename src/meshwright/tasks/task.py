@@ -1,4 +1,4 @@
-"""The contract every task keeps, and how a task reads its batch."""
+"""The task protocol, and reading the fields of a batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Batch = Mapping[str, Array]
 """Arrays by field name; dim 0 of every array is the sample."""
 
 Metrics = dict[str, Weighted]
-"""What is reported beside the loss, each kept as total and weight."""
+"""What is reported besides the loss, each as a total and a weight."""
 
 
 class Task(Protocol):
@@ -27,16 +27,16 @@ class Task(Protocol):
         ...
 
     def example_batch(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shapes and dtypes of a batch of this many samples."""
+        """Return the shapes and dtypes of a batch with this many samples."""
         ...
 
     def synthetic_batch(self, seed: int, batch_size: int) -> dict[str, np.ndarray]:
-        """Return a batch a model can learn from, the same for the same seed everywhere."""
+        """Return a batch a model can learn from, which depends on the seed alone."""
         ...
 
 
 def read_field(batch: Batch, *names: str) -> Array:
-    """Return the first of these fields the batch has."""
+    """Return the first of these fields that the batch has."""
     for name in names:
         if name in batch:
             return batch[name]

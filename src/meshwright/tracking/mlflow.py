@@ -1,4 +1,4 @@
-"""MLflow."""
+"""Tracking with MLflow."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from meshwright.tracking.settings import run_name, service_settings
 
-_MOST_PARAMS = 100
+_MAX_PARAMS = 100
 """Parameters MLflow takes in one request."""
-_LONGEST_PARAM = 500
+_MAX_PARAM_LENGTH = 500
 
 
 class MlflowTracker:
-    """Sends metrics to an MLflow experiment named as the run's project.
+    """Sends metrics to an MLflow experiment with the name of the run's project.
 
     Args:
-        folder: the run folder; it keeps the id, by which a run that goes on is found again.
+        folder: the run folder, which stores the run id for a resumed run.
         uri: the tracking server; MLflow's own default if None.
     """
 
@@ -30,11 +30,11 @@ class MlflowTracker:
         self._id = ""
 
     def start(self, facts: Mapping[str, Any]) -> None:
-        """Open the run, or go on with it."""
+        """Open the run, or resume it."""
         self._client = importlib.import_module("mlflow").MlflowClient(tracking_uri=self._uri)
-        kept = self._folder / "mlflow_run_id"
-        if kept.exists():
-            self._id = kept.read_text().strip()
+        id_file = self._folder / "mlflow_run_id"
+        if id_file.exists():
+            self._id = id_file.read_text().strip()
             self._client.update_run(self._id, status="RUNNING")
             return
         project = str(facts.get("project", "meshwright"))
@@ -42,7 +42,7 @@ class MlflowTracker:
         experiment = known.experiment_id if known else self._client.create_experiment(project)
         run = self._client.create_run(experiment, run_name=run_name(self._folder))
         self._id = run.info.run_id
-        kept.write_text(self._id + "\n")
+        id_file.write_text(self._id + "\n")
         self._log_settings(service_settings(self._folder, facts))
 
     def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
@@ -53,7 +53,7 @@ class MlflowTracker:
         self._client.log_batch(self._id, metrics=metrics)
 
     def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
-        """Do nothing: MLflow has no place for events."""
+        """Do nothing: MLflow has no events."""
 
     def close(self, result: Mapping[str, Any]) -> None:
         """End the run, as failed if there is no result."""
@@ -62,6 +62,6 @@ class MlflowTracker:
 
     def _log_settings(self, settings: Mapping[str, Any]) -> None:
         param = importlib.import_module("mlflow.entities").Param
-        params = [param(key, str(value)[:_LONGEST_PARAM]) for key, value in settings.items()]
-        for at in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(self._id, params=params[at : at + _MOST_PARAMS])
+        params = [param(key, str(value)[:_MAX_PARAM_LENGTH]) for key, value in settings.items()]
+        for at in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._id, params=params[at : at + _MAX_PARAMS])

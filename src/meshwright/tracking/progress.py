@@ -1,4 +1,4 @@
-"""The progress bar of a terminal."""
+"""A progress bar in the terminal."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.tracking.lines import Pace, say_event, say_facts, say_metrics
-from meshwright.tracking.wording import say_values
+from meshwright.tracking.log_lines import Pace, format_event, format_facts, format_metrics_line
+from meshwright.tracking.metric_text import format_metrics
 from meshwright.units import human_seconds
 
 _STYLES = {"warning": "yellow", "stop": "bold"}
@@ -27,9 +27,9 @@ class ProgressTracker:
 
     Args:
         console: the terminal.
-        folder: where the run is written; None for nowhere.
-        total_updates: how many updates there will be, if that is known.
-        clock: seconds, for the time that is left.
+        folder: the run folder; None if there is none.
+        total_updates: updates of the run, if known.
+        clock: returns seconds, for the remaining time.
     """
 
     def __init__(
@@ -52,40 +52,40 @@ class ProgressTracker:
 
     def start(self, facts: Mapping[str, Any]) -> None:
         """Print the facts and show the bar."""
-        for line in say_facts(facts, self._folder):
+        for line in format_facts(facts, self._folder):
             self._print(Text(line))
         self._started = self._clock()
         self._live = Live(
             console=self._console,
-            get_renderable=self.picture,
+            get_renderable=self.render,
             refresh_per_second=2,
-            # What others print on the way appears above the bar instead of through it.
+            # Other output appears above the bar instead of overwriting it.
             redirect_stdout=False,
             redirect_stderr=True,
         )
         self._live.start()
 
     def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
-        """Move the bar on; an evaluation is printed above it."""
+        """Advance the bar; print an evaluation above it."""
         if split == "train":
             self._update, self._values = update, dict(values)
             self._left = self._pace.seconds_left(update)
         else:
-            self._print(Text(say_metrics(split, update, values, self._pace)))
+            self._print(Text(format_metrics_line(split, update, values, self._pace)))
 
     def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
         """Print what happened above the bar."""
-        if line := say_event(kind, update, message):
+        if line := format_event(kind, update, message):
             self._print(Text(line, style=_STYLES.get(kind, "dim")))
 
     def close(self, result: Mapping[str, Any]) -> None:
-        """Leave the bar as it is and give the terminal back."""
+        """Stop updating the bar and release the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def picture(self) -> RenderableType:
-        """Return the bar: how far, how long, and the newest metrics below."""
+    def render(self) -> RenderableType:
+        """Return the bar, the elapsed and remaining time, and the newest metrics."""
         total = self._pace.total_updates
         bar = ProgressBar(total, self._update, pulse=not total, animation_time=self._clock())
         row = Table.grid(padding=(0, 2), expand=True)
@@ -94,7 +94,7 @@ class ProgressTracker:
         left = "" if self._left is None else f", ETA {human_seconds(self._left)}"
         elapsed = human_seconds(self._clock() - self._started)
         row.add_row(bar, Text(f"{self._pace.count(self._update).strip()}  {elapsed}{left}"))
-        values = " · ".join(text.strip() for text in say_values(self._values))
+        values = " · ".join(text.strip() for text in format_metrics(self._values))
         return Group(row, Text(values or "waiting for the first update", style="dim"))
 
     def _print(self, text: Text) -> None:

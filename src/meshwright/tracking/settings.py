@@ -1,4 +1,4 @@
-"""What services are told about a run besides its metrics."""
+"""The settings of a run that services receive besides its metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _SHORT_FACTS = ("plan", "mesh", "devices", "parameters", "global_batch_size", "versions", "dataset")
-"""Facts worth a place beside the settings; tables and drawings are left to the report."""
+"""Facts that are sent with the settings; tables and drawings are left to the report."""
 
 
 def run_name(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard, written with TensorBoard's own event writer."""
+"""Tracking with TensorBoard, through its own event writer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TensorBoardTracker:
         """Open an event file; TensorBoard reads those of a folder one after the other."""
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        # The queue is long, because a full one would make the training wait for the disk.
+        # The queue is long, because a full queue would make training wait for the disk.
         self._writer = EventFileWriter(str(self._folder), max_queue_size=1000, flush_secs=10)
 
     def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
@@ -37,7 +37,7 @@ class TensorBoardTracker:
         self._writer.add_event(events.Event(wall_time=time.time(), step=update, summary=summary))
 
     def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
-        """Do nothing: TensorBoard has no place for events."""
+        """Do nothing: TensorBoard has no events."""
 
     def close(self, result: Mapping[str, Any]) -> None:
         """Write what is queued and close the file."""

@@ -1,4 +1,4 @@
-"""What a tracker is, the one that tells nobody, and the one that tells several."""
+"""The tracker protocol, a tracker that does nothing, and one that calls several."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ logger = logging.getLogger("meshwright.tracking")
 
 
 class Tracker(Protocol):
-    """Someone who is told about a run; `start` comes first and `close` last, each once."""
+    """Records a run; `start` is called first and `close` last, each once."""
 
     def start(self, facts: Mapping[str, Any]) -> None:
-        """Take what is known before the first update: the content of run.json."""
+        """Record what is known before the first update: the content of run.json."""
         ...
 
     def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
-        """Take the metrics of ``split`` (train or eval) after so many updates."""
+        """Record the metrics of ``split`` (train or eval) after this many updates."""
         ...
 
     def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
-        """Take something that happened: a checkpoint, a warning, a stop."""
+        """Record an event: a checkpoint, a warning, a stop."""
         ...
 
     def close(self, result: Mapping[str, Any]) -> None:
-        """Take the content of result.json, empty after a failure, and let go of everything."""
+        """Record the content of result.json (empty after a failure) and release resources."""
         ...
 
 
 class NullTracker:
-    """Tells nobody; stands in for the trackers of every process but the main one."""
+    """Does nothing; the tracker of every process but process 0."""
 
     def start(self, facts: Mapping[str, Any]) -> None:
         """Do nothing."""
@@ -48,9 +48,9 @@ class NullTracker:
 
 
 class Trackers:
-    """Tells several trackers by name; one that raises is left out from then on.
+    """Calls several trackers; one that raises an exception is no longer called.
 
-    The failure is told once, as a warning event, to those that remain.
+    The others receive the failure once, as a warning event.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
@@ -62,20 +62,20 @@ class Trackers:
         return tuple(self._trackers)
 
     def start(self, facts: Mapping[str, Any]) -> None:
-        """Start each."""
+        """Start each tracker."""
         self._each(0, lambda tracker: tracker.start(facts))
 
     def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
-        """Tell each the same plain numbers, whatever kind of scalar they came as."""
+        """Pass the metrics to each tracker as plain numbers."""
         numbers = {name: _number(value) for name, value in values.items()}
         self._each(update, lambda tracker: tracker.log(split, update, numbers))
 
     def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
-        """Tell each what happened."""
+        """Pass the event to each tracker."""
         self._each(update, lambda tracker: tracker.event(kind, update, message, details))
 
     def close(self, result: Mapping[str, Any]) -> None:
-        """Close each, the first one last, so that it hears of the others' failures."""
+        """Close each tracker, the first one last, so that it receives the others' failures."""
         for name in reversed(self.names):
             self._try(name, 0, lambda tracker: tracker.close(result))
             self._trackers.pop(name, None)
@@ -90,9 +90,10 @@ class Trackers:
         try:
             call(self._trackers[name])
         except Exception as error:
-            # Whatever a service or a disk does to a tracker must not end the training.
+            # A service or a disk that fails must not end the training.
             del self._trackers[name]
-            message = f"tracking by {name} stopped: {first_line(error)}"
+            reason = first_line(error)
+            message = f"tracking by {name} stopped: {reason}"
             self.event("warning", update, message, {"tracker": name})
             if not self._trackers:
                 logger.warning("%s", message)

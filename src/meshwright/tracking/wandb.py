@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Tracking with Weights & Biases."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from meshwright.tracking.settings import run_name, service_settings
 
 INIT_TIMEOUT_SECONDS = 60
-"""How long a service that does not answer may hold up the start."""
+"""How long a service that does not answer may delay the start."""
 
 
 class WandbTracker:
-    """Sends metrics to a W&B project named as the run's.
+    """Sends metrics to a W&B project with the name of the run's project.
 
     Args:
-        folder: the run folder; a run that goes on in it goes on under the same id.
+        folder: the run folder, from which the run id follows.
         entity: the user or team; W&B's own default if None.
     """
 
@@ -28,7 +28,7 @@ class WandbTracker:
         self._run: Any = None
 
     def start(self, facts: Mapping[str, Any]) -> None:
-        """Open the run, or go on with it."""
+        """Open the run, or resume it."""
         wandb = importlib.import_module("wandb")
         self._run = wandb.init(
             project=str(facts.get("project", "meshwright")),
@@ -40,11 +40,11 @@ class WandbTracker:
             resume="allow",
             settings=wandb.Settings(init_timeout=INIT_TIMEOUT_SECONDS),
         )
-        # W&B's own step only grows; a run that goes on from a checkpoint steps back.
+        # W&B's own step only grows, but a run resumed from a checkpoint goes back.
         self._run.define_metric("*", step_metric="update")
 
     def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
-        """Hand the metrics to W&B, which sends them on its own time."""
+        """Hand the metrics to W&B, which sends them in the background."""
         self._run.log({"update": update, **{f"{split}/{k}": v for k, v in values.items()}})
 
     def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:

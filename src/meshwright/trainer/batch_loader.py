@@ -7,15 +7,13 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import jax
-import numpy as np
 from jax.sharding import NamedSharding
-from numpy.typing import NDArray
 
 from meshwright.data.batches import read_batches
-from meshwright.data.feed import Data
 from meshwright.data.loader import load_batches
+from meshwright.data.protocols import Data
 from meshwright.processes import agree, process_count
+from meshwright.step.place_batch import local_rows, place_batch
 
 
 class BatchLoader:
@@ -82,39 +80,3 @@ class BatchLoader:
         if process_count() == 1 or self.data.num_samples is not None:
             return batch is not None
         return agree(batch is not None, "all")
-
-
-def local_rows(sharding: NamedSharding, batch_size: int) -> NDArray[np.int64]:
-    """Return the rows of a global batch that the devices of this process hold, in order."""
-    held = [
-        np.arange(batch_size)[index[0]]
-        for device, index in sharding.devices_indices_map((batch_size,)).items()
-        if device.process_index == jax.process_index()
-    ]
-    return np.unique(np.concatenate(held)).astype(np.int64)
-
-
-def place_batch(
-    batch: Any, sharding: NamedSharding, batch_size: int, rows: NDArray[np.int64] | None = None
-) -> list[Any]:
-    """Place a batch's arrays on the mesh.
-
-    Args:
-        batch: the global batch, or the ``rows`` of it that this process holds.
-        sharding: sharding of every array.
-        batch_size: samples of the global batch.
-        rows: positions of these rows in the global batch; None if all are there.
-    """
-    leaves = jax.tree.leaves(batch)
-    if rows is None:
-        return [jax.device_put(leaf, sharding) for leaf in leaves]
-
-    def place(leaf: Any) -> Any:
-        def piece(index: Any) -> Any:
-            first, last, _ = index[0].indices(batch_size)
-            start = int(np.searchsorted(rows, first))
-            return leaf[(slice(start, start + last - first), *index[1:])]
-
-        return jax.make_array_from_callback((batch_size, *leaf.shape[1:]), sharding, piece)
-
-    return [place(leaf) for leaf in leaves]

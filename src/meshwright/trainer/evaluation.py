@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from meshwright.data.batches import form_of, read_batch
-from meshwright.data.feed import Data
-from meshwright.data.given import IterableData, SequenceData
+from meshwright.data.protocols import Data
+from meshwright.data.user_data import IterableData, SequenceData
 from meshwright.errors import UserError
 from meshwright.program.trace import Loss
 from meshwright.step.assemble import Assembled

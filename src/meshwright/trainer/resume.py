@@ -17,7 +17,7 @@ from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import broadcast, is_main
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
-from meshwright.tracking.jsonl import read_metrics
+from meshwright.tracking.run_files import read_metrics
 
 FIXED = ("model", "task", "data", "optimizer", "precision", "run.seed", "training.mixed_precision")
 """Sections of a config that affect results on any mesh; a resumed run must keep them."""

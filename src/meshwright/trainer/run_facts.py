@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshwright.mesh.svg import mesh_svg
+from meshwright.mesh.svg_drawing import mesh_svg
 from meshwright.pipeline.svg import timeline_svg
 from meshwright.processes import process_count
 from meshwright.program.flops import count_flops, peak_flops

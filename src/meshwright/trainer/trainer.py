@@ -13,7 +13,7 @@ import jax
 import optax
 from flax import nnx
 
-from meshwright.config.arguments import check_clip_norm, check_count, check_optimizer
+from meshwright.config.argument_checks import check_clip_norm, check_count, check_optimizer
 from meshwright.config.base import shorten
 from meshwright.config.builders import parameters_of
 from meshwright.config.duration import Duration, parse_duration
@@ -26,11 +26,11 @@ from meshwright.config.schema import (
     TrackingConfig,
 )
 from meshwright.data.batches import form_of, read_batch
-from meshwright.data.feed import Data
-from meshwright.data.given import IterableData, SequenceData, as_data
+from meshwright.data.protocols import Data
+from meshwright.data.user_data import IterableData, SequenceData, as_data
 from meshwright.errors import UserError
-from meshwright.inputs.checks import asked_sizes, check_loss, check_precision
-from meshwright.inputs.model import exists, model_source
+from meshwright.inputs.checks import check_loss, check_precision, mesh_sizes
+from meshwright.inputs.user_model import exists, model_source
 from meshwright.mesh.axes import shown_sizes
 from meshwright.plan import (
     Plan,
@@ -262,7 +262,7 @@ class Trainer:
 
     def _make_plan(self, num_samples: int) -> Plan:
         count = len(self.devices) if self.devices is not None else jax.device_count()
-        sizes = resolve_mesh(asked_sizes(self.mesh), count)
+        sizes = resolve_mesh(mesh_sizes(self.mesh), count)
         steps, pipeline = self.gradient_accumulation_steps, _read_pipeline(self.pipeline)
         batch = solve_pipeline_batch(
             pipeline,

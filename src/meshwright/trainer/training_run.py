@@ -18,7 +18,7 @@ from meshwright.processes import is_main, process_count
 from meshwright.profile import NoProfiling, Profile, Profiling
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
-from meshwright.tracking.make import check_tracking, make_trackers
+from meshwright.tracking.setup import check_tracking, make_trackers
 from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.batch_loader import BatchLoader
 from meshwright.trainer.callbacks import Callback, Callbacks, EarlyStopping

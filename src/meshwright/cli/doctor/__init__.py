@@ -7,11 +7,11 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from meshwright import processes
-from meshwright.cli.doctor import facts
-from meshwright.cli.doctor.reduce import check_all_reduce
+from meshwright.cli.doctor import machine
+from meshwright.cli.doctor.all_reduce import check_all_reduce
 from meshwright.cli.doctor.render import render
 from meshwright.cli.doctor.warnings import disagreements, find_warnings
-from meshwright.errors import ExitCode, first_line
+from meshwright.errors import ExitCode, typed_line
 
 if TYPE_CHECKING:
     from meshwright.cli.request import Request
@@ -20,26 +20,26 @@ __all__ = ["collect", "render", "run"]
 
 
 def run(request: Request) -> int:
-    """Print the report; fail if the devices do not work together."""
+    """Print the report; fail if the all-reduce fails."""
     report = collect()
     request.output.result(report, render(report))
     return ExitCode.DONE if report["all_reduce_ok"] else ExitCode.CHECK_FAILED
 
 
 def collect() -> dict[str, Any]:
-    """Examine this machine and return what was found, ready for JSON.
+    """Examine this machine and return a report of plain values.
 
-    With several connected processes each must call it; they compare what they find.
+    With several connected processes, each must call this; they compare their reports.
     """
     report: dict[str, Any] = {
-        "versions": facts.versions(),
-        **facts.system(),
+        "versions": machine.versions(),
+        **machine.system(),
         **_devices(),
-        "accelerators": facts.accelerators(),
-        "environment": facts.environment(os.environ),
-        "ranks": facts.ranks(os.environ),
-        "memory": facts.memory(),
-        "disk": facts.disk(),
+        "accelerators": machine.accelerators(),
+        "environment": machine.environment(os.environ),
+        "ranks": machine.ranks(os.environ),
+        "memory": machine.memory(),
+        "disk": machine.disk(),
     }
     _compare(report)
     report["warnings"] = [*find_warnings(report), *report.pop("disagreements")]
@@ -47,29 +47,29 @@ def collect() -> dict[str, Any]:
 
 
 def _compare(report: dict[str, Any]) -> None:
-    """Make the outcome of the all-reduce common and note where processes differ."""
-    said = {f"{name} version": version for name, version in report["versions"].items()}
-    said |= {
+    """Combine the all-reduce results of all processes and note where processes differ."""
+    settings = {f"{name} version": version for name, version in report["versions"].items()}
+    settings |= {
         "XLA_FLAGS": report["environment"].get("XLA_FLAGS", ""),
         "the number of local devices": report["local_devices"],
     }
-    gathered = processes.gather({"said": said, "reduced": report["all_reduce"]})
+    gathered = processes.gather({"settings": settings, "reduced": report["all_reduce"]})
     outcomes = [process["reduced"] for process in gathered]
     report["all_reduce_ok"] = all(outcome["ok"] for outcome in outcomes)
     faults = {f["id"]: f for outcome in outcomes for f in outcome["wrong_devices"]}
     report["all_reduce"]["wrong_devices"] = [faults[device] for device in sorted(faults)]
-    report["disagreements"] = disagreements([process["said"] for process in gathered])
+    report["disagreements"] = disagreements([process["settings"] for process in gathered])
 
 
 def _devices() -> dict[str, Any]:
-    """Start JAX, list its devices and let them add up."""
+    """Start JAX, list its devices and check an all-reduce."""
     try:
         import jax
 
         devices = jax.devices()
     except Exception as error:
-        # A doctor must not fall ill itself: a broken installation is a finding.
-        return _no_devices(first_line(error, with_kind=True))
+        # A broken installation is part of the report.
+        return _no_devices(typed_line(error))
     reduced = check_all_reduce(devices)
     return {
         "jax_error": None,
@@ -78,7 +78,7 @@ def _devices() -> dict[str, Any]:
         "devices": len(devices),
         "local_devices": jax.local_device_count(),
         "device_kinds": dict(Counter(device.device_kind for device in devices)),
-        "device_list": [facts.device(device) for device in devices],
+        "device_list": [machine.device(device) for device in devices],
         "process_index": jax.process_index(),
         "process_count": jax.process_count(),
         "all_reduce_ok": reduced["ok"],

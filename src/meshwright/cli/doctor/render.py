@@ -1,4 +1,4 @@
-"""The doctor's report for a person, ending with a block to paste into a bug report."""
+"""The doctor's report as text, with a block to paste into a bug report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Report = Mapping[str, Any]
 
 
 def render(report: Report) -> RenderableType:
-    """Return the report as something to print."""
+    """Return the report for the terminal."""
     facts = Table.grid("", "", padding=(0, 2))
     for name, value in _facts(report):
         facts.add_row(Text(name, "dim"), Text(value))
@@ -55,7 +55,7 @@ def _warnings(report: Report) -> Iterator[Text]:
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
     """Yield the facts by name, each as one line of text."""
     kinds = ", ".join(f"{count} × {kind}" for kind, count in report["device_kinds"].items())
-    # A machine is one CPU device to JAX, so more of them in a process share its cores.
+    # JAX has one CPU device per machine, so several in a process are virtual.
     virtual = ", virtual" if report["backend"] == "cpu" and report["local_devices"] > 1 else ""
     yield "devices", (kinds or "none") + virtual + _device_memory(report)
     count = report["process_count"]

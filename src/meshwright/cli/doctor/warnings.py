@@ -1,4 +1,4 @@
-"""What the doctor warns about: a problem and its remedy for each thing that looks wrong."""
+"""The doctor's warnings: problems and their remedies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from meshwright.cli.doctor.facts import PACKAGES
+from meshwright.cli.doctor.machine import PACKAGES
 
 LOW_DISK_BYTES = 5_000_000_000
 LOW_MEMORY_SHARE = 0.1
@@ -19,17 +19,17 @@ Warnings = Iterator[tuple[str, str]]
 
 
 def find_warnings(report: Report) -> list[dict[str, str]]:
-    """Return problems with their remedies, the gravest first."""
+    """Return problems with their remedies, the most serious first."""
     checks = (_start, _together, _packages, _kinds, _unused, _virtual, _ranks, _space, _speed)
     found = chain.from_iterable(check(report) for check in checks)
     return [{"problem": problem, "remedy": remedy} for problem, remedy in found]
 
 
 def disagreements(gathered: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Compare what every process says of itself with what process 0 says."""
+    """Compare the settings of every process with those of process 0."""
     found: list[dict[str, str]] = []
-    for process, said in enumerate(gathered):
-        for what, value in said.items():
+    for process, settings in enumerate(gathered):
+        for what, value in settings.items():
             if value != gathered[0][what]:
                 found.append(
                     {
@@ -61,7 +61,7 @@ def _together(report: Report) -> Warnings:
         yield (
             f"the all-reduce failed: {reduced['error']}",
             "check that every process runs, that they reach each other's network, and drivers; "
-            "NCCL_DEBUG=INFO tells more on NVIDIA GPUs",
+            "NCCL_DEBUG=INFO shows more on NVIDIA GPUs",
         )
 
 
@@ -113,7 +113,10 @@ def _ranks(report: Report) -> Warnings:
     for entry in said:
         source, rank, size = entry["source"], entry["rank"], entry["world_size"]
         if rank is None or size is None:
-            yield f"the rank or size from {source} is missing or no number", "set both or neither"
+            yield (
+                f"the rank or size from {source} is missing or not a number",
+                "set both or neither",
+            )
         elif not 0 <= rank < size:
             yield f"{source} says rank {rank} of {size}", f"ranks run from 0 to {size - 1}"
         elif size != count:
@@ -144,7 +147,7 @@ def _space(report: Report) -> Warnings:
     if total and available is not None and available < LOW_MEMORY_SHARE * total:
         yield (
             f"only {decimal(available)} of {decimal(total)} host memory are available",
-            "end what else runs on this machine",
+            "stop other programs on this machine",
         )
 
 

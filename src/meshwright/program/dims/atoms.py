@@ -89,11 +89,6 @@ def atoms(dim: Dim) -> tuple[Atom, ...]:
     return tuple(Atom(leaf.serial, leaf.size) for leaf in _leaves(dim))
 
 
-def size_of(dim: Iterable[Factor | Atom]) -> int:
-    """Return the length of a dim."""
-    return math.prod(factor.size for factor in dim)
-
-
 def _root(factor: Factor) -> Factor:
     while factor.parent is not None:
         if factor.parent.parent is not None:

@@ -1,0 +1,158 @@
+"""Facts about the machine: versions, system, environment, ranks, memory, devices."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = {
+    "meshwright": "meshwright",
+    "jax": "jax",
+    "jaxlib": "jaxlib",
+    "flax": "flax",
+    "optax": "optax",
+    "orbax": "orbax-checkpoint",
+    "grain": "grain",
+    "hydra": "hydra-core",
+    "pydantic": "pydantic",
+    "numpy": "numpy",
+}
+"""Required packages: the name in the report and that of the distribution."""
+
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "libtpu")
+"""Packages that let JAX use an accelerator."""
+
+_VARIABLES = re.compile(
+    r"(JAX|XLA|NCCL|MASTER|SLURM|OMPI|HYDRA)_\w+|(CUDA|HIP|ROCR)_VISIBLE_DEVICES"
+    r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE"
+)
+_SECRET_NAME = re.compile(
+    r"TOKEN|SECRET|PASSW|KEY|JWT|CREDENTIAL|AUTH|PRECONDITION_TRANSPORTS", re.IGNORECASE
+)
+_LOGIN_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+@")
+
+_RANKS = {
+    "environment": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+}
+
+_ACCELERATOR_FILES = {
+    "NVIDIA GPU": "dev/nvidia[0-9]*",
+    "AMD GPU": "dev/kfd",
+    "TPU": "dev/accel[0-9]*",
+}
+
+
+def versions() -> dict[str, str | None]:
+    """Return installed versions; None for missing packages; plugins only if installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    found |= {name: _version(package) for name, package in PACKAGES.items()}
+    return found | {name: version for name in PLUGINS if (version := _version(name))}
+
+
+def system() -> dict[str, Any]:
+    """Return the operating system, the processor and the cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    cores = os.cpu_count() or 1
+    return {
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": cores,
+        "usable_cores": len(affinity(0)) if affinity else cores,
+    }
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables that affect a run, with secrets hidden."""
+    return {
+        name: "(hidden)" if _SECRET_NAME.search(name) else _LOGIN_IN_ADDRESS.sub("…@", value)
+        for name, value in sorted(environ.items())
+        if _VARIABLES.fullmatch(name)
+    }
+
+
+def ranks(environ: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the rank of this process by launcher; None for values that are not numbers."""
+    return [
+        {
+            "source": source,
+            "rank": _integer(environ.get(rank)),
+            "world_size": _integer(environ.get(size)),
+            "local_rank": _integer(environ.get(local)),
+        }
+        for source, (rank, size, local) in _RANKS.items()
+        # Only a started process has a rank; an allocation may set the size.
+        if rank in environ
+    ]
+
+
+def memory(root: Path = Path("/")) -> dict[str, int | None]:
+    """Return the host memory in bytes, and the limit of a container if there is one."""
+    total = available = None
+    info = root / "proc/meminfo"
+    if info.exists():
+        lines = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
+        total, available = _kibibytes(lines, "MemTotal"), _kibibytes(lines, "MemAvailable")
+    limit = root / "sys/fs/cgroup/memory.max"
+    limited = limit.read_text().strip() if limit.exists() else ""
+    return {
+        "host_total_bytes": total,
+        "host_available_bytes": available,
+        "container_limit_bytes": int(limited) if limited.isdecimal() else None,
+    }
+
+
+def disk(folder: str = ".") -> dict[str, int]:
+    """Return the size and free space in bytes of the disk a folder is on."""
+    usage = shutil.disk_usage(folder)
+    return {"total_bytes": usage.total, "free_bytes": usage.free}
+
+
+def accelerators(root: Path = Path("/")) -> list[str]:
+    """Return the kinds of accelerator in this machine, even if JAX cannot use them."""
+    return [kind for kind, files in _ACCELERATOR_FILES.items() if any(root.glob(files))]
+
+
+def device(jax_device: Any) -> dict[str, Any]:
+    """Return the id, kind, process and, if reported, the memory of a JAX device."""
+    stats = _memory_stats(jax_device)
+    return {
+        "id": jax_device.id,
+        "kind": jax_device.device_kind,
+        "process": jax_device.process_index,
+        "memory_total_bytes": stats.get("bytes_limit"),
+        "memory_used_bytes": stats.get("bytes_in_use"),
+    }
+
+
+def _memory_stats(jax_device: Any) -> dict[str, int]:
+    try:
+        return jax_device.memory_stats() or {}
+    except Exception:
+        # Backends raise different errors for remote devices or missing statistics.
+        return {}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _integer(text: str | None) -> int | None:
+    try:
+        return int(text or "")
+    except ValueError:
+        return None
+
+
+def _kibibytes(lines: Mapping[str, str], key: str) -> int | None:
+    words = lines.get(key, "").split()
+    return int(words[0]) * 1024 if words else None

@@ -1,0 +1,140 @@
+"""The data of a config: for training, and held out for evaluation."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from meshwright.config.builders import (
+    Builder,
+    build,
+    check_arguments,
+    find_builder,
+    parameters_of,
+)
+from meshwright.config.schema import DataConfig
+from meshwright.data.protocols import Data, HostBatch, Source
+from meshwright.data.records import is_record_files
+from meshwright.data.source_data import SourceData, SyntheticData
+from meshwright.data.split import split_source
+from meshwright.data.user_data import BATCH_PARAMETERS, is_batch_function, is_source, read_data
+from meshwright.errors import UserError
+
+HELD_OUT = 0.02
+"""The fraction of a built-in source that is held out unless data.eval_fraction is set."""
+
+_SOURCES = {
+    "text": "text:text_source",
+    "tokens": "tokens:token_source",
+    "jsonl": "jsonl:JsonLines",
+    "parquet": "parquet:ParquetRows",
+    "array_record": "array_record:ArrayRecords",
+    "arrays": "arrays:array_files",
+    "images": "images:image_source",
+    "digits": "digits:DigitSource",
+}
+
+DATA_KINDS: tuple[str, ...] = (*_SOURCES, "synthetic")
+"""The kinds a data section may name."""
+
+_HELD_OUT_STREAM = (1,)
+"""Distinguishes the synthetic batches for evaluation from those for training."""
+
+
+@dataclass(frozen=True)
+class ConfigData:
+    """The data of a config.
+
+    Attributes:
+        section: the data section.
+        seed: seed of the run.
+        shared: sizes of the task and the model, which are defaults of the source's arguments.
+        task: the task, which makes the batches of ``data=synthetic``.
+    """
+
+    section: DataConfig
+    seed: int
+    shared: Mapping[str, Any]
+    task: Any
+
+    def check(self) -> None:
+        """Check that the kind exists and accepts its arguments, without reading any data."""
+        if self.section.kind == "synthetic":
+            self._synthetic_batches()
+        else:
+            self._arguments()
+
+    @cached_property
+    def train(self) -> Data:
+        """The data to train on."""
+        if self.section.kind == "synthetic":
+            return SyntheticData(self._synthetic_batches(), self.seed)
+        if not is_source(self._made):
+            return self._made
+        return SourceData(self._parts[0], self.seed, self.section.shuffle)
+
+    @cached_property
+    def held_out(self) -> Data | None:
+        """The data to evaluate on, in a fixed order; None if there are none."""
+        if self.section.kind == "synthetic":
+            return SyntheticData(self._synthetic_batches(), self.seed, _HELD_OUT_STREAM)
+        if self.section.eval_path is not None:
+            made = self._make(path=self.section.eval_path)
+            return SourceData(made, self.seed, shuffle=False) if is_source(made) else made
+        if not is_source(self._made) or self._parts[1] is None:
+            return None
+        return SourceData(self._parts[1], self.seed, shuffle=False)
+
+    @cached_property
+    def _made(self) -> Any:
+        return self._make()
+
+    @cached_property
+    def _parts(self) -> tuple[Source, Source | None]:
+        if self.section.eval_path is not None:
+            return self._made, None
+        fraction = self.section.eval_fraction
+        if fraction is None:
+            fraction = HELD_OUT if self.section.kind in _SOURCES else 0.0
+        return split_source(self._made, fraction)
+
+    def _make(self, **instead: Any) -> Any:
+        """Return the source, or `Data` that do not come from a source."""
+        builder, arguments = self._arguments(**instead)
+        if is_record_files(builder):
+            return build("data", self.section.kind, lambda: builder(**arguments).source(), {})
+        return read_data(self.section.kind, builder, arguments)
+
+    def _arguments(self, **instead: Any) -> tuple[Builder, dict[str, Any]]:
+        builder = find_builder("data", self.section.kind, DATA_KINDS, _load)
+        if "path" in instead and "path" not in parameters_of(builder):
+            raise UserError(
+                f"data.eval_path={instead['path']} cannot be read",
+                why=f"data.kind={self.section.kind} takes no path",
+                fix="write data.eval_fraction=… instead, or choose another data.kind",
+            )
+        settings = self.section.model_dump(include=set(DataConfig.model_fields) - {"kind"})
+        known = {"seed": self.seed, **self.shared, **settings}
+        accepted = {name: known[name] for name in parameters_of(builder) if name in known}
+        given = {**accepted, **self.section.arguments(), **instead}
+        supplied = BATCH_PARAMETERS if is_batch_function(builder) else ()
+        return builder, check_arguments("data", builder, given, supplied)
+
+    def _synthetic_batches(self) -> Callable[[int, int], HostBatch]:
+        make = getattr(self.task, "synthetic_batch", None)
+        if make is None:
+            raise UserError(
+                "the task cannot make batches for data=synthetic",
+                why="it has no method synthetic_batch(seed, batch_size)",
+                fix="write data.kind=package.module:function with a function of step and "
+                "batch_size",
+            )
+        return make
+
+
+def _load(kind: str) -> Builder:
+    module, _, name = _SOURCES[kind].partition(":")
+    return getattr(importlib.import_module(f"meshwright.data.{module}"), name)

@@ -1,0 +1,102 @@
+"""Models from the user in any form, as functions from random streams to the model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from meshwright.config.base import shorten
+from meshwright.config.builders import Builder, parameters_of
+from meshwright.errors import UserError
+from meshwright.program.trace import Loss
+from meshwright.step.assemble import ModelSource
+
+
+def exists(model: Any) -> bool:
+    """Whether this is a model with parameters, not something that builds one."""
+    return isinstance(model, nnx.Module | dict)
+
+
+def model_source(model: Any, loss: Loss, sample: Callable[[], Any]) -> ModelSource:
+    """Return a function that builds the model from its random streams.
+
+    Args:
+        model: an NNX module or a dict of them, a Linen module, or a function that builds one of
+            these, with or without ``rngs``.
+        loss: ``loss(model, batch)``; it is called once to create a Linen module's parameters.
+        sample: returns a batch of arrays or shapes.
+    """
+    if exists(model):
+        return lambda _: _check_model(model)
+    build = (lambda _: model) if isinstance(model, linen.Module) else call_with_rngs(model, {})
+
+    def source(rngs: nnx.Rngs) -> Any:
+        built = build(rngs)
+        if isinstance(built, linen.Module):
+            return _bridge(built, rngs, loss, sample())
+        return _check_model(built)
+
+    return source
+
+
+def call_with_rngs(builder: Builder, arguments: dict[str, Any]) -> ModelSource:
+    """Return a function that calls a builder the way its signature asks for random streams.
+
+    Streams are passed as ``rngs=``, as the only required argument, or not at all.
+    """
+    if not callable(builder):
+        raise UserError(
+            f"the model is {shorten(builder)}, of type {type(builder).__name__}",
+            fix="write an NNX module, or a function that builds one: lambda rngs: Net(rngs=rngs)",
+        )
+    parameters = parameters_of(builder)
+    if "rngs" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return lambda rngs: builder(**arguments, rngs=rngs)
+    required = [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and name not in arguments
+    ]
+    if not required:
+        return lambda _: builder(**arguments)
+    if len(required) == 1 and parameters[required[0]].kind is not inspect.Parameter.KEYWORD_ONLY:
+        return lambda rngs: builder(rngs, **arguments)
+    name = getattr(builder, "__name__", "Net")
+    raise UserError(
+        f"{name} cannot be called with random streams alone",
+        why=f"it needs {', '.join(required)}",
+        fix=f"write model=lambda rngs: {name}(…, rngs=rngs)",
+    )
+
+
+def _bridge(module: linen.Module, rngs: nnx.Rngs, loss: Loss, batch: Any) -> nnx.Module:
+    """Convert a Linen module to NNX; the loss calls it the way it is used."""
+    one = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), batch)
+    model = nnx.bridge.ToNNX(module, rngs=rngs)
+    # Flax creates the variables of every submodule that a method of the model calls.
+    nnx.bridge.lazy_init(MethodType(loss, model), one)
+    return model
+
+
+def _check_model(model: Any) -> Any:
+    if isinstance(model, dict):
+        bare = [key for key, part in model.items() if isinstance(part, linen.Module)]
+        if bare:
+            raise UserError(
+                f"`{bare[0]}` of the model is a Linen module",
+                why="only a model that is a single Linen module is converted to NNX automatically",
+                fix=f"write nnx.bridge.ToNNX({type(model[bare[0]]).__name__}(…), rngs=rngs)"
+                ".lazy_init(x) for it, with an example x of its input",
+            )
+    elif not isinstance(model, nnx.Module):
+        raise UserError(
+            f"the model's builder returned {shorten(model)}, of type {type(model).__name__}",
+            fix="return an NNX module, a dict of them, or a Linen module",
+        )
+    return model

@@ -1,0 +1,110 @@
+"""The environment variables of each process: its rank, peers and devices."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from meshwright.errors import UserError
+from meshwright.launch.options import LaunchOptions
+from meshwright.units import counted
+
+_OTHER_LAUNCHERS = re.compile(r"SLURM_(PROCID|LOCALID)|OMPI_COMM_WORLD_\w+")
+"""Variables of other launchers that would give a process another rank."""
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_GPU_FILES = {"jax-cuda": "nvidia[0-9]*", "jax-rocm": "dri/renderD*"}
+_FORCED_COUNT = re.compile(r"\s*--xla_force_host_platform_device_count=\S*")
+
+
+def environments(
+    launch: LaunchOptions, environ: Mapping[str, str], root: Path = Path("/")
+) -> list[dict[str, str]]:
+    """Return the environment of each process, in the order of their ranks."""
+    base = {key: value for key, value in environ.items() if not _OTHER_LAUNCHERS.fullmatch(key)}
+    port = free_port()
+    base |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # By default JAX listens on every network interface.
+        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
+        "WORLD_SIZE": str(launch.nprocs),
+        "LOCAL_WORLD_SIZE": str(launch.nprocs),
+        # Lines appear when they are printed, not when a buffer is full.
+        "PYTHONUNBUFFERED": "1",
+    }
+    # Otherwise JAX handles SIGTERM itself once connected, and the process does not stop.
+    base.setdefault("JAX_ENABLE_PREEMPTION_SERVICE", "false")
+    devices = _devices(launch, base, root)
+    return [
+        {**base, "RANK": str(rank), "LOCAL_RANK": str(rank), **own}
+        for rank, own in enumerate(devices)
+    ]
+
+
+def free_port() -> int:
+    """Return an unused port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def count_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
+    """Return the number of GPUs JAX would use, without starting it; 0 means CPUs."""
+    platforms = environ.get("JAX_PLATFORMS", "")
+    if platforms and not re.match(r"cuda|rocm|gpu", platforms):
+        return 0
+    names = [distribution.name or "" for distribution in metadata.distributions()]
+    for plugin, files in _GPU_FILES.items():
+        if any(name.startswith(plugin) for name in names) and (found := _present(root, files)):
+            listed = next((environ[name] for name in _VISIBLE if name in environ), None)
+            chosen = [] if listed is None else [part for part in listed.split(",") if part.strip()]
+            return found if listed is None else len([part for part in chosen if part != "-1"])
+    return 0
+
+
+def _present(root: Path, pattern: str) -> int:
+    return len(list((root / "dev").glob(pattern)))
+
+
+def _devices(launch: LaunchOptions, environ: Mapping[str, str], root: Path) -> list[dict[str, str]]:
+    """Return the variables that assign devices to each process."""
+    simulated = any(word.startswith("simulate=") for word in launch.program)
+    gpus = 0 if simulated else count_gpus(environ, root)
+    if gpus:
+        return _divide(gpus, launch)
+    _refuse_tpu(environ, root, simulated)
+    own = {"JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    if "XLA_FLAGS" in environ:
+        own["XLA_FLAGS"] = _FORCED_COUNT.sub("", environ["XLA_FLAGS"])
+    if launch.devices_per_process is not None:
+        own["JAX_NUM_CPU_DEVICES"] = str(launch.devices_per_process)
+    return [own] * launch.nprocs
+
+
+def _divide(gpus: int, launch: LaunchOptions) -> list[dict[str, str]]:
+    each = launch.devices_per_process or gpus // launch.nprocs
+    if not each or each * launch.nprocs > gpus:
+        raise UserError(
+            f"{counted(launch.nprocs, 'process', 'processes')} with "
+            f"{counted(max(each, 1), 'GPU')} each need {launch.nprocs * max(each, 1)} GPUs",
+            why=f"this machine has {gpus}",
+            fix=f"write --nprocs {gpus} or fewer; for virtual CPU devices set JAX_PLATFORMS=cpu",
+        )
+    starts = range(0, launch.nprocs * each, each)
+    return [
+        {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(start, start + each)))} for start in starts
+    ]
+
+
+def _refuse_tpu(environ: Mapping[str, str], root: Path, simulated: bool) -> None:
+    platforms = environ.get("JAX_PLATFORMS", "tpu")
+    if simulated or "tpu" not in platforms or not _present(root, "accel[0-9]*"):
+        return
+    raise UserError(
+        "the TPU chips of a machine belong to one process",
+        fix="run the command without launch, or set JAX_PLATFORMS=cpu for virtual devices",
+    )

@@ -1,0 +1,85 @@
+"""Advice from a profile: a sentence with the measured share, and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+ENOUGH_COMPUTE = 0.8
+MOST_COMMUNICATION = 0.3
+NOTICEABLE = 0.1
+"""Shares of the time above this are mentioned, if anything is wrong."""
+EVEN = 1.2
+"""Compute time of the busiest device over the mean; more is uneven."""
+
+_BY_AXIS = {
+    "tensor": "less tensor parallelism (a smaller mesh.tensor), or more samples per device",
+    "fsdp": "more samples per device (training.micro_batch_size), or "
+    "sharding.keep_gathered=true if the weights fit whole",
+    "data": "more samples per update: training.micro_batch_size, or "
+    "training.gradient_accumulation_steps with training.sync_gradients_every",
+}
+
+
+def advise(
+    shares: Mapping[str, float],
+    exposed: Mapping[str, float],
+    *,
+    load_balance: float,
+    virtual: bool,
+) -> list[str]:
+    """Return advice; nothing if devices compute nearly all the time.
+
+    Args:
+        shares: shares of the wall time.
+        exposed: the share of the wall time spent waiting for communication, by mesh axis.
+        load_balance: compute time of the busiest device over the mean.
+        virtual: whether the devices are virtual, so that their times mean little.
+    """
+    advice = [*_parts(shares, exposed), *_balance(load_balance)]
+    if advice and virtual:
+        advice.append(
+            "these are virtual devices that share one processor: waiting for a turn counts as "
+            "communication, and only real devices show real shares"
+        )
+    return advice
+
+
+def _parts(shares: Mapping[str, float], exposed: Mapping[str, float]) -> Iterator[str]:
+    compute, communication = shares["compute"], shares["communication"]
+    if compute >= ENOUGH_COMPUTE and communication <= MOST_COMMUNICATION:
+        return
+    if compute < ENOUGH_COMPUTE:
+        yield f"devices compute {compute:.0%} of the time, less than {ENOUGH_COMPUTE:.0%}"
+    if communication > NOTICEABLE:
+        yield _communication(communication, exposed)
+    if shares["input_wait"] > NOTICEABLE:
+        yield (
+            f"{shares['input_wait']:.0%} of the time devices wait for data; try more "
+            "data.workers, a larger data.prefetch, or data prepared beforehand"
+        )
+    if shares["idle"] > NOTICEABLE:
+        yield (
+            f"{shares['idle']:.0%} of the time devices are idle; try more samples per "
+            "device (training.micro_batch_size), and logging less often "
+            "(tracking.log_every)"
+        )
+
+
+def _communication(share: float, exposed: Mapping[str, float]) -> str:
+    limit = f", more than {MOST_COMMUNICATION:.0%}" if share > MOST_COMMUNICATION else ""
+    text = f"{share:.0%} of the time devices wait for communication{limit}"
+    if not exposed:
+        return text
+    axis = max(exposed, key=lambda axis: exposed[axis])
+    remedy = next((fix for name, fix in _BY_AXIS.items() if name in axis.split("×")), "")
+    if not remedy:
+        return f"{text}; try more samples per device (training.micro_batch_size)"
+    return f"{text}, most over {axis} ({exposed[axis]:.0%}); try {remedy}"
+
+
+def _balance(load_balance: float) -> Iterator[str]:
+    if load_balance > EVEN:
+        yield (
+            f"the busiest device computes {load_balance:.2f} times the mean; look for experts, "
+            "stages or samples of uneven size, or a device that is slower than the others"
+        )

@@ -1,0 +1,46 @@
+"""Placing a host batch on the mesh, each process the rows that its devices hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from numpy.typing import NDArray
+
+
+def local_rows(sharding: NamedSharding, batch_size: int) -> NDArray[np.int64]:
+    """Return the rows of a global batch that this process's devices hold, in order."""
+    held = [
+        np.arange(batch_size)[index[0]]
+        for device, index in sharding.devices_indices_map((batch_size,)).items()
+        if device.process_index == jax.process_index()
+    ]
+    return np.unique(np.concatenate(held)).astype(np.int64)
+
+
+def place_batch(
+    batch: Any, sharding: NamedSharding, batch_size: int, rows: NDArray[np.int64] | None = None
+) -> list[Any]:
+    """Return a batch's leaves placed on the mesh.
+
+    Args:
+        batch: the whole global batch, or the ``rows`` of it this process holds.
+        sharding: where every array lives.
+        batch_size: samples of the global batch.
+        rows: positions of the rows at hand in the global batch; None if all are.
+    """
+    leaves = jax.tree.leaves(batch)
+    if rows is None:
+        return [jax.device_put(leaf, sharding) for leaf in leaves]
+
+    def place(leaf: Any) -> Any:
+        def piece(index: Any) -> Any:
+            first, last, _ = index[0].indices(batch_size)
+            start = int(np.searchsorted(rows, first))
+            return leaf[(slice(start, start + last - first), *index[1:])]
+
+        return jax.make_array_from_callback((batch_size, *leaf.shape[1:]), sharding, piece)
+
+    return [place(leaf) for leaf in leaves]

@@ -1,0 +1,171 @@
+"""Plain lines of text: for log files, and for output that is not a terminal."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from meshwright.tracking.metric_text import format_metrics
+from meshwright.tracking.tracker import NullTracker
+from meshwright.units import human_bytes, human_count, human_seconds
+
+SHOWN_EVENTS = ("start", "resume", "checkpoint", "warning", "profile", "stop")
+"""Events that are shown; an evaluation is shown by its metrics."""
+
+
+class LineTracker:
+    """Writes aligned lines, with or without the time in front.
+
+    Args:
+        write: takes one line, without its end.
+        folder: the run folder; None if there is none.
+        total_updates: updates of the run, if known.
+        clock: returns seconds, for the remaining time.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str], None],
+        folder: Path | None,
+        *,
+        total_updates: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._write = write
+        self._folder = folder
+        self._pace = Pace(total_updates, clock)
+
+    def start(self, facts: Mapping[str, Any]) -> None:
+        """Write what is trained, on which devices, and where the output goes."""
+        for line in format_facts(facts, self._folder):
+            self._write(line)
+
+    def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
+        """Write the metrics side by side."""
+        self._write(format_metrics_line(split, update, values, self._pace))
+
+    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
+        """Write what happened."""
+        if line := format_event(kind, update, message):
+            self._write(line)
+
+    def close(self, result: Mapping[str, Any]) -> None:
+        """Do nothing: the caller of the run shows the result."""
+
+
+class LogFile(LineTracker):
+    """Appends the same lines to train.log in the run folder, each with its time."""
+
+    def __init__(self, folder: Path, *, total_updates: int | None) -> None:
+        super().__init__(self._append, folder, total_updates=total_updates)
+        self._path = folder / "train.log"
+        self._file: TextIO | None = None
+
+    def close(self, result: Mapping[str, Any]) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _append(self, line: str) -> None:
+        if self._file is None:
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        self._file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
+
+
+class WarningsOnly(NullTracker):
+    """Passes warnings to Python's `warnings`, for a run without progress output."""
+
+    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
+        """Warn at the user's line that started the run."""
+        if kind == "warning":
+            at = f" (update {update})" if update else ""
+            warnings.warn(f"{message}{at}", UserWarning, stacklevel=_levels_inside())
+
+
+class Pace:
+    """Estimates the remaining time.
+
+    Time before the first call is not counted, because it includes compilation.
+    """
+
+    def __init__(self, total_updates: int | None, clock: Callable[[], float]) -> None:
+        self.total_updates = total_updates
+        self._clock = clock
+        self._first: tuple[int, float] | None = None
+
+    def seconds_left(self, update: int) -> float | None:
+        """Return the seconds until the last update; None if unknown, or after it."""
+        now = self._clock()
+        if self._first is None:
+            self._first = (update, now)
+        first, started = self._first
+        if self.total_updates is None or not first < update < self.total_updates:
+            return None
+        return (now - started) / (update - first) * (self.total_updates - update)
+
+    def count(self, update: int) -> str:
+        """Return ``120/500``, padded so that counts line up."""
+        if self.total_updates is None:
+            return f"{update:>7}"
+        width = len(str(self.total_updates))
+        return f"{update:>{width}}/{self.total_updates}"
+
+
+def _levels_inside() -> int:
+    """Return the stack level of the first caller outside this package."""
+    package = __name__.partition(".")[0]
+    frame, level, deepest = inspect.currentframe(), 0, 0
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] == package:
+            deepest = level
+        frame, level = frame.f_back, level + 1
+    return deepest + 1
+
+
+def format_facts(facts: Mapping[str, Any], folder: Path | None) -> list[str]:
+    """Return the known facts of a run as lines."""
+    lines: list[str] = []
+    if plan := facts.get("plan"):
+        lines.append(f"plan        {plan}")
+    if devices := facts.get("devices"):
+        kind = devices.get("kind") or devices.get("platform") or ""
+        processes = devices.get("processes") or 1
+        shared = f" in {processes} processes" if processes > 1 else ""
+        lines.append(f"devices     {devices.get('count')} × {kind}{shared}")
+    if parameters := facts.get("parameters"):
+        count, size = parameters.get("count") or 0, parameters.get("bytes") or 0
+        lines.append(f"parameters  {human_count(count)} ({count:,}), {human_bytes(size)}")
+    if memory := _format_memory(facts.get("memory_per_device") or {}):
+        lines.append(f"memory      {memory}")
+    if description := (facts.get("dataset") or {}).get("description"):
+        lines.append(f"data        {description}")
+    return lines if folder is None else [*lines, f"output      {folder.absolute()}"]
+
+
+def _format_memory(memory: Mapping[str, Any]) -> str:
+    parts = {k: v for k, v in memory.items() if k != "total" and v}
+    total = memory.get("total") or sum(parts.values())
+    held = ", ".join(f"{name} {human_bytes(size)}" for name, size in parts.items())
+    return f"{human_bytes(total)} per device: {held}" if parts else ""
+
+
+def format_metrics_line(split: str, update: int, values: Mapping[str, float], pace: Pace) -> str:
+    """Return the metrics of one update as a line."""
+    words = format_metrics(values)
+    if split == "train":
+        left = pace.seconds_left(update)
+        words += [f"ETA {human_seconds(left)}"] if left is not None else []
+    return f"{split:<5} {pace.count(update)}  {'  '.join(words)}".rstrip()
+
+
+def format_event(kind: str, update: int, message: str) -> str:
+    """Return an event as a line; empty for events that are not shown."""
+    if kind not in SHOWN_EVENTS:
+        return ""
+    at = f" (update {update})" if update and kind != "start" else ""
+    return f"{kind}: {message}{at}"

@@ -1,0 +1,120 @@
+"""The files of a run folder: run.json, metrics.jsonl, events.jsonl and result.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from meshwright.json_text import finite, parse_json
+
+
+class RunFiles:
+    """A tracker that writes the files of a run folder, one line at a time.
+
+    A resumed run appends to the same files. Numbers that JSON cannot hold (NaN, infinity) are
+    written as null.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, IO[bytes]] = {}
+
+    def start(self, facts: Mapping[str, Any]) -> None:
+        """Write run.json; a resumed run keeps its first start time."""
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        written = {"format": 1, "started": now, **facts}
+        path = self._folder / "run.json"
+        if earlier := _read_object(path):
+            written["started"] = earlier.get("started", written["started"])
+            written["resumed"] = [*earlier.get("resumed", []), now]
+        # A result from before the interruption is out of date.
+        (self._folder / "result.json").unlink(missing_ok=True)
+        _write_atomically(path, written)
+
+    def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
+        """Append a line to metrics.jsonl."""
+        self._append(
+            "metrics.jsonl", {"split": split, "update": update, "time": time.time(), **values}
+        )
+
+    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
+        """Append a line to events.jsonl."""
+        own = {"time": time.time(), "update": update, "kind": kind, "message": message}
+        self._append("events.jsonl", {**details, **own})
+
+    def close(self, result: Mapping[str, Any]) -> None:
+        """Write result.json, unless the run failed, and close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        if result:
+            _write_atomically(self._folder / "result.json", result)
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        if name not in self._files:
+            path = self._folder / name
+            repair_last_line(path)
+            self._files[name] = path.open("ab")
+        line = json.dumps(finite(record), ensure_ascii=False, allow_nan=False, default=str)
+        # One write and one flush, so that a killed process truncates at most the last line.
+        self._files[name].write(line.encode() + b"\n")
+        self._files[name].flush()
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON Lines file, if it can be read; truncated lines are skipped."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return
+    yield from (record for record in map(parse_json, lines) if isinstance(record, dict))
+
+
+def read_metrics(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the metrics of metrics.jsonl by split and update, in the order of updates.
+
+    If a split and update has two lines, the later one counts: a run resumed from a checkpoint has
+    repeated that update. Values that were not finite are None.
+    """
+    metrics: dict[tuple[str, int], dict[str, Any]] = {}
+    for line in read_lines(path):
+        split, update = line.get("split"), line.get("update")
+        if isinstance(split, str) and isinstance(update, int):
+            others = {k: v for k, v in line.items() if k not in ("split", "update", "time")}
+            metrics[split, update] = others
+    return dict(sorted(metrics.items(), key=lambda row: row[0][1]))
+
+
+def repair_last_line(path: Path) -> None:
+    """Make a JSON Lines file end with a complete line: finish the last one, or remove it."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    start = content.rfind(b"\n") + 1
+    last = content[start:]
+    if not last:
+        return
+    with path.open("r+b") as file:
+        if isinstance(parse_json(last), dict):
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+        else:
+            file.truncate(start)
+
+
+def _write_atomically(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a file so that readers see either the old content or the new."""
+    text = json.dumps(finite(value), indent=1, ensure_ascii=False, allow_nan=False, default=str)
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    value = parse_json(path.read_bytes()) if path.is_file() else None
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,120 @@
+"""The trackers of a run, from its config."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.config.schema import TrackingConfig
+from meshwright.errors import UserError
+from meshwright.processes import is_main
+from meshwright.tracking.log_lines import LineTracker, LogFile, WarningsOnly
+from meshwright.tracking.run_files import RunFiles
+from meshwright.tracking.tracker import NullTracker, Tracker, Trackers
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EXTRAS = ("tensorboard", "wandb", "mlflow")
+"""Trackers that need an optional package; config key, extra and package share a name."""
+
+
+def make_trackers(
+    config: TrackingConfig,
+    folder: Path | None,
+    *,
+    total_updates: int | None,
+    console: Console | None = None,
+    progress: bool | None = None,
+) -> Tracker:
+    """Return the tracker of a run in ``folder``, which exists; nothing is written yet.
+
+    A missing package is an error here, before training. Later errors stop one tracker, not the
+    run.
+
+    Args:
+        config: which services to use.
+        folder: the run folder; None for a run without one.
+        total_updates: updates of the run; None if they are not known.
+        console: where progress is shown; stderr by default.
+        progress: whether to show progress; None shows it for a run with a folder or a terminal.
+            Otherwise warnings go to Python's `warnings`.
+    """
+    check_tracking(config, folder)
+    if not is_main():
+        return NullTracker()
+    shown = _make_console(console, folder, total_updates, progress)
+    if folder is None:
+        return shown
+    trackers: dict[str, Tracker] = {
+        "files": RunFiles(folder),
+        "train.log": LogFile(folder, total_updates=total_updates),
+        "console": shown,
+    }
+    makers = _makers(config, folder)
+    return Trackers(trackers | {name: makers[name]() for name in _enabled(config)})
+
+
+def check_tracking(config: TrackingConfig, folder: Path | None) -> None:
+    """Raise if a tracker's package is missing, or the run folder it needs."""
+    enabled = _enabled(config)
+    for name in enabled:
+        _check_installed(name)
+    if folder is None and enabled:
+        raise UserError(
+            f"tracking.{enabled[0]} needs the folder of a run", fix="write run_dir=… too"
+        )
+
+
+def _enabled(config: TrackingConfig) -> list[str]:
+    return [name for name in EXTRAS if getattr(config, name)]
+
+
+def _makers(config: TrackingConfig, folder: Path) -> dict[str, Callable[[], Tracker]]:
+    from meshwright.tracking.background import Background
+    from meshwright.tracking.mlflow import MlflowTracker
+    from meshwright.tracking.tensorboard import TensorBoardTracker
+    from meshwright.tracking.wandb import WandbTracker
+
+    return {
+        "tensorboard": lambda: TensorBoardTracker(folder),
+        "wandb": lambda: WandbTracker(folder, entity=config.wandb_entity),
+        # W&B sends in the background; MLflow's client waits and retries for minutes.
+        "mlflow": lambda: Background(MlflowTracker(folder, uri=config.mlflow_uri)),
+    }
+
+
+def _make_console(
+    console: Console | None,
+    folder: Path | None,
+    total_updates: int | None,
+    progress: bool | None,
+) -> Tracker:
+    from rich.console import Console
+    from rich.text import Text
+
+    screen = console or Console(stderr=True, highlight=False)
+    if progress is None:
+        progress = folder is not None or screen.is_terminal
+    if not progress:
+        return WarningsOnly()
+    if screen.is_terminal:
+        from meshwright.tracking.progress import ProgressTracker
+
+        return ProgressTracker(screen, folder, total_updates=total_updates)
+    # Soft wrapping keeps each message on one line, so that logs can be searched.
+    return LineTracker(
+        lambda line: screen.print(Text(line), soft_wrap=True), folder, total_updates=total_updates
+    )
+
+
+def _check_installed(name: str) -> None:
+    spec = importlib.util.find_spec(name)
+    # A folder of that name in the working directory, such as W&B's own, is not the package.
+    if spec is None or spec.origin is None:
+        raise UserError(
+            f"tracking.{name}=true needs the package `{name}`, which is not installed",
+            fix=f"pip install 'meshwright[{name}]', or leave out tracking.{name}",
+        )

@@ -1,0 +1,57 @@
+"""Trees of arrays, as every layer sees them: random keys, and the samples of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshwright.errors import UserError
+
+
+def is_key(value: Any) -> bool:
+    """Whether an array, or a dtype, holds typed random keys rather than numbers."""
+    return jnp.issubdtype(getattr(value, "dtype", value), jax.dtypes.prng_key)
+
+
+def key_data(value: Any) -> Any:
+    """Return the words of random keys as numbers; any other array unchanged."""
+    return jax.random.key_data(value) if is_key(value) else value
+
+
+def resize_batch(batch: Any, num_samples: int) -> Any:
+    """Return the shapes of a batch (a tree of arrays or shapes) with this many samples."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((num_samples, *leaf.shape[1:]), leaf.dtype), batch
+    )
+
+
+def divide_batch(batch: Any, parts: int) -> Any:
+    """Return the shapes of one of ``parts`` equal parts of a batch."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // parts, *leaf.shape[1:]), leaf.dtype),
+        batch,
+    )
+
+
+def check_num_samples(sizes: Mapping[str, int], name: str) -> int:
+    """Return how many samples arrays have in dim 0, which must be the same for all of them.
+
+    Args:
+        sizes: the size of dim 0 by array, at least one.
+        name: what the arrays belong to, such as ``the batch``.
+    """
+    if len(set(sizes.values())) > 1:
+        raise UserError(
+            f"the arrays of {name} have different numbers of samples",
+            why=", ".join(f"{array}: {size}" for array, size in sizes.items()),
+            fix="make dim 0 of every array the sample",
+        )
+    (count,) = set(sizes.values())
+    if not count:
+        raise UserError(
+            f"{name} has no samples", why="dim 0 of its arrays is 0", fix="give at least one sample"
+        )
+    return count

@@ -1,0 +1,87 @@
+"""Where batches come from: the same for the same seed and step, whoever gives them."""
+
+import numpy as np
+import pytest
+
+from meshwright.data.source_data import SyntheticData
+from meshwright.data.user_data import as_data, is_batch_function, read_data
+from meshwright.errors import UserError
+
+
+class Rows:
+    def __len__(self):
+        return 10
+
+    def rows(self, ids):
+        return {"x": 10 * ids}
+
+
+class Batches:
+    def __init__(self, *, start: int = 0):
+        self.start = start
+
+    def batch(self, step, batch_size):
+        return {"x": np.full(batch_size, self.start + step)}
+
+
+def function(step, batch_size, *, start: int = 0):
+    return {"x": np.full(batch_size, start + step)}
+
+
+def factory(start: int):
+    return Batches(start=start)
+
+
+def broken():
+    raise OSError("no such disk")
+
+
+def test_a_source_is_read_in_an_order_of_the_seed():
+    data = as_data(read_data("own:Rows", Rows, {}), seed=3)
+    epoch = np.concatenate([data.batch(step, 5)["x"] for step in (0, 1)])
+    assert sorted(epoch) == list(range(0, 100, 10))
+    np.testing.assert_array_equal(data.batch(1, 5)["x"], epoch[5:])
+    other = as_data(read_data("own:Rows", Rows, {}), seed=4)
+    assert not np.array_equal(np.concatenate([other.batch(s, 5)["x"] for s in (0, 1)]), epoch)
+
+
+@pytest.mark.parametrize("builder", [Batches, function, factory])
+def test_ones_own_batches_come_from_a_class_a_function_or_what_one_returns(builder):
+    data = read_data("own:it", builder, {"start": 7})
+    np.testing.assert_array_equal(data.batch(2, 3)["x"], [9, 9, 9])
+
+
+def test_a_function_of_step_and_batch_size_gives_batches_itself():
+    assert is_batch_function(function)
+    assert not is_batch_function(factory)
+    assert not is_batch_function(Batches)
+
+
+def test_the_fingerprint_of_a_function_follows_its_settings():
+    prints = {read_data("own:f", function, {"start": n}).fingerprint() for n in (0, 1, 1)}
+    assert len(prints) == 2
+
+
+def test_what_gives_no_batches_is_named():
+    with pytest.raises(UserError, match=r"data\.kind=own:dict returns no batches") as caught:
+        read_data("own:dict", dict, {})
+    assert "it returned a dict" in caught.value.why
+    assert "batch(self, step, batch_size)" in caught.value.fix
+
+
+def test_a_failure_while_it_is_made_names_the_users_line():
+    with pytest.raises(UserError, match=r"data\.kind=own:broken cannot be built") as caught:
+        read_data("own:broken", broken, {})
+    assert caught.value.why.startswith("test_source_data.py, line ")
+    assert caught.value.why.endswith("OSError: no such disk")
+
+
+def test_made_up_batches_depend_on_seed_and_step_only():
+    def draw(seed: int, size: int):
+        return {"x": np.random.default_rng(seed).normal(size=size)}
+
+    def batch(seed: int, step: int) -> np.ndarray:
+        return SyntheticData(draw, seed).batch(step, 4)["x"]
+
+    np.testing.assert_array_equal(batch(1, 2), batch(1, 2))
+    assert len({batch(seed, step)[0] for seed in (0, 1) for step in (0, 1)}) == 4

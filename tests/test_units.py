@@ -1,0 +1,18 @@
+"""Numbers with units."""
+
+import pytest
+
+from meshwright.units import counted
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "text"),
+    [
+        (1, ("device",), "1 device"),
+        (0, ("device",), "0 devices"),
+        (2, ("copy", "copies"), "2 copies"),
+        (1, ("copy", "copies"), "1 copy"),
+    ],
+)
+def test_a_count_and_its_noun(count, words, text):
+    assert counted(count, *words) == text
