@@ -87,7 +87,7 @@ def test_a_builder_that_takes_anything_is_given_anything():
 
 
 def test_a_builder_without_a_signature_is_a_user_error():
-    with pytest.raises(UserError, match="cannot tell what"):
+    with pytest.raises(UserError, match="cannot read the signature of"):
         parameters_of(iter)
 
 

@@ -102,7 +102,9 @@ def parameters_of(builder: Builder) -> dict[str, inspect.Parameter]:
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError) as error:
         # Some functions written in C have no signature.
-        raise UserError(f"cannot tell what {shorten(builder)} takes", why=str(error)) from None
+        raise UserError(
+            f"cannot read the signature of {shorten(builder)}", why=str(error)
+        ) from None
     if inspect.isclass(builder):
         parameters.pop("self", None)
     return parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from meshwright.config.base import Frozen
 from meshwright.config.duration import parse_duration
@@ -13,6 +13,10 @@ from meshwright.hardware import parse_hardware
 from meshwright.mesh.axes import INFER, resolve_alias
 
 Precision = Literal["no", "bf16", "fp16"]
+# YAML reads a bare `no` as false.
+PrecisionKey = Annotated[
+    Precision | None, BeforeValidator(lambda value: "no" if value is False else value)
+]
 Remat = Literal[
     "none",
     "full",
@@ -130,7 +134,7 @@ class TrainingConfig(Frozen):
     micro_batch_size: Count | None = None
     gradient_accumulation_steps: Count | None = None
     sync_gradients_every: Count = 1
-    mixed_precision: Precision | None = None
+    mixed_precision: PrecisionKey = None
     eval_every: Count | None = None
     eval_batches: Count = 16
     early_stopping_patience: Count | None = None
@@ -144,11 +148,6 @@ class TrainingConfig(Frozen):
         if text is not None:
             parse_duration(text)
         return text
-
-    @field_validator("mixed_precision", mode="before")
-    @classmethod
-    def _no_is_a_word(cls, value: Any) -> Any:
-        return "no" if value is False else value
 
 
 class MeshConfig(Frozen):
@@ -240,15 +239,10 @@ class PrecisionConfig(Frozen):
         matmul: precision of float32 matrix products, such as default, tensorfloat32 or highest.
     """
 
-    compute: Precision | None = None
+    compute: PrecisionKey = None
     matmul: Literal["default", "high", "highest", "bfloat16", "tensorfloat32", "float32"] = (
         "default"
     )
-
-    @field_validator("compute", mode="before")
-    @classmethod
-    def _no_is_a_word(cls, value: Any) -> Any:
-        return "no" if value is False else value
 
 
 class CheckpointConfig(Frozen):

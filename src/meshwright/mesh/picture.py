@@ -13,6 +13,8 @@ from jax.sharding import AbstractMesh, Mesh
 from meshwright.mesh.axes import describe_sizes, shown_sizes
 from meshwright.units import counted
 
+_MAX_LEGEND_LINES = 8
+
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 """Positions of devices in the mesh, counted in row-major order of the coordinates."""
 
@@ -47,6 +49,14 @@ class Picture:
         for device, process in zip(self.ids, self.processes, strict=True):
             owned[process].append(device)
         return {process: id_ranges(ids) for process, ids in owned.items()}
+
+    @property
+    def legend(self) -> list[str]:
+        """One line per process with its devices, shortened; empty for a single process."""
+        lines = [f"process {p}: devices {ids}" for p, ids in self.process_devices.items()]
+        if len(lines) > _MAX_LEGEND_LINES:
+            lines[_MAX_LEGEND_LINES - 2 : -1] = ["⋮"]
+        return lines if len(lines) > 1 else []
 
     def blocks(self) -> tuple[tuple[str, str, str, str], Indices]:
         """Return four axis names ("" in front where there are fewer) and a 4-dim grid of devices.

@@ -22,7 +22,6 @@ _LINE = 20
 _LABEL = 54
 _MAX_TITLE_WIDTH = 150
 _MAX_ROW_LENGTH = 16
-_MAX_LEGEND_LINES = 8
 
 _STYLE = """
 .mw-mesh text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
@@ -153,12 +152,8 @@ class _Drawing:
         return f"One cell per device{': ' if layout else ''}{layout}. Devices by process: {owned}."
 
     def legend(self) -> list[str]:
-        if not self.several_processes:
-            return []
-        owned = [f"process {p}: devices {i}" for p, i in self.picture.process_devices.items()]
-        if len(owned) > _MAX_LEGEND_LINES:
-            owned[_MAX_LEGEND_LINES - 2 : -1] = ["⋮"]
-        return ["outlines enclose the devices of one process (p)", *owned]
+        lines = self.picture.legend
+        return ["outlines enclose the devices of one process (p)", *lines] if lines else []
 
     def block(self, block: tuple[int, int]) -> Iterator[str]:
         """Draw one block: its labels, its cells and the outlines of its processes."""

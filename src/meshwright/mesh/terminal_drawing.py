@@ -28,7 +28,6 @@ _LIMITS = (
     Limits(blocks=3, rows=4, columns=4),
 )
 """Tried in turn until the drawing is short enough."""
-_MAX_LEGEND_LINES = 8
 _LIGHT, _HEAVY = 1, 2
 _JUNCTIONS = " ╴╸╷┐┑╻┒┓╶─╾┌┬┭┎┰┱╺╼━┍┮┯┏┲┳╵┘┙│┤┥╽┧┪└┴┵├┼┽┟╁╅┕┶┷┝┾┿┢╆╈╹┚┛╿┦┩┃┨┫┖┸┹┞╀╃┠╂╉┗┺┻┡╄╇┣╊╋"
 """Where lines meet: the weights of the up, right, down and left arms (0 none, 1 light, 2 heavy)
@@ -78,14 +77,11 @@ class MeshDrawing:
 
 
 def _legend(picture: Picture, layout: Layout) -> Iterator[Text]:
-    owned = [f"process {p}: devices {ids}" for p, ids in picture.process_devices.items()]
-    if len(owned) > 1 or not layout.shows_all:
+    if picture.legend or not layout.shows_all:
         yield Text()
-    if len(owned) > 1:
-        if len(owned) > _MAX_LEGEND_LINES:
-            owned[_MAX_LEGEND_LINES - 2 : -1] = ["⋮"]
+    if picture.legend:
         yield Text("heavy lines enclose the devices of one process", style="dim")
-        yield from (Text(f"  {line}", style="dim") for line in owned)
+        yield from (Text(f"  {line}", style="dim") for line in picture.legend)
     if not layout.shows_all:
         yield Text("… and ⋮ stand for coordinates that are not shown", style="dim")
 
