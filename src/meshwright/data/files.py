@@ -18,7 +18,8 @@ SAMPLED_BYTES = 2**16
 """How much of an array's beginning, middle and end stands for its content in a fingerprint."""
 
 
-class MappedArray(np.memmap):
+# NumPy's stub declares memmap's `__module__` to be "numpy", which no subclass elsewhere can be.
+class MappedArray(np.memmap):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A mapped array that another process opens again instead of receiving its content."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:

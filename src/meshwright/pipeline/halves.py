@@ -10,7 +10,7 @@ import jax
 
 from meshwright.pipeline.slicing import inputs_of, needed, reached, variables
 from meshwright.program.interpret import Environment, Interpreter
-from meshwright.program.jaxprs import ClosedJaxpr, Equation, Literal, Var, called_jaxpr
+from meshwright.program.jaxprs import ClosedJaxpr, Equation, Literal, Var, called_jaxpr, structs_of
 
 Function = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 """From (weights, fixed, x, others) to (y, further results)."""
@@ -71,7 +71,7 @@ class Differentiated:
         # Some values are read by several layers; one copy is kept.
         self._kept = [v for v in variables(self._read_back) if v in moving]
         self._again = needed(jaxpr.eqns, [v for v in variables(self._read_back) if v not in moving])
-        y_shape = jax.tree.unflatten(self._results, _shapes(jaxpr.outvars[: self._num_results]))
+        y_shape = jax.tree.unflatten(self._results, structs_of(jaxpr.outvars[: self._num_results]))
         self._backward = self._trace_backward(trees["pullback"], y_shape[0])
         self._weights_tree = jax.tree.structure(weights)
         self._x_tree = jax.tree.structure(x)
@@ -80,12 +80,12 @@ class Differentiated:
     @property
     def kept_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes of what is kept between forward and backward."""
-        return _shapes(self._kept)
+        return structs_of(self._kept)
 
     @property
     def cut_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes of what is kept between the input gradient and the weight gradient."""
-        return _shapes(self._split.cut)
+        return structs_of(self._split.cut)
 
     def forward(self, weights: Any, fixed: Any, x: Any, others: Any) -> Taken:
         """Evaluate the function."""
@@ -134,7 +134,7 @@ class Differentiated:
         def run(kept: list[Any], ct: Any) -> Any:
             return jax.tree.leaves(jax.tree.unflatten(tree, kept)(ct))
 
-        return jax.make_jaxpr(run)(_shapes(self._read_back), y)
+        return jax.make_jaxpr(run)(structs_of(self._read_back), y)
 
     @property
     def _split(self) -> _Halves:
@@ -207,8 +207,8 @@ def _reads_in_order(eqns: Sequence[Equation]) -> list[Var]:
 
 
 def _flat(closed: ClosedJaxpr) -> ClosedJaxpr:
-    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: _TakenApart().run(closed, args))(*structs)
+    inputs = structs_of(closed.jaxpr.invars)
+    return jax.make_jaxpr(lambda *args: _TakenApart().run(closed, args))(*inputs)
 
 
 class _TakenApart(Interpreter):
@@ -221,7 +221,3 @@ class _TakenApart(Interpreter):
         if eqn.primitive.name in ("checkpoint", "remat2"):
             return self.run(called_jaxpr(eqn), args)
         return args if eqn.primitive.name == "optimization_barrier" else super().equation(eqn, args)
-
-
-def _shapes(atoms: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms]

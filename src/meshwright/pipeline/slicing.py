@@ -10,7 +10,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from meshwright.program.dims.elementwise import WITHOUT_RESULT
 from meshwright.program.interpret import Interpreter
-from meshwright.program.jaxprs import ClosedJaxpr, Equation, Literal, Var
+from meshwright.program.jaxprs import ClosedJaxpr, Equation, Literal, Var, structs_of
 
 
 def variables(atoms: Iterable[Any]) -> list[Var]:
@@ -66,8 +66,8 @@ def only_for(closed: ClosedJaxpr, outputs: Sequence[int]) -> tuple[ClosedJaxpr, 
 
 def _silent(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a program that tells nothing on the way: what it tells it would have to compute."""
-    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: _Silent().run(closed, args))(*structs)
+    inputs = structs_of(closed.jaxpr.invars)
+    return jax.make_jaxpr(lambda *args: _Silent().run(closed, args))(*inputs)
 
 
 class _Silent(Interpreter):
