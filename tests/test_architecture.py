@@ -28,6 +28,7 @@ BESIDE = {
     "distributed": {
         "errors",
         "weighted",
+        "jax_internals",
         "mesh",
         "hardware",
         "config",
