@@ -17,6 +17,7 @@ from quick import quick_compilation
 from real_processes import run_processes
 
 import meshwright as mw
+from meshwright import distributed
 from meshwright.cli.commands import COMMANDS
 from meshwright.cli.main import main
 from meshwright.config.groups import group_options
@@ -198,6 +199,16 @@ def test_the_table_of_config_groups_is_complete():
     assert not listed
 
 
+def test_the_api_reference_has_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text()
+    listed = re.findall(r"^::: ([\w.]+)$", page, re.M)
+    assert len(listed) == len(set(listed))
+    public = {f"meshwright.{name}" for name in mw.__all__ if name != "pipeline"}
+    for package in (mw.pipeline, distributed):
+        public |= {f"{package.__name__}.{name}" for name in package.__all__}
+    assert set(listed) == public
+
+
 def test_the_picture_of_the_mesh_is_what_inspect_draws():
     drawing = mesh_svg(mw.build_mesh({"fsdp": 4, "tensor": 2}))
     assert (ROOT / "docs" / "mesh.svg").read_text() == drawing
@@ -232,5 +243,7 @@ def test_the_site_builds_and_fetches_nothing_from_elsewhere(tmp_path):
     fetched = re.compile(r'<(?:link|script|img|iframe|source)\b[^>]*(?:src|href)="?(?:https?:)?//')
     for page in pages:
         assert not fetched.search(page.read_text()), page
+    reference = (tmp_path / "api" / "index.html").read_text()
+    assert 'id="meshwright.Trainer.fit"' in reference, "the docstrings are not in the reference"
     index = json.loads((tmp_path / "search" / "search_index.json").read_text())
     assert any("mw.Trainer" in entry["text"] for entry in index["docs"])
