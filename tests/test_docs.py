@@ -25,6 +25,7 @@ from meshwright.mesh.svg import mesh_svg
 
 __all__ = ["quick_compilation"]
 ROOT = Path(__file__).parent.parent
+MAKEFILE = ROOT / "Makefile"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + DOCS
 
@@ -135,7 +136,17 @@ def targets(arguments: list[str]) -> Iterator[str]:
 
 
 def make_targets() -> set[str]:
-    return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    return set(re.findall(r"^([\w-]+):", MAKEFILE.read_text(), re.M))
+
+
+def test_the_quick_tests_exist():
+    listed = re.search(
+        r"^QUICK := \$\(addprefix tests/,(.*?)\)$", MAKEFILE.read_text(), re.M | re.S
+    )
+    paths = listed[1].replace("\\", " ").split()
+    missing = [path for path in paths if not (ROOT / "tests" / path).exists()]
+    assert paths
+    assert not missing, f"QUICK in the Makefile names tests that are not there: {missing}"
 
 
 def test_a_wrong_exit_code_or_output_is_noticed(capfd):
