@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli.commands import COMMANDS
+
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "meshwright"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -30,6 +32,7 @@ BESIDE = {
         "weighted",
         "trees",
         "lazy",
+        "jax_internals",
         "mesh",
         "hardware",
         "config",
@@ -42,6 +45,38 @@ BESIDE = {
     },
 }
 """What the rooms without a floor may import."""
+
+PARALLEL = {
+    "draw": {"mesh", "pipeline"},
+    "svg": {"mesh", "pipeline"},
+}
+"""Modules that share a name because their packages do the same for different things."""
+
+PENDING = {
+    "advice",
+    "arguments",
+    "arrays",
+    "contract",
+    "distributed",
+    "facts",
+    "feed",
+    "forward",
+    "given",
+    "gradients",
+    "jsonl",
+    "lines",
+    "local",
+    "make",
+    "parts",
+    "program",
+    "read",
+    "reduce",
+    "report",
+    "slicing",
+    "task",
+    "trainer",
+}
+"""Names that several modules still share; none may be added, and those that are gone must go."""
 
 FACADE = {"__init__", "__main__"}
 """The package's own two files, which stand above everything."""
@@ -135,3 +170,58 @@ def test_the_check_sees_imports_of_every_form(tmp_path):
     )
     found = {name.split(".")[1] for name in imports(file, tmp_path)}
     assert found == {"cli", "trainer", "recipe", "step", "data"}
+
+
+def packages_by_name(source: Path = SOURCE) -> dict[str, set[str]]:
+    """Return the names of modules and packages, each with the packages that have one of it.
+
+    A package's main module, ``x/x.py``, counts as the package itself.
+    """
+    packages: dict[str, set[str]] = {}
+    for file in source.rglob("*.py"):
+        module = file.parent if file.stem in FACADE else file.with_suffix("")
+        if module.name == module.parent.name:
+            module = module.parent
+        if module != source:
+            packages.setdefault(module.name, set()).add(
+                module.parent.relative_to(source).as_posix()
+            )
+    return packages
+
+
+def shared_names(packages: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Return the names that several packages use, other than parallel ones and commands.
+
+    A command in ``cli`` has the name of what it is a front end for.
+    """
+    shared: dict[str, set[str]] = {}
+    for name, parents in packages.items():
+        others = parents - {"cli"} if name in COMMANDS else parents
+        if len(others - PARALLEL.get(name, set())) + (name in PARALLEL) > 1:
+            shared[name] = parents
+    return shared
+
+
+def test_no_two_modules_share_a_name():
+    shared = shared_names(packages_by_name())
+    new = {name: packages for name, packages in shared.items() if name not in PENDING}
+    assert not new, f"rename all but one of these, so that a name says which module is meant: {new}"
+    gone = PENDING - set(shared)
+    assert not gone, f"no longer shared, so remove it from PENDING in {__file__}: {sorted(gone)}"
+
+
+def test_parallel_modules_exist():
+    packages = packages_by_name()
+    missing = {name: wanted - packages.get(name, set()) for name, wanted in PARALLEL.items()}
+    assert not any(missing.values()), f"remove what is gone from PARALLEL in {__file__}: {missing}"
+
+
+def test_the_check_of_names_knows_what_is_parallel(tmp_path):
+    files = ("cli/train.py", "train/__init__.py", "train/train.py", "mesh/draw.py",
+             "pipeline/draw.py", "data/read.py", "report/deep/read.py", "__init__.py")  # fmt: skip
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert shared_names(packages_by_name(tmp_path)) == {"read": {"data", "report/deep"}}
+    (tmp_path / "report" / "draw.py").touch()
+    assert set(shared_names(packages_by_name(tmp_path))) == {"read", "draw"}

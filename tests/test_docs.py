@@ -17,6 +17,7 @@ from quick import quick_compilation
 from real_processes import run_processes
 
 import meshwright as mw
+from meshwright import distributed
 from meshwright.cli.commands import COMMANDS
 from meshwright.cli.main import main
 from meshwright.config.groups import group_options
@@ -24,6 +25,7 @@ from meshwright.mesh.svg_drawing import mesh_svg
 
 __all__ = ["quick_compilation"]
 ROOT = Path(__file__).parent.parent
+MAKEFILE = ROOT / "Makefile"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + DOCS
 
@@ -134,7 +136,17 @@ def targets(arguments: list[str]) -> Iterator[str]:
 
 
 def make_targets() -> set[str]:
-    return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    return set(re.findall(r"^([\w-]+):", MAKEFILE.read_text(), re.M))
+
+
+def test_the_quick_tests_exist():
+    listed = re.search(
+        r"^QUICK := \$\(addprefix tests/,(.*?)\)$", MAKEFILE.read_text(), re.M | re.S
+    )
+    paths = listed[1].replace("\\", " ").split()
+    missing = [path for path in paths if not (ROOT / "tests" / path).exists()]
+    assert paths
+    assert not missing, f"QUICK in the Makefile names tests that are not there: {missing}"
 
 
 def test_a_wrong_exit_code_or_output_is_noticed(capfd):
@@ -198,6 +210,16 @@ def test_the_table_of_config_groups_is_complete():
     assert not listed
 
 
+def test_the_api_reference_has_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text()
+    listed = re.findall(r"^::: ([\w.]+)$", page, re.M)
+    assert len(listed) == len(set(listed))
+    public = {f"meshwright.{name}" for name in mw.__all__ if name != "pipeline"}
+    for package in (mw.pipeline, distributed):
+        public |= {f"{package.__name__}.{name}" for name in package.__all__}
+    assert set(listed) == public
+
+
 def test_the_picture_of_the_mesh_is_what_inspect_draws():
     drawing = mesh_svg(mw.build_mesh({"fsdp": 4, "tensor": 2}))
     assert (ROOT / "docs" / "mesh.svg").read_text() == drawing
@@ -232,5 +254,7 @@ def test_the_site_builds_and_fetches_nothing_from_elsewhere(tmp_path):
     fetched = re.compile(r'<(?:link|script|img|iframe|source)\b[^>]*(?:src|href)="?(?:https?:)?//')
     for page in pages:
         assert not fetched.search(page.read_text()), page
+    reference = (tmp_path / "api" / "index.html").read_text()
+    assert 'id="meshwright.Trainer.fit"' in reference, "the docstrings are not in the reference"
     index = json.loads((tmp_path / "search" / "search_index.json").read_text())
     assert any("mw.Trainer" in entry["text"] for entry in index["docs"])

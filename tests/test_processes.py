@@ -14,6 +14,7 @@ import json, pathlib, sys, time
 
 from meshwright import processes
 from meshwright.errors import EnvironmentProblem
+from meshwright.jax_internals import jax_has_started
 from meshwright.mesh.build import build_mesh
 from meshwright.mesh.simulate import simulate_devices
 
@@ -25,7 +26,7 @@ out["main"] = processes.is_main()
 
 import jax
 
-out["started_by_asking"] = jax._src.xla_bridge.backends_are_initialized()
+out["started_by_asking"] = jax_has_started()
 out["broadcast"] = processes.broadcast({"step": 7, "from": me})
 out["gather"] = processes.gather({"from": me})
 out["any"] = [processes.agree(me == 1), processes.agree(False)]

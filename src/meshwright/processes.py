@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshwright.errors import EnvironmentProblem, UserError, first_line
+from meshwright.jax_internals import distributed_state
 
 TIMEOUT_SECONDS = 600.0
 """How long to wait for the other processes; the first compilation may take minutes."""
@@ -78,12 +79,12 @@ def connect(
 
 def process_index() -> int:
     """Return the index of this process, without starting JAX's devices."""
-    return _distributed_state().process_id if _client() else 0
+    return distributed_state().process_id if _client() else 0
 
 
 def process_count() -> int:
     """Return the number of connected processes, without starting JAX's devices."""
-    return _distributed_state().num_processes if _client() else 1
+    return distributed_state().num_processes if _client() else 1
 
 
 def is_main() -> bool:
@@ -224,11 +225,4 @@ def _to_json(value: Any) -> str:
 
 def _client() -> Any | None:
     """Return the connection to the coordinator; None if this process is not connected."""
-    return _distributed_state().client if "jax" in sys.modules else None
-
-
-def _distributed_state() -> Any:
-    """Return JAX's state of the connected processes, which is not public API."""
-    from jax._src import distributed
-
-    return distributed.global_state
+    return distributed_state().client if "jax" in sys.modules else None

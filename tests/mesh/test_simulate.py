@@ -8,7 +8,8 @@ import jax
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.mesh.simulate import jax_has_started, simulate_devices
+from meshwright.jax_internals import jax_has_started
+from meshwright.mesh.simulate import simulate_devices
 
 
 def run_python(code):
@@ -20,7 +21,8 @@ def run_python(code):
 
 def test_a_fresh_process_gets_the_devices_it_asks_for():
     run = run_python(
-        "from meshwright.mesh.simulate import jax_has_started, simulate_devices\n"
+        "from meshwright.jax_internals import jax_has_started\n"
+        "from meshwright.mesh.simulate import simulate_devices\n"
         "simulate_devices(3)\n"
         "assert not jax_has_started()\n"
         "import jax\n"

@@ -207,7 +207,7 @@ def test_five_clipped_updates_are_those_of_one_device():
     def update(params, state):
         value, gradients = jax.value_and_grad(loss)(params)
         updates, state = whole.update(gradients, state)
-        return value, optax.global_norm(gradients), optax.apply_updates(params, updates), state
+        return value, optax.tree.norm(gradients), optax.apply_updates(params, updates), state
 
     pipeline = Pipeline(
         mlp_stages()[:2],

@@ -218,7 +218,7 @@ class Experts(nnx.Module):
         chosen = jax.nn.one_hot(best, self.experts, dtype=x.dtype)
         weight = (chosen * weights[..., None]).sum(-2)
         chosen = chosen.sum(-2)
-        place = jnp.cumsum(chosen, 1) * chosen - 1
+        place = (jnp.cumsum(chosen, 1) * chosen - 1).astype(jnp.int32)
         send = jax.nn.one_hot(place, self.room, dtype=x.dtype) * chosen[..., None]
         y = jnp.einsum("btec,btd->becd", send, x)
         y = jax.nn.relu(jnp.einsum("becd,edf->becf", y, self.up[...]))

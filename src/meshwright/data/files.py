@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from meshwright.errors import UserError, did_you_mean
 
 
-class MappedArray(np.memmap):
+# NumPy's stub declares memmap's `__module__` to be "numpy", which no subclass elsewhere can be.
+class MappedArray(np.memmap):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A memory-mapped array that pickles as a reference to its file, not as its content."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:

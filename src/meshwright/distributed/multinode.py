@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from meshwright.errors import EnvironmentProblem, UserError, first_line
-from meshwright.mesh.simulate import jax_has_started
+from meshwright.jax_internals import jax_has_started
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 

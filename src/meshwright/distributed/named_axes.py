@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from meshwright.errors import UserError
+from meshwright.jax_internals import surrounding_axes
 
 DEFAULT_AXIS = "batch"
 """The axis name of calls that name none; outside every axis it means: arrays are global."""
@@ -52,13 +53,6 @@ def require_axes(axis_name: AxisName, operation: str) -> tuple[str, ...]:
             fix="call it inside jax.shard_map with axis_name=…, or leave it out under jax.jit",
         )
     return axes
-
-
-def surrounding_axes() -> tuple[str, ...]:
-    """Return the axis names that shard_map and vmap have bound here (no public API lists them)."""
-    from jax._src import core
-
-    return tuple(name for name in core.get_axis_env().axis_sizes if isinstance(name, str))
 
 
 def varying_axes(value: Any) -> frozenset[str]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from meshwright import processes
 from meshwright.config.distributed import DistributedConfig
 from meshwright.errors import EnvironmentProblem, UserError, first_line
+from meshwright.jax_internals import jax_has_started
 
 _RUNTIME_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
 _LOST = re.compile(
@@ -42,7 +43,6 @@ def connect_processes(
     if settings.world_size == 1 or _connected():
         return
     from meshwright.distributed.multinode import own_device_ids
-    from meshwright.mesh.simulate import jax_has_started
 
     if jax_has_started():
         raise EnvironmentProblem(

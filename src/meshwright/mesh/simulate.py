@@ -7,6 +7,7 @@ import os
 import jax
 
 from meshwright.errors import UserError
+from meshwright.jax_internals import jax_has_started
 from meshwright.units import counted
 
 MAX_DEVICES = 1024
@@ -34,10 +35,3 @@ def simulate_devices(count: int) -> None:
     os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, _THREADS_PER_DEVICE * count)))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
-
-
-def jax_has_started() -> bool:
-    """Whether JAX has already created its devices (no public API says so)."""
-    from jax._src import xla_bridge
-
-    return bool(xla_bridge.backends_are_initialized())

@@ -16,6 +16,7 @@ from meshwright.program.jaxprs import (
     Literal,
     Value,
     Var,
+    structs_of,
 )
 
 
@@ -72,8 +73,8 @@ def only_for(closed: ClosedJaxpr, outputs: Sequence[int]) -> tuple[ClosedJaxpr, 
 
 def _silent(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a program without debug prints and checks, which would keep their operands alive."""
-    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: Evaluator([_leave_out]).run(closed, args))(*structs)
+    inputs = structs_of(closed.jaxpr.invars)
+    return jax.make_jaxpr(lambda *args: Evaluator([_leave_out]).run(closed, args))(*inputs)
 
 
 def _leave_out(eqn: Equation, env: Environment) -> list[Value] | None:

@@ -14,14 +14,13 @@ from meshwright.pipeline.slicing import inputs_of, needed, reached, variables
 from meshwright.program.evaluate import Environment, Evaluator
 from meshwright.program.jaxprs import (
     REMATS,
-    Atom,
     ClosedJaxpr,
     Equation,
     Literal,
     Value,
     Var,
-    aval_of,
     called_jaxpr,
+    structs_of,
 )
 
 Function = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -80,20 +79,20 @@ class StageVJP:
         residuals = variables(self._residuals)
         self._kept = [v for v in residuals if v in varying]
         self._recomputed = needed(jaxpr.eqns, [v for v in residuals if v not in varying])
-        y, _ = jax.tree.unflatten(self._results, _shapes(jaxpr.outvars[: self._num_results]))
+        y, _ = jax.tree.unflatten(self._results, structs_of(jaxpr.outvars[: self._num_results]))
         self._backward = self._trace_backward(trees.pullback, y)
         self._weights_tree = jax.tree.structure(weights)
         self._x_tree = jax.tree.structure(x)
 
     @property
-    def kept_shapes(self) -> list[jax.ShapeDtypeStruct]:
+    def keptstructs_of(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes of what is kept between forward and backward."""
-        return _shapes(self._kept)
+        return structs_of(self._kept)
 
     @property
-    def cut_shapes(self) -> list[jax.ShapeDtypeStruct]:
+    def cutstructs_of(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes of what is kept between the input gradient and the weight gradient."""
-        return _shapes(self._halves.cut)
+        return structs_of(self._halves.cut)
 
     def forward(self, weights: PyTree, fixed: PyTree, x: PyTree, others: PyTree) -> ForwardValues:
         """Evaluate the function."""
@@ -141,7 +140,7 @@ class StageVJP:
         def run(residuals: list[Array], gradient: PyTree) -> list[Array]:
             return jax.tree.leaves(jax.tree.unflatten(pullback, residuals)(gradient))
 
-        return jax.make_jaxpr(run)(_shapes(self._residuals), y)
+        return jax.make_jaxpr(run)(structs_of(self._residuals), y)
 
     @cached_property
     def _halves(self) -> _Halves:
@@ -231,8 +230,8 @@ def _reads_in_order(eqns: Sequence[Equation]) -> list[Var]:
 
 
 def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
-    structs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
-    return jax.make_jaxpr(lambda *args: Evaluator([_inline]).run(closed, args))(*structs)
+    inputs = structs_of(closed.jaxpr.invars)
+    return jax.make_jaxpr(lambda *args: Evaluator([_inline]).run(closed, args))(*inputs)
 
 
 def _inline(eqn: Equation, env: Environment) -> list[Value] | None:
@@ -243,7 +242,3 @@ def _inline(eqn: Equation, env: Environment) -> list[Value] | None:
     if eqn.primitive.name in REMATS:
         return env.run(called_jaxpr(eqn), env.operands(eqn))
     return env.operands(eqn) if eqn.primitive.name == "optimization_barrier" else None
-
-
-def _shapes(atoms: Sequence[Atom]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(aval_of(a).shape, aval_of(a).dtype) for a in atoms]

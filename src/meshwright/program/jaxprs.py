@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.extend import core
 
 Jaxpr = core.Jaxpr
-ClosedJaxpr = core.ClosedJaxpr
+# JAX 0.12 keeps this name for the merged class at run time but does not export it to type checkers.
+ClosedJaxpr = core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 Equation = core.JaxprEqn
 Var = core.Var
 Literal = core.Literal
@@ -58,6 +60,11 @@ def called_jaxpr(eqn: Equation) -> ClosedJaxpr:
 def aval_of(atom: Any) -> Any:
     """Return the shape and dtype of a variable or literal."""
     return atom.aval
+
+
+def structs_of(atoms: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes and dtypes of variables and literals, to trace a function with."""
+    return [jax.ShapeDtypeStruct(aval_of(a).shape, aval_of(a).dtype) for a in atoms]
 
 
 def name_stack(eqn: Equation) -> str:

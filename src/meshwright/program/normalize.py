@@ -19,10 +19,10 @@ from meshwright.program.jaxprs import (
     Literal,
     Value,
     Var,
-    aval_of,
     bind,
     called_jaxpr,
     name_stack,
+    structs_of,
 )
 from meshwright.program.names import MODULE_MARK, module_of, modules_of, rename_module
 
@@ -41,9 +41,8 @@ def normalize(
     whose gradient then has the weight's own shape: the partial gradients of several uses can be
     added before they are reduced over the mesh.
     """
-    inputs = [jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in closed.jaxpr.invars]
     run = lambda *args: _Normal(leaves, args, places or {}).run(closed, args)  # noqa: E731
-    return jax.make_jaxpr(run)(*inputs)
+    return jax.make_jaxpr(run)(*structs_of(closed.jaxpr.invars))
 
 
 class _Normal(Evaluator):

@@ -170,7 +170,7 @@ class TrainStep:
         with jax.default_matmul_precision(_matmul(self.plan)):
             gradients = self._gradients(state, batch)
             values = self._reduced(gradients.values)
-            norm = optax.global_norm(values)
+            norm = optax.tree.norm(values)
             metrics = {"loss": gradients.loss, **gradients.metrics, "grad_norm": norm}
             values = self._clip(values, norm)
             params = self._constrain(state.params, self.decision.optimizer)
