@@ -54,7 +54,7 @@ def read_devices(devices: Sequence[Device] | None) -> list[Device]:
             )
         if device in listed[:number]:
             raise UserError(
-                f"devices[{number}] is {device}, which is there already",
+                f"devices[{number}] is {device}, which is listed already",
                 why="stages work at the same time, each on devices of its own",
                 fix="name each device once",
             )
@@ -86,21 +86,21 @@ def check_unused(states: PyTree) -> None:
     leaves = jax.tree.leaves(states)
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
         raise UserError(
-            "states were used by an update before",
-            why="an update takes their memory for the new ones it returns",
+            "states were already used by an earlier update",
+            why="an update reuses their memory for the new states it returns",
             fix="write loss, states = pipeline.update(optimizer, states, x, y)",
         )
 
 
 def check_output(output: PyTree, samples: int) -> None:
-    """Refuse an output whose parts cannot be put together again, sample by sample."""
+    """Refuse an output whose microbatches cannot be concatenated along dim 0."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(output):
         if leaf.shape[:1] != (samples,):
             where = jax.tree_util.keystr(path)
             raise UserError(
                 f"the output{f' {where}' if where else ''} has no samples in dim 0",
                 why=f"it is {describe(leaf)} for a microbatch of {counted(samples, 'sample')}",
-                fix="let the last layer keep dim 0; what is of all samples belongs in the loss",
+                fix="keep samples in dim 0; compute values of all samples together in the loss",
             )
 
 
@@ -115,7 +115,7 @@ def check_function(loss: object) -> None:
 
 
 def check_balance_by(balance_by: object) -> None:
-    """Refuse what stages cannot have equal amounts of."""
+    """Refuse anything but the two quantities that stages can be balanced by."""
     if balance_by not in ("flops", "memory"):
         raise UserError(
             f"stages cannot be balanced by {balance_by!r}",
@@ -148,7 +148,7 @@ def check_division(
 
 
 def check_untraced(**values: PyTree) -> None:
-    """Refuse to run within a transformation of JAX, which sees shapes and no values."""
+    """Refuse to run inside a transformation of JAX, which has shapes but no values."""
     names = [
         name
         for name, value in values.items()
@@ -160,10 +160,10 @@ def check_untraced(**values: PyTree) -> None:
         traced = f"; {' and '.join(names)} {verb} traced" if names else ""
         raise UserError(
             "a pipeline cannot run inside jax.jit, jax.grad or jax.vmap",
-            why="its stages are programs of their own, on different devices, and no part of "
+            why="its stages are separate programs on different devices, which cannot be part of "
             f"another program{traced}",
-            fix="call it outside, where its stages are compiled as well; gradients are what "
-            "loss_and_gradients returns",
+            fix="call it outside, where its stages are compiled as well; loss_and_gradients "
+            "returns gradients",
         )
 
 

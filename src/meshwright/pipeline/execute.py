@@ -21,7 +21,8 @@ from meshwright.pipeline.contract import Losses, StageFunctions, StageSums, Stag
 from meshwright.pipeline.exchange_order import ExchangeOrder
 from meshwright.pipeline.op_counts import named
 from meshwright.pipeline.operations import Shape
-from meshwright.pipeline.stage_work import BackwardMessage, BlockSums, StageWork
+from meshwright.pipeline.stage_records import BackwardMessage, BlockSums
+from meshwright.pipeline.stage_work import StageWork
 from meshwright.pipeline.tick_rows import SlotCounts, TickRow
 
 

@@ -28,13 +28,13 @@ from meshwright.pipeline.ticks import TickTable
 def forward_table(num_microbatches: int, num_stages: int, num_chunks: int = 1) -> TickTable:
     """Return forward passes alone, tick by tick.
 
-    What a stage hands on is used in the very next tick, so nothing has to be kept.
+    What a stage sends is used in the next tick, so nothing has to be kept.
     """
     shape = Shape(num_microbatches, num_stages, num_chunks)
     trips = -(-num_microbatches // num_stages) * num_chunks
 
     def nth(number: int) -> tuple[Op, ...]:
-        microbatch, chunk = shape.turn(number)
+        microbatch, chunk = shape.nth_pass(number)
         here = 0 <= number < trips * num_stages and microbatch < num_microbatches
         return (Op(Kind.FORWARD, microbatch, chunk),) if here else ()
 

@@ -60,19 +60,19 @@ def naming_layer(number: int, layer: Layer, x: PyTree) -> Generator[None]:
         raise UserError(
             f"layer {number} ({layer_name(layer)}) draws random numbers, which a Linen module "
             "cannot do here in training",
-            why="a stage keeps a Linen module's parameters and statistics, but no random stream: "
+            why="a stage holds a Linen module's parameters and statistics, but no random stream: "
             f"{typed_line(error)}",
             fix="give it deterministic=True, or write this layer in NNX, such as "
             "nnx.Dropout(0.1, rngs=nnx.Rngs(0))",
         ) from error
     except Exception as error:
-        source = f"what layer {number - 1} gives" if number else "the input"
+        source = f"the output of layer {number - 1}" if number else "the input"
         own = _parameter_shapes(layer)
         has = f" and its parameters are {own}" if own else ""
         raise UserError(
             f"layer {number} ({layer_name(layer)}) fails on {source}",
             why=f"its input is {describe(x)}{has}: {typed_line(error)}",
-            fix="make it take this input" + (", or change the layer before it" if number else ""),
+            fix="make it accept this input" + (", or change the layer before it" if number else ""),
         ) from error
 
 
@@ -92,7 +92,7 @@ def _check_instances(layers: Sequence[Layer]) -> None:
             prefix = flax.get(".".join(layer.__module__.split(".")[:2]), "")
             raise UserError(
                 f"stages[{number}] is the class {layer.__name__}, not a module",
-                why="a stage runs a module that is made already",
+                why="a stage runs an instance of it",
                 fix=f"write {prefix}{layer.__name__}(…)",
             )
 
@@ -107,7 +107,7 @@ def _check_repeated(layers: Sequence[Layer]) -> None:
             raise UserError(
                 f"layers {before} and {number} are the same {layer_name(layer)}",
                 why="each would have parameters of its own, which are not tied",
-                fix="write the layer anew in each place, or one module that holds both uses; "
+                fix="create a layer for each place, or one module that contains both uses; "
                 f"or {WHOLE_MODEL}",
             )
 
@@ -123,10 +123,10 @@ def _check_shared(layers: Sequence[Layer]) -> None:
             raise UserError(
                 f"layers {before} and {number} share the {type(variable).__name__} "
                 f"`{first}`" + (f" (`{path}`)" if path != first else ""),
-                why="each stage keeps and changes values of its own, so the two would go apart",
+                why="each stage trains values of its own, so the two would diverge",
                 fix="give each layer its own nnx.Rngs, or a copy of the module"
                 if random
-                else f"write one module that holds both uses, or {WHOLE_MODEL}",
+                else f"write one module that contains both uses, or {WHOLE_MODEL}",
             )
 
 

@@ -46,12 +46,12 @@ class Op:
 
     @property
     def hands_back(self) -> bool:
-        """Whether it gives the gradient the stage before waits for."""
+        """Whether it computes the gradient the stage before waits for."""
         return self.kind in (Kind.BACKWARD, Kind.INPUT_GRAD)
 
     @property
     def releases(self) -> bool:
-        """Whether nothing of this microbatch is needed any more afterwards."""
+        """Whether the microbatch's activations can be freed afterwards."""
         return self.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)
 
 
@@ -90,17 +90,17 @@ class Shape:
         """Pieces of the model a microbatch passes through."""
         return self.num_stages * self.num_chunks
 
-    def turn(self, number: int) -> tuple[int, int]:
+    def nth_pass(self, number: int) -> tuple[int, int]:
         """Return (microbatch, chunk) of a stage's n-th forward pass.
 
-        Microbatches go round in groups of one per stage, chunk by chunk.
+        Microbatches pass the stages in groups of one per stage, chunk by chunk.
         """
-        trip, place = divmod(number, self.num_stages)
+        trip, position = divmod(number, self.num_stages)
         group, chunk = divmod(trip, self.num_chunks)
-        return group * self.num_stages + place, chunk
+        return group * self.num_stages + position, chunk
 
     def ring(self, step: int) -> list[tuple[int, int]]:
-        """Return which stage hands to which, ``step`` being 1 forward and -1 back."""
+        """Return which stage sends to which, ``step`` being 1 forward and -1 back."""
         count = self.num_stages
         pairs = [(i, (i + step) % count) for i in range(count)]
         # Only chunks close the ring: the last stage's next chunk is on the first stage.
@@ -111,13 +111,13 @@ class Shape:
         return op.chunk * self.num_stages + stage
 
     def gives(self, op: Op, stage: int) -> Event | None:
-        """Return what others can go on with after an operation."""
+        """Return the event that an operation produces for others, if any."""
         if op.kind is Kind.FORWARD:
             return ("F", op.microbatch, self.virtual(op, stage))
         return ("G", op.microbatch, self.virtual(op, stage)) if op.hands_back else None
 
     def needs(self, op: Op, stage: int) -> list[Event]:
-        """Return what has to be there before an operation."""
+        """Return the events that an operation waits for."""
         m, at = op.microbatch, self.virtual(op, stage)
         if op.kind is Kind.FORWARD:
             return [("F", m, at - 1)] if at > 0 else []

@@ -26,7 +26,7 @@ from meshwright.sharding.reasons import OnEachStage
 def decide_stages(
     cut: BlockCut, sizes: Mapping[str, int], sharding: ShardingConfig, num_chunks: int
 ) -> Decision:
-    """Decide where everything lives: blocks on their stages, the rest divided over all of them."""
+    """Decide where every leaf lives: blocks on their stages, the rest divided over all of them."""
     decision = decide(cut.traced, sizes, sharding, staged=[stack.number for stack in cut.stacks])
     division = divide_blocks(cut.num_blocks, sizes[PIPE], num_chunks)
     held = OnEachStage(division.most * num_chunks, division.even)

@@ -137,7 +137,7 @@ def _computed_again(cut: BlockCut, stages: Sequence[StageFacts]) -> list[str]:
     if share < WORTH_SAYING:
         return []
     return [
-        f"blocks of all stages read what is computed from samples before them (an encoder's output,"
+        f"blocks of all stages read values computed from samples before them (an encoder's output,"
         f" a condition), so each stage computes it for itself: {share:.0%} of the slowest one's "
         f"work; {Setting('mesh.fsdp')} or {Setting('mesh.tensor')} computes it once"
     ]
@@ -180,7 +180,7 @@ def _remedy(pipelined: PipelinedLoss, stages: list[StageFacts]) -> str:
         return (
             f"{few} {verbs[0]} not like the other blocks and {verbs[1]} with its "
             f"{' and '.join(slowest.also)}; "
-            "blocks that are all alike, or take turns to the end, are divided evenly"
+            "blocks that are all alike, or alternate to the end, are divided evenly"
         )
     ends = f"its {' and '.join(slowest.also) or 'work'} weighs less"
     if not waits:

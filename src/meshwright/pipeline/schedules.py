@@ -79,7 +79,7 @@ class Schedule(ABC):
     def _work_per_microbatch(self) -> int:
         return 1
 
-    def _filled_late(self, num_microbatches: int, num_stages: int) -> Fraction:
+    def _warm_up_share(self, num_microbatches: int, num_stages: int) -> Fraction:
         self.shape(num_microbatches, num_stages)
         late = num_stages - 1
         return Fraction(late, self._work_per_microbatch * num_microbatches + late)
@@ -105,7 +105,7 @@ class GPipe(Schedule):
 
     def bubble(self, num_microbatches: int, num_stages: int) -> Fraction:
         """Return (S-1) / (M+S-1)."""
-        return self._filled_late(num_microbatches, num_stages)
+        return self._warm_up_share(num_microbatches, num_stages)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Interleaved(Schedule):
 
     def bubble(self, num_microbatches: int, num_stages: int) -> Fraction:
         """Return (S-1) / (vM+S-1)."""
-        return self._filled_late(num_microbatches, num_stages)
+        return self._warm_up_share(num_microbatches, num_stages)
 
     @property
     def _work_per_microbatch(self) -> int:
@@ -193,7 +193,7 @@ class Interleaved(Schedule):
 
     def _nth(self, kind: Kind, number: int, shape: Shape) -> Op:
         """Return a stage's n-th forward or backward; backwards take the chunks the other way."""
-        microbatch, chunk = shape.turn(number)
+        microbatch, chunk = shape.nth_pass(number)
         return Op(
             kind, microbatch, shape.num_chunks - 1 - chunk if kind is Kind.BACKWARD else chunk
         )
@@ -218,12 +218,12 @@ class OneForwardOneBackward(Schedule):
 
     def bubble(self, num_microbatches: int, num_stages: int) -> Fraction:
         """Return (S-1) / (M+S-1)."""
-        return self._filled_late(num_microbatches, num_stages)
+        return self._warm_up_share(num_microbatches, num_stages)
 
 
 @dataclass(frozen=True)
 class ZeroBubbleH1(Schedule):
-    """One forward, one backward, with weight gradients put off until there would be nothing to do.
+    """One forward, one backward, with weight gradients delayed until a stage would be idle.
 
     Only the gradient with respect to the input is waited for. As many microbatches are kept as
     with 1F1B.
@@ -239,7 +239,7 @@ class ZeroBubbleH1(Schedule):
     def operations(self, num_microbatches: int, num_stages: int) -> list[list[Op]]:
         """Return what each stage does, in order."""
         shape = self.shape(num_microbatches, num_stages)
-        return [_put_off(shape, stage) for stage in range(shape.num_stages)]
+        return [_delayed(shape, stage) for stage in range(shape.num_stages)]
 
     def table(self, num_microbatches: int, num_stages: int) -> TickTable:
         """Return what all stages do together: one operation of three a tick."""
@@ -258,7 +258,7 @@ class ZeroBubbleH1(Schedule):
         return 3
 
 
-def _put_off(shape: Shape, stage: int) -> list[Op]:
+def _delayed(shape: Shape, stage: int) -> list[Op]:
     total = shape.num_microbatches
     ahead = min(shape.num_stages - 1 - stage, total)
     ops = [Op(Kind.FORWARD, m) for m in range(ahead)]

@@ -85,12 +85,12 @@ class StageVJP:
         self._x_tree = jax.tree.structure(x)
 
     @property
-    def keptstructs_of(self) -> list[jax.ShapeDtypeStruct]:
+    def kept_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes of what is kept between forward and backward."""
         return structs_of(self._kept)
 
     @property
-    def cutstructs_of(self) -> list[jax.ShapeDtypeStruct]:
+    def cut_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes of what is kept between the input gradient and the weight gradient."""
         return structs_of(self._halves.cut)
 
