@@ -58,7 +58,7 @@ def alone() -> dict[str, Any]:
 
 
 def staged(name: str, chunks: int, reference: dict[str, Any]) -> dict[str, Any]:
-    from meshwright.pipeline.report import pipeline_report
+    from meshwright.pipeline.pipeline_report import pipeline_report
 
     assembled, batch = assemble_gpt({"pipe": STAGES}, name, chunks)
     assert assembled.step.pipeline is not None
@@ -72,7 +72,7 @@ def staged(name: str, chunks: int, reference: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(assembled: Any, batch: Any) -> dict[str, Any]:
-    from meshwright.program.memory import memory_of
+    from meshwright.compiled.memory import memory_of
 
     sharding = assembled.step.shardings.batch
     placed = [

@@ -23,13 +23,13 @@ jax.config.update("jax_mock_gpu_topology", "1x8x1")
 
 import optax
 
+from meshwright.compiled.collectives import Collective, read_collectives
+from meshwright.compiled.hlo import compile_program
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.ledger.minimum import needed_collectives
 from meshwright.models import build_model
 from meshwright.plan import Plan
-from meshwright.program.collectives import Collective, read_collectives
-from meshwright.program.hlo import compile_program
 from meshwright.step.assemble import assemble
 from meshwright.tasks import find_task
 

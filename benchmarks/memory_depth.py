@@ -15,9 +15,9 @@ from typing import Any
 from record import verdict, write_record
 from small_gpt import assemble_gpt, batch_shapes
 
+from meshwright.compiled.memory import memory_of
 from meshwright.config.schema import ShardingConfig
 from meshwright.mesh.simulate import simulate_devices
-from meshwright.program.memory import memory_of
 from meshwright.sharding.placement import bytes_per_device
 from meshwright.step.assemble import Assembled
 

@@ -19,12 +19,12 @@ import numpy as np
 import optax
 from record import verdict, write_record
 
+from meshwright.compiled.memory import memory_of
 from meshwright.config.batch import solve_batch
 from meshwright.mesh.simulate import simulate_devices
 from meshwright.models import build_model
-from meshwright.pipeline.schedules import Schedule, get_schedule
+from meshwright.pipeline.schedule.schedules import Schedule, get_schedule
 from meshwright.plan import Plan
-from meshwright.program.memory import memory_of
 from meshwright.step.assemble import Assembled, assemble
 from meshwright.tasks.language_modeling import LanguageModeling
 

@@ -12,7 +12,7 @@ from meshwright.config.compose import compose_config, validate
 from meshwright.config.groups import group_options
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
-from meshwright.program.trace import read_loss
+from meshwright.program.trace.traced_loss import read_loss
 from meshwright.recipe import check_sections, learning_rate, make_optimizer, make_recipe
 
 OWN = """

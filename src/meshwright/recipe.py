@@ -30,7 +30,7 @@ from meshwright.errors import MeshwrightError, UserError
 from meshwright.inputs.user_model import call_with_rngs, model_source
 from meshwright.inputs.user_task import HasLoss, read_task
 from meshwright.plan import Plan
-from meshwright.program.trace import Loss
+from meshwright.program.trace.traced_loss import Loss
 from meshwright.step.assemble import Assembled, ModelSource, assemble
 
 _SHARED_SIZES = ("vocab_size", "context_length", "input_name", "input_shape", "num_classes")

@@ -4,7 +4,7 @@ from importlib import metadata
 
 import pytest
 
-from meshwright.config.distributed import DistributedConfig
+from meshwright.config.distributed_config import DistributedConfig
 from meshwright.errors import UserError
 from meshwright.launch.environments import count_gpus, environments
 from meshwright.launch.options import LaunchOptions

@@ -9,13 +9,13 @@ from flax import nnx
 from quick import quick_module
 from small_models import SAMPLES, WIDTH, Residuals, square_loss, vectors
 
+from meshwright.compiled.collectives import Collective
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.ledger import make_ledger
 from meshwright.ledger.ledger import shares
 from meshwright.models import build_model
 from meshwright.plan import Plan
-from meshwright.program.collectives import Collective
 from meshwright.step.assemble import assemble
 from meshwright.step.train_step import TrainStep
 from meshwright.tasks import find_task

@@ -5,11 +5,11 @@ import jax.extend
 import numpy as np
 from flax import nnx
 
-from meshwright.program.jaxprs import name_stack
-from meshwright.program.names import module_of
-from meshwright.program.parts import split_model
-from meshwright.program.rolled import roll_program
-from meshwright.program.trace import trace_loss
+from meshwright.program.blocks.to_scan import roll_program
+from meshwright.program.jaxpr.equations import name_stack
+from meshwright.program.jaxpr.names import module_of
+from meshwright.program.trace.model_leaves import split_model
+from meshwright.program.trace.traced_loss import trace_loss
 
 
 def equations(jaxpr, outer=""):

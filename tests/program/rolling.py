@@ -5,8 +5,8 @@ from flax import nnx
 from program.programs import assert_close, differentiate, trace
 from small_models import fill
 
-from meshwright.program.rolled import roll_program
-from meshwright.program.widen import wide_evaluator, widen
+from meshwright.program.blocks.to_scan import roll_program
+from meshwright.program.evaluate.widen import wide_evaluator, widen
 
 
 def results(traced, values, batch):

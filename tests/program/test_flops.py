@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from meshwright.models.gpt import GPT
+from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.flops import count_flops, forward_flops, peak_flops
-from meshwright.program.parts import split_model
-from meshwright.program.rolled import roll_program
-from meshwright.program.trace import trace_loss
+from meshwright.program.trace.model_leaves import split_model
+from meshwright.program.trace.traced_loss import trace_loss
 
 
 def flops(function, *shapes) -> int:

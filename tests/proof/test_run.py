@@ -13,9 +13,11 @@ import pytest
 from proof.proofs import Plain, batch_of, certify, failures
 
 from meshwright.errors import UserError
-from meshwright.program import products, trace
+from meshwright.program.on_mesh import products
+from meshwright.program.trace import traced_loss as trace
 from meshwright.proof import run
-from meshwright.step import assemble, local, microbatch, optimizer, train_step
+from meshwright.step import assemble, microbatch, optimizer, train_step
+from meshwright.step import local_accumulation as local
 
 PARAMS = ["down.bias", "down.kernel", "norm.bias", "norm.scale", "up.bias", "up.kernel"]
 """The trained leaves of `Net` in the order of the step."""

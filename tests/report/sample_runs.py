@@ -12,8 +12,8 @@ from meshwright.config.schema import TrackingConfig
 from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.build import build_mesh
 from meshwright.mesh.svg_drawing import mesh_svg
-from meshwright.pipeline.schedules import get_schedule
-from meshwright.pipeline.svg import timeline_svg
+from meshwright.pipeline.schedule.schedules import get_schedule
+from meshwright.pipeline.schedule.timeline_svg import timeline_svg
 from meshwright.tracking import make_trackers
 
 UPDATES = 200

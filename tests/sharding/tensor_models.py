@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
-from meshwright.program.scopes import module_scopes
+from meshwright.program.trace.scopes import module_scopes
 
 BATCH, LENGTH, HIDDEN, HEADS, WIDE, WORDS = 4, 8, 64, 4, 256, 256
 F64 = {"param_dtype": jnp.float64}

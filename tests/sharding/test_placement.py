@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from meshwright.program.parts import Leaf
+from meshwright.program.trace.model_leaves import Leaf
 from meshwright.sharding.placement import Placement, add_fsdp, bytes_per_device, to_spec
 
 SIZES = {"data": 2, "fsdp": 4, "tensor": 2}

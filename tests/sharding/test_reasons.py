@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from meshwright.program.parts import Leaf
+from meshwright.program.trace.model_leaves import Leaf
 from meshwright.sharding.placement import Placement, add_pipe
 from meshwright.sharding.reasons import (
     ByRule,

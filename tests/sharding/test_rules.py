@@ -18,9 +18,9 @@ from small_models import (
 
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError
-from meshwright.program.parts import build_unplaced, split_model
-from meshwright.program.rolled import roll_program
-from meshwright.program.trace import trace_loss
+from meshwright.program.blocks.to_scan import roll_program
+from meshwright.program.trace.model_leaves import build_unplaced, split_model
+from meshwright.program.trace.traced_loss import trace_loss
 from meshwright.sharding.decide import decide
 from meshwright.sharding.rules import check_rules, matches
 

@@ -11,7 +11,7 @@ from small_models import SAMPLES, double, fill, plain_value
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.plan import Plan
-from meshwright.program.widen import wide_evaluator, widen
+from meshwright.program.evaluate.widen import wide_evaluator, widen
 from meshwright.step.assemble import assemble
 
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)

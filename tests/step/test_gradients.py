@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright import Weighted
-from meshwright.program.trace import LossValue
+from meshwright.program.trace.traced_loss import LossValue
 from meshwright.step.gradients import accumulate_gradients, compute_gradients
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.compiled.collectives import read_collectives
 from meshwright.mesh.build import build_mesh
-from meshwright.program.collectives import read_collectives
 from meshwright.step.microbatch import split_strided
 
 MESHES = [({"data": 8}, "data"), ({"data": 2, "fsdp": 4}, ("data", "fsdp")), ({"tensor": 8}, None)]

@@ -26,8 +26,8 @@ from small_models import (
 from step.runs import by_hand, filled, on_mesh, on_one_device, put_together
 
 from meshwright import Weighted
+from meshwright.compiled.memory import memory_of
 from meshwright.errors import UserError
-from meshwright.program.memory import memory_of
 from meshwright.sharding.placement import bytes_per_device
 
 X = numbers(1, WIDTH)

@@ -19,11 +19,11 @@ from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.build import build_mesh
 from meshwright.mesh.svg_drawing import mesh_svg
 from meshwright.mesh.terminal_drawing import render_mesh
-from meshwright.pipeline.draw import render_timeline
-from meshwright.pipeline.report import PipelineReport
-from meshwright.pipeline.schedules import get_schedule
-from meshwright.pipeline.svg import timeline_svg
-from meshwright.pipeline.timeline import Timeline
+from meshwright.pipeline.pipeline_report import PipelineReport
+from meshwright.pipeline.schedule.schedules import get_schedule
+from meshwright.pipeline.schedule.timeline import Timeline
+from meshwright.pipeline.schedule.timeline_drawing import render_timeline
+from meshwright.pipeline.schedule.timeline_svg import timeline_svg
 from meshwright.plan import Plan, unused_settings
 from meshwright.recipe import make_recipe
 from meshwright.sharding.explain import LeafReport, explain

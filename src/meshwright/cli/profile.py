@@ -12,10 +12,10 @@ from rich.text import Text
 
 from meshwright.cli.output import write_file
 from meshwright.cli.request import Request
+from meshwright.compiled.hlo import optimized_hlo
 from meshwright.errors import ExitCode
 from meshwright.processes import is_main
 from meshwright.profile import Profile, Profiler, read_profile
-from meshwright.program.hlo import optimized_hlo
 from meshwright.recipe import Recipe, make_recipe
 from meshwright.step.assemble import Assembled
 from meshwright.trainer.batch_loader import BatchLoader

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from meshwright.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from meshwright.config.distributed import DistributedConfig
+    from meshwright.config.distributed_config import DistributedConfig
     from meshwright.config.schema import Config
 
 __all__ = ["Config", "DistributedConfig"]
@@ -16,6 +16,6 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "Config": "meshwright.config.schema",
-        "DistributedConfig": "meshwright.config.distributed",
+        "DistributedConfig": "meshwright.config.distributed_config",
     },
 )

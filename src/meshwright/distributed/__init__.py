@@ -9,6 +9,7 @@ from meshwright.lazy import lazy_names
 if TYPE_CHECKING:
     from meshwright.distributed.data_parallel import DataParallel
     from meshwright.distributed.device_placement import DevicePlacement
+    from meshwright.distributed.distributed_trainer import Trainer
     from meshwright.distributed.gradient_accumulator import (
         GradientAccumulator,
         GradientAccumulatorConfig,
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from meshwright.distributed.mesh_manager import DeviceMeshManager
     from meshwright.distributed.metrics import DistributedMetrics
     from meshwright.distributed.multinode import setup_multinode
-    from meshwright.distributed.trainer import Trainer
     from meshwright.hardware import BatchSizeRecommendation
 
 _NAMES = {
@@ -32,7 +32,7 @@ _NAMES = {
     "GradientAccumulator": "meshwright.distributed.gradient_accumulator",
     "GradientAccumulatorConfig": "meshwright.distributed.gradient_accumulator",
     "HardwareType": "meshwright.distributed.hardware_type",
-    "Trainer": "meshwright.distributed.trainer",
+    "Trainer": "meshwright.distributed.distributed_trainer",
     "setup_multinode": "meshwright.distributed.multinode",
 }
 

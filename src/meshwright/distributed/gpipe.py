@@ -11,7 +11,7 @@ from flax import nnx
 
 from meshwright.config.argument_checks import check_count
 from meshwright.errors import UserError, did_you_mean, typed_line
-from meshwright.pipeline.checks import describe
+from meshwright.pipeline.by_hand.stage_checks import describe
 
 SPEC_KEYS = ("in_features", "out_features", "relu")
 SPEC_EXAMPLE = 'write {"in_features": 784, "out_features": 128}'

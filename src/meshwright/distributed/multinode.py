@@ -24,7 +24,7 @@ def setup_multinode() -> dict[str, Any]:
         world_size, rank, local_rank and is_master of this process; process_index and
         process_count as JAX counts them; local_devices (of this process) and global_devices.
     """
-    from meshwright.config.distributed import DistributedConfig
+    from meshwright.config.distributed_config import DistributedConfig
 
     config = DistributedConfig.from_environment()
     if config.world_size > 1 and not jax.distributed.is_initialized():

@@ -14,7 +14,7 @@ from flax import linen, nnx
 from meshwright.config.base import shorten
 from meshwright.config.builders import Builder, parameters_of
 from meshwright.errors import UserError
-from meshwright.program.trace import Loss
+from meshwright.program.trace.traced_loss import Loss
 from meshwright.step.assemble import ModelSource
 
 

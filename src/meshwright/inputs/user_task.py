@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from meshwright.config.builders import Builder, build, check_arguments, parameters_of
 from meshwright.errors import UserError
-from meshwright.program.trace import Loss
+from meshwright.program.trace.traced_loss import Loss
 
 
 class HasLoss(Protocol):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from meshwright import processes
-from meshwright.config.distributed import DistributedConfig
+from meshwright.config.distributed_config import DistributedConfig
 from meshwright.errors import EnvironmentProblem, UserError, first_line
 from meshwright.jax_internals import jax_has_started
 

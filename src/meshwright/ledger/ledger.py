@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 
+from meshwright.compiled.collectives import Collective, read_collectives, ring_bytes
+from meshwright.compiled.hlo import CompiledProgram, compile_program
+from meshwright.compiled.memory import memory_of
 from meshwright.config.base import Frozen
 from meshwright.ledger.minimum import Needed, needed_collectives
-from meshwright.pipeline.op_counts import count_operations
-from meshwright.program.collectives import Collective, read_collectives, ring_bytes
-from meshwright.program.hlo import CompiledProgram, compile_program
-from meshwright.program.memory import memory_of
+from meshwright.pipeline.execute.op_counts import count_operations
 from meshwright.step.assemble import Assembled
 
 LOWEST, HIGHEST = 0.98, 1.05

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshwright.compiled.collectives import ring_bytes
 from meshwright.program.backward import read_again
-from meshwright.program.collectives import ring_bytes
-from meshwright.program.jaxprs import Literal
-from meshwright.program.policy import COMPUTE_DTYPES
-from meshwright.program.rolled import casts_of
-from meshwright.program.segments import Outer, cut, reads
+from meshwright.program.blocks.segments import Outer, cut, reads
+from meshwright.program.blocks.to_scan import casts_of
+from meshwright.program.jaxpr.equations import Literal
+from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.sharding.placement import Placement
 from meshwright.step.assemble import Assembled
 

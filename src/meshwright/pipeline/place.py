@@ -9,15 +9,15 @@ from jax.sharding import Mesh
 
 from meshwright.config.schema import ShardingConfig
 from meshwright.mesh.axes import PIPE
-from meshwright.pipeline.block_cut import BlockCut
-from meshwright.pipeline.context import StageContext
-from meshwright.pipeline.division import divide_blocks
-from meshwright.pipeline.forward import PipelinedForward
-from meshwright.pipeline.gradients import PipelinedLoss
-from meshwright.pipeline.schedules import Schedule
-from meshwright.program.gather import GatherSpecs
-from meshwright.program.local import LocalDraws
-from meshwright.program.remat import Remat
+from meshwright.pipeline.divide.block_cut import BlockCut
+from meshwright.pipeline.divide.context import StageContext
+from meshwright.pipeline.divide.division import divide_blocks
+from meshwright.pipeline.execute.forward_only import PipelinedForward
+from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
+from meshwright.pipeline.schedule.schedules import Schedule
+from meshwright.program.evaluate.gather import GatherSpecs
+from meshwright.program.on_mesh.local_forward import LocalDraws
+from meshwright.program.on_mesh.remat import Remat
 from meshwright.sharding.decide import Decision, batch_axes, decide
 from meshwright.sharding.placement import Placement
 from meshwright.sharding.reasons import OnEachStage

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
-from meshwright.program.collectives import Collective, read_collectives
-from meshwright.program.hlo import parse_hlo
+from meshwright.compiled.collectives import Collective, read_collectives
+from meshwright.compiled.hlo import parse_hlo
 
 UNKNOWN_AXIS = "unknown"
 

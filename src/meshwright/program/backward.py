@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.program.jaxprs import (
+from meshwright.program.jaxpr.equations import (
     CALLS,
     REARRANGES,
     ClosedJaxpr,
@@ -16,7 +16,7 @@ from meshwright.program.jaxprs import (
     called_jaxpr,
     scan_counts,
 )
-from meshwright.program.trace import TracedLoss
+from meshwright.program.trace.traced_loss import TracedLoss
 
 _BILINEAR = frozenset({"dot_general", "conv_general_dilated", "mul"})
 _LINEAR = frozenset({"add", "add_any", "sub", "neg", "concatenate", "reduce_sum", "gather"})

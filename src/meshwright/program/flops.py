@@ -10,8 +10,8 @@ import numpy as np
 
 from meshwright.config.schema import Precision
 from meshwright.hardware import Chip, detect
-from meshwright.program.jaxprs import Equation, Jaxpr, aval_of, called_jaxpr
-from meshwright.program.trace import TracedLoss
+from meshwright.program.jaxpr.equations import Equation, Jaxpr, aval_of, called_jaxpr
+from meshwright.program.trace.traced_loss import TracedLoss
 
 TRAINING = 3
 """Forward and backward pass, in forward passes: a product has two gradients, each as large."""

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from meshwright.program.evaluate import Evaluator
-from meshwright.program.parts import Leaf, Parts
-from meshwright.program.trace import Loss, LossValue, TracedLoss, read_loss
-from meshwright.program.widen import wide_evaluator
+from meshwright.program.evaluate.evaluator import Evaluator
+from meshwright.program.evaluate.widen import wide_evaluator
+from meshwright.program.trace.model_leaves import Leaf, Parts
+from meshwright.program.trace.traced_loss import Loss, LossValue, TracedLoss, read_loss
 from meshwright.proof.compare import null_leaves
 from meshwright.proof.observed import Observed, fetch, withhold
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from meshwright.program.jaxprs import ClosedJaxpr, Equation, Jaxpr, aval_of
+from meshwright.program.jaxpr.equations import ClosedJaxpr, Equation, Jaxpr, aval_of
 
 MARGIN = 2.0
 """How many times the error that is typical a result may be off."""

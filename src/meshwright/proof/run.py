@@ -18,10 +18,10 @@ from meshwright.data.batches import read_batch
 from meshwright.errors import UserError
 from meshwright.plan import Plan
 from meshwright.processes import process_count
-from meshwright.program.parts import build_unplaced
-from meshwright.program.policy import COMPUTE_DTYPES
-from meshwright.program.trace import Loss, TracedLoss, trace_loss
-from meshwright.program.widen import is_narrow
+from meshwright.program.evaluate.widen import is_narrow
+from meshwright.program.trace.model_leaves import build_unplaced
+from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
+from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
 from meshwright.proof.certificate import Certificate, Comparison
 from meshwright.proof.compare import (
     compare_exactly,

@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec
 from meshwright.config.schema import ShardingConfig
 from meshwright.mesh.axes import AXES, resolve_alias
 from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
-from meshwright.program.gather import GatherSpecs
-from meshwright.program.jaxprs import Var
-from meshwright.program.layout import StepLeaf
-from meshwright.program.parts import Leaf
-from meshwright.program.pins import find_pins, find_weights
-from meshwright.program.trace import TracedLoss
+from meshwright.program.evaluate.gather import GatherSpecs
+from meshwright.program.jaxpr.equations import Var
+from meshwright.program.on_mesh.pins import find_pins, find_weights
+from meshwright.program.trace.layout import StepLeaf
+from meshwright.program.trace.model_leaves import Leaf
+from meshwright.program.trace.traced_loss import TracedLoss
 from meshwright.sharding.placement import DimAxes, Placement, add_fsdp, add_pipe
 from meshwright.sharding.reasons import ByAnnotation, ByRule, Reason, UnknownAnnotation
 from meshwright.sharding.rules import (

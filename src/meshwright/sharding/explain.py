@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import Setting
-from meshwright.program.layout import Layout, StepLeaf
+from meshwright.program.trace.layout import Layout, StepLeaf
 from meshwright.sharding.decide import Decision
 from meshwright.sharding.placement import Placement, bytes_per_device
 from meshwright.sharding.reasons import OnEachStage, WholeOnStage

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from meshwright.program.parts import Leaf
+from meshwright.program.trace.model_leaves import Leaf
 from meshwright.sharding.reasons import Divided, NoDivisibleDim, Reason, TooSmall, render
 
 DimAxes = tuple[str, ...]

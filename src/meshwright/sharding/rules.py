@@ -9,8 +9,8 @@ from typing import Any
 from meshwright.errors import Setting, UserError, did_you_mean
 from meshwright.mesh.axes import canonical_axis
 from meshwright.program.dims import DimClasses, Roles
-from meshwright.program.layout import StepLeaf
-from meshwright.program.parts import Leaf
+from meshwright.program.trace.layout import StepLeaf
+from meshwright.program.trace.model_leaves import Leaf
 from meshwright.sharding.placement import DimAxes, Placement
 from meshwright.sharding.reasons import ByAnnotation, ByRule, Reason, Rule
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError, did_you_mean
-from meshwright.program.parts import Leaf
+from meshwright.program.trace.model_leaves import Leaf
 from meshwright.sharding.placement import DimAxes, add_fsdp, to_spec
 
 _MIN_SHARD_SIZE = ShardingConfig().min_shard_size

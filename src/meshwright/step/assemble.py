@@ -15,23 +15,23 @@ from jax.sharding import Mesh, NamedSharding
 from meshwright.config.batch import GLOBAL_BATCH_SIZE
 from meshwright.errors import Setting, UserError
 from meshwright.mesh.build import build_mesh
-from meshwright.pipeline.gradients import PipelinedLoss
+from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
+from meshwright.pipeline.pipeline_report import PipelineReport, pipeline_report
 from meshwright.pipeline.place import decide_own, decide_stages, pipelined_loss
-from meshwright.pipeline.report import PipelineReport, pipeline_report
-from meshwright.pipeline.schedules import get_schedule
-from meshwright.pipeline.slicing import only_for
+from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
-from meshwright.program.forward import Forward
-from meshwright.program.local import LocalDraws, local_forward
-from meshwright.program.parts import Parts, build_unplaced, split_model
-from meshwright.program.remat import choose_remat
-from meshwright.program.trace import Loss, TracedLoss
+from meshwright.program.evaluate.dependencies import only_for
+from meshwright.program.on_mesh.local_forward import LocalDraws, local_forward
+from meshwright.program.on_mesh.mesh_forward import Forward
+from meshwright.program.on_mesh.remat import choose_remat
+from meshwright.program.trace.model_leaves import Parts, build_unplaced, split_model
+from meshwright.program.trace.traced_loss import Loss, TracedLoss
 from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
 from meshwright.sharding.placement import to_spec
-from meshwright.step.forward import planned_remat
 from meshwright.step.place_batch import place_batch
-from meshwright.step.program import StepProgram, own_program, step_program
+from meshwright.step.planned_forward import planned_remat
 from meshwright.step.state import TrainState
+from meshwright.step.step_program import StepProgram, own_program, step_program
 from meshwright.step.train_step import TrainStep
 from meshwright.trees import divide_batch
 from meshwright.units import counted

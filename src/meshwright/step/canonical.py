@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.program.layout import StepLeaf
+from meshwright.program.trace.layout import StepLeaf
 from meshwright.sharding.placement import to_spec
 from meshwright.step.assemble import Assembled
 from meshwright.step.scaler import LossScale

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from meshwright.program.policy import zeros_for_sums
-from meshwright.program.trace import LossValue
+from meshwright.program.trace.precision_policy import zeros_for_sums
+from meshwright.program.trace.traced_loss import LossValue
 from meshwright.weighted import Weighted
 
 LossFunction = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], LossValue]

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import optax
 
-from meshwright.program.layout import Layout, StepLeaf
-from meshwright.program.parts import Leaf
+from meshwright.program.trace.layout import Layout, StepLeaf
+from meshwright.program.trace.model_leaves import Leaf
 from meshwright.sharding.placement import Placement, add_fsdp, add_pipe
 from meshwright.sharding.reasons import LikeParameter
 from meshwright.step.stackable import Name, owners, treats_stacks_alike

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from meshwright.program.dims.elementwise import ELEMENTWISE
-from meshwright.program.jaxprs import (
+from meshwright.program.jaxpr.equations import (
     CALLS,
     ClosedJaxpr,
     Jaxpr,

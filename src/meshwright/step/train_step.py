@@ -13,22 +13,22 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.pipeline.check import check_exchanges
-from meshwright.pipeline.gradients import PipelinedLoss
+from meshwright.pipeline.execute.exchange_check import check_exchanges
+from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.plan import Plan
-from meshwright.program.trace import LossValue, TracedLoss
+from meshwright.program.trace.traced_loss import LossValue, TracedLoss
 from meshwright.sharding.decide import Decision, batch_axes
 from meshwright.sharding.placement import Placement
-from meshwright.step.forward import planned_forward
 from meshwright.step.gradients import (
     Gradients,
     accumulate_gradients,
     compute_gradients,
     finish_gradients,
 )
-from meshwright.step.local import accumulate_locally
+from meshwright.step.local_accumulation import accumulate_locally
 from meshwright.step.microbatch import split_strided
 from meshwright.step.optimizer import FlatOptimizer
+from meshwright.step.planned_forward import planned_forward
 from meshwright.step.scaler import LossScale, all_finite
 from meshwright.step.state import TrainState
 

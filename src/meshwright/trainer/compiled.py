@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
+from meshwright.compiled.hlo import CompiledProgram, compile_program
+from meshwright.compiled.memory import MemoryUse, memory_of
 from meshwright.errors import CheckFailed, EnvironmentProblem
 from meshwright.ledger import Ledger, lower_step, read_ledger
-from meshwright.program.hlo import CompiledProgram, compile_program
-from meshwright.program.memory import MemoryUse, memory_of
 from meshwright.step.assemble import Assembled
 
 WARN_FROM_BYTES = 2**20

@@ -12,9 +12,9 @@ from meshwright.data.batches import form_of, read_batch
 from meshwright.data.protocols import Data
 from meshwright.data.user_data import IterableData, SequenceData
 from meshwright.errors import UserError
-from meshwright.program.trace import Loss
+from meshwright.program.trace.traced_loss import Loss
 from meshwright.step.assemble import Assembled
-from meshwright.step.evaluate import Evaluate, compile_evaluation
+from meshwright.step.eval_step import Evaluate, compile_evaluation
 from meshwright.step.state import TrainState
 from meshwright.trainer.batch_loader import BatchLoader
 from meshwright.weighted import Weighted

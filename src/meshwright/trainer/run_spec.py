@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.config.duration import Duration
 from meshwright.config.schema import CheckpointConfig, TrackingConfig
 from meshwright.data.protocols import Data
-from meshwright.program.trace import Loss
+from meshwright.program.trace.traced_loss import Loss
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.trainer.callbacks import Callback

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from meshwright.checkpoint import CheckpointMetadata
 from meshwright.config.batch import Batch
-from meshwright.program.parts import Leaf
+from meshwright.program.trace.model_leaves import Leaf
 from meshwright.units import counted
 
 

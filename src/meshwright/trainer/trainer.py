@@ -38,7 +38,7 @@ from meshwright.plan import (
     resolve_mesh,
     unused_pipeline,
 )
-from meshwright.program.trace import Loss
+from meshwright.program.trace.traced_loss import Loss
 from meshwright.proof import Certificate, verify
 from meshwright.step.assemble import Assembled, assemble
 from meshwright.step.state import TrainState

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.program.dims.atoms import Dim, Dims
 from meshwright.program.dims.op import Op, Value, is_inexact, shape_of
-from meshwright.program.jaxprs import Jaxpr, scan_counts
+from meshwright.program.jaxpr.equations import Jaxpr, scan_counts
 
 Enter = Callable[[Jaxpr, Sequence[Value], int], list[Value]]
 """Walks a nested program, run so many times; returns its results."""

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from meshwright.program.dims.atoms import Atom, Dim, atoms
 from meshwright.program.dims.op import EventKind, KernelUse, Log, LoggedEvent, nbytes_of, shape_of
 from meshwright.program.dims.walk import Frame, Walk
-from meshwright.program.jaxprs import ClosedJaxpr
+from meshwright.program.jaxpr.equations import ClosedJaxpr
 
 LeafRole = Literal["param", "state", "batch"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from meshwright.program.dims.atoms import NO_DIM, Dim, Dims
 from meshwright.program.dims.op import Op, Rule, primitives
-from meshwright.program.jaxprs import WITHOUT_RESULT
+from meshwright.program.jaxpr.equations import WITHOUT_RESULT
 
 ELEMENTWISE = primitives(
     """

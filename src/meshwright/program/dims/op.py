@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.program.dims.atoms import Dim, Dims, Factors
-from meshwright.program.jaxprs import Equation
+from meshwright.program.jaxpr.equations import Equation
 
 Shape = tuple[int, ...]
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from meshwright.program.dims import calls, contract, elementwise, reduce, shape, slicing
+from meshwright.program.dims import calls, contractions, elementwise, reduce, shape, slicing
 from meshwright.program.dims.atoms import Atom, Dims, Factors, atoms
 from meshwright.program.dims.op import Log, Op, Rule, Value, is_inexact, shape_of, unknown
-from meshwright.program.jaxprs import Equation, Jaxpr, Literal, Var, name_stack
-from meshwright.program.names import module_of
+from meshwright.program.jaxpr.equations import Equation, Jaxpr, Literal, Var, name_stack
+from meshwright.program.jaxpr.names import module_of
 
 RULES: Mapping[str, Rule] = {
     **elementwise.RULES,
-    **contract.RULES,
+    **contractions.RULES,
     **shape.RULES,
     **slicing.RULES,
     **reduce.RULES,

@@ -1,0 +1,1 @@
+"""What is read from a compiled program: collectives, their participants, memory."""

@@ -1,0 +1,102 @@
+"""Training from three configs: the model's, the training's and that of the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from meshwright.config.compose import compose_config
+from meshwright.config.distributed_config import DistributedConfig
+from meshwright.config.schema import Config, ModelConfig, TrainingConfig
+from meshwright.errors import UserError
+from meshwright.plan import make_plan
+from meshwright.recipe import make_recipe
+from meshwright.trainer import FitResult
+from meshwright.trainer import Trainer as MeshTrainer
+
+Section = Mapping[str, Any] | str | BaseModel
+
+
+class Trainer:
+    """Trains what three configs describe; `meshwright.Trainer` takes a model and a loss instead.
+
+    Args:
+        model_config: the name of a model config (``"gpt2_tiny"``), or its keys with their values,
+            ``kind`` among them.
+        training_config: how long and on how much at a time; see `TrainingConfig`.
+        distributed_config: the mesh and the precision; all devices on ``data`` by default.
+        run_dir: where to write metrics, checkpoints and the rest; None for nowhere.
+        sections: further sections of the config, such as ``optimizer={"kind": "lion"}``.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_config: Section,
+        training_config: Mapping[str, Any] | TrainingConfig,
+        distributed_config: DistributedConfig | None = None,
+        run_dir: str | Path | None = None,
+        **sections: Mapping[str, Any],
+    ) -> None:
+        name = model_config if isinstance(model_config, str) else ""
+        values = compose_config([f"model={name}"] if name else []).values
+        if not name:
+            values["model"] = _plain(model_config)
+        values["training"] = {**values["training"], **_plain(training_config)}
+        for section, keys in sections.items():
+            # Another kind has arguments of its own.
+            before = {} if "kind" in keys else values.get(section, {})
+            values[section] = {**before, **keys}
+        if distributed_config is not None:
+            values["mesh"] = dict(distributed_config.mesh_sizes())
+            values["precision"] = {"compute": distributed_config.mixed_precision}
+        self.config = Config.parse(values)
+        self._run_dir = run_dir
+
+    def train(self, train: Any, val: Any = None) -> FitResult:
+        """Train on a dataset, and evaluate on another.
+
+        Args:
+            train: anything `meshwright.Trainer.fit` trains on: a dict of arrays, a list of global
+                batches, a source, a function of (step, batch_size).
+            val: held-out data of the same forms.
+        """
+        import jax
+
+        plan = make_plan(self.config, jax.device_count())
+        recipe = make_recipe(self.config, plan.batch.global_batch_size)
+        training = self.config.training
+        trainer = MeshTrainer(
+            model=recipe.model,
+            loss=recipe.loss,
+            optimizer=recipe.optimizer,
+            mesh=plan,
+            clip_norm=self.config.optimizer.clip_norm,
+            seed=self.config.run.seed,
+            log_every=self.config.tracking.log_every,
+        )
+        return trainer.fit(
+            train,
+            steps=training.steps if training.max_duration is None else None,
+            max_duration=training.max_duration,
+            eval_data=val,
+            eval_every=training.eval_every,
+            eval_batches=training.eval_batches,
+            run_dir=self._run_dir,
+            checkpoint=self.config.checkpoint,
+            tracking=self.config.tracking,
+        )
+
+
+def _plain(section: Any) -> dict[str, Any]:
+    if isinstance(section, ModelConfig | TrainingConfig):
+        return section.model_dump(mode="json", exclude_unset=True)
+    if not isinstance(section, Mapping):
+        raise UserError(
+            f"a config is of type {type(section).__name__}",
+            fix="write the name of a model config, or a dict of keys and values",
+        )
+    return {str(key): value for key, value in section.items()}

@@ -1,0 +1,1 @@
+"""Pipelines of stages that the user writes, driven from the host."""

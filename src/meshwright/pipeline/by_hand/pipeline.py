@@ -1,0 +1,358 @@
+"""Pipelines of stages that differ: modules or functions, each stage on its own devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from meshwright.config.argument_checks import check_clip_norm, check_count, check_optimizer
+from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
+from meshwright.errors import UserError
+from meshwright.pipeline.aliases import Array, Device, PyTree
+from meshwright.pipeline.by_hand import stage_checks as checks
+from meshwright.pipeline.by_hand.balance import balance
+from meshwright.pipeline.by_hand.host import HostExecutor, divide_devices
+from meshwright.pipeline.by_hand.layer_forms import (
+    Layer,
+    Part,
+    TracedPart,
+    chain,
+    read_part,
+    to_default_device,
+    trace,
+)
+from meshwright.pipeline.by_hand.layers import naming_layer, read_layers
+from meshwright.pipeline.by_hand.stage_programs import Loss, StagePrograms
+from meshwright.pipeline.by_hand.suggest import fewer_stages, timeline_of, unused_devices
+from meshwright.pipeline.by_hand.updates import Updates
+from meshwright.pipeline.execute.messages import MessageSplit
+from meshwright.pipeline.schedule.advice import pipeline_warnings
+from meshwright.pipeline.schedule.schedules import Schedule
+from meshwright.pipeline.schedule.timeline import Timeline
+from meshwright.trees import resize_batch
+from meshwright.units import counted, human_count
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What one stage has.
+
+    Attributes:
+        layers: numbers of the layers it runs.
+        parameters: how many numbers it trains.
+        flops: products of one microbatch's forward pass.
+        devices: ids of its devices.
+    """
+
+    layers: tuple[int, ...]
+    parameters: int
+    flops: int
+    devices: tuple[int, ...]
+
+    def __str__(self) -> str:
+        layers = f"layer {self.layers[0]}"
+        if len(self.layers) > 1:
+            layers = f"layers {self.layers[0]}–{self.layers[-1]}"
+        devices = f"device{'s' * (len(self.devices) > 1)} {', '.join(map(str, self.devices))}"
+        return (
+            f"{layers}, {self.parameters:,} parameters, {human_count(self.flops)} FLOPs "
+            f"a microbatch, {devices}"
+        )
+
+
+class Pipeline:
+    """A model given as a list of layers, divided into stages on different devices.
+
+    Nothing is padded: each stage is a program of its own, for its own shapes.
+
+    Args:
+        stages: NNX modules, Linen modules, functions of x, or pairs (function(params, x), params),
+            in order; none twice. Neighbours are joined if there are more than ``num_stages``.
+        loss: ``loss(output, target)``: a mean over samples, or `mw.Weighted`.
+        example: a batch of inputs, as arrays or shapes; its values are not used.
+        num_stages: how many stages; all devices, or one for each element of ``stages``.
+        schedule: gpipe, 1f1b, interleaved or zb_h1.
+        num_microbatches: microbatches per batch; four per stage by default.
+        num_chunks: pieces of the model on each stage, for interleaved; 2 by default.
+        balance_by: what stages should have equal amounts of: flops, or memory of parameters.
+        devices: where; all devices by default. Each stage has as many, for different samples.
+        seed: of the parameters of Linen modules.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Layer],
+        *,
+        loss: Loss,
+        example: PyTree,
+        num_stages: int | None = None,
+        schedule: str | Schedule = "1f1b",
+        num_microbatches: int | None = None,
+        num_chunks: int | None = None,
+        balance_by: Literal["flops", "memory"] = "flops",
+        devices: Sequence[Device] | None = None,
+        seed: int = 0,
+    ) -> None:
+        for name, count in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
+            if count is not None:
+                check_count(name, count)
+        checks.check_balance_by(balance_by)
+        checks.check_function(loss)
+        checks.check_seed(seed)
+        self._user_layers, self._devices = read_layers(stages), checks.read_devices(devices)
+        self.schedule = checks.read_schedule(schedule, num_chunks)
+        chunks = self.schedule.num_chunks
+        most = len(self._user_layers) // chunks or 1
+        self.num_stages = num_stages or min(most, len(self._devices))
+        self.num_microbatches = num_microbatches or MICROBATCHES_PER_STAGE * self.num_stages
+        checks.check_division(
+            len(self._user_layers),
+            len(self._devices),
+            self.schedule,
+            self.num_stages,
+            self.num_microbatches,
+        )
+        self._loss = loss
+        self._layers, traced = _read_all(self._user_layers, self._microbatch_shape(example), seed)
+        # Layers without products still take some time.
+        self._flops = [part.flops or 1 for part in traced]
+        self._costs = self._flops if balance_by == "flops" else list(map(_nbytes, self._layers))
+        self._place(balance(self._costs, self.num_stages * chunks), traced)
+
+    def _place(self, groups: Sequence[range], traced: Sequence[TracedPart]) -> None:
+        """Make each group of layers a stage on its devices."""
+        self._parts = [chain([self._layers[n] for n in group]) for group in groups]
+        meshes = divide_devices(self._devices, self.num_stages)
+        last = len(groups) - 1
+        self._stages = [
+            StagePrograms(
+                part,
+                meshes[number % self.num_stages],
+                first=number == 0,
+                loss=self._loss if number == last else None,
+            )
+            for number, part in enumerate(self._parts)
+        ]
+        self._params = [jax.device_put(s.part.params, s.everywhere) for s in self._stages]
+        self._states = [jax.device_put(s.part.state, s.everywhere) for s in self._stages]
+        self._evaluate = [jax.jit(part.evaluate) for part in self._parts]
+        self._updates = Updates(self._stages)
+        self.stages = [
+            _report(group, part, stage.mesh, traced)
+            for group, part, stage in zip(groups, self._parts, self._stages, strict=True)
+        ]
+        outputs = [MessageSplit.of(traced[group[-1]].output) for group in groups]
+        self._host = HostExecutor(self._stages, self.schedule, outputs)
+        self._fitting: set[str] = set()
+
+    def __call__(self, x: PyTree) -> PyTree:
+        """Return the output for a batch of any size, in evaluation mode.
+
+        NNX modules run as after ``eval()``: without dropout, with the statistics gathered so far.
+        """
+        checks.check_untraced(x=x)
+        count = min(self.num_microbatches, checks.count_samples("x", x))
+        inputs = self._split("x", x, count)
+        self._check_fit(inputs[0])
+        outputs: list[PyTree] = []
+        for piece in inputs:
+            for number, stage in enumerate(self._stages):
+                piece = self._evaluate[number](
+                    self._params[number], self._states[number], stage.put(piece)
+                )
+            checks.check_output(piece, jax.tree.leaves(inputs[len(outputs)])[0].shape[0])
+            outputs.append(piece)
+        return jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *outputs)
+
+    def loss_and_gradients(self, x: PyTree, target: PyTree) -> tuple[Array, list[PyTree]]:
+        """Return the mean loss of a batch and, for each stage, the gradients of its parameters.
+
+        Modules run in the mode they were given in, which is training unless you called ``eval()``.
+        What they remember, such as statistics and random streams, goes on from batch to batch.
+        """
+        checks.check_untraced(x=x, target=target)
+        samples, targets = checks.count_samples("x", x), checks.count_samples("target", target)
+        if samples != targets:
+            raise UserError(
+                f"x has {counted(samples, 'sample')}, target {targets}",
+                why="both are divided into the same microbatches, along dim 0",
+                fix="give one target for each sample",
+            )
+        count = self.num_microbatches
+        inputs, expected = self._split("x", x, count), self._split("target", target, count)
+        self._check_fit(inputs[0], expected[0])
+        sums = self._host.run(self._params, self._states, inputs, expected)
+        self._states = sums.states
+        weight = np.asarray(sums.weight)
+        weight = weight if weight else np.ones_like(weight)
+        scaled = jax.tree.map(
+            lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype), sums.gradients, self._params
+        )
+        return sums.total / weight, scaled
+
+    def init(self, optimizer: optax.GradientTransformation) -> list[PyTree]:
+        """Return an optax optimizer's state for each stage, on the stage's devices."""
+        check_optimizer(optimizer)
+        return self._updates.init(optimizer, self._params)
+
+    def update(
+        self,
+        optimizer: optax.GradientTransformation,
+        states: Sequence[PyTree],
+        x: PyTree,
+        target: PyTree,
+        *,
+        clip_norm: float | None = None,
+    ) -> tuple[Array, list[PyTree]]:
+        """Train on a batch; return its loss before the update, and the optimizer's new states.
+
+        Args:
+            optimizer: any optax transformation. It sees the leaves of one stage at a time.
+            states: what `init` or the update before returned; not to be used again.
+            x: inputs, samples in dim 0.
+            target: what the loss compares with, as many samples.
+            clip_norm: largest norm of the gradients of all stages together.
+        """
+        check_optimizer(optimizer)
+        check_clip_norm(clip_norm)
+        states = checks.check_per_stage("states", states, len(self._stages))
+        checks.check_untraced(states=states)
+        checks.check_unused(states)
+        loss, gradients = self.loss_and_gradients(x, target)
+        factor = self._updates.factor(gradients, clip_norm)
+        self._params, after = self._updates.apply(
+            optimizer, gradients, states, self._params, factor
+        )
+        return loss, after
+
+    @property
+    def params(self) -> list[PyTree]:
+        """Each stage's parameters, on its own devices."""
+        return self._params
+
+    @params.setter
+    def params(self, values: Sequence[PyTree]) -> None:
+        new_params = checks.check_per_stage("params", values, len(self._stages))
+        checks.check_untraced(params=values)
+        for number, (new, present) in enumerate(zip(new_params, self._params, strict=True)):
+            checks.check_like(f"params[{number}]", new, present)
+        pairs = zip(new_params, self._stages, strict=True)
+        self._params = [jax.device_put(value, stage.everywhere) for value, stage in pairs]
+
+    def modules(self) -> list[Layer]:
+        """Return what ``stages`` was, with the values it has now, all on the default device.
+
+        A Linen module comes back bound to its values: call it, or take it apart with ``unbind()``.
+        """
+        pairs = zip(self._parts, self._params, self._states, strict=True)
+        return [
+            layer
+            for part, params, state in pairs
+            for layer in part.rebuild(*jax.tree.map(to_default_device, (params, state)))
+        ]
+
+    def timeline(self) -> Timeline:
+        """Return when each stage works, simulated from its FLOPs."""
+        shape = self.schedule.shape(self.num_microbatches, self.num_stages)
+        return timeline_of(self.schedule, shape, self._stage_flops())
+
+    def warnings(self) -> list[str]:
+        """Return what is worth changing, one sentence each."""
+        shape = self.schedule.shape(self.num_microbatches, self.num_stages)
+        warnings = pipeline_warnings(
+            self.schedule,
+            self.num_microbatches,
+            self.num_stages,
+            self._stage_flops(),
+            bubble=self.timeline().bubble,
+            remedy=fewer_stages(self._costs, self._flops, shape, self.schedule),
+        )
+        unused = unused_devices(
+            len(self._devices), self.num_stages, len(self._user_layers) // self.schedule.num_chunks
+        )
+        return warnings + ([unused] if unused else [])
+
+    @property
+    def most_kept(self) -> list[int]:
+        """The most microbatches each stage has kept at a time so far, chunk by chunk."""
+        return list(self._host.most_kept)
+
+    def __repr__(self) -> str:
+        chunks = self.schedule.num_chunks
+        pieces = f" × {chunks} chunks" if chunks > 1 else ""
+        lines = [
+            f"Pipeline: {counted(self.num_stages, 'stage')}{pieces}, {self.schedule.name} with "
+            f"{counted(self.num_microbatches, 'microbatch', 'microbatches')}"
+        ]
+        for number, stage in enumerate(self.stages):
+            chunk, of = divmod(number, self.num_stages)
+            name = f"stage {of}" + (f", chunk {chunk}" if chunks > 1 else "")
+            lines.append(f"  {name}: {stage}")
+        return "\n".join(lines)
+
+    def _stage_flops(self) -> list[int]:
+        costs = [0] * self.num_stages
+        for number, stage in enumerate(self.stages):
+            costs[number % self.num_stages] += stage.flops
+        return costs
+
+    def _microbatch_shape(self, example: PyTree) -> PyTree:
+        size = -(-checks.count_samples("example", example) // self.num_microbatches)
+        return resize_batch(example, size)
+
+    def _check_fit(self, x: PyTree, target: PyTree = None) -> None:
+        """Refuse shapes the layers or the loss cannot take, the first time they are given."""
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, target))
+        if (key := str(shapes)) in self._fitting:
+            return
+        x, target = shapes
+        for number, (layer, part) in enumerate(zip(self._user_layers, self._layers, strict=True)):
+            with naming_layer(number, layer, x):
+                x = trace(part, x).output
+        if target is not None:
+            checks.check_loss(self._loss, x, target)
+        self._fitting.add(key)
+
+    def _split(self, name: str, batch: PyTree, count: int) -> list[PyTree]:
+        """Divide a batch into microbatches of nearly equal size; no sample is left out."""
+        leaves, tree = jax.tree.flatten(batch)
+        samples = leaves[0].shape[0]
+        if samples < count:
+            groups = self.num_stages if self.schedule.num_chunks > 1 else 1
+            fits = samples // groups * groups
+            smaller = f"write num_microbatches={fits}, or " if fits else ""
+            raise UserError(
+                f"{counted(samples, 'sample')} cannot be divided into {count} microbatches",
+                why=f"{name} has fewer samples than there are microbatches",
+                fix=f"{smaller}give more samples",
+            )
+        pieces = [np.array_split(np.asarray(leaf), count) for leaf in leaves]
+        return [jax.tree.unflatten(tree, list(each)) for each in zip(*pieces, strict=True)]
+
+
+def _read_all(layers: Sequence[Layer], x: PyTree, seed: int) -> tuple[list[Part], list[TracedPart]]:
+    parts: list[Part] = []
+    traced: list[TracedPart] = []
+    for number, layer in enumerate(layers):
+        with naming_layer(number, layer, x):
+            parts.append(read_part(layer, x, jax.random.fold_in(jax.random.key(seed), number)))
+            traced.append(trace(parts[-1], x))
+        x = traced[-1].output
+    return parts, traced
+
+
+def _nbytes(part: Part) -> int:
+    return sum(a.nbytes for a in jax.tree.leaves(part.params))
+
+
+def _report(group: range, part: Part, mesh: Mesh, traced: Sequence[TracedPart]) -> StageReport:
+    parameters = sum(int(np.prod(a.shape)) for a in jax.tree.leaves(part.params))
+    ids = tuple(int(device.id) for device in mesh.devices.flat)
+    return StageReport(tuple(group), parameters, sum(traced[n].flops for n in group), ids)

@@ -1,0 +1,258 @@
+"""Checks of the arguments of `mw.pipeline.Pipeline`, before anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from meshwright.config.argument_checks import check_count
+from meshwright.config.base import shorten
+from meshwright.errors import UserError, typed_line
+from meshwright.pipeline.aliases import Device, PyTree
+from meshwright.pipeline.execute.slots import is_float
+from meshwright.pipeline.schedule.schedules import Schedule, get_schedule
+from meshwright.trees import check_num_samples
+from meshwright.units import counted
+from meshwright.weighted import Weighted
+
+
+def read_schedule(schedule: object, num_chunks: int | None) -> Schedule:
+    """Return a schedule by its name, or as it is; chunks are for those that have them."""
+    if num_chunks is not None:
+        check_count("num_chunks", num_chunks)
+    if not isinstance(schedule, str | Schedule):
+        raise UserError(
+            f"schedule={schedule!r} is no schedule",
+            why=f"it is of type {type(schedule).__name__}",
+            fix='write schedule="1f1b", or what mw.pipeline.get_schedule returns',
+        )
+    if isinstance(schedule, str):
+        schedule = get_schedule(schedule, num_chunks or 2)
+    if num_chunks is not None and schedule.num_chunks != num_chunks:
+        raise UserError(
+            f"num_chunks={num_chunks} does not go with schedule={schedule.name!r}",
+            why=f"it has {counted(schedule.num_chunks, 'piece')} of the model on each stage",
+            fix='leave num_chunks out, or write schedule="interleaved"',
+        )
+    return schedule
+
+
+def read_devices(devices: Sequence[Device] | None) -> list[Device]:
+    """Return the devices, all of them by default."""
+    listed = jax.devices() if devices is None else _listed(devices)
+    if not listed:
+        raise UserError("there are no devices", why="devices is empty", fix="leave devices out")
+    for number, device in enumerate(listed):
+        if not isinstance(device, jax.Device):
+            raise UserError(
+                f"devices[{number}] is {shorten(device)}, of type {type(device).__name__}",
+                fix="give devices of JAX: jax.devices()[:4]",
+            )
+        if device in listed[:number]:
+            raise UserError(
+                f"devices[{number}] is {device}, which is listed already",
+                why="stages work at the same time, each on devices of its own",
+                fix="name each device once",
+            )
+    return listed
+
+
+def _listed(devices: object) -> list[Device]:
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise UserError(
+            f"devices={shorten(devices)} is no list of devices",
+            why=f"it is of type {type(devices).__name__}",
+            fix="write devices=jax.devices()[:4]",
+        )
+    return list(devices)
+
+
+def check_seed(seed: object) -> None:
+    """Refuse a seed that is no whole number."""
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise UserError(
+            f"seed={shorten(seed)} is not valid",
+            why=f"it is of type {type(seed).__name__}",
+            fix="write a whole number",
+        )
+
+
+def check_unused(states: PyTree) -> None:
+    """Refuse optimizer states whose buffers an earlier update has taken."""
+    leaves = jax.tree.leaves(states)
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+        raise UserError(
+            "states were already used by an earlier update",
+            why="an update reuses their memory for the new states it returns",
+            fix="write loss, states = pipeline.update(optimizer, states, x, y)",
+        )
+
+
+def check_output(output: PyTree, samples: int) -> None:
+    """Refuse an output whose microbatches cannot be concatenated along dim 0."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(output):
+        if leaf.shape[:1] != (samples,):
+            where = jax.tree_util.keystr(path)
+            raise UserError(
+                f"the output{f' {where}' if where else ''} has no samples in dim 0",
+                why=f"it is {describe(leaf)} for a microbatch of {counted(samples, 'sample')}",
+                fix="keep samples in dim 0; compute values of all samples together in the loss",
+            )
+
+
+def check_function(loss: object) -> None:
+    """Refuse a loss that is no function."""
+    if not callable(loss):
+        raise UserError(
+            f"the loss is of type {type(loss).__name__}",
+            why="it is called for every microbatch",
+            fix="write a function loss(output, target) that returns a scalar",
+        )
+
+
+def check_balance_by(balance_by: object) -> None:
+    """Refuse anything but the two quantities that stages can be balanced by."""
+    if balance_by not in ("flops", "memory"):
+        raise UserError(
+            f"stages cannot be balanced by {balance_by!r}",
+            why="they can have about equal FLOPs, or parameters of about equal size",
+            fix='write balance_by="flops" or balance_by="memory"',
+        )
+
+
+def check_division(
+    num_layers: int, num_devices: int, schedule: Schedule, stages: int, microbatches: int
+) -> None:
+    """Refuse sizes that do not go together."""
+    chunks = schedule.num_chunks
+    if num_layers < stages * chunks:
+        pieces = f"{stages} stages" + (f" × {chunks} chunks" if chunks > 1 else "")
+        most = num_layers // chunks
+        smaller = f"write num_stages={most}" if most else 'write schedule="1f1b"'
+        raise UserError(
+            f"{counted(num_layers, 'layer')} cannot be divided into {pieces}",
+            why=f"each of the {stages * chunks} pieces needs at least one layer",
+            fix=f"{smaller}, or give at least {stages * chunks} layers",
+        )
+    if num_devices < stages:
+        raise UserError(
+            f"{stages} stages need as many devices",
+            why=f"there are {num_devices}",
+            fix=f"write num_stages={num_devices}",
+        )
+    schedule.shape(microbatches, stages)
+
+
+def check_untraced(**values: PyTree) -> None:
+    """Refuse to run inside a transformation of JAX, which has shapes but no values."""
+    names = [
+        name
+        for name, value in values.items()
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
+    ]
+    # Inside jax.jit even a constant is traced, whatever was passed to the pipeline.
+    if names or isinstance(jnp.zeros(()), Tracer):
+        verb = "are" if len(names) > 1 else "is"
+        traced = f"; {' and '.join(names)} {verb} traced" if names else ""
+        raise UserError(
+            "a pipeline cannot run inside jax.jit, jax.grad or jax.vmap",
+            why="its stages are separate programs on different devices, which cannot be part of "
+            f"another program{traced}",
+            fix="call it outside, where its stages are compiled as well; loss_and_gradients "
+            "returns gradients",
+        )
+
+
+def count_samples(name: str, batch: PyTree) -> int:
+    """Return how many samples a batch has; all its arrays have as many."""
+    leaves = jax.tree.leaves(batch)
+    if not leaves:
+        raise UserError(
+            f"{name} has no arrays",
+            why="it is divided into microbatches along dim 0 of its arrays",
+            fix=f"give arrays as {name}; a target that is not needed may be x itself",
+        )
+    if any(not getattr(leaf, "shape", ()) for leaf in leaves):
+        raise UserError(
+            f"{name} holds something without samples",
+            why="each of its leaves must be an array with samples in dim 0",
+            fix=f"give {name} as numpy or JAX arrays",
+        )
+    named, _ = jax.tree_util.tree_flatten_with_path(batch)
+    sizes = {name + jax.tree_util.keystr(path): leaf.shape[0] for path, leaf in named}
+    return check_num_samples(sizes, name)
+
+
+def describe(tree: PyTree) -> str:
+    """Return the dtypes and shapes of arrays: ``float32[4, 6]``, with their keys if nested."""
+    arrays: list[str] = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        array = jnp.asarray(leaf) if np.isscalar(leaf) else leaf
+        key = jax.tree_util.keystr(path, simple=True, separator=".")
+        arrays.append(f"{key}: " * bool(key) + f"{array.dtype}{list(array.shape)}")
+    return ", ".join(arrays) or "nothing"
+
+
+def check_loss(loss: Callable[[PyTree, PyTree], object], output: PyTree, target: PyTree) -> None:
+    """Refuse a loss that cannot be computed of these shapes, or that is no scalar."""
+    try:
+        value = jax.eval_shape(loss, output, target)
+    except Exception as error:
+        raise UserError(
+            "the loss cannot be computed",
+            why=f"the output is {describe(output)}, the target {describe(target)}: "
+            f"{typed_line(error)}",
+            fix="write loss(output, target) for one microbatch of both",
+        ) from error
+    parts = (value.total, value.weight) if isinstance(value, Weighted) else (value,)
+    scalar = all(getattr(p, "shape", None) == () for p in parts)
+    if not scalar or not is_float(parts[0]):
+        raise UserError(
+            "the loss is no float, so it has no gradient" if scalar else "the loss is no scalar",
+            why=f"loss(output, target) returns {_kind(value)}",
+            fix="return its mean over samples, or mw.Weighted(total, weight)",
+        )
+
+
+def check_per_stage(name: str, values: object, num_stages: int) -> list[PyTree]:
+    """Return a list that has one element for each stage (or chunk of one)."""
+    if not isinstance(values, list | tuple):
+        raise UserError(
+            f"{name} is of type {type(values).__name__}, not a list",
+            fix=f"give {name} as a list of {num_stages}, one for each stage",
+        )
+    per_stage: list[PyTree] = list(values)
+    if len(per_stage) != num_stages:
+        raise UserError(
+            f"{name} has {len(per_stage)} elements for {num_stages} stages",
+            why="there is one for each stage, or for each chunk of one",
+            fix=f"give a list of {num_stages}",
+        )
+    return per_stage
+
+
+def check_like(name: str, new: PyTree, present: PyTree) -> None:
+    """Refuse parameters that are not nested or shaped as the present ones."""
+    if jax.tree.structure(new) != jax.tree.structure(present):
+        raise UserError(
+            f"{name} is not nested as the stage's parameters are",
+            fix="change values of pipeline.params with jax.tree.map, not their nesting",
+        )
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(present), strict=True)
+    for value, old in pairs:
+        if np.shape(value) != old.shape:
+            raise UserError(
+                f"{name} has an array of shape {list(np.shape(value))} "
+                f"for one of {list(old.shape)}",
+                fix="give arrays of the same shapes",
+            )
+
+
+def _kind(value: PyTree) -> str:
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return describe(value)
+    return f"a {type(value).__name__} of {describe(value)}"

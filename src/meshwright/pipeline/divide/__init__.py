@@ -1,0 +1,1 @@
+"""A traced loss divided into pipeline stages."""

@@ -1,0 +1,228 @@
+"""A traced loss cut at its blocks: the scan over them, the leaves inside and those around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from meshwright.program.jaxpr.equations import Atom, ClosedJaxpr, Equation, Jaxpr, Var, scan_counts
+from meshwright.program.trace.layout import StepLeaf
+from meshwright.program.trace.traced_loss import TracedLoss
+
+LeafKind = Literal["weight", "fixed", "changing"]
+"""Whether a leaf is trained, constant, or replaced by every forward pass."""
+
+
+@dataclass(frozen=True)
+class BlockScan:
+    """The scan over the blocks.
+
+    Attributes:
+        eqn: its equation.
+        constants: what every block reads.
+        initial: what the first block receives.
+        layered: what each block has a row of.
+        final: what the last block returns.
+        results: what every block returns a row of.
+    """
+
+    eqn: Equation
+    constants: tuple[Atom, ...]
+    initial: tuple[Atom, ...]
+    layered: tuple[Atom, ...]
+    final: tuple[Var, ...]
+    results: tuple[Var, ...]
+
+    @classmethod
+    def of(cls, eqn: Equation) -> BlockScan:
+        """Read a scan equation."""
+        num_consts, num_carry = scan_counts(eqn)
+        inputs, outputs = tuple(eqn.invars), tuple(eqn.outvars)
+        return cls(
+            eqn,
+            constants=inputs[:num_consts],
+            initial=inputs[num_consts : num_consts + num_carry],
+            layered=inputs[num_consts + num_carry :],
+            final=outputs[:num_carry],
+            results=outputs[num_carry:],
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks there are."""
+        return self.eqn.params["length"]
+
+    @property
+    def body(self) -> Jaxpr:
+        """The program of one block."""
+        return self.eqn.params["jaxpr"].jaxpr
+
+
+@dataclass(frozen=True)
+class BlockStack:
+    """A step leaf that holds one row for each block.
+
+    Attributes:
+        number: of the step leaf.
+        step: the step leaf.
+        kind: whether it is trained, constant, or replaced by every forward pass.
+        result: for a changing one, the position of the scan's result that replaces it.
+    """
+
+    number: int
+    step: StepLeaf
+    kind: LeafKind
+    result: int | None = None
+
+    @property
+    def path(self) -> str:
+        """Where it is in the model."""
+        return self.step.leaf.path
+
+
+@dataclass(frozen=True)
+class LayeredInput:
+    """Something each block has a row of.
+
+    Attributes:
+        position: among the scan's layered inputs.
+        atom: what the scan reads.
+        stack: the step leaf behind it; None if it is computed before the blocks.
+    """
+
+    position: int
+    atom: Atom
+    stack: BlockStack | None
+
+
+@dataclass(frozen=True)
+class StackedInput(LayeredInput):
+    """A layered input that is a step leaf, or the cast of one."""
+
+    atom: Var
+    stack: BlockStack
+
+
+@dataclass(frozen=True)
+class OuterLeaf:
+    """A step leaf outside of the blocks.
+
+    Attributes:
+        number: of the step leaf.
+        variable: what stands for it in the program.
+        step: the step leaf.
+        kind: whether it is trained, constant, or changed from microbatch to microbatch.
+    """
+
+    number: int
+    variable: Var
+    step: StepLeaf
+    kind: LeafKind
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of the program outside of the blocks.
+
+    Attributes:
+        outputs: what it computes.
+        eqns: the equations it needs for that.
+        reads: the step leaves outside of the blocks that it reads.
+    """
+
+    outputs: tuple[Atom, ...]
+    eqns: tuple[Equation, ...]
+    reads: tuple[OuterLeaf, ...]
+
+    @property
+    def weights(self) -> list[OuterLeaf]:
+        """The trained leaves among those it reads."""
+        return [leaf for leaf in self.reads if leaf.kind == "weight"]
+
+
+@dataclass(frozen=True)
+class BlockResult:
+    """A per-block result of the scan that is read after the blocks.
+
+    Attributes:
+        position: among the scan's results.
+        variable: what stands for it in the program.
+    """
+
+    position: int
+    variable: Var
+
+
+@dataclass(frozen=True)
+class NextState:
+    """How state outside of the blocks follows from the state before.
+
+    Attributes:
+        program: computes the changing leaves, in order.
+        reads: numbers of the step leaves that are its arguments.
+    """
+
+    program: ClosedJaxpr
+    reads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BlockCut:
+    """A traced loss, its blocks separated from the rest.
+
+    Attributes:
+        traced: the loss, its blocks rolled into a scan.
+        position: number of that scan among the program's equations.
+        scan: the scan over the blocks.
+        stacks: the step leaves that hold the blocks, by number.
+        layered: what each block has a row of, in the scan's order.
+        outer: the other step leaves, by number.
+        collected: results of blocks that are read after them.
+        embedding: from the batch to what the first block receives.
+        shared: what blocks of every stage read, which every stage computes for itself.
+        head: from what the last block returns to totals and weights.
+        next_state: how the changing leaves of `outer` go on; None if there are none.
+    """
+
+    traced: TracedLoss
+    position: int
+    scan: BlockScan
+    stacks: tuple[BlockStack, ...]
+    layered: tuple[LayeredInput, ...]
+    outer: tuple[OuterLeaf, ...]
+    collected: tuple[BlockResult, ...]
+    embedding: Region
+    shared: Region
+    head: Region
+    next_state: NextState | None
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The whole program."""
+        return self.traced.closed.jaxpr
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks there are."""
+        return self.scan.num_blocks
+
+    @property
+    def batch_variables(self) -> Sequence[Var]:
+        """What stands for the batch in the program."""
+        return self.jaxpr.invars[len(self.traced.layout.step_leaves) :]
+
+    @cached_property
+    def computed(self) -> list[LayeredInput]:
+        """The layered inputs that are computed before the blocks."""
+        return [layered for layered in self.layered if layered.stack is None]
+
+    def inputs_of(self, kind: LeafKind) -> list[StackedInput]:
+        """Return the layered inputs whose stacks are of a kind."""
+        stacked = [layered for layered in self.layered if isinstance(layered, StackedInput)]
+        return [layered for layered in stacked if layered.stack.kind == kind]
+
+    def outer_of(self, kind: LeafKind) -> list[OuterLeaf]:
+        """Return the leaves outside of the blocks that are of a kind."""
+        return [leaf for leaf in self.outer if leaf.kind == kind]

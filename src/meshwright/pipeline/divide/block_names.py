@@ -1,0 +1,39 @@
+"""What blocks are called in the model: their path, their numbers, and modules unlike them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from meshwright.pipeline.divide.block_cut import BlockCut, BlockStack
+
+_BLOCKS = re.compile(r"([^.]+\.)*?[^.]*(\*|\d+n(\+\d+)?)(?=\.|$)")
+"""The path of blocks within that of a stack."""
+
+
+def path_of_blocks(stacks: Sequence[BlockStack]) -> str:
+    """Return the path of blocks: ``blocks.*``, ``layers.2n`` for pairs; empty if unknown."""
+    matches = (_BLOCKS.match(stack.path) for stack in stacks)
+    return next((match[0] for match in matches if match), "")
+
+
+def modules_of_blocks(cut: BlockCut) -> list[tuple[int, ...]]:
+    """Return, by block, the numbers of its modules in the model; several where kinds alternate."""
+    leaves = cut.traced.layout.leaves
+    numbers = [set[int]() for _ in range(cut.num_blocks)]
+    for stack in cut.stacks:
+        paths = [leaves[source].path.split(".") for source in stack.step.sources]
+        varying = next((own for own in zip(*paths, strict=True) if len(set(own)) > 1), ())
+        for own, part in zip(numbers, varying, strict=False):
+            own.update(int(number) for number in re.findall(r"\d+$", part))
+    return [tuple(sorted(own)) or (block,) for block, own in enumerate(numbers)]
+
+
+def odd_modules(cut: BlockCut) -> list[str]:
+    """Return the paths of modules in the blocks' own list that are not such blocks."""
+    head = re.sub(r"(\*|\d+n(\+\d+)?)$", "", path_of_blocks(cut.stacks))
+    if not head:
+        return []
+    pattern = re.compile(rf"{re.escape(head)}\d+(?=\.)")
+    matches = (pattern.match(leaf.step.leaf.path) for leaf in cut.outer)
+    return list(dict.fromkeys(match[0] for match in matches if match))

@@ -1,0 +1,219 @@
+"""Cutting a traced loss at its repeated blocks: what comes before, the blocks, what comes after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from meshwright.errors import Setting, UserError
+from meshwright.pipeline.divide.block_cut import (
+    BlockCut,
+    BlockResult,
+    BlockScan,
+    BlockStack,
+    LayeredInput,
+    NextState,
+    OuterLeaf,
+    Region,
+    StackedInput,
+)
+from meshwright.pipeline.divide.block_names import path_of_blocks
+from meshwright.pipeline.divide.division import Division, divide_blocks
+from meshwright.program.blocks.to_scan import casts_of
+from meshwright.program.evaluate.dependencies import inputs_of, needed, only_for
+from meshwright.program.jaxpr.equations import Atom, Literal
+from meshwright.program.trace.traced_loss import TracedLoss
+
+_FSDP, _TENSOR = Setting("mesh.fsdp"), Setting("mesh.tensor")
+
+BY_HAND = "give the stages yourself: mw.pipeline.Pipeline(stages=[…])"
+
+
+def cut_blocks(traced: TracedLoss, remarks: Sequence[str] = ()) -> BlockCut:
+    """Find the list of blocks that holds most of the model, and cut there.
+
+    Args:
+        traced: the loss, repeated blocks rolled into scans.
+        remarks: why other lists of blocks could not be rolled.
+    """
+    sizes: dict[int, int] = {}
+    for position, eqn in enumerate(traced.closed.jaxpr.eqns):
+        if eqn.primitive.name == "scan" and not eqn.params["reverse"]:
+            stacks = _stacks_by_position(traced, BlockScan.of(eqn)).values()
+            leaves = {traced.layout.step_leaves[number].leaf for number in stacks}
+            size = sum(leaf.size for leaf in leaves if leaf.is_weight)
+            if size:
+                sizes[position] = size
+    if not sizes:
+        raise UserError(
+            "the model has no repeated blocks to divide into pipeline stages",
+            why="; ".join(remarks) or "no list of equal modules runs one after another",
+            fix=f"use {_FSDP} or {_TENSOR} for these devices, or {BY_HAND}",
+        )
+    return _Cutter(traced, max(sizes, key=lambda position: sizes[position])).cut()
+
+
+def ordered_by_stage(cut: BlockCut, num_stages: int, num_chunks: int) -> BlockCut:
+    """Return the cut with each stack's rows in the order of stages, padded to equal numbers."""
+    path = path_of_blocks(cut.stacks)
+    division = divide_blocks(cut.num_blocks, num_stages, num_chunks, name=path)
+    rows = division.rows()
+    if rows == tuple(range(cut.num_blocks)):
+        return cut
+    steps = list(cut.traced.layout.step_leaves)
+    for stack in cut.stacks:
+        if not stack.step.stacked:
+            raise _one_array(stack.path, division)
+        steps[stack.number] = stack.step.in_rows(rows)
+    layout = replace(cut.traced.layout, step_leaves=tuple(steps))
+    return _Cutter(replace(cut.traced, layout=layout), cut.position).cut()
+
+
+class _Cutter:
+    """Works out what is inside and outside of the blocks, and refuses what cannot be cut."""
+
+    def __init__(self, traced: TracedLoss, position: int) -> None:
+        self.traced, self.position = traced, position
+        self.jaxpr, self.steps = traced.closed.jaxpr, traced.layout.step_leaves
+        eqns = self.jaxpr.eqns
+        self.scan = BlockScan.of(eqns[position])
+        self.around = [*eqns[:position], *eqns[position + 1 :]]
+        self.losses = self.jaxpr.outvars[: 2 * (1 + len(traced.metric_names))]
+        states = [number for number, step in enumerate(self.steps) if step.leaf.role == "state"]
+        after = self.jaxpr.outvars[len(self.losses) :]
+        # By step leaf with role state, what it is after the microbatch.
+        self.next_values = dict(zip(states, after, strict=True))
+        self.stack_of = _stacks_by_position(traced, self.scan)
+
+    def cut(self) -> BlockCut:
+        """Return the cut."""
+        stacked = set(self.stack_of.values())
+        outer = tuple(self.outer_leaf(n) for n in range(len(self.steps)) if n not in stacked)
+        layered = enumerate(self.scan.layered)
+        computed = [atom for position, atom in layered if position not in self.stack_of]
+        embedding, shared, head = (
+            self.region(wanted, outer)
+            for wanted in (self.scan.initial, [*self.scan.constants, *computed], self.losses)
+        )
+        stacks = {number: self.stack(number) for number in sorted(stacked)}
+        return BlockCut(
+            self.traced,
+            self.position,
+            self.scan,
+            stacks=tuple(stacks.values()),
+            layered=self.layered_inputs(stacks),
+            outer=outer,
+            collected=self.collected(),
+            embedding=embedding,
+            shared=shared,
+            head=head,
+            next_state=self.next_state(outer),
+        )
+
+    def outer_leaf(self, number: int) -> OuterLeaf:
+        step, variable = self.steps[number], self.jaxpr.invars[number]
+        if step.leaf.role == "param":
+            return OuterLeaf(number, variable, step, "weight")
+        changes = self.next_values[number] is not variable
+        return OuterLeaf(number, variable, step, "changing" if changes else "fixed")
+
+    def region(self, wanted: Sequence[Atom], outer: Sequence[OuterLeaf]) -> Region:
+        """Return what values outside of the blocks need; none of it may be inside of them."""
+        eqns = needed(self.around, wanted)
+        read = inputs_of(eqns, wanted)
+        for number in sorted(set(self.stack_of.values())):
+            if self.jaxpr.invars[number] in read:
+                path = self.steps[number].leaf.path
+                raise _cannot_cut(f"`{path}` is read outside of the blocks too", self.traced)
+        return Region(
+            tuple(wanted), tuple(eqns), tuple(leaf for leaf in outer if leaf.variable in read)
+        )
+
+    def stack(self, number: int) -> BlockStack:
+        step = self.steps[number]
+        if step.leaf.role == "param":
+            return BlockStack(number, step, "weight")
+        after = self.next_values[number]
+        if after is self.jaxpr.invars[number]:
+            return BlockStack(number, step, "fixed")
+        if isinstance(after, Literal) or after not in self.scan.results:
+            what = f"`{step.leaf.path}` is changed outside of the blocks"
+            raise _cannot_cut(what, self.traced)
+        return BlockStack(number, step, "changing", self.scan.results.index(after))
+
+    def layered_inputs(self, stacks: Mapping[int, BlockStack]) -> tuple[LayeredInput, ...]:
+        return tuple(
+            StackedInput(position, atom, stacks[self.stack_of[position]])
+            if position in self.stack_of and not isinstance(atom, Literal)
+            else LayeredInput(position, atom, None)
+            for position, atom in enumerate(self.scan.layered)
+        )
+
+    def collected(self) -> tuple[BlockResult, ...]:
+        read = inputs_of(self.around, self.losses)
+        results = (BlockResult(*result) for result in enumerate(self.scan.results))
+        return tuple(result for result in results if result.variable in read)
+
+    def next_state(self, outer: Sequence[OuterLeaf]) -> NextState | None:
+        """Return how state outside of the blocks follows from the state before.
+
+        Microbatches overlap in a pipeline: the next one starts before this one has ended, so its
+        state must not depend on this one's activations.
+        """
+        changing = [leaf for leaf in outer if leaf.kind == "changing"]
+        if not changing:
+            return None
+        order = list(self.next_values)
+        outputs = [len(self.losses) + order.index(leaf.number) for leaf in changing]
+        program, reads = only_for(self.traced.closed, outputs)
+        known = {leaf.number for leaf in outer if leaf.kind != "weight"}
+        if not known.issuperset(reads):
+            reads_of = [only_for(self.traced.closed, [output])[1] for output in outputs]
+            paths = [
+                leaf.step.leaf.path
+                for leaf, own in zip(changing, reads_of, strict=True)
+                if not known.issuperset(own)
+            ]
+            raise _cannot_cut(
+                f"{', '.join(paths)} outside of the blocks depends on the samples seen", self.traced
+            )
+        return NextState(program, tuple(reads))
+
+
+def _stacks_by_position(traced: TracedLoss, scan: BlockScan) -> dict[int, int]:
+    """Return the number of the step leaf behind each layered input that is one, or its cast."""
+    jaxpr = traced.closed.jaxpr
+    leaves = {v: n for n, v in enumerate(jaxpr.invars[: len(traced.layout.step_leaves)])}
+    casts = casts_of(jaxpr.eqns, set(leaves))
+    stacks: dict[int, int] = {}
+    for position, atom in enumerate(scan.layered):
+        source = atom if isinstance(atom, Literal) else casts.get(atom, atom)
+        if not isinstance(source, Literal) and source in leaves:
+            stacks[position] = leaves[source]
+    return stacks
+
+
+def _one_array(path: str, division: Division) -> UserError:
+    stages, count = division.num_stages, sum(division.counts)
+    if not division.even:
+        below = count // len(division.counts) * len(division.counts)
+        return UserError(
+            f"`{path}` is one array for all {count} blocks, which {stages} stages cannot share",
+            why=f"they would hold {', '.join(map(str, division.counts))} of its rows",
+            fix=f"use a model with {below} or {below + len(division.counts)} blocks, or a list of "
+            "modules, one for each block",
+        )
+    return UserError(
+        f"`{path}` is one array for all blocks, which chunks would reorder",
+        why=f"stages with {division.num_chunks} chunks hold rows that do not follow each other",
+        fix=f"write {Setting('pipeline.schedule', '1f1b', 'zb_h1')}",
+    )
+
+
+def _cannot_cut(what: str, traced: TracedLoss) -> UserError:
+    count = traced.batch[0].shape[0]
+    return UserError(
+        f"the model cannot be divided into pipeline stages: {what}",
+        why=f"several microbatches of {count} samples pass through the stages at the same time",
+        fix=f"use {_FSDP} or {_TENSOR} instead, or {BY_HAND}",
+    )

@@ -1,0 +1,65 @@
+"""The rule of a program inside a pipeline stage: what would be exchanged between stages is not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from meshwright.pipeline.divide.lookups import (
+    SCATTERS,
+    divided_rows,
+    divides_rows,
+    in_whole_dims,
+    picked,
+    picks_one,
+)
+from meshwright.pipeline.divide.moving_dims import all_whole, moving_dims
+from meshwright.program.evaluate.evaluator import Environment
+from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.jaxpr.equations import Equation, Literal, Value, aval_of
+from meshwright.program.on_mesh.mesh_rules import unrounded_operands
+
+
+@dataclass(frozen=True)
+class WithinStage:
+    """Evaluates what moves values along a dim, or looks values up, with that dim whole.
+
+    The compiler would move pieces of a divided dim by an exchange in which all devices take part,
+    and stages that do different things would wait for each other forever.
+
+    Attributes:
+        mesh: the mesh, its pipe axis divided by hand.
+    """
+
+    mesh: MeshView
+
+    def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Evaluate an equation that would cross stages; None for others."""
+        if math.prod(self.mesh.auto_axes.values()) == 1:
+            return None
+        if eqn.primitive.name in SCATTERS:
+            return in_whole_dims(eqn, env.operands(eqn), self.mesh.for_constraints)
+        if dims := moving_dims(eqn):
+            return self._moved(eqn, env, dims)
+        return self._looked_up(eqn, env) if eqn.primitive.name == "gather" else None
+
+    def _moved(self, eqn: Equation, env: Environment, dims: tuple[int, ...]) -> list[Value]:
+        mesh = self.mesh.for_constraints
+        operands = env.operands(eqn, unrounded_operands(eqn, env))
+        whole = env.with_operands(eqn, all_whole(operands, mesh, dims))
+        # Results, too: their gradients move the other way.
+        return all_whole(env.evaluator.after(self, eqn, whole), mesh, dims)
+
+    def _looked_up(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        mesh, weights = self.mesh.for_constraints, env.evaluator.weights
+        table = eqn.invars[0]
+        use = None if isinstance(table, Literal) else weights.uses.get(table)
+        if use is not None and not divides_rows(eqn, use.whole):
+            return None
+        operands = env.operands(eqn, unrounded_operands(eqn, env))
+        if use is not None:
+            rows = divided_rows(eqn, operands[0], operands[1], mesh, use.whole)
+            return [weights.rounded(rows, aval_of(eqn.outvars[0]).dtype)]
+        if picks_one(eqn):
+            return [picked(eqn, operands[0], operands[1])]
+        return in_whole_dims(eqn, operands, mesh)

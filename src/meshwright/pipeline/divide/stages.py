@@ -1,0 +1,186 @@
+"""The stages of a traced loss: embedding, blocks and head as functions, evaluated on the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message
+from meshwright.pipeline.divide.block_cut import BlockCut, LeafKind, Region
+from meshwright.pipeline.divide.context import StageContext
+from meshwright.pipeline.divide.division import Division
+from meshwright.pipeline.divide.stage_functions import (
+    BlockInputs,
+    BlockOutputs,
+    Losses,
+    Microbatch,
+    StageFunctions,
+)
+from meshwright.pipeline.divide.stage_rules import WithinStage
+from meshwright.program.evaluate.control_flow import ScanBody
+from meshwright.program.evaluate.evaluator import Environment, Evaluator
+from meshwright.program.evaluate.weights import WeightUse
+from meshwright.program.evaluate.widen import is_narrow
+from meshwright.program.jaxpr.equations import Value, Var, aval_of
+from meshwright.program.on_mesh.mesh_forward import mesh_evaluator, weight_uses
+from meshwright.program.on_mesh.mesh_rules import LayerScans, shared_weights
+
+
+class Stages:
+    """A cut loss as functions of leaf values.
+
+    Args:
+        cut: the loss and where it is cut.
+        where: the mesh and what it asks for.
+        division: how many blocks each virtual stage has.
+    """
+
+    def __init__(self, cut: BlockCut, where: StageContext, division: Division) -> None:
+        self.cut, self.where, self.division = cut, where, division
+        self.uses = weight_uses(cut.traced, where.gathers, where.whole)
+
+    def prepare(self, stacks: Mapping[int, Array], kind: LeafKind) -> BlockRow:
+        """Return the stacks of a kind as blocks read them, for the values of the step leaves.
+
+        Weights are cast and gathered here, unless each block does so for itself.
+        """
+        return {
+            layered.position: self._prepare(
+                self.uses.get(layered.atom), stacks[layered.stack.number]
+            )
+            for layered in self.cut.inputs_of(kind)
+        }
+
+    def _prepare(self, use: WeightUse | None, stack: Array) -> Array:
+        if use is None or self.where.remat.gather_inside:
+            return stack
+        return self._evaluator.weights.make_ready(stack, use)
+
+    def functions(self, outer: Mapping[int, Array]) -> StageFunctions:
+        """Return the stages for the values of the step leaves outside of the blocks."""
+        frozen = {leaf.variable: outer[leaf.number] for leaf in self.cut.outer_of("fixed")}
+        cut = self.cut
+
+        def embed(outer: LeafValues, microbatch: Microbatch) -> Message:
+            env = self._environment(frozen, outer, microbatch)
+            self._evaluator.equations(cut.embedding.eqns, env)
+            carry = [jnp.asarray(env.read(atom)) for atom in cut.embedding.outputs]
+            return [*carry, *self._no_results(carry)]
+
+        def head(outer: LeafValues, message: Message, microbatch: Microbatch) -> Losses:
+            env = self._environment(frozen, outer, microbatch)
+            num_carry = len(cut.scan.final)
+            env.values.update(zip(cut.scan.final, message[:num_carry], strict=True))
+            results = [result.variable for result in cut.collected]
+            env.values.update(zip(results, message[num_carry:], strict=True))
+            self._evaluator.equations(cut.head.eqns, env)
+            outputs = [jnp.asarray(env.read(atom)) for atom in cut.head.outputs]
+            value = cut.traced.read_outputs(outputs)
+            return Losses(value.objective, value.metrics)
+
+        def blocks(inputs: BlockInputs) -> BlockOutputs:
+            env = self._environment(frozen, inputs.outer, inputs.microbatch)
+            self._evaluator.equations(cut.shared.eqns, env)
+            body = LayerScans(self.where.remat).body(cut.scan.eqn, self._constants(env), env)
+            computed = {row.position: jnp.asarray(env.read(row.atom)) for row in cut.computed}
+            return self._run_blocks(body, inputs, computed)
+
+        return StageFunctions(
+            embed,
+            blocks,
+            head,
+            embed_reads=_weights_of(cut.embedding),
+            blocks_read=_weights_of(cut.shared),
+            head_reads=_weights_of(cut.head),
+        )
+
+    def _run_blocks(self, body: ScanBody, inputs: BlockInputs, computed: BlockRow) -> BlockOutputs:
+        num_carry = len(self.cut.scan.initial)
+        carry, collected = inputs.message[:num_carry], inputs.message[num_carry:]
+        changed: list[BlockRow] = []
+        first, count = self._first_and_count(inputs.virtual_stage)
+        for block in range(self.division.most):
+            number = first + block
+            row = inputs.weights[block] | inputs.fixed[block] | inputs.changing[block]
+            for position, values in computed.items():
+                row[position] = lax.dynamic_index_in_dim(values, number, 0, keepdims=False)
+            before = [*carry, *collected]
+            carry, results = body(carry, [row[layered.position] for layered in self.cut.layered])
+            wanted = [results[result.position] for result in self.cut.collected]
+            collected = [
+                lax.dynamic_update_index_in_dim(buffer, result, number, 0)
+                for buffer, result in zip(collected, wanted, strict=True)
+            ]
+            if not self.division.even:
+                # All stages wait for the longest, so padding blocks run and are dropped.
+                kept = _choose(block < count, [*carry, *collected], before)
+                carry, collected = kept[:num_carry], kept[num_carry:]
+            changed.append(self._changed_rows(results))
+        return BlockOutputs([*carry, *collected], changed)
+
+    def _changed_rows(self, results: Sequence[Array]) -> BlockRow:
+        """Return the state a block leaves, from the results of its program."""
+        return {
+            layered.position: results[layered.stack.result]
+            for layered in self.cut.inputs_of("changing")
+            if layered.stack.result is not None
+        }
+
+    def _first_and_count(self, virtual_stage: Array) -> tuple[Array, Array | int]:
+        """Return the number of a virtual stage's first block, and how many it has."""
+        division = self.division
+        if division.even:
+            return virtual_stage * division.most, division.most
+        starts, counts = jnp.asarray(division.starts), jnp.asarray(division.counts)
+        return starts[virtual_stage], counts[virtual_stage]
+
+    def _no_results(self, carry: Sequence[Array]) -> Message:
+        """Return empty arrays for the per-block results that are read after the blocks."""
+        wide = any(a.dtype == jnp.float64 for a in carry)
+        shapes = [aval_of(result.variable) for result in self.cut.collected]
+        return [
+            jnp.zeros(a.shape, jnp.float64 if wide and is_narrow(a) else a.dtype) for a in shapes
+        ]
+
+    def _environment(
+        self, frozen: Mapping[Var, Array], outer: LeafValues, microbatch: Microbatch
+    ) -> Environment:
+        closed, variables = self.cut.traced.closed, self.cut.jaxpr.invars
+        values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        values.update(frozen)
+        values.update((variables[n], value) for n, value in (microbatch.state | outer).items())
+        values.update(zip(self.cut.batch_variables, microbatch.batch, strict=True))
+        return Environment(self._evaluator, values)
+
+    def _constants(self, env: Environment) -> list[Value]:
+        """Return what every block reads, half-precision weights unrounded."""
+        unrounded = shared_weights(self.cut.scan.eqn, env)
+        return [
+            env.unrounded(atom) if number in unrounded else env.read(atom)
+            for number, atom in enumerate(self.cut.scan.constants)
+        ]
+
+    @cached_property
+    def _evaluator(self) -> Evaluator:
+        where, mesh = self.where, self.where.view
+        draws = [] if where.draws is None else [where.draws.draw]
+        return mesh_evaluator(
+            mesh,
+            self.uses,
+            where.remat,
+            wide=where.wide,
+            pins=where.pins,
+            without_data=where.weights,
+            first=[*draws, WithinStage(mesh)],
+        )
+
+
+def _weights_of(region: Region) -> tuple[int, ...]:
+    return tuple(leaf.number for leaf in region.weights)
+
+
+def _choose(condition: Array | bool, new: list[Array], old: list[Array]) -> list[Array]:
+    return [jnp.where(condition, a, b) for a, b in zip(new, old, strict=True)]

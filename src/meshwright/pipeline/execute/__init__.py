@@ -1,0 +1,1 @@
+"""The single program that runs all pipeline stages, tick by tick."""

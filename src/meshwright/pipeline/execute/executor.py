@@ -1,0 +1,241 @@
+"""The executor: one program that every stage runs, tick by tick, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message
+from meshwright.pipeline.divide.stage_functions import (
+    Losses,
+    StageFunctions,
+    StageSums,
+    StageValues,
+)
+from meshwright.pipeline.execute.exchange_order import ExchangeOrder
+from meshwright.pipeline.execute.op_counts import named
+from meshwright.pipeline.execute.slots import (
+    added,
+    empty_slots,
+    read_slot,
+    write_slot,
+    zeros_like_shapes,
+)
+from meshwright.pipeline.execute.stage_records import BackwardMessage, BlockSums
+from meshwright.pipeline.execute.stage_work import StageWork
+from meshwright.pipeline.execute.tick_rows import SlotCounts, TickRow
+from meshwright.pipeline.schedule.operations import Shape
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TickCarry:
+    """What one tick leaves for the next; buffers have a dim 0 of slots.
+
+    Attributes:
+        inbox: activations that have arrived and wait.
+        gradients: gradients that have arrived and wait.
+        kept: what forward passes leave for backward passes.
+        cuts: what input gradients leave for weight gradients.
+        sums: what the stage has added up.
+        arrived: the activation that has just arrived.
+        arrived_back: the gradient that has just arrived.
+    """
+
+    inbox: Message
+    gradients: BackwardMessage
+    kept: list[Array]
+    cuts: BackwardMessage
+    sums: StageSums
+    arrived: Message
+    arrived_back: BackwardMessage
+
+
+class StageExecutor:
+    """Runs the ticks of one stage, inside a `jax.shard_map` over the pipe axis.
+
+    Args:
+        functions: the model's stages.
+        values: what this stage holds.
+        shape: the pipeline's size.
+        slots: how many slots the tick table needs, and which messages it always has.
+        axis: name of the mesh axis of stages.
+        platform: of the devices.
+        scale: factor on the loss while gradients are taken, which half precision needs.
+        constrain: fixes where sums live while they grow.
+    """
+
+    def __init__(
+        self,
+        functions: StageFunctions,
+        values: StageValues,
+        shape: Shape,
+        slots: SlotCounts,
+        *,
+        axis: str,
+        platform: str,
+        scale: Array | None,
+        constrain: Callable[[StageSums], StageSums],
+    ) -> None:
+        self.functions, self.shape, self.slots = functions, shape, slots
+        self.axis, self.platform, self.constrain = axis, platform, constrain
+        self.order = ExchangeOrder(platform)
+        self.work = StageWork(functions, values, shape, scale)
+
+    def run(self, rows: TickRow) -> StageSums:
+        """Execute every row of the table and return this stage's sums."""
+        end, _ = lax.scan(self._tick, self._start(), rows)
+        return end.sums
+
+    def _start(self) -> TickCarry:
+        """Return what there is before the first tick: empty slots and sums of zero."""
+        work, slots = self.work, self.slots
+        sums = self.constrain(work.zero_sums())
+        message, gradient = work.message_shapes, work.gradient_shapes
+        arrived = zeros_like_shapes(message)
+        cuts = work.cut_shapes if slots.splits_backward else BackwardMessage([], None)
+        return TickCarry(
+            inbox=empty_slots(message, slots.num_activations),
+            gradients=empty_slots(gradient, slots.num_gradients),
+            kept=empty_slots(work.vjp.kept_shapes, slots.num_kept),
+            cuts=empty_slots(cuts, slots.num_cuts),
+            sums=sums,
+            arrived=arrived,
+            arrived_back=zeros_like_shapes(gradient),
+        )
+
+    def _tick(self, carry: TickCarry, row: TickRow) -> tuple[TickCarry, None]:
+        slots, axis = self.slots, self.axis
+        self.order = ExchangeOrder(self.platform)
+        inbox = write_slot(carry.inbox, carry.arrived, row.activation_in)
+        gradients = write_slot(carry.gradients, carry.arrived_back, row.gradient_in)
+        carry = replace(carry, inbox=inbox, gradients=gradients)
+        carry, sent = self._forward(carry, row)
+        carry, sent_back = self._backward(carry, row)
+        if slots.splits_backward:
+            carry = self._weight_gradient(carry, row)
+        sums = self.constrain(carry.sums)
+        sends = None if slots.always_sends else row.sends
+        arrived = self.order.send("send", sent, axis, self.shape.ring(1), sends)
+        sends_back = None if slots.always_sends_back else row.sends_back
+        arrived_back = self.order.send(
+            "send_back", sent_back, axis, self.shape.ring(-1), sends_back
+        )
+        return replace(carry, sums=sums, arrived=arrived, arrived_back=arrived_back), None
+
+    def _forward(self, carry: TickCarry, row: TickRow) -> tuple[TickCarry, Message]:
+        """Run a forward pass if the tick has one; return the new carry and what is sent."""
+        op, work = row.forward, self.work
+
+        def run(
+            now: tuple[list[Array], BlockRow, Message],
+        ) -> tuple[list[Array], BlockRow, Message]:
+            kept, changing, _ = now
+            microbatch = work.microbatch(op.microbatch)
+            outer = work.outer(self.functions.embed_reads)
+            message = lax.cond(
+                op.reads < 0,
+                # Branches that end in arrays divided in different ways are refused by the compiler.
+                named(
+                    "embedding",
+                    lambda: lax.optimization_barrier(self.functions.embed(outer, microbatch)),
+                ),
+                lambda: read_slot(carry.inbox, op.reads),
+            )
+            result = work.forward(message, changing, op.chunk, microbatch, row.stage)
+            kept = write_slot(kept, result.kept, op.keeps)
+            return kept, work.put_rows(changing, result.changing, op.chunk), result.message
+
+        # Without a forward pass nobody reads what is sent.
+        kept, changing, message = self.order.when(
+            "forward", op.microbatch >= 0, run, (carry.kept, carry.sums.changing, carry.arrived)
+        )
+        carry = replace(carry, kept=kept, sums=replace(carry.sums, changing=changing))
+        return self._head(carry, message, row), message
+
+    def _head(self, carry: TickCarry, message: Message, row: TickRow) -> TickCarry:
+        """Where a microbatch has passed all blocks, evaluate the loss and start its way back."""
+        slot, sums = row.gradient_own, carry.sums
+
+        def run(
+            now: tuple[Losses, LeafValues, BackwardMessage],
+        ) -> tuple[Losses, LeafValues, BackwardMessage]:
+            losses, outer, gradients = now
+            head = self.work.head_gradient(message, row.forward.microbatch)
+            losses = jax.tree.map(jnp.add, losses, head.losses)
+            outer = added(outer, head.outer, head.back.weight)
+            return losses, outer, write_slot(gradients, head.back, slot)
+
+        outer = {n: sums.outer[n] for n in self.functions.head_reads}
+        losses, outer, gradients = self.order.when(
+            "head", slot >= 0, run, (sums.losses, outer, carry.gradients)
+        )
+        sums = replace(sums, losses=losses, outer=sums.outer | outer)
+        return replace(carry, gradients=gradients, sums=sums)
+
+    def _backward(self, carry: TickCarry, row: TickRow) -> tuple[TickCarry, BackwardMessage]:
+        """Run a backward pass if the tick has one; return the new carry and what is sent back."""
+        op, work = row.backward, self.work
+
+        def run(
+            now: tuple[BlockSums, BackwardMessage, BackwardMessage],
+        ) -> tuple[BlockSums, BackwardMessage, BackwardMessage]:
+            sums, cuts, _ = now
+            back = read_slot(carry.gradients, op.reads)
+            held, kept = work.held(op.chunk), read_slot(carry.kept, op.keeps)
+            if self.slots.splits_backward:
+                gradient, cut = work.input_gradient(held, kept, back)
+                cuts = write_slot(cuts, cut, op.cut)
+            else:
+                weights, gradient = work.backward(held, kept, back)
+                sums = work.add(sums, weights, op.chunk, back.weight)
+            return sums, cuts, gradient
+
+        sums, cuts, gradient = self.order.when(
+            "backward",
+            op.microbatch >= 0,
+            run,
+            (self._block_sums(carry), carry.cuts, carry.arrived_back),
+        )
+        carry = self._with_block_sums(replace(carry, cuts=cuts), sums)
+        return self._embed_gradient(carry, gradient, row), gradient
+
+    def _weight_gradient(self, carry: TickCarry, row: TickRow) -> TickCarry:
+        """Add the gradients of weights whose input gradient an earlier tick has computed."""
+        op = row.weight
+
+        def run(sums: BlockSums) -> BlockSums:
+            cut = read_slot(carry.cuts, op.cut)
+            kept = read_slot(carry.kept, op.keeps)
+            weights = self.work.weight_gradient(self.work.held(op.chunk), kept, cut)
+            return self.work.add(sums, weights, op.chunk, cut.weight)
+
+        sums = self.order.when("weight", op.microbatch >= 0, run, self._block_sums(carry))
+        return self._with_block_sums(carry, sums)
+
+    def _embed_gradient(self, carry: TickCarry, back: BackwardMessage, row: TickRow) -> TickCarry:
+        """Where a microbatch is back at the first block, add the gradients of the embedding."""
+        op, reads = row.backward, self.functions.embed_reads
+
+        def run(outer: LeafValues) -> LeafValues:
+            gradients = self.work.embed_gradient(op.microbatch, back)
+            return added(outer, gradients, back.weight)
+
+        if not reads:
+            return carry
+        here = (op.microbatch >= 0) & (op.chunk == 0) & (row.stage == 0)
+        outer = self.order.when("embedding", here, run, {n: carry.sums.outer[n] for n in reads})
+        return replace(carry, sums=replace(carry.sums, outer=carry.sums.outer | outer))
+
+    def _block_sums(self, carry: TickCarry) -> BlockSums:
+        """Return the sums to which gradients of blocks are added."""
+        outer = {n: carry.sums.outer[n] for n in self.functions.blocks_read}
+        return BlockSums(carry.sums.weights, outer)
+
+    def _with_block_sums(self, carry: TickCarry, sums: BlockSums) -> TickCarry:
+        outer = carry.sums.outer | sums.outer
+        return replace(carry, sums=replace(carry.sums, weights=sums.weights, outer=outer))

@@ -1,0 +1,236 @@
+"""The loss alone, by stages: what evaluation runs, without gradients and what they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshwright.mesh.axes import PIPE
+from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message
+from meshwright.pipeline.divide.block_cut import BlockCut
+from meshwright.pipeline.divide.context import StageContext
+from meshwright.pipeline.divide.division import divide_blocks
+from meshwright.pipeline.divide.stage_functions import (
+    BlockInputs,
+    Losses,
+    Microbatch,
+    StageFunctions,
+)
+from meshwright.pipeline.divide.stages import Stages
+from meshwright.pipeline.execute.exchange_order import ExchangeOrder
+from meshwright.pipeline.execute.slots import zeros_like_shapes
+from meshwright.pipeline.schedule.operations import Kind, Op, Shape
+from meshwright.pipeline.schedule.ticks import TickTable
+
+
+def forward_table(num_microbatches: int, num_stages: int, num_chunks: int = 1) -> TickTable:
+    """Return forward passes alone, tick by tick.
+
+    What a stage sends is used in the next tick, so nothing has to be kept.
+    """
+    shape = Shape(num_microbatches, num_stages, num_chunks)
+    trips = -(-num_microbatches // num_stages) * num_chunks
+
+    def nth(number: int) -> tuple[Op, ...]:
+        microbatch, chunk = shape.nth_pass(number)
+        here = 0 <= number < trips * num_stages and microbatch < num_microbatches
+        return (Op(Kind.FORWARD, microbatch, chunk),) if here else ()
+
+    ticks = [
+        tuple(nth(tick - stage) for stage in range(num_stages))
+        for tick in range(trips * num_stages + num_stages - 1)
+    ]
+    while not any(ticks[-1]):
+        ticks.pop()
+    return TickTable(shape, tuple(ticks))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ForwardRow:
+    """What one tick of one stage does.
+
+    Attributes:
+        microbatch: the microbatch; negative where there is nothing to do.
+        chunk: the chunk.
+        stage: the stage's number.
+    """
+
+    microbatch: Array
+    chunk: Array
+    stage: Array
+
+
+class PipelinedForward:
+    """A loss computed by stages that work on different microbatches at a time.
+
+    Each stage reads its own blocks only; every microbatch starts from the same state.
+
+    Args:
+        cut: the loss and where it is cut, rows in the order of stages.
+        where: the mesh and what it asks for.
+        num_chunks: pieces of the model on each stage.
+    """
+
+    def __init__(self, cut: BlockCut, where: StageContext, num_chunks: int) -> None:
+        self.cut, self.where, self.num_chunks = cut, where, num_chunks
+        self.num_stages = where.mesh.shape[PIPE]
+        division = divide_blocks(cut.num_blocks, self.num_stages, num_chunks)
+        self._num_blocks = division.most
+        self._stages = Stages(cut, where, division)
+
+    def __call__(self, leaves: Sequence[Array], microbatches: Sequence[Array]) -> Losses:
+        """Return totals and weights for stacked microbatches [count, …], added up."""
+        table = forward_table(microbatches[0].shape[0], self.num_stages, self.num_chunks)
+
+        def run(
+            rows: ForwardRow, stacks: LeafValues, outer: LeafValues, batch: list[Array]
+        ) -> Losses:
+            own = jax.tree.map(lambda column: column[:, 0], rows)
+            return lax.psum(self._run(own, stacks, outer, batch), PIPE)
+
+        on_stage, whole = PartitionSpec(PIPE), PartitionSpec()
+        mapped = jax.shard_map(
+            run,
+            mesh=self.where.mesh,
+            in_specs=(PartitionSpec(None, PIPE), on_stage, whole, whole),
+            out_specs=whole,
+            axis_names={PIPE},
+            check_vma=False,
+        )
+        return mapped(
+            _forward_rows(table),
+            {stack.number: leaves[stack.number] for stack in self.cut.stacks},
+            {leaf.number: leaves[leaf.number] for leaf in self.cut.outer},
+            list(microbatches),
+        )
+
+    def _run(
+        self, rows: ForwardRow, stacks: LeafValues, outer: LeafValues, batch: list[Array]
+    ) -> Losses:
+        """Execute the ticks of one stage and return what it added up."""
+        forward = self._stage_forward(stacks, outer)
+        state = {leaf.number: outer[leaf.number] for leaf in self.cut.outer_of("changing")}
+        shape = Shape(batch[0].shape[0], self.num_stages, self.num_chunks)
+        pairs, last = shape.ring(1), shape.num_virtual - 1
+
+        def microbatch(number: Array) -> Microbatch:
+            own = [lax.dynamic_index_in_dim(a, number, 0, keepdims=False) for a in batch]
+            return Microbatch(own, state)
+
+        def tick(
+            carry: tuple[Message, Losses], row: ForwardRow
+        ) -> tuple[tuple[Message, Losses], None]:
+            message, losses = carry
+            virtual_stage = row.chunk * self.num_stages + row.stage
+            message = lax.cond(
+                row.microbatch >= 0,
+                lambda: forward.blocks(
+                    message, microbatch(row.microbatch), row.chunk, virtual_stage
+                ),
+                lambda: message,
+            )
+            order = ExchangeOrder(self.where.platform)
+            losses = order.when(
+                "head",
+                (row.microbatch >= 0) & (virtual_stage == last),
+                lambda sums: jax.tree.map(
+                    jnp.add, sums, forward.losses(message, microbatch(row.microbatch))
+                ),
+                losses,
+            )
+            return (order.send("send", message, PIPE, pairs, None), losses), None
+
+        first = microbatch(jnp.zeros((), jnp.int32))
+        message = zeros_like_shapes(jax.eval_shape(lambda: forward.embed(first)))
+        losses = zeros_like_shapes(jax.eval_shape(lambda: forward.losses(message, first)))
+        (_, losses), _ = lax.scan(tick, (message, losses), rows)
+        return losses
+
+    def _stage_forward(self, stacks: LeafValues, outer: LeafValues) -> _StageForward:
+        functions = self._stages.functions(outer)
+        return _StageForward(
+            functions,
+            outer={leaf.number: outer[leaf.number] for leaf in self.cut.outer_of("weight")},
+            num_blocks=self._num_blocks,
+            weights=self._stages.prepare(stacks, "weight"),
+            fixed=self._stages.prepare(stacks, "fixed"),
+            changing=self._stages.prepare(stacks, "changing"),
+        )
+
+
+@dataclass(frozen=True)
+class _StageForward:
+    """What a stage computes for one microbatch.
+
+    Attributes:
+        functions: the model's stages.
+        outer: the trained leaves outside of the blocks.
+        num_blocks: blocks of one chunk.
+        weights: trained leaves of its blocks, each [chunks × blocks, …].
+        fixed: constant leaves of its blocks.
+        changing: state of its blocks.
+    """
+
+    functions: StageFunctions
+    outer: LeafValues
+    num_blocks: int
+    weights: BlockRow
+    fixed: BlockRow
+    changing: BlockRow
+
+    def embed(self, microbatch: Microbatch) -> Message:
+        """Return what the first virtual stage receives."""
+        return self.functions.embed(self._pick(self.functions.embed_reads), microbatch)
+
+    def losses(self, message: Message, microbatch: Microbatch) -> Losses:
+        """Return the losses of a microbatch that has passed all blocks."""
+        return self.functions.head(self._pick(self.functions.head_reads), message, microbatch)
+
+    def blocks(
+        self, arrived: Message, microbatch: Microbatch, chunk: Array, virtual_stage: Array
+    ) -> Message:
+        """Run a chunk's blocks on what has arrived, or on the embedding if they are the first."""
+        message = lax.cond(
+            virtual_stage == 0,
+            # Branches that end in arrays divided in different ways are refused by the compiler.
+            lambda: lax.optimization_barrier(self.embed(microbatch)),
+            lambda: lax.optimization_barrier(arrived),
+        )
+        weights, fixed, changing = (
+            self._rows(stacks, chunk) for stacks in (self.weights, self.fixed, self.changing)
+        )
+        outer = self._pick(self.functions.blocks_read)
+        inputs = BlockInputs(weights, fixed, changing, outer, message, microbatch, virtual_stage)
+        return self.functions.blocks(inputs).message
+
+    def _rows(self, stacks: BlockRow, chunk: Array) -> list[BlockRow]:
+        return [
+            {
+                n: lax.dynamic_index_in_dim(a, chunk * self.num_blocks + block, 0, False)
+                for n, a in stacks.items()
+            }
+            for block in range(self.num_blocks)
+        ]
+
+    def _pick(self, numbers: Sequence[int]) -> LeafValues:
+        return {n: self.outer[n] for n in numbers}
+
+
+def _forward_rows(table: TickTable) -> ForwardRow:
+    """Return a table as arrays [ticks, stages]."""
+    size = (len(table.ticks), table.shape.num_stages)
+    microbatch, chunk = np.full(size, -1, np.int32), np.zeros(size, np.int32)
+    for tick, stage, op in table.placed():
+        microbatch[tick, stage], chunk[tick, stage] = op.microbatch, op.chunk
+    stages = np.broadcast_to(np.arange(size[1], dtype=np.int32), size)
+    # The executor is given traced arrays; these are what they are traced from.
+    make: Any = ForwardRow
+    return make(microbatch, chunk, stages)

@@ -1,0 +1,201 @@
+"""Loss and gradients of a batch, its microbatches overlapping in a pipeline of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwright.mesh.axes import PIPE
+from meshwright.pipeline.aliases import Array, BlockRow, LeafValues
+from meshwright.pipeline.divide.block_cut import BlockCut
+from meshwright.pipeline.divide.context import StageContext
+from meshwright.pipeline.divide.division import divide_blocks
+from meshwright.pipeline.divide.stage_functions import Losses, Microbatch, StageSums, StageValues
+from meshwright.pipeline.divide.stages import Stages
+from meshwright.pipeline.execute.executor import StageExecutor
+from meshwright.pipeline.execute.tick_rows import SlotCounts, TickRow, table_rows
+from meshwright.pipeline.schedule.operations import Shape
+from meshwright.pipeline.schedule.schedules import Schedule
+from meshwright.program.evaluate.evaluator import Evaluator
+from meshwright.program.evaluate.widen import wide_evaluator
+
+
+@dataclass(frozen=True)
+class PipelineSums:
+    """What a batch gives.
+
+    Attributes:
+        gradients: for each parameter leaf, the sum of the microbatches' gradients, each times its
+            weight (and the loss scale).
+        losses: totals and weights, added up.
+        state: the state leaves afterwards.
+    """
+
+    gradients: list[Array]
+    losses: Losses
+    state: list[Array]
+
+
+_StageResults = tuple[LeafValues, LeafValues, Losses, LeafValues]
+"""Gradients of the stacks and of the outer weights, losses, and the new state of the blocks."""
+
+
+class PipelinedLoss:
+    """A loss and its gradients, computed by stages that work on different microbatches at a time.
+
+    Args:
+        cut: the loss and where it is cut, rows in the order of stages.
+        where: the mesh and what it asks for.
+        schedule: when each stage does what.
+        num_microbatches: microbatches between two flushes.
+        sums: by number of the step leaf, where its gradient lives on one stage while it grows.
+        own: the same loss for the samples of one device, which adds up its own gradients until the
+            end; None where gradients are of all samples from the start.
+    """
+
+    def __init__(
+        self,
+        cut: BlockCut,
+        where: StageContext,
+        schedule: Schedule,
+        num_microbatches: int,
+        sums: Sequence[PartitionSpec],
+        own: BlockCut | None = None,
+    ) -> None:
+        self.cut, self.where, self.schedule = cut, where, schedule
+        self.num_microbatches = num_microbatches
+        self.num_stages = where.mesh.shape[PIPE]
+        self.division = divide_blocks(cut.num_blocks, self.num_stages, schedule.num_chunks)
+        self._cut = own or cut
+        self._stages = Stages(self._cut, where, self.division)
+        self._sums = list(sums)
+
+    def __call__(
+        self,
+        leaves: Sequence[Array],
+        microbatches: Sequence[Array],
+        scale: Array | None = None,
+    ) -> PipelineSums:
+        """Evaluate on the step's leaf values and stacked microbatches [count, …]."""
+        count = microbatches[0].shape[0]
+        slots, rows = table_rows(
+            self.schedule.table(self.num_microbatches, self.num_stages),
+            rounds=count // self.num_microbatches,
+        )
+        shape = self.schedule.shape(self.num_microbatches, self.num_stages)
+        states, last_state = self._outer_states(leaves, count)
+        weights, outer, losses, changing = self._mapped(shape, slots)(
+            rows,
+            {stack.number: leaves[stack.number] for stack in self._cut.stacks},
+            {leaf.number: leaves[leaf.number] for leaf in self._cut.outer},
+            list(microbatches),
+            states,
+            scale,
+        )
+        gradients, changed = weights | outer, changing | last_state
+        roles = [(n, step.leaf.role) for n, step in enumerate(self.cut.traced.layout.step_leaves)]
+        return PipelineSums(
+            [gradients[n] for n, role in roles if role == "param"],
+            losses,
+            [changed.get(n, leaves[n]) for n, role in roles if role == "state"],
+        )
+
+    def _mapped(self, shape: Shape, slots: SlotCounts) -> Callable[..., _StageResults]:
+        """Return `_run` as a function of whole arrays, each stage given what it holds."""
+        axes = self.where.batch_axes
+        on_stage, whole = PartitionSpec(PIPE), PartitionSpec()
+        samples = PartitionSpec(None, axes) if axes else whole
+        return jax.shard_map(
+            partial(self._run, shape, slots),
+            mesh=self.where.mesh,
+            in_specs=(PartitionSpec(None, PIPE), on_stage, whole, samples, whole, whole),
+            out_specs=(on_stage, whole, whole, on_stage),
+            axis_names={PIPE, *axes},
+            check_vma=False,
+        )
+
+    def _run(
+        self,
+        shape: Shape,
+        slots: SlotCounts,
+        rows: TickRow,
+        stacks: LeafValues,
+        outer: LeafValues,
+        batch: list[Array],
+        states: LeafValues,
+        scale: Array | None,
+    ) -> _StageResults:
+        """Run one stage on what it holds."""
+        values, pullback = self._values(stacks, outer, Microbatch(batch, states))
+        executor = StageExecutor(
+            self._stages.functions(outer),
+            values,
+            shape,
+            slots,
+            axis=PIPE,
+            platform=self.where.platform,
+            scale=scale,
+            constrain=self._constrain,
+        )
+        sums = executor.run(jax.tree.map(lambda column: column[:, 0], rows))
+        (weights,) = pullback(
+            {n: total.astype(values.weights[n].dtype) for n, total in sums.weights.items()}
+        )
+        axes = self.where.batch_axes
+        weights = lax.psum(weights, axes) if axes else weights
+        summed, losses = lax.psum((sums.outer, sums.losses), (PIPE, *axes))
+        changing = self._cut.inputs_of("changing")
+        changed = {row.stack.number: sums.changing[row.position] for row in changing}
+        return weights, summed, losses, changed
+
+    def _values(
+        self, stacks: LeafValues, outer: LeafValues, microbatches: Microbatch
+    ) -> tuple[StageValues, Callable[[BlockRow], tuple[LeafValues]]]:
+        """Return what a stage holds, and how gradients of it become those of leaves."""
+        stages = self._stages
+        kinds = {stack.number: stack.kind for stack in self._cut.stacks}
+        trained = {n: value for n, value in stacks.items() if kinds[n] == "weight"}
+        weights, pullback = jax.vjp(lambda own: stages.prepare(own, "weight"), trained)
+        values = StageValues(
+            weights=weights,
+            fixed=stages.prepare(stacks, "fixed"),
+            changing=stages.prepare(stacks, "changing"),
+            outer={leaf.number: outer[leaf.number] for leaf in self._cut.outer_of("weight")},
+            microbatches=microbatches,
+        )
+        return values, pullback
+
+    def _outer_states(self, leaves: Sequence[Array], count: int) -> tuple[LeafValues, LeafValues]:
+        """Return, for state outside of blocks, its values before each microbatch and at the end."""
+        following = self._cut.next_state
+        if following is None:
+            return {}, {}
+        changing = [leaf.number for leaf in self._cut.outer_of("changing")]
+        evaluator = wide_evaluator() if self.where.wide else Evaluator()
+
+        def step(state: LeafValues, _: None) -> tuple[LeafValues, LeafValues]:
+            arguments = [state.get(n, leaves[n]) for n in following.reads]
+            new = evaluator.run(following.program, arguments)
+            return dict(zip(changing, new, strict=True)), state
+
+        after, before = lax.scan(step, {n: leaves[n] for n in changing}, None, length=count)
+        return before, after
+
+    def _constrain(self, sums: StageSums) -> StageSums:
+        """Fix where sums live while they grow: divided as the optimizer wants them."""
+        inside = jax.sharding.get_abstract_mesh()
+
+        def place(value: Array, number: int) -> Array:
+            return lax.with_sharding_constraint(value, NamedSharding(inside, self._sums[number]))
+
+        weights = {
+            row.position: place(sums.weights[row.position], row.stack.number)
+            for row in self._cut.inputs_of("weight")
+        }
+        outer = {number: place(value, number) for number, value in sums.outer.items()}
+        return replace(sums, weights=weights, outer=outer)

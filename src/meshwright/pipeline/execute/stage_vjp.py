@@ -1,0 +1,244 @@
+"""A stage's forward and backward as programs, and the values kept from one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import jax
+
+from meshwright.pipeline.aliases import Array, PyTree, TreeDef
+from meshwright.program.evaluate.dependencies import inputs_of, needed, reached, variables
+from meshwright.program.evaluate.evaluator import Environment, Evaluator
+from meshwright.program.jaxpr.equations import (
+    REMATS,
+    ClosedJaxpr,
+    Equation,
+    Literal,
+    Value,
+    Var,
+    called_jaxpr,
+    structs_of,
+)
+
+Function = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+"""From (weights, fixed, x, others) to (y, further results)."""
+
+
+@dataclass(frozen=True)
+class ForwardValues:
+    """What a forward pass gives.
+
+    Attributes:
+        y: its result.
+        further: its results without a gradient.
+        kept: what the backward needs of this evaluation, without weights and values computed
+            from them alone.
+    """
+
+    y: PyTree
+    further: PyTree
+    kept: list[Array]
+
+
+class _Trees(NamedTuple):
+    """How the results of the forward program are nested, and the pullback after them."""
+
+    results: TreeDef
+    pullback: TreeDef
+
+
+class StageVJP:
+    """A function whose backward runs later, from kept values, at once or in two halves.
+
+    Whatever depends on weights and fixed values alone (their casts, gathered or transposed forms)
+    is not kept between forward and backward but computed again.
+
+    Args:
+        function: from (weights, fixed, x, others) to (y, further results). Gradients are taken
+            with respect to weights and x.
+        weights: examples or shapes of its weights, the same in forward and backward.
+        fixed: examples or shapes of values without gradients, the same in forward and backward.
+        x: examples or shapes of its input.
+        others: examples or shapes of inputs without gradients, which differ from call to call.
+    """
+
+    def __init__(
+        self, function: Function, weights: PyTree, fixed: PyTree, x: PyTree, others: PyTree
+    ) -> None:
+        self._forward, trees = _trace_forward(function, weights, fixed, x, others)
+        self._results, self._num_results = trees.results, trees.results.num_leaves
+        jaxpr = self._forward.jaxpr
+        # The inputs that are the same in forward and backward come first.
+        self._num_constant = len(jax.tree.leaves((weights, fixed)))
+        varying = reached(jaxpr.eqns, set(jaxpr.invars[self._num_constant :]))
+        self._residuals = jaxpr.outvars[self._num_results :]
+        # Some values are read by several layers; one copy is kept.
+        residuals = variables(self._residuals)
+        self._kept = [v for v in residuals if v in varying]
+        self._recomputed = needed(jaxpr.eqns, [v for v in residuals if v not in varying])
+        y, _ = jax.tree.unflatten(self._results, structs_of(jaxpr.outvars[: self._num_results]))
+        self._backward = self._trace_backward(trees.pullback, y)
+        self._weights_tree = jax.tree.structure(weights)
+        self._x_tree = jax.tree.structure(x)
+
+    @property
+    def kept_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of what is kept between forward and backward."""
+        return structs_of(self._kept)
+
+    @property
+    def cut_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of what is kept between the input gradient and the weight gradient."""
+        return structs_of(self._halves.cut)
+
+    def forward(self, weights: PyTree, fixed: PyTree, x: PyTree, others: PyTree) -> ForwardValues:
+        """Evaluate the function."""
+        out = Evaluator().run(self._forward, jax.tree.leaves((weights, fixed, x, others)))
+        y, further = jax.tree.unflatten(self._results, out[: self._num_results])
+        pairs = zip(self._residuals, out[self._num_results :], strict=True)
+        values = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
+        return ForwardValues(y, further, [values[v] for v in self._kept])
+
+    def backward(
+        self, weights: PyTree, fixed: PyTree, kept: Sequence[Array], gradient: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """Return the gradients with respect to weights and x, for that of the result."""
+        residuals = self._all_residuals(weights, fixed, kept)
+        out = Evaluator().run(self._backward, [*residuals, *jax.tree.leaves(gradient)])
+        weights = jax.tree.unflatten(self._weights_tree, out[: self._num_weights])
+        return weights, self._unflatten_x(out[self._num_weights :])
+
+    def input_gradient(
+        self, weights: PyTree, fixed: PyTree, kept: Sequence[Array], gradient: PyTree
+    ) -> tuple[PyTree, list[Array]]:
+        """Return the gradient with respect to x, and what the weights' gradient needs of it."""
+        env = self._environment(self._all_residuals(weights, fixed, kept))
+        env.values.update(zip(self._halves.cotangents, jax.tree.leaves(gradient), strict=True))
+        env.evaluator.equations(self._halves.first, env)
+        atoms = self._halves.closed.jaxpr.outvars[self._num_weights :]
+        x = self._unflatten_x([env.value(atom) for atom in atoms])
+        return x, [env.values[v] for v in self._halves.cut]
+
+    def weight_gradient(
+        self, weights: PyTree, fixed: PyTree, kept: Sequence[Array], cut: Sequence[Array]
+    ) -> PyTree:
+        """Return the gradient with respect to weights."""
+        env = self._environment(self._all_residuals(weights, fixed, kept))
+        env.values.update(zip(self._halves.cut, cut, strict=True))
+        env.evaluator.equations(self._halves.second, env)
+        atoms = self._halves.closed.jaxpr.outvars[: self._num_weights]
+        return jax.tree.unflatten(self._weights_tree, [env.value(a) for a in atoms])
+
+    @property
+    def _num_weights(self) -> int:
+        return self._weights_tree.num_leaves
+
+    def _trace_backward(self, pullback: TreeDef, y: PyTree) -> ClosedJaxpr:
+        def run(residuals: list[Array], gradient: PyTree) -> list[Array]:
+            return jax.tree.leaves(jax.tree.unflatten(pullback, residuals)(gradient))
+
+        return jax.make_jaxpr(run)(structs_of(self._residuals), y)
+
+    @cached_property
+    def _halves(self) -> _Halves:
+        return split_backward(self._backward, len(self._residuals), self._num_weights)
+
+    def _environment(self, residuals: Sequence[Array]) -> Environment:
+        jaxpr, consts = self._halves.closed.jaxpr, self._halves.closed.consts
+        values = dict(zip(jaxpr.constvars, consts, strict=True))
+        values.update(zip(jaxpr.invars, residuals, strict=False))
+        return Environment(Evaluator(), values)
+
+    def _all_residuals(self, weights: PyTree, fixed: PyTree, kept: Sequence[Array]) -> list[Array]:
+        """Return all that the pullback reads; what depends on weights alone is computed again."""
+        jaxpr, consts = self._forward.jaxpr, self._forward.consts
+        values = dict(zip(jaxpr.constvars, consts, strict=True))
+        constant = jax.tree.leaves((weights, fixed))
+        values.update(zip(jaxpr.invars[: self._num_constant], constant, strict=True))
+        env = Environment(Evaluator(), values)
+        env.evaluator.equations(self._recomputed, env)
+        values.update(zip(self._kept, kept, strict=True))
+        return [env.value(atom) for atom in self._residuals]
+
+    def _unflatten_x(self, out: Sequence[Array]) -> PyTree:
+        return jax.tree.unflatten(self._x_tree, out)
+
+
+def _trace_forward(
+    function: Function, weights: PyTree, fixed: PyTree, x: PyTree, others: PyTree
+) -> tuple[ClosedJaxpr, _Trees]:
+    """Return the program of results and residuals, and how both are nested."""
+    trees: list[_Trees] = []
+
+    def run(weights: PyTree, fixed: PyTree, x: PyTree, others: PyTree) -> list[Array]:
+        y, pullback, further = jax.vjp(
+            lambda weights, x: function(weights, fixed, x, others), weights, x, has_aux=True
+        )
+        # A pullback is a pytree whose leaves are what it keeps.
+        residuals, pullback_tree = jax.tree.flatten(pullback)
+        results, results_tree = jax.tree.flatten((y, further))
+        trees.append(_Trees(results_tree, pullback_tree))
+        return [*results, *residuals]
+
+    return jax.make_jaxpr(run)(weights, fixed, x, others), trees[-1]
+
+
+@dataclass(frozen=True)
+class _Halves:
+    """A backward program in two parts.
+
+    Attributes:
+        closed: the whole program, calls and remat inlined.
+        cotangents: its inputs that are gradients of the results.
+        first: the equations of the gradient with respect to x.
+        second: what the weights' gradient needs beyond them.
+        cut: values of the first part that the second one reads.
+    """
+
+    closed: ClosedJaxpr
+    cotangents: tuple[Var, ...]
+    first: list[Equation]
+    second: list[Equation]
+    cut: list[Var]
+
+
+def split_backward(backward: ClosedJaxpr, num_residuals: int, num_weights: int) -> _Halves:
+    """Split a program (residuals, cotangents) → (weight gradients, x gradients).
+
+    A chain of layers hands the gradient of its result back layer by layer. The first half does
+    just that; the second multiplies the gradients it passed with the layers' inputs.
+    """
+    closed = _inlined(backward)
+    jaxpr = closed.jaxpr
+    weight_atoms, x_atoms = jaxpr.outvars[:num_weights], jaxpr.outvars[num_weights:]
+    first = needed(jaxpr.eqns, x_atoms)
+    done = {id(eqn) for eqn in first}
+    rest = [eqn for eqn in needed(jaxpr.eqns, weight_atoms) if id(eqn) not in done]
+    cotangents = tuple(jaxpr.invars[num_residuals:])
+    own = {variable for eqn in first for variable in eqn.outvars} | set(cotangents)
+    cut = [v for v in variables([*_reads_in_order(rest), *weight_atoms]) if v in own]
+    return _Halves(closed, cotangents, first, rest, cut)
+
+
+def _reads_in_order(eqns: Sequence[Equation]) -> list[Var]:
+    """Return what equations read from outside, in the order in which they do."""
+    outside = inputs_of(eqns)
+    return [v for v in variables(a for eqn in eqns for a in eqn.invars) if v in outside]
+
+
+def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    inputs = structs_of(closed.jaxpr.invars)
+    return jax.make_jaxpr(lambda *args: Evaluator([_inline]).run(closed, args))(*inputs)
+
+
+def _inline(eqn: Equation, env: Environment) -> list[Value] | None:
+    """Replace remat by its body.
+
+    Backward and forward are different ticks, so they could not share anything anyway.
+    """
+    if eqn.primitive.name in REMATS:
+        return env.run(called_jaxpr(eqn), env.operands(eqn))
+    return env.operands(eqn) if eqn.primitive.name == "optimization_barrier" else None

@@ -1,0 +1,237 @@
+"""What one stage computes for one microbatch: its forward pass, and gradients of each function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message, PyTree
+from meshwright.pipeline.divide.stage_functions import (
+    BlockInputs,
+    Losses,
+    Microbatch,
+    StageFunctions,
+    StageSums,
+    StageValues,
+)
+from meshwright.pipeline.execute.messages import MessageSplit
+from meshwright.pipeline.execute.slots import add_row, added, times, zeros_like_shapes
+from meshwright.pipeline.execute.stage_records import (
+    BackwardMessage,
+    BlockSums,
+    BlockWeights,
+    CallInputs,
+    ChunkResult,
+    HeadGradient,
+    HeldValues,
+)
+from meshwright.pipeline.execute.stage_vjp import StageVJP
+from meshwright.pipeline.schedule.operations import Shape
+from meshwright.program.trace.precision_policy import zeros_for_sums
+
+
+class StageWork:
+    """Forward and backward passes of one stage, each for one microbatch.
+
+    Args:
+        functions: the model's stages.
+        values: what this stage holds.
+        shape: the pipeline's size.
+        scale: factor on the loss while gradients are taken, which half precision needs.
+    """
+
+    def __init__(
+        self, functions: StageFunctions, values: StageValues, shape: Shape, scale: Array | None
+    ) -> None:
+        self.functions, self.values, self.shape, self.scale = functions, values, shape, scale
+        held = [*values.weights.values(), *values.fixed.values(), *values.changing.values()]
+        self.num_blocks = held[0].shape[0] // shape.num_chunks if held else 1
+        self.message_shapes = self._message_shapes()
+        self.split = MessageSplit.of(self.message_shapes)
+        self.vjp = self._differentiate()
+
+    @property
+    def gradient_shapes(self) -> BackwardMessage:
+        """The shapes of what goes back from stage to stage."""
+        weight = None if self.scale is None else self._losses_shape().objective.total
+        floats, _ = self.split.split(self.message_shapes)
+        return BackwardMessage(floats, weight)
+
+    @property
+    def cut_shapes(self) -> BackwardMessage:
+        """The shapes of what an input gradient leaves for its weight gradient."""
+        # A record of shapes has the structure of one of arrays.
+        cut: PyTree = self.vjp.cut_shapes
+        return BackwardMessage(cut, self.gradient_shapes.weight)
+
+    def zero_sums(self) -> StageSums:
+        """Return the sums before anything is added."""
+        losses = zeros_like_shapes(self._losses_shape())
+        return StageSums(
+            weights=zeros_for_sums(self.values.weights),
+            outer=zeros_for_sums(self.values.outer),
+            losses=losses,
+            changing=dict(self.values.changing),
+        )
+
+    def microbatch(self, number: Array) -> Microbatch:
+        """Return what a microbatch brings."""
+        return jax.tree.map(
+            lambda a: lax.dynamic_index_in_dim(a, number, 0, keepdims=False),
+            self.values.microbatches,
+        )
+
+    def outer(self, numbers: Sequence[int]) -> LeafValues:
+        """Return the outer weights with these numbers."""
+        return {n: self.values.outer[n] for n in numbers}
+
+    def held(self, chunk: Array) -> HeldValues:
+        """Return what a chunk's forward and backward both read."""
+        rows = self._rows(self.values.weights, chunk)
+        outer = self.outer(self.functions.blocks_read)
+        return HeldValues(BlockWeights(rows, outer), self._rows(self.values.fixed, chunk))
+
+    def forward(
+        self,
+        message: Message,
+        changing: BlockRow,
+        chunk: Array,
+        microbatch: Microbatch,
+        stage: Array,
+    ) -> ChunkResult:
+        """Run a chunk's blocks."""
+        floats, inputs = self._operands(message, changing, chunk, microbatch, stage)
+        held = self.held(chunk)
+        result = self.vjp.forward(held.weights, held.fixed, floats, inputs)
+        others, rows = result.further
+        return ChunkResult(self.split.join(result.y, others), result.kept, rows)
+
+    def head_gradient(self, message: Message, number: Array) -> HeadGradient:
+        """Return the losses of a microbatch that has passed all blocks, and their gradients."""
+        floats, others = self.split.split(message)
+        microbatch = self.microbatch(number)
+
+        def mean(outer: LeafValues, floats: list[Array]) -> tuple[Array, Losses]:
+            losses = self.functions.head(outer, self.split.join(floats, others), microbatch)
+            return losses.objective.mean, losses
+
+        outer = self.outer(self.functions.head_reads)
+        value, pullback, losses = jax.vjp(mean, outer, floats, has_aux=True)
+        weight = losses.objective.weight.astype(value.dtype)
+        start = weight if self.scale is None else self.scale.astype(value.dtype)
+        gradients, back = pullback(start)
+        rest = None if self.scale is None else weight
+        return HeadGradient(losses, gradients, BackwardMessage(back, rest))
+
+    def backward(
+        self, held: HeldValues, kept: list[Array], back: BackwardMessage
+    ) -> tuple[BlockWeights, BackwardMessage]:
+        """Return the gradients of a chunk's weights and of its message."""
+        weights, gradient = self.vjp.backward(held.weights, held.fixed, kept, back.values)
+        return weights, BackwardMessage(gradient, back.weight)
+
+    def input_gradient(
+        self, held: HeldValues, kept: list[Array], back: BackwardMessage
+    ) -> tuple[BackwardMessage, BackwardMessage]:
+        """Return the gradient of a chunk's message, and what the weight gradient needs."""
+        gradient, cut = self.vjp.input_gradient(held.weights, held.fixed, kept, back.values)
+        return BackwardMessage(gradient, back.weight), BackwardMessage(cut, back.weight)
+
+    def weight_gradient(
+        self, held: HeldValues, kept: list[Array], cut: BackwardMessage
+    ) -> BlockWeights:
+        """Return the gradients of a chunk's weights."""
+        return self.vjp.weight_gradient(held.weights, held.fixed, kept, cut.values)
+
+    def embed_gradient(self, number: Array, back: BackwardMessage) -> LeafValues:
+        """Return the gradients of the weights that the embedding reads."""
+        microbatch = self.microbatch(number)
+        _, pullback = jax.vjp(
+            lambda outer: self.split.split(self.functions.embed(outer, microbatch))[0],
+            self.outer(self.functions.embed_reads),
+        )
+        (gradients,) = pullback(back.values)
+        return gradients
+
+    def add(
+        self, sums: BlockSums, gradients: BlockWeights, chunk: Array, weight: Array | None
+    ) -> BlockSums:
+        """Return sums with the gradients of a chunk's weights added."""
+        weights = sums.weights
+        for block, row in enumerate(gradients.rows):
+            at = chunk * self.num_blocks + block if self.shape.num_chunks > 1 else block
+            weights = {n: add_row(a, times(row[n], weight), at) for n, a in weights.items()}
+        return BlockSums(weights, added(sums.outer, gradients.outer, weight))
+
+    def put_rows(self, stacks: BlockRow, rows: list[BlockRow], chunk: Array) -> BlockRow:
+        """Return stacks with a chunk's rows replaced."""
+        for block, row in enumerate(rows):
+            at = chunk * self.num_blocks + block
+            stacks = {
+                n: lax.dynamic_update_index_in_dim(a, row[n].astype(a.dtype), at, 0)
+                for n, a in stacks.items()
+            }
+        return stacks
+
+    def _differentiate(self) -> StageVJP:
+        def chunk(
+            weights: BlockWeights, fixed: list[BlockRow], floats: list[Array], inputs: CallInputs
+        ) -> tuple[list[Array], tuple[list[Array], list[BlockRow]]]:
+            message, changing = self.functions.blocks(
+                BlockInputs(
+                    weights.rows,
+                    fixed,
+                    inputs.changing,
+                    weights.outer,
+                    self.split.join(floats, inputs.others),
+                    inputs.microbatch,
+                    inputs.virtual_stage,
+                )
+            )
+            floats, others = self.split.split(message)
+            return floats, (others, changing)
+
+        zero = jnp.zeros((), jnp.int32)
+        message = zeros_like_shapes(self.message_shapes)
+        weights, fixed = self.held(zero)
+        changing, microbatch = self.values.changing, self.microbatch(zero)
+        floats, inputs = self._operands(message, changing, zero, microbatch, zero)
+        return StageVJP(chunk, weights, fixed, floats, inputs)
+
+    def _operands(
+        self,
+        message: Message,
+        changing: BlockRow,
+        chunk: Array,
+        microbatch: Microbatch,
+        stage: Array,
+    ) -> tuple[list[Array], CallInputs]:
+        floats, others = self.split.split(message)
+        virtual_stage = chunk * self.shape.num_stages + stage
+        rows = self._rows(changing, chunk)
+        return floats, CallInputs(others, rows, microbatch, virtual_stage)
+
+    def _rows(self, stacks: BlockRow, chunk: Array) -> list[BlockRow]:
+        """Return a chunk's leaves block by block."""
+        if self.shape.num_chunks > 1:
+            start = chunk * self.num_blocks
+            stacks = {
+                n: lax.dynamic_slice_in_dim(a, start, self.num_blocks) for n, a in stacks.items()
+            }
+        return [{n: a[block] for n, a in stacks.items()} for block in range(self.num_blocks)]
+
+    def _message_shapes(self) -> Message:
+        return jax.eval_shape(
+            lambda: self.functions.embed(
+                self.outer(self.functions.embed_reads), self.microbatch(jnp.zeros((), jnp.int32))
+            )
+        )
+
+    def _losses_shape(self) -> Losses:
+        message = zeros_like_shapes(self.message_shapes)
+        microbatch = self.microbatch(jnp.zeros((), jnp.int32))
+        outer = self.outer(self.functions.head_reads)
+        return jax.eval_shape(lambda: self.functions.head(outer, message, microbatch))

@@ -1,0 +1,242 @@
+"""What a pipeline's stages have and how long they wait, for people and programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+
+from meshwright.errors import Setting
+from meshwright.pipeline.divide.block_cut import BlockCut, Region
+from meshwright.pipeline.divide.block_names import modules_of_blocks, odd_modules
+from meshwright.pipeline.divide.division import Division
+from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
+from meshwright.pipeline.schedule.advice import bubble_with, pipeline_warnings
+from meshwright.pipeline.schedule.timeline import in_flight
+from meshwright.program.flops import forward_flops
+from meshwright.units import counted
+
+WORTH_SAYING = 0.05
+"""The least share of a stage's work that is worth a warning."""
+
+
+class Extra(StrEnum):
+    """What a stage may compute besides its blocks."""
+
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    SHARED = "what all blocks read"
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What one stage does.
+
+    Attributes:
+        blocks: numbers of its blocks in the model.
+        also: what else it computes.
+        parameters: trained numbers it uses.
+        flops: products of one microbatch's forward pass, on all devices of the stage together;
+            a stage with fewer blocks than another runs its last one again.
+        microbatches_kept: the most microbatches it keeps at a time, of one chunk each.
+    """
+
+    blocks: tuple[int, ...]
+    also: tuple[Extra, ...]
+    parameters: int
+    flops: int
+    microbatches_kept: int
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """What a pipeline is.
+
+    Attributes:
+        schedule: its name.
+        num_microbatches: microbatches between two flushes.
+        num_chunks: pieces of the model on each stage.
+        ticks: ticks between two flushes.
+        bubble: share of the time stages wait, simulated from the executed ticks, stages equal.
+        bubble_formula: the same by the closed formula.
+        bubble_with_flops: the same, each stage as slow as its FLOPs say.
+        efficiency: share of the time stages work.
+        stages: the stages.
+        warnings: what is worth changing.
+    """
+
+    schedule: str
+    num_microbatches: int
+    num_chunks: int
+    ticks: int
+    bubble: float
+    bubble_formula: float
+    bubble_with_flops: float
+    efficiency: float
+    stages: tuple[StageFacts, ...]
+    warnings: tuple[str, ...]
+
+    def waiting(self) -> str:
+        """Say how long stages wait."""
+        return (
+            f"stages wait {self.bubble:.1%} of the time if all are equally fast, "
+            f"{self.bubble_with_flops:.1%} if each is as slow as its FLOPs say (simulated)"
+        )
+
+    def summary(self) -> str:
+        """Return the pipeline in one line."""
+        count = counted(self.num_microbatches, "microbatch", "microbatches")
+        chunks = self.num_chunks
+        pieces = f" × {chunks} chunks" if chunks > 1 else ""
+        return (
+            f"pipeline: {self.schedule} with {count} on "
+            f"{len(self.stages)} stages{pieces}; {self.waiting()}"
+        )
+
+
+def pipeline_report(pipelined: PipelinedLoss) -> PipelineReport:
+    """Describe a pipeline."""
+    schedule, count = pipelined.schedule, pipelined.num_microbatches
+    stages = stage_facts(pipelined)
+    table = schedule.table(count, pipelined.num_stages)
+    bubble = table.timeline().bubble
+    costs = [stage.flops for stage in stages]
+    sizes = pipelined.where.mesh.shape
+    with_flops = bubble_with(schedule, count, pipelined.num_stages, costs)
+    return PipelineReport(
+        schedule=schedule.name,
+        num_microbatches=count,
+        num_chunks=schedule.num_chunks,
+        ticks=len(table.ticks),
+        bubble=float(bubble),
+        bubble_formula=float(schedule.bubble(count, pipelined.num_stages)),
+        bubble_with_flops=float(with_flops),
+        efficiency=float(1 - bubble),
+        stages=tuple(stages),
+        warnings=(
+            *pipeline_warnings(
+                schedule,
+                count,
+                pipelined.num_stages,
+                costs,
+                bubble=with_flops,
+                samples=count * pipelined.cut.traced.batch[0].shape[0],
+                replicas=sizes.get("data", 1) * sizes.get("fsdp", 1),
+                remedy=_remedy(pipelined, stages),
+            ),
+            *_filled_up(pipelined.division),
+            *_computed_again(pipelined.cut, stages),
+        ),
+    )
+
+
+def _computed_again(cut: BlockCut, stages: Sequence[StageFacts]) -> list[str]:
+    """Say what it costs that every stage computes what blocks of all stages read."""
+    share = _region_flops(cut, cut.shared) / max(1, max(stage.flops for stage in stages))
+    if share < WORTH_SAYING:
+        return []
+    return [
+        f"blocks of all stages read values computed from samples before them (an encoder's output,"
+        f" a condition), so each stage computes it for itself: {share:.0%} of the slowest one's "
+        f"work; {Setting('mesh.fsdp')} or {Setting('mesh.tensor')} computes it once"
+    ]
+
+
+def _filled_up(division: Division) -> list[str]:
+    """Say what it costs that stages have different numbers of blocks."""
+    if division.even:
+        return []
+    blocks, pieces, stages = sum(division.counts), len(division.counts), division.num_stages
+    places, below = pieces * division.most, blocks // pieces * pieces
+    chunked = division.num_chunks > 1
+    chunks = f" × {division.num_chunks} chunks" if chunked else ""
+    fewer = [n for n in range(2, stages) if stages % n == blocks % (n * division.num_chunks) == 0]
+    others = [str(Setting("mesh.pipe", fewer[-1]))] if fewer else []
+    if chunked and blocks % stages == 0:
+        others.append(str(Setting("pipeline.schedule", "1f1b")))
+    others.append(f"{below} or {below + pieces} such blocks")
+    return [
+        f"{blocks} blocks do not divide into {stages} stages{chunks}, which have "
+        f"{', '.join(map(str, division.counts))}: all take as long as the largest, so "
+        f"{(places - blocks) / places:.0%} of the time of blocks is lost; "
+        f"{', or '.join(others)} would lose none"
+    ]
+
+
+def _remedy(pipelined: PipelinedLoss, stages: list[StageFacts]) -> str:
+    """Say what helps against unequal ends, where every stage has the same number of blocks."""
+    schedule, count, now = pipelined.schedule, pipelined.num_microbatches, len(stages)
+    waits: dict[int, Fraction] = {}
+    # A divisor of the stages there are fits the same devices and the same blocks.
+    for fewer in (n for n in range(2, now) if now % n == 0):
+        joined = now // fewer
+        costs = [sum(s.flops for s in stages[n * joined : (n + 1) * joined]) for n in range(fewer)]
+        waits[fewer] = bubble_with(schedule, count, fewer, costs)
+    slowest = max(stages, key=lambda stage: stage.flops)
+    if odd := odd_modules(pipelined.cut):
+        few = ", ".join(f"`{path}`" for path in odd[:3]) + (", …" if len(odd) > 3 else "")
+        verbs = ("are", "run") if len(odd) > 1 else ("is", "runs")
+        return (
+            f"{few} {verbs[0]} not like the other blocks and {verbs[1]} with its "
+            f"{' and '.join(slowest.also)}; "
+            "blocks that are all alike, or alternate to the end, are divided evenly"
+        )
+    ends = f"its {' and '.join(slowest.also) or 'work'} weighs less"
+    if not waits:
+        return (
+            f"{ends} in a model with more blocks; with {Setting('mesh.fsdp')} or "
+            f"{Setting('mesh.tensor')} instead of {Setting('mesh.pipe')} no device waits for "
+            "another's layers"
+        )
+    best = min(waits, key=lambda n: waits[n])
+    return (
+        f"{ends} with fewer stages of more blocks ({Setting('mesh.pipe', best)} "
+        f"{Setting('pipeline.num_microbatches', count)} waits {float(waits[best]) * 100:.0f}%), or "
+        "in a model with more blocks"
+    )
+
+
+def stage_facts(pipelined: PipelinedLoss) -> list[StageFacts]:
+    """Return what each stage has."""
+    cut, count = pipelined.cut, pipelined.num_stages
+    table = pipelined.schedule.table(pipelined.num_microbatches, count)
+    kept = in_flight(table.operations())
+    trained = [stack.step.leaf for stack in cut.stacks if stack.kind == "weight"]
+    block_size = sum(leaf.size // leaf.shape[0] for leaf in trained)
+    block_flops = forward_flops(cut.scan.body)
+    run = pipelined.division.most * pipelined.division.num_chunks
+    modules = modules_of_blocks(cut)
+    facts: list[StageFacts] = []
+    for stage in range(count):
+        regions = _regions(cut, first=stage == 0, last=stage == count - 1)
+        blocks = pipelined.division.blocks(stage)
+        flops = sum(_region_flops(cut, region) for region in regions.values())
+        facts.append(
+            StageFacts(
+                blocks=tuple(number for block in blocks for number in modules[block]),
+                also=tuple(regions),
+                parameters=len(blocks) * block_size + sum(map(_region_size, regions.values())),
+                flops=run * block_flops + flops,
+                microbatches_kept=kept[stage],
+            )
+        )
+    return facts
+
+
+def _regions(cut: BlockCut, *, first: bool, last: bool) -> dict[Extra, Region]:
+    """Return what a stage computes besides its blocks."""
+    regions = {Extra.EMBEDDING: cut.embedding} if first else {}
+    regions |= {Extra.HEAD: cut.head} if last else {}
+    if _region_size(cut.shared) or _region_flops(cut, cut.shared):
+        regions[Extra.SHARED] = cut.shared
+    return regions
+
+
+def _region_size(region: Region) -> int:
+    """Return how many trained numbers a region reads."""
+    return sum(leaf.step.leaf.size for leaf in region.weights)
+
+
+def _region_flops(cut: BlockCut, region: Region) -> int:
+    return forward_flops(cut.jaxpr.replace(eqns=list(region.eqns)))

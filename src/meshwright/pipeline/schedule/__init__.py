@@ -1,0 +1,1 @@
+"""Schedules in pure Python: operations, ticks, timelines and their drawings."""

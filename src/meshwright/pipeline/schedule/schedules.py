@@ -1,0 +1,298 @@
+"""Pipeline schedules: in which order each stage works on its microbatches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+from meshwright.config.argument_checks import check_count
+from meshwright.config.microbatches import multiples_around
+from meshwright.errors import Setting, UserError, did_you_mean
+from meshwright.pipeline.schedule.operations import Kind, Op, Shape
+from meshwright.pipeline.schedule.ticks import TickTable, in_lockstep
+from meshwright.units import counted
+
+
+@dataclass(frozen=True)
+class Schedule(ABC):
+    """When each stage does what.
+
+    A schedule exists in two forms. `operations` is the order for stages that run on their own and
+    wait only for what they need. `table` is the form for one program that all stages execute
+    together, tick by tick, where everyone waits for the slowest.
+    """
+
+    name: ClassVar[str] = ""
+    """What it is called in a config."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Pieces of the model on each stage."""
+        return 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether input and weight gradients are operations of their own."""
+        return False
+
+    def shape(self, num_microbatches: int, num_stages: int) -> Shape:
+        """Return the pipeline's size, if this schedule can run it."""
+        return Shape(num_microbatches, num_stages, self.num_chunks)
+
+    @abstractmethod
+    def operations(self, num_microbatches: int, num_stages: int) -> list[list[Op]]:
+        """Return what each stage does, in order."""
+
+    @abstractmethod
+    def table(self, num_microbatches: int, num_stages: int) -> TickTable:
+        """Return what all stages do together, tick by tick."""
+
+    @abstractmethod
+    def bubble(self, num_microbatches: int, num_stages: int) -> Fraction:
+        """Return the share of time a stage waits, if all stages and both gradients cost the same.
+
+        A forward pass is taken to cost as much as each of the two gradients.
+        """
+
+    def efficiency(self, num_microbatches: int, num_stages: int) -> Fraction:
+        """Return the share of time a stage works: ``1 - bubble``."""
+        return 1 - self.bubble(num_microbatches, num_stages)
+
+    def microbatches_for(self, efficiency: Fraction | float, num_stages: int) -> int:
+        """Return the fewest microbatches with at least this efficiency."""
+        check_count("num_stages", num_stages)
+        try:
+            goal = Fraction(efficiency).limit_denominator(10**6)
+        except (TypeError, ValueError):
+            goal = Fraction(0)
+        if not 0 < goal < 1:
+            raise UserError(f"an efficiency of {efficiency} cannot be reached", fix="write 0.9")
+        # bubble = (S-1) / (k·M + S-1), where k is 1, the chunks, or the operations of a microbatch.
+        work = self._work_per_microbatch
+        exact = goal * (num_stages - 1) / ((1 - goal) * work)
+        return max(1, -(-exact.numerator // exact.denominator))
+
+    @property
+    def _work_per_microbatch(self) -> int:
+        return 1
+
+    def _warm_up_share(self, num_microbatches: int, num_stages: int) -> Fraction:
+        self.shape(num_microbatches, num_stages)
+        late = num_stages - 1
+        return Fraction(late, self._work_per_microbatch * num_microbatches + late)
+
+
+@dataclass(frozen=True)
+class GPipe(Schedule):
+    """All forward passes, then all backward passes; every microbatch is kept in between."""
+
+    name: ClassVar[str] = "gpipe"
+
+    def operations(self, num_microbatches: int, num_stages: int) -> list[list[Op]]:
+        """Return what each stage does, in order."""
+        shape = self.shape(num_microbatches, num_stages)
+        every = range(shape.num_microbatches)
+        ops = [Op(Kind.FORWARD, m) for m in every] + [Op(Kind.BACKWARD, m) for m in every]
+        return [list(ops) for _ in range(shape.num_stages)]
+
+    def table(self, num_microbatches: int, num_stages: int) -> TickTable:
+        """Return what all stages do together, tick by tick."""
+        shape = self.shape(num_microbatches, num_stages)
+        return in_lockstep(self.operations(num_microbatches, num_stages), shape)
+
+    def bubble(self, num_microbatches: int, num_stages: int) -> Fraction:
+        """Return (S-1) / (M+S-1)."""
+        return self._warm_up_share(num_microbatches, num_stages)
+
+
+@dataclass(frozen=True)
+class Interleaved(Schedule):
+    """One forward, one backward, with several chunks of the model on each stage.
+
+    A microbatch goes round the stages once per chunk, so the pipeline fills with smaller pieces.
+
+    Attributes:
+        chunks: pieces of the model on each stage.
+    """
+
+    chunks: int = 2
+    name: ClassVar[str] = "interleaved"
+
+    @property
+    def num_chunks(self) -> int:
+        """Pieces of the model on each stage."""
+        return self.chunks
+
+    def shape(self, num_microbatches: int, num_stages: int) -> Shape:
+        """Return the pipeline's size; microbatches go round in groups of one per stage."""
+        if self.chunks > 1 and num_microbatches % num_stages:
+            nearest = multiples_around(num_microbatches, num_stages)
+            raise UserError(
+                f"{counted(num_microbatches, 'microbatch', 'microbatches')} cannot go round "
+                f"{num_stages} stages in groups",
+                why=f"{num_microbatches} is not a multiple of {num_stages}",
+                fix=f"write {Setting('pipeline.num_microbatches', *nearest)}, or "
+                f"{Setting('pipeline.schedule', '1f1b')}",
+            )
+        return Shape(num_microbatches, num_stages, self.chunks)
+
+    def operations(self, num_microbatches: int, num_stages: int) -> list[list[Op]]:
+        """Return what each stage does, in order."""
+        shape = self.shape(num_microbatches, num_stages)
+        lists: list[list[Op]] = []
+        for stage in range(shape.num_stages):
+            behind = shape.num_stages - 1 - stage
+            # With chunks, a second trip over the stages behind keeps them busy meanwhile.
+            trips = 2 if self.chunks > 1 else 1
+            ahead = trips * behind + (self.chunks - 1) * shape.num_stages
+            lists.append(self._alternating(shape, ahead))
+        return lists
+
+    def table(self, num_microbatches: int, num_stages: int) -> TickTable:
+        """Return what all stages do together: up to one forward and one backward a tick.
+
+        The gradient of the first microbatch is back after two trips over the stages, so each
+        stage is further ahead than in `operations`, by as much again.
+        """
+        shape = self.shape(num_microbatches, num_stages)
+        total = shape.num_microbatches * shape.num_chunks
+        first_backward = shape.num_virtual - 1
+        last = shape.num_stages - 1
+        ticks: list[list[tuple[Op, ...]]] = []
+        for tick in range(total + first_backward + last):
+            row: list[tuple[Op, ...]] = []
+            for stage in range(shape.num_stages):
+                forward, backward = tick - stage, tick - first_backward - (last - stage)
+                ops = [self._nth(Kind.FORWARD, forward, shape)] if 0 <= forward < total else []
+                if 0 <= backward < total:
+                    ops.append(self._nth(Kind.BACKWARD, backward, shape))
+                row.append(tuple(ops))
+            ticks.append(row)
+        return TickTable(shape, tuple(tuple(row) for row in ticks))
+
+    def bubble(self, num_microbatches: int, num_stages: int) -> Fraction:
+        """Return (S-1) / (vM+S-1)."""
+        return self._warm_up_share(num_microbatches, num_stages)
+
+    @property
+    def _work_per_microbatch(self) -> int:
+        return self.chunks
+
+    def _alternating(self, shape: Shape, ahead: int) -> list[Op]:
+        total = shape.num_microbatches * shape.num_chunks
+        ahead = min(ahead, total)
+        ops = [self._nth(Kind.FORWARD, n, shape) for n in range(ahead)]
+        for n in range(total - ahead):
+            ops.append(self._nth(Kind.FORWARD, ahead + n, shape))
+            ops.append(self._nth(Kind.BACKWARD, n, shape))
+        ops += [self._nth(Kind.BACKWARD, n, shape) for n in range(total - ahead, total)]
+        return ops
+
+    def _nth(self, kind: Kind, number: int, shape: Shape) -> Op:
+        """Return a stage's n-th forward or backward; backwards take the chunks the other way."""
+        microbatch, chunk = shape.nth_pass(number)
+        return Op(
+            kind, microbatch, shape.num_chunks - 1 - chunk if kind is Kind.BACKWARD else chunk
+        )
+
+
+@dataclass(frozen=True)
+class OneForwardOneBackward(Schedule):
+    """A stage that is ahead far enough does one backward for each forward.
+
+    It therefore keeps no more microbatches than there are stages, or twice that in lockstep.
+    """
+
+    name: ClassVar[str] = "1f1b"
+
+    def operations(self, num_microbatches: int, num_stages: int) -> list[list[Op]]:
+        """Return what each stage does, in order."""
+        return Interleaved(chunks=1).operations(num_microbatches, num_stages)
+
+    def table(self, num_microbatches: int, num_stages: int) -> TickTable:
+        """Return what all stages do together: up to one forward and one backward a tick."""
+        return Interleaved(chunks=1).table(num_microbatches, num_stages)
+
+    def bubble(self, num_microbatches: int, num_stages: int) -> Fraction:
+        """Return (S-1) / (M+S-1)."""
+        return self._warm_up_share(num_microbatches, num_stages)
+
+
+@dataclass(frozen=True)
+class ZeroBubbleH1(Schedule):
+    """One forward, one backward, with weight gradients delayed until a stage would be idle.
+
+    Only the gradient with respect to the input is waited for. As many microbatches are kept as
+    with 1F1B.
+    """
+
+    name: ClassVar[str] = "zb_h1"
+
+    @property
+    def splits_backward(self) -> bool:
+        """Input and weight gradients are operations of their own."""
+        return True
+
+    def operations(self, num_microbatches: int, num_stages: int) -> list[list[Op]]:
+        """Return what each stage does, in order."""
+        shape = self.shape(num_microbatches, num_stages)
+        return [_delayed(shape, stage) for stage in range(shape.num_stages)]
+
+    def table(self, num_microbatches: int, num_stages: int) -> TickTable:
+        """Return what all stages do together: one operation of three a tick."""
+        shape = self.shape(num_microbatches, num_stages)
+        return in_lockstep(self.operations(num_microbatches, num_stages), shape)
+
+    def bubble(self, num_microbatches: int, num_stages: int) -> Fraction:
+        """Return (S-1) / (3M+S-1); with fewer microbatches than stages, the way there and back."""
+        self.shape(num_microbatches, num_stages)
+        work = 3 * num_microbatches
+        makespan = max(work + num_stages - 1, 2 * (num_microbatches + num_stages) - 1)
+        return 1 - Fraction(work, makespan)
+
+    @property
+    def _work_per_microbatch(self) -> int:
+        return 3
+
+
+def _delayed(shape: Shape, stage: int) -> list[Op]:
+    total = shape.num_microbatches
+    ahead = min(shape.num_stages - 1 - stage, total)
+    ops = [Op(Kind.FORWARD, m) for m in range(ahead)]
+    waiting: deque[int] = deque()
+    for m in range(total):
+        if ahead + m < total:
+            ops.append(Op(Kind.FORWARD, ahead + m))
+        ops.append(Op(Kind.INPUT_GRAD, m))
+        waiting.append(m)
+        # A stage far from the end gets gradients late, and has that many weight gradients left
+        # to fill the time at the end with.
+        if len(waiting) > stage:
+            ops.append(Op(Kind.WEIGHT_GRAD, waiting.popleft()))
+    return ops + [Op(Kind.WEIGHT_GRAD, m) for m in waiting]
+
+
+def get_schedule(name: str, num_chunks: int = 2) -> Schedule:
+    """Return a schedule by its name in a config: gpipe, 1f1b, interleaved or zb_h1.
+
+    Args:
+        name: its name.
+        num_chunks: pieces of the model on each stage; only interleaved has several.
+    """
+    check_count("num_chunks", num_chunks)
+    known: dict[str, Schedule] = {
+        "gpipe": GPipe(),
+        "1f1b": OneForwardOneBackward(),
+        "interleaved": Interleaved(num_chunks),
+        "zb_h1": ZeroBubbleH1(),
+    }
+    if name not in known:
+        raise UserError(
+            f"there is no pipeline schedule `{name}`",
+            why=f"there are {', '.join(known)}",
+            fix=did_you_mean(str(name).lower(), known) or "write 1f1b, which suits most models",
+        )
+    return known[name]

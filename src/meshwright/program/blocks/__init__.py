@@ -1,0 +1,1 @@
+"""Repeated blocks: found, proven equal, rolled into a scan, cut into segments."""

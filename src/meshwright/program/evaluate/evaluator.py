@@ -1,0 +1,219 @@
+"""Evaluating a traced program equation by equation, by an ordered list of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from typing import Protocol
+
+import jax
+from jax.sharding import NamedSharding
+
+from meshwright.program.evaluate.control_flow import enter
+from meshwright.program.evaluate.weights import NO_WEIGHTS, Weights
+from meshwright.program.jaxpr.equations import (
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Literal,
+    Value,
+    Var,
+    aval_of,
+    bind,
+    name_stack,
+)
+
+Rule = Callable[[Equation, "Environment"], "list[Value] | None"]
+"""Returns the results of an equation, or None to leave it to the next rule.
+
+A rule sees the equation's atoms and the environment, not only the values of its operands: it may
+read a weight before it is rounded, or replace a call by something better than its body.
+"""
+
+
+class Numerics(Protocol):
+    """The number formats a program is evaluated in."""
+
+    def hold(self, value: Value) -> Value:
+        """Return a value in the format it is held in."""
+        ...
+
+    def bind(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
+        """Run a primitive on operands held in that format."""
+        ...
+
+
+class AsTraced:
+    """Every value in the format it was traced in."""
+
+    def hold(self, value: Value) -> Value:
+        """Return the value itself."""
+        return value
+
+    def bind(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
+        """Run the primitive as it was traced."""
+        return bind(eqn, operands)
+
+
+class Environment:
+    """The values of one program's variables while it is evaluated.
+
+    Attributes:
+        evaluator: evaluates nested programs by the same rules.
+        values: by variable.
+        ready: weights gathered and cast for use, by variable. Nested programs and blocks have their
+            own, so that a gathered weight is freed with the block that reads it.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        values: MutableMapping[Var, Value],
+        ready: Mapping[Var, Value] | None = None,
+    ) -> None:
+        self.evaluator = evaluator
+        self.values = values
+        self.ready: dict[Var, Value] = dict(ready or {})
+        self._replaced: tuple[Equation, list[Value]] | None = None
+
+    def value(self, atom: Atom) -> Value:
+        """Return what an atom stands for, a weight as it is at rest."""
+        raw = atom.val if isinstance(atom, Literal) else self.values[atom]
+        return self.evaluator.numerics.hold(raw)
+
+    def read(self, atom: Atom) -> Value:
+        """Return what an equation reads: a weight is ready for use and rounded as it was traced."""
+        if not self.is_weight(atom):
+            return self.value(atom)
+        return self.evaluator.weights.rounded(self.unrounded(atom), aval_of(atom).dtype)
+
+    def unrounded(self, atom: Atom) -> Value:
+        """Return a weight ready for use, with its values rounded but its own number format kept.
+
+        Anything else is returned as it is read.
+        """
+        if isinstance(atom, Literal) or not self.is_weight(atom):
+            return self.value(atom)
+        if atom not in self.ready:
+            use = self.evaluator.weights.uses[atom]
+            self.ready[atom] = self.evaluator.weights.make_ready(self.values[use.leaf], use)
+        return self.ready[atom]
+
+    def is_weight(self, atom: Atom) -> bool:
+        """Whether an atom is a parameter, a cast of one, or a rearranged one."""
+        if isinstance(atom, Literal):
+            return False
+        return atom in self.ready or atom in self.evaluator.weights.uses
+
+    def is_half_weight(self, atom: Atom) -> bool:
+        """Whether an atom is a weight in half precision, held unrounded."""
+        if isinstance(atom, Literal) or not self.evaluator.weights.is_half(atom):
+            return False
+        return atom in self.ready or self.evaluator.weights.is_cast(atom)
+
+    def operands(self, eqn: Equation, unrounded: Collection[int] = ()) -> list[Value]:
+        """Return the values an equation works on, weights at these positions unrounded."""
+        if self._replaced is not None and self._replaced[0] is eqn:
+            return list(self._replaced[1])
+        return [
+            self.unrounded(atom) if number in unrounded else self.read(atom)
+            for number, atom in enumerate(eqn.invars)
+        ]
+
+    def with_operands(self, eqn: Equation, operands: Sequence[Value]) -> Environment:
+        """Return the same environment with other operands for one equation."""
+        other = Environment(self.evaluator, self.values)
+        other.ready = self.ready
+        other._replaced = (eqn, list(operands))
+        return other
+
+    def run(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
+        """Evaluate a nested program by the same rules."""
+        return self.evaluator.run(closed, args)
+
+
+class Evaluator:
+    """Evaluates a program under JAX's own tracing.
+
+    Each equation is given to the rules in order; the first one that returns results decides. What
+    no rule answers is evaluated as written: calls are inlined, loops, branches and checkpoints are
+    entered, so that rules see every equation outside of custom derivatives. Name scopes are kept.
+
+    Args:
+        rules: what is evaluated otherwise than as written.
+        numerics: the number formats values are held in.
+        weights: the variables that stand for parameters, and how they are made ready for use.
+        pins: layouts of results.
+        scope: from an equation to the name scopes it is evaluated in.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[Rule] = (),
+        *,
+        numerics: Numerics | None = None,
+        weights: Weights = NO_WEIGHTS,
+        pins: Mapping[Var, NamedSharding] | None = None,
+        scope: Callable[[Equation], str] = name_stack,
+    ) -> None:
+        self.numerics: Numerics = AsTraced() if numerics is None else numerics
+        self.weights = weights
+        self._rules: tuple[Rule, ...] = (*rules, enter)
+        self._pins = pins or {}
+        self._scope = scope
+
+    def run(
+        self,
+        closed: ClosedJaxpr,
+        args: Sequence[Value],
+        ready: Mapping[Var, Value] | None = None,
+    ) -> list[Value]:
+        """Evaluate a program; ``ready`` holds inputs that are weights ready for use."""
+        env = self.environment(closed, args, ready)
+        self.equations(closed.jaxpr.eqns, env)
+        return [env.value(atom) for atom in closed.jaxpr.outvars]
+
+    def environment(
+        self,
+        closed: ClosedJaxpr,
+        args: Sequence[Value],
+        ready: Mapping[Var, Value] | None = None,
+    ) -> Environment:
+        """Return the environment a program starts with."""
+        values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        values.update(zip(closed.jaxpr.invars, args, strict=True))
+        return Environment(self, values, ready)
+
+    def equations(self, eqns: Sequence[Equation], env: Environment) -> None:
+        """Evaluate equations in order, adding their results to the environment."""
+        for eqn in eqns:
+            scope = self._scope(eqn)
+            if scope:
+                with jax.named_scope(scope):
+                    results = self.equation(eqn, env)
+            else:
+                results = self.equation(eqn, env)
+            env.values.update(zip(eqn.outvars, results, strict=True))
+
+    def extend(self, values: MutableMapping[Var, Value], eqns: Sequence[Equation]) -> None:
+        """Evaluate equations on values given by variable, adding their results."""
+        self.equations(eqns, Environment(self, values))
+
+    def equation(self, eqn: Equation, env: Environment) -> list[Value]:
+        """Evaluate one equation and pin its results."""
+        return [
+            jax.lax.with_sharding_constraint(result, self._pins[variable])
+            if variable in self._pins
+            else result
+            for variable, result in zip(eqn.outvars, self._by_rule(eqn, env, 0), strict=True)
+        ]
+
+    def after(self, rule: Rule, eqn: Equation, env: Environment) -> list[Value]:
+        """Evaluate an equation by the rules that follow one of them, which wraps it."""
+        return self._by_rule(eqn, env, self._rules.index(rule) + 1)
+
+    def _by_rule(self, eqn: Equation, env: Environment, first: int) -> list[Value]:
+        for rule in self._rules[first:]:
+            results = rule(eqn, env)
+            if results is not None:
+                return results
+        return self.numerics.bind(eqn, env.operands(eqn))

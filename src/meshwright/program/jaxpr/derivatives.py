@@ -1,0 +1,59 @@
+"""The derivative programs of functions that bring their own (custom_jvp, custom_vjp)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshwright.program.jaxpr.equations import ClosedJaxpr, Equation, bind, called_jaxpr
+
+OWN_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
+"""Primitives of functions with a derivative of their own."""
+
+
+def derivative_of(eqn: Equation) -> ClosedJaxpr:
+    """Return the program of an equation's own derivative: its pushforward, or its pullback."""
+    return pushforward_of(eqn) if eqn.primitive.name == "custom_jvp_call" else pullback_of(eqn)
+
+
+def pushforward_of(eqn: Equation) -> ClosedJaxpr:
+    """Return (primals, tangents) → (results, their tangents) of a custom_jvp equation."""
+    structs = _structs(called_jaxpr(eqn).in_avals)
+    count = len(structs)
+
+    def jvp(*both: Any) -> Any:
+        out, tangents = jax.jvp(
+            lambda *operands: bind(eqn, operands), list(both[:count]), list(both[count:])
+        )
+        return [*out, *tangents]
+
+    return jax.make_jaxpr(jvp)(*structs, *_tangent_structs(structs))
+
+
+def pullback_of(eqn: Equation) -> ClosedJaxpr:
+    """Return (operands, cotangents of the results) → cotangents of a custom_vjp equation."""
+    primal = called_jaxpr(eqn)
+    structs = _structs(primal.in_avals)
+    count = len(structs)
+
+    def pullback(*both: Any) -> Any:
+        _, pull = jax.vjp(lambda *operands: bind(eqn, operands), *both[:count])
+        return list(pull(list(both[count:])))
+
+    return jax.make_jaxpr(pullback)(*structs, *_tangent_structs(_structs(primal.out_avals)))
+
+
+def _structs(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+
+
+def _tangent_structs(structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+    return [
+        s
+        if jnp.issubdtype(s.dtype, jnp.inexact)
+        else jax.ShapeDtypeStruct(s.shape, jax.dtypes.float0)
+        for s in structs
+    ]

@@ -1,0 +1,72 @@
+"""Grouped convolutions on a mesh: laid out so that no axis is left over.
+
+With samples divided over one axis and nothing over another, XLA adds the gradient of a grouped
+convolution's kernel up over both: it comes out too large by the size of the second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.jaxpr.equations import Equation, Value, aval_of
+
+_SAMPLES = ("data", "fsdp")
+
+
+def is_grouped(eqn: Equation) -> bool:
+    """Whether an equation is a convolution whose channels come in groups."""
+    return (
+        eqn.primitive.name == "conv_general_dilated"
+        and max(eqn.params["feature_group_count"], eqn.params["batch_group_count"]) > 1
+    )
+
+
+class GroupedLayout:
+    """How a grouped convolution is divided over all axes of a mesh.
+
+    Channels go over ``tensor``, or samples if the groups cannot be divided; whatever does not
+    divide is computed on every device.
+
+    Args:
+        eqn: the convolution.
+        mesh: where it runs.
+    """
+
+    def __init__(self, eqn: Equation, mesh: MeshView) -> None:
+        self._mesh, sizes = mesh, mesh.auto_axes
+        self._numbers = eqn.params["dimension_numbers"]
+        lhs, out = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
+        samples = math.gcd(lhs[self._numbers.lhs_spec[0]], out[self._numbers.out_spec[0]])
+        axes = tuple(axis for axis in _SAMPLES if sizes.get(axis, 1) > 1)
+        tensor = ("tensor",) if sizes.get("tensor", 1) > 1 else ()
+        count = eqn.params["feature_group_count"]
+        by_channel = bool(tensor) and count % sizes["tensor"] == 0
+        fits = samples % math.prod(sizes[a] for a in axes) == 0
+        all_fit = samples % math.prod(sizes[a] for a in (*axes, *tensor)) == 0
+        self.needed = bool(axes and tensor)
+        self._channels = tensor if by_channel and fits else ()
+        self._samples = axes if by_channel and fits else (*axes, *tensor) if all_fit else ()
+
+    def lay_operands(self, operands: Sequence[Value]) -> list[Value]:
+        """Return the input and the kernel, laid out."""
+        lhs, rhs = operands
+        samples, channels = self._numbers.lhs_spec[:2]
+        return [
+            self._lay(lhs, {samples: self._samples, channels: self._channels}),
+            self._lay(rhs, {self._numbers.rhs_spec[0]: self._channels}),
+        ]
+
+    def lay_results(self, results: Sequence[Value]) -> list[Value]:
+        """Return the convolution's result, laid out."""
+        samples, channels = self._numbers.out_spec[:2]
+        axes = {samples: self._samples, channels: self._channels}
+        return [self._lay(result, axes) for result in results]
+
+    def _lay(self, array: Value, axes: Mapping[int, tuple[str, ...]]) -> Value:
+        spec = PartitionSpec(*(axes.get(dim) or None for dim in range(array.ndim)))
+        return lax.with_sharding_constraint(array, self._mesh.sharding(spec))

@@ -1,0 +1,89 @@
+"""The traced loss on one device's own samples, drawing the random numbers it would draw for all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from meshwright.errors import Setting, UserError
+from meshwright.program.dims import DimClasses, Frame, all_frames
+from meshwright.program.evaluate.evaluator import Environment
+from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.jaxpr.equations import Equation, Value, Var, bind
+from meshwright.program.on_mesh.mesh_forward import Forward, mesh_evaluator, weight_uses
+from meshwright.program.on_mesh.remat import Remat
+from meshwright.program.trace.traced_loss import TracedLoss
+
+
+def local_forward(
+    traced: TracedLoss, draws: LocalDraws, mesh: Mesh, remat: Remat, *, wide: bool
+) -> Forward:
+    """Return the loss of one device's samples, inside a `jax.shard_map` over the batch axes.
+
+    Args:
+        traced: the loss, traced for one device's part of a microbatch.
+        draws: its random numbers.
+        mesh: the mesh.
+        remat: what blocks keep for their backward pass.
+        wide: hold every float as float64.
+    """
+    # No layouts inside `shard_map`: there is only this device.
+    nowhere = [PartitionSpec()] * len(traced.layout.step_leaves)
+    view = MeshView(mesh, frozenset(draws.batch_axes))
+    uses = weight_uses(traced, {}, nowhere)
+    evaluator = mesh_evaluator(view, uses, remat, wide=wide, first=[draws.draw], lookups=False)
+    return Forward(traced, evaluator, remat)
+
+
+class LocalDraws:
+    """Draws random numbers for the whole microbatch and keeps this device's part.
+
+    Bits are a function of (key, place), so a device that draws for all gets the bits it would
+    have got without `shard_map`; it costs some arithmetic and sends nothing.
+
+    Args:
+        whole: the dims of the loss of a whole microbatch, which keeps samples apart.
+        own: the dims of the same loss for one device's part, perhaps a single sample, whose dim
+            looks like any other of size 1.
+        batch_axes: the mesh axes samples are divided over, outermost first, and their sizes.
+    """
+
+    def __init__(self, whole: DimClasses, own: DimClasses, batch_axes: Mapping[str, int]) -> None:
+        self.batch_axes = dict(batch_axes)
+        self._dims: dict[Var, int] = {}
+        theirs, mine = list(_draws(whole)), list(_draws(own))
+        if len(theirs) != len(mine):
+            raise UserError(
+                f"{Setting('training.sync_gradients_every')} cannot be used: how often the loss "
+                "draws random numbers depends on the number of samples",
+                why=f"{len(theirs)} times for a microbatch, {len(mine)} for one device's part",
+                fix=f"write {Setting('training.sync_gradients_every', 1)}",
+            )
+        for (frame, eqn), (_, draw) in zip(theirs, mine, strict=True):
+            for dim, atoms in enumerate(frame.dims(eqn.outvars[0])):
+                if atoms and atoms[0].id in whole.batch:
+                    self._dims[draw.outvars[0]] = dim
+
+    def draw(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Evaluate a draw whose result has the samples in one of its dims; None for others."""
+        if eqn.primitive.name != "random_bits" or eqn.outvars[0] not in self._dims:
+            return None
+        dim = self._dims[eqn.outvars[0]]
+        shape = list(eqn.params["shape"])
+        own = shape[dim]
+        shape[dim] = own * math.prod(self.batch_axes.values())
+        params = {**eqn.params, "shape": tuple(shape)}
+        (bits,) = bind(eqn.replace(params=params), env.operands(eqn))
+        place = jax.lax.axis_index(tuple(self.batch_axes)) * own
+        return [jax.lax.dynamic_slice_in_dim(bits, place, own, dim)]
+
+
+def _draws(classes: DimClasses) -> Iterator[tuple[Frame, Equation]]:
+    """Yield the equations that draw random bits, with the frames they are in."""
+    for frame in all_frames(classes.root):
+        for eqn in frame.jaxpr.eqns:
+            if eqn.primitive.name == "random_bits":
+                yield frame, eqn

@@ -1,0 +1,238 @@
+"""The rules of a program on a mesh: weights gathered where they are read, gradients in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from meshwright.program.evaluate.control_flow import ScanBody, run_scan, scan_body
+from meshwright.program.evaluate.evaluator import Environment
+from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.evaluate.weights import HALF, WeightUse
+from meshwright.program.jaxpr.equations import (
+    REARRANGES,
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Literal,
+    Value,
+    aval_of,
+    bind,
+    scan_counts,
+)
+from meshwright.program.on_mesh.grouped_convolutions import GroupedLayout, is_grouped
+from meshwright.program.on_mesh.products import PRODUCTS, use_weight
+from meshwright.program.on_mesh.remat import Remat
+
+_ADDS = frozenset({"add", "sub"})
+"""Primitives that repeat an operand with dims of size 1, and whose gradients need no operand."""
+
+
+def cast_leaf(eqn: Equation, env: Environment) -> list[Value] | None:
+    """Cast a parameter at rest; readers of the cast get it ready for use, see `Environment`."""
+    if not eqn.outvars or not env.evaluator.weights.is_cast(eqn.outvars[0]):
+        return None
+    return env.evaluator.numerics.bind(eqn, [env.value(atom) for atom in eqn.invars])
+
+
+def rearrange_weight(eqn: Equation, env: Environment) -> list[Value] | None:
+    """Rearrange or widen a half-precision weight; it stays ready for use.
+
+    The gradient of a bias is the sum of what it was repeated for, over samples on all devices: it
+    is not rounded before.
+    """
+    if not rearranges_weight(eqn, env):
+        return None
+    widens = eqn.primitive.name == "convert_element_type"
+    operands = env.operands(eqn, unrounded={0})
+    return _stay_ready(eqn, operands if widens else bind(eqn, operands), env)
+
+
+def rearranges_weight(eqn: Equation, env: Environment) -> bool:
+    """Whether an equation only rearranges a half-precision weight, or widens it."""
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        return eqn.params["new_dtype"] == jnp.float32 and env.is_half_weight(eqn.invars[0])
+    return name in REARRANGES and env.is_half_weight(eqn.invars[0])
+
+
+def add_weight(eqn: Equation, env: Environment) -> list[Value] | None:
+    """Add a half-precision weight, repeated before it is rounded.
+
+    What comes back is then widened before it is summed.
+    """
+    if eqn.primitive.name not in _ADDS or not any(map(env.is_half_weight, eqn.invars)):
+        return None
+    shape = aval_of(eqn.outvars[0]).shape
+    return bind(
+        eqn,
+        [
+            jnp.broadcast_to(env.unrounded(atom), shape).astype(aval_of(atom).dtype)
+            if env.is_half_weight(atom)
+            else env.read(atom)
+            for atom in eqn.invars
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class GroupedConvolutions:
+    """Lays grouped convolutions out so that no mesh axis is left over; see `grouped`."""
+
+    mesh: MeshView
+
+    def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Evaluate a grouped convolution on operands laid out for it."""
+        layout = GroupedLayout(eqn, self.mesh) if is_grouped(eqn) else None
+        if layout is None or not layout.needed:
+            return None
+        operands = layout.lay_operands(env.operands(eqn, unrounded_operands(eqn, env)))
+        return layout.lay_results(env.evaluator.after(self, eqn, env.with_operands(eqn, operands)))
+
+
+@dataclass(frozen=True)
+class WeightGradients:
+    """Sums the gradients of weights in float32, wherever they are used in half precision.
+
+    Attributes:
+        mesh: where the program runs.
+        lookups: whether lookups need a layout for their gradient.
+    """
+
+    mesh: MeshView
+    lookups: bool = True
+
+    def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Evaluate a product, factor or lookup of a weight."""
+        number = weight_operand(eqn, env)
+        is_lookup = eqn.primitive.name == "gather"
+        if number is None or (is_lookup and not self.lookups):
+            return None
+        atom, weights = eqn.invars[number], env.evaluator.weights
+        use = None if isinstance(atom, Literal) else weights.uses.get(atom)
+        whole = self.mesh.sharding(use.whole) if is_lookup and use is not None else None
+        # Rows that no data chooses, such as those of positions, are weights still.
+        stays = is_lookup and eqn.outvars[0] in weights.without_data
+        results = use_weight(
+            eqn,
+            env.operands(eqn, unrounded={number}),
+            number,
+            whole=whole,
+            widen_first=self.mesh.platform == "cpu",
+            rounds=not stays,
+        )
+        return _stay_ready(eqn, results, env) if stays else results
+
+
+@dataclass(frozen=True)
+class LayerScans:
+    """Gathers the weights of a scan over stacked layers turn by turn, under a remat policy."""
+
+    remat: Remat
+
+    def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Evaluate a scan that runs through stacks of weights, or reads half-precision ones."""
+        stacks, shared = stacked_weights(eqn, env), shared_weights(eqn, env)
+        if not stacks and not shared:
+            return None
+        operands = [
+            _stack(atom, stacks[number], env)
+            if number in stacks
+            else env.unrounded(atom)
+            if number in shared
+            else env.read(atom)
+            for number, atom in enumerate(eqn.invars)
+        ]
+        num_consts, _ = scan_counts(eqn)
+        return run_scan(eqn, operands, self.body(eqn, operands[:num_consts], env))
+
+    def body(self, eqn: Equation, consts: list[Value], env: Environment) -> ScanBody:
+        """Return a scan's body, given what every turn reads (half-precision weights unrounded)."""
+        stacks, shared = stacked_weights(eqn, env), shared_weights(eqn, env)
+        if not stacks and not shared:
+            return scan_body(eqn, consts, env)
+        _, num_carry = scan_counts(eqn)
+        closed: ClosedJaxpr = eqn.params["jaxpr"]
+        invars, evaluator = closed.jaxpr.invars, env.evaluator
+        rounded = [
+            value if number not in shared else value.astype(aval_of(invars[number]).dtype)
+            for number, value in enumerate(consts)
+        ]
+
+        def body(carry: list[Value], xs: list[Value]) -> tuple[list[Value], list[Value]]:
+            operands = [*rounded, *carry, *xs]
+            ready = {
+                invars[number]: evaluator.weights.make_layer_ready(operands[number], use)
+                for number, use in stacks.items()
+            }
+            ready |= {invars[number]: consts[number] for number in shared}
+            out = evaluator.run(closed, operands, ready)
+            return out[:num_carry], out[num_carry:]
+
+        if self.remat.policy is None or not stacks:
+            return body
+        return jax.checkpoint(body, policy=self.remat.policy, prevent_cse=False)
+
+
+def stacked_weights(eqn: Equation, env: Environment) -> dict[int, WeightUse]:
+    """Return which operands of a scan are stacks of weights it runs through."""
+    if eqn.primitive.name != "scan":
+        return {}
+    first, uses = sum(scan_counts(eqn)), env.evaluator.weights.uses
+    return {
+        number: uses[atom]
+        for number, atom in enumerate(eqn.invars)
+        if number >= first and not isinstance(atom, Literal) and atom in uses
+    }
+
+
+def shared_weights(eqn: Equation, env: Environment) -> set[int]:
+    """Return which operands of a scan are half-precision weights that every turn reads."""
+    if eqn.primitive.name != "scan":
+        return set()
+    num_consts, _ = scan_counts(eqn)
+    return {n for n, atom in enumerate(eqn.invars[:num_consts]) if env.is_half_weight(atom)}
+
+
+def unrounded_operands(eqn: Equation, env: Environment) -> set[int]:
+    """Return which operands the rules for weights read before they are rounded."""
+    if rearranges_weight(eqn, env):
+        return {0}
+    number = weight_operand(eqn, env)
+    return set() if number is None else {number}
+
+
+def weight_operand(eqn: Equation, env: Environment) -> int | None:
+    """Return which operand of a lookup or a half-precision product is the weight."""
+    weights = env.evaluator.weights
+    if not weights.rounds:
+        return None
+    name = eqn.primitive.name
+    if name == "mul":
+        shape = aval_of(eqn.outvars[0]).shape
+        scales = [n for n, atom in enumerate(eqn.invars) if env.is_half_weight(atom)]
+        repeated = [n for n in scales if aval_of(eqn.invars[n]).shape != shape]
+        return repeated[0] if len(scales) == len(repeated) == 1 else None
+    in_half = name in PRODUCTS and aval_of(eqn.outvars[0]).dtype in HALF
+    if name != "gather" and not in_half:
+        return None
+    numbers = [
+        number
+        for number, atom in enumerate(eqn.invars)
+        if not isinstance(atom, Literal) and (atom in weights.without_data or env.is_weight(atom))
+    ]
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def _stack(atom: Atom, use: WeightUse, env: Environment) -> Value:
+    """Return a stack of layers to scan over: divided, or gathered at once."""
+    return env.values[use.leaf] if env.evaluator.weights.gather_inside else env.unrounded(atom)
+
+
+def _stay_ready(eqn: Equation, results: Sequence[Value], env: Environment) -> list[Value]:
+    """Remember what an equation made of a weight, and return it rounded as it was traced."""
+    env.ready[eqn.outvars[0]] = results[0]
+    return [results[0].astype(aval_of(eqn.outvars[0]).dtype)]

@@ -1,0 +1,90 @@
+"""Which activations are pinned to the mesh, and how: those that pass from module to module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshwright.program.dims import Atom, DimClasses, Frame, all_frames
+from meshwright.program.jaxpr.equations import Equation, Literal, Var, aval_of, name_stack
+from meshwright.program.jaxpr.names import module_of
+
+TensorDim = Callable[[Sequence[tuple[Atom, ...]]], int | None]
+"""Says which dim of an activation lies on the tensor axis, if any."""
+
+
+def find_pins(
+    classes: DimClasses, *, batch_axes: Mapping[str, int], tensor_dim: TensorDim
+) -> dict[Var, PartitionSpec]:
+    """Return a spec for every activation that leaves its module and carries the batch.
+
+    Args:
+        classes: the dims of the program's variables.
+        batch_axes: the mesh axes samples are divided over, and their sizes.
+        tensor_dim: which dim of an activation lies on the tensor axis.
+
+    Without pins the partitioner is free to gather activations instead of weights, and on large
+    meshes it does; with every crossing fixed, the compiled program is the one asked for.
+    """
+    pins: dict[Var, PartitionSpec] = {}
+    for frame in all_frames(classes.root):
+        for variable in _crossing(frame):
+            spec = _spec(frame, variable, classes.batch, batch_axes, tensor_dim)
+            if spec is not None:
+                pins[variable] = spec
+    return pins
+
+
+def find_weights(classes: DimClasses) -> frozenset[Var]:
+    """Return the variables that hold weights, cast or rearranged, and no data."""
+    return frozenset(
+        variable
+        for frame in all_frames(classes.root)
+        for variable, value in frame.values.items()
+        if value.params and not value.has_data
+    )
+
+
+def _crossing(frame: Frame) -> Iterator[Var]:
+    """Yield the variables some other module than their own reads, or that leave the jaxpr."""
+    produced: dict[Var, str] = {}
+    crossing: dict[Var, None] = {}
+    for eqn in frame.jaxpr.eqns:
+        module = module_of(name_stack(eqn))
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal) and produced.get(atom, module) != module:
+                crossing[atom] = None
+        produced.update((variable, module) for variable in _results(eqn))
+    for atom in frame.jaxpr.outvars:
+        if not isinstance(atom, Literal) and atom in produced:
+            crossing[atom] = None
+    yield from crossing
+
+
+def _results(eqn: Equation) -> list[Var]:
+    return [v for v in eqn.outvars if jnp.issubdtype(aval_of(v).dtype, jnp.inexact)]
+
+
+def _spec(
+    frame: Frame,
+    variable: Var,
+    batch: frozenset[int],
+    batch_axes: Mapping[str, int],
+    tensor_dim: TensorDim,
+) -> PartitionSpec | None:
+    dims = frame.dims(variable)
+    replicas = math.prod(batch_axes.values())
+    entries: list[str | tuple[str, ...] | None] = [None] * len(dims)
+    for number, atoms in enumerate(dims):
+        if atoms and atoms[0].id in batch and atoms[0].size % replicas == 0:
+            entries[number] = tuple(batch_axes)
+            break
+    else:
+        return None
+    on_tensor = tensor_dim(dims)
+    if on_tensor is not None and entries[on_tensor] is None:
+        entries[on_tensor] = "tensor"
+    return PartitionSpec(*entries)

@@ -1,0 +1,118 @@
+"""Products, factors and lookups whose weight gradients are summed in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from meshwright.program.evaluate.evaluator import Environment, Evaluator
+from meshwright.program.evaluate.weights import HALF
+from meshwright.program.jaxpr.equations import Equation, Value, aval_of, bind
+
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+def use_weight(
+    eqn: Equation,
+    args: list[Any],
+    weight: int,
+    *,
+    whole: NamedSharding | None,
+    widen_first: bool,
+    rounds: bool = True,
+) -> list[Any]:
+    """Evaluate a product, factor or lookup; the gradient of its weight is summed in float32.
+
+    A weight's gradient is a sum over all samples, whose parts lie on different devices. Left to
+    itself it is rounded to the compute format before the devices' parts are added. The weight,
+    operand number ``weight``, may be given as float32 numbers; if ``rounds``, they are read in the
+    format the equation was traced for.
+
+    ``whole`` is the layout of the gradient before it is divided. It is fixed here because a
+    compiler that is free to would add the rows of a lookup to the other gradient of a tied
+    embedding, which then has to be reduced over the mesh before, and the sum once more.
+    ``widen_first`` widens the operands of a gradient instead of its sum: the CPU's runtime has no
+    products of half-precision numbers with float32 results.
+    """
+    formats = [aval_of(atom).dtype for atom in eqn.invars]
+
+    def forward_only(*operands: Any) -> Any:
+        cast = [
+            x if number != weight or not rounds else x.astype(formats[number])
+            for number, x in enumerate(operands)
+        ]
+        return bind(eqn, cast)[0]
+
+    run = jax.custom_vjp(forward_only)
+
+    def forward(*operands: Any) -> tuple[Any, Any]:
+        return forward_only(*operands), operands
+
+    def backward(operands: Any, cotangent: Any) -> tuple[Any, ...]:
+        return tuple(
+            _constrained(
+                _weight_gradient(eqn, operands, weight, cotangent, widen_first=widen_first), whole
+            )
+            if number == weight
+            else _gradient(forward_only, operands, number, cotangent)
+            for number in range(len(operands))
+        )
+
+    run.defvjp(forward, backward)
+    return [run(*args)]
+
+
+def _constrained(value: Any, sharding: NamedSharding | None) -> Any:
+    return value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)
+
+
+def _gradient(function: Any, operands: Any, number: int, cotangent: Any) -> Any:
+    operand = operands[number]
+    if not jnp.issubdtype(operand.dtype, jnp.inexact):
+        return None
+
+    def of_one(value: Any) -> Any:
+        return function(*operands[:number], value, *operands[number + 1 :])
+
+    return jax.linear_transpose(of_one, operand)(cotangent)[0]
+
+
+def _weight_gradient(
+    eqn: Equation, operands: Any, weight: int, cotangent: Any, *, widen_first: bool
+) -> Any:
+    given = operands[weight]
+    is_product = eqn.primitive.name in PRODUCTS
+    # A lookup adds rows up, a factor what it scaled: these are widened. A product widens while it
+    # adds.
+    dtype = aval_of(eqn.invars[weight]).dtype if is_product else jnp.dtype(jnp.float32)
+    cotangent = cotangent if is_product else cotangent.astype(dtype)
+    others = [x.astype(dtype) if x.dtype in HALF else x for x in operands]
+
+    def of_weight(value: Any) -> Any:
+        return bind(eqn, [*others[:weight], value, *others[weight + 1 :]])[0]
+
+    transposed = jax.linear_transpose(of_weight, jax.ShapeDtypeStruct(given.shape, dtype))
+    pullback = jax.make_jaxpr(lambda c: transposed(c)[0])(cotangent)
+    rule = _wide_products_on_cpu if widen_first else _wide_products
+    (wide,) = Evaluator([rule]).run(pullback, [cotangent])
+    return wide.astype(given.dtype)
+
+
+def _wide_products(eqn: Equation, env: Environment) -> list[Value] | None:
+    """Evaluate products with float32 results."""
+    return _wide_product(eqn, env.operands(eqn)) if eqn.primitive.name in PRODUCTS else None
+
+
+def _wide_products_on_cpu(eqn: Equation, env: Environment) -> list[Value] | None:
+    """Evaluate products of widened operands, with float32 results."""
+    if eqn.primitive.name not in PRODUCTS:
+        return None
+    return _wide_product(eqn, [x.astype(jnp.float32) for x in env.operands(eqn)])
+
+
+def _wide_product(eqn: Equation, operands: list[Value]) -> list[Value]:
+    params = {**eqn.params, "preferred_element_type": jnp.dtype(jnp.float32)}
+    return bind(eqn.replace(params=params), operands)

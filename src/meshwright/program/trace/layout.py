@@ -1,0 +1,113 @@
+"""Layout: how the model's leaves (canonical paths) become the leaves the step runs on, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from meshwright.program.trace.model_leaves import Leaf, Role
+
+
+@dataclass(frozen=True)
+class StepLeaf:
+    """A leaf the step runs on: one leaf of the model, or several stacked.
+
+    Attributes:
+        leaf: its description; a stacked leaf's path has ``*`` for the block's number, and its
+            shape starts with the number of blocks.
+        sources: positions of the model's leaves it holds, in order.
+        rows: of a stack whose rows come in another order, by row the number in `sources` of what
+            it holds; what occurs again only fills it up.
+    """
+
+    leaf: Leaf
+    sources: tuple[int, ...]
+    rows: tuple[int, ...] = ()
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it holds several leaves of the model."""
+        return len(self.sources) > 1
+
+    @property
+    def places(self) -> list[int]:
+        """Of a stack, the rows of the model's leaves it holds, in the order of `sources`."""
+        numbers = range(len(self.sources))
+        return [self.rows.index(n) for n in numbers] if self.rows else list(numbers)
+
+    def in_rows(self, rows: tuple[int, ...]) -> StepLeaf:
+        """Return this stack with its rows in another order, some of them more than once."""
+        leaf = replace(self.leaf, shape=(len(rows), *self.leaf.shape[1:]))
+        return replace(self, leaf=leaf, rows=rows)
+
+    def split(self, value: Any) -> list[Any]:
+        """Return the model's leaves this leaf holds, in the order of `sources`."""
+        return [value[row] for row in self.places] if self.stacked else [value]
+
+    def join(self, values: Sequence[Any]) -> Any:
+        """Return this leaf for the model's leaves it holds; the inverse of `split`."""
+        if not self.stacked:
+            return values[0]
+        return jnp.stack([values[n] for n in self.rows] if self.rows else list(values))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The step's leaves and what each holds.
+
+    Attributes:
+        leaves: the model's own leaves.
+        step_leaves: the leaves the step runs on, parameters and state alike.
+    """
+
+    leaves: tuple[Leaf, ...]
+    step_leaves: tuple[StepLeaf, ...]
+
+    def from_canonical(self, values: Sequence[Any]) -> list[Any]:
+        """Return the step's leaves for the model's leaf values."""
+        return [step.join([values[i] for i in step.sources]) for step in self.step_leaves]
+
+    def to_canonical(self, values: Sequence[Any]) -> list[Any]:
+        """Return the model's leaf values for the step's leaves."""
+        found: dict[int, Any] = {}
+        for step, value in zip(self.step_leaves, values, strict=True):
+            found.update(zip(step.sources, step.split(value), strict=True))
+        return [found[i] for i in range(len(self.leaves))]
+
+    def select(self, role: Role) -> list[StepLeaf]:
+        """Return the step's leaves with this role."""
+        return [step for step in self.step_leaves if step.leaf.role == role]
+
+
+def plain_layout(leaves: Sequence[Leaf]) -> Layout:
+    """Return the layout in which the step runs on the model's own leaves."""
+    return Layout(tuple(leaves), tuple(StepLeaf(leaf, (i,)) for i, leaf in enumerate(leaves)))
+
+
+def stacked_layout(leaves: Sequence[Leaf], groups: Sequence[tuple[int, ...]]) -> Layout:
+    """Return the layout in which each group of leaves is stacked into one."""
+    grouped = {i for group in groups for i in group}
+    steps = [StepLeaf(leaf, (i,)) for i, leaf in enumerate(leaves) if i not in grouped]
+    steps += [StepLeaf(_stack([leaves[i] for i in group]), group) for group in groups]
+    return Layout(tuple(leaves), tuple(steps))
+
+
+def _stack(leaves: Sequence[Leaf]) -> Leaf:
+    first = leaves[0]
+    varying = [
+        i
+        for i, parts in enumerate(zip(*(leaf.path.split(".") for leaf in leaves), strict=True))
+        if len(set(parts)) > 1
+    ]
+    parts = first.path.split(".")
+    for i in varying:
+        parts[i] = "*"
+    return replace(
+        first,
+        path=".".join(parts),
+        shape=(len(leaves), *first.shape),
+        annotation=(None, *first.annotation) if first.annotation else None,
+    )

@@ -1,0 +1,156 @@
+"""Splitting a model into flat leaves with canonical paths, and merging it back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from meshwright.errors import UserError
+from meshwright.program.jaxpr.names import path_text
+
+Role = Literal["param", "state"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of a model.
+
+    Attributes:
+        path: canonical path, such as ``blocks.0.mlp.up.kernel``.
+        shape: its dims.
+        dtype: its number format; a PRNG key for random streams.
+        role: ``param`` if it is trained, ``state`` otherwise.
+        variable: name of its NNX variable type, such as Param, BatchStat or RngKey.
+        annotation: axis names the model's author gave its dims, if any.
+        is_weight: whether it is a parameter of the model, trained or frozen.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    role: Role
+    variable: str
+    annotation: tuple[Any, ...] | None = None
+    is_weight: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype for abstract evaluation."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model's structure and its leaves, in one fixed order.
+
+    Attributes:
+        leaves: description of every leaf.
+    """
+
+    leaves: tuple[Leaf, ...]
+    _graphdef: Any
+    _places: tuple[tuple[tuple[Any, ...], Any, int], ...]
+
+    def merge(self, values: Sequence[Any]) -> Any:
+        """Return a model that holds these leaf values."""
+        pairs: list[tuple[tuple[Any, ...], Any]] = []
+        start = 0
+        for path, treedef, count in self._places:
+            pairs.append((path, jax.tree.unflatten(treedef, values[start : start + count])))
+            start += count
+        # A copy, because merging state that was created outside a transform is refused inside.
+        return nnx.merge(self._graphdef, nnx.from_flat_state(pairs), copy=True)
+
+    def values(self, model: Any) -> list[Any]:
+        """Return the leaf values of a model with this structure."""
+        found = dict(_flat(model))
+        values: list[Any] = []
+        for path, _, count in self._places:
+            leaves = jax.tree.leaves(found.get(path))
+            if len(leaves) != count:
+                raise UserError(
+                    f"the model lost `{path_text(path)}` while it ran",
+                    why="its variables must be the same before and after a call",
+                )
+            values.extend(leaves)
+        return values
+
+    def indices(self, role: Role) -> list[int]:
+        """Return the positions of the leaves with this role."""
+        return [i for i, leaf in enumerate(self.leaves) if leaf.role == role]
+
+
+def split_model(model: Any, trainable: Any = nnx.Param) -> Parts:
+    """Describe a model's leaves; it may be abstract, or a dict of models.
+
+    Args:
+        model: an NNX module, or a dict of them.
+        trainable: an NNX filter that says which variables are trained.
+    """
+    model = _without_intermediates(model)
+    is_trained: Callable[[Any, Any], bool] = nnx.filterlib.to_predicate(trainable)
+    leaves: list[Leaf] = []
+    places: list[tuple[tuple[Any, ...], Any, int]] = []
+    for path, value in _flat(model):
+        arrays, treedef = jax.tree.flatten(value)
+        places.append((path, treedef, len(arrays)))
+        trained = is_trained(path, value)
+        for number, array in enumerate(arrays):
+            suffix = (number,) if len(arrays) > 1 else ()
+            leaves.append(_describe(path + suffix, value, array, trained=trained))
+    if not any(leaf.role == "param" for leaf in leaves):
+        raise UserError(
+            "the model has no trainable parameters",
+            why=f"{len(leaves)} leaves, none of which matches the filter {trainable!r}",
+            fix="pass trainable= with an NNX filter that matches what should be trained",
+        )
+    return Parts(tuple(leaves), nnx.graphdef(model), tuple(places))
+
+
+def build_unplaced(build: Callable[[], Any]) -> Any:
+    """Build a model whose annotations are only noted; Flax would want its mesh already here."""
+    with nnx.use_eager_sharding(False):
+        return build()
+
+
+def _without_intermediates(model: Any) -> Any:
+    if not nnx.to_flat_state(nnx.state(model, nnx.Intermediate)):
+        return model
+    copy = nnx.clone(model)
+    nnx.pop(copy, nnx.Intermediate)
+    return copy
+
+
+def _flat(model: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    return list(nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Intermediate))))
+
+
+def _describe(path: tuple[Any, ...], value: Any, array: Any, *, trained: bool) -> Leaf:
+    has_gradient = jnp.issubdtype(array.dtype, jnp.inexact)
+    # Logical axis names are translated by the rules the author gave with them.
+    names = tuple(nnx.spmd.get_var_pspec(value) or ()) if isinstance(value, nnx.Variable) else ()
+    return Leaf(
+        path=path_text(path),
+        shape=tuple(array.shape),
+        dtype=array.dtype,
+        role="param" if trained and has_gradient else "state",
+        variable=type(value).__name__,
+        annotation=names if any(names) else None,
+        is_weight=has_gradient and (trained or isinstance(value, nnx.Param)),
+    )

@@ -1,0 +1,175 @@
+"""Tracing a user's loss once to a flat program; everything else is a pass over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshwright.errors import UserError
+from meshwright.program.jaxpr.equations import ClosedJaxpr
+from meshwright.program.jaxpr.names import path_text
+from meshwright.program.trace.layout import Layout, plain_layout
+from meshwright.program.trace.model_leaves import Leaf, Parts
+from meshwright.program.trace.normalize import normalize
+from meshwright.program.trace.precision_policy import cast_floats, follow_policy
+from meshwright.program.trace.scopes import module_scopes
+from meshwright.trees import check_num_samples
+from meshwright.weighted import Weighted
+
+Loss = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class BatchLeaf:
+    """One array of a batch: its path and its global shape, dim 0 being the sample."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossValue:
+    """What one evaluation of the loss gives.
+
+    Attributes:
+        objective: total and weight of what is minimised.
+        metrics: totals and weights of what is reported.
+        state: the state leaves afterwards, in the order of the model's state leaves.
+    """
+
+    objective: Weighted
+    metrics: dict[str, Weighted]
+    state: list[Any]
+
+
+@dataclass(frozen=True)
+class TracedLoss:
+    """A loss as a program from (model leaves, batch leaves) to totals, weights and new state.
+
+    Attributes:
+        closed: the program; its inputs are the layout's step leaves, then those of ``batch``; its
+            outputs the objective's total and weight, each metric's total and weight, and the
+            step leaves with role ``state`` afterwards.
+        layout: the leaves the program runs on, and the model's leaves they hold.
+        batch: the batch's leaves.
+        metric_names: names of the metrics, in the program's order.
+    """
+
+    closed: ClosedJaxpr
+    layout: Layout
+    batch: tuple[BatchLeaf, ...]
+    metric_names: tuple[str, ...]
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """The leaves the program runs on."""
+        return [step.leaf for step in self.layout.step_leaves]
+
+    def read_outputs(self, outputs: Sequence[Any]) -> LossValue:
+        """Name the program's outputs."""
+        pairs = 2 * (1 + len(self.metric_names))
+        totals = [Weighted(outputs[i], outputs[i + 1]) for i in range(0, pairs, 2)]
+        metrics = dict(zip(self.metric_names, totals[1:], strict=True))
+        return LossValue(totals[0], metrics, list(outputs[pairs:]))
+
+
+def trace_loss(loss: Loss, parts: Parts, batch: Any, compute_dtype: Any = None) -> TracedLoss:
+    """Trace ``loss(model, batch)``; ``batch`` holds arrays or their shapes.
+
+    Parameters enter in float32 and are cast to ``compute_dtype`` inside the program.
+    """
+    batch_tree = jax.tree.structure(batch)
+    described = _describe_batch(batch)
+    names: list[str] = []
+    changed: set[int] = set()
+    places: dict[str, Sequence[str]] = {}
+    weights = {i for i, leaf in enumerate(parts.leaves) if leaf.is_weight}
+    count = len(parts.leaves)
+
+    def program(*inputs: Any) -> list[Any]:
+        values = [
+            cast_floats(value, jnp.float32, compute_dtype) if i in weights - changed else value
+            for i, value in enumerate(inputs[:count])
+        ]
+        model = parts.merge(values)
+        follow_policy(model, compute_dtype)
+        with module_scopes(model, compute_dtype) as found:
+            places.update(found)
+            out = loss(model, jax.tree.unflatten(batch_tree, inputs[count:]))
+        objective, metrics = read_loss(out)
+        names[:] = metrics
+        after = parts.values(model)
+        changed.update(i for i in parts.indices("state") if after[i] is not values[i])
+        state = [
+            after[i].astype(parts.leaves[i].dtype) if i in changed else inputs[i]
+            for i in parts.indices("state")
+        ]
+        weighted = [objective, *metrics.values()]
+        return [x for w in weighted for x in (w.total, w.weight)] + state
+
+    structs = [leaf.struct for leaf in parts.leaves]
+    structs += [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in described]
+    traced = jax.make_jaxpr(program)(*structs)
+    if compute_dtype is not None and changed & weights:
+        # Weights the loss itself changes (a moving average) are not rounded on their way.
+        traced = jax.make_jaxpr(lambda *inputs: program(*inputs))(*structs)
+    closed = normalize(traced, [leaf.path for leaf in parts.leaves], places)
+    return TracedLoss(closed, plain_layout(parts.leaves), described, tuple(names))
+
+
+def read_loss(out: Any) -> tuple[Weighted, dict[str, Weighted]]:
+    """Read what a loss returned: a scalar mean or `Weighted`, optionally with a dict of metrics."""
+    metrics: Mapping[str, Any] = {}
+    if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping):
+        out, metrics = out
+    return _weighted("the loss", out), {
+        k: _weighted(f"metric `{k}`", v) for k, v in metrics.items()
+    }
+
+
+def _weighted(name: str, value: Any) -> Weighted:
+    if not isinstance(value, Weighted):
+        value = Weighted(value, jnp.ones((), jnp.float32))
+    for part in (value.total, value.weight):
+        shape = getattr(part, "shape", ()) if not isinstance(part, int | float) else ()
+        if shape != () or (not hasattr(part, "dtype") and not isinstance(part, int | float)):
+            raise UserError(
+                f"{name} is not a scalar",
+                why=_describe_value(part),
+                fix="return its mean, or mw.Weighted(total, weight)",
+            )
+    return Weighted(jnp.asarray(value.total, jnp.float32), jnp.asarray(value.weight, jnp.float32))
+
+
+def _describe_value(value: Any) -> str:
+    # Within a trace, the type of an array is a word of JAX's that says nothing to its author.
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"it has shape {value.shape} and type {value.dtype}"
+    return "it is None" if value is None else f"it is of type {type(value).__name__}"
+
+
+def _describe_batch(batch: Any) -> tuple[BatchLeaf, ...]:
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    described = [
+        BatchLeaf(path_text(_key(k) for k in path) or "batch", tuple(leaf.shape), _on_device(leaf))
+        for path, leaf in leaves
+    ]
+    sizes = {leaf.path: leaf.shape[0] for leaf in described if leaf.shape}
+    if sizes:
+        check_num_samples(sizes, "the batch")
+    return tuple(described)
+
+
+def _on_device(leaf: Any) -> Any:
+    """Return the format a host array has on a device: 64-bit numbers are halved by default."""
+    return jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+
+
+def _key(entry: Any) -> Any:
+    return getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry)))

@@ -1,0 +1,68 @@
+"""Gradient accumulation on each device, with one reduction for several microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
+
+from meshwright.program.trace.precision_policy import zeros_for_sums
+from meshwright.step.gradients import Gradients, LossFunction, finish_gradients, value_and_grad
+
+
+def accumulate_locally(
+    function: LossFunction,
+    params: Sequence[Any],
+    model_state: Sequence[Any],
+    microbatches: Sequence[Any],
+    *,
+    every: int,
+    mesh: Mesh,
+    batch_axes: Mapping[str, int],
+    scale: Array | None = None,
+) -> Gradients:
+    """Return the gradients of stacked microbatches [count, …], reduced once per ``every`` of them.
+
+    ``function`` gets one device's samples. Each device adds up its own weighted gradients; the
+    sums are reduced over devices at the end of each group.
+    """
+    grad = value_and_grad(function)
+    axes = tuple(batch_axes)
+
+    def group_sums(
+        params: list[Any], model_state: list[Any], group: list[Any], scale: Array | None
+    ) -> Any:
+        def accumulate(carry: Any, microbatch: list[Any]) -> tuple[Any, Any]:
+            model_state, sums = carry
+            (_, value), grads = grad(params, model_state, microbatch, scale)
+            weight = value.objective.weight
+            sums = [s + g * weight for s, g in zip(sums, grads, strict=True)]
+            return (value.state, sums), (value.objective, value.metrics)
+
+        start = (model_state, zeros_for_sums(params))
+        (model_state, sums), parts = jax.lax.scan(accumulate, start, group)
+        totals = jax.tree.map(lambda part: part.sum(), parts)
+        return model_state, *jax.lax.psum((sums, totals), axes)
+
+    replicated, divided = PartitionSpec(), PartitionSpec(None, axes)
+    mapped = jax.shard_map(
+        group_sums,
+        mesh=mesh,
+        in_specs=(replicated, replicated, divided, replicated),
+        out_specs=(replicated, replicated, replicated),
+        axis_names=set(axes),
+        check_vma=False,
+    )
+
+    def next_group(carry: Any, group: list[Any]) -> tuple[Any, Any]:
+        model_state, sums = carry
+        model_state, more, totals = mapped(list(params), model_state, group, scale)
+        return (model_state, [a + b for a, b in zip(sums, more, strict=True)]), totals
+
+    groups = [a.reshape(a.shape[0] // every, every, *a.shape[1:]) for a in microbatches]
+    start = (list(model_state), zeros_for_sums(params))
+    (model_state, sums), (objectives, metrics) = jax.lax.scan(next_group, start, groups)
+    return finish_gradients(params, sums, objectives, metrics, list(model_state), scale)

@@ -1,0 +1,35 @@
+"""The forward pass of a traced loss with the placements of a plan."""
+
+from __future__ import annotations
+
+from jax.sharding import Mesh
+
+from meshwright.plan import Plan
+from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.on_mesh.mesh_forward import Forward, mesh_evaluator, weight_uses
+from meshwright.program.on_mesh.remat import Remat, choose_remat
+from meshwright.program.trace.traced_loss import TracedLoss
+from meshwright.sharding.decide import Decision
+
+
+def planned_forward(
+    traced: TracedLoss, decision: Decision, plan: Plan, mesh: Mesh, *, wide: bool = False
+) -> Forward:
+    """Return the loss on the mesh with the decided placements; ``wide`` computes in float64."""
+    whole = [placement.without("fsdp") for placement in decision.at_rest]
+    remat = planned_remat(decision, plan)
+    evaluator = mesh_evaluator(
+        MeshView(mesh),
+        weight_uses(traced, decision.gathers, whole),
+        remat,
+        wide=wide,
+        pins=decision.pins,
+        without_data=decision.weights,
+    )
+    return Forward(traced, evaluator, remat)
+
+
+def planned_remat(decision: Decision, plan: Plan) -> Remat:
+    """Return the rematerialization of the plan: what blocks save for the backward pass."""
+    keep = plan.sharding.keep_gathered or not decision.gathers
+    return choose_remat(plan.sharding.remat, keep_gathered=keep)

@@ -1,0 +1,79 @@
+"""The program of a step: the loss of one microbatch, traced, rolled and cut into stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from meshwright.errors import Setting, UserError
+from meshwright.pipeline.divide.block_cut import BlockCut
+from meshwright.pipeline.divide.cut import cut_blocks, ordered_by_stage
+from meshwright.plan import Plan
+from meshwright.program.blocks.to_scan import roll_program
+from meshwright.program.dims.sample_mean import check_mean
+from meshwright.program.trace.model_leaves import Parts
+from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
+from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
+from meshwright.sharding.decide import batch_axes, dim_classes
+from meshwright.trees import divide_batch, resize_batch
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """A loss as a step evaluates it.
+
+    Attributes:
+        traced: the traced loss.
+        cut: the cut into stages; None without stages.
+        remarks: where the program differs from what the plan asked for, and why.
+    """
+
+    traced: TracedLoss
+    cut: BlockCut | None
+    remarks: tuple[str, ...]
+
+
+def step_program(
+    loss: Loss, parts: Parts, samples: Any, plan: Plan, *, staged: bool = True
+) -> StepProgram:
+    """Trace a loss for samples of these shapes; ``staged=False`` ignores pipeline stages."""
+    traced = trace_loss(loss, parts, samples, COMPUTE_DTYPES[plan.precision])
+    stages = plan.size("pipe") if staged else 1
+    if stages == 1 and plan.sharding.blocks != "scan":
+        return StepProgram(traced, None, ())
+    rolled = roll_program(traced)
+    if stages == 1:
+        return StepProgram(rolled.traced, None, rolled.remarks)
+    cut = ordered_by_stage(cut_blocks(rolled.traced, rolled.remarks), stages, plan.num_chunks)
+    return StepProgram(cut.traced, cut, rolled.remarks)
+
+
+def own_program(loss: Loss, parts: Parts, micro: Any, plan: Plan) -> StepProgram | None:
+    """Return the loss of one device's samples, if gradients accumulate on each device.
+
+    None if every microbatch is reduced, or if no mesh axis divides the batch.
+    """
+    axes = batch_axes(plan.mesh)
+    if plan.batch.sync_gradients_every == 1 or not axes:
+        return None
+    if plan.sharding.zero > 1 and "fsdp" in axes:
+        raise UserError(
+            f"{Setting('training.sync_gradients_every', plan.batch.sync_gradients_every)} needs "
+            "unsharded gradients",
+            why=f"zero={plan.sharding.zero} shards gradients over fsdp={axes['fsdp']}",
+            fix=f"write {Setting('sharding.zero', 1)} or "
+            f"{Setting('training.sync_gradients_every', 1)}",
+        )
+    own = divide_batch(micro, plan.batch.replicas)
+    _check_mean(loss, parts, micro, plan)
+    return step_program(loss, parts, own, plan)
+
+
+def _check_mean(loss: Loss, parts: Parts, micro: Any, plan: Plan) -> None:
+    """Raise if the loss is not a mean over samples, which each device could compute alone."""
+    twice = resize_batch(micro, 2 * jax.tree.leaves(micro)[0].shape[0])
+    compute = COMPUTE_DTYPES[plan.precision]
+    first, second = (trace_loss(loss, parts, samples, compute) for samples in (micro, twice))
+    check_mean(dim_classes(first), dim_classes(second), first.metric_names)

@@ -1,0 +1,73 @@
+"""A backward that runs later, whole or in halves, gives the gradients of `jax.vjp`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshwright.pipeline.execute.stage_vjp import StageVJP
+
+
+@pytest.fixture(autouse=True)
+def _double_precision():
+    with jax.enable_x64(True):
+        yield
+
+
+def layers(weights, fixed, x, others):
+    """Three residual layers; weights are rounded before use, as in half precision."""
+    for up, down in weights:
+        rounded = up.astype(jnp.float32).astype(jnp.float64)
+        x = x + jnp.tanh(x @ rounded) @ down * fixed * others
+    return x, x.sum()
+
+
+def rematerialized(weights, fixed, x, others):
+    return jax.checkpoint(layers)(weights, fixed, x, others)
+
+
+def values():
+    random = np.random.default_rng(0)
+    weights = [(random.normal(size=(4, 6)), random.normal(size=(6, 4))) for _ in range(3)]
+    return weights, random.normal(size=4), random.normal(size=(2, 4)), random.normal(size=(2, 4))
+
+
+@pytest.mark.parametrize("function", [layers, rematerialized])
+def test_whole_and_in_halves_it_equals_vjp(function):
+    weights, fixed, x, others = values()
+    program = StageVJP(function, weights, fixed, x, others)
+    result = program.forward(weights, fixed, x, others)
+    ct = np.cos(result.y)
+    expected_y, pullback = jax.vjp(lambda w, x: function(w, fixed, x, others)[0], weights, x)
+    expected = pullback(jnp.asarray(ct))
+    whole = program.backward(weights, fixed, result.kept, ct)
+    dx, cut = program.input_gradient(weights, fixed, result.kept, ct)
+    halves = program.weight_gradient(weights, fixed, result.kept, cut), dx
+    np.testing.assert_allclose(result.y, expected_y, rtol=1e-13)
+    np.testing.assert_allclose(result.further, result.y.sum(), rtol=1e-13)
+    for found in (whole, halves):
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_weights_and_their_casts_are_not_kept():
+    arguments = values()
+    program = StageVJP(layers, *arguments)
+    kept = [shape.shape for shape in program.kept_shapes]
+    assert kept
+    assert all(shape[0] == 2 for shape in kept), kept
+
+
+def products(program, arguments):
+    return str(jax.make_jaxpr(program)(*arguments)).count("dot_general")
+
+
+def test_each_half_of_a_chain_has_half_of_the_products():
+    weights, fixed, x, others = values()
+    program = StageVJP(layers, weights, fixed, x, others)
+    result = program.forward(weights, fixed, x, others)
+    _, cut = program.input_gradient(weights, fixed, result.kept, result.y)
+    call = (weights, fixed, result.kept)
+    assert products(program.backward, (*call, result.y)) == 12
+    assert products(program.input_gradient, (*call, result.y)) == 6
+    assert products(program.weight_gradient, (*call, cut)) == 6
