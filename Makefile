@@ -24,7 +24,9 @@ EXTRAS := dev,docs,hf,images,parquet,tensorboard
 
 # The fast tests: something of every part of the package, and nothing that compiles much.
 QUICK := $(addprefix tests/, \
-  checkpoint config data inputs mesh profile report sharding tasks tracking \
+  checkpoint data inputs mesh profile report tasks tracking \
+  config/test_base.py config/test_batch.py config/test_distributed.py config/test_environment.py \
+  config/test_microbatches.py config/test_origins.py config/test_schema.py \
   distributed/test_device_placement.py distributed/test_mesh_manager.py \
   distributed/test_metrics.py distributed/test_trainer.py \
   launch/test_arguments.py launch/test_lines.py launch/test_places.py \
@@ -34,6 +36,8 @@ QUICK := $(addprefix tests/, \
   program/test_backward.py program/test_blocks.py program/test_dims_atoms.py \
   program/test_dims_calls.py program/test_dims_classes.py program/test_parts.py \
   program/test_pins.py program/test_policy.py program/test_scopes.py program/test_trace.py \
+  sharding/test_decide.py sharding/test_explain.py sharding/test_placement.py \
+  sharding/test_rules.py sharding/test_shard.py sharding/test_tensor.py \
   step/test_gradients.py step/test_microbatch.py step/test_scaler.py \
   trainer/test_trainer.py \
   test_architecture.py test_deprecations.py test_errors.py test_hardware.py \
