@@ -19,7 +19,7 @@ from meshwright.profile import Profile, Profiler, read_profile
 from meshwright.recipe import Recipe, make_recipe
 from meshwright.step.assemble import Assembled
 from meshwright.trainer.batch_loader import BatchLoader
-from meshwright.trainer.compiled import compile_step
+from meshwright.trainer.compiled_step import compile_step
 from meshwright.units import human_bytes
 
 

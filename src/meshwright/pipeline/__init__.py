@@ -8,12 +8,12 @@ from meshwright.lazy import lazy_names
 
 if TYPE_CHECKING:
     from meshwright.distributed.gpipe import GPipePipeline, PipelineStage, pipeline_forward
-    from meshwright.pipeline.by_hand.pipeline import Pipeline
+    from meshwright.pipeline.by_hand.staged_pipeline import Pipeline
     from meshwright.pipeline.schedule.schedules import get_schedule
 
 _NAMES = {
     "GPipePipeline": "meshwright.distributed.gpipe",
-    "Pipeline": "meshwright.pipeline.by_hand.pipeline",
+    "Pipeline": "meshwright.pipeline.by_hand.staged_pipeline",
     "PipelineStage": "meshwright.distributed.gpipe",
     "get_schedule": "meshwright.pipeline.schedule.schedules",
     "pipeline_forward": "meshwright.distributed.gpipe",

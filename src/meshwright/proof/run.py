@@ -29,8 +29,8 @@ from meshwright.proof.compare import (
     compare_roughly,
     null_leaves,
 )
+from meshwright.proof.mesh_run import canonical_values, noting, train_on_mesh
 from meshwright.proof.observed import Observed, fetch
-from meshwright.proof.on_mesh import canonical_values, noting, train_on_mesh
 from meshwright.proof.reference import Evaluate, Reference, traced_loss, written_loss
 from meshwright.proof.rounding import (
     computes_in_half,

@@ -18,7 +18,7 @@ from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.batch_loader import BatchLoader
 from meshwright.trainer.callbacks import Callback
 from meshwright.trainer.checkpointer import Checkpointer
-from meshwright.trainer.compiled import StepFunction
+from meshwright.trainer.compiled_step import StepFunction
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.meter import Meter
 

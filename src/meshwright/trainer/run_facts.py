@@ -18,7 +18,7 @@ from meshwright.processes import process_count
 from meshwright.program.flops import count_flops, peak_flops
 from meshwright.sharding.explain import explain
 from meshwright.step.assemble import Assembled
-from meshwright.trainer.compiled import CompiledStep
+from meshwright.trainer.compiled_step import CompiledStep
 from meshwright.trainer.meter import Work
 
 FORMAT = 1

@@ -23,7 +23,7 @@ from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.batch_loader import BatchLoader
 from meshwright.trainer.callbacks import Callback, Callbacks, EarlyStopping
 from meshwright.trainer.checkpointer import BackgroundCheckpointer, Checkpointer, NullCheckpointer
-from meshwright.trainer.compiled import (
+from meshwright.trainer.compiled_step import (
     WARN_FROM_BYTES,
     CompiledStep,
     compile_step,

@@ -11,7 +11,7 @@ from flax import linen, nnx
 from small_models import fill
 
 from meshwright.errors import UserError
-from meshwright.pipeline.by_hand.pipeline import Pipeline
+from meshwright.pipeline.by_hand.staged_pipeline import Pipeline
 from meshwright.pipeline.schedule.schedules import get_schedule
 
 X = np.ones((16, 8), np.float32)
