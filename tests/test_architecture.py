@@ -1,4 +1,4 @@
-"""Imports only go down: every import of src/meshwright against the house in the documentation."""
+"""Imports only go down: every import of src/meshwright against the layers in the documentation."""
 
 import ast
 import re
@@ -16,13 +16,12 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 NEIGHBOURS = {
     ("config", "hardware"),
     ("config", "mesh"),
-    ("pipeline", "program"),
+    ("compiled", "program"),
     ("pipeline", "sharding"),
     ("plan", "config"),
     ("plan", "mesh"),
-    ("sharding", "program"),
 }
-"""Imports within a floor that the documentation explains."""
+"""Imports within a layer that the documentation explains."""
 
 BESIDE = {
     "models": set[str](),
@@ -44,57 +43,37 @@ BESIDE = {
         "trainer",
     },
 }
-"""What the rooms without a floor may import."""
-
-PARALLEL = {
-    "draw": {"mesh", "pipeline"},
-    "svg": {"mesh", "pipeline"},
-}
-"""Modules that share a name because their packages do the same for different things."""
-
-PENDING = {
-    "advice",
-    "arguments",
-    "arrays",
-    "contract",
-    "distributed",
-    "facts",
-    "feed",
-    "forward",
-    "given",
-    "gradients",
-    "jsonl",
-    "lines",
-    "local",
-    "make",
-    "parts",
-    "program",
-    "read",
-    "reduce",
-    "report",
-    "slicing",
-    "task",
-    "trainer",
-}
-"""Names that several modules still share; none may be added, and those that are gone must go."""
+"""What the packages beside the layers may import."""
 
 FACADE = {"__init__", "__main__"}
 """The package's own two files, which stand above everything."""
 
 
-def house() -> dict[str, int | None]:
-    """Read the listing: rooms and their floors, None for those beside the house."""
-    listing = re.search(r"```text\nsrc/meshwright/\n(.*?)```", ARCHITECTURE.read_text(), re.S)
-    assert listing, f"{ARCHITECTURE} has no listing of the house"
-    rooms = re.findall(r"^  (\w+)(?:/|\.py) +([\d–])  \S", listing[1], re.M)
-    assert len(rooms) == len(listing[1].splitlines()), "a line of the listing is not readable"
-    return {name: None if floor == "–" else int(floor) for name, floor in rooms}
+Layers = dict[str, int | None]
+"""By package, its layer; None for those beside the layers."""
 
 
-def rooms_on_disk() -> set[str]:
-    found = {path.stem for path in SOURCE.glob("*.py")}
-    found |= {path.name for path in SOURCE.iterdir() if path.is_dir()}
-    return found - FACADE - {"__pycache__"}
+def listing() -> tuple[Layers, dict[str, Layers]]:
+    """Read the listing: packages and their layers, and those of subpackages by package."""
+    text = re.search(r"```text\nsrc/meshwright/\n(.*?)```", ARCHITECTURE.read_text(), re.S)
+    assert text, f"{ARCHITECTURE} has no listing of packages"
+    lines = re.findall(r"^(  |    )(\w+)(?:/|\.py) +([\d–])  \S", text[1], re.M)
+    assert len(lines) == len(text[1].splitlines()), "a line of the listing is not readable"
+    layers, within, package = dict[str, int | None](), dict[str, Layers](), ""
+    for indent, name, layer in lines:
+        number = None if layer == "–" else int(layer)
+        if len(indent) == 2:
+            package = name
+            layers[name] = number
+        else:
+            within.setdefault(package, {})[name] = number
+    return layers, within
+
+
+def packages_on_disk(folder: Path = SOURCE, *, modules: bool = True) -> set[str]:
+    names = {path.stem for path in folder.glob("*.py")} if modules else set()
+    names |= {path.name for path in folder.iterdir() if path.is_dir()}
+    return names - FACADE - {"__pycache__"}
 
 
 def imports(path: Path, source: Path = SOURCE) -> Iterator[str]:
@@ -112,53 +91,71 @@ def imports(path: Path, source: Path = SOURCE) -> Iterator[str]:
         yield from (name for name in names if name.split(".")[0] == "meshwright")
 
 
-def rooms_imported(room: str) -> dict[str, set[str]]:
-    """Return the other rooms a room imports, each with the files that do so."""
-    files = [SOURCE / f"{room}.py"] if (SOURCE / f"{room}.py").exists() else []
-    files += sorted((SOURCE / room).rglob("*.py"))
-    found: dict[str, set[str]] = {}
+def imported(package: str) -> dict[str, set[str]]:
+    """Return what a package, such as ``step`` or ``program/trace``, imports beside itself.
+
+    These are packages next to it, each with the files that import it.
+    """
+    *above, name = package.split("/")
+    files = [SOURCE / f"{package}.py"] if (SOURCE / f"{package}.py").exists() else []
+    files += sorted((SOURCE / package).rglob("*.py"))
+    targets: dict[str, set[str]] = {}
     for file in files:
-        for name in imports(file):
-            target = f"{name}.".split(".")[1]
-            if target != room:
-                found.setdefault(target, set()).add(str(file.relative_to(ROOT)))
-    return found
+        for module in imports(file):
+            parts = [*module.split(".")[1:], ""]
+            target = parts[len(above)] if parts[: len(above)] == above else name
+            if target != name:
+                targets.setdefault(target, set()).add(str(file.relative_to(ROOT)))
+    return targets
 
 
-def allowed(room: str, floors: dict[str, int | None]) -> set[str]:
-    floor = floors[room]
-    if floor is None:
-        return BESIDE.get(room, set())
-    below = {name for name, other in floors.items() if other is None or other < floor}
-    return below | {target for source, target in NEIGHBOURS if source == room}
+def allowed(package: str, layers: Layers) -> set[str]:
+    layer = layers[package]
+    if layer is None:
+        return BESIDE.get(package, set())
+    below = {name for name, other in layers.items() if other is None or other < layer}
+    return below | {target for source, target in NEIGHBOURS if source == package}
 
 
-def test_the_listing_names_every_room():
-    assert set(house()) == rooms_on_disk()
+def test_the_listing_names_every_package():
+    layers, within = listing()
+    assert set(layers) == packages_on_disk()
+    for package, inner in within.items():
+        assert set(inner) == packages_on_disk(SOURCE / package, modules=False)
 
 
-def test_the_documentation_names_every_file_of_program():
-    table = ARCHITECTURE.read_text().partition("## The files of `program/`")[2]
-    named = set(re.findall(r"`(\w+)`", table.partition("\n## ")[0]))
-    files = {path.stem for path in (SOURCE / "program").iterdir()} - {"__init__", "__pycache__"}
-    assert named == files
+def test_the_page_names_modules_that_exist():
+    text = ARCHITECTURE.read_text()
+    for name in re.findall(r"`((?:\w+/)+\w+)`", text):
+        if (SOURCE / name.split("/")[0]).is_dir():
+            path = SOURCE / name
+            assert path.is_dir() or path.with_suffix(".py").exists(), name
 
 
-@pytest.mark.parametrize("room", sorted(rooms_on_disk()))
-def test_imports_only_go_down(room):
-    floors = house()
-    assert room in floors, f"{room} is not in the listing of {ARCHITECTURE.name}"
+@pytest.mark.parametrize("package", sorted(packages_on_disk()))
+def test_imports_only_go_down(package):
+    layers, _ = listing()
+    assert package in layers, f"{package} is not in the listing of {ARCHITECTURE.name}"
     wrong = {
-        t: files for t, files in rooms_imported(room).items() if t not in allowed(room, floors)
+        t: files for t, files in imported(package).items() if t not in allowed(package, layers)
     }
-    assert not wrong, f"{room} (floor {floors[room]}) must not import {wrong}"
+    assert not wrong, f"{package} (layer {layers[package]}) must not import {wrong}"
+
+
+@pytest.mark.parametrize("package", ["pipeline", "program"])
+def test_imports_within_a_package_only_go_down(package):
+    layers = listing()[1][package]
+    for name, layer in layers.items():
+        targets = imported(f"{package}/{name}")
+        wrong = {t: files for t, files in targets.items() if layers.get(t, 0) >= layer}
+        assert not wrong, f"{package}/{name} (layer {layer}) must not import {wrong}"
 
 
 def test_nothing_above_or_beside_is_allowed_without_a_reason():
-    floors = house()
-    assert not {"trainer", "cli", "step"} & allowed("sharding", floors)
-    assert "sharding" not in allowed("program", floors)
-    assert allowed("models", floors) == set()
+    layers, _ = listing()
+    assert not {"trainer", "cli", "step"} & allowed("sharding", layers)
+    assert "sharding" not in allowed("program", layers)
+    assert allowed("models", layers) == set()
 
 
 def test_the_check_sees_imports_of_every_form(tmp_path):
@@ -190,38 +187,26 @@ def packages_by_name(source: Path = SOURCE) -> dict[str, set[str]]:
 
 
 def shared_names(packages: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Return the names that several packages use, other than parallel ones and commands.
+    """Return the names that several packages use, other than commands.
 
-    A command in ``cli`` has the name of what it is a front end for.
+    A command in ``cli`` has the name of the package it is a front end for.
     """
-    shared: dict[str, set[str]] = {}
-    for name, parents in packages.items():
-        others = parents - {"cli"} if name in COMMANDS else parents
-        if len(others - PARALLEL.get(name, set())) + (name in PARALLEL) > 1:
-            shared[name] = parents
-    return shared
+    return {
+        name: parents
+        for name, parents in packages.items()
+        if len(parents - {"cli"} if name in COMMANDS else parents) > 1
+    }
 
 
 def test_no_two_modules_share_a_name():
     shared = shared_names(packages_by_name())
-    new = {name: packages for name, packages in shared.items() if name not in PENDING}
-    assert not new, f"rename all but one of these, so that a name says which module is meant: {new}"
-    gone = PENDING - set(shared)
-    assert not gone, f"no longer shared, so remove it from PENDING in {__file__}: {sorted(gone)}"
+    assert not shared, f"rename all but one, so that a name says which module is meant: {shared}"
 
 
-def test_parallel_modules_exist():
-    packages = packages_by_name()
-    missing = {name: wanted - packages.get(name, set()) for name, wanted in PARALLEL.items()}
-    assert not any(missing.values()), f"remove what is gone from PARALLEL in {__file__}: {missing}"
-
-
-def test_the_check_of_names_knows_what_is_parallel(tmp_path):
+def test_the_check_of_names_knows_commands(tmp_path):
     files = ("cli/train.py", "train/__init__.py", "train/train.py", "mesh/draw.py",
-             "pipeline/draw.py", "data/read.py", "report/deep/read.py", "__init__.py")  # fmt: skip
+             "data/read.py", "report/deep/read.py", "__init__.py")  # fmt: skip
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert shared_names(packages_by_name(tmp_path)) == {"read": {"data", "report/deep"}}
-    (tmp_path / "report" / "draw.py").touch()
-    assert set(shared_names(packages_by_name(tmp_path))) == {"read", "draw"}
