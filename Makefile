@@ -1,15 +1,17 @@
-# `make train` and `make test` set everything up on a machine with only python3 and make.
+# Only python3 and make are needed; the targets install the rest into .venv.
 #
-#   make setup      install into .venv (instant when nothing changed)
-#   make train      the main job, on 8 simulated devices
+#   make setup      install into .venv (instant if nothing changed)
+#   make train      train a small GPT on 8 virtual devices
 #   make quick      lint and the fast tests: under 90 seconds on two cores
-#   make test       lint, types and the suite; installs nothing outside of .venv
-#   make test-all   also what is too long for every day
-#   make browser    install Debian's chromium, which the tests of the report page need
+#   make test       lint, type checks and tests; installs nothing outside .venv
+#   make test-all   the same, including the slow tests
+#   make format     apply ruff's fixes and formatting
+#   make browser    install Debian's chromium, which the report page tests need
 #   make docs       build the documentation into site/
-#   make benchmarks measure what can be measured without an accelerator
+#   make benchmarks run the benchmarks that need no accelerator
+#   make clean      remove virtual environments, caches and the built site
 #
-# PYTHON=/path/to/python picks another interpreter; it gets an environment of its own.
+# PYTHON=/path/to/python selects another interpreter, which gets its own environment.
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -22,7 +24,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := dev,docs,hf,images,parquet,tensorboard
 
-# The fast tests: something of every part of the package, and nothing that compiles much.
+# The fast tests: they cover every part of the package and compile little.
 QUICK := $(addprefix tests/, \
   checkpoint data inputs mesh profile report tasks tracking \
   compiled/test_divergence.py compiled/test_hlo.py \
@@ -53,7 +55,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "error: $(PYTHON) is older than Python 3.11; write PYTHON=/path/to/python3.11"; exit 2; }
+	  { echo "error: $(PYTHON) is older than Python 3.11; pass PYTHON=/path/to/python3.11"; exit 2; }
 	@echo "installing into $(VENV) (about two minutes)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
@@ -81,17 +83,17 @@ suite: setup
 test-all: lint types
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# The tests of the report page run in a real browser and are skipped, with a line that says so,
-# where there is none. This target alone asks for more than the user's own rights.
+# The report page tests run in a real browser. Without one they are skipped, and the summary says
+# so. This is the only target that needs root.
 browser: setup
 	@command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null || { \
-	  echo "installing Debian's chromium for the tests of the report page"; \
+	  echo "installing Debian's chromium for the report page tests"; \
 	  root=$$([ "$$(id -u)" = 0 ] || echo "sudo -n"); \
 	  { timeout 240 $$root apt-get install -y -qq --no-install-recommends chromium || \
 	    { timeout 120 $$root apt-get update -qq && \
 	      timeout 240 $$root apt-get install -y -qq --no-install-recommends chromium; }; } \
 	  </dev/null >$(VENV)/browser.log 2>&1 || \
-	  echo "it could not be installed (see $(VENV)/browser.log); those tests are skipped"; }
+	  echo "chromium could not be installed (see $(VENV)/browser.log); those tests will be skipped"; }
 
 docs: setup
 	@$(BIN)/mkdocs build --strict --quiet

@@ -1,8 +1,8 @@
-"""Compile time of a step by the number of devices: 8, 64 and 256 virtual ones.
+"""Measures how compile time depends on the number of devices: 8, 64 and 256 virtual ones.
 
-Each reading is a fresh process that compiles the step of `gpt2_tiny` for two meshes. The numbers
-of devices take turns, and the fastest of their readings counts: a busy machine can only make a
-compilation slower.
+Each measurement is a fresh process that compiles the step of `gpt2_tiny` for two meshes. The
+numbers of devices alternate, and the fastest measurement of each counts: load on the machine can
+only make compilation slower.
 
     python benchmarks/compile_time.py
 """
@@ -21,7 +21,7 @@ from record import verdict, write_record
 COUNTS = (8, 64, 256)
 TURNS = 2
 LIMITS = {"fsdp": 1.5, "fsdp × tensor": 3.0}
-"""Largest compile time on the most devices, as a multiple of that on the fewest."""
+"""Largest ratio of the compile time on the most devices to that on the fewest."""
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     }
     for name, found in meshes.items():
         seconds = ", ".join(f"{s} s on {n}" for n, s in found["seconds"].items())
-        print(f"{name}: {seconds}; × {found['ratio']}, {targets[name]}")
+        print(f"{name}: {seconds}; ratio {found['ratio']}, {targets[name]}")
     figures = {"model": "gpt2_tiny, one row per replica, AdamW", "turns": TURNS}
     write_record("compile_time", {**figures, "meshes": meshes, "targets": targets})
 
@@ -63,7 +63,7 @@ def summary(by_count: dict[int, list[Any]]) -> dict[str, Any]:
 
 
 def read_times(count: int) -> dict[str, Any]:
-    """Lower and compile the step for each mesh of so many devices."""
+    """Lower and compile the step for each mesh of ``count`` devices."""
     from small_gpt import assemble_gpt, batch_shapes
 
     from meshwright.mesh.simulate import simulate_devices

@@ -1,8 +1,8 @@
-"""A pipeline of four GPUs on one: what it keeps, and what its ticks cost beyond their products.
+"""Measures the overhead and the memory of a four-stage pipeline on a single GPU.
 
-One GPU compiles and runs the first stage's program of four (`jax_mock_gpu_topology`; sending is
-mocked, so nothing is waited for). What the first stage needs for an update is compared with its
-share of the FLOPs of the same update on one GPU without stages.
+One GPU compiles and runs the first of four stages (`jax_mock_gpu_topology`; communication is
+mocked, so nothing waits). The stage's time for an update is compared with its share, by FLOPs, of
+the time of the same update on one GPU without stages.
 
     XLA_FLAGS=--xla_gpu_shard_autotuning=false python benchmarks/gpu_pipeline.py
 """
@@ -82,7 +82,7 @@ def measure(assembled: Any, batch: Any) -> dict[str, Any]:
     started = time.perf_counter()
     compiled = assembled.step.lower(placed).compile()
     compile_seconds = time.perf_counter() - started
-    # Zeros compile at once, and take as long to compute with.
+    # Zeros compile fast, and computing with them takes as long as with any other values.
     abstract, shardings = assembled.step.abstract_state(), assembled.step.shardings.state
     zeros = jax.jit(
         lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract),

@@ -1,9 +1,9 @@
-"""How the GPU compiler merges partial sums: the collectives of the step on a mocked GPU topology.
+"""Compares the collectives of a step before and after optimization by the GPU compiler.
 
-One GPU compiles the program of eight (`jax_mock_gpu_topology`); nothing runs. For each mesh the
-optimized HLO is counted and compared with what the partitioner wrote. The reader counts partial
-sums that are added after their reduction as one reduction; that the optimized text, in which the
-compiler has merged them for good, gives the same bytes shows that it may.
+One GPU compiles the program for eight (`jax_mock_gpu_topology`); nothing runs. The ledger counts
+reductions whose results are added together as one reduction. For each mesh, this benchmark checks
+that count: in the optimized HLO the compiler has merged them, so both programs must send the same
+bytes.
 
     XLA_FLAGS=--xla_gpu_shard_autotuning=false python benchmarks/gpu_reductions.py
 """

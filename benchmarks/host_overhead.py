@@ -1,8 +1,8 @@
-"""Host time per step on a model of 866 leaves, where the arithmetic is nothing: three loops.
+"""Measures the host time per step of three training loops, on a model of 866 small leaves.
 
-The documented `nnx.jit` loop, a `jax.jit` loop over leaves flattened by hand, and Meshwright's
-step, in one process on one device. The loops take turns in short blocks, so that whatever else the
-machine does hits all three alike; ratios are taken within a round.
+The loops are the documented `nnx.jit` loop, a `jax.jit` loop over leaves flattened by hand, and
+Meshwright's step, in one process on one device. They alternate in short blocks, so that load on the
+machine affects all three equally; ratios are taken within a round.
 
     python benchmarks/host_overhead.py
 """
@@ -32,7 +32,7 @@ from meshwright.step.assemble import assemble
 ROUNDS = 40
 BATCH, WIDTH, BLOCKS = 4, 16, 48
 WITHIN, BELOW = 1.10, 5.0
-"""Meshwright's step against the loop by hand, at most; the nnx.jit loop against it, at least."""
+"""Largest ratio of meshwright to the loop by hand; smallest ratio of nnx.jit to meshwright."""
 
 
 class Block(nnx.Module):
@@ -63,14 +63,14 @@ def loss(model, x):
 
 @dataclass
 class Loop:
-    """A way to train: its step, how many steps a block of it has, and what was measured.
+    """A training loop and its measurements.
 
     Attributes:
-        step: does one update and returns the loss, without waiting for it.
-        block: steps between two readings of the clock.
-        leaves: arrays that go through the step.
+        step: runs one update and returns the loss, without waiting for it.
+        block: steps per measurement.
+        leaves: number of arrays that the step takes and returns.
         wall: milliseconds per step of each block.
-        thread: milliseconds the calling thread itself was at work.
+        thread: milliseconds of CPU time per step of the calling thread, for each block.
     """
 
     step: Callable[[], jax.Array]
@@ -91,7 +91,7 @@ class Loop:
 
 
 def documented(x: jax.Array) -> Loop:
-    """The loop of Flax's own guides."""
+    """The loop that Flax's guides show."""
     model = Deep(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 
@@ -106,7 +106,7 @@ def documented(x: jax.Array) -> Loop:
 
 
 def by_hand(x: jax.Array) -> Loop:
-    """The fewest lines that keep NNX out of the loop: flat lists in and out, donated."""
+    """A loop without NNX: a jitted function of flat lists, which are donated."""
     optimizer = optax.adamw(1e-3)
     graph, params = nnx.split(Deep(nnx.Rngs(0)))
     leaves, tree = jax.tree.flatten(params)
@@ -156,7 +156,7 @@ def main() -> None:
 
 
 def check_same_work(loops: dict[str, Loop]) -> None:
-    """Compile, and see that all three train alike; afterwards the values no longer matter."""
+    """Compile all loops and check that their losses agree."""
     courses = {name: [float(loop.step()) for _ in range(3)] for name, loop in loops.items()}
     for course in courses.values():
         np.testing.assert_allclose(course, courses["by hand"], rtol=1e-5)

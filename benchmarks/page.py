@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def filled(page: str) -> str:
-    """Return the page with every marked part written anew from its record."""
+    """Return the page with every marked section filled from its record."""
     return MARKED.sub(lambda found: f"{found[1]}{section(found[2])}\n{found[3]}", page)
 
 
@@ -46,7 +46,7 @@ def circumstances(record: dict[str, Any]) -> str:
 
 def host_overhead(record: dict[str, Any]) -> list[str]:
     """One row for each loop, then the ratios."""
-    heads = ("loop", "leaves", "ms per step", "fastest block", "of which at work")
+    heads = ("loop", "leaves", "ms per step", "fastest block", "thread CPU time")
     loops = [
         [name, loop["leaves"]]
         + [
@@ -59,7 +59,7 @@ def host_overhead(record: dict[str, Any]) -> list[str]:
         [name, *(f"{r[key]:.3f}" for key in ("median", "of_thread_medians")), spread(r["interval"])]
         for name, r in record["ratios"].items()
     ]
-    heads_of_ratios = ("ratio", "within a round", "at work", "95% interval within a round")
+    heads_of_ratios = ("ratio", "within a round", "thread CPU time", "95% interval within a round")
     return [*table(heads, loops), "", *table(heads_of_ratios, ratios)]
 
 
@@ -73,7 +73,7 @@ def memory_depth(record: dict[str, Any]) -> list[str]:
         for k in record["kinds"]
     ]
     heads = ("blocks", "gathered", "width", "temp, 4 blocks", "16 blocks")
-    heads += ("rest in blocks, 4", "16", "growth")
+    heads += ("remaining / block, 4", "16", "growth")
     arguments = [
         [mesh_name(a["mesh"]), f"{a['compiled_bytes']:,}", f"{a['listed_bytes']:,}"]
         for a in record["arguments"]
@@ -99,7 +99,7 @@ def compile_time(record: dict[str, Any]) -> list[str]:
 
 def data_pipeline(record: dict[str, Any]) -> list[str]:
     """One row for each way to read."""
-    heads = ("source", "of the time waiting", "waits of 1 ms or more", "median wait", "longest")
+    heads = ("source", "time waiting", "waits of 1 ms or more", "median wait", "longest wait")
     rows = [
         [
             name,
@@ -114,20 +114,20 @@ def data_pipeline(record: dict[str, Any]) -> list[str]:
 
 
 def trainer_overhead(record: dict[str, Any]) -> list[str]:
-    """The trainer against its bare step, and a save against a synchronous one."""
+    """The trainer compared with its bare step, and a save compared with a synchronous one."""
     held, whole = record["save_blocks_ms"], record["synchronous_save_ms"]
     rows = [
         ["bare step", f"{record['bare_step_ms']:.1f} ms", ""],
-        ["trainer", f"{record['ratio']:.3f} of it", f"95%: {spread(record['ratio_95'])}"],
-        ["a save holds up", f"{held:.1f} ms", f"{held / whole:.1%} of a synchronous one"],
+        ["trainer / bare step", f"{record['ratio']:.3f}", f"95%: {spread(record['ratio_95'])}"],
+        ["a save blocks", f"{held:.1f} ms", f"{held / whole:.1%} of a synchronous save"],
     ]
     return table(("", "median", ""), rows)
 
 
 def pipeline(record: dict[str, Any]) -> list[str]:
     """One row for each schedule and number of microbatches."""
-    heads = ("schedule", "microbatches", "temporary memory", "compiled in", "ticks")
-    heads += ("bubble, simulated", "by the formula")
+    heads = ("schedule", "microbatches", "temporary memory", "compile time", "ticks")
+    heads += ("bubble, simulated", "formula")
     rows = [
         [
             f"`{name}`",
@@ -163,7 +163,7 @@ def mesh_name(mesh: dict[str, int]) -> str:
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[Any]]) -> list[str]:
-    """Return a Markdown table; all columns but the first are numbers or words to the right."""
+    """Return a Markdown table; all columns but the first are aligned right."""
     heads = list(heads)
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
     return ["| " + " | ".join(map(str, line)) + " |" for line in lines]

@@ -1,9 +1,9 @@
-"""What a pipeline of four stages keeps, how long it takes to compile, and how long stages wait.
+"""Measures memory, compile time and bubble of a four-stage pipeline for all schedules.
 
-Compiles the step of a GPT of 8 blocks on 4 virtual devices, for 4, 16 and 64 microbatches of the
-same size; nothing runs. How long stages wait is simulated from the very table of ticks that the
-compiled program executes, with forward passes, input gradients and weight gradients that take the
-same time: virtual devices share their cores, and a clock would say nothing about waiting.
+Compiles the step of a GPT with 8 blocks on 4 virtual devices, for 4, 16 and 64 microbatches of the
+same size; nothing runs. The bubble is simulated from the table of ticks that the compiled program
+executes, assuming that forward passes, input gradients and weight gradients take the same time.
+Virtual devices share their cores, so measured waiting times would mean nothing.
 
     python benchmarks/pipeline.py
 """
@@ -34,7 +34,7 @@ SIZES = {"vocab_size": 256, "context_length": 64, "hidden_size": 64, "num_heads"
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1")
 
 FLAT = 1.3
-"""Largest growth of temporary memory from 16 to 64 microbatches that counts as none."""
+"""Largest ratio of temporary memory, 64 to 16 microbatches, that counts as no growth."""
 NEAR = 0.05
 """Largest relative deviation of the simulated bubble from the formula."""
 SMALLER = 0.45
@@ -53,15 +53,15 @@ def main() -> None:
     )
     ratio = float(bubble(get_schedule("zb_h1"), 8) / bubble(get_schedule("1f1b"), 8))
     targets = {
-        "1f1b, temporary memory of 64 microbatches over that of 16": f"{growth['1f1b']:.2f}, at "
+        "temporary memory of 1f1b, 64 microbatches relative to 16": f"{growth['1f1b']:.2f}, at "
         f"most {FLAT}: {verdict(growth['1f1b'], FLAT)}",
-        "gpipe, the same": f"{growth['gpipe']:.2f}, grows: "
-        + verdict(growth["gpipe"], FLAT, at_most=False),
-        "bubble of gpipe and 1f1b against (S-1)/(M+S-1)": f"within {deviation:.1%}, at most "
+        "temporary memory of gpipe, 64 microbatches relative to 16": f"{growth['gpipe']:.2f}, "
+        "grows: " + verdict(growth["gpipe"], FLAT, at_most=False),
+        "bubble of gpipe and 1f1b, compared with (S-1)/(M+S-1)": f"within {deviation:.1%}, at most "
         f"{NEAR:.0%}: {verdict(deviation, NEAR)}",
-        "bubble of zb_h1 over that of 1f1b, 8 microbatches": f"{ratio:.3f}, at most {SMALLER}: "
+        "bubble of zb_h1 relative to 1f1b, 8 microbatches": f"{ratio:.3f}, at most {SMALLER}: "
         + verdict(ratio, SMALLER),
-        "compile time (processor time) of 64 microbatches over that of 4": f"{slower:.2f}, at most "
+        "compile time (CPU time), 64 microbatches relative to 4": f"{slower:.2f}, at most "
         f"{FLAT}: {verdict(slower, FLAT)}",
     }
     for name, text in targets.items():
@@ -93,7 +93,7 @@ def measure(schedule: Schedule, count: int) -> dict[str, Any]:
 
 
 def bubble(schedule: Schedule, count: int) -> Fraction:
-    """Return how long stages wait in the table the program executes."""
+    """Return the share of time that stages wait, from the table that the program executes."""
     return schedule.table(count, STAGES).timeline().bubble
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its figures: where, when, with what, and how to repeat it."""
+"""Writes a benchmark's results with the machine, versions, date and command that produced them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_record(name: str, figures: dict[str, Any]) -> None:
 
 
 def hardware() -> dict[str, Any]:
-    """Return the processor, its cores, and how busy it is with other things."""
+    """Return the CPU model, the number of cores and the load average."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -56,9 +56,9 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def verdict(value: float, limit: float, *, at_most: bool = True) -> str:
-    """Return whether a figure keeps to its limit, for people."""
-    kept = value <= limit if at_most else value >= limit
-    return "met" if kept else "missed"
+    """Return "met" if a figure is within its limit, else "missed"."""
+    within = value <= limit if at_most else value >= limit
+    return "met" if within else "missed"
 
 
 def _cpu_model() -> str:

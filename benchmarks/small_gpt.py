@@ -1,4 +1,4 @@
-"""The step of a small GPT on a mesh, assembled but not run, for benchmarks of compiled programs."""
+"""Assembles the step of a small GPT on a mesh, for benchmarks of compiled programs."""
 
 from __future__ import annotations
 

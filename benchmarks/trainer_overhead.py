@@ -1,9 +1,9 @@
-"""What the trainer adds to its step: metrics, trackers, and checkpoints in the background.
+"""Measures what the trainer adds to its step: metrics, trackers, background checkpoints.
 
-One run of the whole trainer (a look at the metrics every 10 updates, JSONL and TensorBoard, a
-checkpoint every 50) alternates with blocks of the bare compiled step, in one process: whatever
-else the machine does hits both alike. Each block of the trainer holds a whole checkpoint, begun in
-its middle. A save is then compared with a synchronous one of the same state.
+A run of the whole trainer (metrics every 10 updates, JSONL and TensorBoard, a checkpoint every 50)
+alternates with blocks of the bare compiled step, in one process, so that load on the machine
+affects both equally. Each block of the trainer contains one checkpoint, which starts in its middle.
+Afterwards, a save is compared with a synchronous save of the same state.
 
     python benchmarks/trainer_overhead.py
 """
@@ -41,7 +41,7 @@ PAIRS, BLOCK = 20, 50
 LOG_EVERY, SAVE_EVERY = 10, 50
 BATCH, WIDTH, DEPTH = 1024, 384, 6
 WITHIN, BLOCKED = 1.02, 0.20
-"""The trainer against the bare step, lower bound; a save's hold-up against a synchronous save."""
+"""Limits: the lower bound of trainer / bare step; the time a save blocks / a synchronous save."""
 
 
 class Net(nnx.Module):
@@ -60,7 +60,7 @@ def loss(model, batch):
 
 
 class Alternating:
-    """A loader that gives the trainer a block of batches, then runs as many bare steps itself."""
+    """A loader that gives the trainer a block of batches, then runs as many bare steps."""
 
     waited = 0.0
 
@@ -72,17 +72,17 @@ class Alternating:
 
     @contextmanager
     def open(self, start: int, stop: int | None) -> Iterator[Iterator[list[Any]]]:
-        """Give the batches of the trainer's blocks."""
+        """Yield the batches of the trainer's blocks."""
         yield self._batches()
 
     def step(self, state: Any, batch: list[Any]) -> Any:
-        """Run the trainer's step, and remember what to wait for."""
+        """Run the trainer's step and remember its metrics, to wait for them later."""
         result = self._run(state, batch)
         self.last = result[1]
         return result
 
     def _batches(self) -> Iterator[list[Any]]:
-        # Half a block first, so that checkpoints begin in the middle of the others.
+        # Half a block first, so that checkpoints start in the middle of the other blocks.
         for _ in range(BLOCK // 2):
             yield self._batch
         for _ in range(PAIRS):
@@ -150,13 +150,13 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def blocked(folder: Path) -> list[float]:
-    """Return how long each save of the run held it up, in milliseconds."""
+    """Return how long each save blocked the training loop, in milliseconds."""
     events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
     return [1e3 * e["blocked_seconds"] for e in events if e["kind"] == "checkpoint"]
 
 
 def synchronous(result: Any, folder: Path) -> list[float]:
-    """Return how long saving the same state takes a loop that waits for it."""
+    """Return how long synchronous saves of the same state take, in seconds."""
     state = CanonicalForm(result.assembled).copy(result.state)
     times = []
     with ocp.StandardCheckpointer() as checkpointer:
@@ -177,9 +177,9 @@ def main() -> None:
     bare = statistics.median(found["bare_ms"])
     held, whole = (statistics.median(found[n]) for n in ("blocked_ms", "synchronous_ms"))
     print(f"bare step     {bare:8.1f} ms, {len(found['bare_ms'])} pairs of blocks of {BLOCK}")
-    print(f"trainer       {ratio:8.3f} of it (95%: {low:.3f} to {high:.3f}), lower bound at most "
-          f"{WITHIN}: {verdict(low, WITHIN)}")  # fmt: skip
-    print(f"a save        {held:8.1f} ms held up, {held / whole:.1%} of a synchronous one "
+    print(f"trainer       {ratio:8.3f} × bare step (95%: {low:.3f} to {high:.3f}), lower bound at "
+          f"most {WITHIN}: {verdict(low, WITHIN)}")  # fmt: skip
+    print(f"a save blocks {held:8.1f} ms, {held / whole:.1%} of a synchronous save "
           f"({whole:.0f} ms), at most {BLOCKED:.0%}: {verdict(held / whole, BLOCKED)}")  # fmt: skip
     write_record(
         "trainer_overhead",
@@ -193,9 +193,11 @@ def main() -> None:
             "synchronous_save_ms": round(whole, 1),
             "save_blocks_share": round(held / whole, 4),
             "targets": {
-                "lower bound of the trainer's ratio": f"at most {WITHIN}: {verdict(low, WITHIN)}",
-                "hold-up of a save against a synchronous one": f"at most {BLOCKED:.0%}: "
-                + verdict(held / whole, BLOCKED),
+                "lower bound of the ratio of trainer to bare step": f"at most {WITHIN}: "
+                + verdict(low, WITHIN),
+                "time a save blocks the loop, relative to a synchronous save": (
+                    f"at most {BLOCKED:.0%}: {verdict(held / whole, BLOCKED)}"
+                ),
             },
         },
     )

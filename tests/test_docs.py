@@ -30,8 +30,8 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + DOCS
 
 FENCE = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.M | re.S)
-NOT_RUN = ("pip",)
-"""Commands in console blocks that are only read: they would change the machine."""
+NOT_RUN = ("pip", "source")
+"""Commands in console blocks that are not run: they would change the environment."""
 
 
 @dataclass(frozen=True)

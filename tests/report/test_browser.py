@@ -171,7 +171,7 @@ def test_several_runs_are_overlaid_and_only_differences_listed(show):
     assert browser.evaluate(f"new Set({loss}.map(p => getComputedStyle(p).stroke)).size") == 3
     keys = texts(browser, "#config tbody th")
     assert keys == ["optimizer.learning_rate", "mesh.data", "mesh.fsdp", "mesh.tensor"]
-    assert "still going on" in texts(browser, "#facts tbody tr")[0]
+    assert "still running" in texts(browser, "#facts tbody tr")[0]
     browser.click("#mesh [role=tab]:nth-child(2)")
     assert browser.evaluate("document.querySelector('#mesh img').alt") == "Mesh data=2 × fsdp=4"
     assert browser.evaluate("document.querySelector('#mesh img').naturalWidth") > 100

@@ -1,10 +1,10 @@
-// A line chart: hover or arrow keys read values, dragging zooms, a switch makes it logarithmic.
+// A line chart: hover or use the arrow keys to read values, drag to zoom, toggle a log scale.
 
 const CHART_HEIGHT = 230;
 const MARGIN = { top: 10, right: 14, bottom: 30, left: 58 };
 
 class LineChart {
-  // spec: what METRICS says, and {describe, curves: [{name, run, split, color, points}], smoothing()}
+  // spec: an entry of METRICS, and {describe, curves: [{name, run, split, color, points}], smoothing()}
   constructor(spec) {
     Object.assign(this, spec);
     this.log = false;
@@ -18,11 +18,11 @@ class LineChart {
       onclick: () => this.toggleLog() }, "log");
     this.logButton.hidden = !this.curves.some(({ points }) => points.some(([, y]) => y > 0));
     this.resetButton = h("button", { type: "button", class: "small", hidden: true,
-      onclick: () => this.zoom(null) }, "whole range");
+      onclick: () => this.zoom(null) }, "reset zoom");
     this.figure = h("figure", { class: "chart" },
       h("figcaption", {}, h("span", {}, this.title), h("span", { class: "tools" }, this.resetButton, this.logButton)),
       this.plot, valuesTable(this.title, this.curves, this.say));
-    // It is drawn once its width is known, and again whenever that changes.
+    // Drawn once the width is known, and again whenever it changes.
     new ResizeObserver(() => this.draw()).observe(this.plot);
   }
 
@@ -105,7 +105,7 @@ class LineChart {
     });
     canvas.addEventListener("pointerleave", () => { this.drag = null; this.point(null); });
     canvas.addEventListener("pointerdown", (event) => {
-      // A finger scrolls the page; only a mouse zooms.
+      // Touch scrolls the page; only a mouse zooms.
       if (event.pointerType !== "mouse") return;
       this.drag = updateAt(event);
       event.preventDefault();
@@ -139,7 +139,7 @@ class LineChart {
       width: right - left, height: CHART_HEIGHT - MARGIN.top - MARGIN.bottom }));
   }
 
-  // Read the values at the update nearest to this one; null puts the reading away.
+  // Shows the values at the nearest update; null hides them.
   point(update) {
     const cursor = this.canvas.querySelector(".cursor");
     cursor.replaceChildren();
@@ -178,7 +178,7 @@ function valueAt(points, update) {
   return undefined;
 }
 
-// An exponential mean that starts unbiased and passes over gaps.
+// An exponential moving average with bias correction that skips gaps.
 function smoothed(points, amount) {
   let mean = 0;
   let weight = 0;
@@ -198,7 +198,7 @@ function makeScales(xs, heights, width, { log, zero }) {
   let [low, high] = extent(ys);
   if (zero && !log && low > 0) low = 0;
   const room = (high - low || Math.abs(high) || 1) * 0.06;
-  // A quantity that is never negative gets no axis below zero.
+  // If no value is negative, the axis does not go below zero.
   low = !log && low >= 0 ? Math.max(0, low - room) : low - room;
   high += room;
   const across = width - MARGIN.left - MARGIN.right;
@@ -207,7 +207,7 @@ function makeScales(xs, heights, width, { log, zero }) {
   return {
     left, right, low, high, log,
     x: (value) => MARGIN.left + (right === left ? across / 2 : ((value - left) / span) * across),
-    // What is beyond the axis is drawn at its edge.
+    // Values outside the axis are drawn at its edge.
     y: (value) => MARGIN.top + down * (1 - Math.min(Math.max(((log ? Math.log10(value) : value) - low) / (high - low), 0), 1)),
     invert: (pixel) => left + ((pixel - MARGIN.left) / across) * span,
   };
@@ -251,7 +251,7 @@ function axes(scales, width, say) {
   return group;
 }
 
-// The same values as a table, made when it is opened.
+// The same values as a table, built when it is opened.
 function valuesTable(title, curves, say) {
   const details = h("details", { class: "values" }, h("summary", {}, "values"));
   details.addEventListener("toggle", () => {

@@ -1,4 +1,4 @@
-// Making elements. Text only ever becomes text: nothing here or elsewhere parses HTML.
+// Creates elements. Text stays text: no code on the page parses HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -26,7 +26,7 @@ function missing(text) {
   return h("p", { class: "missing" }, text);
 }
 
-// Tabs over runs; with a single run there is nothing to choose.
+// Tabs for runs; a single run needs none.
 function perRun(runs, label, render) {
   const body = h("div", { role: runs.length > 1 ? "tabpanel" : null });
   const show = (run) => body.replaceChildren(...[guarded(() => render(run))].flat());
@@ -51,11 +51,11 @@ function swatch(run) {
   return h("span", { class: `swatch c${run.color}`, "aria-hidden": "true" });
 }
 
-// A file with something unexpected in it costs its section, not the page.
+// Unexpected content in a file breaks only its section, not the page.
 function guarded(render) {
   try {
     return render();
   } catch (error) {
-    return missing(`This part cannot be shown: ${error.message}`);
+    return missing(`This section cannot be shown: ${error.message}`);
   }
 }

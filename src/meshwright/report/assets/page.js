@@ -1,7 +1,7 @@
-// Putting the page together.
+// Builds the page.
 
 const SECTIONS = [
-  ["facts", "Facts", factsSection],
+  ["facts", "Summary", factsSection],
   ["curves", "Curves", curvesSection],
   ["time", "Where the time goes", timeSection],
   ["memory", "Memory per device", memorySection],
@@ -30,7 +30,7 @@ function header(runs, leftOut) {
       alone ? h("span", { class: `badge ${status(first).style}` }, status(first).text) : null,
       alone && first.facts.plan ? h("span", {}, words(first.facts.plan)) : null,
       events(runs.flatMap(warnings), "warning", "bad"), events(runs.flatMap(remarks), "remark", ""),
-      leftOut ? h("span", {}, `${leftOut} older runs are left out`) : null));
+      leftOut ? h("span", {}, `${leftOut} older runs are not shown`) : null));
 }
 
 function build() {

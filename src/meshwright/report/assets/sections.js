@@ -1,4 +1,4 @@
-// The sections of the page, each from the runs it is about.
+// The sections of the page.
 
 const last = (points) => points.findLast(([, y]) => isNumber(y))?.[1];
 
@@ -11,7 +11,7 @@ function newest(run, split, metric) {
   return curve ? last(curve.points) : undefined;
 }
 
-// The middle value is what a run usually does, whatever its first updates and its pauses took.
+// The median: not affected by the first updates and by pauses.
 function usual(run, metric) {
   const curve = curveOf(run, "train", metric);
   const values = curve ? curve.points.map(([, y]) => y).filter(isNumber).sort((a, b) => a - b) : [];
@@ -35,11 +35,11 @@ function updatesDone(run) {
 }
 
 function status(run) {
-  if (!run.result) return { text: "no result yet: still going on, or interrupted", style: "open" };
+  if (!run.result) return { text: "no result yet: still running, or interrupted", style: "open" };
   return { text: run.result.stopped ? `finished: ${run.result.stopped}` : "finished", style: "done" };
 }
 
-// What the facts remark and no event says again.
+// Remarks in run.json that are not also events.
 function remarks(run) {
   const said = new Set(run.events.map((event) => event.message));
   return [run.facts.remarks ?? []].flat().map(words).filter((remark) => !said.has(remark));
@@ -67,7 +67,7 @@ const FACTS = [
   ["Tokens per second", (run) => count(usual(run, "tokens_per_second"))],
   ["Samples per second", (run) => count(usual(run, "samples_per_second"))],
   ["Time per update", (run) => seconds(usual(run, "step_seconds"))],
-  ["Utilisation (MFU)", (run) => percent(usual(run, "mfu"))],
+  ["Utilization (MFU)", (run) => percent(usual(run, "mfu"))],
   ["Plan", (run) => run.facts.plan],
   ["Mesh", (run) => meshText(run)],
   ["Devices", (run) => {
@@ -78,7 +78,7 @@ const FACTS = [
   ["Global batch", (run) => `${number(run.facts.global_batch_size)} samples` +
     (run.facts.tokens_per_sample ? ` of ${number(run.facts.tokens_per_sample)} tokens` : "")],
   ["Data", (run) => run.facts.dataset.description],
-  ["Fingerprint of the data", (run) => run.facts.dataset.fingerprint],
+  ["Data fingerprint", (run) => run.facts.dataset.fingerprint],
   ["Seed", (run) => run.facts.seed],
   ["FLOPs per update", (run) => count(run.facts.flops_per_update)],
   ["Versions", (run) => Object.entries(run.facts.versions).map(([name, value]) => `${name} ${value}`).join(", ")],
@@ -108,8 +108,8 @@ function factsSection(runs) {
   return [
     runs.length === 1 ? guarded(() => tiles(runs[0])) : null,
     runs.length === 1 ?
-      h("details", {}, h("summary", {}, "All facts"), sideBySide("Facts of the run", runs, FACTS)) :
-      sideBySide("Facts of the runs", runs, FACTS),
+      h("details", {}, h("summary", {}, "All details"), sideBySide("Summary of the run", runs, FACTS)) :
+      sideBySide("Summary of the runs", runs, FACTS),
     samples.map((run) => h("details", {}, h("summary", {}, `Generated sample${runs.length > 1 ? `, ${run.label}` : ""}`),
       h("pre", {}, words(run.result.sample)))),
   ].flat();
@@ -125,7 +125,7 @@ function metricsOf(runs) {
 
 function curvesSection(runs) {
   const metrics = metricsOf(runs);
-  if (!metrics.length) return [missing("No metrics yet: metrics.jsonl gets a line every tracking.log_every updates.")];
+  if (!metrics.length) return [missing("No metrics yet: a run logs them every tracking.log_every updates, to metrics.jsonl.")];
   let amount = 0;
   const charts = metrics.map((metric) => {
         const curves = runs.flatMap((run) => run.curves.filter((curve) => curve.metric === metric)
@@ -151,23 +151,23 @@ function curvesSection(runs) {
     h("div", { class: "controls" }, h("ul", { class: "legend" }, legend),
       h("label", { for: "smoothing" }, "smoothing ", slider, output)),
     h("div", { class: "charts" }, charts.map((chart) => chart.figure)),
-    h("p", { class: "note" }, "Point at a chart, or focus it and use the arrow keys, to read values; drag to zoom, double-click for the whole range." +
-      (thinned ? " Long curves are thinned: of each stretch the lowest and the highest point are kept." : "")),
+    h("p", { class: "note" }, "Hover over a chart, or focus it and use the arrow keys, to read values. Drag to zoom, double-click to zoom out." +
+      (thinned ? " Long curves are downsampled: each interval is shown by its lowest and highest points." : "")),
   ];
 }
 
-const SHARES = [["compute", "computing", 0], ["communication", "communicating", 1], ["input_wait", "waiting for input", 2], ["idle", "idle", 3]];
+const SHARES = [["compute", "compute", 0], ["communication", "communication", 1], ["input_wait", "input wait", 2], ["idle", "idle", 3]];
 
 function timeSection(runs) {
   const profiled = runs.filter((run) => run.profile);
-  if (!profiled.length) return [missing("No profile: training.profile_communication=true, or `meshwright profile`, measures where the time of an update goes.")];
+  if (!profiled.length) return [missing("No profile: train with training.profile_communication=true, or run `meshwright profile`, to measure where the time of an update goes.")];
   return [
-    stackedBars({ label: "Share of the time of an update", runs: profiled, total: () => 1, say: percent,
+    stackedBars({ label: "Share of the time per update", runs: profiled, total: () => 1, say: percent,
       parts: SHARES.map(([key, name, color]) => ({ name, color, value: (run) => run.profile.shares?.[key] || 0 })) }),
     perRun(profiled, "Profiles", ({ profile }) => [
       h("p", {}, `${seconds(profile.seconds_per_update)} per update, measured over ${number(profile.updates)} updates.`,
-        isNumber(profile.hidden_communication) ? ` Communication ran behind computing for ${percent(profile.hidden_communication)} of the time.` : "",
-        isNumber(profile.load_balance) ? ` The busiest device computed ${number(profile.load_balance)} × as long as the mean.` : ""),
+        isNumber(profile.hidden_communication) ? ` Communication overlapped with compute for ${percent(profile.hidden_communication)} of the time.` : "",
+        isNumber(profile.load_balance) ? ` The busiest device computed ${number(profile.load_balance)} times as long as the mean.` : ""),
       (profile.advice || []).length ? h("ul", { class: "advice" }, profile.advice.map((line) => h("li", {}, words(line)))) : null,
       collectives(profile),
     ].filter(Boolean)),
@@ -176,14 +176,14 @@ function timeSection(runs) {
 
 function collectives(profile) {
   const rows = [...(profile.collectives || [])].sort((a, b) => (b.seconds || 0) - (a.seconds || 0));
-  if (!rows.length) return missing("No collectives: the devices did not communicate, or the trace does not tell.");
+  if (!rows.length) return missing("No collectives: the devices did not communicate, or the trace does not show it.");
   return dataTable({ caption: "Collectives by time", rows, filter: rows.length > 12, columns: [
     { title: "axis", value: (row) => [row.axis].flat().join("×"), cell: (row) => [row.axis].flat().join("×") || "–" },
     { title: "kind", value: (row) => row.kind, cell: (row) => words(row.kind) },
     { title: "module", value: (row) => row.module, cell: (row) => row.module || "–", style: "path" },
     { title: "count", numeric: true, value: (row) => row.count, cell: (row) => number(row.count) },
     { title: "time", numeric: true, value: (row) => row.seconds, cell: (row) => seconds(row.seconds) },
-    { title: "not hidden", numeric: true, value: (row) => row.exposed_seconds, cell: (row) => seconds(row.exposed_seconds) },
+    { title: "not overlapped", numeric: true, value: (row) => row.exposed_seconds, cell: (row) => seconds(row.exposed_seconds) },
     { title: "bytes", numeric: true, value: (row) => row.bytes, cell: (row) => bytes(row.bytes) },
   ] });
 }
@@ -192,7 +192,7 @@ const MEMORY = [["parameters", 0], ["optimizer", 1], ["state", 2], ["batch", 4],
 
 function memorySection(runs) {
   const known = runs.filter((run) => run.facts.memory_per_device);
-  if (!known.length) return [missing("No memory figures: run.json, written at the start of training, holds them.")];
+  if (!known.length) return [missing("No memory figures: they are in run.json, which training writes at the start.")];
   const size = (run, key) => Number(run.facts.memory_per_device[key]) || 0;
   return [stackedBars({ label: "Memory per device", runs: known, say: bytes,
     total: (run) => size(run, "total") || MEMORY.reduce((sum, [key]) => sum + size(run, key), 0),
@@ -202,12 +202,12 @@ function memorySection(runs) {
 
 function meshSection(runs) {
   const drawn = runs.filter((run) => run.facts.mesh_svg);
-  if (!drawn.length) return [missing("No drawing of the mesh: run.json, written at the start of training, holds it.")];
+  if (!drawn.length) return [missing("No drawing of the mesh: it is in run.json, which training writes at the start.")];
   return [perRun(drawn, "Meshes", (run) => [drawing(run.facts.mesh_svg, `Mesh ${meshText(run)}`), ...stages(run.facts.pipeline)])];
 }
 
 function drawing(svg, alt) {
-  // As an image: a drawing from a file can then neither run a script nor restyle the page.
+  // Shown as an image, so that a drawing from a file can neither run scripts nor restyle the page.
   return h("div", { class: "scroll" }, h("img", { class: "mesh", alt, src: `data:image/svg+xml,${encodeURIComponent(words(svg))}` }));
 }
 
@@ -217,13 +217,13 @@ function stages(pipeline) {
   return [
     h("h3", {}, "Pipeline"),
     h("p", {}, `${words(pipeline.schedule)}: ${words(pipeline.waiting)}.`),
-    dataTable({ caption: "What each stage does", rows, columns: [
+    dataTable({ caption: "Stages", rows, columns: [
       { title: "stage", numeric: true, value: (row) => row.index, cell: (row) => number(row.index) },
       { title: "blocks", value: (row) => [row.blocks].flat().join(", "), cell: (row) => [row.blocks].flat().join(", ") || "–" },
-      { title: "and", value: (row) => [row.also].flat().join(", "), cell: (row) => [row.also].flat().map(words).join(", ") || "–" },
+      { title: "also", value: (row) => [row.also].flat().join(", "), cell: (row) => [row.also].flat().map(words).join(", ") || "–" },
       { title: "parameters", numeric: true, value: (row) => row.parameters, cell: (row) => number(row.parameters) },
-      { title: "FLOPs a microbatch", numeric: true, value: (row) => row.flops, cell: (row) => number(row.flops) },
-      { title: "microbatches kept", numeric: true, value: (row) => row.microbatches_kept, cell: (row) => number(row.microbatches_kept) },
+      { title: "FLOPs per microbatch", numeric: true, value: (row) => row.flops, cell: (row) => number(row.flops) },
+      { title: "microbatches held", numeric: true, value: (row) => row.microbatches_kept, cell: (row) => number(row.microbatches_kept) },
     ] }),
     pipeline.timeline_svg ? drawing(pipeline.timeline_svg, "When each stage works") : null,
   ].filter(Boolean);
@@ -235,13 +235,13 @@ function specText(spec) {
 
 function shardingSection(runs) {
   const known = runs.filter((run) => (run.facts.sharding || []).length);
-  if (!known.length) return [missing("No table of parameters: run.json, written at the start of training, holds it; `meshwright inspect` shows it too.")];
-  return [perRun(known, "Sharding", (run) => dataTable({ caption: "Where each parameter lives, and why",
+  if (!known.length) return [missing("No table of parameters: it is in run.json, which training writes at the start. `meshwright inspect` shows it too.")];
+  return [perRun(known, "Sharding", (run) => dataTable({ caption: "How each parameter is sharded, and why",
     rows: run.facts.sharding, filter: true, wide: true, columns: [
       { title: "parameter", value: (row) => row.path, cell: (row) => words(row.path), style: "path" },
       { title: "shape", value: (row) => [row.shape].flat().join("×"), cell: (row) => [row.shape].flat().join("×") || "scalar" },
       { title: "dtype", value: (row) => row.dtype, cell: (row) => words(row.dtype) },
-      { title: "divided over", value: (row) => specText(row.spec), cell: (row) => specText(row.spec), style: "path" },
+      { title: "sharded over", value: (row) => specText(row.spec), cell: (row) => specText(row.spec), style: "path" },
       { title: "per device", numeric: true, value: (row) => row.bytes_per_device, cell: (row) => bytes(row.bytes_per_device) },
       { title: "why", value: (row) => row.reason, cell: (row) => words(row.reason), style: "long" },
     ] }))];
@@ -249,7 +249,7 @@ function shardingSection(runs) {
 
 function ledgerSection(runs) {
   const known = runs.filter((run) => run.ledger);
-  if (!known.length) return [missing("No ledger: `meshwright ledger` with the run's settings counts what a step sends over each axis, against the minimum.")];
+  if (!known.length) return [missing("No ledger: run `meshwright ledger` with the run's settings to compare the bytes sent over each axis with the minimum.")];
   const rows = known.flatMap((run) => Object.entries(run.ledger.axes || {}).map(([axis, own]) => ({ run, axis, ...own })));
   const several = known.length > 1 ? [{ title: "run", value: (row) => row.run.label, cell: (row) => [swatch(row.run), row.run.label] }] : [];
   const axes = rows.length ? dataTable({ caption: "Bytes each device sends per update", rows, columns: [
@@ -259,14 +259,14 @@ function ledgerSection(runs) {
     { title: "sent", numeric: true, value: (row) => row.sent_bytes, cell: (row) => bytes(row.sent_bytes) },
     { title: "needed", numeric: true, value: (row) => row.minimum_bytes, cell: (row) => bytes(row.minimum_bytes) },
     { title: "ratio", numeric: true, value: (row) => row.ratio, cell: (row) => ratio(row) },
-    { title: "beyond the minimum", value: (row) => [row.excess || []].flat().join("; "), cell: (row) => [row.excess || []].flat().join("; "), style: "long" },
+    { title: "above the minimum", value: (row) => [row.excess || []].flat().join("; "), cell: (row) => [row.excess || []].flat().join("; "), style: "long" },
   ] }) : missing("Nothing is sent: the mesh has one device.");
   return [axes, perRun(known, "Ledgers", (run) => ledgerLines(run.ledger.lines || []))];
 }
 
 function ratio(row) {
   if (!isNumber(row.ratio)) return row.sent_bytes > 0 ? h("span", { class: "badge bad" }, "not needed") : "–";
-  // Bounds of the ledger itself: outside, something is sent that need not be, or the reverse.
+  // The ledger's own bounds: outside them, the step sends more or less than expected.
   return h("span", { class: `badge ${row.ratio >= 0.98 && row.ratio <= 1.05 ? "good" : "bad"}` }, row.ratio.toFixed(3));
 }
 
@@ -290,14 +290,14 @@ function originText(entry) {
 
 function configSection(runs) {
   const known = runs.filter((run) => run.config.length);
-  if (!known.length) return [missing("No config: config.json, written at the start of `meshwright train`, holds every value and its origin.")];
+  if (!known.length) return [missing("No config: every value and its origin is in config.json, which `meshwright train` writes at the start.")];
   return runs.length > 1 ? configDifferences(known) : configOfOne(known[0]);
 }
 
 function configOfOne(run) {
   const rank = (entry) => ["override", "file"].findIndex((kind) => originText(entry).startsWith(kind)) + 1 || 3;
   const rows = [...run.config].sort((a, b) => rank(a) - rank(b));
-  return [dataTable({ caption: "Settings and where they come from", rows, filter: true, columns: [
+  return [dataTable({ caption: "Settings and their origins", rows, filter: true, columns: [
     { title: "setting", value: (row) => row.key, cell: (row) => words(row.key), style: "path" },
     { title: "value", value: (row) => words(row.value), cell: (row) => words(row.value), style: "long" },
     { title: "origin", value: originText, cell: (row) => h("span", { class: rank(row) === 1 ? "strong" : rank(row) === 3 ? "dim" : null }, originText(row) || "–") },
@@ -308,7 +308,7 @@ function configDifferences(runs) {
   const values = runs.map((run) => new Map(run.config.map((entry) => [words(entry.key), words(entry.value)])));
   const keys = [...new Set(values.flatMap((own) => [...own.keys()]))];
   const differ = keys.filter((key) => values.some((own) => own.get(key) !== values[0].get(key)));
-  if (!differ.length) return [missing(`The settings of these runs do not differ (${keys.length} compared).`)];
+  if (!differ.length) return [missing(`These runs have the same settings (${keys.length} compared).`)];
   return [h("p", { class: "note" }, `${differ.length} of ${keys.length} settings differ.`),
     sideBySide("Settings that differ", runs, differ.map((key) => [key, (run) => values[runs.indexOf(run)].get(key) ?? "not set"]))];
 }
@@ -316,8 +316,8 @@ function configDifferences(runs) {
 function eventsSection(runs) {
   return [perRun(runs, "Events", (run) => {
     const rows = [...remarks(run).map((message) => ({ kind: "remark", message })), ...run.events];
-    if (!rows.length) return missing("No events: events.jsonl gets checkpoints, evaluations and warnings.");
-    return dataTable({ caption: "What happened", rows, filter: rows.length > 12, columns: [
+    if (!rows.length) return missing("No events: checkpoints and warnings are logged to events.jsonl.");
+    return dataTable({ caption: "Events", rows, filter: rows.length > 12, columns: [
       { title: "update", numeric: true, value: (row) => row.update, cell: (row) => number(row.update) },
       { title: "kind", value: (row) => row.kind, cell: (row) => h("span", { class: row.kind === "warning" ? "badge bad" : row.kind === "remark" ? "badge" : null }, words(row.kind)) },
       { title: "message", value: (row) => words(row.message), cell: (row) => words(row.message), style: "long" },

@@ -1,4 +1,4 @@
-// Tables that sort by any column and keep the rows that contain what is typed.
+// Tables that sort by any column and can be filtered.
 
 const MOST_ROWS = 300;
 
@@ -32,7 +32,7 @@ function dataTable({ caption, columns, rows, filter, wide }) {
       index !== state.column ? "none" : state.descending ? "descending" : "ascending"));
     body.replaceChildren(...kept.slice(0, MOST_ROWS).map((row) => h("tr", {},
       columns.map((column) => h("td", { class: column.numeric ? "number" : column.style }, column.cell(row))))));
-    const beyond = kept.length > MOST_ROWS ? `; the first ${MOST_ROWS} are shown` : "";
+    const beyond = kept.length > MOST_ROWS ? `; showing the first ${MOST_ROWS}` : "";
     note.textContent = filter ? `${kept.length} of ${rows.length} rows${beyond}` : "";
   }
 
@@ -48,7 +48,7 @@ function compare(a, b) {
   return String(a ?? "").localeCompare(String(b ?? ""), "en", { numeric: true });
 }
 
-// Names down the side, one column per run; rows nobody has a value for are left out.
+// A row per name and a column per run, without rows that have no values.
 function sideBySide(caption, runs, rows) {
   const filled = rows.map(([name, value]) => [name, runs.map((run) => guardedText(() => value(run)))])
     .filter(([, values]) => values.some((value) => value !== ""));
@@ -67,7 +67,7 @@ function guardedText(say) {
   }
 }
 
-// Bars made of parts, one per run, on a common scale.
+// Stacked bars, one per run, on a common scale.
 function stackedBars({ label, runs, parts, total, say, mark }) {
   const largest = Math.max(...runs.map((run) => Math.max(total(run), mark ? mark(run) || 0 : 0)), 1e-30);
   const bars = runs.map((run) => {

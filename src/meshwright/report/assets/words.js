@@ -1,4 +1,4 @@
-// Numbers the way people read them.
+// Formats numbers for reading.
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
@@ -53,9 +53,9 @@ function words(value) {
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
-// What is known about metrics: the title of the chart, how its values are said, whether its axis
-// starts at zero (a wobble would otherwise look like a crash), whether smoothing would lie, and
-// whether the first value, which holds what is done once, is no measure for the others.
+// How to show metrics: the chart's title, the format of its values (say), whether its axis starts
+// at zero, so that small variations look small (zero), whether it is never smoothed (exact), and
+// whether the first value is an outlier because of one-time work (settles).
 const METRICS = {
   loss: { title: "Loss", say: number },
   learning_rate: { title: "Learning rate", say: number, zero: true, exact: true },
@@ -63,7 +63,7 @@ const METRICS = {
   tokens_per_second: { title: "Tokens per second", say: count, zero: true },
   samples_per_second: { title: "Samples per second", say: count, zero: true },
   step_seconds: { title: "Time per update", say: seconds, zero: true, settles: true },
-  mfu: { title: "Model FLOPs utilisation", say: percent, zero: true },
+  mfu: { title: "Model FLOPs utilization", say: percent, zero: true },
   flops_per_second: { title: "FLOPs per second", say: count, zero: true },
   memory_bytes: { title: "Memory per device", say: bytes, zero: true, exact: true },
   input_wait_share: { title: "Share of time waiting for input", say: percent, zero: true },
