@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.compiled.collectives import ring_bytes
-from meshwright.program.backward import read_again
+from meshwright.program.backward import weights_in_backward
 from meshwright.program.blocks.segments import Outer, cut, reads
 from meshwright.program.blocks.to_scan import casts_of
 from meshwright.program.jaxpr.equations import Literal
@@ -106,7 +106,7 @@ def _gathered_once(assembled: Assembled) -> set[int]:
     number |= {cast: number[leaf] for cast, leaf in casts.items()}
     once: set[int] = set()
     if assembled.plan.sharding.remat == "none":
-        once |= set(decision.gathers) - read_again(traced)
+        once |= set(decision.gathers) - weights_in_backward(traced)
     for piece in cut(jaxpr):
         if not isinstance(piece, Outer):
             continue

@@ -46,8 +46,8 @@ def test_gpt_is_rolled_in_bf16():
 
 def test_layouts_translate_both_ways():
     with jax.enable_x64(False):
-        parts, traced = trace(Residuals, square_loss, vectors(), rolled=True)
-        values = parts.values(fill(Residuals))
+        model_leaves, traced = trace(Residuals, square_loss, vectors(), rolled=True)
+        values = model_leaves.values(fill(Residuals))
         there = traced.layout.from_canonical(values)
         back = traced.layout.to_canonical(there)
     assert [x.shape for x in there] == [leaf.shape for leaf in traced.leaves]

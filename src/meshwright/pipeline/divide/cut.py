@@ -64,7 +64,7 @@ def ordered_by_stage(cut: BlockCut, num_stages: int, num_chunks: int) -> BlockCu
     for stack in cut.stacks:
         if not stack.step.stacked:
             raise _one_array(stack.path, division)
-        steps[stack.number] = stack.step.in_rows(rows)
+        steps[stack.number] = stack.step.with_rows(rows)
     layout = replace(cut.traced.layout, step_leaves=tuple(steps))
     return _Cutter(replace(cut.traced, layout=layout), cut.position).cut()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.program.jaxpr.derivatives import OWN_DERIVATIVE, derivative_of
+from meshwright.program.jaxpr.derivatives import CUSTOM_DERIVATIVES, derivative_of
 from meshwright.program.jaxpr.equations import WITHOUT_RESULT, Equation, Literal, Var, aval_of
 
 Unit = Sequence[Equation]
@@ -63,7 +63,7 @@ def _source(atom: Any, results: dict[Var, int]) -> int | None:
 
 def _other_param(left: Equation, right: Equation) -> str | None:
     """Return the name of a parameter in which two equations differ."""
-    own_derivative = left.primitive.name in OWN_DERIVATIVE
+    own_derivative = left.primitive.name in CUSTOM_DERIVATIVES
     if left.params.keys() != right.params.keys():
         return "set of parameters"
     for key, value in left.params.items():
