@@ -20,7 +20,7 @@ from meshwright.pipeline.pipeline_report import PipelineReport, pipeline_report
 from meshwright.pipeline.place import decide_own, decide_stages, pipelined_loss
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
-from meshwright.program.evaluate.dependencies import only_for
+from meshwright.program.evaluate.dependencies import select_outputs
 from meshwright.program.on_mesh.local_forward import LocalDraws, local_forward
 from meshwright.program.on_mesh.mesh_forward import Forward
 from meshwright.program.on_mesh.remat import choose_remat
@@ -210,7 +210,7 @@ def _batch_statistic(traced: TracedLoss) -> str | None:
     outputs = len(traced.closed.jaxpr.outvars) - len(states)
     for number, leaf in enumerate(states, start=outputs):
         if leaf.variable == "BatchStat":
-            _, read = only_for(traced.closed, [number])
+            _, read = select_outputs(traced.closed, [number])
             if any(n >= len(traced.layout.step_leaves) for n in read):
                 return leaf.path
     return None

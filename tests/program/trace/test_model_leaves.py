@@ -106,7 +106,9 @@ def test_complex_weights_are_trained():
 
 
 def test_nothing_to_train_is_an_error_that_names_the_filter():
-    with pytest.raises(UserError, match=r"no trainable parameters\nnone of its 2 leaves.*BatchStat"):
+    with pytest.raises(
+        UserError, match=r"no trainable parameters\nnone of its 2 leaves.*BatchStat"
+    ):
         split_model(nnx.eval_shape(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0))), nnx.BatchStat)
 
 
