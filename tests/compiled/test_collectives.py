@@ -1,7 +1,7 @@
 """Collectives read from compiled programs, against the closed forms of ring algorithms.
 
 Run as a program with a number of virtual devices, this file prints the figures of its steps on
-that many: `python tests/program/test_collectives.py 64`.
+that many: `python tests/compiled/test_collectives.py 64`.
 """
 
 import json
@@ -404,7 +404,7 @@ def test_an_all_reduce_sliced_over_some_axes_is_a_scatter_and_a_smaller_all_redu
     ]
 
 
-def test_equal_axes_are_told_apart_by_who_takes_which_slice() -> None:
+def test_axes_of_equal_size_are_distinguished_by_who_takes_which_slice() -> None:
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
     inner = written(offsets("{0, 32, 0, 32, 0, 32, 0, 32}", "{}", size=32))
     outer = written(offsets("{0, 0, 0, 0, 32, 32, 32, 32}", "{}", size=32))
@@ -441,7 +441,7 @@ def test_an_all_reduce_that_is_also_used_whole_stays_one() -> None:
     assert parts(text, {"fsdp": 8}) == [("all-reduce", ("fsdp",), WHOLE)]
 
 
-def test_slices_by_a_loop_counter_are_no_scatter() -> None:
+def test_slices_by_a_loop_counter_are_not_a_scatter() -> None:
     text = written("""
   ar = f32[64,4]{1,0} all-reduce(p), replica_groups={}, to_apply=add
   row = s32[] parameter(1)
@@ -529,7 +529,7 @@ def test_an_async_all_reduce_that_is_sliced_is_a_reduce_scatter() -> None:
     assert parts(text, {"fsdp": 8}) == [("reduce-scatter", ("fsdp",), WHOLE)]
 
 
-def test_a_gather_without_a_module_belongs_to_what_it_is_for() -> None:
+def test_a_gather_without_a_module_belongs_to_the_module_that_reads_it() -> None:
     text = written("""
   ag = f32[512,4]{1,0} all-gather(p), replica_groups={}, dimensions={0}, metadata={op_name="p"}
   flat = f32[2048]{0} reshape(ag), metadata={op_name="jit(f)/reshape"}

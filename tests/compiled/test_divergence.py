@@ -1,4 +1,4 @@
-"""Permutes that only some devices come to are found, and no others."""
+"""Permutes that some devices may not reach are found, and no others."""
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ def found(function, axis):
 
 
 @pytest.mark.parametrize("function", [in_a_branch, in_a_loop_of_unknown_length])
-def test_what_only_some_devices_come_to_is_found(function):
+def test_a_permute_that_some_devices_may_not_reach_is_found(function):
     (exchange,) = found(function, "fsdp")
     assert exchange.operation == "ppermute"
     assert found(function, "pipe") == []
@@ -54,5 +54,5 @@ def test_its_module_is_named():
 
 
 @pytest.mark.parametrize("function", [moved, in_a_known_loop])
-def test_what_all_devices_come_to_is_not(function):
+def test_a_permute_that_all_devices_reach_is_not(function):
     assert found(function, "fsdp") == []

@@ -157,7 +157,7 @@ def test_stages_send_what_their_table_has_and_no_minimum_is_claimed():
     assembled = assemble(model, square_loss, optax.sgd(0.1), plan, batch, devices=devices)
     ledger = make_ledger(assembled, batch)
     # Each stage has one block, whose gradients are reduced once per microbatch; in 10 ticks.
-    block = sum(leaf.nbytes for leaf in assembled.parts.leaves) // 2
+    block = sum(leaf.nbytes for leaf in assembled.model_leaves.leaves) // 2
     assert 0 <= ledger.axes["data"].sent_bytes - count * block < 64
     # One of two stages hands on, the other back: two samples of each microbatch on each device.
     (handed,) = [line for line in ledger.lines if line.kind == "collective-permute"]

@@ -38,10 +38,10 @@ def dots(closed):
 
 
 def trace(build, loss, batch, compute_dtype=None, *, trainable=nnx.Param, rolled=False):
-    """Trace a loss; return the model's parts and the traced loss (rolled if asked for)."""
-    parts = split_model(nnx.eval_shape(build), trainable)
-    traced = trace_loss(loss, parts, batch, compute_dtype)
-    return parts, roll_program(traced).traced if rolled else traced
+    """Trace a loss; return the model's leaves and the traced loss (rolled if asked for)."""
+    model_leaves = split_model(nnx.eval_shape(build), trainable)
+    traced = trace_loss(loss, model_leaves, batch, compute_dtype)
+    return model_leaves, roll_program(traced).traced if rolled else traced
 
 
 QUICK = {"xla_backend_optimization_level": 0}

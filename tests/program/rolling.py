@@ -20,9 +20,9 @@ def results(traced, values, batch):
 def check(build, loss, batch, *, stacked=True, compute=None, trainable=nnx.Param, remarks=()):
     """Compare rolled with unrolled on the same values; return the rolled program."""
     with jax.enable_x64(False):
-        parts, unrolled = trace(build, loss, batch, compute, trainable=trainable)
+        model_leaves, unrolled = trace(build, loss, batch, compute, trainable=trainable)
         result = roll_program(unrolled)
-        values = parts.values(fill(build))
+        values = model_leaves.values(fill(build))
     assert result.remarks == remarks
     assert any(s.stacked for s in result.traced.layout.step_leaves) is stacked
     expected = results(unrolled, values, batch)

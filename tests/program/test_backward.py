@@ -7,7 +7,7 @@ from flax import nnx
 from program.programs import trace
 from small_models import WIDTH, Residuals, square_loss, vectors
 
-from meshwright.program.backward import read_again
+from meshwright.program.backward import weights_in_backward
 
 
 class Chain(nnx.Module):
@@ -30,16 +30,16 @@ class Chain(nnx.Module):
 def found(build, **options):
     _, traced = trace(build, square_loss, vectors(), **options)
     steps = traced.layout.step_leaves
-    return {steps[number].leaf.path for number in read_again(traced)}
+    return {steps[number].leaf.path for number in weights_in_backward(traced)}
 
 
 @pytest.mark.parametrize("compute", [None, jnp.bfloat16])
-def test_factors_are_read_again_where_what_they_multiply_has_a_gradient(compute):
+def test_a_factor_is_read_if_what_it_multiplies_has_a_gradient(compute):
     # d(x·A) needs x alone; d(y·s) needs y and s; sums and lookups need nothing; d(exp c) needs c.
     assert found(Chain, compute_dtype=compute) == {"scale", "b.kernel", "c"}
 
 
-def test_what_is_multiplied_by_untrained_values_is_not_read_again():
+def test_a_factor_of_untrained_values_is_not_read():
     only = nnx.All(nnx.Param, nnx.PathContains("b"))
     # A loop's first turn is given no gradient, its second is.
     assert found(Chain, trainable=only) == {"b.kernel"}

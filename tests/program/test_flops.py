@@ -95,14 +95,14 @@ def test_a_network_without_loops_counts_as_xla_counts_its_products():
 
 def gpt_loss(batch: int, length: int, **settings):
     model = nnx.eval_shape(lambda: GPT(rngs=nnx.Rngs(0), **settings))
-    parts = split_model(model, nnx.Param)
+    model_leaves = split_model(model, nnx.Param)
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-    return parts, trace_loss(lambda m, b: m(b).mean(), parts, tokens)
+    return model_leaves, trace_loss(lambda m, b: m(b).mean(), model_leaves, tokens)
 
 
 def test_a_gpt_needs_six_operations_per_weight_and_token_plus_attention():
     hidden, blocks, vocabulary, batch, length = 32, 3, 64, 4, 16
-    parts, traced = gpt_loss(
+    model_leaves, traced = gpt_loss(
         batch,
         length,
         vocab_size=vocabulary,
@@ -112,7 +112,9 @@ def test_a_gpt_needs_six_operations_per_weight_and_token_plus_attention():
         context_length=length,
         dropout=0.0,
     )
-    kernels = [leaf for leaf in parts.leaves if len(leaf.shape) > 1 and "blocks" in leaf.path]
+    kernels = [
+        leaf for leaf in model_leaves.leaves if len(leaf.shape) > 1 and "blocks" in leaf.path
+    ]
     weights = sum(int(np.prod(leaf.shape)) for leaf in kernels) + vocabulary * hidden
     tokens = batch * length
     attention = blocks * 12 * tokens * length * hidden

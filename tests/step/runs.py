@@ -58,7 +58,9 @@ class Run:
 
 def on_mesh(assembled, model, batches):
     """Run the step, one update for each batch, in float64 if it was assembled wide."""
-    state = assembled.start([jax.device_get(v) for v in map(widen, assembled.parts.values(model))])
+    state = assembled.start(
+        [jax.device_get(v) for v in map(widen, assembled.model_leaves.values(model))]
+    )
     run = quick(lambda state, batch: assembled.step(state, batch))
     losses, metrics = [], {}
     for batch in batches:
@@ -140,7 +142,7 @@ def on_one_device(assembled, model, batches, *, optimizer=None):
         updates, state = transformation.update(grads, state, params)
         return optax.apply_updates(params, updates), rest, state, totals / weights
 
-    values = [jax.device_get(v) for v in map(widen, assembled.parts.values(model))]
+    values = [jax.device_get(v) for v in map(widen, assembled.model_leaves.values(model))]
     params, rest = split(values, "param"), split(values, "state")
     state = transformation.init(params)
     losses = []

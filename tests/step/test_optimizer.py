@@ -93,8 +93,8 @@ def program(rolled):
 @functools.cache
 def values():
     with jax.enable_x64(False):
-        parts, _ = program(rolled=False)
-        start = parts.values(fill(Layers))
+        model_leaves, _ = program(rolled=False)
+        start = model_leaves.values(fill(Layers))
     gradients = [
         [np.float64(numbers(*p.shape, seed=97 * u + n)) for n, p in enumerate(start)]
         for u in range(UPDATES)
@@ -123,8 +123,8 @@ def nested(paths, leaves):
 @functools.cache
 def expected(name):
     """Return the parameters after some updates, by optax alone."""
-    parts, _ = program(rolled=False)
-    paths = [leaf.path for leaf in parts.leaves]
+    model_leaves, _ = program(rolled=False)
+    paths = [leaf.path for leaf in model_leaves.leaves]
     start, gradients = values()
     transformation = ALL[name]()
 

@@ -51,13 +51,13 @@ class Collective:
             ``collective-permute`` (rarely ``ragged-all-to-all`` or ``collective-broadcast``).
         axes: the mesh axes it runs over, or ``IRREGULAR``.
         group_size: devices that take part in one exchange.
-        count: how often one run of the program does it, loops multiplied in.
+        count: how often it runs in one run of the program, iterations of loops included.
         count_is_known: False inside a loop of unknown length (counted once) or a conditional
             (the branch that sends most is counted).
-        payload_bytes: the whole logical value, once: an all-gather's output, a reduce-scatter's
-            input, what one device holds for the others.
+        payload_bytes: size of the whole logical value: an all-gather's output, a reduce-scatter's
+            input, what one device sends in an all-to-all or a permute.
         dtype: XLA's name of the element type.
-        module: path of the module it belongs to; empty when outside every module.
+        module: path of the module it belongs to; empty if it belongs to none.
         phase: a guess from the op name.
         name: the HLO instruction.
         op_name: where it comes from in the traced program.
@@ -89,33 +89,33 @@ def ring_bytes(kind: str, payload_bytes: float, group_size: int) -> float:
 def read_collectives(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[Collective]:
     """List the collectives of a program partitioned over ``mesh_axes`` (ordered, row-major ids).
 
-    Give it ``CompiledProgram.partitioned`` for bytes, dtypes and modules; it reads optimized text
-    as well, where combined collectives come out one by one. An all-reduce of which every device
-    only keeps its own slice is a reduce-scatter written by a compiler that has none: it is listed
-    as one, over the axes that slice it, with an all-reduce of the slice over the others. Partial
-    sums of one value that are reduced one by one and then added are listed as one reduction, which
-    is what the GPU compiler makes of them (benchmarks/results/gpu_reductions.json).
+    Bytes, dtypes and modules are exact for ``CompiledProgram.partitioned``. Optimized text works
+    too; its combined collectives are listed one by one. Compilers without a reduce-scatter write an
+    all-reduce of which every device keeps only its own slice: it is listed as a reduce-scatter over
+    the axes that slice it, plus an all-reduce of the slice over the other axes. Partial sums that
+    are reduced one by one and then added are listed as one reduction, because the GPU compiler
+    merges them (benchmarks/results/gpu_reductions.json).
     """
     program = parse_hlo(hlo_text)
     sizes = tuple(mesh_axes.values())
     if program.num_partitions not in (1, math.prod(sizes)):
         raise UserError(
             f"the program is for {program.num_partitions} devices, the mesh for {math.prod(sizes)}",
-            fix="give the axes of the mesh it was compiled for",
+            fix="pass the axes of the mesh it was compiled for",
         )
     return _Reader(program, MeshAxes(tuple(mesh_axes), sizes)).read(Scope(program.entry), 1, True)
 
 
 def phase_of(op_name: str) -> Phase:
-    """Guess the part of a training step: differentiation leaves its name on what it traces."""
+    """Guess the phase of a training step from the marks differentiation leaves in op names."""
     if "transpose(" in op_name:
         return "backward"
     return "forward" if "jvp(" in op_name or module_of(op_name) else "update"
 
 
 @dataclass(frozen=True)
-class _Exchanged:
-    """One value that a collective instruction exchanges; a combined one has several."""
+class _ExchangedValue:
+    """One value that a collective instruction exchanges; a combined collective has several."""
 
     position: int | None
     dtype: str
@@ -131,71 +131,72 @@ class _Reader:
     mesh: MeshAxes
 
     def read(self, scope: Scope, count: int, known: bool) -> list[Collective]:
-        found: list[Collective] = []
+        """List the collectives of a computation that runs ``count`` times, if that is known."""
+        collectives: list[Collective] = []
         sums = merged_sums(scope.computation, self._participants)
         for instruction in scope.computation.instructions:
             opcode = instruction.opcode
             if opcode.removesuffix("-start") in _SENT:
-                total = sums.get(instruction.name, instruction)
-                if total is not None:
-                    found += self._collectives(scope, instruction, total, count, known)
+                result = sums.get(instruction.name, instruction)
+                if result is not None:
+                    collectives += self._collectives(scope, instruction, result, count, known)
             elif opcode == "while":
                 trips = trip_count(self.program, scope.computation, instruction)
                 times = count * (1 if trips is None else trips)
-                for part in self.program.called_by(instruction, "condition", "body"):
-                    inner = Scope(part, scope, instruction)
-                    found += self.read(inner, times, known and trips is not None)
+                for called in self.program.called_by(instruction, "condition", "body"):
+                    inner = Scope(called, scope, instruction)
+                    collectives += self.read(inner, times, known and trips is not None)
             elif opcode == "conditional":
-                found += self._heaviest_branch(scope, instruction, count)
+                collectives += self._heaviest_branch(scope, instruction, count)
             elif opcode in ("call", "fusion", "async-start"):
-                for part in self.program.called_by(instruction, "to_apply", "calls"):
-                    found += self.read(Scope(part, scope, instruction), count, known)
-        return found
+                for called in self.program.called_by(instruction, "to_apply", "calls"):
+                    collectives += self.read(Scope(called, scope, instruction), count, known)
+        return collectives
 
     def _heaviest_branch(
         self, scope: Scope, instruction: Instruction, count: int
     ) -> list[Collective]:
         roles = ("branch_computations", "true_computation", "false_computation")
         branches = self.program.called_by(instruction, *roles)
-        lists = [self.read(Scope(part, scope, instruction), count, False) for part in branches]
-        return max(lists, key=lambda found: sum(c.sent_bytes for c in found), default=[])
+        lists = [self.read(Scope(branch, scope, instruction), count, False) for branch in branches]
+        return max(lists, key=lambda branch: sum(c.sent_bytes for c in branch), default=[])
 
     def _collectives(
-        self, scope: Scope, instruction: Instruction, total: Instruction, count: int, known: bool
+        self, scope: Scope, instruction: Instruction, result: Instruction, count: int, known: bool
     ) -> list[Collective]:
-        """One collective per operand, so that combined ones keep their bytes and modules.
+        """Return one collective per operand, each with its own bytes and module.
 
-        ``total`` is where its result is complete: itself, or the sum it is a part of.
+        ``result`` holds the complete value: the instruction itself, or the sum it is a term of.
         """
         kind = instruction.opcode.removesuffix("-start")
         axes, groups = self._participants(instruction)
         size = len(groups[0]) if axes == IRREGULAR else self.mesh.size(axes)
         if size == 1:
             return []
-        found: list[Collective] = []
-        for value in _exchanged(scope.computation, instruction, kind):
+        collectives: list[Collective] = []
+        for value in _exchanged_values(scope.computation, instruction, kind):
             payload = value.bytes * size if kind == "all-gather" else value.bytes
             parts = [(kind, axes, size, payload)]
             if kind == "all-reduce":
-                scatter = self._scatter_axes(scope, total, value.position, axes, groups)
+                scatter = self._scatter_axes(scope, result, value.position, axes, groups)
                 parts = self._as_scatter(axes, size, payload, scatter)
-            found += [
+            collectives += [
                 Collective(
-                    kind=part,
-                    axes=over,
-                    group_size=among,
+                    kind=part_kind,
+                    axes=part_axes,
+                    group_size=part_size,
                     count=count,
                     count_is_known=known,
-                    payload_bytes=held,
+                    payload_bytes=part_bytes,
                     dtype=value.dtype,
                     module=module_of(value.op_name),
                     phase=phase_of(value.op_name),
                     name=instruction.name,
                     op_name=value.op_name,
                 )
-                for part, over, among, held in parts
+                for part_kind, part_axes, part_size, part_bytes in parts
             ]
-        return found
+        return collectives
 
     def _participants(self, instruction: Instruction) -> tuple[tuple[str, ...], Groups]:
         if pairs := instruction.attributes.get("source_target_pairs"):
@@ -203,7 +204,7 @@ class _Reader:
             return self.mesh.moved(groups), groups
         text = instruction.attributes.get("replica_groups", "")
         if "device_ids" in instruction.attributes:
-            # The named notation has a comma of its own, at which attributes are split.
+            # The named notation contains a comma, at which attributes were split.
             text += ", device_ids=" + instruction.attributes["device_ids"]
         groups = parse_replica_groups(text, self.mesh.num_devices)
         return self.mesh.spanned(groups), groups
@@ -211,7 +212,7 @@ class _Reader:
     def _as_scatter(
         self, axes: tuple[str, ...], size: int, payload: int, scatter: tuple[str, ...]
     ) -> list[tuple[str, tuple[str, ...], int, int]]:
-        """The kinds an all-reduce counts as when its result is sliced over ``scatter``."""
+        """Return what an all-reduce counts as if its result is sliced over ``scatter``."""
         if not scatter:
             return [("all-reduce", axes, size, payload)]
         if scatter == axes:
@@ -231,7 +232,7 @@ class _Reader:
         axes: tuple[str, ...],
         groups: Groups,
     ) -> tuple[str, ...]:
-        """The axes over which every use of an all-reduce's result takes only its own slice."""
+        """Return the axes over which every use of an all-reduce takes only the device's slice."""
         starts = [instruction]
         if position is not None:
             starts = _readers_of(scope.computation, instruction, position)
@@ -240,37 +241,39 @@ class _Reader:
             slices = slices_of(self.program, scope, start)
             if slices is None:
                 return ()
-            choices |= {self._sliced_over(where, cut, axes, groups) for where, cut in slices}
+            choices |= {self._sliced_over(inner, part, axes, groups) for inner, part in slices}
         return choices.pop() if len(choices) == 1 else ()
 
     def _sliced_over(
-        self, scope: Scope, cut: Instruction, axes: tuple[str, ...], groups: Groups
+        self, scope: Scope, part: Instruction, axes: tuple[str, ...], groups: Groups
     ) -> tuple[str, ...]:
-        """The axes whose devices take different slices that together are the whole."""
-        whole = scope.computation.by_name[cut.operands[0]].shape.size
-        parts = whole // cut.shape.size
-        if parts == 1:
+        """Return the axes whose devices take different slices that together are the whole value."""
+        whole = scope.computation.by_name[part.operands[0]].shape.size
+        num_parts = whole // part.shape.size
+        if num_parts == 1:
             return ()
         try:
             offsets = [
-                value_on_devices(self.program, scope, o, self.mesh) for o in cut.operands[1:]
+                value_on_devices(self.program, scope, o, self.mesh) for o in part.operands[1:]
             ]
         except ElidedError:
-            return self._axes_of_size(axes, parts, groups)
+            return self._axes_of_size(axes, num_parts, groups)
         except UnknownError:
             return ()
         per_device = [np.broadcast_to(o.reshape(-1), self.mesh.num_devices) for o in offsets]
-        where = list(zip(*(o.tolist() for o in per_device), strict=True))
-        if parts == len(groups[0]) and all(len({where[i] for i in g}) == parts for g in groups):
+        starts = list(zip(*(o.tolist() for o in per_device), strict=True))
+        if num_parts == len(groups[0]) and all(
+            len({starts[device] for device in group}) == num_parts for group in groups
+        ):
             return axes
         sliced = {axis for o in per_device for axis in self.mesh.varying(o)}
         chosen = tuple(axis for axis in axes if axis in sliced)
         if axes == IRREGULAR or not sliced <= set(axes):
             return ()
-        return chosen if self.mesh.size(chosen) == parts == len(set(where)) else ()
+        return chosen if self.mesh.size(chosen) == num_parts == len(set(starts)) else ()
 
     def _axes_of_size(self, axes: tuple[str, ...], size: int, groups: Groups) -> tuple[str, ...]:
-        """The only choice among ``axes`` with ``size`` devices, for text without offset tables."""
+        """Return the one choice of axes with ``size`` devices, for text without offset tables."""
         if size == len(groups[0]):
             return axes
         if axes == IRREGULAR:
@@ -280,59 +283,59 @@ class _Reader:
         return fitting[0] if len(fitting) == 1 else ()
 
 
-def _exchanged(
+def _exchanged_values(
     computation: Computation, instruction: Instruction, kind: str
-) -> Iterable[_Exchanged]:
-    """The values a collective exchanges, sized by its operands.
+) -> Iterable[_ExchangedValue]:
+    """Return the values a collective exchanges, with the sizes of its operands.
 
-    Results differ between plain, async and combined forms; operands do not.
+    Unlike results, operands are the same in plain, async and combined collectives.
     """
     producers = [computation.by_name[operand] for operand in instruction.operands]
-    own = instruction.op_name
+    op_name = instruction.op_name
     if kind.endswith("all-to-all"):
         # Several operands are the pieces of one value (ragged: the data, then offsets and sizes).
         pieces = producers[:1] if kind.startswith("ragged") else producers
         size = sum(piece.shape.bytes for piece in pieces)
-        return [_Exchanged(None, pieces[0].shape.dtype, size, own or pieces[0].op_name)]
-    if kind == "all-gather" and not module_of(own):
-        own = _purpose(computation, instruction) or own
+        return [_ExchangedValue(None, pieces[0].shape.dtype, size, op_name or pieces[0].op_name)]
+    if kind == "all-gather" and not module_of(op_name):
+        op_name = _reader_op_name(computation, instruction) or op_name
     if len(producers) == 1:
         shape = producers[0].shape
-        return [_Exchanged(None, shape.dtype, shape.bytes, own or producers[0].op_name)]
-    # A combined collective carries one op name, or a blend of all; each producer has its own.
+        return [_ExchangedValue(None, shape.dtype, shape.bytes, op_name or producers[0].op_name)]
+    # A combined collective has one op name, or all of them joined; each producer has its own.
     return [
-        _Exchanged(position, producer.shape.dtype, producer.shape.bytes, producer.op_name or own)
-        for position, producer in enumerate(producers)
+        _ExchangedValue(position, p.shape.dtype, p.shape.bytes, p.op_name or op_name)
+        for position, p in enumerate(producers)
     ]
 
 
-def _purpose(computation: Computation, gather: Instruction) -> str:
-    """The op name of the module that a gathered value is for.
+def _reader_op_name(computation: Computation, gather: Instruction) -> str:
+    """Return the op name of the first module that reads a gathered value.
 
-    Newer compilers name a gather after what it gathers, which for a weight is outside modules.
+    Newer compilers name a gather after its operand, and a weight belongs to no module.
     """
     for user in computation.users[gather.name]:
         if module_of(user.op_name):
             return user.op_name
         passes_on = user.opcode in (*REARRANGES, "all-gather-done", "get-tuple-element")
-        if passes_on and (found := _purpose(computation, user)):
-            return found
+        if passes_on and (op_name := _reader_op_name(computation, user)):
+            return op_name
     return ""
 
 
 def _readers_of(
     computation: Computation, instruction: Instruction, position: int
 ) -> list[Instruction]:
-    """What reads element ``position`` of a tuple (through the ``-done`` of an async one)."""
-    found: list[Instruction] = []
+    """Return what reads element ``position`` of a tuple, through the ``-done`` of an async one."""
+    readers: list[Instruction] = []
     for user in computation.users[instruction.name]:
         if user.opcode == "get-tuple-element":
-            found += [user] if int(user.attributes["index"]) == position else []
+            readers += [user] if int(user.attributes["index"]) == position else []
         elif user.opcode.endswith("-done"):
-            found += _readers_of(computation, user, position)
+            readers += _readers_of(computation, user, position)
         else:
             return [instruction]
-    return found
+    return readers
 
 
 def merged_sums(
@@ -340,41 +343,45 @@ def merged_sums(
 ) -> dict[str, Instruction | None]:
     """Find all-reduces over the same devices whose results are only added to each other.
 
-    Returns, by name, the sum for the first all-reduce of each such group and None for the others;
-    all-reduces that stand alone are left out.
+    Returns:
+        by name of the all-reduce, the sum for the first of each such group and None for the rest;
+        all-reduces whose results are used in other ways are not included.
     """
     merged: dict[str, Instruction | None] = {}
-    inside: set[str] = set()
+    nested: set[str] = set()
     for instruction in reversed(computation.instructions):
-        if instruction.opcode != "add" or instruction.name in inside:
+        if instruction.opcode != "add" or instruction.name in nested:
             continue
-        parts = _parts_of_sum(computation, instruction, inside)
-        if parts is None or len({(part.shape, participants(part)) for part in parts}) > 1:
+        terms = _terms_of_sum(computation, instruction, nested)
+        if terms is None or len({(term.shape, participants(term)) for term in terms}) > 1:
             continue
-        first, *others = parts
+        first, *others = terms
         merged[first.name] = instruction
-        merged |= dict.fromkeys((part.name for part in others), None)
+        merged |= dict.fromkeys((term.name for term in others), None)
     return merged
 
 
-def _parts_of_sum(
-    computation: Computation, total: Instruction, inside: set[str]
+def _terms_of_sum(
+    computation: Computation, total: Instruction, nested: set[str]
 ) -> list[Instruction] | None:
-    """The all-reduces a sum consists of; None if it has another part or one is used elsewhere."""
-    parts: list[Instruction] = []
+    """Return the all-reduces a sum adds up; None if it has other terms, or one is used elsewhere.
+
+    Additions inside the sum are added to ``nested``.
+    """
+    terms: list[Instruction] = []
     for name in total.operands:
-        part = computation.by_name[name]
-        if len(computation.users[name]) != 1 or part.is_root:
+        term = computation.by_name[name]
+        if len(computation.users[name]) != 1 or term.is_root:
             return None
-        while part.opcode == "copy":
-            part = computation.by_name[part.operands[0]]
-            if len(computation.users[part.name]) != 1:
+        while term.opcode == "copy":
+            term = computation.by_name[term.operands[0]]
+            if len(computation.users[term.name]) != 1:
                 return None
-        if part.opcode == "all-reduce" and len(part.operands) == 1:
-            parts.append(part)
-        elif part.opcode == "add" and (found := _parts_of_sum(computation, part, inside)):
-            inside.add(name)
-            parts += found
+        if term.opcode == "all-reduce" and len(term.operands) == 1:
+            terms.append(term)
+        elif term.opcode == "add" and (inner := _terms_of_sum(computation, term, nested)):
+            nested.add(name)
+            terms += inner
         else:
             return None
-    return parts
+    return terms

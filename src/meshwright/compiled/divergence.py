@@ -1,4 +1,4 @@
-"""Exchanges that devices may come to at different times, or not at all."""
+"""Collective-permutes that some devices may reach later than others, or never."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Exchange:
     """A collective-permute in a branch or in a loop of unknown length.
 
     Attributes:
-        module: path of the module it belongs to; empty when outside every module.
+        module: path of the module it belongs to; empty if it belongs to none.
         operation: the operation of the traced program it comes from.
     """
 
@@ -26,14 +26,14 @@ class Exchange:
 
 
 def divergent_permutes(hlo_text: str, mesh_axes: Mapping[str, int], axis: str) -> list[Exchange]:
-    """Return the permutes that not all devices may come to, other than those along ``axis``.
+    """Return the permutes that some devices may not reach, except those along ``axis``.
 
-    All devices of a program wait for each other in a collective-permute, whoever it moves values
-    between. Devices at different places of ``axis`` take different branches.
+    In a collective-permute all devices of a program wait for each other, including those that send
+    nothing. Devices at different positions along ``axis`` take different branches.
     """
     program = parse_hlo(hlo_text)
     mesh = MeshAxes(tuple(mesh_axes), tuple(mesh_axes.values()))
-    found: dict[Exchange, None] = {}
+    permutes: dict[Exchange, None] = {}
     for instruction in _divergent(program, program.entry, inside=False):
         if instruction.opcode.removesuffix("-start") != "collective-permute":
             continue
@@ -41,8 +41,8 @@ def divergent_permutes(hlo_text: str, mesh_axes: Mapping[str, int], axis: str) -
         groups = parse_replica_groups(pairs, mesh.num_devices)
         if axis not in mesh.moved(groups):
             operation = instruction.op_name.rpartition("/")[2]
-            found[Exchange(module_of(instruction.op_name), operation)] = None
-    return list(found)
+            permutes[Exchange(module_of(instruction.op_name), operation)] = None
+    return list(permutes)
 
 
 def _divergent(
@@ -59,13 +59,14 @@ def _divergent(
 def _called(
     program: Program, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[Computation, bool]]:
+    """Yield the computations an instruction calls, and whether devices may diverge in them."""
     if instruction.opcode == "while":
         diverges = trip_count(program, computation, instruction) is None
-        for part in program.called_by(instruction, "condition", "body"):
-            yield part, diverges
+        for called in program.called_by(instruction, "condition", "body"):
+            yield called, diverges
     elif instruction.opcode == "conditional":
-        for part in program.called_by(instruction, *_BRANCHES):
-            yield part, True
+        for branch in program.called_by(instruction, *_BRANCHES):
+            yield branch, True
     elif instruction.opcode in ("call", "fusion", "async-start"):
-        for part in program.called_by(instruction, "to_apply", "calls"):
-            yield part, False
+        for called in program.called_by(instruction, "to_apply", "calls"):
+            yield called, False

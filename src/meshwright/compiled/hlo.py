@@ -25,7 +25,7 @@ class Shape:
     Attributes:
         dtype: XLA's name (``f32``, ``bf16``, ``s32``, ``pred``, ``token``), or ``tuple``.
         dims: sizes of the array's dims; a bounded dynamic dim counts as its bound.
-        layout: what stands in the braces after the dims, empty when nothing does.
+        layout: the text in braces after the dims, if any.
         elements: the shapes in a tuple.
     """
 
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Logical bytes: no padding of tiles; a tuple has those of its elements."""
+        """Logical bytes, without the padding of tiles; for a tuple, the sum of its elements."""
         if self.dtype == "tuple":
             return sum(element.bytes for element in self.elements)
         return -(-self.size * dtype_bits(self.dtype) // 8)
@@ -93,7 +93,7 @@ class Computation:
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
                 users.setdefault(operand, []).append(instruction)
-        return {name: tuple(found) for name, found in users.items()}
+        return {name: tuple(readers) for name, readers in users.items()}
 
     @cached_property
     def parameters(self) -> Mapping[int, Instruction]:
@@ -116,7 +116,7 @@ class Program:
     num_partitions: int
 
     def called_by(self, instruction: Instruction, *roles: str) -> list[Computation]:
-        """The computations an instruction calls in the given roles, in the order written."""
+        """Return the computations an instruction calls in these roles, in the order written."""
         names = [name for role in roles for name in instruction.called.get(role, ())]
         return [self.computations[name] for name in names]
 
@@ -164,7 +164,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def trip_count(program: Program, caller: Computation, loop: Instruction) -> int | None:
-    """How often a ``while`` in ``caller`` runs its body; None when the text does not say.
+    """Return how often a ``while`` in ``caller`` runs its body; None if the text does not say.
 
     Optimized text carries ``known_trip_count``. Text from before the optimizer does not, so the
     count is read from a counter that starts at a constant, grows by a constant, and is compared
@@ -195,11 +195,12 @@ def trip_count(program: Program, caller: Computation, loop: Instruction) -> int 
 class CompiledProgram:
     """A compiled step together with its text from before and after optimization.
 
-    The two texts answer different questions. ``partitioned`` is the program as the partitioner
-    left it: every collective with the dtype that was asked for, alone, under its own op name, after
-    duplicate and dead code is gone. It says *what is sent and why*, on any backend. ``optimized``
-    is what this backend runs: it says how many launches are left after combining. On CPU it has no
-    reduce-scatter, and bf16 collectives are widened to f32, so its bytes are not those of a GPU.
+    The two texts answer different questions. ``partitioned`` is the program right after the
+    partitioner: every collective on its own, with the dtype the program asked for and its own op
+    name, duplicate and dead code removed. It says *what is sent and why*, on any backend.
+    ``optimized`` is what this backend runs: it says how many launches are left after combining. On
+    CPU it has no reduce-scatter, and bf16 collectives are widened to f32, so its bytes are not
+    those of a GPU.
     """
 
     compiled: Any
@@ -214,7 +215,7 @@ class CompiledProgram:
 def compile_program(
     lowered: Any, compiler_options: Mapping[str, Any] | None = None
 ) -> CompiledProgram:
-    """Compile what ``jax.jit(f).lower(...)`` returned, once, keeping the partitioned text."""
+    """Compile what ``jax.jit(f).lower(...)`` returned, and save the partitioned text."""
     with tempfile.TemporaryDirectory(prefix="meshwright-hlo-") as folder, _no_compilation_cache():
         options = {
             **(compiler_options or {}),
@@ -241,15 +242,15 @@ def _unpartitioned(compiled: Any) -> str:
     if partitions > 1:
         raise EnvironmentProblem(
             f"the compiler did not write the partitioned program of {partitions} devices",
-            why="its option xla_dump_hlo_pass_re=spmd-partitioning left no file",
-            fix="read the optimized program instead, and compare only programs of this backend",
+            why="xla_dump_hlo_pass_re=spmd-partitioning produced no file",
+            fix="read the optimized program, and compare it only with others of this backend",
         )
     return text
 
 
 @contextmanager
 def _no_compilation_cache() -> Generator[None]:
-    """Keep JAX's on-disk cache out: its key ignores dump options, and a hit writes no dump."""
+    """Turn JAX's on-disk cache off: its key ignores dump options, and a hit writes no dump."""
     settings = jax.config.values
     if not (settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"]):
         yield
@@ -324,7 +325,7 @@ def _spell_out(body: dict[str, Instruction], operand: str) -> None:
 
 
 def _read_shape(text: str, at: int) -> tuple[Shape, int]:
-    """Read the shape at ``at``; returns it with the position after it."""
+    """Read the shape at ``at``; return it with the position after it."""
     while text[at] in " ,":
         at += 1
     if text[at] != "(":
@@ -374,11 +375,11 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _op_name(metadata: str) -> str:
-    found = _OP_NAME.search(metadata)
-    if not found or "\\" not in found[1]:
-        return found[1] if found else ""
-    # Quotes and the bytes of non-ASCII text come escaped as in C.
-    raw = found[1].encode("ascii", "backslashreplace").decode("unicode_escape")
+    match = _OP_NAME.search(metadata)
+    if not match or "\\" not in match[1]:
+        return match[1] if match else ""
+    # Quotes and the bytes of non-ASCII text are escaped as in C.
+    raw = match[1].encode("ascii", "backslashreplace").decode("unicode_escape")
     return raw.encode("latin-1", "replace").decode("utf-8", "replace")
 
 
@@ -386,6 +387,7 @@ _SAME_VALUE = ("copy", "convert", "bitcast", "reshape")
 
 
 def _resolve(computation: Computation, name: str) -> Instruction | None:
+    """Return the instruction a value comes from, through copies and casts."""
     instruction = computation.by_name.get(name)
     while instruction and instruction.opcode in _SAME_VALUE:
         instruction = computation.by_name.get(instruction.operands[0])
@@ -393,22 +395,23 @@ def _resolve(computation: Computation, name: str) -> Instruction | None:
 
 
 def _integer(computation: Computation, name: str) -> int | None:
-    found = _resolve(computation, name)
-    if found and found.opcode == "constant" and re.fullmatch(r"-?\d+", found.literal):
-        return int(found.literal)
+    source = _resolve(computation, name)
+    if source and source.opcode == "constant" and re.fullmatch(r"-?\d+", source.literal):
+        return int(source.literal)
     return None
 
 
 def _carried_index(computation: Computation, name: str) -> int | None:
-    """The position in the loop's tuple that ``name`` reads, if it reads just that."""
-    found = _resolve(computation, name)
-    if not found or found.opcode != "get-tuple-element":
+    """Return the index in the loop's tuple that ``name`` is an element of, if it is one."""
+    element = _resolve(computation, name)
+    if not element or element.opcode != "get-tuple-element":
         return None
-    source = _resolve(computation, found.operands[0])
-    return int(found.attributes["index"]) if source and source.opcode == "parameter" else None
+    state = _resolve(computation, element.operands[0])
+    return int(element.attributes["index"]) if state and state.opcode == "parameter" else None
 
 
 def _initial(caller: Computation, loop: Instruction, index: int | None) -> int | None:
+    """Return the constant that a loop starts with at ``index`` of its tuple."""
     start = _resolve(caller, loop.operands[0])
     if index is None or not start or start.opcode != "tuple":
         return None
@@ -418,7 +421,7 @@ def _initial(caller: Computation, loop: Instruction, index: int | None) -> int |
 def _invariant(
     caller: Computation, loop: Instruction, body: Computation, index: int | None
 ) -> int | None:
-    """The value at ``index`` if the body passes it on unchanged."""
+    """Return the value at ``index`` if the body does not change it."""
     if index is None or body.root.opcode != "tuple":
         return None
     unchanged = _carried_index(body, body.root.operands[index]) == index
@@ -426,7 +429,7 @@ def _invariant(
 
 
 def _counter_step(body: Computation, index: int | None) -> int | None:
-    """The positive constant that the body adds to the value at ``index``."""
+    """Return the positive constant that the body adds to the value at ``index``."""
     if index is None or body.root.opcode != "tuple":
         return None
     update = _resolve(body, body.root.operands[index])

@@ -1,4 +1,4 @@
-"""What a compiled program keeps in each device's memory."""
+"""How much memory a compiled program needs on each device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from meshwright.errors import EnvironmentProblem
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes per device, by what they hold.
+    """Bytes per device, by what they are used for.
 
     Attributes:
         argument: the inputs' shards (state and batch).
         output: the outputs' shards.
         alias: outputs that reuse the memory of a donated input; counted in both of the above.
-        temp: everything in between, activations and gathered weights included.
+        temp: everything else, such as activations and gathered weights.
     """
 
     argument: int
@@ -28,7 +28,7 @@ class MemoryUse:
     def total(self) -> int:
         """Bytes needed while the program runs.
 
-        Added up here because the compiler's own peak figure leaves out ``temp`` on CPU.
+        A sum, because the peak that the compiler reports does not include ``temp`` on CPU.
         """
         return self.argument + self.output - self.alias + self.temp
 

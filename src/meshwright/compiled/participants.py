@@ -17,7 +17,7 @@ PerDevice = np.ndarray[Any, np.dtype[Any]]
 """A value on every device: the first dim is the device, or 1 where all devices agree."""
 
 IRREGULAR = ("?",)
-"""The axes of a collective whose groups of devices are no product of mesh axes."""
+"""The axes of a collective whose groups of devices are not a product of mesh axes."""
 
 
 @lru_cache(maxsize=4096)
@@ -35,11 +35,11 @@ def parse_replica_groups(text: str, num_devices: int) -> Groups:
     if text.startswith("{"):
         return tuple(integers(group) for group in re.findall(r"\{([\d,\s]+)\}", text))
     shape, _, iota = text.partition("<=")
-    return _rows(_iota(iota).reshape(integers(shape)))
+    return _groups(_iota(iota).reshape(integers(shape)))
 
 
 def _mesh_groups(text: str) -> Groups:
-    """Groups along named axes of a mesh that XLA made up; ``'a':(p)s`` is a part of an axis."""
+    """Read groups along axes of a mesh named by XLA; ``'a':(p)s`` is part of an axis."""
     declared = re.search(r"mesh\[([^\]]*)\]", text)
     chosen = re.search(r"\{([^{}]*)\}\s*$", text)
     assert declared, f"unknown replica groups: {text}"
@@ -59,7 +59,7 @@ def _mesh_groups(text: str) -> Groups:
     grid = devices.reshape([size for _, _, size in factors])
     last = [factors.index(ref) for ref in refs]
     order = [i for i in range(len(factors)) if i not in last] + last
-    return _rows(grid.transpose(order).reshape(-1, math.prod(size for _, _, size in refs)))
+    return _groups(grid.transpose(order).reshape(-1, math.prod(size for _, _, size in refs)))
 
 
 def _device_ids(text: str) -> PerDevice:
@@ -73,12 +73,12 @@ def _iota(text: str) -> PerDevice:
     return (ids.transpose(integers(order)) if order else ids).reshape(-1)
 
 
-def _rows(grid: PerDevice) -> Groups:
+def _groups(grid: PerDevice) -> Groups:
     return tuple(tuple(int(i) for i in row) for row in grid)
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """The whole numbers in a text, in order."""
+    """Return the integers in a text, in order."""
     return tuple(int(number) for number in re.findall(r"-?\d+", text))
 
 
@@ -91,22 +91,22 @@ class MeshAxes:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the mesh."""
+        """Number of devices in the mesh."""
         return math.prod(self.sizes)
 
     def size(self, axes: Sequence[str]) -> int:
-        """Devices along these axes together."""
+        """Return the number of devices along these axes together."""
         return math.prod(self.sizes[self.names.index(axis)] for axis in axes)
 
     def varying(self, values: PerDevice) -> tuple[str, ...]:
-        """The axes along which per-device values differ."""
+        """Return the axes along which per-device values differ."""
         grid = np.broadcast_to(values, self.num_devices).reshape(self.sizes)
         return tuple(
             name for i, name in enumerate(self.names) if (grid != grid.take([0], axis=i)).any()
         )
 
     def spanned(self, groups: Groups) -> tuple[str, ...]:
-        """The axes that the groups run over; IRREGULAR when they are no product of axes."""
+        """Return the axes the groups run over; IRREGULAR if they are not a product of axes."""
         if max(map(max, groups)) >= self.num_devices:
             return IRREGULAR
         ids = np.arange(self.num_devices).reshape(self.sizes)
@@ -114,12 +114,12 @@ class MeshAxes:
         axes = [i for i, row in enumerate(coordinates) if len(set(row.tolist())) > 1]
         others = [i for i in range(len(self.names)) if i not in axes]
         size = math.prod(self.sizes[i] for i in axes)
-        expected = _rows(ids.transpose(others + axes).reshape(-1, size))
+        expected = _groups(ids.transpose(others + axes).reshape(-1, size))
         same = {frozenset(group) for group in groups} == {frozenset(group) for group in expected}
         return tuple(self.names[i] for i in axes) if same else IRREGULAR
 
     def moved(self, pairs: Groups) -> tuple[str, ...]:
-        """The axes along which (source, target) pairs of a permute move data."""
+        """Return the axes along which (source, target) pairs of a permute move data."""
         source, target = np.array(pairs).T
         if max(source.max(), target.max()) >= self.num_devices:
             return IRREGULAR

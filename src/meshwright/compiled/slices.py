@@ -1,4 +1,4 @@
-"""Where a value goes: the slices through which alone it is used, and what offsets they take."""
+"""Values that are used only through slices, and the offsets of these slices on every device."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ REARRANGES = ("bitcast", "reshape", "copy", "convert", "transpose", "all-reduce-
 def slices_of(
     program: Program, scope: Scope, value: Instruction
 ) -> list[tuple[Scope, Instruction]] | None:
-    """The dynamic slices through which alone a value is used; None when it is used otherwise."""
-    found: list[tuple[Scope, Instruction]] = []
-    further: list[tuple[Scope, Instruction]] = []
+    """Return the dynamic slices of a value; None if it is used in any other way."""
+    slices: list[tuple[Scope, Instruction]] = []
+    uses: list[tuple[Scope, Instruction]] = []
     if value.is_root:
         if not (scope.caller and scope.call and scope.call.opcode in ("fusion", "call")):
             return None
-        further.append((scope.caller, scope.call))
+        uses.append((scope.caller, scope.call))
     for user in scope.computation.users[value.name]:
         if user.opcode == "dynamic-slice" and value.name not in user.operands[1:]:
-            found.append((scope, user))
+            slices.append((scope, user))
         elif user.opcode in REARRANGES:
-            further.append((scope, user))
+            uses.append((scope, user))
         elif user.opcode in ("fusion", "call"):
             (inner,) = program.called_by(user, "calls", "to_apply")
             inside = Scope(inner, scope, user)
-            places = [i for i, operand in enumerate(user.operands) if operand == value.name]
-            further += [(inside, inner.parameters[place]) for place in places]
+            numbers = [i for i, operand in enumerate(user.operands) if operand == value.name]
+            uses += [(inside, inner.parameters[number]) for number in numbers]
         else:
             return None
-    for where, use in further:
-        slices = slices_of(program, where, use)
-        if slices is None:
+    for inside, use in uses:
+        further = slices_of(program, inside, use)
+        if further is None:
             return None
-        found += slices
-    return found
+        slices += further
+    return slices
 
 
 class UnknownError(Exception):
@@ -57,7 +57,7 @@ class UnknownError(Exception):
 
 
 class ElidedError(UnknownError):
-    """A constant's digits are left out of the text."""
+    """The text abbreviates a constant."""
 
 
 _ARITHMETIC = {
@@ -74,7 +74,7 @@ _ARITHMETIC = {
 
 
 def value_on_devices(program: Program, scope: Scope, name: str, mesh: MeshAxes) -> PerDevice:
-    """Compute a small integer on every device: all that the offsets of slices are made of."""
+    """Compute a small integer, such as the offset of a slice, on every device."""
     instruction = scope.computation.by_name[name]
     opcode, dims, operands = instruction.opcode, instruction.shape.dims, instruction.operands
 
@@ -105,7 +105,7 @@ def value_on_devices(program: Program, scope: Scope, name: str, mesh: MeshAxes) 
 
 
 def _passed_in(scope: Scope, instruction: Instruction) -> str:
-    """The caller's name for what a parameter, or an unchanging part of a loop's state, holds."""
+    """Return the caller's name for a parameter, or for an element of a loop's state."""
     call, caller = scope.call, scope.caller
     if call and instruction.opcode == "parameter" and call.opcode in ("fusion", "call"):
         return call.operands[int(instruction.literal)]
@@ -139,7 +139,7 @@ def _constant(instruction: Instruction) -> PerDevice:
 
 
 def _look_up(table: PerDevice, start: PerDevice, size: int) -> PerDevice:
-    """Entries ``start`` to ``start + size`` of a table, clamped into it as XLA does."""
+    """Return entries ``start`` to ``start + size`` of a table, clamped as XLA does."""
     first = np.clip(start.reshape(-1, 1), 0, table.shape[1] - size)
-    rows = np.broadcast_to(table, (max(len(table), len(first)), table.shape[1]))
-    return np.take_along_axis(rows, first + np.arange(size), axis=1)
+    tables = np.broadcast_to(table, (max(len(table), len(first)), table.shape[1]))
+    return np.take_along_axis(tables, first + np.arange(size), axis=1)

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.compiled.collectives import ring_bytes
-from meshwright.program.backward import read_again
-from meshwright.program.blocks.segments import Outer, cut, reads
+from meshwright.program.backward import weights_in_backward
+from meshwright.program.blocks.segments import Outside, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
+from meshwright.program.evaluate.dependencies import variables_read
 from meshwright.program.jaxpr.equations import Literal
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.sharding.placement import Placement
@@ -106,19 +107,20 @@ def _gathered_once(assembled: Assembled) -> set[int]:
     number |= {cast: number[leaf] for cast, leaf in casts.items()}
     once: set[int] = set()
     if assembled.plan.sharding.remat == "none":
-        once |= set(decision.gathers) - read_again(traced)
-    for piece in cut(jaxpr):
-        if not isinstance(piece, Outer):
+        once |= set(decision.gathers) - weights_in_backward(traced)
+    for segment in cut_segments(jaxpr):
+        if not isinstance(segment, Outside):
             continue
-        for variable in reads([e for e in piece.eqns if not casts.keys() & set(e.outvars)]):
-            if variable in number and not _scanned(variable, piece):
+        eqns = [eqn for eqn in segment.eqns if not casts.keys() & set(eqn.outvars)]
+        for variable in variables_read(eqns):
+            if variable in number and not _scanned(variable, segment):
                 once.add(number[variable])
     return once
 
 
-def _scanned(variable: object, piece: Outer) -> bool:
+def _scanned(variable: object, segment: Outside) -> bool:
     return any(
         eqn.primitive.name == "scan"
         and any(not isinstance(a, Literal) and a is variable for a in eqn.invars)
-        for eqn in piece.eqns
+        for eqn in segment.eqns
     )

@@ -1,1 +1,1 @@
-"""The traced model (module paths, dim classes, passes) and the compiled one (ledger, memory)."""
+"""The traced loss, and passes over it."""

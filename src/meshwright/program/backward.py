@@ -1,4 +1,4 @@
-"""Which weights the backward pass reads: not those that are only added, or multiplied by data."""
+"""Which weights the backward pass reads: not those that are only added or multiply data."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _ENTERED = CALLS | {"custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"
 
 @dataclass(frozen=True)
 class _Mark:
-    """What is known of a value.
+    """What is known about a value.
 
     Attributes:
-        trained: whether it depends on what is trained, so that a gradient flows back to it.
-        weights: the leaves, by number, that it consists of, rearranged.
+        trained: whether it depends on trained leaves, so that a gradient flows back to it.
+        weights: numbers of the leaves it is, if it is only a rearranged leaf.
     """
 
     trained: bool = False
@@ -39,10 +39,10 @@ class _Mark:
 _DATA = _Mark()
 
 
-def read_again(traced: TracedLoss) -> frozenset[int]:
-    """Return the step leaves, by number, whose values the gradients depend on directly.
+def weights_in_backward(traced: TracedLoss) -> frozenset[int]:
+    """Return the numbers of the step leaves whose values the backward pass reads.
 
-    The gradient of x·W needs W only where x has a gradient itself; that of x + b never needs b.
+    The gradient of x·W needs W only if x has a gradient; that of x + b never needs b.
     """
     leaves = traced.layout.step_leaves
     marks = [
@@ -53,14 +53,14 @@ def read_again(traced: TracedLoss) -> frozenset[int]:
     ]
     walk = _Walk()
     walk.program(traced.closed.jaxpr, [*marks, *[_DATA] * len(traced.batch)])
-    return frozenset(walk.found)
+    return frozenset(walk.weights_read)
 
 
 class _Walk:
-    """Follows values through a program and collects the weights its derivative reads."""
+    """Follows values through a program and collects the weights that its derivative reads."""
 
     def __init__(self) -> None:
-        self.found: set[int] = set()
+        self.weights_read: set[int] = set()
 
     def program(self, jaxpr: Jaxpr, marks: Sequence[_Mark]) -> list[_Mark]:
         """Return the marks of a program's results."""
@@ -87,14 +87,14 @@ class _Walk:
             self._product(*marks)
         elif name not in _LINEAR and trained:
             for mark in marks:
-                self.found |= mark.weights
+                self.weights_read |= mark.weights
         return [_Mark(trained)] * len(eqn.outvars)
 
     def _product(self, left: _Mark, right: _Mark) -> None:
         if right.trained:
-            self.found |= left.weights
+            self.weights_read |= left.weights
         if left.trained:
-            self.found |= right.weights
+            self.weights_read |= right.weights
 
     def _scan(self, eqn: Equation, marks: list[_Mark]) -> list[_Mark]:
         closed: ClosedJaxpr = eqn.params["jaxpr"]

@@ -1,4 +1,4 @@
-"""How much arithmetic a traced loss is, and how much the devices could do."""
+"""How many floating-point operations a traced loss takes, and how many the devices can do."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from meshwright.program.jaxpr.equations import Equation, Jaxpr, aval_of, called_
 from meshwright.program.trace.traced_loss import TracedLoss
 
 TRAINING = 3
-"""Forward and backward pass, in forward passes: a product has two gradients, each as large."""
+"""Cost of a forward and a backward pass, in forward passes: a product has two gradients."""
 
 _FLOAT32_SHARE: Mapping[str, float] = {"v100": 1 / 8, "cuda": 1 / 2, "rocm": 1 / 2, "tpu": 1.0}
-"""Peak of float32 products over that of 16-bit ones, by chip family or platform: tensor cores run
-them as TF32 at half the rate (a V100 has none of that), TPUs round them to bfloat16."""
+"""Peak rate of float32 products relative to 16-bit ones, by chip family or platform: tensor cores
+run them as TF32 at half the rate (except on a V100), TPUs round them to bfloat16."""
 
 
 def count_flops(traced: TracedLoss) -> int:
     """Count the floating-point operations of one microbatch, forward and backward, all devices.
 
-    Matrix products and convolutions are counted, a multiplication and an addition as two; the rest
-    of a model is small beside them. What remat computes again is not: it is no progress.
+    Only matrix products and convolutions count, a multiplication and an addition as two; the rest
+    of a model is negligible. Recomputation by remat does not count.
     """
     return TRAINING * forward_flops(traced.closed.jaxpr)
 
 
 def forward_flops(jaxpr: Jaxpr) -> int:
-    """Count the operations of the products and convolutions in a program, loops multiplied in."""
+    """Count the operations of products and convolutions in a program, in every loop iteration."""
     return sum(_flops(eqn) for eqn in jaxpr.eqns)
 
 
 def peak_flops(devices: Sequence[Any], precision: Precision) -> float | None:
-    """Return the operations per second of all devices together; None where that is not known.
+    """Return the operations per second of all devices together; None if that is unknown.
 
-    CPUs have no figure that means anything: their virtual devices share the same cores.
+    For CPUs no figure is meaningful: virtual devices share the same cores.
     """
     hardware = detect(devices)
     if hardware is None or hardware.chip.platform == "cpu":
@@ -68,7 +68,7 @@ def _dot(eqn: Equation) -> int:
 
 
 def _ragged_dot(eqn: Equation) -> int:
-    """Count a product whose rows belong to different matrices; each row meets one of them."""
+    """Count a product in which each row is multiplied with one of several matrices."""
     (contracted, _), _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     return _product(eqn, contracted)
 
@@ -79,7 +79,7 @@ def _product(eqn: Equation, contracted: Sequence[int]) -> int:
 
 
 def _convolution(eqn: Equation) -> int:
-    """Count the pairs of kernel and input elements that meet; padding and holes meet nothing."""
+    """Count the pairs of kernel and input elements that are multiplied, without padding."""
     params, dims = eqn.params, eqn.params["dimension_numbers"]
     image, kernel, out = (aval_of(v).shape for v in (*eqn.invars[:2], eqn.outvars[0]))
     spatial = zip(
@@ -92,20 +92,24 @@ def _convolution(eqn: Equation) -> int:
         params["rhs_dilation"],
         strict=True,
     )
-    meetings = math.prod(_meetings(*dim) for dim in spatial)
+    num_pairs = math.prod(_num_pairs(*dim) for dim in spatial)
     batch, features = (out[dim] for dim in dims.out_spec[:2])
-    return 2 * batch * features * kernel[dims.rhs_spec[1]] * meetings
+    return 2 * batch * features * kernel[dims.rhs_spec[1]] * num_pairs
 
 
-def _meetings(
-    places: int, taps: int, length: int, stride: int, padding: Any, holes: int, spread: int
+def _num_pairs(
+    outputs: int,
+    taps: int,
+    length: int,
+    stride: int,
+    padding: Any,
+    input_dilation: int,
+    kernel_dilation: int,
 ) -> int:
-    """Count, along one dim, the pairs of output place and kernel tap that read an input element.
-
-    ``holes`` is the distance between input elements, ``spread`` that between taps.
-    """
-    read = np.arange(places)[:, None] * stride + np.arange(taps) * spread - padding[0]
-    return int(np.sum((read >= 0) & (read % holes == 0) & (read // holes < length)))
+    """Count, along one dim, the pairs of output and kernel tap that read an input element."""
+    read = np.arange(outputs)[:, None] * stride + np.arange(taps) * kernel_dilation - padding[0]
+    is_element = (read >= 0) & (read % input_dilation == 0) & (read // input_dilation < length)
+    return int(np.sum(is_element))
 
 
 def _attention(eqn: Equation) -> int:
@@ -119,7 +123,7 @@ def _scan(eqn: Equation) -> int:
 
 
 def _while(eqn: Equation) -> int:
-    """Count one round: the number of rounds is not in the program."""
+    """Count one iteration: the number of iterations is not in the program."""
     return forward_flops(eqn.params["body_jaxpr"].jaxpr)
 
 

@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.evaluate.widen import wide_evaluator
-from meshwright.program.trace.model_leaves import Leaf, Parts
+from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.traced_loss import Loss, LossValue, TracedLoss, read_loss
 from meshwright.proof.compare import null_leaves
 from meshwright.proof.observed import Observed, fetch, withhold
@@ -29,15 +29,15 @@ def traced_loss(traced: TracedLoss, *, wide: bool) -> Evaluate:
     )
 
 
-def written_loss(loss: Loss, parts: Parts, batch: Any) -> Evaluate:
+def written_loss(loss: Loss, model_leaves: ModelLeaves, batch: Any) -> Evaluate:
     """Evaluate the loss as its author wrote it; ``batch`` shows how a batch is nested."""
     tree = jax.tree.structure(batch)
 
     def evaluate(values: list[Any], leaves: list[Any]) -> LossValue:
-        model = parts.merge(values)
+        model = model_leaves.merge(values)
         objective, _ = read_loss(loss(model, jax.tree.unflatten(tree, leaves)))
-        after = parts.values(model)
-        return LossValue(objective, {}, [after[i] for i in parts.indices("state")])
+        after = model_leaves.values(model)
+        return LossValue(objective, {}, [after[i] for i in model_leaves.indices("state")])
 
     return evaluate
 

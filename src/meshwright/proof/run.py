@@ -215,7 +215,7 @@ class _Proof:
 
     def as_written(self, exact: Observed) -> list[Comparison]:
         """Compare the reference with the loss as its author wrote it, which nothing has traced."""
-        reference = self.reference(written_loss(self.loss, self.own.parts, self.batches[0]))
+        reference = self.reference(written_loss(self.loss, self.own.model_leaves, self.batches[0]))
         found = reference.first_update(self.values, self.leaves()[0])
         if draws_of(self.plain.closed) == draws_of(self.traced.closed):
             return self.compare_first(exact, found, exact, self.traced)
@@ -258,14 +258,14 @@ class _Proof:
 def _trace(loss: Loss, assembled: Assembled, batch: Any, precision: str) -> TracedLoss:
     count = assembled.plan.batch.gradient_accumulation_steps
     micro = divide_batch(batch, count)
-    return trace_loss(loss, assembled.parts, micro, COMPUTE_DTYPES[precision])
+    return trace_loss(loss, assembled.model_leaves, micro, COMPUTE_DTYPES[precision])
 
 
 def _create(model: ModelSource, assembled: Assembled, seed: int) -> list[Any]:
     """Return the model's first leaf values, created in its own precision on one device."""
 
     def create() -> list[Any]:
-        return assembled.parts.values(build_unplaced(lambda: model(nnx.Rngs(seed))))
+        return assembled.model_leaves.values(build_unplaced(lambda: model(nnx.Rngs(seed))))
 
     # On the host, from where they go to one device and to many without a program of their own.
     return [v if is_key(v) else np.asarray(v) for v in jax.jit(create)()]

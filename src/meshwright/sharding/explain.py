@@ -50,7 +50,7 @@ def explain(layout: Layout, decision: Decision, sizes: Mapping[str, int]) -> lis
         if step.leaf.role != "param":
             continue
         placement = decision.at_rest[number]
-        for row, source in zip(step.places, step.sources, strict=True):
+        for row, source in zip(step.source_rows, step.sources, strict=True):
             leaf = layout.leaves[source]
             own = _of_one_block(placement, sizes) if step.stacked else placement
             whole = [a for a in PARAMETER_AXES if sizes.get(a, 1) > 1 and a not in own.axes()]

@@ -20,11 +20,11 @@ from meshwright.pipeline.pipeline_report import PipelineReport, pipeline_report
 from meshwright.pipeline.place import decide_own, decide_stages, pipelined_loss
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
-from meshwright.program.evaluate.dependencies import only_for
+from meshwright.program.evaluate.dependencies import select_outputs
 from meshwright.program.on_mesh.local_forward import LocalDraws, local_forward
 from meshwright.program.on_mesh.mesh_forward import Forward
 from meshwright.program.on_mesh.remat import choose_remat
-from meshwright.program.trace.model_leaves import Parts, build_unplaced, split_model
+from meshwright.program.trace.model_leaves import ModelLeaves, build_unplaced, split_model
 from meshwright.program.trace.traced_loss import Loss, TracedLoss
 from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
 from meshwright.sharding.placement import to_spec
@@ -49,7 +49,7 @@ class Assembled:
 
     Attributes:
         step: the compiled step.
-        parts: the model's structure.
+        model_leaves: the model's structure and leaves.
         traced: the loss, traced for one microbatch.
         decision: the placement of every leaf and activation.
         plan: the plan.
@@ -60,7 +60,7 @@ class Assembled:
     """
 
     step: TrainStep
-    parts: Parts
+    model_leaves: ModelLeaves
     traced: TracedLoss
     decision: Decision
     plan: Plan
@@ -75,7 +75,7 @@ class Assembled:
 
         def create(data: Any) -> TrainState:
             key = jax.random.wrap_key_data(data)
-            values = self.parts.values(build_unplaced(lambda: self._build(nnx.Rngs(key))))
+            values = self.model_leaves.values(build_unplaced(lambda: self._build(nnx.Rngs(key))))
             return self.step.fresh_state(self.traced.layout.from_canonical(values))
 
         # The key is an argument: XLA would spend minutes folding what follows from a constant.
@@ -84,7 +84,7 @@ class Assembled:
 
     def adopt(self, model: Any) -> TrainState:
         """Start from an existing model, its leaves placed on the mesh."""
-        return self.start(self.parts.values(model))
+        return self.start(self.model_leaves.values(model))
 
     def start(self, values: Sequence[Any]) -> TrainState:
         """Start from values of the model's leaves in canonical order."""
@@ -122,7 +122,7 @@ class Assembled:
     def model(self, state: TrainState) -> Any:
         """Return the user's model with the values of a state."""
         values = self.traced.layout.to_canonical(self.step.leaf_values(state))
-        return self.parts.merge(values)
+        return self.model_leaves.merge(values)
 
     def put_batch(self, batch: Any) -> list[Any]:
         """Place the leaves of a host batch on the mesh."""
@@ -156,9 +156,10 @@ def assemble(
     """
     mesh = build_mesh(plan.mesh, devices)
     abstract = build_unplaced(lambda: nnx.eval_shape(lambda: model(nnx.Rngs(0))))
-    parts = split_model(abstract, trainable)
+    model_leaves = split_model(abstract, trainable)
     micro = _microbatch(batch, plan)
-    program, own = step_program(loss, parts, micro, plan), own_program(loss, parts, micro, plan)
+    program = step_program(loss, model_leaves, micro, plan)
+    own = own_program(loss, model_leaves, micro, plan)
     traced = program.traced
     remarks = (*program.remarks, *_few_samples(traced, plan))
     local = pipeline = report = None
@@ -183,7 +184,7 @@ def assemble(
         wide=wide,
     )
     tree = jax.tree.structure(batch)
-    return Assembled(step, parts, traced, decision, plan, mesh, remarks, report, tree, model)
+    return Assembled(step, model_leaves, traced, decision, plan, mesh, remarks, report, tree, model)
 
 
 def _few_samples(traced: TracedLoss, plan: Plan) -> list[str]:
@@ -209,7 +210,7 @@ def _batch_statistic(traced: TracedLoss) -> str | None:
     outputs = len(traced.closed.jaxpr.outvars) - len(states)
     for number, leaf in enumerate(states, start=outputs):
         if leaf.variable == "BatchStat":
-            _, read = only_for(traced.closed, [number])
+            _, read = select_outputs(traced.closed, [number])
             if any(n >= len(traced.layout.step_leaves) for n in read):
                 return leaf.path
     return None

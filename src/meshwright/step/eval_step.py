@@ -64,7 +64,7 @@ def _program(
 ) -> StepProgram:
     micro = jax.tree.unflatten(assembled.batch_tree, divide_batch(list(batch), count))
     evaluated = _in_evaluation_mode(loss)
-    return step_program(evaluated, assembled.parts, micro, assembled.plan, staged=staged)
+    return step_program(evaluated, assembled.model_leaves, micro, assembled.plan, staged=staged)
 
 
 def _unstaged(assembled: Assembled, program: StepProgram) -> Evaluate:

@@ -102,7 +102,7 @@ class FlatOptimizer:
             return [(step.leaf.path, value)]
         return [
             (self._leaves[source].path, _slice(value, row))
-            for row, source in zip(step.places, step.sources, strict=True)
+            for row, source in zip(step.source_rows, step.sources, strict=True)
         ]
 
     def _flat(self, tree: Mapping[str, Any]) -> list[Any]:

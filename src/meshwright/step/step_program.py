@@ -13,7 +13,7 @@ from meshwright.pipeline.divide.cut import cut_blocks, ordered_by_stage
 from meshwright.plan import Plan
 from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.dims.sample_mean import check_mean
-from meshwright.program.trace.model_leaves import Parts
+from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
 from meshwright.sharding.decide import batch_axes, dim_classes
@@ -36,10 +36,10 @@ class StepProgram:
 
 
 def step_program(
-    loss: Loss, parts: Parts, samples: Any, plan: Plan, *, staged: bool = True
+    loss: Loss, model_leaves: ModelLeaves, samples: Any, plan: Plan, *, staged: bool = True
 ) -> StepProgram:
     """Trace a loss for samples of these shapes; ``staged=False`` ignores pipeline stages."""
-    traced = trace_loss(loss, parts, samples, COMPUTE_DTYPES[plan.precision])
+    traced = trace_loss(loss, model_leaves, samples, COMPUTE_DTYPES[plan.precision])
     stages = plan.size("pipe") if staged else 1
     if stages == 1 and plan.sharding.blocks != "scan":
         return StepProgram(traced, None, ())
@@ -50,7 +50,9 @@ def step_program(
     return StepProgram(cut.traced, cut, rolled.remarks)
 
 
-def own_program(loss: Loss, parts: Parts, micro: Any, plan: Plan) -> StepProgram | None:
+def own_program(
+    loss: Loss, model_leaves: ModelLeaves, micro: Any, plan: Plan
+) -> StepProgram | None:
     """Return the loss of one device's samples, if gradients accumulate on each device.
 
     None if every microbatch is reduced, or if no mesh axis divides the batch.
@@ -67,13 +69,13 @@ def own_program(loss: Loss, parts: Parts, micro: Any, plan: Plan) -> StepProgram
             f"{Setting('training.sync_gradients_every', 1)}",
         )
     own = divide_batch(micro, plan.batch.replicas)
-    _check_mean(loss, parts, micro, plan)
-    return step_program(loss, parts, own, plan)
+    _check_mean(loss, model_leaves, micro, plan)
+    return step_program(loss, model_leaves, own, plan)
 
 
-def _check_mean(loss: Loss, parts: Parts, micro: Any, plan: Plan) -> None:
+def _check_mean(loss: Loss, model_leaves: ModelLeaves, micro: Any, plan: Plan) -> None:
     """Raise if the loss is not a mean over samples, which each device could compute alone."""
     twice = resize_batch(micro, 2 * jax.tree.leaves(micro)[0].shape[0])
     compute = COMPUTE_DTYPES[plan.precision]
-    first, second = (trace_loss(loss, parts, samples, compute) for samples in (micro, twice))
+    first, second = (trace_loss(loss, model_leaves, samples, compute) for samples in (micro, twice))
     check_mean(dim_classes(first), dim_classes(second), first.metric_names)

@@ -1,4 +1,4 @@
-"""Which modules are repeated blocks, and what is said of those that are none."""
+"""Which modules are repeated blocks, and what is said about those that are not."""
 
 import jax
 import jax.numpy as jnp
@@ -67,11 +67,11 @@ class Same(Residuals):
 @pytest.mark.parametrize(
     ("build", "remark"),
     [
-        (Twice, "`blocks.0` of `blocks` runs again after `blocks.1` has begun"),
-        (Same, "of `blocks` only `blocks.0` runs: others are the same module, or not called"),
+        (Twice, "`blocks.0` of `blocks` runs again after `blocks.1` has started"),
+        (Same, "only `blocks.0` of `blocks` runs: others are the same module, or not called"),
     ],
 )
-def test_lists_that_are_no_blocks_are_named_with_the_reason(build, remark):
+def test_lists_that_are_not_blocks_are_named_with_the_reason(build, remark):
     assert lists(build) == []
     assert remarks(build) == (remark,)
 
@@ -121,7 +121,7 @@ def test_blocks_with_numbered_names_are_rolled(kind):
 
 
 class Layers(nnx.Module):
-    """Layers with numbered names that are no blocks: each has another shape."""
+    """Layers with numbered names that are not blocks: each has another shape."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -132,7 +132,7 @@ class Layers(nnx.Module):
         return self.fc2(jnp.tanh(self.fc1(x)))
 
 
-def test_layers_of_other_shapes_are_no_blocks():
+def test_layers_of_different_shapes_are_not_blocks():
     assert lists(Layers) == []
     assert remarks(Layers) == ("the modules `fc*` run different operations",)
 
@@ -172,7 +172,7 @@ class Longer(Residuals):
         self.blocks[1] = Sine(rngs=nnx.Rngs(0))
 
 
-def test_a_longer_block_is_named_with_its_first_other_operation():
+def test_a_longer_block_is_named_with_the_first_operation_that_differs():
     (remark,) = remarks(Longer)
     assert remark == (
         "`blocks.1` differs from `blocks.0`: it runs 7 operations, not 6; "

@@ -46,8 +46,8 @@ def test_gpt_is_rolled_in_bf16():
 
 def test_layouts_translate_both_ways():
     with jax.enable_x64(False):
-        parts, traced = trace(Residuals, square_loss, vectors(), rolled=True)
-        values = parts.values(fill(Residuals))
+        model_leaves, traced = trace(Residuals, square_loss, vectors(), rolled=True)
+        values = model_leaves.values(fill(Residuals))
         there = traced.layout.from_canonical(values)
         back = traced.layout.to_canonical(there)
     assert [x.shape for x in there] == [leaf.shape for leaf in traced.leaves]
@@ -235,9 +235,9 @@ def test_blocks_that_share_weights_by_pairs_are_one_block():
 def test_blocks_of_which_some_are_frozen_are_not_stacked_together():
     last = nnx.All(nnx.Param, nnx.PathContains(1))
     remark = (
-        "the blocks of `blocks` have no weights in common stacks: "
+        "the weights of `blocks` are not stacked: "
         "`blocks.1.up.kernel` is trained, `blocks.0.up.kernel` is not (freeze the same part of "
-        "every block, or blocks in a row)"
+        "every block, or consecutive blocks)"
     )
     traced = check(
         Residuals, square_loss, vectors(), stacked=False, trainable=last, remarks=(remark,)
@@ -330,7 +330,7 @@ class Different(nnx.Module):
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("shape", "dot_general works on another shape"),
+        ("shape", "dot_general has operands of another shape"),
         ("operation", "sin against cos|cos against sin"),
         ("length", "`blocks.1` differs from `blocks.0`"),
     ],
@@ -368,7 +368,7 @@ class Wide(nnx.Module):
 
 def test_of_blocks_that_are_not_all_alike_the_longest_run_is_rolled():
     remark = (
-        "of `blocks` only `blocks.1` to `blocks.4` are equal blocks and are trained alike, "
+        "in `blocks`, only `blocks.1` to `blocks.4` are equal blocks and are trained alike, "
         "not `blocks.0`"
     )
     traced = check(OddEnds, square_loss, vectors(), remarks=(remark,))
@@ -403,7 +403,7 @@ class Turns(nnx.Module):
 )
 def test_of_blocks_that_take_turns_what_is_left_over_stays_outside(kinds, said, length):
     run, others = said.split("|")
-    remark = f"of `blocks` only {run} and are trained alike, not {others}"
+    remark = f"in `blocks`, only {run} and are trained alike, not {others}"
     traced = check(lambda: Turns(kinds), square_loss, vectors(), remarks=(remark,))
     assert scans(traced) == [length]
 
@@ -422,7 +422,9 @@ class Perceptron(nnx.Module):
 
 
 def test_layers_with_something_between_them_are_rolled_but_for_the_last():
-    remark = "of `layers` only `layers.0` to `layers.3` are equal blocks and are trained alike, not"
+    remark = (
+        "in `layers`, only `layers.0` to `layers.3` are equal blocks and are trained alike, not"
+    )
     traced = check(Perceptron, square_loss, vectors(), remarks=(f"{remark} `layers.4`",))
     assert scans(traced) == [4]
 
@@ -450,7 +452,7 @@ def test_the_longest_run_is_interrupted_by_what_happens_between_blocks():
 def test_of_blocks_that_are_partly_frozen_the_longest_run_is_rolled():
     later = nnx.All(nnx.Param, nnx.Not(nnx.PathContains(0)))
     remark = (
-        "of `blocks` only `blocks.1` to `blocks.3` are equal blocks and are trained alike, "
+        "in `blocks`, only `blocks.1` to `blocks.3` are equal blocks and are trained alike, "
         "not `blocks.0`"
     )
     build = lambda: Residuals(4)  # noqa: E731

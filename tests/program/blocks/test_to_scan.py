@@ -1,4 +1,4 @@
-"""Rolled blocks receive, keep and give back the values that the unrolled ones do."""
+"""Rolled blocks read, pass on and return the same values as unrolled ones."""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ class History(nnx.Module):
         return x
 
 
-def test_values_that_are_one_in_the_first_block_only_are_told_apart():
+def test_values_that_are_the_same_only_in_the_first_block_are_distinguished():
     traced = check(History, square_loss, vectors())
     assert scans(traced) == [4]
     # Handed on: the last two results. The same for all: the input.
@@ -97,9 +97,9 @@ def test_blocks_that_read_other_values_are_not_rolled():
     assert remark.startswith("`blocks.1` differs from `blocks.0`: slice has another ")
 
 
-def test_a_block_that_reads_what_the_others_do_not_stays_outside():
+def test_a_block_that_reads_another_value_than_the_others_is_not_rolled():
     remark = (
-        "of `blocks` only `blocks.0` to `blocks.1` are equal blocks and are trained alike, "
+        "in `blocks`, only `blocks.0` to `blocks.1` are equal blocks and are trained alike, "
         "not `blocks.2`"
     )
     traced = check(Lagging, square_loss, vectors(), remarks=(remark,))

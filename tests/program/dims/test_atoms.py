@@ -1,4 +1,4 @@
-"""Dims split into factors until they line up, and stay merged ever after."""
+"""Dims split into factors until they match, and stay merged."""
 
 import math
 

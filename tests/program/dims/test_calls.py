@@ -1,4 +1,4 @@
-"""Loops, branches and calls are entered with dims of their own at every call."""
+"""Loops, branches and calls are entered, with new dims at every call."""
 
 import jax
 import jax.numpy as jnp

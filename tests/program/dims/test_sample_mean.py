@@ -1,4 +1,4 @@
-"""Which losses devices may take of their own samples: each verdict is compared with numbers."""
+"""Which losses devices may compute for their own samples: verdicts are compared with numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,8 @@ def errors(z, batch):
     return optax.softmax_cross_entropy_with_integer_labels(z, batch["label"])
 
 
-def picked(z, batch, places):
-    return -jax.nn.log_softmax(z)[places, batch["label"]].mean()
+def picked(z, batch, positions):
+    return -jax.nn.log_softmax(z)[positions, batch["label"]].mean()
 
 
 def chunked(z):
@@ -59,7 +59,7 @@ def of_weights(model):
 MEANS = {
     "mean": lambda m, z, b: (z**2).mean(),
     "cross entropy": lambda m, z, b: errors(z, b).mean(),
-    "own places": lambda m, z, b: picked(z, b, jnp.arange(len(z))),
+    "own position": lambda m, z, b: picked(z, b, jnp.arange(len(z))),
     "one hot": lambda m, z, b: (jax.nn.log_softmax(z) * jax.nn.one_hot(b["label"], WIDTH)).mean(),
     "weighted": lambda m, z, b: mw.Weighted((errors(z, b) * b["weight"]).sum(), b["weight"].sum()),
     "weighted by number": lambda m, z, b: mw.Weighted(errors(z, b).sum(), len(z)),
@@ -97,8 +97,8 @@ OTHERS = {
     "rolled": lambda m, z, b: (z * jnp.roll(z, 1, 0)).mean(),
     "flipped": lambda m, z, b: (z * z[::-1]).mean(),
     "sorted": lambda m, z, b: (jnp.sort(z, 0) * b["x"]).mean(),
-    "place": lambda m, z, b: (z**2 * jnp.arange(len(z))[:, None]).mean(),
-    "next place": lambda m, z, b: picked(z, b, (jnp.arange(len(z)) + 1) % len(z)),
+    "position": lambda m, z, b: (z**2 * jnp.arange(len(z))[:, None]).mean(),
+    "next position": lambda m, z, b: picked(z, b, (jnp.arange(len(z)) + 1) % len(z)),
     "root": lambda m, z, b: jnp.sqrt((z**2).mean()),
     "first": lambda m, z, b: (z[0] ** 2).mean(),
     "half": lambda m, z, b: (z[: len(z) // 2] ** 2).mean(),
@@ -138,14 +138,14 @@ def check(name, losses):
 
 
 @pytest.mark.parametrize("name", MEANS)
-def test_a_mean_over_samples_is_known_for_one(name):
+def test_a_mean_over_samples_is_recognized(name):
     check(name, MEANS)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_no_mean_over_samples_is_refused(name):
-    said = "metric `error` is no mean" if name == "metric" else "the loss is no mean over samples"
-    with pytest.raises(UserError, match=said) as caught:
+def test_a_loss_that_is_not_a_mean_over_samples_is_refused(name):
+    output = "metric `error`" if name == "metric" else "the loss"
+    with pytest.raises(UserError, match=f"{output} is not a mean over samples") as caught:
         check(name, OTHERS)
     assert "mw.Weighted(total, weight)" in caught.value.fix
 
@@ -167,7 +167,7 @@ def check_inside(compute, loss=lambda model, batch: (model(batch["x"]) ** 2).mea
     check_mean(dim_classes(first), dim_classes(second), first.metric_names)
 
 
-def test_a_model_that_gives_the_mean_itself_is_accepted():
+def test_a_model_that_returns_the_mean_itself_is_accepted():
     check_inside(lambda z: (z**2).mean(), lambda model, batch: model(batch["x"]))
     check_inside(lambda z: z / len(z), lambda model, batch: (model(batch["x"])).sum())
 
@@ -188,14 +188,14 @@ def test_a_model_that_gives_the_mean_itself_is_accepted():
         lambda z: z[::-1] * z,
     ],
 )
-def test_a_model_that_knows_the_number_or_place_of_samples_is_refused(compute):
-    with pytest.raises(UserError, match=r"mixes samples|the loss is no mean over samples"):
+def test_a_model_that_uses_the_number_or_position_of_samples_is_refused(compute):
+    with pytest.raises(UserError, match=r"mixes samples|the loss is not a mean over samples"):
         check_inside(compute)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", [*MEANS, *OTHERS])
-def test_a_mean_of_parts_is_that_of_the_whole_and_nothing_else_is(name):
+def test_only_for_a_mean_do_the_parts_add_up_to_the_whole(name):
     function = MEANS.get(name) or OTHERS[name]
     parts, whole = of_parts_and_whole(lambda model, b: function(model, model(b["x"]), b))
     assert np.allclose(parts, whole, rtol=1e-5) == (name in MEANS)

@@ -77,8 +77,8 @@ def test_a_half_precision_model_agrees_with_the_same_model_built_in_float64():
     reference = quick(lambda s, b: plain_gradients(nnx.merge(graphdef, s), loss, b))
     expected, gradients = reference(state, batch)
     with jax.enable_x64(False):
-        parts, traced = trace(Exact, loss, batch, jnp.bfloat16)
-        values = parts.values(model)
+        model_leaves, traced = trace(Exact, loss, batch, jnp.bfloat16)
+        values = model_leaves.values(model)
     run = lambda inputs: wide_evaluator().run(traced.closed, inputs)  # noqa: E731
     value, _, leaves = differentiate(run, traced, list(map(widen, values)), batch)
     assert value.dtype == jnp.float64
@@ -112,8 +112,8 @@ def test_uniform_and_normal_numbers_are_the_narrow_ones_to_rounding():
 
 def test_batch_statistics_and_streams_of_a_model_are_those_of_the_narrow_run():
     with jax.enable_x64(False):
-        parts, traced = trace(Norms, square_loss, vectors())
-        values = parts.values(fill(Norms))
+        model_leaves, traced = trace(Norms, square_loss, vectors())
+        values = model_leaves.values(fill(Norms))
         expected = traced.read_outputs(
             quick(jax.extend.core.jaxpr_as_fun(traced.closed))(*values, *vectors().values())
         )
@@ -122,7 +122,10 @@ def test_batch_statistics_and_streams_of_a_model_are_those_of_the_narrow_run():
     )
     state = traced.read_outputs(outputs).state
     for leaf, ours, theirs in zip(
-        [parts.leaves[i] for i in parts.indices("state")], state, expected.state, strict=True
+        [model_leaves.leaves[i] for i in model_leaves.indices("state")],
+        state,
+        expected.state,
+        strict=True,
     ):
         if leaf.variable == "BatchStat":
             assert ours.dtype == jnp.float64

@@ -40,7 +40,7 @@ def check_gradients(options, plain):
         assembled = put_together(
             Residuals, square_loss, vectors(), {"fsdp": 4, "tensor": 2}, **options
         )
-        values = assembled.parts.values(filled(Residuals))
+        values = assembled.model_leaves.values(filled(Residuals))
         state = assembled.start([jax.device_get(widen(v)) for v in values])
         found = quick(lambda s, b: vars(assembled.step.gradients(s, b)))(
             state, assembled.put_batch(vectors())
@@ -170,7 +170,7 @@ def test_half_precision_gradients_are_summed_over_devices_in_float32():
     assembled = put_together(Sums, square_loss, batch, {"data": 4}, wide=False, precision="bf16")
     text = compile_program(assembled.step.lower(list(batch.values())), QUICK).partitioned
     shapes = re.findall(r"= (\S+) all-reduce\(", text)
-    assert len(shapes) >= len(assembled.parts.leaves)
+    assert len(shapes) >= len(assembled.model_leaves.leaves)
     assert {shape.partition("[")[0] for shape in shapes} == {"f32"}
     state, placed = assembled.adopt(filled(Sums)), assembled.put_batch(batch)
     gradients = quick(lambda s, b: assembled.step.gradients(s, b).values)(state, placed)

@@ -55,8 +55,8 @@ def test_products_of_transposed_arrays_stay_the_same(equation, left, right):
 
 
 def test_a_tied_embedding_is_multiplied_as_it_is_stored():
-    parts, traced = trace(builder("gpt"), *task_batch("gpt"))
-    (number,) = (n for n, leaf in enumerate(parts.leaves) if "tokens" in leaf.path)
+    model_leaves, traced = trace(builder("gpt"), *task_batch("gpt"))
+    (number,) = (n for n, leaf in enumerate(model_leaves.leaves) if "tokens" in leaf.path)
     table = traced.closed.jaxpr.invars[number]
     assert any(
         e.primitive.name == "dot_general" and table in e.invars for e in traced.closed.jaxpr.eqns

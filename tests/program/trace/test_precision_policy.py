@@ -56,12 +56,12 @@ def test_grouped_and_fused_attention_and_a_separate_head_run_in_bf16():
 
 
 def test_statistics_stay_float32_and_parameters_enter_in_float32():
-    parts, traced = trace(Norms, square_loss, vectors(), jnp.bfloat16)
-    avals = traced.closed.in_avals[: len(parts.leaves)]
-    formats = {leaf.path: v.dtype for leaf, v in zip(parts.leaves, avals, strict=True)}
-    assert all(formats[leaf.path] == leaf.dtype for leaf in parts.leaves)
+    model_leaves, traced = trace(Norms, square_loss, vectors(), jnp.bfloat16)
+    avals = traced.closed.in_avals[: len(model_leaves.leaves)]
+    formats = {leaf.path: v.dtype for leaf, v in zip(model_leaves.leaves, avals, strict=True)}
+    assert all(formats[leaf.path] == leaf.dtype for leaf in model_leaves.leaves)
     outputs = traced.read_outputs(traced.closed.out_avals)
-    state = [leaf for leaf in parts.leaves if leaf.role == "state"]
+    state = [leaf for leaf in model_leaves.leaves if leaf.role == "state"]
     assert [a.dtype for a in outputs.state] == [leaf.dtype for leaf in state]
     assert {leaf.dtype for leaf in state if leaf.variable == "BatchStat"} == {jnp.dtype("float32")}
 
@@ -76,10 +76,10 @@ def test_frozen_weights_are_computed_with_in_bf16_but_kept_exactly():
             return self.trained(jnp.tanh(self.frozen(x)))
 
     only = nnx.All(nnx.Param, nnx.PathContains("trained"))
-    parts, traced = trace(Half, square_loss, vectors(), jnp.bfloat16, trainable=only)
+    model_leaves, traced = trace(Half, square_loss, vectors(), jnp.bfloat16, trainable=only)
     assert dot_formats(traced) == {"bfloat16"}
     kept = traced.closed.jaxpr.outvars[2:]
-    assert kept == [traced.closed.jaxpr.invars[i] for i in parts.indices("state")]
+    assert kept == [traced.closed.jaxpr.invars[i] for i in model_leaves.indices("state")]
 
 
 def test_a_random_stream_handed_to_a_module_keeps_counting():
@@ -92,10 +92,10 @@ def test_a_random_stream_handed_to_a_module_keeps_counting():
         def __call__(self, x):
             return self.dropout(self.dropout(self.linear(x), rngs=self.rngs), rngs=self.rngs)
 
-    parts, traced = trace(Noisy, square_loss, vectors(), jnp.bfloat16)
-    counts = [i for i, leaf in enumerate(parts.leaves) if leaf.variable == "RngCount"]
+    model_leaves, traced = trace(Noisy, square_loss, vectors(), jnp.bfloat16)
+    counts = [i for i, leaf in enumerate(model_leaves.leaves) if leaf.variable == "RngCount"]
     (count,) = counts
-    position = parts.indices("state").index(count)
+    position = model_leaves.indices("state").index(count)
     after = traced.closed.jaxpr.outvars[2 + position]
     assert after is not traced.closed.jaxpr.invars[count]
 

@@ -62,13 +62,13 @@ LONG = {"gpt", "lstm", "pair"}
 def test_the_traced_loss_and_its_state_are_the_plain_ones_bit_for_bit(case):
     build, loss, batch = CASES[case]
     model = fill(build)
-    parts, traced = trace(build, loss, batch)
-    value = evaluate(traced, parts.values(model), batch)
+    model_leaves, traced = trace(build, loss, batch)
+    value = evaluate(traced, model_leaves.values(model), batch)
     expected, after = run_plainly(model, loss, batch)
     assert quick(lambda w: w.total / w.weight)(value.objective) == expected
-    afterwards = parts.values(after)
-    for ours, number in zip(value.state, parts.indices("state"), strict=True):
-        theirs, leaf = afterwards[number], parts.leaves[number]
+    afterwards = model_leaves.values(after)
+    for ours, number in zip(value.state, model_leaves.indices("state"), strict=True):
+        theirs, leaf = afterwards[number], model_leaves.leaves[number]
         assert ours.dtype == leaf.dtype, leaf.path
         assert jnp.array_equal(_bits(ours), _bits(theirs)), leaf.path
 
@@ -83,10 +83,10 @@ def test_statistics_counters_and_streams_do_change():
         (Norms, square_loss, vectors(), {"norm.mean", "norm.var", "dropout.rngs.count"}),
         (Odd, odd_loss, odd_batch(), {"calls"}),
     ):
-        parts, traced = trace(build, loss, batch)
-        before = [traced.closed.jaxpr.invars[i] for i in parts.indices("state")]
+        model_leaves, traced = trace(build, loss, batch)
+        before = [traced.closed.jaxpr.invars[i] for i in model_leaves.indices("state")]
         after = traced.closed.jaxpr.outvars[-len(before) :]
-        paths = [parts.leaves[i].path for i in parts.indices("state")]
+        paths = [model_leaves.leaves[i].path for i in model_leaves.indices("state")]
         assert {p for p, a, b in zip(paths, after, before, strict=True) if a is not b} == changed
 
 
@@ -99,8 +99,8 @@ def test_sown_values_are_ignored():
             self.sow(nnx.Intermediate, "out", y)
             return y
 
-    parts, traced = trace(Sowing, square_loss, vectors())
-    assert parts.indices("state") == []
+    model_leaves, traced = trace(Sowing, square_loss, vectors())
+    assert model_leaves.indices("state") == []
     assert len(traced.closed.jaxpr.outvars) == 2
 
 
@@ -115,8 +115,8 @@ def test_a_constant_written_to_state_is_an_output():
             return super().__call__(x)
 
     for rolled in (False, True):
-        parts, traced = trace(Flag, square_loss, vectors(), rolled=rolled)
-        value = evaluate(traced, parts.values(fill(Flag)), vectors())
+        model_leaves, traced = trace(Flag, square_loss, vectors(), rolled=rolled)
+        value = evaluate(traced, model_leaves.values(fill(Flag)), vectors())
         assert [int(x) for x in value.state] == [7]
 
 
@@ -135,9 +135,11 @@ def test_weights_the_loss_changes_itself_are_averaged_in_float32():
 
     only = nnx.All(nnx.Param, nnx.PathContains("student"))
     models = fill(build)
-    parts, traced = trace(build, loss, vectors(), jnp.bfloat16, trainable=only)
-    state = evaluate(traced, parts.values(models), vectors()).state
-    position = [parts.leaves[i].path for i in parts.indices("state")].index("teacher.kernel")
+    model_leaves, traced = trace(build, loss, vectors(), jnp.bfloat16, trainable=only)
+    state = evaluate(traced, model_leaves.values(models), vectors()).state
+    position = [model_leaves.leaves[i].path for i in model_leaves.indices("state")].index(
+        "teacher.kernel"
+    )
     moved = np.asarray(state[position], np.float64) - np.asarray(models["teacher"].kernel[...])
     step = 0.001 * (models["student"].kernel[...] - models["teacher"].kernel[...])
     # The student enters in bf16, so its share is exact to 2⁻⁸ of 0.001; the average itself to all.

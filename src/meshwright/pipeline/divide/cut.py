@@ -20,7 +20,7 @@ from meshwright.pipeline.divide.block_cut import (
 from meshwright.pipeline.divide.block_names import path_of_blocks
 from meshwright.pipeline.divide.division import Division, divide_blocks
 from meshwright.program.blocks.to_scan import casts_of
-from meshwright.program.evaluate.dependencies import inputs_of, needed, only_for
+from meshwright.program.evaluate.dependencies import inputs_of, needed_equations, select_outputs
 from meshwright.program.jaxpr.equations import Atom, Literal
 from meshwright.program.trace.traced_loss import TracedLoss
 
@@ -64,7 +64,7 @@ def ordered_by_stage(cut: BlockCut, num_stages: int, num_chunks: int) -> BlockCu
     for stack in cut.stacks:
         if not stack.step.stacked:
             raise _one_array(stack.path, division)
-        steps[stack.number] = stack.step.in_rows(rows)
+        steps[stack.number] = stack.step.with_rows(rows)
     layout = replace(cut.traced.layout, step_leaves=tuple(steps))
     return _Cutter(replace(cut.traced, layout=layout), cut.position).cut()
 
@@ -119,7 +119,7 @@ class _Cutter:
 
     def region(self, wanted: Sequence[Atom], outer: Sequence[OuterLeaf]) -> Region:
         """Return what values outside of the blocks need; none of it may be inside of them."""
-        eqns = needed(self.around, wanted)
+        eqns = needed_equations(self.around, wanted)
         read = inputs_of(eqns, wanted)
         for number in sorted(set(self.stack_of.values())):
             if self.jaxpr.invars[number] in read:
@@ -165,10 +165,10 @@ class _Cutter:
             return None
         order = list(self.next_values)
         outputs = [len(self.losses) + order.index(leaf.number) for leaf in changing]
-        program, reads = only_for(self.traced.closed, outputs)
+        program, reads = select_outputs(self.traced.closed, outputs)
         known = {leaf.number for leaf in outer if leaf.kind != "weight"}
         if not known.issuperset(reads):
-            reads_of = [only_for(self.traced.closed, [output])[1] for output in outputs]
+            reads_of = [select_outputs(self.traced.closed, [output])[1] for output in outputs]
             paths = [
                 leaf.step.leaf.path
                 for leaf, own in zip(changing, reads_of, strict=True)

@@ -10,7 +10,12 @@ from typing import NamedTuple
 import jax
 
 from meshwright.pipeline.aliases import Array, PyTree, TreeDef
-from meshwright.program.evaluate.dependencies import inputs_of, needed, reached, variables
+from meshwright.program.evaluate.dependencies import (
+    dependent_variables,
+    inputs_of,
+    needed_equations,
+    variables,
+)
 from meshwright.program.evaluate.evaluator import Environment, Evaluator
 from meshwright.program.jaxpr.equations import (
     REMATS,
@@ -73,12 +78,12 @@ class StageVJP:
         jaxpr = self._forward.jaxpr
         # The inputs that are the same in forward and backward come first.
         self._num_constant = len(jax.tree.leaves((weights, fixed)))
-        varying = reached(jaxpr.eqns, set(jaxpr.invars[self._num_constant :]))
+        varying = dependent_variables(jaxpr.eqns, set(jaxpr.invars[self._num_constant :]))
         self._residuals = jaxpr.outvars[self._num_results :]
         # Some values are read by several layers; one copy is kept.
         residuals = variables(self._residuals)
         self._kept = [v for v in residuals if v in varying]
-        self._recomputed = needed(jaxpr.eqns, [v for v in residuals if v not in varying])
+        self._recomputed = needed_equations(jaxpr.eqns, [v for v in residuals if v not in varying])
         y, _ = jax.tree.unflatten(self._results, structs_of(jaxpr.outvars[: self._num_results]))
         self._backward = self._trace_backward(trees.pullback, y)
         self._weights_tree = jax.tree.structure(weights)
@@ -214,9 +219,9 @@ def split_backward(backward: ClosedJaxpr, num_residuals: int, num_weights: int) 
     closed = _inlined(backward)
     jaxpr = closed.jaxpr
     weight_atoms, x_atoms = jaxpr.outvars[:num_weights], jaxpr.outvars[num_weights:]
-    first = needed(jaxpr.eqns, x_atoms)
+    first = needed_equations(jaxpr.eqns, x_atoms)
     done = {id(eqn) for eqn in first}
-    rest = [eqn for eqn in needed(jaxpr.eqns, weight_atoms) if id(eqn) not in done]
+    rest = [eqn for eqn in needed_equations(jaxpr.eqns, weight_atoms) if id(eqn) not in done]
     cotangents = tuple(jaxpr.invars[num_residuals:])
     own = {variable for eqn in first for variable in eqn.outvars} | set(cotangents)
     cut = [v for v in variables([*_reads_in_order(rest), *weight_atoms]) if v in own]

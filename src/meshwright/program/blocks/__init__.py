@@ -1,1 +1,1 @@
-"""Repeated blocks: found, proven equal, rolled into a scan, cut into segments."""
+"""Repeated blocks: finding them, proving them equal, rolling them into a scan, cutting there."""

@@ -1,4 +1,4 @@
-"""Comparing equations: whether they do the same to whatever they are given."""
+"""Comparing equations: whether they do the same to their operands."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.program.jaxpr.derivatives import OWN_DERIVATIVE, derivative_of
+from meshwright.program.jaxpr.derivatives import CUSTOM_DERIVATIVES, derivative_of
 from meshwright.program.jaxpr.equations import WITHOUT_RESULT, Equation, Literal, Var, aval_of
 
-Unit = Sequence[Equation]
-"""Equations in a row."""
 
-
-def difference(left: Equation, right: Equation) -> str | None:
-    """Return how two equations differ but for their operands."""
+def equation_difference(left: Equation, right: Equation) -> str | None:
+    """Return how two equations differ, operands aside; None if they do not."""
     names = left.primitive.name, right.primitive.name
     if left.primitive is not right.primitive:
         return f"{names[0]} against {names[1]}"
-    other = _other_param(left, right)
-    return f"{names[0]} has another {other}" if other else None
+    param = _different_param(left, right)
+    return f"{names[0]} has another {param}" if param else None
 
 
 def shapes(eqn: Equation) -> list[tuple[Any, Any]]:
-    """Return the shapes and formats of what an equation reads and gives."""
+    """Return the shapes and dtypes of an equation's operands and results."""
     avals = [aval_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
     return [(aval.shape, aval.dtype) for aval in avals]
 
@@ -38,44 +35,45 @@ def same_literal(left: Any, right: Any) -> bool:
     )
 
 
-def unlike(first: Unit, other: Unit) -> str | None:
-    """Return how a block differs from the first but for the values it reads from outside."""
-    ours, theirs = ({v: n for n, v in enumerate(results_of(unit))} for unit in (first, other))
+def first_difference(first: Sequence[Equation], other: Sequence[Equation]) -> str | None:
+    """Return how a block differs from the first one, values from outside aside; None if not."""
+    first_results = {v: n for n, v in enumerate(results_of(first))}
+    other_results = {v: n for n, v in enumerate(results_of(other))}
     for a, b in zip(first, other, strict=True):
-        if reason := difference(a, b):
+        if reason := equation_difference(a, b):
             return reason
         if shapes(a) != shapes(b):
-            return f"{a.primitive.name} works on another shape"
+            return f"{a.primitive.name} has operands of another shape or dtype"
         for left, right in zip(a.invars, b.invars, strict=True):
-            if _source(left, ours) != _source(right, theirs):
+            if _result_number(left, first_results) != _result_number(right, other_results):
                 return f"{a.primitive.name} reads another result"
     return None
 
 
-def results_of(unit: Unit) -> list[Var]:
-    """Return what a unit computes, in order."""
-    return [variable for eqn in unit for variable in eqn.outvars]
+def results_of(eqns: Sequence[Equation]) -> list[Var]:
+    """Return the variables that equations compute, in order."""
+    return [variable for eqn in eqns for variable in eqn.outvars]
 
 
-def _source(atom: Any, results: dict[Var, int]) -> int | None:
+def _result_number(atom: Any, results: dict[Var, int]) -> int | None:
     return None if isinstance(atom, Literal) else results.get(atom)
 
 
-def _other_param(left: Equation, right: Equation) -> str | None:
+def _different_param(left: Equation, right: Equation) -> str | None:
     """Return the name of a parameter in which two equations differ."""
-    own_derivative = left.primitive.name in OWN_DERIVATIVE
+    has_derivative = left.primitive.name in CUSTOM_DERIVATIVES
     if left.params.keys() != right.params.keys():
         return "set of parameters"
     for key, value in left.params.items():
         other = right.params[key]
-        # Derivative rules, remat policies and what only tells of values are functions made anew at
-        # each call; what the first do is compared below, and the others change no result.
-        is_rule = own_derivative and not (hasattr(value, "eqns") or isinstance(value, int))
+        # Derivative rules, remat policies and debug callbacks are new function objects at each
+        # call. Derivatives are compared below as programs; the others do not change results.
+        is_rule = has_derivative and not (hasattr(value, "eqns") or isinstance(value, int))
         if key == "policy" or is_rule or left.primitive.name in WITHOUT_RESULT:
             continue
         if not _equal(value, other):
             return key
-    if own_derivative and not _equal(derivative_of(left), derivative_of(right)):
+    if has_derivative and not _equal(derivative_of(left), derivative_of(right)):
         return "derivative"
     return None
 

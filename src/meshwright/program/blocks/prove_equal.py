@@ -1,15 +1,21 @@
-"""Rolling repeated blocks into one: proving that they are the same program on other leaves."""
+"""Proving that repeated blocks are the same program on other leaves, to roll them into one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.program.blocks.block_lists import BlockList
-from meshwright.program.blocks.differences import Unit, difference, results_of, same_literal, unlike
+from meshwright.program.blocks.differences import (
+    equation_difference,
+    first_difference,
+    results_of,
+    same_literal,
+)
 from meshwright.program.blocks.repeats import repeating_parts
+from meshwright.program.evaluate.dependencies import variables, variables_read
 from meshwright.program.jaxpr.equations import (
     REARRANGES,
     Atom,
@@ -24,132 +30,139 @@ from meshwright.program.jaxpr.names import module_of
 
 
 @dataclass(frozen=True, eq=False)
-class Slot:
-    """Stands in a rolled block where the first block has no name of its own for a value.
+class Placeholder:
+    """The name of a value in a rolled block for which the first block has no variable.
 
-    That is where blocks read different constants, and where two values that differ in other blocks
-    are one in the first.
+    This happens if blocks read different constants, and if two values that differ in other blocks
+    are the same variable in the first.
     """
 
     aval: Any
 
 
-Name = Var | Slot
+Name = Var | Placeholder
+"""The name of a value in a rolled block."""
+
+Column = tuple[Atom, ...]
+"""What one name stands for in each block, in order."""
 
 
 @dataclass(frozen=True)
 class Carry:
-    """A value handed from block to block.
+    """A value passed from block to block.
 
     Attributes:
         initial: what the first block receives.
-        enters: its name inside the first block.
-        leaves: what the second block receives: a result of the first, or what that received.
-        last: what the last block would hand on.
+        received: its name in the rolled block.
+        passed_on: the name of what the next block receives: a result, or another received value.
+        final: what the last block passes on.
     """
 
     initial: Atom
-    enters: Name
-    leaves: Name
-    last: Var
+    received: Name
+    passed_on: Name
+    final: Var
 
 
 @dataclass(frozen=True)
-class Rolled:
-    """Blocks that are one program: the first block's equations, and how the others differ.
+class RolledBlockList:
+    """Equal blocks as one program: the first block's equations, and each block's operands.
 
     Attributes:
         blocks: the list of modules.
         start: first equation of the first block.
         stop: first equation after the last block.
-        before: equations within the blocks that run before all of them: each block's part of an
-            outer value.
+        hoisted: equations of the blocks that run before the first one: each takes its block's
+            part of a value from outside.
         eqns: the first block's equations.
-        constants: values every block reads.
-        carries: values handed from block to block.
-        varying: per name in the first block, the value of each block in order.
-        results: per result of the first block that is read outside, its counterpart in each block;
-            what only the last block hands out is in ``carries``.
+        constants: values that every block reads.
+        carries: values passed from block to block.
+        varying: by name, the value that each block reads.
+        results: by result of the first block that is read outside, its counterpart in each block;
+            what only the last block returns is in ``carries``.
     """
 
     blocks: BlockList
     start: int
     stop: int
-    before: tuple[Equation, ...]
+    hoisted: tuple[Equation, ...]
     eqns: tuple[Equation, ...]
     constants: tuple[Var, ...]
     carries: tuple[Carry, ...]
-    varying: dict[Name, tuple[Atom, ...]]
+    varying: dict[Name, Column]
     results: dict[Var, tuple[Var, ...]]
 
 
-def roll_blocks(
+def roll_block_list(
     jaxpr: Jaxpr, blocks: BlockList, same_leaves: Callable[[str, str], bool]
-) -> Rolled | str:
-    """Return the blocks as one program, or the reason why they are not one.
+) -> RolledBlockList | str:
+    """Return the blocks as one program, or the reason why they are not equal.
 
-    Blocks of several kinds that take turns are one program when a turn is taken for a block. Of
-    blocks that are not all alike, the longest run that repeats is rolled.
+    If several kinds of blocks alternate, one of each is rolled as one block. If not all blocks are
+    equal, the longest run that repeats is rolled.
 
     Args:
         jaxpr: the program.
         blocks: modules that run one after another.
         same_leaves: whether the leaves of two modules, given by their paths, have the same roles.
     """
-    found = _roll_in_turns(jaxpr, blocks)
-    if isinstance(found, Rolled):
-        paths = [found.blocks.block_path(n) for n in range(found.blocks.num_blocks)]
+    whole = _roll_with_periods(jaxpr, blocks)
+    if isinstance(whole, RolledBlockList):
+        paths = [whole.blocks.block_path(n) for n in range(whole.blocks.num_blocks)]
         if all(same_leaves(a, b) for a, b in pairwise(paths)):
-            return found
+            return whole
     for part in repeating_parts(jaxpr, blocks, same_leaves):
-        run = _roll_each(jaxpr, part)
-        if isinstance(run, Rolled):
+        run = _roll_with_shifts(jaxpr, part)
+        if isinstance(run, RolledBlockList):
             return run
-    return found
+    return whole
 
 
-def _roll_in_turns(jaxpr: Jaxpr, blocks: BlockList) -> Rolled | str:
-    found = _roll_each(jaxpr, blocks)
+def _roll_with_periods(jaxpr: Jaxpr, blocks: BlockList) -> RolledBlockList | str:
+    """Roll blocks, or groups of blocks if several kinds alternate."""
+    rolled = _roll_with_shifts(jaxpr, blocks)
     for period in range(2, blocks.num_blocks // 2 + 1):
-        if isinstance(found, Rolled):
+        if isinstance(rolled, RolledBlockList):
             break
-        if blocks.num_blocks % period == 0:
-            grouped = blocks.grouped(period)
-            rolled = _roll_each(jaxpr, grouped) if grouped.has_names else found
-            found = rolled if isinstance(rolled, Rolled) else found
-    return found
+        grouped = blocks.grouped(period) if blocks.num_blocks % period == 0 else None
+        if grouped and grouped.has_unique_patterns:
+            groups = _roll_with_shifts(jaxpr, grouped)
+            rolled = groups if isinstance(groups, RolledBlockList) else rolled
+    return rolled
 
 
-def _roll_each(jaxpr: Jaxpr, blocks: BlockList) -> Rolled | str:
+def _roll_with_shifts(jaxpr: Jaxpr, blocks: BlockList) -> RolledBlockList | str:
+    """Roll blocks; the parent's equations between two count as part of either."""
     starts = [start for start, _ in blocks.ranges]
     length = starts[1] - starts[0]
     if any(b - a != length for a, b in pairwise(starts)):
-        return _other_lengths(jaxpr, blocks)
-    # What the parent does between blocks belongs to the one before or to the one after it.
+        return _different_lengths(jaxpr, blocks)
     between = starts[1] - blocks.ranges[0][1]
-    found = _roll_from(jaxpr, blocks, starts, length)
+    rolled = _roll_at(jaxpr, blocks, starts, length)
     for shift in range(1, min(between, starts[0]) + 1):
-        if isinstance(found, Rolled):
+        if isinstance(rolled, RolledBlockList):
             break
-        shifted = _roll_from(jaxpr, blocks, [start - shift for start in starts], length)
-        found = shifted if isinstance(shifted, Rolled) else found
-    return found
+        shifted = _roll_at(jaxpr, blocks, [start - shift for start in starts], length)
+        rolled = shifted if isinstance(shifted, RolledBlockList) else rolled
+    return rolled
 
 
-def _other_lengths(jaxpr: Jaxpr, blocks: BlockList) -> str:
-    """Say which block runs another number of operations than the first, and where they part."""
+def _different_lengths(jaxpr: Jaxpr, blocks: BlockList) -> str:
+    """Say which block runs more or fewer operations than the first, and where they differ."""
     starts = [start for start, _ in blocks.ranges]
     counts = [b - a for a, b in pairwise(starts)]
     index = next(n for n, count in enumerate(counts) if count != counts[0])
     first, other = (jaxpr.eqns[starts[n] : starts[n + 1]] for n in (0, index))
     shorter = min(len(first), len(other))
     differ = (n for n in range(shorter) if first[n].primitive is not other[n].primitive)
-    place = next(differ, shorter)
-    parts = [_operation(unit[place]) if place < len(unit) else "nothing" for unit in (other, first)]
+    number = next(differ, shorter)
+    operations = [
+        _operation(eqns[number]) if number < len(eqns) else "nothing" for eqns in (other, first)
+    ]
     return (
         f"`{blocks.block_path(index)}` differs from `{blocks.block_path(0)}`: it runs "
         f"{len(other)} operations, not {len(first)}; the first to differ is "
-        f"{parts[0]} against {parts[1]}"
+        f"{operations[0]} against {operations[1]}"
     )
 
 
@@ -158,89 +171,103 @@ def _operation(eqn: Equation) -> str:
     return f"{eqn.primitive.name} in `{module}`" if module else eqn.primitive.name
 
 
-def _roll_from(jaxpr: Jaxpr, blocks: BlockList, starts: Sequence[int], length: int) -> Rolled | str:
-    units: list[Unit] = [jaxpr.eqns[start : start + length] for start in starts]
-    if len(units[-1]) < length:
-        last = blocks.block_path(len(units) - 1)
-        return f"`{last}` differs from `{blocks.block_path(0)}`: it runs fewer operations"
-    before = _parts_of_outer_values(units)
-    units = [[eqn for n, eqn in enumerate(unit) if n not in before] for unit in units]
-    for index, unit in enumerate(units):
-        if reason := unlike(units[0], unit):
-            return f"`{blocks.block_path(index)}` differs from `{blocks.block_path(0)}`: {reason}"
-    first, columns = _columns(units)
-    sorted_out = _sort_out(columns, [_own(units[0], unit) for unit in units])
-    if sorted_out is None:
+def _roll_at(
+    jaxpr: Jaxpr, blocks: BlockList, starts: Sequence[int], length: int
+) -> RolledBlockList | str:
+    """Roll blocks that start at these equations and have this many equations each."""
+    first_path = blocks.block_path(0)
+    bodies: list[Sequence[Equation]] = [jaxpr.eqns[start : start + length] for start in starts]
+    if len(bodies[-1]) < length:
+        last = blocks.block_path(len(bodies) - 1)
+        return f"`{last}` differs from `{first_path}`: it runs fewer operations"
+    hoisted = _parts_of_outer_values(bodies)
+    bodies = [[eqn for n, eqn in enumerate(body) if n not in hoisted] for body in bodies]
+    for index, body in enumerate(bodies):
+        if reason := first_difference(bodies[0], body):
+            return f"`{blocks.block_path(index)}` differs from `{first_path}`: {reason}"
+    eqns, columns = _name_operands(bodies)
+    operands = _classify(columns, [_counterparts(bodies[0], body) for body in bodies])
+    if operands is None:
         return f"the blocks of `{blocks.path}` use each other's results out of order"
-    constants, carries, varying = sorted_out
     span = (starts[0], starts[-1] + length)
-    read = _read_outside(jaxpr, span) - {carry.last for carry in carries}
+    read = _read_outside(jaxpr, span) - {carry.final for carry in operands.carries}
     results = {
-        names[0]: names
-        for names in zip(*(results_of(unit) for unit in units), strict=True)
-        if read.intersection(names)
+        variables[0]: variables
+        for variables in zip(*(results_of(body) for body in bodies), strict=True)
+        if read.intersection(variables)
     }
-    hoisted = tuple(jaxpr.eqns[start + n] for start in starts for n in before)
-    return Rolled(blocks, *span, hoisted, tuple(first), constants, carries, varying, results)
+    return RolledBlockList(
+        blocks=blocks,
+        start=span[0],
+        stop=span[1],
+        hoisted=tuple(jaxpr.eqns[start + n] for start in starts for n in hoisted),
+        eqns=tuple(eqns),
+        constants=operands.constants,
+        carries=operands.carries,
+        varying=operands.varying,
+        results=results,
+    )
 
 
-def _parts_of_outer_values(units: Sequence[Unit]) -> list[int]:
-    """Return the equations by which each block takes another part of values from outside.
+def _parts_of_outer_values(bodies: Sequence[Sequence[Equation]]) -> list[int]:
+    """Return the numbers of the equations that take another part of a value in each block.
 
-    They do not depend on any block, so their results can be there before the first one runs.
+    The value is from outside, so the parts can be computed before the first block runs.
     """
-    inside = {variable for unit in units for variable in results_of(unit)}
-    found: list[int] = []
-    for number, eqns in enumerate(zip(*units, strict=True)):
+    inside = {variable for body in bodies for variable in results_of(body)}
+    numbers: list[int] = []
+    for number, eqns in enumerate(zip(*bodies, strict=True)):
         if not all(eqn.primitive.name in REARRANGES for eqn in eqns):
             continue
-        bound = any(not isinstance(a, Literal) and a in inside for e in eqns for a in e.invars)
-        if not bound and any(difference(eqns[0], eqn) for eqn in eqns):
-            found.append(number)
+        depends = any(not isinstance(a, Literal) and a in inside for e in eqns for a in e.invars)
+        if not depends and any(equation_difference(eqns[0], eqn) for eqn in eqns):
+            numbers.append(number)
             inside.difference_update(v for eqn in eqns for v in eqn.outvars)
-    return found
+    return numbers
 
 
-def _own(first: Unit, unit: Unit) -> dict[Var, Var]:
-    """Return, for each result of a block, its counterpart in the first."""
-    return dict(zip(results_of(unit), results_of(first), strict=True))
+def _counterparts(first: Sequence[Equation], body: Sequence[Equation]) -> dict[Var, Var]:
+    """Return, for each result of a block, its counterpart in the first block."""
+    return dict(zip(results_of(body), results_of(first), strict=True))
 
 
-def _columns(units: Sequence[Unit]) -> tuple[list[Equation], dict[Name, tuple[Atom, ...]]]:
-    """Name what the blocks read from outside, each block in its own place.
+def _name_operands(
+    bodies: Sequence[Sequence[Equation]],
+) -> tuple[list[Equation], dict[Name, Column]]:
+    """Name the values that blocks read from outside.
 
     Returns:
-        the first block's equations with these names, and the value of each name in every block.
+        the first block's equations with these names, and what each name is in every block.
     """
-    places: dict[tuple[int, int], tuple[Atom, ...]] = {}
-    own = set(results_of(units[0]))
-    for number, eqns in enumerate(zip(*units, strict=True)):
+    columns: dict[tuple[int, int], Column] = {}
+    computed = set(results_of(bodies[0]))
+    for number, eqns in enumerate(zip(*bodies, strict=True)):
         for position, atoms in enumerate(zip(*(eqn.invars for eqn in eqns), strict=True)):
             same = all(same_literal(atoms[0], atom) for atom in atoms)
-            if not same and (isinstance(atoms[0], Literal) or atoms[0] not in own):
-                places[number, position] = atoms
-    names = _names(list(places.values()))
-    first: list[Equation] = []
-    for number, eqn in enumerate(units[0]):
+            if not same and (isinstance(atoms[0], Literal) or atoms[0] not in computed):
+                columns[number, position] = atoms
+    names = _names(list(columns.values()))
+    renamed: list[Equation] = []
+    for number, eqn in enumerate(bodies[0]):
         operands: list[Any] = [
-            names[_key(places[number, n])] if (number, n) in places else atom
+            names[_key(columns[number, n])] if (number, n) in columns else atom
             for n, atom in enumerate(eqn.invars)
         ]
-        first.append(eqn if operands == eqn.invars else eqn.replace(invars=operands))
-    return first, {names[_key(atoms)]: atoms for atoms in places.values()}
+        renamed.append(eqn if operands == eqn.invars else eqn.replace(invars=operands))
+    return renamed, {names[_key(atoms)]: atoms for atoms in columns.values()}
 
 
-def _names(columns: Sequence[tuple[Atom, ...]]) -> dict[tuple[int, ...], Name]:
-    """Name each value by what it is in the first block, where no other has that name."""
+def _names(columns: Sequence[Column]) -> dict[tuple[int, ...], Name]:
+    """Name each value by its variable in the first block, if that is not taken."""
     names: dict[tuple[int, ...], Name] = {}
     taken: set[Var] = set()
-    # A constant has but one name.
-    for atoms in sorted(columns, key=lambda atoms: not _constant(atoms)):
+    # Constants come first, because they must have the name of their variable.
+    for atoms in sorted(columns, key=lambda atoms: not _is_constant(atoms)):
         if _key(atoms) in names:
             continue
         name = atoms[0]
         if isinstance(name, Literal) or name in taken:
-            name = Slot(aval_of(name))
+            name = Placeholder(aval_of(name))
         else:
             taken.add(name)
         names[_key(atoms)] = name
@@ -251,51 +278,57 @@ def _key(atoms: Sequence[Atom]) -> tuple[int, ...]:
     return tuple(map(id, atoms))
 
 
-def _constant(atoms: Sequence[Atom]) -> bool:
+def _is_constant(atoms: Sequence[Atom]) -> bool:
+    """Whether a value is the same variable in all blocks."""
     return not isinstance(atoms[0], Literal) and all(atom is atoms[0] for atom in atoms)
 
 
-Sorted = tuple[tuple[Var, ...], tuple[Carry, ...], dict[Name, tuple[Atom, ...]]]
+class _Operands(NamedTuple):
+    """What blocks read from outside, as in `RolledBlockList`."""
+
+    constants: tuple[Var, ...]
+    carries: tuple[Carry, ...]
+    varying: dict[Name, Column]
 
 
-def _sort_out(
-    columns: dict[Name, tuple[Atom, ...]], owns: Sequence[dict[Var, Var]]
-) -> Sorted | None:
-    """Tell apart what is the same for all blocks, handed from block to block, or each block's own.
+def _classify(
+    columns: dict[Name, Column], counterparts: Sequence[dict[Var, Var]]
+) -> _Operands | None:
+    """Divide operands into constants, values passed from block to block, and varying values.
 
-    None where a block reads a result of another in a way that is none of these.
+    None if a block reads a result of another block in any other way.
     """
-    inside = {variable for own in owns for variable in own}
+    inside = {variable for results in counterparts for variable in results}
     constants: list[Var] = []
     carries: list[Carry] = []
-    varying: dict[Name, tuple[Atom, ...]] = {}
+    varying: dict[Name, Column] = {}
     for name, atoms in columns.items():
-        if _constant(atoms) and isinstance(name, Var):
+        if _is_constant(atoms) and isinstance(name, Var):
             constants.append(name)
         elif not any(not isinstance(atom, Literal) and atom in inside for atom in atoms):
             varying[name] = atoms
         else:
-            found = _handed_on(atoms, owns) or _handed_through(atoms, columns)
-            if found is None:
+            passed = _passed_result(atoms, counterparts) or _passed_operand(atoms, columns)
+            if passed is None:
                 return None
-            carries.append(Carry(atoms[0], name, *found))
-    return tuple(constants), tuple(carries), varying
+            carries.append(Carry(atoms[0], name, *passed))
+    return _Operands(tuple(constants), tuple(carries), varying)
 
 
-def _handed_on(atoms: Sequence[Atom], owns: Sequence[dict[Var, Var]]) -> tuple[Name, Var] | None:
+def _passed_result(
+    atoms: Sequence[Atom], counterparts: Sequence[dict[Var, Var]]
+) -> tuple[Name, Var] | None:
     """Return the result that each next block receives, in the first block and in the last."""
-    received = zip(owns, atoms[1:], strict=False)
-    sources = {None if isinstance(atom, Literal) else own.get(atom) for own, atom in received}
+    received = zip(counterparts, atoms[1:], strict=False)
+    sources = {None if isinstance(a, Literal) else results.get(a) for results, a in received}
     source = sources.pop() if len(sources) == 1 else None
     if source is None:
         return None
-    return source, next(last for last, ours in owns[-1].items() if ours is source)
+    return source, next(v for v, in_first in counterparts[-1].items() if in_first is source)
 
 
-def _handed_through(
-    atoms: Sequence[Atom], columns: dict[Name, tuple[Atom, ...]]
-) -> tuple[Name, Var] | None:
-    """Return what each block receives and hands on to the next as another value, likewise."""
+def _passed_operand(atoms: Sequence[Atom], columns: dict[Name, Column]) -> tuple[Name, Var] | None:
+    """Return another operand that each next block receives unchanged, likewise."""
     for name, others in columns.items():
         passed = all(a is b for a, b in zip(atoms[1:], others, strict=False))
         last = others[-1]
@@ -307,5 +340,4 @@ def _handed_through(
 def _read_outside(jaxpr: Jaxpr, span: tuple[int, int]) -> set[Var]:
     start, stop = span
     outside = [*jaxpr.eqns[:start], *jaxpr.eqns[stop:]]
-    atoms: Iterable[Any] = [a for eqn in outside for a in eqn.invars] + list(jaxpr.outvars)
-    return {atom for atom in atoms if not isinstance(atom, Literal)}
+    return {*variables_read(outside), *variables(jaxpr.outvars)}

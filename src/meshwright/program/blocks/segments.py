@@ -1,23 +1,23 @@
-"""The traced program in pieces: blocks, which can be rematerialized, and what lies between."""
+"""The traced program in segments: blocks, which can be rematerialized, and what is around them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.program.blocks.block_lists import find_block_lists
-from meshwright.program.jaxpr.equations import Equation, Jaxpr, Literal, Var
+from meshwright.program.evaluate.dependencies import variables, variables_read
+from meshwright.program.jaxpr.equations import Equation, Jaxpr, Var
 
 
 @dataclass(frozen=True)
-class Outer:
+class Outside:
     """Equations outside of blocks."""
 
     eqns: tuple[Equation, ...]
 
 
 @dataclass(frozen=True)
-class Unit:
+class Block:
     """One block.
 
     Attributes:
@@ -33,36 +33,30 @@ class Unit:
     results: tuple[Var, ...]
 
 
-Segment = Outer | Unit
+Segment = Outside | Block
 
 
-def cut(jaxpr: Jaxpr) -> list[Segment]:
-    """Cut a program at the elements of its lists of modules."""
-    pieces: list[Segment] = []
+def cut_segments(jaxpr: Jaxpr) -> list[Segment]:
+    """Cut a program before and after each block."""
+    segments: list[Segment] = []
     done = 0
     for blocks in find_block_lists(jaxpr.eqns):
         for index, (start, stop) in enumerate(blocks.ranges):
-            pieces.append(Outer(tuple(jaxpr.eqns[done:start])))
-            pieces.append(_unit(jaxpr, blocks.block_path(index), start, stop))
+            segments.append(Outside(tuple(jaxpr.eqns[done:start])))
+            segments.append(_block(jaxpr, blocks.block_path(index), start, stop))
             done = stop
-    pieces.append(Outer(tuple(jaxpr.eqns[done:])))
-    return [piece for piece in pieces if piece.eqns]
+    segments.append(Outside(tuple(jaxpr.eqns[done:])))
+    return [segment for segment in segments if segment.eqns]
 
 
-def _unit(jaxpr: Jaxpr, path: str, start: int, stop: int) -> Unit:
+def _block(jaxpr: Jaxpr, path: str, start: int, stop: int) -> Block:
     eqns = jaxpr.eqns[start:stop]
-    own = {variable for eqn in eqns for variable in eqn.outvars}
-    later = set(reads(jaxpr.eqns[stop:])) | {a for a in jaxpr.outvars if not isinstance(a, Literal)}
-    outside = [variable for variable in reads(eqns) if variable not in own]
-    results = [v for eqn in eqns for v in eqn.outvars if v in later]
-    return Unit(path, tuple(eqns), tuple(outside), tuple(results))
-
-
-def reads(eqns: Sequence[Equation]) -> list[Var]:
-    """Return the variables equations read, each once, in order."""
-    found: dict[Var, None] = {}
-    for eqn in eqns:
-        for atom in eqn.invars:
-            if not isinstance(atom, Literal):
-                found[atom] = None
-    return list(found)
+    computed = [variable for eqn in eqns for variable in eqn.outvars]
+    read_later = {*variables_read(jaxpr.eqns[stop:]), *variables(jaxpr.outvars)}
+    inside = set(computed)
+    return Block(
+        path=path,
+        eqns=tuple(eqns),
+        reads=tuple(variable for variable in variables_read(eqns) if variable not in inside),
+        results=tuple(variable for variable in computed if variable in read_later),
+    )

@@ -16,7 +16,7 @@ from meshwright.program.blocks.block_lists import (
     pattern_of,
     why_no_list,
 )
-from meshwright.program.blocks.prove_equal import Name, Rolled, roll_blocks
+from meshwright.program.blocks.prove_equal import Name, RolledBlockList, roll_block_list
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (
     Atom,
@@ -33,18 +33,18 @@ from meshwright.program.trace.traced_loss import TracedLoss
 
 
 @dataclass(frozen=True)
-class _Written:
-    """State of the blocks that they replace.
+class _WrittenState:
+    """A state leaf that each block writes.
 
     Attributes:
         leaves: the leaf of each block.
-        result: what replaces it in the first block.
-        formats: the program's outputs where these are the results in another format.
+        result: its new value, in the first block.
+        casts: the new value of each block in the leaf's dtype, if it has to be cast.
     """
 
     leaves: tuple[int, ...]
     result: Var
-    formats: tuple[Var, ...]
+    casts: tuple[Var, ...]
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,23 @@ class RollResult:
 def roll_program(traced: TracedLoss) -> RollResult:
     """Replace every list of equal blocks by a scan over their stacked leaves."""
     jaxpr = traced.closed.jaxpr
-    rolled: list[Rolled] = []
+    rolled_lists: list[RolledBlockList] = []
     remarks: list[str] = []
     for blocks in find_block_lists(jaxpr.eqns):
-        found = roll_blocks(jaxpr, blocks, partial(_same_leaves, traced.layout))
-        if isinstance(found, Rolled) and (left_out := _left_out(blocks, found.blocks)):
-            remarks.append(left_out)
-        if isinstance(found, str):
-            remarks.append(found)
-        elif rolled and found.start < rolled[-1].stop:
-            remarks.append(f"`{blocks.path}` begins before `{rolled[-1].blocks.path}` has ended")
+        rolled = roll_block_list(jaxpr, blocks, partial(_same_leaves, traced.layout))
+        if isinstance(rolled, str):
+            remarks.append(rolled)
+            continue
+        if remark := _unrolled_blocks(blocks, rolled.blocks):
+            remarks.append(remark)
+        if rolled_lists and rolled.start < rolled_lists[-1].stop:
+            before = rolled_lists[-1].blocks.path
+            remarks.append(f"`{blocks.path}` starts before `{before}` has ended")
         else:
-            rolled.append(found)
-    if not rolled:
-        return RollResult(traced, tuple(remarks) or _nothing_found(jaxpr))
-    builder = _Builder(traced, rolled)
+            rolled_lists.append(rolled)
+    if not rolled_lists:
+        return RollResult(traced, tuple(remarks) or _why_no_list(jaxpr))
+    builder = _Builder(traced, rolled_lists)
     return RollResult(builder.program(), (*remarks, *builder.remarks()))
 
 
@@ -94,37 +96,39 @@ def _same_leaves(layout: Layout, one: str, other: str) -> bool:
     return roles[0] == roles[1]
 
 
-def _left_out(blocks: BlockList, rolled: BlockList) -> str:
-    """Say which of a list's modules are not like the others; empty if all are."""
+def _unrolled_blocks(blocks: BlockList, rolled: BlockList) -> str:
+    """Say which of a list's modules are not rolled; empty if all are."""
     others = [path for path in blocks.elements if path not in rolled.elements]
     if not others:
         return ""
     few = ", ".join(f"`{path}`" for path in others[:3]) + (", …" if len(others) > 3 else "")
     first, last = rolled.elements[0], rolled.elements[-1]
     alike = "are equal blocks" if rolled.period == 1 else f"repeat every {rolled.period} blocks"
-    return f"of `{blocks.path}` only `{first}` to `{last}` {alike} and are trained alike, not {few}"
+    return (
+        f"in `{blocks.path}`, only `{first}` to `{last}` {alike} and are trained alike, not {few}"
+    )
 
 
-def _nothing_found(jaxpr: Jaxpr) -> tuple[str, ...]:
+def _why_no_list(jaxpr: Jaxpr) -> tuple[str, ...]:
     reason = why_no_list(jaxpr.eqns)
     return (reason,) if reason else ()
 
 
 class _Builder:
-    """Re-traces a program with some of its equations rolled."""
+    """Re-traces a program with its equal blocks rolled."""
 
-    def __init__(self, traced: TracedLoss, rolled: Sequence[Rolled]) -> None:
+    def __init__(self, traced: TracedLoss, rolled_lists: Sequence[RolledBlockList]) -> None:
         self.traced = traced
-        self.rolled = rolled
+        self.rolled_lists = rolled_lists
         self.jaxpr = traced.closed.jaxpr
         count = len(traced.layout.leaves)
         self.leaf_of = {v: i for i, v in enumerate(self.jaxpr.invars[:count])}
         self.casts = casts_of(self.jaxpr.eqns, set(self.leaf_of))
         self.groups = self._leaf_groups()
-        self.written = [self._written(rolled) for rolled in self.rolled]
-        written = [own.leaves for found in self.written for own in found]
-        self.formats = {v for found in self.written for own in found for v in own.formats}
-        groups = list(dict.fromkeys([*self.groups.values(), *written]))
+        self.written = [self._written_state(rolled) for rolled in rolled_lists]
+        states = [state for written in self.written for state in written]
+        self.state_casts = {variable for state in states for variable in state.casts}
+        groups = list(dict.fromkeys([*self.groups.values(), *(state.leaves for state in states)]))
         self.layout = _with_patterns(stacked_layout(traced.layout.leaves, groups))
         self.numbers = {step.sources: n for n, step in enumerate(self.layout.step_leaves)}
 
@@ -135,39 +139,40 @@ class _Builder:
         return TracedLoss(closed, self.layout, self.traced.batch, self.traced.metric_names)
 
     def remarks(self) -> list[str]:
-        """Name the blocks that have no stack because only some of them are trained."""
-        found: list[str] = []
-        for rolled in self.rolled:
+        """Name the blocks whose weights are not stacked because only some are trained."""
+        remarks: list[str] = []
+        for rolled in self.rolled_lists:
             if any(name in self.groups for name in rolled.varying):
                 continue
             every = map(self._leaf_numbers, rolled.varying.values())
-            for leaves in ([self.traced.layout.leaves[n] for n in own] for own in every if own):
+            for leaves in ([self.traced.layout.leaves[n] for n in same] for same in every if same):
                 trained = [leaf.path for leaf in leaves if leaf.role == "param"]
                 frozen = [leaf.path for leaf in leaves if leaf.role != "param"]
                 if trained and frozen:
-                    found.append(
-                        f"the blocks of `{rolled.blocks.path}` have no weights in common stacks: "
+                    remarks.append(
+                        f"the weights of `{rolled.blocks.path}` are not stacked: "
                         f"`{trained[0]}` is trained, `{frozen[0]}` is not (freeze the same "
-                        "part of every block, or blocks in a row)"
+                        "part of every block, or consecutive blocks)"
                     )
                     break
-        return found
+        return remarks
 
     def _leaf_groups(self) -> dict[Name, tuple[int, ...]]:
-        """Return, for names that stand for (casts of) one leaf of each block, these leaves."""
+        """Return, by name of a value that is a leaf (or its cast) in each block, these leaves."""
         groups: dict[Name, tuple[int, ...]] = {}
         group_of: dict[int, tuple[int, ...]] = {}
-        for name, atoms in (pair for rolled in self.rolled for pair in rolled.varying.items()):
-            found = self._leaf_group(atoms)
-            # A leaf can be in one stack only: what else reads it gets its slice.
-            if found and all(group_of.setdefault(leaf, found) == found for leaf in found):
-                groups[name] = found
+        pairs = [pair for rolled in self.rolled_lists for pair in rolled.varying.items()]
+        for name, atoms in pairs:
+            group = self._leaf_group(atoms)
+            # A leaf can only be in one stack: other readers get its slice.
+            if group and all(group_of.setdefault(leaf, group) == group for leaf in group):
+                groups[name] = group
         return groups
 
     def _leaf_group(self, atoms: Sequence[Atom]) -> tuple[int, ...] | None:
         numbers = self._leaf_numbers(atoms)
-        same_format = len({atom in self.casts for atom in atoms if isinstance(atom, Var)}) == 1
-        return numbers if numbers and same_format and self._alike(numbers) else None
+        same_dtype = len({atom in self.casts for atom in atoms if isinstance(atom, Var)}) == 1
+        return numbers if numbers and same_dtype and self._can_stack(numbers) else None
 
     def _leaf_numbers(self, atoms: Sequence[Atom]) -> tuple[int, ...] | None:
         variables = [atom for atom in atoms if not isinstance(atom, Literal)]
@@ -176,8 +181,8 @@ class _Builder:
             return None
         return tuple(self.leaf_of[source] for source in sources)
 
-    def _alike(self, numbers: Sequence[int]) -> bool:
-        """Whether leaves can be one stack."""
+    def _can_stack(self, numbers: Sequence[int]) -> bool:
+        """Whether leaves can be stacked."""
         leaves = [self.traced.layout.leaves[number] for number in numbers]
         kinds = {
             (leaf.role, leaf.is_weight, leaf.shape, leaf.dtype, leaf.variable, leaf.annotation)
@@ -186,88 +191,91 @@ class _Builder:
         depths = {leaf.path.count(".") for leaf in leaves}
         return len(kinds) == len(depths) == 1 and len(set(numbers)) == len(numbers)
 
-    def _written(self, rolled: Rolled) -> list[_Written]:
-        """Return the state that each block replaces by the same result, whether read or not."""
+    def _written_state(self, rolled: RolledBlockList) -> list[_WrittenState]:
+        """Return the state leaves that all blocks write, whether they read them or not."""
         state = [i for i, leaf in enumerate(self.traced.layout.leaves) if leaf.role == "state"]
         outputs = self.jaxpr.outvars[len(self.jaxpr.outvars) - len(state) :]
         after = {i: v for i, v in zip(state, outputs, strict=True) if not isinstance(v, Literal)}
-        formats = casts_of(self.jaxpr.eqns[rolled.stop :], _results(rolled))
-        replaced: dict[Var, list[int]] = {}
+        casts = casts_of(self.jaxpr.eqns[rolled.stop :], _results(rolled))
+        leaves_of: dict[Var, list[int]] = {}
         for number, output in after.items():
-            replaced.setdefault(formats.get(output) or output, []).append(number)
+            leaves_of.setdefault(casts.get(output) or output, []).append(number)
         group_of = {leaf: group for group in self.groups.values() for leaf in group}
-        found: list[_Written] = []
-        for result, names in rolled.results.items():
-            for group in zip(*(replaced.get(name, []) for name in names), strict=False):
+        written: list[_WrittenState] = []
+        for result, variables in rolled.results.items():
+            for group in zip(*(leaves_of.get(v, []) for v in variables), strict=False):
                 fits = all(group_of.setdefault(leaf, group) == group for leaf in group)
-                own = tuple(after[leaf] for leaf in group)
-                if fits and self._alike(group):
-                    found.append(_Written(group, result, () if own == names else own))
-        return found
+                outputs = tuple(after[leaf] for leaf in group)
+                if fits and self._can_stack(group):
+                    is_cast = outputs != variables
+                    written.append(_WrittenState(group, result, outputs if is_cast else ()))
+        return written
 
     def _run(self, *inputs: Any) -> list[Any]:
         env = self._environment(inputs)
         evaluator = Evaluator()
         done = 0
-        for rolled, written in zip(self.rolled, self.written, strict=True):
-            _extend(env, self._outer(done, rolled.start), evaluator)
-            _extend(env, rolled.before, evaluator)
+        for rolled, written in zip(self.rolled_lists, self.written, strict=True):
+            _extend(env, self._outside(done, rolled.start), evaluator)
+            _extend(env, rolled.hoisted, evaluator)
             self._scan(rolled, written, env)
             done = rolled.stop
-        _extend(env, self._outer(done, len(self.jaxpr.eqns)), evaluator)
+        _extend(env, self._outside(done, len(self.jaxpr.eqns)), evaluator)
         return self._outputs(env, inputs)
 
-    def _environment(self, inputs: Sequence[Any]) -> _Leaves:
-        env = _Leaves(self, inputs[: len(self.layout.step_leaves)])
+    def _environment(self, inputs: Sequence[Any]) -> _LazyValues:
+        env = _LazyValues(self, inputs[: len(self.layout.step_leaves)])
         env.update(zip(self.jaxpr.constvars, self.traced.closed.consts, strict=True))
         batch = inputs[len(self.layout.step_leaves) :]
         env.update(zip(self.jaxpr.invars[len(self.leaf_of) :], batch, strict=True))
         return env
 
-    def _outer(self, start: int, stop: int) -> list[Equation]:
-        """Return equations outside of blocks; casts are made where leaves are read or written."""
+    def _outside(self, start: int, stop: int) -> list[Equation]:
+        """Return equations outside of blocks, except casts of leaves, which are cast when used."""
         eqns = self.jaxpr.eqns[start:stop]
-        elsewhere = self.casts.keys() | self.formats
-        return [e for e in eqns if not (e.outvars and e.outvars[0] in elsewhere)]
+        casts = self.casts.keys() | self.state_casts
+        return [e for e in eqns if not (e.outvars and e.outvars[0] in casts)]
 
-    def _scan(self, rolled: Rolled, written: Sequence[_Written], env: _Leaves) -> None:
+    def _scan(
+        self, rolled: RolledBlockList, written: Sequence[_WrittenState], env: _LazyValues
+    ) -> None:
         evaluator = Evaluator(scope=partial(_renamed_scope, rolled.blocks))
         names = list(rolled.varying)
-        cast = [own for own in written if own.formats]
+        cast = [state for state in written if state.casts]
         constants = {v: env[v] for v in rolled.constants}
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             inner: dict[Any, Any] = dict(constants)
-            inner.update(zip((c.enters for c in rolled.carries), carry, strict=True))
+            inner.update(zip((c.received for c in rolled.carries), carry, strict=True))
             inner.update(zip(names, xs, strict=False))
             evaluator.extend(inner, rolled.eqns)
             results = [inner[v] for v in rolled.results]
-            results += [inner[own.result].astype(aval_of(own.formats[0]).dtype) for own in cast]
-            return [inner[c.leaves] for c in rolled.carries], results
+            results += [inner[s.result].astype(aval_of(s.casts[0]).dtype) for s in cast]
+            return [inner[c.passed_on] for c in rolled.carries], results
 
         init = [_read(c.initial, env) for c in rolled.carries]
         xs = [self._stack(name, rolled.varying[name], env) for name in names]
-        # State that is never read is given to the blocks as well: it belongs to them.
+        # State that is only written is passed to the scan too: it belongs to the blocks.
         xs += [env.leaves[n] for n in self._unread(rolled, written)]
         carry, ys = jax.lax.scan(body, init, xs, length=rolled.blocks.num_blocks)
-        every = [*rolled.results.values(), *(own.formats for own in cast)]
+        every = [*rolled.results.values(), *(state.casts for state in cast)]
         for counterparts, values in zip(every, ys, strict=True):
             env.stacks[counterparts] = values
-            env.later.update((v, (values, index)) for index, v in enumerate(counterparts))
-        env.update(zip((c.last for c in rolled.carries), carry, strict=True))
+            env.pending.update((v, (values, index)) for index, v in enumerate(counterparts))
+        env.update(zip((c.final for c in rolled.carries), carry, strict=True))
 
-    def _unread(self, rolled: Rolled, written: Sequence[_Written]) -> list[int]:
+    def _unread(self, rolled: RolledBlockList, written: Sequence[_WrittenState]) -> list[int]:
         read = {self.groups.get(name) for name in rolled.varying}
-        return [self.numbers[own.leaves] for own in written if own.leaves not in read]
+        return [self.numbers[state.leaves] for state in written if state.leaves not in read]
 
-    def _stack(self, name: Name, atoms: Sequence[Atom], env: _Leaves) -> Any:
+    def _stack(self, name: Name, atoms: Sequence[Atom], env: _LazyValues) -> Any:
         if name not in self.groups:
             return jnp.stack([_read(atom, env) for atom in atoms])
         stacked = env.leaves[self.numbers[self.groups[name]]]
         dtype = aval_of(name).dtype
         return stacked if stacked.dtype == dtype else stacked.astype(dtype)
 
-    def _outputs(self, env: _Leaves, inputs: Sequence[Any]) -> list[Any]:
+    def _outputs(self, env: _LazyValues, inputs: Sequence[Any]) -> list[Any]:
         pairs = 2 * (1 + len(self.traced.metric_names))
         outvars = self.jaxpr.outvars
         values = [_read(atom, env) for atom in outvars[:pairs]]
@@ -277,11 +285,11 @@ class _Builder:
             if step.leaf.role != "state":
                 continue
             atoms = tuple(after[source] for source in step.sources)
-            own = tuple(self.jaxpr.invars[source] for source in step.sources)
-            known = not any(isinstance(atom, Literal) for atom in atoms)
-            if known and atoms == own:
+            before = tuple(self.jaxpr.invars[source] for source in step.sources)
+            are_variables = not any(isinstance(atom, Literal) for atom in atoms)
+            if are_variables and atoms == before:
                 values.append(inputs[number])
-            elif known and step.stacked and atoms in env.stacks:
+            elif are_variables and step.stacked and atoms in env.stacks:
                 values.append(env.stacks[atoms])
             else:
                 each = [_read(atom, env) for atom in atoms]
@@ -289,33 +297,39 @@ class _Builder:
         return values
 
 
-class _Leaves(dict[Var, Any]):
-    """An environment that slices stacks, and casts leaves, only where one of them is read."""
+class _LazyValues(dict[Var, Any]):
+    """An environment that slices stacks and casts leaves only when they are read.
+
+    Attributes:
+        leaves: the step's leaves.
+        stacks: by variables of the unrolled program, the stack of their values.
+        pending: by variable, the leaf or stack it is in, and its position if that is a stack.
+    """
 
     def __init__(self, builder: _Builder, leaves: Sequence[Any]) -> None:
         super().__init__()
         self.leaves = leaves
         self.stacks: dict[tuple[Any, ...], Any] = {}
-        self.later: dict[Var, tuple[Any, int | None]] = {}
+        self.pending: dict[Var, tuple[Any, int | None]] = {}
         self._casts = builder.casts
         for number, step in enumerate(builder.layout.step_leaves):
             for position, source in enumerate(step.sources):
                 variable = builder.jaxpr.invars[source]
-                self.later[variable] = (leaves[number], position if step.stacked else None)
+                self.pending[variable] = (leaves[number], position if step.stacked else None)
 
     def __missing__(self, variable: Var) -> Any:
         if variable in self._casts:
             self[variable] = self[self._casts[variable]].astype(aval_of(variable).dtype)
         else:
-            value, position = self.later[variable]
+            value, position = self.pending[variable]
             self[variable] = value if position is None else value[position]
         return self[variable]
 
 
-def _extend(env: _Leaves, eqns: Sequence[Equation], evaluator: Evaluator) -> None:
-    """Evaluate equations; leaves are sliced and cast before their scope is entered.
+def _extend(env: _LazyValues, eqns: Sequence[Equation], evaluator: Evaluator) -> None:
+    """Evaluate equations; leaves are sliced and cast outside of their scope.
 
-    That a cast belongs to no module is known by its having no scope; see `casts_of`.
+    `casts_of` recognizes the cast of a leaf by having no scope.
     """
     for eqn in eqns:
         for atom in eqn.invars:
@@ -332,7 +346,7 @@ def _renamed_scope(blocks: BlockList, eqn: Equation) -> str:
 
 
 def casts_of(eqns: Sequence[Equation], leaves: set[Var]) -> dict[Var, Var]:
-    """Return, for every variable that is only another format of a leaf, that leaf."""
+    """Return, for every variable that is a cast of a leaf outside of modules, that leaf."""
     return {
         eqn.outvars[0]: eqn.invars[0]
         for eqn in eqns
@@ -344,7 +358,7 @@ def casts_of(eqns: Sequence[Equation], leaves: set[Var]) -> dict[Var, Var]:
 
 
 def _with_patterns(layout: Layout) -> Layout:
-    """Name stacks as their blocks are named."""
+    """Name each stack by the pattern of its leaves' paths."""
     steps = list(layout.step_leaves)
     for n, step in enumerate(steps):
         if step.stacked:
@@ -353,7 +367,7 @@ def _with_patterns(layout: Layout) -> Layout:
     return replace(layout, step_leaves=tuple(steps))
 
 
-def _results(rolled: Rolled) -> set[Var]:
+def _results(rolled: RolledBlockList) -> set[Var]:
     return {name for names in rolled.results.values() for name in names}
 
 

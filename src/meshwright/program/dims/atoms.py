@@ -1,8 +1,8 @@
-"""Dims as products of factors, merged by union-find: which dims are one and the same.
+"""Dims as products of factors, merged by union-find into classes of the same dim.
 
-A dim is a tuple of factors, major first. Unifying two dims splits their factors until they line
-up (128 against 8 × 16 becomes 8 × 16 on both sides) and merges them pair by pair. What is never
-split further is an atom; atoms with one id form a class and can only be sharded together.
+A dim is a tuple of factors, major first. Unifying two dims splits their factors until they match
+(128 and 8 × 16 become 8 × 16 on both sides) and merges them pair by pair. A factor that is not
+split is an atom; atoms with the same id form a class and can only be sharded together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Atom(NamedTuple):
 
 
 class Factor:
-    """A node of the union-find; ``split`` holds its own factors, major first."""
+    """A node of the union-find; ``split`` has the factors it is split into, major first."""
 
     __slots__ = ("parent", "serial", "size", "split")
 
@@ -58,26 +58,26 @@ class Factors:
         return tuple(self.dim(size) for size in shape)
 
     def unify(self, left: Dim, right: Dim) -> Dim:
-        """Merge two dims from the major end; return the factors of ``left`` that found no partner.
+        """Merge two dims from the major end; return the factors of ``left`` that do not match.
 
-        Every index splits alike as far as the factors nest, so what was merged before the first
-        misfit stays merged.
+        Factors that match before the first mismatch stay merged, because every index is split in
+        the same way up to there.
         """
-        todo, against = list(reversed(left)), list(reversed(right))
-        while todo and against:
-            a, b = _pop(todo), _pop(against)
+        left_stack, right_stack = list(reversed(left)), list(reversed(right))
+        while left_stack and right_stack:
+            a, b = _pop(left_stack), _pop(right_stack)
             if a.size == b.size:
-                _join(a, b)
+                _merge(a, b)
                 continue
-            todo.append(a)
-            against.append(b)
+            left_stack.append(a)
+            right_stack.append(b)
             common = math.gcd(a.size, b.size)
             if common == 1 or a.size * b.size == 0:
                 break
             for factor in (a, b):
                 if factor.size > common:
                     factor.split = self._factor(common), self._factor(factor.size // common)
-        return tuple(reversed(todo))
+        return tuple(reversed(left_stack))
 
     def _factor(self, size: int) -> Factor:
         self._next += 1
@@ -112,9 +112,9 @@ def _pop(stack: list[Factor]) -> Factor:
         stack.extend(reversed(top.split))
 
 
-def _join(a: Factor, b: Factor) -> None:
+def _merge(a: Factor, b: Factor) -> None:
     if a is b:
         return
-    # The older one stays, so that a class keeps its id while it grows.
+    # The older one becomes the root, so that a class keeps its id while it grows.
     older, younger = (a, b) if a.serial < b.serial else (b, a)
     younger.parent = older

@@ -1,7 +1,7 @@
-"""Rules for equations that hold programs of their own: loops, branches, calls.
+"""Rules for equations that contain programs: loops, branches, calls.
 
-A nested program is walked anew at every call, with dims of its own: JAX shares one jaxpr between
-calls that have nothing to do with each other.
+A nested program is walked at every call, with new dims: JAX shares one jaxpr between unrelated
+calls.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshwright.program.dims.op import Op, Value, is_inexact, shape_of
 from meshwright.program.jaxpr.equations import Jaxpr, scan_counts
 
 Enter = Callable[[Jaxpr, Sequence[Value], int], list[Value]]
-"""Walks a nested program, run so many times; returns its results."""
+"""Walks a nested program that runs this many times; returns its results."""
 
 CallRule = Callable[[Op, Enter], list[Value]]
 
@@ -22,7 +22,7 @@ _BODY_KEYS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
 
 def body_of(op: Op) -> Jaxpr | None:
-    """Return the program of a plain call: one that takes and returns what the equation does."""
+    """Return the program of a plain call, with the same inputs and outputs as the equation."""
     for key in _BODY_KEYS:
         body = _open(op.params.get(key))
         if body is not None and _fits(body.invars, op.avals) and _fits(body.outvars, op.out_avals):
@@ -31,14 +31,14 @@ def body_of(op: Op) -> Jaxpr | None:
 
 
 def call(op: Op, enter: Enter) -> list[Value]:
-    """Walk the body of jit, remat, a custom derivative rule or the like."""
+    """Walk the body of a jit, remat, custom derivative or similar call."""
     body = body_of(op)
     assert body is not None
     return enter(body, op.operands, 1)
 
 
 def scan(op: Op, enter: Enter) -> list[Value]:
-    """Walk the body once: carries keep their dims, the loop runs through the stacked ones."""
+    """Walk the body once: carries keep their dims, scanned operands lose the first one."""
     consts, carries = scan_counts(op.equation)
     body, length = _body(op, "jaxpr"), op.params["length"]
     start = consts + carries
@@ -60,12 +60,12 @@ def scan(op: Op, enter: Enter) -> list[Value]:
 
 
 def while_loop(op: Op, enter: Enter) -> list[Value]:
-    """Walk condition and body once; how often they run is not known, so it counts once."""
-    in_test, in_body = op.params["cond_nconsts"], op.params["body_nconsts"]
-    start = in_test + in_body
+    """Walk condition and body once; the number of iterations is unknown and counts as one."""
+    num_cond, num_body = op.params["cond_nconsts"], op.params["body_nconsts"]
+    start = num_cond + num_body
     carried = _carried(op, range(start, len(op.operands)))
-    enter(_body(op, "cond_jaxpr"), [*op.operands[:in_test], *carried], 1)
-    results = enter(_body(op, "body_jaxpr"), [*op.operands[in_test:start], *carried], 1)
+    enter(_body(op, "cond_jaxpr"), [*op.operands[:num_cond], *carried], 1)
+    results = enter(_body(op, "body_jaxpr"), [*op.operands[num_cond:start], *carried], 1)
     for before, after in zip(carried, results, strict=True):
         op.unify_all(before.dims, after.dims)
     return results
@@ -78,12 +78,12 @@ def cond(op: Op, enter: Enter) -> list[Value]:
     for first, *others in zip(*branches, strict=True):
         for other in others:
             op.unify_all(first.dims, other.dims)
-        merged.append(_either([first, *others]))
+        merged.append(_combined([first, *others]))
     return merged
 
 
 def shard_map(op: Op, enter: Enter) -> list[Value]:
-    """Walk a program already divided by hand: inside, a divided dim is its minor factor."""
+    """Walk the body of a shard_map, in which a divided dim is its minor factor."""
     body = _body(op, "jaxpr")
     values = [
         value._replace(dims=_local(op, operand, shape_of(var.aval)))
@@ -113,8 +113,8 @@ def _whole(op: Op, dims: Dims, local: Sequence[int], shape: Sequence[int]) -> Di
 
 
 def _carried(op: Op, operands: Iterable[int]) -> list[Value]:
-    """Return the carries as the body sees them: after one turn they may depend on everything."""
-    after = _either(op.operands)
+    """Return the carries inside the body: after one iteration they may depend on everything."""
+    after = _combined(op.operands)
     return [
         op.operands[operand]._replace(
             params=frozenset(),
@@ -125,8 +125,8 @@ def _carried(op: Op, operands: Iterable[int]) -> list[Value]:
     ]
 
 
-def _either(values: Sequence[Value]) -> Value:
-    """Return the first value with what holds for any of them."""
+def _combined(values: Sequence[Value]) -> Value:
+    """Return the first value, with the properties that any of them has."""
     if not values:
         return Value((), frozenset(), False, False, -1)
     return values[0]._replace(

@@ -34,7 +34,7 @@ class LeafDims:
         nbytes: its bytes.
         dims: for each dim its atoms, major first; a dim of size 1 has none.
         uses: how dots, convolutions and lookups over data use its classes; empty for leaves that
-            take part in no such operation (biases, scales, position tables that are added).
+            no such operation reads (biases, scales, position tables that are added).
     """
 
     role: LeafRole
@@ -46,7 +46,7 @@ class LeafDims:
 
     @property
     def is_kernel(self) -> bool:
-        """Whether data is multiplied with it or looked up in it."""
+        """Whether data is multiplied by it or looked up in it."""
         return bool(self.uses)
 
     def dims_used_as(self, *uses: KernelUse) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ class LeafDims:
 
 
 class Roles(NamedTuple):
-    """Which dims the words column and row mean for a kernel, major first.
+    """Which dims of a kernel are its columns and its rows, major first.
 
     Attributes:
         column: dims that reach the output of its matrix product (or lookup).
@@ -81,7 +81,7 @@ class Event:
         primitive: the operation.
         path: its module; empty if unknown.
         source: the array that is spread or gathered; partial results for one array are merged
-            before they travel, so events that share a source cost once. -1 if it has none.
+            before they are sent, so events with the same source cost once. -1 if it has none.
     """
 
     kind: EventKind
@@ -94,7 +94,7 @@ class Event:
 
     @property
     def total(self) -> int:
-        """Bytes over all times."""
+        """Bytes over all runs of the operation."""
         return self.nbytes * self.times
 
     @property
@@ -111,9 +111,9 @@ class DimClasses:
         root: the dims of every variable, nested calls included.
         leaves: the program's inputs in order.
         batch: classes of the first dim of the batch.
-        heads: classes of kernels that run side by side in products of data with data, as
-            attention heads do.
-        inside_heads: classes those products contract: the dim of a head, the sequence.
+        heads: classes of kernels that are batch dims in products of data with data, as attention
+            heads are.
+        inside_heads: classes that those products contract: the dim of a head, the sequence.
         channels: classes of convolution channels.
         events: what would cost communication, in program order.
     """
@@ -145,21 +145,21 @@ class DimClasses:
     def _events_by_class(self) -> Mapping[int, list[int]]:
         numbers = defaultdict[int, list[int]](list)
         for number, event in enumerate(self.events):
-            for name in event.classes:
-                numbers[name].append(number)
+            for class_id in event.classes:
+                numbers[class_id].append(number)
         return numbers
 
     @cached_property
     def _leaves_by_class(self) -> Mapping[int, list[int]]:
         positions = defaultdict[int, list[int]](list)
         for position, leaf in enumerate(self.leaves):
-            for name in _ids(leaf.dims):
-                positions[name].append(position)
+            for class_id in _ids(leaf.dims):
+                positions[class_id].append(position)
         return positions
 
     def leaves_with(self, classes: Iterable[int]) -> list[int]:
         """Return the positions of the inputs that have a dim of any of these classes."""
-        return sorted({i for name in classes for i in self._leaves_by_class.get(name, ())})
+        return sorted({i for c in classes for i in self._leaves_by_class.get(c, ())})
 
     def leaf(self, path: str) -> LeafDims:
         """Return the input with this canonical path."""
@@ -174,9 +174,9 @@ class DimClasses:
         return Roles(leaf.dims_used_as("entry"), leaf.dims_used_as("lookup"))
 
     def events_of(self, classes: Iterable[int]) -> list[Event]:
-        """Return what happens to any of these classes, in program order."""
-        found = {number for name in classes for number in self._events_by_class.get(name, ())}
-        return [self.events[number] for number in sorted(found)]
+        """Return the events of any of these classes, in program order."""
+        numbers = {number for c in classes for number in self._events_by_class.get(c, ())}
+        return [self.events[number] for number in sorted(numbers)]
 
     def traffic(self, classes: Iterable[int]) -> int:
         """Return the bytes each device sends per training step if these classes are sharded.
@@ -184,12 +184,12 @@ class DimClasses:
         A large axis is assumed: a reduction sends its array twice (scatter, then gather), a gather
         once.
         """
-        once = dict[tuple[EventKind, int], int]()
+        by_source = dict[tuple[EventKind, int], int]()
         for number, event in enumerate(self.events_of(classes)):
             key = (event.kind, event.source if event.source >= 0 else -1 - number)
             trips = 1 if event.blocking else 2
-            once[key] = max(once.get(key, 0), trips * event.total)
-        return sum(once.values())
+            by_source[key] = max(by_source.get(key, 0), trips * event.total)
+        return sum(by_source.values())
 
 
 def find_dim_classes(program: ClosedJaxpr, labels: Sequence[LeafLabel]) -> DimClasses:
@@ -245,9 +245,9 @@ def _uses(log: Log) -> Mapping[int, Mapping[KernelUse, frozenset[int]]]:
 def _attention(log: Log, leaves: Sequence[LeafDims]) -> tuple[frozenset[int], frozenset[int]]:
     """Return the classes of heads and those contracted inside them.
 
-    Heads run side by side in products of data with data. Where such a product contracts a dim of
-    kernels, as queries with keys do, the other dims of kernels in it count heads too: the queries
-    that share a key head.
+    Heads are batch dims of products of data with data. If such a product contracts a dim of
+    kernels, as that of queries and keys does, its other dims of kernels are heads too: the query
+    heads that share a key head.
     """
     of_data = _ids(dim for leaf in leaves if leaf.role == "batch" for dim in leaf.dims)
     of_kernels = _ids(dim for leaf in leaves if leaf.is_kernel for dim in leaf.dims) - of_data

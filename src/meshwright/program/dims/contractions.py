@@ -1,4 +1,4 @@
-"""Rules for dots, convolutions and fused attention: where parameters meet data."""
+"""Rules for dots, convolutions and fused attention."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from meshwright.program.dims.atoms import NO_DIM, Dim, Dims
 from meshwright.program.dims.op import Op, Product, Rule, pick, unknown, without
 
 HEADS_BEFORE_SEQUENCE = 1
-"""The layout number by which fused attention says its arrays are (batch, heads, sequence, dim)."""
+"""The layout number of fused attention for arrays of (batch, heads, sequence, dim)."""
 
 
 def dot_general(op: Op) -> list[Dims]:
-    """Contracted and batch dims are one on both sides; the free ones reach the result."""
+    """Merge contracted and batch dims of both sides; the others are dims of the result."""
     return [_dot(op, op.params["dimension_numbers"])]
 
 
 def ragged_dot(op: Op) -> list[Dims]:
-    """Take each row's kernel from a stack: neither the rows nor the stack can be divided."""
+    """Multiply each row by one kernel of a stack: neither rows nor stack can be divided."""
     numbers = op.params["ragged_dot_dimension_numbers"]
     stack = tuple(numbers.rhs_group_dimensions)
     op.gather(pick(op.dims(0), numbers.lhs_ragged_dimensions), 0)
@@ -51,7 +51,7 @@ def _dot(op: Op, numbers: Any, stack: Sequence[int] = ()) -> Dims:
 
 
 def convolution(op: Op) -> list[Dims]:
-    """Input channels are contracted (within their group), windows need their neighbours."""
+    """Contract input channels within their group; windows need their neighbours."""
     if op.params["batch_group_count"] != 1:
         return unknown(op)
     numbers = op.params["dimension_numbers"]
@@ -65,7 +65,7 @@ def convolution(op: Op) -> list[Dims]:
     op.unify(group + within, kernel[outputs])
 
     op.note("contract", [kernel[inputs]], op.out_nbytes())
-    op.tell_apart(pick(kernel, window), 1)
+    op.distinguish(pick(kernel, window), 1)
     op.spread(0, [within])
     op.spread(1, [image[batch]])
     op.use(1, "row", [kernel[inputs]])
@@ -79,7 +79,7 @@ def convolution(op: Op) -> list[Dims]:
 
 
 def _windows(op: Op) -> Dims:
-    """Return the result's dims with the spatial ones a window of 1 leaves alone filled in."""
+    """Return new dims for the result, except spatial dims that a window of 1 does not change."""
     numbers, dims = op.params["dimension_numbers"], list(op.fresh())
     for k, source in enumerate(numbers.lhs_spec[2:]):
         target = numbers.out_spec[2 + k]
@@ -93,7 +93,7 @@ def _windows(op: Op) -> Dims:
 
 
 def fused_attention(op: Op) -> list[Dims]:
-    """Attention as one kernel: batch and heads are independent, everything else is needed whole."""
+    """Attention as one kernel: batch and heads are independent, the other dims are needed whole."""
     query, key, value = (op.dims(i) for i in range(3))
     heads, length = (1, 2) if op.params["layout"] == HEADS_BEFORE_SEQUENCE else (2, 1)
     for other in (key, value):
@@ -119,9 +119,9 @@ def fused_attention(op: Op) -> list[Dims]:
 def _unify_bias(op: Op, scores: Sequence[Dim]) -> None:
     bias = op.dims(3) if len(op.operands) > 3 else ()
     if len(bias) == len(scores):
-        for own, dim in zip(bias, scores, strict=True):
-            if own != NO_DIM:
-                op.unify(own, dim)
+        for bias_dim, dim in zip(bias, scores, strict=True):
+            if bias_dim != NO_DIM:
+                op.unify(bias_dim, dim)
 
 
 RULES: Mapping[str, Rule] = {

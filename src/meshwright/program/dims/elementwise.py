@@ -1,4 +1,4 @@
-"""Rules for operations that treat every element alike, wherever it sits."""
+"""Rules for operations that treat every element alike."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POSITIONAL = primitives(
     shard_alike unreduced_psum
     """
 )
-"""Each result is its operand again, element for element."""
+"""Operations of which each result has the dims of the operand in its position."""
 
 SAME_NUMBERS = primitives(
     """
@@ -36,7 +36,7 @@ SAME_NUMBERS = primitives(
     optimization_barrier reduce_precision reshape reshard sharding_constraint squeeze transpose
     """
 )
-"""Operations whose result is the first operand (or the one in its place), cast or rearranged."""
+"""Operations whose result is the operand (in the same position), cast or rearranged."""
 
 FROM_NOTHING = primitives(
     """
@@ -44,22 +44,21 @@ FROM_NOTHING = primitives(
     random_wrap rng_bit_generator rng_uniform
     """
 )
-"""Operations that make their numbers up: only the leading dims of a key array are passed on."""
+"""Operations that create values: only the leading dims of a key array are passed on."""
 
 
 def elementwise(op: Op) -> list[Dims]:
-    """Merge the dims position by position; size-1 dims and scalars are repeated along the rest."""
+    """Merge the dims position by position; dims of size 1 and scalars are broadcast."""
     shape = op.out_shape()
     dims = tuple(_merge(op, position, size) for position, size in enumerate(shape))
     for operand in range(len(op.operands)):
-        own = op.shape(operand)
-        padded = own if own else (1,) * len(shape)
+        padded = op.shape(operand) or (1,) * len(shape)
         op.spread(operand, (dims[i] for i, size in enumerate(padded) if size == 1))
     return [dims] * len(op.out_avals)
 
 
 def _merge(op: Op, position: int, size: int) -> Dim:
-    """Unify one dim of all operands that have it in full."""
+    """Unify one dim of all operands that are not broadcast along it."""
     merged = NO_DIM
     for operand, value in enumerate(op.operands):
         shape = op.shape(operand)
@@ -71,7 +70,7 @@ def _merge(op: Op, position: int, size: int) -> Dim:
 
 
 def positional(op: Op) -> list[Dims]:
-    """Pass every operand's dims on to the result in its place."""
+    """Pass every operand's dims on to the result in the same position."""
     return [value.dims for value in op.operands]
 
 
@@ -83,8 +82,8 @@ def from_nothing(op: Op) -> list[Dims]:
 def _like_keys(op: Op, result: int) -> Dims:
     dims, shape = list(op.fresh(result)), op.out_shape(result)
     keys = op.shape() if op.operands else ()
-    for position, (size, wanted) in enumerate(zip(keys, shape, strict=False)):
-        if size == wanted:
+    for position, (num_keys, size) in enumerate(zip(keys, shape, strict=False)):
+        if num_keys == size:
             dims[position] = op.dims()[position]
     return tuple(dims)
 

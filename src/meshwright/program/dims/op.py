@@ -1,4 +1,4 @@
-"""What a propagation rule works with: one equation, the values it reads, and the log it writes."""
+"""What a propagation rule works with: an equation, what is known about its operands, a log."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ EventKind = Literal["contract", "reduce", "spread", "gather", "block"]
 - ``reduce``: a sum, maximum or lookup runs over it: the result is reduced over the devices.
 - ``spread``: an operand without the class is used for every index of it: the operand's gradient
   is reduced over the devices in the backward pass.
-- ``gather``: the operation needs or makes the whole dim: the operand is gathered first, or the
+- ``gather``: the operation needs or creates the whole dim: the operand is gathered first, or the
   result's gradient in the backward pass.
-- ``block``: the class must stay whole: the operation tells its indices apart (the query, key and
-  value of a fused kernel), runs through them one at a time, or is not known.
+- ``block``: the class must stay whole: its indices mean different things (the query, key and value
+  of a fused kernel), the operation loops over them, or it is unknown.
 """
 
 KernelUse = Literal["row", "column", "batched", "lookup", "entry"]
 """How an operation uses a dim of a parameter: a dot contracts it (row), passes it to the result
-(column) or shares it with the data index by index (batched); a lookup picks an index of it, or
-returns all of it (entry)."""
+(column) or has it as a batch dim (batched); a lookup picks an index of it (lookup), or returns all
+of it (entry)."""
 
 
 class Value(NamedTuple):
@@ -39,10 +39,10 @@ class Value(NamedTuple):
 
     Attributes:
         dims: its dims.
-        params: leaves it is computed from, as long as no data has entered.
+        params: leaves it is computed from, if it depends on no data.
         has_data: whether it depends on the batch.
         has_grad: whether a gradient flows through it to a parameter.
-        source: equal for values that are the same numbers, only cast or rearranged.
+        source: equal for values that are the same numbers, cast or rearranged.
     """
 
     dims: Dims
@@ -73,7 +73,7 @@ class LoggedUse(NamedTuple):
 
 
 class Product(NamedTuple):
-    """The dims of a product of data with data: side by side, contracted, and of one side only."""
+    """The dims of a product of data with data: batch dims, contracted dims, and the others."""
 
     shared: Dims
     contracted: Dims
@@ -82,7 +82,7 @@ class Product(NamedTuple):
 
 @dataclass(slots=True)
 class Log:
-    """Everything the rules noted on the way.
+    """What the rules record.
 
     Attributes:
         events: what would cost communication.
@@ -99,7 +99,7 @@ class Log:
 
 @dataclass(slots=True)
 class Op:
-    """One equation at one place of the program.
+    """One equation in one call of a program.
 
     Attributes:
         equation: the equation itself.
@@ -160,7 +160,7 @@ class Op:
         return self.factors.dims(self.out_shape(result))
 
     def unify(self, left: Dim, right: Dim) -> Dim:
-        """Merge two dims; return what of ``left`` found no partner."""
+        """Merge two dims; return the factors of ``left`` that do not match."""
         return self.factors.unify(left, right)
 
     def unify_all(self, left: Dims, right: Dims) -> None:
@@ -184,11 +184,11 @@ class Op:
         self.note("gather", dims, self.nbytes(operand), self.operands[operand].source)
 
     def make(self, dims: Iterable[Dim]) -> None:
-        """Log that these dims of the result begin here, from operands that must be whole."""
+        """Log that these dims of the result are new, made of operands that must be whole."""
         if any(value.has_grad for value in self.operands):
             self.note("gather", dims, self.out_nbytes())
 
-    def tell_apart(self, dims: Iterable[Dim], operand: int = 0) -> None:
+    def distinguish(self, dims: Iterable[Dim], operand: int = 0) -> None:
         """Log that the indices of these dims mean different things."""
         self.note("block", dims, self.nbytes(operand))
 
@@ -206,11 +206,11 @@ class Op:
 
 
 Rule = Callable[[Op], list[Dims]]
-"""Says what dims the results of an operation have, and logs what happens to the operands'."""
+"""Returns the dims of an operation's results, and logs what happens to the operands' dims."""
 
 
 def shape_of(aval: Any) -> Shape:
-    """Return the shape of an abstract value; tokens and the like have none."""
+    """Return the shape of an abstract value; tokens, for example, have none."""
     return tuple(getattr(aval, "shape", ()))
 
 
@@ -221,19 +221,19 @@ def nbytes_of(aval: Any) -> int:
 
 
 def is_inexact(aval: Any) -> bool:
-    """Say whether gradients can flow through an abstract value."""
+    """Whether gradients can flow through an abstract value."""
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, np.inexact)
 
 
 def primitives(names: str) -> frozenset[str]:
-    """Return the primitives named in a text."""
+    """Return the primitives in a space-separated list."""
     return frozenset(names.split())
 
 
-def without(dims: Dims, *left_out: Iterable[int]) -> Dims:
-    """Return the dims whose positions are not left out."""
-    skip = {position for group in left_out for position in group}
+def without(dims: Dims, *excluded: Iterable[int]) -> Dims:
+    """Return the dims except those at the excluded positions."""
+    skip = {position for group in excluded for position in group}
     return tuple(dim for position, dim in enumerate(dims) if position not in skip)
 
 

@@ -1,4 +1,4 @@
-"""Rules for operations that run along dims: reductions, cumulative sums, sorts, windows, FFTs."""
+"""Rules for operations along dims: reductions, cumulative sums, sorts, windows, FFTs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.program.dims.op import Op, Rule, pick, primitives, without
 
 
 def reduction(op: Op) -> list[Dims]:
-    """Sum, maximum, argmax and the like over some dims."""
+    """Reduce some dims by a sum, maximum, argmax or similar."""
     axes = op.params["axes"] if "axes" in op.params else op.params["dimensions"]
     results = len(op.out_avals)
     for value in op.operands[1:results]:
@@ -19,7 +19,7 @@ def reduction(op: Op) -> list[Dims]:
 
 
 def cumulative(op: Op) -> list[Dims]:
-    """Running sums: each index needs the ones before it."""
+    """Compute running sums: each index needs the ones before it."""
     op.gather([op.dims()[op.params["axis"]]])
     return [op.dims()]
 
@@ -35,7 +35,7 @@ def sort(op: Op) -> list[Dims]:
 
 
 def top_k(op: Op) -> list[Dims]:
-    """Pick the largest along one dim: all of it must be seen."""
+    """Pick the largest along one dim, which must be whole."""
     rank = len(op.dims())
     axis = op.params.get("axis", op.params.get("reduction_dimension", -1)) % rank
     op.gather([op.dims()[axis]])
@@ -45,7 +45,7 @@ def top_k(op: Op) -> list[Dims]:
 
 
 def windows(op: Op) -> list[Dims]:
-    """Pooling: dims with a window of one element are left alone, the others need neighbours."""
+    """Pool: dims with a window of one element do not change, the others need neighbours."""
     dims = list(op.fresh())
     for d, window in enumerate(op.params["window_dimensions"]):
         for operand, value in enumerate(op.operands):

@@ -30,7 +30,7 @@ def broadcast(op: Op) -> list[Dims]:
 
 
 def reshape(op: Op) -> list[Dims]:
-    """Match the factors of the old and new dims; what does not nest has to be gathered."""
+    """Match the factors of the old and new dims; what does not match has to be gathered."""
     old, new = op.dims(), list(op.fresh())
     for sources, targets in _runs(op.shape(), op.out_shape()):
         if len(sources) == len(targets) == 1:
@@ -38,8 +38,8 @@ def reshape(op: Op) -> list[Dims]:
             continue
         flat = [factor for d in sources for factor in old[d]]
         wanted = tuple(factor for d in targets for factor in new[d])
-        if misfit := op.unify(tuple(flat), wanted):
-            op.gather([misfit])
+        if unmatched := op.unify(tuple(flat), wanted):
+            op.gather([unmatched])
             op.make([wanted])
     return [tuple(new)]
 
@@ -67,8 +67,8 @@ def tile(op: Op) -> list[Dims]:
     """Repeat the whole operand: the copies are the major factor."""
     copies = tuple(op.factors.dim(reps) for reps in op.params["reps"])
     op.spread(0, copies)
-    own = ((),) * (len(copies) - len(op.dims())) + op.dims()
-    return [tuple(outer + dim for outer, dim in zip(copies, own, strict=True))]
+    padded = ((),) * (len(copies) - len(op.dims())) + op.dims()
+    return [tuple(outer + dim for outer, dim in zip(copies, padded, strict=True))]
 
 
 def concatenate(op: Op) -> list[Dims]:
@@ -89,7 +89,7 @@ def _join(op: Op, axis: int) -> Dim:
         op.make([joined])
         return joined
     count = op.factors.dim(len(parts))
-    op.tell_apart([count])
+    op.distinguish([count])
     for value in op.operands[1:]:
         op.unify(op.dims()[axis], value.dims[axis])
     return count + op.dims()[axis]
@@ -101,19 +101,19 @@ def stack(op: Op) -> list[Dims]:
     for value in op.operands[1:]:
         op.unify_all(op.dims(), value.dims)
     count = op.factors.dim(len(op.operands))
-    op.tell_apart([count])
+    op.distinguish([count])
     return [(*op.dims()[:axis], count, *op.dims()[axis:])]
 
 
 def unstack(op: Op) -> list[Dims]:
-    """Take a dim apart."""
+    """Split an array into its slices along a dim."""
     axis = op.params["axis"] % len(op.dims())
-    op.tell_apart([op.dims()[axis]])
+    op.distinguish([op.dims()[axis]])
     return [without(op.dims(), [axis])] * len(op.out_avals)
 
 
 def reverse(op: Op) -> list[Dims]:
-    """Turn dims around: the same dims, but every index has to move."""
+    """Reverse dims: they stay the same, but every index moves."""
     op.gather(pick(op.dims(), op.params["dimensions"]))
     return [op.dims()]
 

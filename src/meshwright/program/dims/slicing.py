@@ -1,4 +1,4 @@
-"""Rules for operations that take or put parts of an array: slices, padding, lookups, scatters."""
+"""Rules for operations that read or write parts of an array: slices, padding, gather, scatter."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from meshwright.program.dims.op import Op, Rule, pick, without
 
 
 def part_of(op: Op, dim: Dim, size: int, start: int, stride: int, length: int) -> Dim:
-    """Return the dim of a regular part of a dim.
+    """Return the dim of a slice of a dim.
 
     One of ``n`` equal blocks is the minor factor of ``n × length``; every ``n``-th index is the
-    major factor of ``length × n``. Any other part is unrelated to the whole.
+    major factor of ``length × n``. Any other slice is unrelated to the whole.
     """
     if length == size:
         return dim
@@ -25,13 +25,13 @@ def part_of(op: Op, dim: Dim, size: int, start: int, stride: int, length: int) -
     else:
         nested = False
     if nested:
-        op.tell_apart([others])
+        op.distinguish([others])
         return kept
     return _cut(op, dim, length)
 
 
 def _cut(op: Op, dim: Dim, length: int) -> Dim:
-    """Return the dim of an irregular part."""
+    """Return the dim of an irregular slice."""
     part = op.factors.dim(length)
     op.gather([dim])
     op.make([part])
@@ -39,7 +39,7 @@ def _cut(op: Op, dim: Dim, length: int) -> Dim:
 
 
 def static_slice(op: Op) -> list[Dims]:
-    """Take a part whose place is known."""
+    """Slice at known positions."""
     starts = op.params["start_indices"]
     strides = op.params["strides"] or (1,) * len(starts)
     parts = zip(op.dims(), op.shape(), starts, strides, op.out_shape(), strict=True)
@@ -88,7 +88,7 @@ def dynamic_update_slice(op: Op) -> list[Dims]:
 
 
 def gather(op: Op) -> list[Dims]:
-    """Look up by index: indexed dims are picked from, whole slices and index dims are kept."""
+    """Look up by index: whole slices and the dims of the indices are dims of the result."""
     numbers, sizes = op.params["dimension_numbers"], op.params["slice_sizes"]
     table, indices = op.dims(0), op.dims(1)
     paired = tuple(getattr(numbers, "operand_batching_dims", ()))
@@ -118,7 +118,7 @@ def gather(op: Op) -> list[Dims]:
 
 
 def scatter(op: Op) -> list[Dims]:
-    """Put updates at indices: each device keeps its part of the target, updates are summed."""
+    """Write updates at indices: each device has its part of the target, updates are summed."""
     numbers = op.params["dimension_numbers"]
     target, indices, updates = op.dims(0), op.dims(1), op.dims(2)
     paired = tuple(getattr(numbers, "operand_batching_dims", ()))
@@ -136,15 +136,15 @@ def scatter(op: Op) -> list[Dims]:
     for update_dim, dim in zip(positions, indices[:-1], strict=True):
         op.unify(updates[update_dim], dim)
 
-    put = pick(target, (d for d in numbers.inserted_window_dims if op.shape()[d] > 1))
-    op.spread(2, put)
+    written = pick(target, (d for d in numbers.inserted_window_dims if op.shape()[d] > 1))
+    op.spread(2, written)
     op.reduce(without(indices[:-1], index_paired))
     return [target]
 
 
-def positions_without(rank: int, *left_out: Iterable[int]) -> list[int]:
-    """Return the positions of a shape that are not left out."""
-    skip = {position for group in left_out for position in group}
+def positions_without(rank: int, *excluded: Iterable[int]) -> list[int]:
+    """Return the positions of a shape except the excluded ones."""
+    skip = {position for group in excluded for position in group}
     return [position for position in range(rank) if position not in skip]
 
 

@@ -1,4 +1,4 @@
-"""The walk over a traced program: every variable gets dims, every rule writes to one log."""
+"""The walk over a traced program, which gives every variable its dims and records events."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Frame:
         jaxpr: the program that is called.
         path: the module the call belongs to; empty if unknown.
         times: how often the surrounding loops run it.
-        calls: by equation number, the frames of the programs that equation holds, in the order
-            (condition, body) of a while loop, the branches of a cond, one for anything else.
-        noted: by equation number, the events that happen there, inner programs included.
+        calls: by equation number, the frames of the programs the equation calls: condition and
+            body of a while loop, the branches of a cond, one for other calls.
+        noted: by equation number, the numbers of its events, inner programs included.
     """
 
     jaxpr: Jaxpr
@@ -56,7 +56,7 @@ def all_frames(frame: Frame) -> Iterator[Frame]:
 
 
 class Walk:
-    """Walks programs and keeps the log."""
+    """Walks programs and writes one log."""
 
     def __init__(self) -> None:
         self.factors = Factors()
@@ -64,7 +64,7 @@ class Walk:
         self._sources = count()
 
     def input(self, aval: Any, *, leaf: int | None = None, has_data: bool = False) -> Value:
-        """Return a new value: a leaf that is trained, data, or neither."""
+        """Return a new value: a trained leaf, data, or neither."""
         return Value(
             dims=self.factors.dims(shape_of(aval)),
             params=frozenset() if leaf is None else frozenset([leaf]),
@@ -123,13 +123,13 @@ class Walk:
         params = frozenset[int]().union(*(value.params for value in op.operands))
         return [
             Value(
-                dims=own,
+                dims=result_dims,
                 params=frozenset() if has_data else params,
                 has_data=has_data,
                 has_grad=has_grad and is_inexact(aval),
                 source=self._source(op, position),
             )
-            for position, (own, aval) in enumerate(zip(dims, op.out_avals, strict=True))
+            for position, (result_dims, aval) in enumerate(zip(dims, op.out_avals, strict=True))
         ]
 
     def _source(self, op: Op, position: int) -> int:

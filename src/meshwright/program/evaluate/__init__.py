@@ -1,1 +1,1 @@
-"""Evaluating a traced program by rules: weights on a mesh, float64, parts of programs."""
+"""Evaluating a traced program by rules: weights on a mesh, float64, dependencies."""

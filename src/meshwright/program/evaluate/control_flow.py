@@ -1,4 +1,4 @@
-"""Calls, loops, branches and checkpoints: entered, so that rules see the equations inside."""
+"""Entering calls, loops, branches and checkpoints, so that rules see the equations inside."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
     from meshwright.program.evaluate.evaluator import Environment
 
 ScanBody = Callable[[list[Value], list[Value]], tuple[list[Value], list[Value]]]
-"""From the carry and this turn's slices to the new carry and this turn's results."""
+"""From the carry and an iteration's slices to the new carry and the iteration's results."""
 
 
 def enter(eqn: Equation, env: Environment) -> list[Value] | None:
     """Evaluate an equation that contains a program; None for one that does not."""
-    enter_one = _ENTER.get(eqn.primitive.name)
-    return enter_one(eqn, env) if enter_one is not None else None
+    handler = _HANDLERS.get(eqn.primitive.name)
+    return handler(eqn, env) if handler is not None else None
 
 
 def enter_call(eqn: Equation, env: Environment) -> list[Value]:
-    """Evaluate the body of a call in its place."""
+    """Evaluate the body of a call inline."""
     return env.run(called_jaxpr(eqn), env.operands(eqn))
 
 
 def enter_scan(eqn: Equation, env: Environment) -> list[Value]:
-    """Evaluate a scan, its body by the same rules."""
+    """Evaluate a scan; its body by the same rules."""
     operands = env.operands(eqn)
     num_consts, _ = scan_counts(eqn)
     return run_scan(eqn, operands, scan_body(eqn, operands[:num_consts], env))
 
 
 def run_scan(eqn: Equation, operands: list[Value], body: ScanBody) -> list[Value]:
-    """Run a body as often as a scan equation says."""
+    """Run a body in place of the body of a scan equation."""
     num_consts, num_carry = scan_counts(eqn)
     carry, ys = jax.lax.scan(
         body,
@@ -67,7 +67,7 @@ def scan_body(eqn: Equation, consts: list[Value], env: Environment) -> ScanBody:
 
 
 def enter_while(eqn: Equation, env: Environment) -> list[Value]:
-    """Evaluate a while loop, its condition and body by the same rules."""
+    """Evaluate a while loop; its condition and body by the same rules."""
     operands = env.operands(eqn)
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_consts, body_consts = operands[:num_cond], operands[num_cond : num_cond + num_body]
@@ -79,7 +79,7 @@ def enter_while(eqn: Equation, env: Environment) -> list[Value]:
 
 
 def enter_cond(eqn: Equation, env: Environment) -> list[Value]:
-    """Evaluate a branch, every alternative by the same rules."""
+    """Evaluate a cond; every branch by the same rules."""
     operands = env.operands(eqn)
     branches = [
         lambda *args, branch=branch: env.run(branch, args) for branch in eqn.params["branches"]
@@ -97,7 +97,7 @@ def enter_remat(eqn: Equation, env: Environment) -> list[Value]:
     return list(rematerialized(*env.operands(eqn)))
 
 
-_ENTER: dict[str, Callable[[Equation, Environment], list[Value]]] = {
+_HANDLERS: dict[str, Callable[[Equation, Environment], list[Value]]] = {
     **dict.fromkeys(CALLS, enter_call),
     "scan": enter_scan,
     "while": enter_while,

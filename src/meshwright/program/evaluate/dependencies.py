@@ -1,4 +1,4 @@
-"""Parts of a program: the equations some values need, and the values some inputs reach."""
+"""Dependencies in a program: what some values are computed from, and what depends on them."""
 
 from __future__ import annotations
 
@@ -25,26 +25,30 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
     return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal)))
 
 
-def needed(eqns: Sequence[Equation], wanted: Iterable[Atom]) -> list[Equation]:
-    """Return the equations that some variables need, in order."""
-    open_ends = set(variables(wanted))
-    kept: list[Equation] = []
+def variables_read(eqns: Iterable[Equation]) -> list[Var]:
+    """Return the variables that equations read, each once, in order."""
+    return variables(atom for eqn in eqns for atom in eqn.invars)
+
+
+def needed_equations(eqns: Sequence[Equation], wanted: Iterable[Atom]) -> list[Equation]:
+    """Return the equations that some values are computed with, in order."""
+    needed_variables = set(variables(wanted))
+    needed: list[Equation] = []
     for eqn in reversed(eqns):
-        if not open_ends.isdisjoint(eqn.outvars):
-            kept.append(eqn)
-            open_ends.update(variables(eqn.invars))
-    return kept[::-1]
+        if not needed_variables.isdisjoint(eqn.outvars):
+            needed.append(eqn)
+            needed_variables.update(variables(eqn.invars))
+    return needed[::-1]
 
 
 def inputs_of(eqns: Sequence[Equation], wanted: Iterable[Atom] = ()) -> set[Var]:
-    """Return the variables that equations, or readers of their results, take from outside."""
-    own = {variable for eqn in eqns for variable in eqn.outvars}
-    read = set(variables(atom for eqn in eqns for atom in eqn.invars)) | set(variables(wanted))
-    return read - own
+    """Return the variables from outside that equations read, or that are wanted themselves."""
+    computed = {variable for eqn in eqns for variable in eqn.outvars}
+    return (set(variables_read(eqns)) | set(variables(wanted))) - computed
 
 
-def reached(eqns: Sequence[Equation], sources: Collection[Var]) -> set[Var]:
-    """Return the variables whose values depend on the sources, these included."""
+def dependent_variables(eqns: Sequence[Equation], sources: Collection[Var]) -> set[Var]:
+    """Return the variables whose values depend on the sources, and the sources themselves."""
     dependent = set(sources)
     for eqn in eqns:
         if not dependent.isdisjoint(variables(eqn.invars)):
@@ -52,30 +56,30 @@ def reached(eqns: Sequence[Equation], sources: Collection[Var]) -> set[Var]:
     return dependent
 
 
-def only_for(closed: ClosedJaxpr, outputs: Sequence[int]) -> tuple[ClosedJaxpr, list[int]]:
-    """Return a program with these of its outputs alone, and the numbers of the inputs it reads.
+def select_outputs(closed: ClosedJaxpr, outputs: Sequence[int]) -> tuple[ClosedJaxpr, list[int]]:
+    """Return a program with only these outputs, and the numbers of the inputs it reads.
 
-    Loops are entered: what a loop computes for other outputs is left out.
+    Everything that is computed for other outputs is removed, inside of loops too.
     """
-    closed = _silent(closed) if closed.jaxpr.effects else closed
+    closed = _without_effects(closed) if closed.jaxpr.effects else closed
     wanted = [number in set(outputs) for number in range(len(closed.jaxpr.outvars))]
-    # The constants are made inputs first, so that unused ones are left out with the rest.
+    # Constants are made inputs first, so that unused ones are removed like unused inputs.
     jaxpr = closed.jaxpr.replace(
         constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars]
     )
     smaller, used = dce_jaxpr(jaxpr, wanted)
-    count = len(closed.consts)
     consts = [c for c, is_used in zip(closed.consts, used, strict=False) if is_used]
-    split = len(consts)
-    program = smaller.replace(constvars=smaller.invars[:split], invars=smaller.invars[split:])
-    return ClosedJaxpr(program, consts), [n for n, u in enumerate(used[count:]) if u]
+    count = len(consts)
+    program = smaller.replace(constvars=smaller.invars[:count], invars=smaller.invars[count:])
+    used_inputs = used[len(closed.consts) :]
+    return ClosedJaxpr(program, consts), [n for n, is_used in enumerate(used_inputs) if is_used]
 
 
-def _silent(closed: ClosedJaxpr) -> ClosedJaxpr:
+def _without_effects(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a program without debug prints and checks, which would keep their operands alive."""
     inputs = structs_of(closed.jaxpr.invars)
-    return jax.make_jaxpr(lambda *args: Evaluator([_leave_out]).run(closed, args))(*inputs)
+    return jax.make_jaxpr(lambda *args: Evaluator([_skip_effects]).run(closed, args))(*inputs)
 
 
-def _leave_out(eqn: Equation, env: Environment) -> list[Value] | None:
+def _skip_effects(eqn: Equation, env: Environment) -> list[Value] | None:
     return [] if eqn.primitive.name in WITHOUT_RESULT else None

@@ -1,4 +1,4 @@
-"""Evaluating a traced program equation by equation, by an ordered list of rules."""
+"""Evaluating a traced program equation by equation, with an ordered list of rules."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from meshwright.program.jaxpr.equations import (
 Rule = Callable[[Equation, "Environment"], "list[Value] | None"]
 """Returns the results of an equation, or None to leave it to the next rule.
 
-A rule sees the equation's atoms and the environment, not only the values of its operands: it may
-read a weight before it is rounded, or replace a call by something better than its body.
+A rule gets the equation and the environment, not only the values of its operands: it may read a
+weight before it is rounded, or replace a call by something better than its body.
 """
 
 
 class Numerics(Protocol):
-    """The number formats a program is evaluated in."""
+    """The dtypes a program is evaluated in."""
 
     def hold(self, value: Value) -> Value:
-        """Return a value in the format it is held in."""
+        """Return a value in the dtype it is stored in."""
         ...
 
     def bind(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
-        """Run a primitive on operands held in that format."""
+        """Run a primitive on operands stored in that dtype."""
         ...
 
 
 class AsTraced:
-    """Every value in the format it was traced in."""
+    """Every value in the dtype it was traced in."""
 
     def hold(self, value: Value) -> Value:
         """Return the value itself."""
@@ -60,8 +60,9 @@ class Environment:
     Attributes:
         evaluator: evaluates nested programs by the same rules.
         values: by variable.
-        ready: weights gathered and cast for use, by variable. Nested programs and blocks have their
-            own, so that a gathered weight is freed with the block that reads it.
+        ready: weights gathered and cast for use, by variable. Each nested program and each block
+            has another environment, so that a gathered weight is freed after the block that reads
+            it.
     """
 
     def __init__(
@@ -76,20 +77,20 @@ class Environment:
         self._replaced: tuple[Equation, list[Value]] | None = None
 
     def value(self, atom: Atom) -> Value:
-        """Return what an atom stands for, a weight as it is at rest."""
+        """Return the value of an atom; for a weight, as it is stored."""
         raw = atom.val if isinstance(atom, Literal) else self.values[atom]
         return self.evaluator.numerics.hold(raw)
 
     def read(self, atom: Atom) -> Value:
-        """Return what an equation reads: a weight is ready for use and rounded as it was traced."""
+        """Return the value an equation reads; for a weight, gathered and rounded as traced."""
         if not self.is_weight(atom):
             return self.value(atom)
         return self.evaluator.weights.rounded(self.unrounded(atom), aval_of(atom).dtype)
 
     def unrounded(self, atom: Atom) -> Value:
-        """Return a weight ready for use, with its values rounded but its own number format kept.
+        """Return a weight ready for use, with its values rounded but in its original dtype.
 
-        Anything else is returned as it is read.
+        Other values are returned as `read` does.
         """
         if isinstance(atom, Literal) or not self.is_weight(atom):
             return self.value(atom)
@@ -105,13 +106,13 @@ class Environment:
         return atom in self.ready or atom in self.evaluator.weights.uses
 
     def is_half_weight(self, atom: Atom) -> bool:
-        """Whether an atom is a weight in half precision, held unrounded."""
+        """Whether an atom is a weight in half precision that is stored unrounded."""
         if isinstance(atom, Literal) or not self.evaluator.weights.is_half(atom):
             return False
         return atom in self.ready or self.evaluator.weights.is_cast(atom)
 
     def operands(self, eqn: Equation, unrounded: Collection[int] = ()) -> list[Value]:
-        """Return the values an equation works on, weights at these positions unrounded."""
+        """Return the values of an equation's operands; weights at these positions unrounded."""
         if self._replaced is not None and self._replaced[0] is eqn:
             return list(self._replaced[1])
         return [
@@ -134,16 +135,17 @@ class Environment:
 class Evaluator:
     """Evaluates a program under JAX's own tracing.
 
-    Each equation is given to the rules in order; the first one that returns results decides. What
-    no rule answers is evaluated as written: calls are inlined, loops, branches and checkpoints are
-    entered, so that rules see every equation outside of custom derivatives. Name scopes are kept.
+    Each equation is passed to the rules in order; the first one that returns results decides. If
+    none does, it is evaluated as written: calls are inlined, and loops, branches and checkpoints
+    are entered, so that rules see every equation outside of custom derivatives. Name scopes are
+    preserved.
 
     Args:
-        rules: what is evaluated otherwise than as written.
-        numerics: the number formats values are held in.
-        weights: the variables that stand for parameters, and how they are made ready for use.
-        pins: layouts of results.
-        scope: from an equation to the name scopes it is evaluated in.
+        rules: what is not evaluated as written.
+        numerics: the dtypes that values are stored in.
+        weights: the variables that are parameters, and how they are made ready for use.
+        pins: shardings of results.
+        scope: returns the name scopes that an equation is evaluated in.
     """
 
     def __init__(
@@ -167,7 +169,7 @@ class Evaluator:
         args: Sequence[Value],
         ready: Mapping[Var, Value] | None = None,
     ) -> list[Value]:
-        """Evaluate a program; ``ready`` holds inputs that are weights ready for use."""
+        """Evaluate a program; ``ready`` has the inputs that are weights, ready for use."""
         env = self.environment(closed, args, ready)
         self.equations(closed.jaxpr.eqns, env)
         return [env.value(atom) for atom in closed.jaxpr.outvars]
@@ -195,7 +197,7 @@ class Evaluator:
             env.values.update(zip(eqn.outvars, results, strict=True))
 
     def extend(self, values: MutableMapping[Var, Value], eqns: Sequence[Equation]) -> None:
-        """Evaluate equations on values given by variable, adding their results."""
+        """Evaluate equations on values by variable, adding their results."""
         self.equations(eqns, Environment(self, values))
 
     def equation(self, eqn: Equation, env: Environment) -> list[Value]:
@@ -204,14 +206,14 @@ class Evaluator:
             jax.lax.with_sharding_constraint(result, self._pins[variable])
             if variable in self._pins
             else result
-            for variable, result in zip(eqn.outvars, self._by_rule(eqn, env, 0), strict=True)
+            for variable, result in zip(eqn.outvars, self._apply_rules(eqn, env, 0), strict=True)
         ]
 
     def after(self, rule: Rule, eqn: Equation, env: Environment) -> list[Value]:
-        """Evaluate an equation by the rules that follow one of them, which wraps it."""
-        return self._by_rule(eqn, env, self._rules.index(rule) + 1)
+        """Evaluate an equation by the rules that come after ``rule``, which wraps them."""
+        return self._apply_rules(eqn, env, self._rules.index(rule) + 1)
 
-    def _by_rule(self, eqn: Equation, env: Environment, first: int) -> list[Value]:
+    def _apply_rules(self, eqn: Equation, env: Environment, first: int) -> list[Value]:
         for rule in self._rules[first:]:
             results = rule(eqn, env)
             if results is not None:

@@ -1,4 +1,4 @@
-"""Making a weight ready for use: cast, and gathered so that its gradient comes back divided."""
+"""Making a weight ready for use: cast and gathered, with a gradient that is divided again."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import Value
 
 GATHERED = "gathered"
-"""The name remat policies know gathered weights by."""
+"""The name by which remat policies recognize gathered weights."""
 
 
 @dataclass(frozen=True)
 class GatherSpecs:
-    """The two layouts of a weight that is divided over fsdp: whole for use, divided at rest."""
+    """The two layouts of a weight that is divided over fsdp: whole for use, divided in storage."""
 
     whole: PartitionSpec
     divided: PartitionSpec
@@ -29,7 +29,7 @@ class GatherSpecs:
         return GatherSpecs(PartitionSpec(*self.whole[1:]), PartitionSpec(*self.divided[1:]))
 
 
-def ready(
+def make_ready(
     value: Value,
     mesh: MeshView | None,
     *,
@@ -37,18 +37,18 @@ def ready(
     specs: GatherSpecs | None,
     trained: bool = True,
 ) -> Value:
-    """Return a weight ready for use, in its own number format.
+    """Return a weight ready for use, in its original dtype.
 
     Args:
-        value: the weight at rest.
+        value: the weight as it is stored.
         mesh: where it is gathered; None if ``specs`` is.
-        dtype: the compute format its values are rounded to (and sent in); None rounds nothing.
-        specs: its layouts; None for a weight that is whole already.
+        dtype: the compute dtype its values are rounded to (and sent in); None rounds nothing.
+        specs: its layouts; None for a weight that is already whole.
         trained: whether it has a gradient.
 
-    The gradient is laid out as the weight is at rest and not rounded: what comes back over the
-    mesh is a reduce-scatter in the weight's own format. A plain constraint and a plain cast would
-    give the whole gradient everywhere, rounded before the devices' parts are added.
+    The gradient has the layout of the stored weight and is not rounded: it is reduced by a
+    reduce-scatter in the weight's dtype. With a plain constraint and a plain cast, every device
+    would get the whole gradient, rounded before the devices' partial sums are added.
     """
     if dtype is None and specs is None:
         return value
@@ -58,25 +58,25 @@ def ready(
     def prepare(weight: Any) -> Any:
         used = weight if dtype is None else weight.astype(dtype)
         if whole is not None:
-            # Fixed on both sides of the gather, or the cast would be moved behind it and twice
-            # the bytes be sent.
+            # Constrained on both sides of the gather: otherwise the compiler may cast after it,
+            # which sends twice the bytes.
             used = jax.lax.with_sharding_constraint(used, divided)
             used = jax.lax.with_sharding_constraint(used, whole)
         return checkpoint_name(used, GATHERED).astype(weight.dtype)
 
     if not trained:
-        # A custom derivative that nothing differentiates would be kept, gathered, like any result.
+        # The result of a custom_vjp that nothing differentiates would be saved, gathered.
         return prepare(value)
     use = jax.custom_vjp(prepare)
 
-    # Not `use` itself: inside a checkpoint its result would be an operation of its own, and kept.
+    # Not `use` itself: inside a checkpoint, its result would be a separate value and saved.
     def forward(weight: Any) -> tuple[Any, None]:
         return prepare(weight), None
 
     def backward(_: None, cotangent: Any) -> tuple[Any]:
         if whole is not None:
-            # Whole first: otherwise the partitioner may move activations to where the pieces of
-            # the gradient will lie, instead of reducing partial sums.
+            # Whole first: otherwise the partitioner may move activations to the devices that hold
+            # the pieces of the gradient, instead of reducing partial sums.
             cotangent = jax.lax.with_sharding_constraint(cotangent, whole)
             cotangent = jax.lax.with_sharding_constraint(cotangent, divided)
         return (cotangent,)

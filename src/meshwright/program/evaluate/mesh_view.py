@@ -1,4 +1,4 @@
-"""A mesh as part of a program sees it: some axes are the compiler's, some divided by hand."""
+"""A mesh inside or outside of a `jax.shard_map`: which axes the compiler may divide over."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class MeshView:
 
     Attributes:
         mesh: the whole mesh.
-        manual_axes: the axes a `jax.shard_map` around the program divides by hand.
+        manual_axes: the axes of a `jax.shard_map` around the program.
     """
 
     mesh: Mesh
@@ -27,13 +27,13 @@ class MeshView:
 
     @cached_property
     def auto_axes(self) -> dict[str, int]:
-        """The axes the compiler divides arrays over, and their sizes."""
+        """The axes that the compiler divides arrays over, and their sizes."""
         sizes = self.mesh.shape.items()
         return {axis: size for axis, size in sizes if axis not in self.manual_axes}
 
     @cached_property
     def for_constraints(self) -> Mesh | AbstractMesh:
-        """The mesh that sharding constraints have to name here."""
+        """The mesh to use in sharding constraints here."""
         if not self.manual_axes:
             return self.mesh
         return self.mesh.abstract_mesh.update_axis_types(

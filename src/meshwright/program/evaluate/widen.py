@@ -1,4 +1,4 @@
-"""Widening a traced program to float64, formats fixed in the model's own code included."""
+"""Widening a traced program to float64, including dtypes that the model fixes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def widen(value: Any) -> Any:
 
 
 def is_narrow(value: Any) -> bool:
-    """Whether a value is floating point or complex and narrower than it could be."""
+    """Whether a value is floating point or complex and not of the widest dtype."""
     return _wider(getattr(value, "dtype", None)) is not None
 
 
@@ -33,23 +33,23 @@ def _wider(dtype: Any) -> Any:
 
 
 class Float64:
-    """Every float32, bfloat16 and float16 value held as float64.
+    """Every float32, bfloat16 and float16 value stored as float64.
 
-    Needs `jax.enable_x64`. Random numbers are drawn in the program's own format first, so the
-    same bits fall as without widening.
+    Needs `jax.enable_x64`. Random numbers are drawn in the program's original dtype first, so the
+    bits are the same as without widening.
     """
 
     def hold(self, value: Value) -> Value:
-        """Return a value widened: literals carry the narrow format they were traced in."""
+        """Return a value widened: literals have the narrow dtype they were traced in."""
         return widen(value)
 
     def bind(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
-        """Run a primitive in float64, or in its own format where bits matter."""
+        """Run a primitive in float64, or in its original dtype where bits matter."""
         name = eqn.primitive.name
         if name == "reduce_precision":
             return list(operands)
         if name in ("bitcast_convert_type", "random_bits"):
-            # Bits have one width: compute as written, then widen.
+            # The number of bits is fixed: compute as written, then widen.
             narrowed = [_as_traced(a, v.aval) for a, v in zip(operands, eqn.invars, strict=True)]
             return [widen(out) for out in bind(eqn, narrowed)]
         params = dict(eqn.params)
@@ -65,7 +65,7 @@ def wide_evaluator() -> Evaluator:
 
 
 def widen_derivatives(eqn: Equation, env: Environment) -> list[Value] | None:
-    """Evaluate a function that brings its own derivative, the derivative's program widened too."""
+    """Evaluate a custom_jvp or custom_vjp function, and widen its derivative too."""
     if eqn.primitive.name == "custom_jvp_call":
         return _with_pushforward(eqn, env)
     if eqn.primitive.name == "custom_vjp_call":

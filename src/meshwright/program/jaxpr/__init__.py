@@ -1,1 +1,1 @@
-"""Reading jaxprs: equations across JAX releases, module names in scopes, own derivatives."""
+"""Reading jaxprs: equations across JAX releases, module names in scopes, custom derivatives."""

@@ -1,4 +1,4 @@
-"""The derivative programs of functions that bring their own (custom_jvp, custom_vjp)."""
+"""The derivative programs of custom_jvp and custom_vjp functions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from meshwright.program.jaxpr.equations import ClosedJaxpr, Equation, bind, called_jaxpr
 
-OWN_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
-"""Primitives of functions with a derivative of their own."""
+CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+"""Primitives of functions with a custom derivative."""
 
 
 def derivative_of(eqn: Equation) -> ClosedJaxpr:
-    """Return the program of an equation's own derivative: its pushforward, or its pullback."""
+    """Return the program of an equation's custom derivative: its pushforward or pullback."""
     return pushforward_of(eqn) if eqn.primitive.name == "custom_jvp_call" else pullback_of(eqn)
 
 
@@ -24,11 +24,12 @@ def pushforward_of(eqn: Equation) -> ClosedJaxpr:
     structs = _structs(called_jaxpr(eqn).in_avals)
     count = len(structs)
 
-    def jvp(*both: Any) -> Any:
-        out, tangents = jax.jvp(
-            lambda *operands: bind(eqn, operands), list(both[:count]), list(both[count:])
+    def jvp(*primals_and_tangents: Any) -> Any:
+        primals, tangents = primals_and_tangents[:count], primals_and_tangents[count:]
+        out, out_tangents = jax.jvp(
+            lambda *operands: bind(eqn, operands), list(primals), list(tangents)
         )
-        return [*out, *tangents]
+        return [*out, *out_tangents]
 
     return jax.make_jaxpr(jvp)(*structs, *_tangent_structs(structs))
 
@@ -39,9 +40,10 @@ def pullback_of(eqn: Equation) -> ClosedJaxpr:
     structs = _structs(primal.in_avals)
     count = len(structs)
 
-    def pullback(*both: Any) -> Any:
-        _, pull = jax.vjp(lambda *operands: bind(eqn, operands), *both[:count])
-        return list(pull(list(both[count:])))
+    def pullback(*operands_and_cotangents: Any) -> Any:
+        primals, cotangents = operands_and_cotangents[:count], operands_and_cotangents[count:]
+        _, pull = jax.vjp(lambda *operands: bind(eqn, operands), *primals)
+        return list(pull(list(cotangents)))
 
     return jax.make_jaxpr(pullback)(*structs, *_tangent_structs(_structs(primal.out_avals)))
 

@@ -1,4 +1,4 @@
-"""Reading and binding equations: the few places where JAX releases differ, behind one name."""
+"""Reading and binding equations, with the differences between JAX releases hidden."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Var = core.Var
 Literal = core.Literal
 Atom = Var | Literal
 Value = Any
-"""An array, concrete or traced, or a scalar where JAX takes one."""
+"""An array, concrete or traced, or a scalar where JAX accepts one."""
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call", "custom_lin"})
 """Primitives that only call a jaxpr and can be replaced by its body."""
@@ -27,7 +27,7 @@ REMATS = frozenset({"remat2", "checkpoint"})
 REARRANGES = frozenset(
     {"broadcast_in_dim", "dynamic_slice", "reshape", "slice", "squeeze", "transpose"}
 )
-"""Primitives that only move, repeat or leave out what they are given."""
+"""Primitives that only move, repeat or drop elements of their operand."""
 
 WITHOUT_RESULT = frozenset({"check", "debug_callback", "debug_print", "inspect_sharding"})
 """Primitives without results, which only report or check their operands."""
@@ -36,7 +36,7 @@ WITHOUT_RESULT = frozenset({"check", "debug_callback", "debug_print", "inspect_s
 def bind(eqn: Equation, args: Sequence[Any]) -> list[Any]:
     """Run one equation on other arguments."""
     params: Any = eqn.primitive.get_bind_params(eqn.params)
-    # Releases return the parameters with "subfuns" inside, or the functions beside them.
+    # Some JAX releases return functions and parameters, others the parameters alone.
     functions, params = params if isinstance(params, tuple) else ((), params)
     out = eqn.primitive.bind(*functions, *args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]

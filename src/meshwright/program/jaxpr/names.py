@@ -24,26 +24,26 @@ def path_text(path: Iterable[Any]) -> str:
 
 
 def module_of(op_name: str) -> str:
-    """The innermost module path in a name stack or op name: the last scope opened by the mark.
+    """Return the innermost module path in a name stack or op name; empty if it has none.
 
     ``jit(step)/transpose(jvp(~blocks.0.mlp))/~blocks.0.mlp.up/dot_general`` is in
-    ``blocks.0.mlp.up``; jvp, transpose and remat wrap names and are looked through.
+    ``blocks.0.mlp.up``; the names that jvp, transpose and remat add around scopes are ignored.
     """
-    found = _MODULE.findall(op_name)
-    return found[-1] if found else ""
+    paths = _MODULE.findall(op_name)
+    return paths[-1] if paths else ""
 
 
 def modules_of(op_name: str) -> list[str]:
-    """Every module path in a name stack, outermost first."""
+    """Return all module paths in a name stack, outermost first."""
     return _MODULE.findall(op_name)
 
 
 def rename_module(scopes: str, old: str, new: str) -> str:
-    """Return a name stack with a module, and all modules inside it, under another path."""
+    """Return a name stack in which a module, and all modules inside it, have another path."""
     if old == new:
         return scopes
-    first, other = MODULE_MARK + old, MODULE_MARK + new
+    before, after = MODULE_MARK + old, MODULE_MARK + new
     return "/".join(
-        other + part[len(first) :] if part == first or part.startswith(first + ".") else part
-        for part in scopes.split("/")
+        after + scope[len(before) :] if scope == before or scope.startswith(before + ".") else scope
+        for scope in scopes.split("/")
     )

@@ -1,7 +1,7 @@
-"""Grouped convolutions on a mesh: laid out so that no axis is left over.
+"""Grouped convolutions on a mesh: divided over every axis.
 
-With samples divided over one axis and nothing over another, XLA adds the gradient of a grouped
-convolution's kernel up over both: it comes out too large by the size of the second.
+If samples are divided over one axis and nothing over another, XLA sums the gradient of a grouped
+convolution's kernel over both: the result is too large by the size of the second.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SAMPLES = ("data", "fsdp")
 
 
 def is_grouped(eqn: Equation) -> bool:
-    """Whether an equation is a convolution whose channels come in groups."""
+    """Whether an equation is a grouped convolution."""
     return (
         eqn.primitive.name == "conv_general_dilated"
         and max(eqn.params["feature_group_count"], eqn.params["batch_group_count"]) > 1
@@ -29,8 +29,8 @@ def is_grouped(eqn: Equation) -> bool:
 class GroupedLayout:
     """How a grouped convolution is divided over all axes of a mesh.
 
-    Channels go over ``tensor``, or samples if the groups cannot be divided; whatever does not
-    divide is computed on every device.
+    Channels are divided over ``tensor``, or samples if the groups are not divisible; what is not
+    divisible either is computed on every device.
 
     Args:
         eqn: the convolution.
@@ -52,21 +52,21 @@ class GroupedLayout:
         self._channels = tensor if by_channel and fits else ()
         self._samples = axes if by_channel and fits else (*axes, *tensor) if all_fit else ()
 
-    def lay_operands(self, operands: Sequence[Value]) -> list[Value]:
-        """Return the input and the kernel, laid out."""
+    def constrain_operands(self, operands: Sequence[Value]) -> list[Value]:
+        """Return the input and the kernel in their layouts."""
         lhs, rhs = operands
         samples, channels = self._numbers.lhs_spec[:2]
         return [
-            self._lay(lhs, {samples: self._samples, channels: self._channels}),
-            self._lay(rhs, {self._numbers.rhs_spec[0]: self._channels}),
+            self._constrain(lhs, {samples: self._samples, channels: self._channels}),
+            self._constrain(rhs, {self._numbers.rhs_spec[0]: self._channels}),
         ]
 
-    def lay_results(self, results: Sequence[Value]) -> list[Value]:
-        """Return the convolution's result, laid out."""
+    def constrain_results(self, results: Sequence[Value]) -> list[Value]:
+        """Return the convolution's results in their layout."""
         samples, channels = self._numbers.out_spec[:2]
         axes = {samples: self._samples, channels: self._channels}
-        return [self._lay(result, axes) for result in results]
+        return [self._constrain(result, axes) for result in results]
 
-    def _lay(self, array: Value, axes: Mapping[int, tuple[str, ...]]) -> Value:
+    def _constrain(self, array: Value, axes: Mapping[int, tuple[str, ...]]) -> Value:
         spec = PartitionSpec(*(axes.get(dim) or None for dim in range(array.ndim)))
         return lax.with_sharding_constraint(array, self._mesh.sharding(spec))

@@ -1,4 +1,4 @@
-"""The traced loss on one device's own samples, drawing the random numbers it would draw for all."""
+"""The loss of one device's samples, with the random numbers they would get in the whole batch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def local_forward(
         traced: the loss, traced for one device's part of a microbatch.
         draws: its random numbers.
         mesh: the mesh.
-        remat: what blocks keep for their backward pass.
-        wide: hold every float as float64.
+        remat: what blocks save for their backward pass.
+        wide: compute in float64.
     """
-    # No layouts inside `shard_map`: there is only this device.
-    nowhere = [PartitionSpec()] * len(traced.layout.step_leaves)
+    # Inside `shard_map` there is only this device, so nothing is divided.
+    undivided = [PartitionSpec()] * len(traced.layout.step_leaves)
     view = MeshView(mesh, frozenset(draws.batch_axes))
-    uses = weight_uses(traced, {}, nowhere)
+    uses = weight_uses(traced, {}, undivided)
     evaluator = mesh_evaluator(view, uses, remat, wide=wide, first=[draws.draw], lookups=False)
     return Forward(traced, evaluator, remat)
 
@@ -41,44 +41,45 @@ def local_forward(
 class LocalDraws:
     """Draws random numbers for the whole microbatch and keeps this device's part.
 
-    Bits are a function of (key, place), so a device that draws for all gets the bits it would
-    have got without `shard_map`; it costs some arithmetic and sends nothing.
+    Bits are a function of (key, position): a device that draws for all samples gets the same bits
+    as without `shard_map`. This costs some arithmetic, and nothing is sent.
 
     Args:
-        whole: the dims of the loss of a whole microbatch, which keeps samples apart.
-        own: the dims of the same loss for one device's part, perhaps a single sample, whose dim
-            looks like any other of size 1.
+        whole: the dims of the loss of a whole microbatch, in which the dim of samples is known.
+        local: the dims of the same loss for one device's part, which may be a single sample: its
+            dim could be any dim of size 1.
         batch_axes: the mesh axes samples are divided over, outermost first, and their sizes.
     """
 
-    def __init__(self, whole: DimClasses, own: DimClasses, batch_axes: Mapping[str, int]) -> None:
+    def __init__(self, whole: DimClasses, local: DimClasses, batch_axes: Mapping[str, int]) -> None:
         self.batch_axes = dict(batch_axes)
-        self._dims: dict[Var, int] = {}
-        theirs, mine = list(_draws(whole)), list(_draws(own))
-        if len(theirs) != len(mine):
+        self._sample_dims: dict[Var, int] = {}
+        whole_draws, local_draws = list(_draws(whole)), list(_draws(local))
+        if len(whole_draws) != len(local_draws):
             raise UserError(
                 f"{Setting('training.sync_gradients_every')} cannot be used: how often the loss "
                 "draws random numbers depends on the number of samples",
-                why=f"{len(theirs)} times for a microbatch, {len(mine)} for one device's part",
+                why=f"{len(whole_draws)} times for a microbatch, {len(local_draws)} for one "
+                "device's part",
                 fix=f"write {Setting('training.sync_gradients_every', 1)}",
             )
-        for (frame, eqn), (_, draw) in zip(theirs, mine, strict=True):
+        for (frame, eqn), (_, local_eqn) in zip(whole_draws, local_draws, strict=True):
             for dim, atoms in enumerate(frame.dims(eqn.outvars[0])):
                 if atoms and atoms[0].id in whole.batch:
-                    self._dims[draw.outvars[0]] = dim
+                    self._sample_dims[local_eqn.outvars[0]] = dim
 
     def draw(self, eqn: Equation, env: Environment) -> list[Value] | None:
-        """Evaluate a draw whose result has the samples in one of its dims; None for others."""
-        if eqn.primitive.name != "random_bits" or eqn.outvars[0] not in self._dims:
+        """Evaluate a draw that has the samples in one of its dims; None for other equations."""
+        if eqn.primitive.name != "random_bits" or eqn.outvars[0] not in self._sample_dims:
             return None
-        dim = self._dims[eqn.outvars[0]]
+        dim = self._sample_dims[eqn.outvars[0]]
         shape = list(eqn.params["shape"])
-        own = shape[dim]
-        shape[dim] = own * math.prod(self.batch_axes.values())
+        size = shape[dim]
+        shape[dim] = size * math.prod(self.batch_axes.values())
         params = {**eqn.params, "shape": tuple(shape)}
         (bits,) = bind(eqn.replace(params=params), env.operands(eqn))
-        place = jax.lax.axis_index(tuple(self.batch_axes)) * own
-        return [jax.lax.dynamic_slice_in_dim(bits, place, own, dim)]
+        start = jax.lax.axis_index(tuple(self.batch_axes)) * size
+        return [jax.lax.dynamic_slice_in_dim(bits, start, size, dim)]
 
 
 def _draws(classes: DimClasses) -> Iterator[tuple[Frame, Equation]]:

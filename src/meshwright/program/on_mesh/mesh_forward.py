@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 from jax.sharding import PartitionSpec
 
-from meshwright.program.blocks.segments import Unit, cut
+from meshwright.program.blocks.segments import Block, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
 from meshwright.program.evaluate.gather import GatherSpecs
@@ -34,25 +34,25 @@ class Forward:
     Args:
         traced: the traced loss.
         evaluator: evaluates it on the mesh.
-        remat: what blocks keep for their backward pass.
+        remat: what blocks save for their backward pass.
     """
 
     def __init__(self, traced: TracedLoss, evaluator: Evaluator, remat: Remat) -> None:
         self.traced, self._evaluator, self._remat = traced, evaluator, remat
-        self._pieces = cut(traced.closed.jaxpr)
+        self._segments = cut_segments(traced.closed.jaxpr)
 
     def __call__(self, leaves: Sequence[Value], batch: Sequence[Value]) -> LossValue:
         """Evaluate the loss on the step's leaf values (in layout order) and batch leaves."""
         closed = self.traced.closed
         env = self._evaluator.environment(closed, [*leaves, *batch])
-        for piece in self._pieces:
-            if isinstance(piece, Unit) and self._remat.policy is not None:
-                self._run_block(piece, env)
+        for segment in self._segments:
+            if isinstance(segment, Block) and self._remat.policy is not None:
+                self._run_block(segment, env)
             else:
-                self._evaluator.equations(piece.eqns, env)
+                self._evaluator.equations(segment.eqns, env)
         return self.traced.read_outputs([env.value(atom) for atom in closed.jaxpr.outvars])
 
-    def _run_block(self, block: Unit, env: Environment) -> None:
+    def _run_block(self, block: Block, env: Environment) -> None:
         """Evaluate a block under its checkpoint policy."""
         uses, inside = env.evaluator.weights.uses, self._remat.gather_inside
         arguments = [
@@ -95,12 +95,12 @@ def mesh_evaluator(
 
     Args:
         mesh: where it runs.
-        uses: the variables that stand for parameters.
-        remat: what layers of a stack keep for their backward pass.
+        uses: the variables that are parameters.
+        remat: what layers of a stack save for their backward pass.
         wide: compute in float64.
         pins: layouts of activations.
         without_data: variables that hold weights and no data.
-        first: rules that come before those of any mesh.
+        first: rules that come before those of the mesh.
         lookups: whether the gradients of lookups need a layout.
     """
     rules = [
@@ -125,7 +125,7 @@ def mesh_evaluator(
 def weight_uses(
     traced: TracedLoss, gathers: Mapping[int, GatherSpecs], whole: Sequence[PartitionSpec]
 ) -> dict[Var, WeightUse]:
-    """Find the variables that stand for parameters: the leaves and their casts.
+    """Find the variables that are parameters: the leaves and their casts.
 
     Args:
         traced: the loss.
@@ -144,5 +144,5 @@ def weight_uses(
     }
     casts = casts_of(jaxpr.eqns, set(uses))
     return uses | {
-        other: replace(uses[leaf], dtype=aval_of(other).dtype) for other, leaf in casts.items()
+        cast: replace(uses[leaf], dtype=aval_of(cast).dtype) for cast, leaf in casts.items()
     }

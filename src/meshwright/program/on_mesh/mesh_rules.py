@@ -28,11 +28,11 @@ from meshwright.program.on_mesh.products import PRODUCTS, use_weight
 from meshwright.program.on_mesh.remat import Remat
 
 _ADDS = frozenset({"add", "sub"})
-"""Primitives that repeat an operand with dims of size 1, and whose gradients need no operand."""
+"""Primitives that broadcast dims of size 1, and whose gradients need no operand."""
 
 
 def cast_leaf(eqn: Equation, env: Environment) -> list[Value] | None:
-    """Cast a parameter at rest; readers of the cast get it ready for use, see `Environment`."""
+    """Cast a stored parameter; readers of the cast get it ready for use, see `Environment`."""
     if not eqn.outvars or not env.evaluator.weights.is_cast(eqn.outvars[0]):
         return None
     return env.evaluator.numerics.bind(eqn, [env.value(atom) for atom in eqn.invars])
@@ -41,14 +41,13 @@ def cast_leaf(eqn: Equation, env: Environment) -> list[Value] | None:
 def rearrange_weight(eqn: Equation, env: Environment) -> list[Value] | None:
     """Rearrange or widen a half-precision weight; it stays ready for use.
 
-    The gradient of a bias is the sum of what it was repeated for, over samples on all devices: it
-    is not rounded before.
+    The gradient of a bias is a sum over samples on all devices: it must not be rounded before.
     """
     if not rearranges_weight(eqn, env):
         return None
     widens = eqn.primitive.name == "convert_element_type"
     operands = env.operands(eqn, unrounded={0})
-    return _stay_ready(eqn, operands if widens else bind(eqn, operands), env)
+    return _keep_ready(eqn, operands if widens else bind(eqn, operands), env)
 
 
 def rearranges_weight(eqn: Equation, env: Environment) -> bool:
@@ -60,9 +59,9 @@ def rearranges_weight(eqn: Equation, env: Environment) -> bool:
 
 
 def add_weight(eqn: Equation, env: Environment) -> list[Value] | None:
-    """Add a half-precision weight, repeated before it is rounded.
+    """Add a half-precision weight, broadcast before it is rounded.
 
-    What comes back is then widened before it is summed.
+    Its gradient is then widened before it is summed.
     """
     if eqn.primitive.name not in _ADDS or not any(map(env.is_half_weight, eqn.invars)):
         return None
@@ -80,22 +79,23 @@ def add_weight(eqn: Equation, env: Environment) -> list[Value] | None:
 
 @dataclass(frozen=True)
 class GroupedConvolutions:
-    """Lays grouped convolutions out so that no mesh axis is left over; see `grouped`."""
+    """Divides grouped convolutions over every mesh axis; see `grouped_convolutions`."""
 
     mesh: MeshView
 
     def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
-        """Evaluate a grouped convolution on operands laid out for it."""
+        """Evaluate a grouped convolution, its operands and results constrained."""
         layout = GroupedLayout(eqn, self.mesh) if is_grouped(eqn) else None
         if layout is None or not layout.needed:
             return None
-        operands = layout.lay_operands(env.operands(eqn, unrounded_operands(eqn, env)))
-        return layout.lay_results(env.evaluator.after(self, eqn, env.with_operands(eqn, operands)))
+        operands = layout.constrain_operands(env.operands(eqn, unrounded_operands(eqn, env)))
+        results = env.evaluator.after(self, eqn, env.with_operands(eqn, operands))
+        return layout.constrain_results(results)
 
 
 @dataclass(frozen=True)
 class WeightGradients:
-    """Sums the gradients of weights in float32, wherever they are used in half precision.
+    """Sums the gradients of weights in float32 where they are used in half precision.
 
     Attributes:
         mesh: where the program runs.
@@ -114,27 +114,27 @@ class WeightGradients:
         atom, weights = eqn.invars[number], env.evaluator.weights
         use = None if isinstance(atom, Literal) else weights.uses.get(atom)
         whole = self.mesh.sharding(use.whole) if is_lookup and use is not None else None
-        # Rows that no data chooses, such as those of positions, are weights still.
-        stays = is_lookup and eqn.outvars[0] in weights.without_data
+        # Rows that do not depend on data, such as those of positions, are still weights.
+        is_weight = is_lookup and eqn.outvars[0] in weights.without_data
         results = use_weight(
             eqn,
             env.operands(eqn, unrounded={number}),
             number,
             whole=whole,
             widen_first=self.mesh.platform == "cpu",
-            rounds=not stays,
+            rounds=not is_weight,
         )
-        return _stay_ready(eqn, results, env) if stays else results
+        return _keep_ready(eqn, results, env) if is_weight else results
 
 
 @dataclass(frozen=True)
 class LayerScans:
-    """Gathers the weights of a scan over stacked layers turn by turn, under a remat policy."""
+    """Gathers the weights of a scan over stacked layers layer by layer, under a remat policy."""
 
     remat: Remat
 
     def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
-        """Evaluate a scan that runs through stacks of weights, or reads half-precision ones."""
+        """Evaluate a scan over stacks of weights, or one that reads half-precision weights."""
         stacks, shared = stacked_weights(eqn, env), shared_weights(eqn, env)
         if not stacks and not shared:
             return None
@@ -150,7 +150,7 @@ class LayerScans:
         return run_scan(eqn, operands, self.body(eqn, operands[:num_consts], env))
 
     def body(self, eqn: Equation, consts: list[Value], env: Environment) -> ScanBody:
-        """Return a scan's body, given what every turn reads (half-precision weights unrounded)."""
+        """Return a scan's body; ``consts`` has half-precision weights unrounded."""
         stacks, shared = stacked_weights(eqn, env), shared_weights(eqn, env)
         if not stacks and not shared:
             return scan_body(eqn, consts, env)
@@ -178,7 +178,7 @@ class LayerScans:
 
 
 def stacked_weights(eqn: Equation, env: Environment) -> dict[int, WeightUse]:
-    """Return which operands of a scan are stacks of weights it runs through."""
+    """Return which operands of a scan are stacks of weights that it slices."""
     if eqn.primitive.name != "scan":
         return {}
     first, uses = sum(scan_counts(eqn)), env.evaluator.weights.uses
@@ -190,7 +190,7 @@ def stacked_weights(eqn: Equation, env: Environment) -> dict[int, WeightUse]:
 
 
 def shared_weights(eqn: Equation, env: Environment) -> set[int]:
-    """Return which operands of a scan are half-precision weights that every turn reads."""
+    """Return which operands of a scan are half-precision weights that all iterations read."""
     if eqn.primitive.name != "scan":
         return set()
     num_consts, _ = scan_counts(eqn)
@@ -228,11 +228,11 @@ def weight_operand(eqn: Equation, env: Environment) -> int | None:
 
 
 def _stack(atom: Atom, use: WeightUse, env: Environment) -> Value:
-    """Return a stack of layers to scan over: divided, or gathered at once."""
+    """Return a stack of layers to scan over: divided, or gathered as a whole."""
     return env.values[use.leaf] if env.evaluator.weights.gather_inside else env.unrounded(atom)
 
 
-def _stay_ready(eqn: Equation, results: Sequence[Value], env: Environment) -> list[Value]:
-    """Remember what an equation made of a weight, and return it rounded as it was traced."""
+def _keep_ready(eqn: Equation, results: Sequence[Value], env: Environment) -> list[Value]:
+    """Store the result of rearranging a weight as ready, and return it rounded as traced."""
     env.ready[eqn.outvars[0]] = results[0]
     return [results[0].astype(aval_of(eqn.outvars[0]).dtype)]

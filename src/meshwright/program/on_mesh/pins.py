@@ -1,4 +1,4 @@
-"""Which activations are pinned to the mesh, and how: those that pass from module to module."""
+"""Pins: the layouts of activations that pass from one module to another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.program.jaxpr.equations import Equation, Literal, Var, aval_of, 
 from meshwright.program.jaxpr.names import module_of
 
 TensorDim = Callable[[Sequence[tuple[Atom, ...]]], int | None]
-"""Says which dim of an activation lies on the tensor axis, if any."""
+"""Returns which dim of an activation is divided over the tensor axis, if any."""
 
 
 def find_pins(
@@ -24,10 +24,10 @@ def find_pins(
     Args:
         classes: the dims of the program's variables.
         batch_axes: the mesh axes samples are divided over, and their sizes.
-        tensor_dim: which dim of an activation lies on the tensor axis.
+        tensor_dim: which dim of an activation is divided over the tensor axis.
 
-    Without pins the partitioner is free to gather activations instead of weights, and on large
-    meshes it does; with every crossing fixed, the compiled program is the one asked for.
+    Without pins the partitioner may gather activations instead of weights, and on large meshes it
+    does.
     """
     pins: dict[Var, PartitionSpec] = {}
     for frame in all_frames(classes.root):
@@ -49,22 +49,22 @@ def find_weights(classes: DimClasses) -> frozenset[Var]:
 
 
 def _crossing(frame: Frame) -> Iterator[Var]:
-    """Yield the variables some other module than their own reads, or that leave the jaxpr."""
-    produced: dict[Var, str] = {}
+    """Yield the variables that another module reads, or that the jaxpr returns."""
+    producers: dict[Var, str] = {}
     crossing: dict[Var, None] = {}
     for eqn in frame.jaxpr.eqns:
         module = module_of(name_stack(eqn))
         for atom in eqn.invars:
-            if not isinstance(atom, Literal) and produced.get(atom, module) != module:
+            if not isinstance(atom, Literal) and producers.get(atom, module) != module:
                 crossing[atom] = None
-        produced.update((variable, module) for variable in _results(eqn))
+        producers.update((variable, module) for variable in _float_results(eqn))
     for atom in frame.jaxpr.outvars:
-        if not isinstance(atom, Literal) and atom in produced:
+        if not isinstance(atom, Literal) and atom in producers:
             crossing[atom] = None
     yield from crossing
 
 
-def _results(eqn: Equation) -> list[Var]:
+def _float_results(eqn: Equation) -> list[Var]:
     return [v for v in eqn.outvars if jnp.issubdtype(aval_of(v).dtype, jnp.inexact)]
 
 
@@ -84,7 +84,7 @@ def _spec(
             break
     else:
         return None
-    on_tensor = tensor_dim(dims)
-    if on_tensor is not None and entries[on_tensor] is None:
-        entries[on_tensor] = "tensor"
+    divided = tensor_dim(dims)
+    if divided is not None and entries[divided] is None:
+        entries[divided] = "tensor"
     return PartitionSpec(*entries)

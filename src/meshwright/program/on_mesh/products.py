@@ -26,22 +26,22 @@ def use_weight(
 ) -> list[Any]:
     """Evaluate a product, factor or lookup; the gradient of its weight is summed in float32.
 
-    A weight's gradient is a sum over all samples, whose parts lie on different devices. Left to
-    itself it is rounded to the compute format before the devices' parts are added. The weight,
-    operand number ``weight``, may be given as float32 numbers; if ``rounds``, they are read in the
-    format the equation was traced for.
+    A weight's gradient is a sum over all samples, and each device has a partial sum. By default,
+    JAX would round these to the compute dtype before they are added. The weight, operand number
+    ``weight``, may be float32 numbers; if ``rounds``, they are read in the dtype the equation was
+    traced with.
 
-    ``whole`` is the layout of the gradient before it is divided. It is fixed here because a
-    compiler that is free to would add the rows of a lookup to the other gradient of a tied
-    embedding, which then has to be reduced over the mesh before, and the sum once more.
-    ``widen_first`` widens the operands of a gradient instead of its sum: the CPU's runtime has no
-    products of half-precision numbers with float32 results.
+    ``whole`` is the layout of the gradient before it is divided. Without this constraint the
+    compiler would add the rows of a lookup to the other gradient of a tied embedding, which then
+    has to be reduced over the mesh before, and the sum once more. ``widen_first`` widens the
+    operands of a gradient instead of its sum: the CPU runtime has no products of half-precision
+    numbers with float32 results.
     """
-    formats = [aval_of(atom).dtype for atom in eqn.invars]
+    dtypes = [aval_of(atom).dtype for atom in eqn.invars]
 
     def forward_only(*operands: Any) -> Any:
         cast = [
-            x if number != weight or not rounds else x.astype(formats[number])
+            x if number != weight or not rounds else x.astype(dtypes[number])
             for number, x in enumerate(operands)
         ]
         return bind(eqn, cast)[0]
@@ -83,22 +83,22 @@ def _gradient(function: Any, operands: Any, number: int, cotangent: Any) -> Any:
 def _weight_gradient(
     eqn: Equation, operands: Any, weight: int, cotangent: Any, *, widen_first: bool
 ) -> Any:
-    given = operands[weight]
+    value = operands[weight]
     is_product = eqn.primitive.name in PRODUCTS
-    # A lookup adds rows up, a factor what it scaled: these are widened. A product widens while it
-    # adds.
+    # The gradients of lookups and factors are plain sums, whose terms are widened. A product widens
+    # while it adds.
     dtype = aval_of(eqn.invars[weight]).dtype if is_product else jnp.dtype(jnp.float32)
     cotangent = cotangent if is_product else cotangent.astype(dtype)
     others = [x.astype(dtype) if x.dtype in HALF else x for x in operands]
 
-    def of_weight(value: Any) -> Any:
-        return bind(eqn, [*others[:weight], value, *others[weight + 1 :]])[0]
+    def of_weight(array: Any) -> Any:
+        return bind(eqn, [*others[:weight], array, *others[weight + 1 :]])[0]
 
-    transposed = jax.linear_transpose(of_weight, jax.ShapeDtypeStruct(given.shape, dtype))
+    transposed = jax.linear_transpose(of_weight, jax.ShapeDtypeStruct(value.shape, dtype))
     pullback = jax.make_jaxpr(lambda c: transposed(c)[0])(cotangent)
     rule = _wide_products_on_cpu if widen_first else _wide_products
     (wide,) = Evaluator([rule]).run(pullback, [cotangent])
-    return wide.astype(given.dtype)
+    return wide.astype(value.dtype)
 
 
 def _wide_products(eqn: Equation, env: Environment) -> list[Value] | None:

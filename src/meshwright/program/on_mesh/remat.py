@@ -1,4 +1,4 @@
-"""What a block keeps for its backward pass, and what it computes or gathers again."""
+"""What a block saves for its backward pass, and what it computes or gathers again."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meshwright.program.evaluate.gather import GATHERED
 
 @dataclass(frozen=True)
 class Remat:
-    """What of a block is kept for its backward pass.
+    """What a block saves for its backward pass.
 
     Attributes:
-        policy: JAX checkpoint policy; None keeps everything.
+        policy: JAX checkpoint policy; None saves everything.
         gather_inside: whether weights are gathered again for the backward pass.
     """
 
@@ -25,7 +25,7 @@ class Remat:
 
 
 def choose_remat(kind: str, *, keep_gathered: bool) -> Remat:
-    """Return the checkpoint policy for a kind of remat and a lifetime of gathered weights."""
+    """Return the checkpoint policy for a value of ``remat`` and of ``keep_gathered``."""
     policies = jax.checkpoint_policies
     if kind == "full":
         return Remat(policies.nothing_saveable, not keep_gathered)
@@ -39,10 +39,10 @@ def choose_remat(kind: str, *, keep_gathered: bool) -> Remat:
 
 
 def _all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
-    """Keep everything except gathered weights.
+    """Save everything except gathered weights.
 
-    Neither constraints nor casts to a wider format are kept: what they were applied to is no
-    larger, and for weights it is their divided form.
+    Results of constraints and of casts to a wider dtype are not saved either: their operand is not
+    larger, and for weights it is the divided one.
     """
     if primitive.name == "name":
         return params["name"] != GATHERED

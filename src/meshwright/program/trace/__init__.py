@@ -1,1 +1,1 @@
-"""Tracing a loss: the model as leaves, module scopes, casts, and the program in normal form."""
+"""Tracing a loss: model leaves, module scopes, casts, and the program in normal form."""

@@ -1,4 +1,4 @@
-"""Layout: how the model's leaves (canonical paths) become the leaves the step runs on, and back."""
+"""Layout: converting the model's leaves (canonical paths) to the leaves of a step, and back."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class StepLeaf:
         leaf: its description; a stacked leaf's path has ``*`` for the block's number, and its
             shape starts with the number of blocks.
         sources: positions of the model's leaves it holds, in order.
-        rows: of a stack whose rows come in another order, by row the number in `sources` of what
-            it holds; what occurs again only fills it up.
+        rows: for a stack in another order than `sources`: by row, the index in `sources` of the
+            leaf in it; later occurrences of an index are padding.
     """
 
     leaf: Leaf
@@ -33,22 +33,22 @@ class StepLeaf:
         return len(self.sources) > 1
 
     @property
-    def places(self) -> list[int]:
-        """Of a stack, the rows of the model's leaves it holds, in the order of `sources`."""
+    def source_rows(self) -> list[int]:
+        """For a stack, the row of each of the model's leaves, in the order of `sources`."""
         numbers = range(len(self.sources))
         return [self.rows.index(n) for n in numbers] if self.rows else list(numbers)
 
-    def in_rows(self, rows: tuple[int, ...]) -> StepLeaf:
-        """Return this stack with its rows in another order, some of them more than once."""
+    def with_rows(self, rows: tuple[int, ...]) -> StepLeaf:
+        """Return this stack with its rows in another order, perhaps padded."""
         leaf = replace(self.leaf, shape=(len(rows), *self.leaf.shape[1:]))
         return replace(self, leaf=leaf, rows=rows)
 
     def split(self, value: Any) -> list[Any]:
         """Return the model's leaves this leaf holds, in the order of `sources`."""
-        return [value[row] for row in self.places] if self.stacked else [value]
+        return [value[row] for row in self.source_rows] if self.stacked else [value]
 
     def join(self, values: Sequence[Any]) -> Any:
-        """Return this leaf for the model's leaves it holds; the inverse of `split`."""
+        """Return this leaf, made of the model's leaves it holds; the inverse of `split`."""
         if not self.stacked:
             return values[0]
         return jnp.stack([values[n] for n in self.rows] if self.rows else list(values))
@@ -59,23 +59,23 @@ class Layout:
     """The step's leaves and what each holds.
 
     Attributes:
-        leaves: the model's own leaves.
-        step_leaves: the leaves the step runs on, parameters and state alike.
+        leaves: the model's leaves.
+        step_leaves: the leaves the step runs on, parameters and state.
     """
 
     leaves: tuple[Leaf, ...]
     step_leaves: tuple[StepLeaf, ...]
 
     def from_canonical(self, values: Sequence[Any]) -> list[Any]:
-        """Return the step's leaves for the model's leaf values."""
+        """Convert the model's leaf values to the step's leaves."""
         return [step.join([values[i] for i in step.sources]) for step in self.step_leaves]
 
     def to_canonical(self, values: Sequence[Any]) -> list[Any]:
-        """Return the model's leaf values for the step's leaves."""
-        found: dict[int, Any] = {}
+        """Convert the step's leaves to the model's leaf values."""
+        by_position: dict[int, Any] = {}
         for step, value in zip(self.step_leaves, values, strict=True):
-            found.update(zip(step.sources, step.split(value), strict=True))
-        return [found[i] for i in range(len(self.leaves))]
+            by_position.update(zip(step.sources, step.split(value), strict=True))
+        return [by_position[i] for i in range(len(self.leaves))]
 
     def select(self, role: Role) -> list[StepLeaf]:
         """Return the step's leaves with this role."""
@@ -83,7 +83,7 @@ class Layout:
 
 
 def plain_layout(leaves: Sequence[Leaf]) -> Layout:
-    """Return the layout in which the step runs on the model's own leaves."""
+    """Return the layout in which the step runs on the model's leaves as they are."""
     return Layout(tuple(leaves), tuple(StepLeaf(leaf, (i,)) for i, leaf in enumerate(leaves)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ class Leaf:
         dtype: its number format; a PRNG key for random streams.
         role: ``param`` if it is trained, ``state`` otherwise.
         variable: name of its NNX variable type, such as Param, BatchStat or RngKey.
-        annotation: axis names the model's author gave its dims, if any.
+        annotation: axis names that the model's author gave its dims, if any.
         is_weight: whether it is a parameter of the model, trained or frozen.
     """
 
@@ -55,8 +55,16 @@ class Leaf:
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
 
+class _Entry(NamedTuple):
+    """An entry of a model's flat NNX state, which may hold several leaves."""
+
+    path: tuple[Any, ...]
+    treedef: Any
+    num_leaves: int
+
+
 @dataclass(frozen=True)
-class Parts:
+class ModelLeaves:
     """A model's structure and its leaves, in one fixed order.
 
     Attributes:
@@ -65,28 +73,28 @@ class Parts:
 
     leaves: tuple[Leaf, ...]
     _graphdef: Any
-    _places: tuple[tuple[tuple[Any, ...], Any, int], ...]
+    _entries: tuple[_Entry, ...]
 
     def merge(self, values: Sequence[Any]) -> Any:
-        """Return a model that holds these leaf values."""
-        pairs: list[tuple[tuple[Any, ...], Any]] = []
+        """Return a model with these leaf values."""
+        state: list[tuple[tuple[Any, ...], Any]] = []
         start = 0
-        for path, treedef, count in self._places:
-            pairs.append((path, jax.tree.unflatten(treedef, values[start : start + count])))
+        for path, treedef, count in self._entries:
+            state.append((path, jax.tree.unflatten(treedef, values[start : start + count])))
             start += count
-        # A copy, because merging state that was created outside a transform is refused inside.
-        return nnx.merge(self._graphdef, nnx.from_flat_state(pairs), copy=True)
+        # A copy, because inside a transform NNX refuses to merge state created outside of it.
+        return nnx.merge(self._graphdef, nnx.from_flat_state(state), copy=True)
 
     def values(self, model: Any) -> list[Any]:
         """Return the leaf values of a model with this structure."""
-        found = dict(_flat(model))
+        state = dict(_flat_state(model))
         values: list[Any] = []
-        for path, _, count in self._places:
-            leaves = jax.tree.leaves(found.get(path))
+        for path, _, count in self._entries:
+            leaves = jax.tree.leaves(state.get(path))
             if len(leaves) != count:
                 raise UserError(
-                    f"the model lost `{path_text(path)}` while it ran",
-                    why="its variables must be the same before and after a call",
+                    f"`{path_text(path)}` was deleted during the call",
+                    why="a model must have the same variables before and after a call",
                 )
             values.extend(leaves)
         return values
@@ -96,8 +104,8 @@ class Parts:
         return [i for i, leaf in enumerate(self.leaves) if leaf.role == role]
 
 
-def split_model(model: Any, trainable: Any = nnx.Param) -> Parts:
-    """Describe a model's leaves; it may be abstract, or a dict of models.
+def split_model(model: Any, trainable: Any = nnx.Param) -> ModelLeaves:
+    """Describe the leaves of a model, which may be abstract.
 
     Args:
         model: an NNX module, or a dict of them.
@@ -106,10 +114,10 @@ def split_model(model: Any, trainable: Any = nnx.Param) -> Parts:
     model = _without_intermediates(model)
     is_trained: Callable[[Any, Any], bool] = nnx.filterlib.to_predicate(trainable)
     leaves: list[Leaf] = []
-    places: list[tuple[tuple[Any, ...], Any, int]] = []
-    for path, value in _flat(model):
+    entries: list[_Entry] = []
+    for path, value in _flat_state(model):
         arrays, treedef = jax.tree.flatten(value)
-        places.append((path, treedef, len(arrays)))
+        entries.append(_Entry(path, treedef, len(arrays)))
         trained = is_trained(path, value)
         for number, array in enumerate(arrays):
             suffix = (number,) if len(arrays) > 1 else ()
@@ -117,14 +125,17 @@ def split_model(model: Any, trainable: Any = nnx.Param) -> Parts:
     if not any(leaf.role == "param" for leaf in leaves):
         raise UserError(
             "the model has no trainable parameters",
-            why=f"{len(leaves)} leaves, none of which matches the filter {trainable!r}",
+            why=f"none of its {len(leaves)} leaves matches the filter {trainable!r}",
             fix="pass trainable= with an NNX filter that matches what should be trained",
         )
-    return Parts(tuple(leaves), nnx.graphdef(model), tuple(places))
+    return ModelLeaves(tuple(leaves), nnx.graphdef(model), tuple(entries))
 
 
 def build_unplaced(build: Callable[[], Any]) -> Any:
-    """Build a model whose annotations are only noted; Flax would want its mesh already here."""
+    """Build a model without placing its annotated variables.
+
+    By default Flax shards them when they are created, which needs a mesh already here.
+    """
     with nnx.use_eager_sharding(False):
         return build()
 
@@ -137,13 +148,13 @@ def _without_intermediates(model: Any) -> Any:
     return copy
 
 
-def _flat(model: Any) -> list[tuple[tuple[Any, ...], Any]]:
+def _flat_state(model: Any) -> list[tuple[tuple[Any, ...], Any]]:
     return list(nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Intermediate))))
 
 
 def _describe(path: tuple[Any, ...], value: Any, array: Any, *, trained: bool) -> Leaf:
     has_gradient = jnp.issubdtype(array.dtype, jnp.inexact)
-    # Logical axis names are translated by the rules the author gave with them.
+    # Logical axis names are translated by the rules that come with them.
     names = tuple(nnx.spmd.get_var_pspec(value) or ()) if isinstance(value, nnx.Variable) else ()
     return Leaf(
         path=path_text(path),

@@ -24,44 +24,50 @@ from meshwright.program.jaxpr.equations import (
     structs_of,
 )
 from meshwright.program.jaxpr.names import MODULE_MARK, module_of, modules_of, rename_module
-from meshwright.program.trace.copies import Places, find_places, rename_copies
+from meshwright.program.trace.copies import PathsByClass, find_originals, rename_copies
 
 
 def normalize(
-    closed: ClosedJaxpr, leaves: Sequence[str] = (), places: Places | None = None
+    closed: ClosedJaxpr, leaves: Sequence[str] = (), paths_by_class: PathsByClass | None = None
 ) -> ClosedJaxpr:
-    """Return the same program without calls, so that each equation stands in one place only.
+    """Return the same program with calls inlined, so that each equation runs in one place only.
 
     Args:
         closed: the program.
         leaves: paths of the model's leaves, which are its first inputs.
-        places: where modules of each class are, to name equations of copies after them.
+        paths_by_class: the paths of the model's modules of each class, to rename copies of them.
 
-    A product with a transposed weight (tied embeddings) becomes a product with the weight itself,
-    whose gradient then has the weight's own shape: the partial gradients of several uses can be
+    A product with a transposed weight (tied embeddings) becomes a product with the weight itself.
+    Its gradient then has the weight's shape, and the partial gradients of several uses can be
     added before they are reduced over the mesh.
     """
-    run = lambda *args: _Normal(leaves, args, places or {}).run(closed, args)  # noqa: E731
+    run = lambda *args: _Normalizer(leaves, args, paths_by_class or {}).run(closed, args)  # noqa: E731
     return jax.make_jaxpr(run)(*structs_of(closed.jaxpr.invars))
 
 
-class _Normal(Evaluator):
-    def __init__(self, leaves: Sequence[str], inputs: Sequence[Any], places: Places) -> None:
+class _Normalizer(Evaluator):
+    """Evaluates a program into its normal form."""
+
+    def __init__(
+        self, leaves: Sequence[str], inputs: Sequence[Any], paths_by_class: PathsByClass
+    ) -> None:
         rules = (_remat, self._leaf_cast, self._transpose, self._product)
         super().__init__(rules, scope=self.scope)
-        # By identity of the value, which is kept alive with the leaf's path.
+        # By id of the value, which is stored as well so that no other object gets that id.
         self._leaves = {id(v): (path, v) for path, v in zip(leaves, inputs, strict=False)}
-        self._places = places
-        self._found: list[dict[str, str]] = [{}]
-        self._given: dict[int, list[str | None]] = {}
+        self._paths_by_class = paths_by_class
+        # A stack: by provisional path of a copy, the path of its module.
+        self._originals: list[dict[str, str]] = [{}]
+        # By id of a nested jaxpr, the paths of the leaves it is called with.
+        self._argument_paths: dict[int, list[str | None]] = {}
         self._first_module: dict[int, str] = {}
         self._renames: list[tuple[str, str]] = []
-        # By identity of the transposed value, which is kept alive with its source.
+        # By id of the transposed value, which is stored as well for the same reason.
         self._transposed: dict[int, tuple[Any, tuple[int, ...], Any]] = {}
 
     def scope(self, eqn: Equation) -> str:
-        """Return an equation's scopes, copies of modules named after the modules."""
-        return rename_copies(self._renamed(name_stack(eqn)), self._found[-1])
+        """Return an equation's scopes, in which copies of modules have the modules' paths."""
+        return rename_copies(self._renamed(name_stack(eqn)), self._originals[-1])
 
     def _renamed(self, scopes: str) -> str:
         for old, new in self._renames:
@@ -74,31 +80,33 @@ class _Normal(Evaluator):
         args: Sequence[Value],
         ready: Mapping[Var, Value] | None = None,
     ) -> list[Value]:
-        """Evaluate a program; copies of modules in it are named after the leaves it is given."""
+        """Evaluate a program; the leaves it reads show which modules the copies in it are."""
         jaxpr = closed.jaxpr
-        # The arguments inside a checkpoint or a loop are other objects than those it was given.
-        given = self._given.pop(id(jaxpr), [])
-        if len(given) == len(args):
-            pairs = zip(given, args, strict=True)
+        # Inside a checkpoint or a loop, arguments are other objects than those it is called with.
+        known_paths = self._argument_paths.pop(id(jaxpr), [])
+        if len(known_paths) == len(args):
+            pairs = zip(known_paths, args, strict=True)
             self._leaves.update({id(v): (path, v) for path, v in pairs if path is not None})
         leaves = {v: p for v, p in zip(jaxpr.invars, self._paths(args), strict=True) if p}
-        self._found.append(self._found[-1] | find_places(jaxpr, leaves, self._places))
+        self._originals.append(
+            self._originals[-1] | find_originals(jaxpr, leaves, self._paths_by_class)
+        )
         try:
             return super().run(closed, args, ready)
         finally:
-            self._found.pop()
+            self._originals.pop()
 
     def equation(self, eqn: Equation, env: Environment) -> list[Value]:
-        """Evaluate one equation; JAX traces a function once, so its scopes may be another's.
+        """Evaluate one equation, with the scopes of the module that calls it.
 
-        A block's checkpointed method is traced in the first block and found again for the others:
-        what it holds is then named after the module that calls it.
+        JAX traces a block's checkpointed method once, in the first block, and reuses the jaxpr for
+        the others: its equations have the first block's scopes and are renamed here.
         """
         inner = eqn.params.get("jaxpr")
         if inner is None:
             return super().equation(eqn, env)
         paths = self._paths(env.operands(eqn))
-        self._given[id(called_jaxpr(eqn).jaxpr)] = paths
+        self._argument_paths[id(called_jaxpr(eqn).jaxpr)] = paths
         module = module_of(self.scope(eqn))
         first = self._first_module.setdefault(id(inner), module) if module else ""
         self._renames += [(first, module)] if module else []
@@ -114,35 +122,36 @@ class _Normal(Evaluator):
     def _owner_scope(
         self, eqn: Equation, paths: Sequence[str | None]
     ) -> AbstractContextManager[Any]:
-        """Return the scope of the one module whose work a checkpoint holds, if it is no other's.
+        """Return the scope of the module inside a checkpoint, if there is exactly one.
 
-        A checkpoint is one equation, which would go by the name of the module around it.
+        A checkpoint is one equation, which would otherwise have the scope of the module around it.
         """
         if eqn.primitive.name not in REMATS:
             return nullcontext()
-        owners = self._owners(called_jaxpr(eqn).jaxpr, paths, self._found[-1])
+        owners = self._owners(called_jaxpr(eqn).jaxpr, paths, self._originals[-1])
         if len(owners) != 1 or owners & set(modules_of(self.scope(eqn))):
             return nullcontext()
         return jax.named_scope(MODULE_MARK + owners.pop())
 
     def _owners(
-        self, jaxpr: Jaxpr, paths: Sequence[str | None], found: Mapping[str, str]
+        self, jaxpr: Jaxpr, paths: Sequence[str | None], originals: Mapping[str, str]
     ) -> set[str]:
-        """Return the outermost modules of a program, calls without a name looked into."""
-        # Kernels have more inputs than they are given values.
+        """Return the outermost modules of a program, and of calls that belong to no module."""
+        # Kernels have more inputs than operands.
         leaves = {v: p for v, p in zip(jaxpr.invars, paths, strict=False) if p}
-        found = {**found, **find_places(jaxpr, leaves, self._places)}
+        originals = {**originals, **find_originals(jaxpr, leaves, self._paths_by_class)}
         owners: set[str] = set()
         for eqn in jaxpr.eqns:
-            modules = modules_of(rename_copies(self._renamed(name_stack(eqn)), found))
+            modules = modules_of(rename_copies(self._renamed(name_stack(eqn)), originals))
             if modules:
                 owners.add(modules[0])
             elif eqn.params.get("jaxpr") is not None:
-                given = [None if isinstance(a, Literal) else leaves.get(a) for a in eqn.invars]
-                owners |= self._owners(called_jaxpr(eqn).jaxpr, given, found)
+                inner = [None if isinstance(a, Literal) else leaves.get(a) for a in eqn.invars]
+                owners |= self._owners(called_jaxpr(eqn).jaxpr, inner, originals)
         return owners
 
     def _leaf_cast(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Cast a leaf, and remember that the result is that leaf."""
         if eqn.primitive.name != "convert_element_type":
             return None
         (value,) = env.operands(eqn)
@@ -153,6 +162,7 @@ class _Normal(Evaluator):
         return [out]
 
     def _transpose(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Transpose a value, and remember what it was before."""
         if eqn.primitive.name != "transpose":
             return None
         (value,) = env.operands(eqn)
@@ -180,16 +190,16 @@ class _Normal(Evaluator):
 
 
 def _remat(eqn: Equation, env: Environment) -> list[Value] | None:
-    """Evaluate a checkpointed function; what it only hands through is not its result."""
+    """Evaluate a checkpointed function; arguments it returns unchanged stay the same values."""
     if eqn.primitive.name not in REMATS:
         return None
     jaxpr = called_jaxpr(eqn).jaxpr
-    given = dict(zip(jaxpr.invars, env.operands(eqn), strict=True))
+    arguments = dict(zip(jaxpr.invars, env.operands(eqn), strict=True))
     results = zip(jaxpr.outvars, enter_remat(eqn, env), strict=True)
-    return [out if isinstance(v, Literal) else given.get(v, out) for v, out in results]
+    return [out if isinstance(v, Literal) else arguments.get(v, out) for v, out in results]
 
 
 def _keeps_order(order: Sequence[int], contracting: Sequence[int], batch: Sequence[int]) -> bool:
-    """Whether the dims that reach the result stand in the same order without the transpose."""
+    """Whether the result has the same order of dims without the transpose."""
     free = [order[d] for d in range(len(order)) if d not in contracting and d not in batch]
     return free == sorted(free)

@@ -1,4 +1,4 @@
-"""The precision policy while a model is traced: which values are cast, and where."""
+"""The precision policy of a traced model: which values are cast, and where."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Policy:
 
     @contextmanager
     def inside_module(self) -> Generator[None]:
-        """Count how deep in modules the trace is."""
+        """Count how many modules deep the trace is."""
         self._depth += 1
         try:
             yield
@@ -30,11 +30,11 @@ class Policy:
             self._depth -= 1
 
     def on_entry(self, values: Any) -> Any:
-        """Cast what a module is given."""
+        """Cast the arguments of a module."""
         return cast_floats(values, jnp.float32, self._compute)
 
     def on_exit(self, values: Any) -> Any:
-        """Cast what a module returns: the loss gets float32, other modules the compute dtype."""
+        """Cast what a module returns: to float32 for the loss, to the compute dtype for modules."""
         if self._compute is None:
             return values
         if self._depth == 0:
@@ -45,8 +45,8 @@ class Policy:
 def cast_floats(values: Any, source: Any, target: Any) -> Any:
     """Cast the arrays of one floating format in a pytree to another.
 
-    Modules, random streams and variables are left alone: they are references, and mapping over
-    them would hand on a copy whose changes are lost.
+    Modules, random streams and variables are not touched: they are references, and mapping over
+    them would pass on a copy, whose changes would be lost.
     """
     if target is None:
         return values
@@ -59,10 +59,10 @@ def cast_floats(values: Any, source: Any, target: Any) -> Any:
 
 
 def follow_policy(model: Any, compute_dtype: Any) -> None:
-    """Let layers that fix their compute dtype at construction follow the policy.
+    """Set the compute dtype of layers that fix theirs when they are built.
 
-    `nnx.Embed` resolves its dtype from its parameters when it is built, so that a model whose
-    parameters are cast would go on in float32 after the lookup.
+    `nnx.Embed` takes its dtype from its parameters at construction: without this, a model whose
+    parameters are cast would continue in float32 after the lookup.
     """
     if compute_dtype is None:
         return
@@ -72,7 +72,7 @@ def follow_policy(model: Any, compute_dtype: Any) -> None:
 
 
 def zeros_for_sums(values: Any) -> Any:
-    """Return zeros that gradients are added up in: 16 bits would lose the smaller of two."""
+    """Return zeros to add gradients to, at least float32: 16 bits would lose small terms."""
 
     def zeros(value: Any) -> Any:
         return jnp.zeros(value.shape, jnp.promote_types(value.dtype, jnp.float32))

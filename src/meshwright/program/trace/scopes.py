@@ -1,8 +1,8 @@
-"""Module paths in the traced program: every equation learns which module it came from.
+"""Module paths in the traced program: every equation says which module it comes from.
 
 An unmodified model has no hooks, so while a loss is traced the methods of the model's classes are
 wrapped: a call enters `jax.named_scope` with its path. Equations, and later the instructions of the
-compiled program, carry these names. Linen modules, inside Flax's bridge, have a hook for that.
+compiled program, carry these names. Linen modules, inside Flax's bridge, have a hook for this.
 """
 
 from __future__ import annotations
@@ -19,25 +19,30 @@ from flax import linen, nnx
 from jax.core import Tracer
 
 from meshwright.program.jaxpr.names import MODULE_MARK, path_text
-from meshwright.program.trace.copies import Places, class_name, is_token, token
+from meshwright.program.trace.copies import (
+    PathsByClass,
+    class_name,
+    is_provisional,
+    provisional_path,
+)
 from meshwright.program.trace.precision_policy import Policy
 
 ROOT = "model"
-"""The scope of the outermost module, whose own path is empty."""
+"""The scope of the outermost module, whose path is empty."""
 
 _PATCHING = threading.RLock()
-_OPEN: list[_Registry] = []
+_ACTIVE: list[_Registry] = []
 
 
 @contextmanager
-def module_scopes(model: Any, compute_dtype: Any = None) -> Generator[Places]:
-    """Name the calls of this model's modules while the context is open.
+def module_scopes(model: Any, compute_dtype: Any = None) -> Generator[PathsByClass]:
+    """Name the calls of this model's modules while the context is active.
 
-    Copies of modules have provisional names, which `normalize` replaces with the help of what the
-    context gives: where the modules of each class are.
+    Copies of modules have provisional names, which `normalize` replaces; for that, the context
+    yields the paths of the modules of each class.
 
     With a compute dtype, float32 values are cast to it where they enter or leave a module, and
-    what leaves the outermost module for the loss is cast to float32.
+    what the outermost module returns to the loss is cast to float32.
     """
     registry = _Registry(model)
     policy = Policy(compute_dtype)
@@ -45,20 +50,20 @@ def module_scopes(model: Any, compute_dtype: Any = None) -> Generator[Places]:
         patched = [
             (cls, name, cls.__dict__[name]) for cls in registry.classes() for name in _methods(cls)
         ]
-        _OPEN.append(registry)
+        _ACTIVE.append(registry)
         try:
             for cls, name, method in patched:
                 setattr(cls, name, _scoped(method, registry, policy))
-            with linen.intercept_methods(functools.partial(_named, registry)):
-                yield registry.places()
+            with linen.intercept_methods(functools.partial(_name_linen_call, registry)):
+                yield registry.paths_by_class()
         finally:
-            _OPEN.pop()
+            _ACTIVE.pop()
             for cls, name, method in patched:
                 setattr(cls, name, method)
 
 
 class _Registry:
-    """Which path each module object has, transforms' copies included."""
+    """The path of each module object, including copies made by transforms."""
 
     def __init__(self, model: Any) -> None:
         self._modules: dict[int, tuple[str, nnx.Module]] = {}
@@ -69,89 +74,95 @@ class _Registry:
             self._add(path_text(path) or ROOT, module)
 
     def classes(self) -> list[type]:
-        found = {
+        """Return the classes of the model's modules, and the classes they inherit from."""
+        classes = {
             base: None
             for cls in self._by_type
             for base in cls.__mro__
             if issubclass(base, nnx.Module) and base is not nnx.Module
         }
-        return list(found)
+        return list(classes)
 
-    def places(self) -> dict[str, list[str]]:
-        """Return, by name of a class, where its modules are."""
-        found: dict[str, list[str]] = {}
+    def paths_by_class(self) -> dict[str, list[str]]:
+        """Return, by name of a class, the paths of its modules."""
+        by_name: dict[str, list[str]] = {}
         for cls, paths in self._by_type.items():
-            found.setdefault(class_name(cls), []).extend(paths)
-        return found
+            by_name.setdefault(class_name(cls), []).extend(paths)
+        return by_name
 
     def path(self, module: nnx.Module) -> str:
+        """Return the path of a module; for a copy it may be provisional."""
         known = self._modules.get(id(module))
         if known is not None:
             return known[0]
-        # nnx.scan and nnx.vmap call copies of a module: adopt one whose class has one place only,
-        # or else until its place is known. Any other module works for the one that called it.
-        places = self._places(module)
-        if not places:
+        # nnx.scan and nnx.vmap call copies of a module. A copy gets the path of its original if
+        # only one is possible, else a provisional path. Any other module counts as part of the
+        # module that calls it.
+        candidates = self._candidates(module)
+        if not candidates:
             return self._running[-1] if self._running else ""
-        place = places[0]
-        if len(places) > 1:
-            place = token(type(module), self._copies)
+        path = candidates[0]
+        if len(candidates) > 1:
+            path = provisional_path(type(module), self._copies)
             self._copies += 1
-        base = "" if place == ROOT else place
-        for path, inner in nnx.iter_modules(module):
-            joined = ".".join(filter(None, (base, path_text(path))))
+        base = "" if path == ROOT else path
+        for inner_path, inner in nnx.iter_modules(module):
+            joined = ".".join(filter(None, (base, path_text(inner_path))))
             self._modules[id(inner)] = (joined or ROOT, inner)
-        return place
+        return path
 
     def path_inside(self, names: Sequence[str]) -> str:
-        """Return the path of what has these names inside the module that is running."""
+        """Return the path of a module by its names inside the running module."""
         above = self._running[-1] if self._running else ROOT
         return ".".join([*([] if above == ROOT else [above]), path_text(names)])
 
     @contextmanager
     def running(self, path: str) -> Generator[None]:
-        """Remember which module is running, so that copies are looked for inside it."""
+        """Mark a module as running, so that originals of copies are searched inside it."""
         self._running.append(path)
         try:
             yield
         finally:
             self._running.pop()
 
-    def _places(self, module: nnx.Module) -> list[str]:
-        """Return where a module that is not the model's own object could belong."""
-        places = self._by_type.get(type(module), [])
-        if any(id(module) in registry._modules for registry in _OPEN):
+    def _candidates(self, module: nnx.Module) -> list[str]:
+        """Return the paths of the modules that a module could be a copy of."""
+        paths = self._by_type.get(type(module), [])
+        if any(id(module) in registry._modules for registry in _ACTIVE):
             return []
         # Other models of the same classes (a teacher in the loss) hold arrays, copies hold tracers.
         leaves = jax.tree.leaves(nnx.state(module))
-        if not places or (leaves and not any(isinstance(x, Tracer) for x in leaves)):
+        if not paths or (leaves and not any(isinstance(x, Tracer) for x in leaves)):
             return []
         above = self._running[-1] if self._running else ROOT
-        if above == ROOT or is_token(above):
-            return places
-        return [place for place in places if place.startswith(above + ".")]
+        if above == ROOT or is_provisional(above):
+            return paths
+        return [path for path in paths if path.startswith(above + ".")]
 
     def _add(self, path: str, module: nnx.Module) -> None:
-        # The module is kept alive, or another object could take over its id.
+        # The module is stored as well, so that no other object gets its id.
         self._modules[id(module)] = (path, module)
         self._by_type.setdefault(type(module), []).append(path)
 
 
 def _methods(cls: type) -> list[str]:
+    """Return the names of the methods to wrap: public ones and ``__call__``."""
     return [
         name
         for name, value in cls.__dict__.items()
         if (inspect.isfunction(value) and not name.startswith("_"))
-        # The call itself may be wrapped, as `nnx.jit` does.
+        # `__call__` may be an object instead of a function, as under `nnx.jit`.
         or (name == "__call__" and callable(value))
     ]
 
 
 def _scoped(method: Callable[..., Any], registry: _Registry, policy: Policy) -> Callable[..., Any]:
+    """Wrap a method so that its calls open a scope and follow the precision policy."""
+
     @functools.wraps(method)
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        # Where contexts are nested, the innermost alone names and casts.
-        path = registry.path(self) if _OPEN[-1:] == [registry] else ""
+        # If contexts are nested, only the innermost names and casts.
+        path = registry.path(self) if _ACTIVE[-1:] == [registry] else ""
         bound = method.__get__(self, type(self))
         if not path:
             return bound(*args, **kwargs)
@@ -167,17 +178,17 @@ def _scoped(method: Callable[..., Any], registry: _Registry, policy: Policy) -> 
     return call
 
 
-def _named(
+def _name_linen_call(
     registry: _Registry,
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     context: linen.module.InterceptorContext,
 ) -> Any:
-    """Name what a Linen module calls inside another as its leaves are named."""
+    """Name the call of a Linen module inside another by the path of its leaves."""
     names, method = context.module.path, context.method_name
     is_call = method == "__call__" or not method.startswith(("_", "setup"))
-    if not (names and is_call and _OPEN[-1:] == [registry]):
+    if not (names and is_call and _ACTIVE[-1:] == [registry]):
         return call(*args, **kwargs)
     with jax.named_scope(MODULE_MARK + registry.path_inside(names)):
         return call(*args, **kwargs)

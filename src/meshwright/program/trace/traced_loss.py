@@ -1,4 +1,4 @@
-"""Tracing a user's loss once to a flat program; everything else is a pass over it."""
+"""Tracing a user's loss once to a flat program, which all later passes work on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.errors import UserError
 from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.jaxpr.names import path_text
 from meshwright.program.trace.layout import Layout, plain_layout
-from meshwright.program.trace.model_leaves import Leaf, Parts
+from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.normalize import normalize
 from meshwright.program.trace.precision_policy import cast_floats, follow_policy
 from meshwright.program.trace.scopes import module_scopes
@@ -35,12 +35,12 @@ class BatchLeaf:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossValue:
-    """What one evaluation of the loss gives.
+    """The result of one evaluation of the loss.
 
     Attributes:
-        objective: total and weight of what is minimised.
-        metrics: totals and weights of what is reported.
-        state: the state leaves afterwards, in the order of the model's state leaves.
+        objective: total and weight of the loss that is minimised.
+        metrics: totals and weights of the reported metrics.
+        state: the new state, in the order of the model's state leaves.
     """
 
     objective: Weighted
@@ -53,10 +53,10 @@ class TracedLoss:
     """A loss as a program from (model leaves, batch leaves) to totals, weights and new state.
 
     Attributes:
-        closed: the program; its inputs are the layout's step leaves, then those of ``batch``; its
-            outputs the objective's total and weight, each metric's total and weight, and the
-            step leaves with role ``state`` afterwards.
-        layout: the leaves the program runs on, and the model's leaves they hold.
+        closed: the program. Its inputs are the layout's step leaves, then the batch leaves. Its
+            outputs are the objective's total and weight, each metric's total and weight, and the
+            new values of the step leaves with role ``state``.
+        layout: the leaves the program runs on, and which of the model's leaves they hold.
         batch: the batch's leaves.
         metric_names: names of the metrics, in the program's order.
     """
@@ -72,55 +72,57 @@ class TracedLoss:
         return [step.leaf for step in self.layout.step_leaves]
 
     def read_outputs(self, outputs: Sequence[Any]) -> LossValue:
-        """Name the program's outputs."""
+        """Return the program's outputs by name."""
         pairs = 2 * (1 + len(self.metric_names))
         totals = [Weighted(outputs[i], outputs[i + 1]) for i in range(0, pairs, 2)]
         metrics = dict(zip(self.metric_names, totals[1:], strict=True))
         return LossValue(totals[0], metrics, list(outputs[pairs:]))
 
 
-def trace_loss(loss: Loss, parts: Parts, batch: Any, compute_dtype: Any = None) -> TracedLoss:
+def trace_loss(
+    loss: Loss, model_leaves: ModelLeaves, batch: Any, compute_dtype: Any = None
+) -> TracedLoss:
     """Trace ``loss(model, batch)``; ``batch`` holds arrays or their shapes.
 
     Parameters enter in float32 and are cast to ``compute_dtype`` inside the program.
     """
     batch_tree = jax.tree.structure(batch)
-    described = _describe_batch(batch)
-    names: list[str] = []
+    batch_leaves = _describe_batch(batch)
+    metric_names: list[str] = []
     changed: set[int] = set()
-    places: dict[str, Sequence[str]] = {}
-    weights = {i for i, leaf in enumerate(parts.leaves) if leaf.is_weight}
-    count = len(parts.leaves)
+    paths_by_class: dict[str, Sequence[str]] = {}
+    weights = {i for i, leaf in enumerate(model_leaves.leaves) if leaf.is_weight}
+    count = len(model_leaves.leaves)
 
     def program(*inputs: Any) -> list[Any]:
         values = [
             cast_floats(value, jnp.float32, compute_dtype) if i in weights - changed else value
             for i, value in enumerate(inputs[:count])
         ]
-        model = parts.merge(values)
+        model = model_leaves.merge(values)
         follow_policy(model, compute_dtype)
-        with module_scopes(model, compute_dtype) as found:
-            places.update(found)
+        with module_scopes(model, compute_dtype) as paths:
+            paths_by_class.update(paths)
             out = loss(model, jax.tree.unflatten(batch_tree, inputs[count:]))
         objective, metrics = read_loss(out)
-        names[:] = metrics
-        after = parts.values(model)
-        changed.update(i for i in parts.indices("state") if after[i] is not values[i])
+        metric_names[:] = metrics
+        after = model_leaves.values(model)
+        changed.update(i for i in model_leaves.indices("state") if after[i] is not values[i])
         state = [
-            after[i].astype(parts.leaves[i].dtype) if i in changed else inputs[i]
-            for i in parts.indices("state")
+            after[i].astype(model_leaves.leaves[i].dtype) if i in changed else inputs[i]
+            for i in model_leaves.indices("state")
         ]
         weighted = [objective, *metrics.values()]
         return [x for w in weighted for x in (w.total, w.weight)] + state
 
-    structs = [leaf.struct for leaf in parts.leaves]
-    structs += [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in described]
+    structs = [leaf.struct for leaf in model_leaves.leaves]
+    structs += [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in batch_leaves]
     traced = jax.make_jaxpr(program)(*structs)
     if compute_dtype is not None and changed & weights:
-        # Weights the loss itself changes (a moving average) are not rounded on their way.
+        # Weights that the loss changes (a moving average) must not be rounded.
         traced = jax.make_jaxpr(lambda *inputs: program(*inputs))(*structs)
-    closed = normalize(traced, [leaf.path for leaf in parts.leaves], places)
-    return TracedLoss(closed, plain_layout(parts.leaves), described, tuple(names))
+    closed = normalize(traced, [leaf.path for leaf in model_leaves.leaves], paths_by_class)
+    return TracedLoss(closed, plain_layout(model_leaves.leaves), batch_leaves, tuple(metric_names))
 
 
 def read_loss(out: Any) -> tuple[Weighted, dict[str, Weighted]]:
@@ -148,7 +150,7 @@ def _weighted(name: str, value: Any) -> Weighted:
 
 
 def _describe_value(value: Any) -> str:
-    # Within a trace, the type of an array is a word of JAX's that says nothing to its author.
+    # Not the type of an array: inside a trace it is a tracer, which says nothing to the user.
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"it has shape {value.shape} and type {value.dtype}"
     return "it is None" if value is None else f"it is of type {type(value).__name__}"
@@ -156,18 +158,18 @@ def _describe_value(value: Any) -> str:
 
 def _describe_batch(batch: Any) -> tuple[BatchLeaf, ...]:
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    described = [
+    batch_leaves = [
         BatchLeaf(path_text(_key(k) for k in path) or "batch", tuple(leaf.shape), _on_device(leaf))
         for path, leaf in leaves
     ]
-    sizes = {leaf.path: leaf.shape[0] for leaf in described if leaf.shape}
+    sizes = {leaf.path: leaf.shape[0] for leaf in batch_leaves if leaf.shape}
     if sizes:
         check_num_samples(sizes, "the batch")
-    return tuple(described)
+    return tuple(batch_leaves)
 
 
 def _on_device(leaf: Any) -> Any:
-    """Return the format a host array has on a device: 64-bit numbers are halved by default."""
+    """Return the dtype a host array gets on a device: 64-bit types become 32-bit by default."""
     return jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
 
 
