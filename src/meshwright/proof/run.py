@@ -13,9 +13,12 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 
+from meshwright.config.schema import Precision
 from meshwright.data.batches import read_batch
 from meshwright.errors import UserError
+from meshwright.mesh.build import Device
 from meshwright.plan import Plan
 from meshwright.processes import process_count
 from meshwright.program.evaluate.widen import is_narrow
@@ -39,7 +42,7 @@ from meshwright.proof.rounding import (
     rounding_tolerance,
 )
 from meshwright.step.assemble import Assembled, ModelSource, assemble
-from meshwright.trees import divide_batch, is_key
+from meshwright.trees import Batch, divide_batch, is_key
 
 FLOAT64_TOLERANCE = 1e-10
 
@@ -52,14 +55,14 @@ def verify(
     model: ModelSource,
     loss: Loss,
     plan: Plan,
-    batches: Callable[[int], Any],
+    batches: Callable[[int], Batch],
     *,
     optimizer: optax.GradientTransformation | None = None,
     steps: int = 5,
     clip_norm: float | None = None,
     seed: int = 0,
-    trainable: Any = nnx.Param,
-    devices: Sequence[Any] | None = None,
+    trainable: Filter = nnx.Param,
+    devices: Sequence[Device] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Certificate:
     """Compare training under a plan with training on one device.
@@ -145,7 +148,7 @@ class _Proof:
     traced: TracedLoss
     traced_in_float32: TracedLoss
     initial_values: list[Any]
-    batches: list[Any]
+    batches: list[Batch]
     optimizer: optax.GradientTransformation
     clip_norm: float | None
     seed: int
@@ -257,7 +260,7 @@ class _Proof:
         return [jax.tree.leaves(batch) for batch in self.batches]
 
 
-def _trace(loss: Loss, assembled: Assembled, batch: Any, precision: str) -> TracedLoss:
+def _trace(loss: Loss, assembled: Assembled, batch: Batch, precision: Precision) -> TracedLoss:
     count = assembled.plan.batch.gradient_accumulation_steps
     micro = divide_batch(batch, count)
     return trace_loss(loss, assembled.parts, micro, COMPUTE_DTYPES[precision])

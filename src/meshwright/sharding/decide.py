@@ -1,4 +1,4 @@
-"""Deciding the placement of every leaf: by rules, annotations in the model, or the traced program."""
+"""Deciding the placement of every leaf: by rules, by annotations, or by the traced program."""
 
 from __future__ import annotations
 

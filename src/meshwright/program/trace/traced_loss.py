@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from meshwright.errors import UserError
 from meshwright.program.jaxpr.equations import ClosedJaxpr
@@ -17,10 +18,20 @@ from meshwright.program.trace.model_leaves import Leaf, Parts
 from meshwright.program.trace.normalize import normalize
 from meshwright.program.trace.precision_policy import cast_floats, follow_policy
 from meshwright.program.trace.scopes import module_scopes
-from meshwright.trees import check_num_samples
+from meshwright.trees import Batch, check_num_samples
 from meshwright.weighted import Weighted
 
-Loss = Callable[[Any, Any], Any]
+Model = Any
+"""An NNX module, or a dict of NNX modules."""
+
+Scalar = Array | float
+LossOutput = (
+    Scalar | Weighted | tuple[Scalar | Weighted, Mapping[str, Scalar] | Mapping[str, Weighted]]
+)
+"""A scalar mean, or a total and its weight; optionally with a dict of metrics of either kind."""
+
+Loss = Callable[[Model, Batch], LossOutput]
+"""From a model and a batch to the loss, and optionally metrics."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,7 @@ class TracedLoss:
         return LossValue(totals[0], metrics, list(outputs[pairs:]))
 
 
-def trace_loss(loss: Loss, parts: Parts, batch: Any, compute_dtype: Any = None) -> TracedLoss:
+def trace_loss(loss: Loss, parts: Parts, batch: Batch, compute_dtype: Any = None) -> TracedLoss:
     """Trace ``loss(model, batch)``; ``batch`` holds arrays or their shapes.
 
     Parameters enter in float32 and are cast to ``compute_dtype`` inside the program.
