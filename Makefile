@@ -25,23 +25,27 @@ EXTRAS := dev,docs,hf,images,parquet,tensorboard
 # The fast tests: something of every part of the package, and nothing that compiles much.
 QUICK := $(addprefix tests/, \
   checkpoint data inputs mesh profile report tasks tracking \
-  config/test_base.py config/test_batch.py config/test_distributed.py config/test_environment.py \
-  config/test_microbatches.py config/test_origins.py config/test_schema.py \
-  distributed/test_device_placement.py distributed/test_mesh_manager.py \
-  distributed/test_metrics.py distributed/test_trainer.py \
-  launch/test_arguments.py launch/test_lines.py launch/test_places.py \
+  compiled/test_divergence.py compiled/test_hlo.py \
+  config/test_base.py config/test_batch.py config/test_distributed_config.py \
+  config/test_environment.py config/test_microbatches.py config/test_origins.py \
+  config/test_schema.py \
+  distributed/test_device_placement.py distributed/test_distributed_trainer.py \
+  distributed/test_mesh_manager.py distributed/test_metrics.py \
+  launch/test_environments.py launch/test_merged_output.py launch/test_options.py \
   models/test_conv.py models/test_mlp.py models/test_models.py \
-  pipeline/test_balance.py pipeline/test_draw.py pipeline/test_layers.py \
-  pipeline/test_report.py pipeline/test_schedules.py \
-  program/test_backward.py program/test_blocks.py program/test_dims_atoms.py \
-  program/test_dims_calls.py program/test_dims_classes.py program/test_parts.py \
-  program/test_pins.py program/test_policy.py program/test_scopes.py program/test_trace.py \
+  pipeline/by_hand/test_balance.py pipeline/by_hand/test_layers.py pipeline/schedule \
+  pipeline/test_pipeline_report.py \
+  program/test_backward.py program/blocks/test_block_lists.py program/dims/test_atoms.py \
+  program/dims/test_calls.py program/dims/test_classes.py program/on_mesh/test_pins.py \
+  program/trace/test_model_leaves.py program/trace/test_precision_policy.py \
+  program/trace/test_scopes.py program/trace/test_traced_loss.py \
   sharding/test_decide.py sharding/test_explain.py sharding/test_placement.py \
   sharding/test_rules.py sharding/test_shard.py sharding/test_tensor.py \
   step/test_gradients.py step/test_microbatch.py step/test_scaler.py \
   trainer/test_trainer.py \
   test_architecture.py test_deprecations.py test_errors.py test_hardware.py \
-  test_jax_internals.py test_plan.py test_weighted.py)
+  test_jax_internals.py test_json_text.py test_lazy.py test_plan.py test_trees.py test_units.py \
+  test_weighted.py)
 
 .PHONY: setup train quick test test-all lint types suite browser docs benchmarks format clean
 

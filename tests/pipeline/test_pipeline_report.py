@@ -4,8 +4,8 @@ from dataclasses import asdict
 
 import pytest
 from flax import nnx
+from pipeline.execute.test_pipelined_loss import put
 from pipeline.models import VOCABULARY, WIDTH, Tokens, tokens_batch, tokens_loss
-from pipeline.test_pipelined_step import put
 
 BLOCK = WIDTH * 2 * WIDTH + 2 * WIDTH + 2 * WIDTH * WIDTH
 ROWS = 4 * 4

@@ -199,8 +199,10 @@ def test_statistics_of_some_samples_only(monkeypatch):
 
     def compute(function, params, state, batch, scale):
         alone = [jnp.tile(leaf[:8], (2,) + (1,) * (leaf.ndim - 1)) for leaf in batch]
-        state_alone = right(function, params, state, alone, scale).state
-        return dataclasses.replace(right(function, params, state, batch, scale), state=state_alone)
+        state_alone = right(function, params, state, alone, scale).model_state
+        return dataclasses.replace(
+            right(function, params, state, batch, scale), model_state=state_alone
+        )
 
     monkeypatch.setattr(train_step, "compute_gradients", compute)
     broken = failures(certify({"data": 2}))

@@ -1,8 +1,8 @@
 """What inspect says about every parameter: where it is, how large, and why."""
 
 import pytest
+from pipeline.execute.test_pipelined_loss import put
 from pipeline.models import VOCABULARY, WIDTH, Tokens, tokens_batch, tokens_loss
-from pipeline.test_pipelined_step import put
 
 from meshwright.sharding.explain import explain
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from pipeline.test_pipelined_step import CUBE, put
+from pipeline.execute.test_pipelined_loss import CUBE, put
 from quick import quick_module
 from small_models import square_loss, vectors
 

@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
+from pipeline.execute.test_pipelined_loss import CUBE, put
 from pipeline.models import VOCABULARY, WIDTH, Tokens, tokens_batch, tokens_loss
-from pipeline.test_pipelined_step import CUBE, put
 from quick import quick_module
 
 from meshwright.pipeline.execute.forward_only import forward_table

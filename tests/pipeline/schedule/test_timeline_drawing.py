@@ -105,7 +105,7 @@ def test_the_svg_has_one_titled_rectangle_per_operation():
 def test_the_picture_in_the_documentation_is_what_is_drawn():
     timeline = get_schedule("zb_h1").table(8, 4).timeline()
     drawn = timeline_svg(timeline, "zb_h1, 4 stages, 8 microbatches")
-    docs = Path(__file__).parents[2] / "docs"
+    docs = Path(__file__).parents[3] / "docs"
     assert (docs / "pipeline.svg").read_text() == drawn
     batch = solve_batch(replicas=1, micro_batch_size=1, gradient_accumulation_steps=8)
     plan = Plan(mesh={"pipe": 4}, batch=batch, schedule="zb_h1", num_microbatches=8)
