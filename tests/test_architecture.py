@@ -35,6 +35,7 @@ BESIDE = {
         "mesh",
         "hardware",
         "config",
+        "data",
         "processes",
         "step",
         "pipeline",

@@ -30,11 +30,12 @@ from meshwright.errors import MeshwrightError, UserError
 from meshwright.inputs.user_model import call_with_rngs, model_source
 from meshwright.inputs.user_task import HasLoss, read_task
 from meshwright.plan import Plan
-from meshwright.program.trace.traced_loss import Loss
+from meshwright.program.trace.traced_loss import Loss, LossOutput, Model
 from meshwright.step.assemble import Assembled, ModelSource, assemble
+from meshwright.trees import Batch
 
 _SHARED_SIZES = ("vocab_size", "context_length", "input_name", "input_shape", "num_classes")
-"""Sizes that data take from the task, or else from the model."""
+"""Sizes that the data take from the task or, if it has none, from the model."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +69,16 @@ class Recipe:
 
     @property
     def eval_data(self) -> Data | None:
-        """The data held out for evaluation; None if there are none."""
+        """The held-out data for evaluation; None without any."""
         return self.config_data.held_out
 
-    def assemble(self, plan: Plan, batch: Any) -> Assembled:
+    def assemble(self, plan: Plan, batch: Batch) -> Assembled:
         """Build the step for a plan and batches of this shape; nothing is compiled yet."""
         return assemble(
             self.model, self.loss, self.optimizer, plan, batch, clip_norm=self.clip_norm
         )
 
-    def example_batch(self, batch_size: int) -> Any:
+    def example_batch(self, batch_size: int) -> Batch:
         """Return the shapes of a global batch."""
         batch = read_batch(self.data.batch(0, batch_size))
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
@@ -141,8 +142,8 @@ def find_data(config: Config, task: HasLoss) -> ConfigData:
     sizes = _model_sizes(config)
     shared = {name: getattr(task, name, sizes.get(name)) for name in _SHARED_SIZES}
     shared["sequence_length"] = shared["context_length"]
-    given = {name: value for name, value in shared.items() if value is not None}
-    return ConfigData(config.data, config.run.seed, given, task)
+    known = {name: value for name, value in shared.items() if value is not None}
+    return ConfigData(config.data, config.run.seed, known, task)
 
 
 def make_optimizer(config: Config, rate: optax.Schedule) -> optax.GradientTransformation:
@@ -162,7 +163,7 @@ def learning_rate(config: Config, global_batch_size: int, updates: int | None) -
     optimizer = config.optimizer
     if updates is None and optimizer.schedule != "constant":
         raise UserError(
-            f"optimizer.schedule={optimizer.schedule} needs to know the last update",
+            f"optimizer.schedule={optimizer.schedule} needs the number of updates",
             why=f"training.max_duration={config.training.max_duration} is a time",
             fix="write optimizer.schedule=constant, or training.steps=… instead of a time",
         )
@@ -181,16 +182,16 @@ def learning_rate(config: Config, global_batch_size: int, updates: int | None) -
 
 
 def _explained(loss: Loss, config: Config) -> Loss:
-    """Turn exceptions inside a loss into errors about the config: model and task do not fit."""
+    """Return the loss with exceptions turned into errors about the config."""
 
-    def explained(model: Any, batch: Any) -> Any:
+    def explained(model: Model, batch: Batch) -> LossOutput:
         try:
             return loss(model, batch)
         except MeshwrightError:
             raise
         except Exception as error:
             what = f"task.kind={config.task.kind} fails on model.kind={config.model.kind}"
-            fix = "choose task=… and data=… that suit the model; --debug shows the whole traceback"
+            fix = "choose task=… and data=… that fit the model; --debug shows the whole traceback"
             raise explain_failure(what, error, fix) from error
 
     return explained
@@ -201,8 +202,8 @@ def _batch_factor(optimizer: OptimizerConfig, global_batch_size: int) -> float:
         return 1.0
     if optimizer.base_batch_size is None:
         raise UserError(
-            f"optimizer.scale_learning_rate={optimizer.scale_learning_rate} needs a reference",
-            fix="write optimizer.base_batch_size=… , the batch the learning rate was chosen for",
+            f"optimizer.scale_learning_rate={optimizer.scale_learning_rate} needs a base batch",
+            fix="write optimizer.base_batch_size=…, the batch size that the learning rate is for",
         )
     ratio = global_batch_size / optimizer.base_batch_size
     return ratio if optimizer.scale_learning_rate == "linear" else float(np.sqrt(ratio))
@@ -233,7 +234,7 @@ def _model_class(config: Config) -> Builder:
 
 
 def _model_sizes(config: Config) -> dict[str, Any]:
-    """Return the model's arguments with its own defaults filled in."""
+    """Return the model's arguments, defaults included."""
     parameters = parameters_of(_model_class(config)).values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     return {**defaults, **config.model.arguments()}

@@ -1,4 +1,4 @@
-"""Trees of arrays, as every layer sees them: random keys, and the samples of a batch."""
+"""Trees of arrays: their types, random keys, and the samples of a batch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.errors import UserError
+
+PyTree = Any
+"""Arrays, nested in any way that `jax.tree` handles."""
+
+Batch = Any
+"""A pytree of arrays, or of their shapes, whose dim 0 counts samples."""
 
 
 def is_key(value: Any) -> bool:
@@ -21,14 +27,14 @@ def key_data(value: Any) -> Any:
     return jax.random.key_data(value) if is_key(value) else value
 
 
-def resize_batch(batch: Any, num_samples: int) -> Any:
+def resize_batch(batch: Batch, num_samples: int) -> Batch:
     """Return the shapes of a batch (a tree of arrays or shapes) with this many samples."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((num_samples, *leaf.shape[1:]), leaf.dtype), batch
     )
 
 
-def divide_batch(batch: Any, parts: int) -> Any:
+def divide_batch(batch: Batch, parts: int) -> Batch:
     """Return the shapes of one of ``parts`` equal parts of a batch."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // parts, *leaf.shape[1:]), leaf.dtype),

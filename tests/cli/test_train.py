@@ -121,7 +121,7 @@ def test_ones_own_model_loss_and_data_with_json(run):
         (["training.global_batch_size=9"], "a global batch of 8 or 16 samples would work"),
         (["data.path=nowhere.txt"], "data.path=nowhere.txt"),
         (["training.max_duration=soon"], "max_duration=soon is not a duration"),
-        (["training.max_duration=5min"], "optimizer.schedule=cosine needs to know the last"),
+        (["training.max_duration=5min"], "optimizer.schedule=cosine needs the number of updates"),
         (["training.early_stopping_patience=2"], "write training.eval_every=… too"),
         (["resume=must"], "resume=must, and there is no checkpoint to resume from"),
         (["resume=nowhere"], "there is no folder"),

@@ -110,8 +110,8 @@ def test_a_linen_module_is_built_without_computing_anything():
     [
         (5, "the model is 5, of type int"),
         ("gpt", "lambda rngs: Net"),
-        (lambda a, b: None, "it needs a, b"),
-        (lambda *, key: None, "it needs key"),
+        (lambda a, b: None, "it requires a, b"),
+        (lambda *, key: None, "it requires key"),
         (lambda rngs: None, "the model's builder returned None"),
         (lambda rngs: Net, "of type"),
         ({"encoder": LinenNet()}, "`encoder` of the model is a Linen module"),

@@ -39,7 +39,7 @@ def test_waiting_for_data_behind_computing_costs_nothing():
 
 
 def test_json_holds_everything():
-    gather = CollectiveTime("fsdp", "all-gather", "blocks.0", 2, 0.5, 0.4, 1024)
+    gather = CollectiveTime(("fsdp",), "all-gather", "blocks.0", 2, 0.5, 0.4, 1024)
     text = json.dumps(profile((1.0, 0.8, 0.2), collectives=(gather,), trace="trace").to_json())
     found = json.loads(text)
     assert found["updates"] == 2
@@ -68,15 +68,15 @@ def shares(compute=1.0, communication=0.0, input_wait=0.0, idle=0.0) -> dict[str
 @pytest.mark.parametrize(
     ("parts", "exposed", "expected"),
     [
-        (shares(0.9, 0.1), {"fsdp": 0.1}, []),
+        (shares(0.9, 0.1), {("fsdp",): 0.1}, []),
         (
             shares(0.6, 0.4),
-            {"tensor": 0.3, "fsdp": 0.1},
+            {("tensor",): 0.3, ("fsdp",): 0.1},
             ["compute 60%", "40% of the time devices wait for communication, more than 30%, "
              "most over tensor (30%); try less tensor parallelism"],
         ),
-        (shares(0.5, 0.4, 0.1), {"data": 0.4}, ["compute 50%", "training.micro_batch_size"]),
-        (shares(0.6, 0.4), {"unknown": 0.4}, ["compute 60%", "try more samples per device"]),
+        (shares(0.5, 0.4, 0.1), {("data",): 0.4}, ["compute 50%", "training.micro_batch_size"]),
+        (shares(0.6, 0.4), {(): 0.4}, ["compute 60%", "try more samples per device"]),
         (shares(0.6, 0.0, 0.35, 0.05), {}, ["compute 60%", "35% of the time devices wait for"]),
         (shares(0.6, 0.0, 0.0, 0.4), {}, ["compute 60%", "40% of the time devices are idle"]),
     ],

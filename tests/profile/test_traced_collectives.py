@@ -29,11 +29,11 @@ to_apply=%add, metadata={op_name="jit(step)/jvp(~blocks.1.attention)/dot_general
 
 def test_a_program_gives_axes_modules_and_bytes():
     collectives = CollectiveNames(PROGRAM, {"fsdp": 4, "tensor": 2})
-    gather = TracedCollective("all-gather", "fsdp", "blocks.0.mlp", 3 / 4 * 32 * 16 * 4)
+    gather = TracedCollective("all-gather", ("fsdp",), "blocks.0.mlp", 3 / 4 * 32 * 16 * 4)
     assert collectives.find("all-gather-start.1", "ncclDevKernel_AllGather_RING_LL") == gather
     assert collectives.find("all-gather-done.7", "wait") == gather
     reduced = collectives.find("all-reduce.2", "all-reduce.2")
-    assert reduced == TracedCollective("all-reduce", "tensor", "blocks.1.attention", 8 * 16 * 4)
+    assert reduced == TracedCollective("all-reduce", ("tensor",), "blocks.1.attention", 8 * 16 * 4)
     assert collectives.find("all-reduce_fusion.2", "all-reduce_fusion.2") is None
 
 

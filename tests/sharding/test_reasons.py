@@ -87,7 +87,7 @@ HEADS = (Factor(4, "heads"), Factor(16))
         ),
         (
             Replicated(Fused(HEADS[:1], (Factor(3), *HEADS), None)),
-            "replicated: fused: the factor 4 heads lies inside its dim (3 × 4 heads × 16), which "
+            "replicated: fused: the factor 4 heads is inside its dim (3 × 4 heads × 16), which "
             "no PartitionSpec can express",
         ),
     ],

@@ -164,7 +164,7 @@ def test_axes_the_mesh_does_not_have_are_left_out():
             r"no sharding rule `colum` \(for `blocks",
         ),
         ({"blocks.*.up.kernel": ["tensr"]}, r"unknown mesh axis `tensr`"),
-        ({"blocks.*.up.kernel": [None, None, "fsdp"]}, r"3 entries\n.*it has 2 dims"),
+        ({"blocks.*.up.kernel": [None, None, "fsdp"]}, r"3 entries\n.*the parameter has 2 dims"),
         ({"blocks.*.up.kernel": ["fsdp", "fsdp"]}, r"names an axis twice"),
     ],
 )

@@ -16,6 +16,10 @@ from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows, Source
 from meshwright.data.source_data import SourceData, take_rows
 from meshwright.errors import UserError
 from meshwright.processes import process_count
+from meshwright.trees import Batch
+
+UserData = Data | Source | Iterable[Batch] | Callable[..., Batch]
+"""Data as users pass it; see `as_data`."""
 
 BATCH_PARAMETERS = ("step", "batch_size")
 """The parameters of a function that returns batches: the update and the batch size."""

@@ -1,4 +1,4 @@
-"""The class-based interface to meshes, data parallelism, placement, gradients and metrics."""
+"""Classes for custom training loops: meshes, data parallelism, placement, gradients, metrics."""
 
 from __future__ import annotations
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.distributed.leaves import check_mesh_axis, place, place_whole, replicate
+from meshwright.distributed.leaves import Leaf, check_mesh_axis, place, place_whole, replicate
 from meshwright.distributed.named_axes import (
     DEFAULT_AXIS,
     AxisName,
@@ -19,32 +19,33 @@ from meshwright.distributed.named_axes import (
     varying_axes,
 )
 from meshwright.errors import UserError
+from meshwright.trees import Batch, PyTree
 
 _STATE_AXES = ("fsdp", "data")
-"""Axes that state is sharded over, first choice first; else the mesh's first axis."""
+"""Axes that state is sharded over, in order of preference; else the mesh's first axis."""
 
 
 class DataParallel:
-    """Data parallelism on a mesh: every device holds the model and a share of the batch."""
+    """Data parallelism on a mesh: every device holds the model and a part of the batch."""
 
     def create_data_parallel_sharding(self, mesh: Mesh, data_axis: str = "data") -> NamedSharding:
         """Return the sharding that splits dim 0 over ``data_axis``."""
         return self.create_data_parallel_sharding_static(mesh, data_axis)
 
-    def shard_batch(self, batch: Any, sharding: NamedSharding) -> Any:
+    def shard_batch(self, batch: Batch, sharding: NamedSharding) -> Batch:
         """Split every leaf of the batch over the devices; scalars are replicated.
 
-        With several processes each passes the samples it loaded. A dim that does not divide is an
-        error that names the leaf and the numbers.
+        With several processes, each passes the samples it loaded. A dim that does not divide
+        evenly raises an error with the leaf and the sizes.
         """
         return self.shard_batch_static(batch, sharding)
 
     def all_reduce_gradients(
         self,
-        grads: Any,
+        grads: PyTree,
         reduce_type: Literal["mean", "sum"] = "mean",
         axis_name: AxisName = DEFAULT_AXIS,
-    ) -> Any:
+    ) -> PyTree:
         """Combine the gradients of all devices along a named axis.
 
         Inside ``jax.shard_map`` or ``jax.vmap`` pass their axis name. Under plain ``jax.jit``
@@ -52,14 +53,14 @@ class DataParallel:
         whole batch, and ``"mean"`` returns them unchanged.
 
         In ``shard_map`` with ``check_vma`` (its default) JAX sums the gradients of replicated
-        parameters by itself; such gradients are refused, because their mean would be silently
-        too large by the number of devices.
+        parameters itself. Such gradients raise an error: their mean would be too large by a factor
+        of the number of devices.
         """
         return self.all_reduce_gradients_static(grads, reduce_type, axis_name)
 
     def shard_model_state(
-        self, state: Any, mesh: Mesh, param_sharding: Literal["replicate", "shard"] = "replicate"
-    ) -> Any:
+        self, state: PyTree, mesh: Mesh, param_sharding: Literal["replicate", "shard"] = "replicate"
+    ) -> PyTree:
         """Copy the state to every device, or split each leaf over the mesh's data axis.
 
         ``"shard"`` splits the largest dim that divides over ``fsdp``, else ``data``, else the
@@ -68,34 +69,36 @@ class DataParallel:
         if param_sharding == "replicate":
             return replicate(state, mesh)
         if param_sharding == "shard":
-            axis = next((name for name in _STATE_AXES if name in mesh.shape), mesh.axis_names[0])
+            axis = next(
+                (name for name in _STATE_AXES if name in mesh.shape), str(mesh.axis_names[0])
+            )
             return place_whole(state, lambda leaf: _state_sharding(leaf, mesh, axis))
         raise UserError(
             f"Unsupported param_sharding: {param_sharding!r}", fix='write "replicate" or "shard"'
         )
 
-    def replicate_params(self, params: Any, mesh: Mesh) -> Any:
+    def replicate_params(self, params: PyTree, mesh: Mesh) -> PyTree:
         """Put a full copy of the parameters on every device of the mesh."""
         return replicate(params, mesh)
 
     @staticmethod
     def create_data_parallel_sharding_static(mesh: Mesh, data_axis: str = "data") -> NamedSharding:
-        """Do what ``create_data_parallel_sharding`` does, without an instance."""
+        """``create_data_parallel_sharding`` as a static method."""
         check_mesh_axis(mesh, data_axis)
         return NamedSharding(mesh, PartitionSpec(data_axis))
 
     @staticmethod
-    def shard_batch_static(batch: Any, sharding: NamedSharding) -> Any:
-        """Do what ``shard_batch`` does, without an instance."""
+    def shard_batch_static(batch: Batch, sharding: NamedSharding) -> Batch:
+        """``shard_batch`` as a static method."""
         return place(batch, sharding)
 
     @staticmethod
     def all_reduce_gradients_static(
-        grads: Any,
+        grads: PyTree,
         reduce_type: Literal["mean", "sum"] = "mean",
         axis_name: AxisName = DEFAULT_AXIS,
-    ) -> Any:
-        """Do what ``all_reduce_gradients`` does, without an instance."""
+    ) -> PyTree:
+        """``all_reduce_gradients`` as a static method."""
         if reduce_type == "sum":
             axes = require_axes(axis_name, 'all_reduce_gradients with reduce_type="sum"')
             _check_unreduced(grads, axes)
@@ -107,7 +110,7 @@ class DataParallel:
         raise UserError(f"Unsupported reduce_type: {reduce_type!r}", fix='write "mean" or "sum"')
 
 
-def _check_unreduced(grads: Any, axes: tuple[str, ...]) -> None:
+def _check_unreduced(grads: PyTree, axes: tuple[str, ...]) -> None:
     """Refuse gradients that shard_map has already summed: they would be scaled twice."""
     arrays = [leaf for leaf in jax.tree.leaves(grads) if isinstance(leaf, jax.Array)]
     for axis in axes:
@@ -117,12 +120,12 @@ def _check_unreduced(grads: Any, axes: tuple[str, ...]) -> None:
                 f"the gradients are the same on all {size} devices of `{axis}`",
                 why="shard_map with check_vma has already summed the gradients of replicated "
                 f"parameters, so their mean would be {size} times too large",
-                fix="pass check_vma=False to jax.shard_map; or average the loss with jax.lax.pmean "
-                "before differentiating, and leave this call out",
+                fix="pass check_vma=False to jax.shard_map, or average the loss with jax.lax.pmean "
+                "before differentiating and leave this call out",
             )
 
 
-def _state_sharding(leaf: Any, mesh: Mesh, axis: Any) -> NamedSharding:
+def _state_sharding(leaf: Leaf, mesh: Mesh, axis: str) -> NamedSharding:
     shape = np.shape(leaf)
     fitting = [dim for dim, size in enumerate(shape) if size and size % mesh.shape[axis] == 0]
     if not fitting or math.prod(shape) == 0:

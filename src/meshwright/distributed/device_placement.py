@@ -1,9 +1,9 @@
-"""DevicePlacement: putting data on devices, and batch sizes that suit them."""
+"""DevicePlacement: putting data on devices, and recommended batch sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TypedDict
 
 import jax
 import numpy as np
@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from meshwright.distributed.hardware_type import HardwareType
 from meshwright.distributed.leaves import (
+    Leaf,
     check_mesh_axis,
     fit_sharding,
     place,
@@ -21,19 +22,39 @@ from meshwright.distributed.prefetch import prefetch
 from meshwright.errors import UserError
 from meshwright.hardware import BatchSizeRecommendation
 from meshwright.mesh.build import Device, arrange_mesh
+from meshwright.trees import Batch, PyTree
+
+
+class DeviceDescription(TypedDict):
+    """One device, ready for JSON."""
+
+    id: int
+    platform: str
+    device_kind: str
+    process_index: int
+
+
+class DeviceInfo(TypedDict):
+    """The devices of all processes, ready for JSON."""
+
+    num_devices: int
+    hardware_type: str
+    platforms: list[str]
+    device_kinds: list[str]
+    devices: list[DeviceDescription]
 
 
 class DevicePlacement:
-    """Places trees of arrays on one device or on many."""
+    """Places pytrees of arrays on one device or on many."""
 
     def __init__(self, default_device: Device | None = None) -> None:
-        """Use this device (JAX's first one by default) where a call names none."""
+        """Use this device (JAX's first one by default) for calls that name none."""
         self._default_device = jax.local_devices()[0] if default_device is None else default_device
         self._hardware_type = HardwareType.detect([self._default_device])
 
     @property
     def default_device(self) -> Device:
-        """Where data goes when a call names no device."""
+        """The device for calls that name none."""
         return self._default_device
 
     @property
@@ -43,29 +64,29 @@ class DevicePlacement:
 
     @property
     def num_devices(self) -> int:
-        """The devices of all processes together."""
+        """The number of devices of all processes."""
         return jax.device_count()
 
-    def place_on_device(self, data: Any, device: Device | None = None) -> Any:
+    def place_on_device(self, data: PyTree, device: Device | None = None) -> PyTree:
         """Put every leaf on one device."""
         return jax.device_put(data, self._default_device if device is None else device)
 
-    def distribute_batch(self, batch: Any, sharding: Sharding) -> Any:
-        """Put every leaf where the sharding says; scalars are replicated."""
+    def distribute_batch(self, batch: Batch, sharding: Sharding) -> Batch:
+        """Put every leaf on devices with this sharding; scalars are replicated."""
         return place(batch, sharding)
 
-    def replicate_across_devices(self, data: Any, mesh: Mesh | None = None) -> Any:
+    def replicate_across_devices(self, data: PyTree, mesh: Mesh | None = None) -> PyTree:
         """Put a full copy of every leaf on every device of the mesh, or on all devices."""
-        everywhere = mesh or arrange_mesh({"data": self.num_devices}, jax.devices())
-        return replicate(data, everywhere)
+        all_devices = mesh or arrange_mesh({"data": self.num_devices}, jax.devices())
+        return replicate(data, all_devices)
 
     def shard_batch_dim(
-        self, data: Any, mesh: Mesh, batch_axis: int = 0, mesh_axis: str = "data"
-    ) -> Any:
+        self, data: PyTree, mesh: Mesh, batch_axis: int = 0, mesh_axis: str = "data"
+    ) -> PyTree:
         """Split dim ``batch_axis`` of every leaf over ``mesh_axis``; scalars are replicated."""
         check_mesh_axis(mesh, mesh_axis)
 
-        def choose(name: str, leaf: Any) -> NamedSharding:
+        def choose(name: str, leaf: Leaf) -> NamedSharding:
             dim = _dim_of(name, np.ndim(leaf), batch_axis)
             spec = PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, mesh_axis)
             return fit_sharding(name, leaf, NamedSharding(mesh, spec))
@@ -73,17 +94,22 @@ class DevicePlacement:
         return place_parts(data, choose)
 
     def prefetch_to_device(
-        self, iterator: Iterable[Any], device: Device | Sharding | None = None, buffer_size: int = 2
-    ) -> Iterator[Any]:
-        """Place items on a device, or over a sharding, while earlier ones are being used.
+        self,
+        iterator: Iterable[PyTree],
+        device: Device | Sharding | None = None,
+        buffer_size: int = 2,
+    ) -> Iterator[PyTree]:
+        """Place items on a device, or with a sharding, while earlier ones are in use.
 
-        A thread works up to ``buffer_size`` items ahead. Errors of the source reach the consumer;
-        the thread ends when the source does or when the consumer stops.
+        A thread works up to ``buffer_size`` items ahead. Errors of the iterator reach the consumer.
+        The thread ends with the iterator, or when the consumer stops.
         """
         if buffer_size < 1:
-            raise UserError(f"buffer_size={buffer_size}", fix="write a buffer_size of 1 or more")
+            raise UserError(
+                f"buffer_size={buffer_size} is not valid", fix="write a buffer_size of 1 or more"
+            )
 
-        def put(item: Any) -> Any:
+        def put(item: PyTree) -> PyTree:
             if isinstance(device, Sharding):
                 return self.distribute_batch(item, device)
             return self.place_on_device(item, device)
@@ -93,16 +119,16 @@ class DevicePlacement:
     def get_batch_size_recommendation(
         self, hardware: HardwareType | None = None
     ) -> BatchSizeRecommendation:
-        """Return the batch sizes for this kind of hardware, by default the one that is here."""
+        """Return batch sizes for this kind of hardware, by default that of the default device."""
         return (hardware or self._hardware_type).batch_sizes
 
     def validate_batch_size(
         self, batch_size: int, warn_suboptimal: bool = True
     ) -> tuple[bool, str]:
-        """Say whether a batch size can be used, and everything that speaks against it.
+        """Return whether a batch size is valid, and a message with every problem.
 
-        It cannot when it is below the minimum or does not divide over the devices. A size below
-        the critical one is usable; it is mentioned when ``warn_suboptimal``.
+        A batch size is invalid if it is below the minimum or not divisible by the number of
+        devices. One below the critical size is valid; ``warn_suboptimal`` mentions it.
         """
         sizes, kind = self.get_batch_size_recommendation(), self._hardware_type.value
         problems: list[str] = []
@@ -116,8 +142,8 @@ class DevicePlacement:
         verdict = "; ".join(remarks) or f"fine for {kind}"
         return not problems, f"batch size {batch_size} is {verdict}"
 
-    def get_device_info(self) -> dict[str, Any]:
-        """Return counts, kinds and one entry per device, ready for JSON."""
+    def get_device_info(self) -> DeviceInfo:
+        """Return the number, kinds and properties of all devices."""
         devices = jax.devices()
         return {
             "num_devices": len(devices),
@@ -144,6 +170,6 @@ def _dim_of(name: str, ndim: int, batch_axis: int) -> int | None:
         raise UserError(
             f"{name} has no dim {batch_axis}",
             why=f"it has {ndim} dim{'s' if ndim > 1 else ''}",
-            fix="shard it in a call of its own, with the batch_axis it has",
+            fix="shard it in a separate call with its own batch_axis",
         )
     return batch_axis % ndim

@@ -1,4 +1,4 @@
-"""Training from three configs: the model's, the training's and that of the devices."""
+"""A trainer configured by three configs: model, training and devices."""
 
 from __future__ import annotations
 
@@ -6,48 +6,48 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from meshwright.config.compose import compose_config
 from meshwright.config.distributed_config import DistributedConfig
 from meshwright.config.schema import Config, ModelConfig, TrainingConfig
+from meshwright.data.user_data import UserData
 from meshwright.errors import UserError
 from meshwright.plan import make_plan
 from meshwright.recipe import make_recipe
 from meshwright.trainer import FitResult
 from meshwright.trainer import Trainer as MeshTrainer
 
-Section = Mapping[str, Any] | str | BaseModel
+Values = Mapping[str, Any]
+"""The keys of a config section with their values, which the schema checks."""
 
 
 class Trainer:
-    """Trains what three configs describe; `meshwright.Trainer` takes a model and a loss instead.
+    """Trains a model from configs; `meshwright.Trainer` takes a model and a loss instead.
 
     Args:
-        model_config: the name of a model config (``"gpt2_tiny"``), or its keys with their values,
-            ``kind`` among them.
-        training_config: how long and on how much at a time; see `TrainingConfig`.
+        model_config: the name of a model config (``"gpt2_tiny"``), a `ModelConfig`, or a mapping of
+            its keys, including ``kind``.
+        training_config: duration and batch sizes; see `TrainingConfig`.
         distributed_config: the mesh and the precision; all devices on ``data`` by default.
-        run_dir: where to write metrics, checkpoints and the rest; None for nowhere.
+        run_dir: the run folder for metrics and checkpoints; None writes nothing.
         sections: further sections of the config, such as ``optimizer={"kind": "lion"}``.
     """
 
     def __init__(
         self,
         *,
-        model_config: Section,
-        training_config: Mapping[str, Any] | TrainingConfig,
+        model_config: Values | str | ModelConfig,
+        training_config: Values | TrainingConfig,
         distributed_config: DistributedConfig | None = None,
         run_dir: str | Path | None = None,
-        **sections: Mapping[str, Any],
+        **sections: Values,
     ) -> None:
         name = model_config if isinstance(model_config, str) else ""
         values = compose_config([f"model={name}"] if name else []).values
         if not name:
-            values["model"] = _plain(model_config)
-        values["training"] = {**values["training"], **_plain(training_config)}
+            values["model"] = _to_dict(model_config)
+        values["training"] = {**values["training"], **_to_dict(training_config)}
         for section, keys in sections.items():
-            # Another kind has arguments of its own.
+            # Arguments of the default kind do not apply to another kind.
             before = {} if "kind" in keys else values.get(section, {})
             values[section] = {**before, **keys}
         if distributed_config is not None:
@@ -56,13 +56,13 @@ class Trainer:
         self.config = Config.parse(values)
         self._run_dir = run_dir
 
-    def train(self, train: Any, val: Any = None) -> FitResult:
-        """Train on a dataset, and evaluate on another.
+    def train(self, train: UserData, val: UserData | None = None) -> FitResult:
+        """Train on one dataset and evaluate on another.
 
         Args:
-            train: anything `meshwright.Trainer.fit` trains on: a dict of arrays, a list of global
-                batches, a source, a function of (step, batch_size).
-            val: held-out data of the same forms.
+            train: data in any form that `meshwright.Trainer.fit` takes: a dict of arrays, a list of
+                global batches, a source, or a function of (step, batch_size).
+            val: held-out data in any of these forms.
         """
         import jax
 
@@ -91,7 +91,7 @@ class Trainer:
         )
 
 
-def _plain(section: Any) -> dict[str, Any]:
+def _to_dict(section: object) -> dict[str, Any]:
     if isinstance(section, ModelConfig | TrainingConfig):
         return section.model_dump(mode="json", exclude_unset=True)
     if not isinstance(section, Mapping):

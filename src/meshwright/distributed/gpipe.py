@@ -1,9 +1,8 @@
-"""PipelineStage, pipeline_forward and GPipePipeline: the simplest pipeline of dense layers."""
+"""PipelineStage, pipeline_forward and GPipePipeline: a simple pipeline of dense layers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,9 @@ from meshwright.config.argument_checks import check_count
 from meshwright.errors import UserError, did_you_mean, typed_line
 from meshwright.pipeline.by_hand.stage_checks import describe
 
+LayerSpec = Mapping[str, int | bool]
+"""``in_features``, ``out_features`` and optionally ``relu`` of a dense layer."""
+
 SPEC_KEYS = ("in_features", "out_features", "relu")
 SPEC_EXAMPLE = 'write {"in_features": 784, "out_features": 128}'
 
@@ -21,15 +23,13 @@ class PipelineStage(nnx.Module):
     """Dense layers, each followed by a ReLU.
 
     Args:
-        layer_specs: for each layer, ``in_features`` and ``out_features``; ``relu=False`` leaves the
-            ReLU out, as after the layer that gives logits.
-        stage_id: the stage's number.
+        layer_specs: for each layer, ``in_features`` and ``out_features``; ``relu=False`` omits the
+            ReLU, as after the layer that computes logits.
+        stage_id: the number of the stage.
         rngs: random streams.
     """
 
-    def __init__(
-        self, layer_specs: Sequence[Mapping[str, Any]], stage_id: int, *, rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, layer_specs: Sequence[LayerSpec], stage_id: int, *, rngs: nnx.Rngs) -> None:
         _check_specs(layer_specs, stage_id)
         self.stage_id = stage_id
         self.relu = tuple(bool(spec.get("relu", True)) for spec in layer_specs)
@@ -41,7 +41,7 @@ class PipelineStage(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Pass x [B, in_features] through the stage's layers."""
+        """Apply the layers to x [B, in_features]."""
         for layer, relu in zip(self.layers, self.relu, strict=True):
             x = nnx.relu(layer(x)) if relu else layer(x)
         return x
@@ -50,9 +50,9 @@ class PipelineStage(nnx.Module):
 def pipeline_forward(
     stages: Sequence[Callable[[jax.Array], jax.Array]], inputs: jax.Array, num_microbatches: int
 ) -> jax.Array:
-    """Pass a batch through stages in S+M-1 ticks, every stage on another microbatch.
+    """Run a batch through the stages in S+M-1 ticks, each stage on a different microbatch.
 
-    The result is that of the stages one after another on the whole batch, whatever its size.
+    The result equals that of applying the stages one after another to the whole batch.
     """
     _check_stages(stages)
     check_count("num_microbatches", num_microbatches)
@@ -60,19 +60,19 @@ def pipeline_forward(
         raise UserError(
             "the inputs are not an array of samples",
             why=f"they are of type {type(inputs).__name__}",
-            fix="give an array [B, …]",
+            fix="pass an array [B, …]",
         )
     if num_microbatches > inputs.shape[0]:
         raise UserError(
             f"{inputs.shape[0]} samples cannot be divided into {num_microbatches} microbatches",
             why="each microbatch needs at least one sample",
-            fix=f"write num_microbatches={max(1, inputs.shape[0])}, or give more samples",
+            fix=f"write num_microbatches={max(1, inputs.shape[0])}, or pass more samples",
         )
     microbatches = jnp.array_split(inputs, num_microbatches)
     activations: dict[int, jax.Array] = {}
     outputs: list[jax.Array] = []
     for tick in range(len(stages) + num_microbatches - 1):
-        # The last stage first: each reads the activation of the previous tick.
+        # Last stage first: each stage reads the activation of the previous tick.
         for stage in reversed(range(len(stages))):
             number = tick - stage
             if 0 <= number < num_microbatches:
@@ -84,11 +84,11 @@ def pipeline_forward(
 
 
 class GPipePipeline(nnx.Module):
-    """Equal dense layers in stages, run as a pipeline.
+    """Stages of equal dense layers, run as a pipeline.
 
     Args:
-        num_stages: how many stages.
-        layers_per_stage: layers of each.
+        num_stages: number of stages.
+        layers_per_stage: layers per stage.
         hidden_dim: width of every layer.
         rngs: random streams.
     """
@@ -105,7 +105,7 @@ class GPipePipeline(nnx.Module):
         )
 
     def forward_stage(self, stage_id: int, x: jax.Array) -> jax.Array:
-        """Pass x [B, hidden_dim] through one stage."""
+        """Apply one stage to x [B, hidden_dim]."""
         if not 0 <= stage_id < self.num_stages:
             raise UserError(
                 f"there is no stage {stage_id}",
@@ -115,7 +115,7 @@ class GPipePipeline(nnx.Module):
         return _run_stage(self.stages[stage_id], stage_id, x)
 
     def __call__(self, x: jax.Array, num_microbatches: int = 1) -> jax.Array:
-        """Pass x [B, hidden_dim] through all stages, in so many microbatches."""
+        """Apply all stages to x [B, hidden_dim], divided into microbatches."""
         return pipeline_forward(list(self.stages), x, num_microbatches)
 
 
@@ -128,7 +128,7 @@ def _run_stage(stage: Callable[[jax.Array], jax.Array], number: int, x: jax.Arra
         raise UserError(
             f"stage {number} fails on its input",
             why=f"its input is {describe(x)}: {typed_line(error)}",
-            fix="let each stage take the output of the stage before, and the first the inputs",
+            fix="make each stage accept the output of the previous one, and the first the inputs",
         ) from error
 
 
@@ -136,20 +136,22 @@ def _check_stages(stages: object) -> None:
     if isinstance(stages, Sequence) and stages:
         return
     if isinstance(stages, Sequence):
-        what = "empty"
+        problem = "empty"
     else:
-        what = "one module or function" if callable(stages) else f"of type {type(stages).__name__}"
+        problem = (
+            "one module or function" if callable(stages) else f"of type {type(stages).__name__}"
+        )
     raise UserError(
-        "there is no list of stages",
-        why=f"stages is {what}",
+        "stages is not a list of stages",
+        why=f"stages is {problem}",
         fix="write stages=[first, second, …]",
     )
 
 
-def _check_specs(specs: Sequence[Mapping[str, Any]], stage_id: int) -> None:
+def _check_specs(specs: Sequence[LayerSpec], stage_id: int) -> None:
     if isinstance(specs, Mapping) or not specs:
         raise UserError(
-            f"stage {stage_id} has no list of layers",
+            f"layer_specs of stage {stage_id} is not a list of layers",
             why=f"layer_specs is {'empty' if not specs else 'one mapping'}",
             fix='write layer_specs=[{"in_features": 784, "out_features": 128}, …]',
         )
@@ -162,7 +164,8 @@ def _check_specs(specs: Sequence[Mapping[str, Any]], stage_id: int) -> None:
         if before not in (None, spec["in_features"]):
             raise UserError(
                 f"{where} does not fit the layer before it",
-                why=f"that gives {before} features, in_features is {spec['in_features']}",
+                why=f"in_features is {spec['in_features']}, and the layer before has out_features "
+                f"{before}",
                 fix=f"write in_features={before}",
             )
         before = spec["out_features"]
@@ -179,9 +182,9 @@ def _check_keys(spec: object, where: str) -> None:
     unknown = [str(key) for key in spec if key not in SPEC_KEYS]
     if missing or unknown:
         absent = f"lacks {' and '.join(missing)}" if missing else ""
-        strange = f"has the unknown key {', '.join(unknown)}" if unknown else ""
+        extra = f"has the unknown key {', '.join(unknown)}" if unknown else ""
         raise UserError(
-            f"{where} {' and '.join(filter(None, (absent, strange)))}",
-            why=f"a layer has {', '.join(SPEC_KEYS)}, the last of which may be left out",
+            f"{where} {' and '.join(filter(None, (absent, extra)))}",
+            why=f"a layer has the keys {', '.join(SPEC_KEYS)}, the last of which is optional",
             fix=(did_you_mean(unknown[0], SPEC_KEYS) if unknown else "") or SPEC_EXAMPLE,
         )

@@ -1,4 +1,4 @@
-"""GradientAccumulator: the mean gradient of several microbatches, for loops written by hand."""
+"""GradientAccumulator: the mean gradient of several microbatches, for custom training loops."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import numpy as np
 from jax import Array
 
 from meshwright.errors import UserError
+from meshwright.trees import PyTree
 
 
 @dataclass(frozen=True)
 class GradientAccumulatorConfig:
-    """How many microbatches make an update.
+    """The number of microbatches per update.
 
     Attributes:
         accumulation_steps: microbatches per update.
-        normalize_gradients: give the mean of what was accumulated; the sum otherwise.
+        normalize_gradients: return the mean of the accumulated gradients instead of their sum.
     """
 
     accumulation_steps: int = 1
@@ -36,13 +37,13 @@ class GradientAccumulatorConfig:
 
 
 class GradientAccumulator:
-    """Adds up gradients until an update is due.
+    """Accumulates gradients until an update is due.
 
-    It lives on the host, between compiled functions. `meshwright.Trainer` accumulates inside its
-    compiled step instead.
+    It is called from Python, between compiled functions. `meshwright.Trainer` accumulates inside
+    its compiled step instead.
 
     Args:
-        config: how many microbatches make an update.
+        config: the number of microbatches per update.
     """
 
     def __init__(self, config: GradientAccumulatorConfig) -> None:
@@ -54,12 +55,12 @@ class GradientAccumulator:
         """Microbatches accumulated since the last update."""
         return self._count
 
-    def accumulate(self, grads: Any, weight: Array | float = 1.0) -> None:
+    def accumulate(self, grads: PyTree, weight: Array | float = 1.0) -> None:
         """Add the gradients of one microbatch's mean loss.
 
         Args:
             grads: any pytree of arrays, NNX states included.
-            weight: how much the microbatch counts, such as its number of tokens.
+            weight: the weight of the microbatch, such as its number of tokens.
         """
         leaves, treedef = jax.tree.flatten(grads)
         if self._count == 0:
@@ -72,13 +73,13 @@ class GradientAccumulator:
         self._count += 1
 
     def should_update(self, step: int) -> bool:
-        """Whether the microbatch with this number, counted from 0, completes an update."""
+        """Whether microbatch number ``step``, counted from 0, completes an update."""
         return (step + 1) % self.config.accumulation_steps == 0
 
-    def get_gradients(self) -> Any:
-        """Return the mean of what was accumulated, in the gradients' own formats, and start anew.
+    def get_gradients(self) -> PyTree:
+        """Return the mean of the accumulated gradients in their own dtypes, and reset.
 
-        A window that is not full, such as an epoch's last, gives the mean of what it holds.
+        With fewer microbatches than an update has, as at the end of an epoch, it is their mean.
         """
         if self._count == 0:
             raise UserError("nothing was accumulated", fix="call accumulate(grads) first")
@@ -89,7 +90,7 @@ class GradientAccumulator:
         return jax.tree.unflatten(treedef, leaves)
 
     def reset(self) -> None:
-        """Forget what was accumulated."""
+        """Discard the accumulated gradients."""
         self._count = 0
         self._sums: list[Array] = []
         self._weight: Any = None
@@ -102,14 +103,14 @@ def _check_alike(treedef: Any, sums: list[Array], other: Any, leaves: list[Any])
         raise UserError(
             "the gradients have another structure than those accumulated so far",
             why=f"first {treedef}, now {other}",
-            fix="call reset() before gradients of another model",
+            fix="call reset() before accumulating gradients of another model",
         )
     for total, leaf in zip(sums, leaves, strict=True):
         if total.shape != np.shape(leaf):
             raise UserError(
                 "the gradients have other shapes than those accumulated so far",
                 why=f"first {total.shape}, now {np.shape(leaf)}",
-                fix="call reset() before gradients of another model",
+                fix="call reset() before accumulating gradients of another model",
             )
 
 
@@ -136,6 +137,6 @@ def _divide(sums: list[Array], weight: Array | float, dtypes: tuple[Any, ...]) -
 
 
 def _weighted(leaf: Any, weight: Array | float) -> Array:
-    """Return a gradient times its weight, in float32 or wider: half precision would lose sums."""
+    """Return a gradient times its weight, in at least float32: half precision is too coarse."""
     wide = jnp.promote_types(jnp.result_type(leaf), jnp.float32)
     return jnp.asarray(leaf, wide) * jnp.asarray(weight, wide)

@@ -1,16 +1,17 @@
-"""HardwareType: the kind of device a program runs on, and the batch sizes that suit it."""
+"""HardwareType: kinds of devices, and recommended batch sizes for them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, Self
+from typing import Self
 
 from meshwright.hardware import BatchSizeRecommendation, detect, load_chips, unknown_batch_sizes
+from meshwright.mesh.build import Device
 
 
 class HardwareType(Enum):
-    """Kinds of device; memory variants of one chip share a member."""
+    """Kinds of devices; variants of a chip with different memory share a member."""
 
     V100 = "v100"
     A100 = "a100"
@@ -28,14 +29,14 @@ class HardwareType(Enum):
     UNKNOWN = "unknown"
 
     @classmethod
-    def detect(cls, devices: Sequence[Any] | None = None) -> Self:
-        """Return what these devices are (all of JAX's by default); UNKNOWN is never guessed at."""
+    def detect(cls, devices: Sequence[Device] | None = None) -> Self:
+        """Return the kind of these devices (all of JAX's by default); UNKNOWN if in doubt."""
         hardware = detect(devices)
         return cls("unknown" if hardware is None else hardware.chip.family)
 
     @property
     def batch_sizes(self) -> BatchSizeRecommendation:
-        """The batch sizes that suit this kind of device."""
+        """Recommended batch sizes for this kind of device."""
         for chip in load_chips().values():
             if chip.family == self.value:
                 return chip.batch_sizes

@@ -1,4 +1,4 @@
-"""DynamicLossScaler: keeps fp16 gradients out of underflow and overflow, for loops of one's own."""
+"""DynamicLossScaler: prevents underflow and overflow in fp16, for custom training loops."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from meshwright.errors import UserError
 from meshwright.step.scaler import LossScale, ScaleRule, all_finite
+from meshwright.trees import PyTree
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,14 @@ class DynamicLossScalerConfig(ScaleRule):
         in_order = 0 < self.min_scale <= self.initial_scale <= self.max_scale
         if not in_order:
             raise UserError(
-                "the scales are not in order",
+                "the limits of the loss scale are not in order",
                 why=f"min_scale={self.min_scale}, initial_scale={self.initial_scale}, "
                 f"max_scale={self.max_scale}",
                 fix="choose 0 < min_scale ≤ initial_scale ≤ max_scale",
             )
         if self.growth_factor < 1 or not 0 < self.backoff_factor < 1 or self.growth_interval < 1:
             raise UserError(
-                "the scale cannot change like this",
+                "the factors of the loss scale are not valid",
                 why=f"growth_factor={self.growth_factor}, backoff_factor={self.backoff_factor}, "
                 f"growth_interval={self.growth_interval}",
                 fix="choose growth_factor ≥ 1, 0 < backoff_factor < 1 and growth_interval ≥ 1",
@@ -58,36 +59,36 @@ class DynamicLossScaler:
 
     @property
     def skipped(self) -> Array:
-        """Overflows so far."""
+        """Number of overflows so far."""
         return self._state.skipped
 
     def scale_loss(self, loss: Array | float) -> Array:
         """Return the loss times the scale; a half-precision loss becomes float32."""
         return self._rescale(loss, jnp.multiply)
 
-    def unscale_gradients(self, grads: Any) -> Any:
+    def unscale_gradients(self, grads: PyTree) -> PyTree:
         """Return the gradients divided by the scale; half-precision ones become float32.
 
-        In float16 the quotient would vanish, which is what the scale is there to prevent.
+        In float16 the quotients would underflow, which the scale is there to prevent.
         """
         return jax.tree.map(lambda leaf: self._rescale(leaf, jnp.divide), grads)
 
-    def check_overflow(self, grads: Any) -> Array:
-        """Whether any gradient, scaled or not, is infinite or not a number."""
+    def check_overflow(self, grads: PyTree) -> Array:
+        """Whether any gradient, scaled or not, is infinite or NaN."""
         return _overflows(grads)
 
     def update_scale(self, overflow: Array | bool) -> None:
-        """Choose the next step's scale: smaller after an overflow, larger after many good steps."""
+        """Set the next step's scale: smaller after an overflow, larger after many good steps."""
         self._check_owned()
         self._state = self._state.after(jnp.logical_not(overflow), self.config)
 
     def tree_flatten(self) -> tuple[tuple[LossScale], DynamicLossScalerConfig]:
-        """Split into arrays and config, for JAX."""
+        """Return arrays and config, for JAX."""
         return (self._state,), self.config
 
     @classmethod
     def tree_unflatten(cls, config: DynamicLossScalerConfig, children: tuple[LossScale]) -> Self:
-        """Put arrays and config together again, for JAX."""
+        """Return a scaler from arrays and config, for JAX."""
         scaler = cls.__new__(cls)
         scaler.config, scaler._state = config, children[0]
         return scaler
@@ -98,16 +99,16 @@ class DynamicLossScaler:
         return operation(jnp.asarray(value, wide), self.scale.astype(wide))
 
     def _check_owned(self) -> None:
-        """Refuse to become a constant of a compiled function, where the scale could not change."""
-        # A sum of constants is only traced while a function is compiled, not under jax.grad.
+        """Raise if the scale would become a constant of a compiled function."""
+        # A sum of constants is traced only while a function is compiled, not under jax.grad.
         if not isinstance(self.scale, Tracer) and isinstance(self.scale + 0, Tracer):
             raise UserError(
-                "the loss scaler is used in a compiled function that it is not an argument of",
-                why="its scale would stay what it was at compilation",
+                "the loss scaler is used in a compiled function, but is not an argument of it",
+                why="its scale would be a constant of the compiled function",
                 fix="pass the scaler to the function, and return it if the function updates it",
             )
 
 
 @jax.jit
-def _overflows(grads: Any) -> Array:
+def _overflows(grads: PyTree) -> Array:
     return jnp.logical_not(all_finite(grads))

@@ -1,10 +1,10 @@
-"""DeviceMeshManager: meshes of freely named axes over the first devices of a list."""
+"""DeviceMeshManager: meshes with axes of any name, over the first devices of a list."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 import jax
 from jax.sharding import Mesh
@@ -13,23 +13,31 @@ from meshwright.errors import UserError
 from meshwright.mesh.build import Device, arrange_mesh
 
 MeshShape = Mapping[str, int] | Sequence[tuple[str, int]]
+"""Sizes of named axes, outermost first."""
+
+
+class MeshInfo(TypedDict):
+    """The number of devices and the axis sizes of a mesh."""
+
+    total_devices: int
+    axes: dict[str, int]
 
 
 class DeviceMeshManager:
-    """Creates meshes; one that needs fewer devices than there are takes the first ones."""
+    """Creates meshes; a mesh of fewer devices than available uses the first ones."""
 
     def __init__(self, devices: Sequence[Device] | None = None) -> None:
-        """Manage these devices, or all of JAX's."""
+        """Use these devices, by default all of JAX's."""
         self._devices = list(jax.devices() if devices is None else devices)
 
     @property
     def devices(self) -> list[Device]:
-        """The devices meshes are made of, device 0 first."""
+        """The devices that meshes are created from."""
         return list(self._devices)
 
     @property
     def num_devices(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return len(self._devices)
 
     def create_device_mesh(
@@ -37,16 +45,16 @@ class DeviceMeshManager:
     ) -> Mesh:
         """Create a mesh from ``{"data": 4, "model": 2}`` or ``[("data", 4), ("model", 2)]``."""
         sizes = _checked_sizes(mesh_shape)
-        present = self._devices if devices is None else list(devices)
+        available = self._devices if devices is None else list(devices)
         needed = math.prod(sizes.values())
-        if needed > len(present):
+        if needed > len(available):
             equation = " × ".join(f"{name}={size}" for name, size in sizes.items())
             raise UserError(
-                f"Not enough devices: the mesh needs {needed} and there are {len(present)}",
+                f"Not enough devices: the mesh needs {needed} and there are {len(available)}",
                 why=f"{equation} = {needed}" if len(sizes) > 1 else equation,
-                fix=f"choose sizes whose product is at most {len(present)}",
+                fix=f"choose sizes whose product is at most {len(available)}",
             )
-        return arrange_mesh(sizes, present[:needed])
+        return arrange_mesh(sizes, available[:needed])
 
     def create_data_parallel_mesh(
         self, num_devices: int | None = None, axis_name: str = "data"
@@ -67,12 +75,12 @@ class DeviceMeshManager:
         data_axis: str = "data",
         model_axis: str = "model",
     ) -> Mesh:
-        """Create a mesh of data × model parallelism; neighbours share a model."""
+        """Create a mesh of data × model parallelism, with the model axis innermost."""
         return self.create_device_mesh(
             [(data_axis, data_parallel_size), (model_axis, model_parallel_size)]
         )
 
-    def get_mesh_info(self, mesh: Mesh) -> dict[str, Any]:
+    def get_mesh_info(self, mesh: Mesh) -> MeshInfo:
         """Return ``{"total_devices": 8, "axes": {"data": 4, "model": 2}}``."""
         return {"total_devices": mesh.size, "axes": dict(mesh.shape)}
 

@@ -1,4 +1,4 @@
-"""DistributedMetrics: means, sums and extremes of metrics over the devices of a named axis."""
+"""DistributedMetrics: reductions of metrics over the devices of a named axis."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.distributed.named_axes import (
     DEFAULT_AXIS,
@@ -17,30 +18,38 @@ from meshwright.distributed.named_axes import (
     tracks_varying,
 )
 from meshwright.errors import UserError, did_you_mean
+from meshwright.trees import PyTree
 
 Reduction = str | Callable[[jax.Array], jax.Array]
+"""``"mean"``, ``"sum"``, ``"max"``, ``"min"``, or a function of the values of all devices."""
+
+Weights = jax.Array | NDArray[Any] | float
+"""One number per device, or an array that broadcasts to each metric."""
 
 
 class DistributedMetrics:
     """Combines metrics inside ``jax.shard_map`` or ``jax.vmap``, leaf by leaf.
 
-    Python numbers are the same on every device and pass through. Under plain ``jax.jit`` metrics
-    are global already: mean, max and min return them unchanged, and the others, which need one
-    value per device, are an error.
+    Python numbers are the same on every device and stay as they are. Under plain ``jax.jit``
+    metrics are already global: mean, max and min return them unchanged, and the other reductions,
+    which need one value per device, raise an error.
     """
 
-    def all_gather(self, metrics: Any, axis_name: AxisName = DEFAULT_AXIS) -> Any:
+    def all_gather(self, metrics: PyTree, axis_name: AxisName = DEFAULT_AXIS) -> PyTree:
         """Stack the values of all devices in a new dim 0."""
         axes = require_axes(axis_name, "all_gather")
         return _map_arrays(lambda leaf: _gather(leaf, axes), metrics)
 
     def reduce_mean(
-        self, metrics: Any, axis_name: AxisName = DEFAULT_AXIS, weights: Any = None
-    ) -> Any:
+        self,
+        metrics: PyTree,
+        axis_name: AxisName = DEFAULT_AXIS,
+        weights: Weights | None = None,
+    ) -> PyTree:
         """Average over the devices; with ``weights``, by this device's number of samples.
 
         ``weights`` is one number per device, or an array that broadcasts to each metric. A device
-        of weight 0 does not count, whatever its value; if all weights are 0 the mean is NaN.
+        of weight 0 does not count, even if its value is NaN; if all weights are 0 the mean is NaN.
         """
         axes = resolve_axes(axis_name)
         if not axes:
@@ -49,32 +58,32 @@ class DistributedMetrics:
             return _map_arrays(lambda leaf: jax.lax.pmean(leaf, axes), metrics)
         return _map_arrays(lambda leaf: _weighted_mean(leaf, weights, axes), metrics)
 
-    def reduce_sum(self, metrics: Any, axis_name: AxisName = DEFAULT_AXIS) -> Any:
-        """Add up the values of all devices."""
+    def reduce_sum(self, metrics: PyTree, axis_name: AxisName = DEFAULT_AXIS) -> PyTree:
+        """Return the sum over the devices."""
         axes = require_axes(axis_name, "reduce_sum")
         return _map_arrays(lambda leaf: jax.lax.psum(leaf, axes), metrics)
 
-    def reduce_max(self, metrics: Any, axis_name: AxisName = DEFAULT_AXIS) -> Any:
-        """Take the largest value of all devices."""
+    def reduce_max(self, metrics: PyTree, axis_name: AxisName = DEFAULT_AXIS) -> PyTree:
+        """Return the largest value over the devices."""
         axes = resolve_axes(axis_name)
         return _map_arrays(lambda leaf: jax.lax.pmax(leaf, axes), metrics) if axes else metrics
 
-    def reduce_min(self, metrics: Any, axis_name: AxisName = DEFAULT_AXIS) -> Any:
-        """Take the smallest value of all devices."""
+    def reduce_min(self, metrics: PyTree, axis_name: AxisName = DEFAULT_AXIS) -> PyTree:
+        """Return the smallest value over the devices."""
         axes = resolve_axes(axis_name)
         return _map_arrays(lambda leaf: jax.lax.pmin(leaf, axes), metrics) if axes else metrics
 
     def reduce_custom(
         self,
-        metrics: Mapping[str, Any],
+        metrics: Mapping[str, PyTree],
         reduce_fn: Mapping[str, Reduction | None] | Reduction | None = None,
         axis_name: AxisName = DEFAULT_AXIS,
-    ) -> dict[str, Any]:
-        """Reduce each metric in its own way.
+    ) -> dict[str, PyTree]:
+        """Reduce each metric with its own reduction.
 
         ``reduce_fn`` maps metric names to ``"mean"``, ``"sum"``, ``"max"``, ``"min"`` or a function
-        of the values of all devices, stacked in dim 0. One reduction alone holds for all metrics;
-        metrics that are not named are averaged.
+        of the values of all devices, stacked in dim 0. A single reduction applies to all metrics;
+        metrics without one are averaged.
         """
         chosen = reduce_fn if isinstance(reduce_fn, Mapping) else dict.fromkeys(metrics, reduce_fn)
         for name in chosen:
@@ -89,15 +98,15 @@ class DistributedMetrics:
             for name, value in metrics.items()
         }
 
-    def collect_from_devices(self, metrics: Any) -> Any:
+    def collect_from_devices(self, metrics: PyTree) -> PyTree:
         """Turn dim 0 of each array into a list of one host value per device.
 
-        Call it on the host, on results whose dim 0 counts devices. Scalars stay as they are. With
-        several processes every process must call it, and gets the values of all.
+        Call it outside of compiled functions, on results whose dim 0 counts devices. Scalars stay
+        as they are. With several processes, every process must call it and gets all values.
         """
         return jax.tree.map(_split_rows, metrics)
 
-    def _reduce(self, value: Any, reduction: Reduction | None, axis_name: AxisName) -> Any:
+    def _reduce(self, value: PyTree, reduction: Reduction | None, axis_name: AxisName) -> PyTree:
         named = {
             "mean": self.reduce_mean,
             "sum": self.reduce_sum,
@@ -115,7 +124,7 @@ class DistributedMetrics:
         return operation(value, axis_name)
 
 
-def _map_arrays(function: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
+def _map_arrays(function: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
     def apply(leaf: Any) -> Any:
         is_number = isinstance(leaf, int | float | complex) and not isinstance(leaf, np.generic)
         return leaf if is_number else function(jnp.asarray(leaf))
@@ -124,16 +133,16 @@ def _map_arrays(function: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
 
 
 def _gather(leaf: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    # Only where types track it can (and must) the result be marked as equal on all devices.
+    # Under check_vma the result must be marked as equal on all devices; elsewhere it cannot be.
     tracked = all(tracks_varying(axis) for axis in axes)
     return jax.lax.all_gather(leaf, axes, to="invarying" if tracked else "varying")
 
 
-def _weighted_mean(leaf: jax.Array, weights: Any, axes: tuple[str, ...]) -> jax.Array:
-    # Token counts overflow 16-bit floats, so totals are kept in at least 32 bits.
+def _weighted_mean(leaf: jax.Array, weights: Weights, axes: tuple[str, ...]) -> jax.Array:
+    # Token counts overflow 16-bit floats, so totals have at least 32 bits.
     dtype = jnp.promote_types(leaf.dtype, jnp.float32)
     weight = jnp.broadcast_to(jnp.asarray(weights, dtype), leaf.shape)
-    # A device without samples may hold NaN, which no weight would silence.
+    # A device without samples may hold NaN, and 0 × NaN is NaN.
     weighted = jnp.where(weight == 0, 0, weight * leaf)
     return jax.lax.psum(weighted, axes) / jax.lax.psum(weight, axes)
 

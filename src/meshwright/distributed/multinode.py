@@ -1,28 +1,52 @@
-"""setup_multinode: connecting the processes of a run, as the environment describes them."""
+"""setup_multinode: connecting the processes of a run that the environment describes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import jax
 
 from meshwright.errors import EnvironmentProblem, UserError, first_line
 from meshwright.jax_internals import jax_has_started
 
+if TYPE_CHECKING:
+    from meshwright.config.distributed_config import DistributedConfig
+
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
-def setup_multinode() -> dict[str, Any]:
-    """Connect this process with the others and say where it stands.
+class ProcessInfo(TypedDict):
+    """The position of this process in the run.
 
-    Reads MASTER_ADDR, MASTER_PORT, WORLD_SIZE (processes), RANK and LOCAL_RANK, or what SLURM or
-    Open MPI set. With one process it only reports. Call it before anything else uses JAX.
+    Attributes:
+        world_size: number of processes, by the environment.
+        rank: number of this process, by the environment.
+        local_rank: number of this process on its node.
+        is_master: whether this is the main process.
+        process_index: number of this process in JAX.
+        process_count: number of processes in JAX.
+        local_devices: number of devices of this process.
+        global_devices: number of devices of all processes.
+    """
 
-    Returns:
-        world_size, rank, local_rank and is_master of this process; process_index and
-        process_count as JAX counts them; local_devices (of this process) and global_devices.
+    world_size: int
+    rank: int
+    local_rank: int
+    is_master: bool
+    process_index: int
+    process_count: int
+    local_devices: int
+    global_devices: int
+
+
+def setup_multinode() -> ProcessInfo:
+    """Connect this process to the others and return its position in the run.
+
+    It reads MASTER_ADDR, MASTER_PORT, WORLD_SIZE (processes), RANK and LOCAL_RANK, or the variables
+    of SLURM or Open MPI. With one process there is nothing to connect. Call it before anything else
+    uses JAX.
     """
     from meshwright.config.distributed_config import DistributedConfig
 
@@ -32,7 +56,7 @@ def setup_multinode() -> dict[str, Any]:
     if jax.process_count() != config.world_size:
         raise UserError(
             f"JAX runs {jax.process_count()} process(es), the environment says {config.world_size}",
-            fix="start the processes and set WORLD_SIZE in the same place",
+            fix="start as many processes as WORLD_SIZE says",
         )
     return {
         "world_size": config.world_size,
@@ -49,20 +73,20 @@ def setup_multinode() -> dict[str, Any]:
 def own_device_ids(
     processes_per_node: int, local_rank: int, environ: Mapping[str, str]
 ) -> list[int] | None:
-    """Return the GPU this process owns among those it sees; None means all of them.
+    """Return the GPUs of this process among the visible ones; None means all of them.
 
-    Several processes on a node take one GPU each, unless each sees only its own already, or
-    `meshwright launch` has given each its own.
+    Several processes on a node use one GPU each, unless each sees only one, or
+    `meshwright launch` has assigned them.
     """
-    if given := environ.get("JAX_LOCAL_DEVICE_IDS"):
-        return [int(number) for number in given.split(",")]
+    if assigned := environ.get("JAX_LOCAL_DEVICE_IDS"):
+        return [int(number) for number in assigned.split(",")]
     visible = next((environ[name] for name in _VISIBLE if environ.get(name)), "")
     if processes_per_node == 1 or len([part for part in visible.split(",") if part]) == 1:
         return None
     return [local_rank]
 
 
-def _connect(config: Any) -> None:
+def _connect(config: DistributedConfig) -> None:
     address = f"{config.master_addr}:{config.master_port}"
     if jax_has_started():
         raise EnvironmentProblem(
@@ -78,7 +102,7 @@ def _connect(config: Any) -> None:
             local_device_ids=own_device_ids(
                 config.num_processes_per_node, config.local_rank, os.environ
             ),
-            # Everything is given above; detection would only override "all GPUs" under SLURM.
+            # All values are given above; under SLURM, detection would override "all GPUs".
             cluster_detection_method="deactivate",
         )
     except RuntimeError as error:

@@ -11,32 +11,33 @@ from meshwright.errors import UserError
 from meshwright.jax_internals import surrounding_axes
 
 DEFAULT_AXIS = "batch"
-"""The axis name of calls that name none; outside every axis it means: arrays are global."""
+"""The default axis name; outside of any named axis it means that arrays are global."""
 
 AxisName = str | Sequence[str]
+"""One named axis, or several."""
 
 
 def resolve_axes(axis_name: AxisName) -> tuple[str, ...]:
-    """Return the named axes to reduce over; none when arrays are global.
+    """Return the named axes to reduce over; none if arrays are global.
 
-    Under plain ``jax.jit`` there is no axis: arrays are global, and so is everything computed from
-    them. The default name then resolves to no axes. A name that was asked for must exist, and so
-    must the default inside ``shard_map`` or ``vmap``, where skipping it would let devices diverge.
+    Under plain ``jax.jit`` there is no named axis: arrays are global, and so is everything computed
+    from them. The default name then resolves to no axes. An explicit name must exist, and so must
+    the default inside ``shard_map`` or ``vmap``, where ignoring it would let devices diverge.
     """
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     unbound = [name for name in names if not _is_bound(name)]
     if not unbound:
         return names
-    around = surrounding_axes()
-    if not around and names == (DEFAULT_AXIS,):
+    surrounding = surrounding_axes()
+    if not surrounding and names == (DEFAULT_AXIS,):
         return ()
     raise UserError(
         f"no axis `{unbound[0]}` surrounds this call",
-        why=f"the axes here are {', '.join(around)}"
-        if around
-        else "the call is in no shard_map or vmap, so arrays are global and already reduced",
-        fix=f"pass axis_name={around[0]!r}"
-        if len(around) == 1
+        why=f"the axes here are {', '.join(surrounding)}"
+        if surrounding
+        else "the call is outside of shard_map and vmap, so arrays are global and already reduced",
+        fix=f"pass axis_name={surrounding[0]!r}"
+        if len(surrounding) == 1
         else "pass the axis_name of the surrounding shard_map or vmap, or leave the call out "
         "under plain jax.jit",
     )
@@ -48,20 +49,20 @@ def require_axes(axis_name: AxisName, operation: str) -> tuple[str, ...]:
     if not axes:
         raise UserError(
             f"{operation} needs a named axis",
-            why="the call is in no shard_map or vmap: arrays are global, so there is one value "
-            "and not one per device",
+            why="the call is outside of shard_map and vmap: arrays are global, so there is one "
+            "value, not one per device",
             fix="call it inside jax.shard_map with axis_name=…, or leave it out under jax.jit",
         )
     return axes
 
 
 def varying_axes(value: Any) -> frozenset[str]:
-    """Return the shard_map axes over which the value's type says it differs between devices."""
+    """Return the shard_map axes over which, by its type, the value differs between devices."""
     return frozenset(jax.typeof(value).manual_axis_type.varying)
 
 
 def tracks_varying(axis: str) -> bool:
-    """Whether types say what varies over this axis: only in shard_map with ``check_vma``."""
+    """Whether types track what varies over this axis, as in shard_map with ``check_vma``."""
     return axis in varying_axes(jax.lax.axis_index(axis))
 
 

@@ -1,32 +1,34 @@
-"""Prefetching: a thread that prepares the next items while the current one is used."""
+"""Prefetching: a thread that prepares the next items while the current one is in use."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, Queue
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from meshwright.trees import PyTree
 
 
 class _Item(NamedTuple):
-    value: Any = None
+    value: PyTree = None
     error: BaseException | None = None
     last: bool = False
 
 
 def prefetch(
-    source: Iterable[Any], prepare: Callable[[Any], Any], buffer_size: int
-) -> Iterator[Any]:
+    source: Iterable[PyTree], prepare: Callable[[PyTree], PyTree], buffer_size: int
+) -> Iterator[PyTree]:
     """Yield ``prepare(item)`` for each item, up to ``buffer_size`` items ahead of the consumer.
 
-    The thread starts with the first item asked for. An exception in the source or in ``prepare``
-    reaches the consumer after the items before it. When the consumer stops early (``break``, an
-    exception, or dropping the iterator), the thread ends after the item it is working on.
+    The thread starts with the first request. An exception in the source or in ``prepare`` reaches
+    the consumer after the items before it. If the consumer stops early (``break``, an exception,
+    or a deleted iterator), the thread ends after its current item.
     """
     assert buffer_size >= 1
     queue: Queue[_Item] = Queue(maxsize=buffer_size)
     stop = threading.Event()
-    # A daemon, because a source that blocks for ever must not keep the program alive.
+    # A daemon thread: a source that blocks forever must not keep the program alive.
     thread = threading.Thread(
         target=_produce, args=(source, prepare, queue, stop), name="prefetch", daemon=True
     )
@@ -45,8 +47,8 @@ def prefetch(
 
 
 def _produce(
-    source: Iterable[Any],
-    prepare: Callable[[Any], Any],
+    source: Iterable[PyTree],
+    prepare: Callable[[PyTree], PyTree],
     queue: Queue[_Item],
     stop: threading.Event,
 ) -> None:
@@ -64,7 +66,7 @@ def _produce(
 
 
 def _drain(queue: Queue[_Item]) -> None:
-    """Make room, so that a thread waiting to put its item can go on and see the stop."""
+    """Empty the queue, so that a thread blocked in `put` continues and sees the stop event."""
     while True:
         try:
             queue.get_nowait()

@@ -1,9 +1,9 @@
-"""Checks of the trainer's arguments, before anything is built from them."""
+"""Checks of the arguments of the trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import get_args
 
 from jax.sharding import Mesh
 
@@ -13,8 +13,8 @@ from meshwright.errors import UserError
 from meshwright.mesh.axes import parse_mesh
 
 
-def mesh_sizes(mesh: Any) -> Mapping[str, int]:
-    """Return the axis sizes of a mesh argument; none for ``"auto"``."""
+def mesh_sizes(mesh: object) -> Mapping[str, int]:
+    """Return the axis sizes of a mesh argument; empty for ``"auto"``."""
     if isinstance(mesh, str):
         return parse_mesh("" if mesh == "auto" else mesh)
     if isinstance(mesh, Mesh):
@@ -32,7 +32,7 @@ def mesh_sizes(mesh: Any) -> Mapping[str, int]:
     return mesh
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: object) -> None:
     """Refuse a loss that cannot be called."""
     if not callable(loss):
         raise UserError(
@@ -41,7 +41,7 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def check_precision(precision: Any) -> None:
+def check_precision(precision: object) -> None:
     """Refuse an unknown precision."""
     known = get_args(Precision)
     if precision not in known:

@@ -1,4 +1,4 @@
-"""Models from the user in any form, as functions from random streams to the model."""
+"""Models in every form that users pass, converted to functions from random streams to a model."""
 
 from __future__ import annotations
 
@@ -14,29 +14,39 @@ from flax import linen, nnx
 from meshwright.config.base import shorten
 from meshwright.config.builders import Builder, parameters_of
 from meshwright.errors import UserError
-from meshwright.program.trace.traced_loss import Loss
+from meshwright.program.trace.traced_loss import Loss, Model
 from meshwright.step.assemble import ModelSource
+from meshwright.trees import Batch
+
+UserModel = (
+    nnx.Module
+    | dict[str, Any]
+    | linen.Module
+    | Callable[..., nnx.Module | dict[str, Any] | linen.Module]
+)
+"""A model as users pass it: an NNX module, a dict of them, a Linen module, or a function that
+builds one of these, with or without random streams."""
 
 
-def exists(model: Any) -> bool:
-    """Whether this is a model with parameters, not something that builds one."""
+def exists(model: UserModel) -> bool:
+    """Whether this is a model with parameters, not a function or Linen module that builds one."""
     return isinstance(model, nnx.Module | dict)
 
 
-def model_source(model: Any, loss: Loss, sample: Callable[[], Any]) -> ModelSource:
+def model_source(model: UserModel, loss: Loss, sample: Callable[[], Batch]) -> ModelSource:
     """Return a function that builds the model from its random streams.
 
     Args:
         model: an NNX module or a dict of them, a Linen module, or a function that builds one of
             these, with or without ``rngs``.
-        loss: ``loss(model, batch)``; it is called once to create a Linen module's parameters.
+        loss: ``loss(model, batch)``; called once to create the parameters of a Linen module.
         sample: returns a batch of arrays or shapes.
     """
-    if exists(model):
+    if isinstance(model, nnx.Module | dict):
         return lambda _: _check_model(model)
     build = (lambda _: model) if isinstance(model, linen.Module) else call_with_rngs(model, {})
 
-    def source(rngs: nnx.Rngs) -> Any:
+    def source(rngs: nnx.Rngs) -> Model:
         built = build(rngs)
         if isinstance(built, linen.Module):
             return _bridge(built, rngs, loss, sample())
@@ -46,7 +56,7 @@ def model_source(model: Any, loss: Loss, sample: Callable[[], Any]) -> ModelSour
 
 
 def call_with_rngs(builder: Builder, arguments: dict[str, Any]) -> ModelSource:
-    """Return a function that calls a builder the way its signature asks for random streams.
+    """Return a function that calls a builder with random streams, as its signature requires.
 
     Streams are passed as ``rngs=``, as the only required argument, or not at all.
     """
@@ -69,29 +79,29 @@ def call_with_rngs(builder: Builder, arguments: dict[str, Any]) -> ModelSource:
         return lambda rngs: builder(rngs, **arguments)
     name = getattr(builder, "__name__", "Net")
     raise UserError(
-        f"{name} cannot be called with random streams alone",
-        why=f"it needs {', '.join(required)}",
+        f"{name} has required arguments besides random streams",
+        why=f"it requires {', '.join(required)}",
         fix=f"write model=lambda rngs: {name}(…, rngs=rngs)",
     )
 
 
-def _bridge(module: linen.Module, rngs: nnx.Rngs, loss: Loss, batch: Any) -> nnx.Module:
-    """Convert a Linen module to NNX; the loss calls it the way it is used."""
-    one = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), batch)
+def _bridge(module: linen.Module, rngs: nnx.Rngs, loss: Loss, batch: Batch) -> nnx.Module:
+    """Convert a Linen module to NNX, initialized by calling the loss on one sample."""
+    sample = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), batch)
     model = nnx.bridge.ToNNX(module, rngs=rngs)
-    # Flax creates the variables of every submodule that a method of the model calls.
-    nnx.bridge.lazy_init(MethodType(loss, model), one)
+    # `lazy_init` creates the variables of every submodule that the called method uses.
+    nnx.bridge.lazy_init(MethodType(loss, model), sample)
     return model
 
 
 def _check_model(model: Any) -> Any:
     if isinstance(model, dict):
-        bare = [key for key, part in model.items() if isinstance(part, linen.Module)]
-        if bare:
+        linen_parts = [key for key, part in model.items() if isinstance(part, linen.Module)]
+        if linen_parts:
             raise UserError(
-                f"`{bare[0]}` of the model is a Linen module",
-                why="only a model that is a single Linen module is converted to NNX automatically",
-                fix=f"write nnx.bridge.ToNNX({type(model[bare[0]]).__name__}(…), rngs=rngs)"
+                f"`{linen_parts[0]}` of the model is a Linen module",
+                why="a Linen module is converted automatically only if it is the whole model",
+                fix=f"write nnx.bridge.ToNNX({type(model[linen_parts[0]]).__name__}(…), rngs=rngs)"
                 ".lazy_init(x) for it, with an example x of its input",
             )
     elif not isinstance(model, nnx.Module):

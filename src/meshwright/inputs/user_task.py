@@ -1,4 +1,4 @@
-"""Tasks from the user: a loss function, or a class with one."""
+"""Tasks from the user: a loss function, or a class with a ``loss`` method."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class HasLoss(Protocol):
 
     @property
     def loss(self) -> Loss:
-        """Run the model on a batch; return what to minimise and what to report."""
+        """The loss of a model on a batch, and optionally metrics."""
         ...
 
 
@@ -40,7 +40,7 @@ def read_task(kind: str, builder: Builder, arguments: dict[str, Any]) -> HasLoss
     if not callable(getattr(task, "loss", None)):
         raise UserError(
             f"task.kind={kind} has no loss",
-            why=f"{builder.__name__} has no method of that name",
+            why=f"{builder.__name__} has no method named loss",
             fix=f"give {builder.__name__} a method loss(self, model, batch), or write "
             "task.kind=package.module:function with a function loss(model, batch)",
         )
@@ -55,7 +55,7 @@ def _loss_function(kind: str, function: Builder, arguments: dict[str, Any]) -> L
     if len(positional) < 2:
         raise UserError(
             f"task.kind={kind} is not a loss",
-            why=f"it takes ({', '.join(parameters)}) and is called with a model and a batch",
+            why=f"it takes ({', '.join(parameters)}), but is called with a model and a batch",
             fix="write a function loss(model, batch), or a class with such a method",
         )
     settings = check_arguments("task", function, arguments, supplied=tuple(positional[:2]))

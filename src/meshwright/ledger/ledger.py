@@ -107,7 +107,7 @@ class Ledger(Frozen):
     @property
     def suspicious(self) -> list[str]:
         """The axes that deviate from their minimum."""
-        return [axis for axis, own in self.axes.items() if own.suspicious]
+        return [axis for axis, ledger in self.axes.items() if ledger.suspicious]
 
 
 def make_ledger(assembled: Assembled, batch: Any) -> Ledger:
@@ -139,7 +139,7 @@ def read_ledger(
         axis: _axis(axis, size, mesh, stages, needed) for axis, size in mesh.items() if size > 1
     }
     known = mesh.get("pipe", 1) == 1
-    sent = max(sum(c.sent_bytes for c in own) for own in stages)
+    sent = max(sum(c.sent_bytes for c in stage) for stage in stages)
     minimum = sum(n.sent_bytes for n in needed) if known else 0.0
     return Ledger(
         mesh=assembled.plan.mesh,
@@ -162,13 +162,13 @@ def _axis(
     stages: Sequence[Sequence[Collective]],
     needed: Sequence[Needed],
 ) -> AxisLedger:
-    wanted: dict[tuple[str, str], float] = defaultdict(float)
-    every = [_sent_over(axis, mesh, own) for own in stages]
-    sent = max(every, key=lambda own: sum(own.values()))
+    minimum_by_module: dict[tuple[str, str], float] = defaultdict(float)
+    by_stage = [_sent_over(axis, mesh, stage) for stage in stages]
+    sent = max(by_stage, key=lambda stage: sum(stage.values()))
     for need in needed:
         if need.axis == axis:
-            wanted[_part(need.module), _family(need.kind)] += need.sent_bytes
-    total, minimum = sum(sent.values()), sum(wanted.values())
+            minimum_by_module[_part(need.module), _family(need.kind)] += need.sent_bytes
+    total, minimum = sum(sent.values()), sum(minimum_by_module.values())
     if mesh.get("pipe", 1) > 1:
         return AxisLedger(
             size=size, sent_bytes=round(total), minimum_bytes=0, ratio=None, excess=[], known=False
@@ -178,7 +178,7 @@ def _axis(
         sent_bytes=round(total),
         minimum_bytes=round(minimum),
         ratio=_ratio(total, minimum),
-        excess=_excess(sent, wanted, minimum),
+        excess=_excess(sent, minimum_by_module, minimum),
     )
 
 
@@ -188,10 +188,10 @@ def _by_stage(collectives: list[Collective], assembled: Assembled) -> list[list[
     if pipeline is None:
         return [collectives]
     rounds = plan.batch.gradient_accumulation_steps // plan.num_microbatches
-    done = count_operations(pipeline.schedule, plan.num_microbatches, plan.size("pipe"), rounds)
+    counts = count_operations(pipeline.schedule, plan.num_microbatches, plan.size("pipe"), rounds)
     return [
-        [replace(c, count=done.times(c.op_name, c.count, stage)) for c in collectives]
-        for stage in range(done.num_stages)
+        [replace(c, count=counts.times(c.op_name, c.count, stage)) for c in collectives]
+        for stage in range(counts.num_stages)
     ]
 
 
@@ -206,19 +206,19 @@ def _sent_over(
 
 
 def shares(collective: Collective, mesh: dict[str, int]) -> dict[str, float]:
-    """Divide what a collective over several axes sends among them, innermost first.
+    """Return the bytes that a collective over several axes sends over each of them.
 
     A reduction over data × fsdp is a reduce-scatter over fsdp, an all-reduce of the pieces over
     data, and an all-gather over fsdp.
     """
     if len(collective.axes) == 1 or any(axis not in mesh for axis in collective.axes):
         return {collective.axes[0]: collective.sent_bytes}
-    found: dict[str, float] = {}
+    by_axis: dict[str, float] = {}
     payload = collective.payload_bytes * collective.count
     for axis in sorted(collective.axes, key=list(mesh).index, reverse=True):
-        found[axis] = ring_bytes(collective.kind, payload, mesh[axis])
+        by_axis[axis] = ring_bytes(collective.kind, payload, mesh[axis])
         payload /= mesh[axis]
-    return found
+    return by_axis
 
 
 def _part(module: str) -> str:
@@ -231,10 +231,12 @@ def _family(kind: str) -> str:
 
 
 def _excess(
-    sent: dict[tuple[str, str], float], wanted: dict[tuple[str, str], float], minimum: float
+    sent: dict[tuple[str, str], float],
+    minimum_by_module: dict[tuple[str, str], float],
+    minimum: float,
 ) -> list[str]:
-    """Describe what modules send beyond what they need, largest first."""
-    over = {key: value - wanted.get(key, 0.0) for key, value in sent.items()}
+    """Describe the bytes that modules send beyond the minimum, largest first."""
+    over = {key: value - minimum_by_module.get(key, 0.0) for key, value in sent.items()}
     large = {key: value for key, value in over.items() if value > max(minimum, 1.0) * 1e-3}
     ordered = sorted(large.items(), key=lambda item: -item[1])
     return [

@@ -15,7 +15,7 @@ from meshwright.errors import UserError
 from meshwright.mesh.axes import AXES, INFER, resolve_alias, resolve_sizes
 
 Device = Any
-"""A JAX device; typed loosely so that tests can describe other machines."""
+"""A `jax.Device`, or an object with the same attributes."""
 
 
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[Device] | None = None) -> Mesh:

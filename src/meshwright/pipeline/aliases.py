@@ -1,4 +1,4 @@
-"""Names for the types that functions of the pipeline take and return."""
+"""Type aliases of the pipeline."""
 
 from __future__ import annotations
 
@@ -8,23 +8,17 @@ import jax
 
 Array = jax.Array
 
-PyTree = Any
-"""Arrays, nested in any way that `jax.tree` knows."""
-
 TreeDef = Any
-"""How the leaves of a pytree are nested; JAX's own type cannot be used in annotations."""
-
-Device = Any
-"""A `jax.Device`; JAX's own type cannot be used in annotations."""
+"""The structure of a pytree; JAX's own type cannot be used in annotations."""
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
-"""An array, or what is known of one before it exists."""
+"""An array, or its shape and dtype."""
 
 LeafValues = dict[int, Array]
-"""Values of step leaves, by number of the step leaf."""
+"""Values of step leaves by the number of the step leaf."""
 
 BlockRow = dict[int, Array]
-"""What one block has a row of, by position among the scan's layered inputs."""
+"""The leaves of one block, by position among the layered inputs of the scan."""
 
 Message = list[Array]
-"""What one stage hands to the next."""
+"""The arrays that one stage sends to the next."""

@@ -1,4 +1,4 @@
-"""Where a pipeline's leaves live: each stage holds the rows of its own blocks."""
+"""Placements for a pipeline: each stage holds the rows of its own blocks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from meshwright.sharding.reasons import OnEachStage
 def decide_stages(
     cut: BlockCut, sizes: Mapping[str, int], sharding: ShardingConfig, num_chunks: int
 ) -> Decision:
-    """Decide where every leaf lives: blocks on their stages, the rest divided over all of them."""
+    """Decide the placement of every leaf: blocks on their stages, others divided over all."""
     decision = decide(cut.traced, sizes, sharding, staged=[stack.number for stack in cut.stacks])
     division = divide_blocks(cut.num_blocks, sizes[PIPE], num_chunks)
-    held = OnEachStage(division.most * num_chunks, division.even)
+    reason = OnEachStage(division.most * num_chunks, division.even)
     numbers = {stack.number for stack in cut.stacks}
 
     def divide(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
         return tuple(
-            _on_pipe(placement, held) if number in numbers else placement
+            _on_pipe(placement, reason) if number in numbers else placement
             for number, placement in enumerate(placements)
         )
 
@@ -52,13 +52,13 @@ def decide_stages(
 
 
 @dataclass(frozen=True)
-class OwnSamples:
+class PerDeviceLoss:
     """The loss of one device's samples, for stages that reduce gradients once per update.
 
     Attributes:
-        cut: the loss and where it is cut, rows in the order of stages.
-        decision: where everything lives among the devices that have the same samples.
-        draws: its random numbers.
+        cut: the loss cut into stages, rows in the order of stages.
+        decision: placements among the devices that have the same samples.
+        draws: its random draws.
     """
 
     cut: BlockCut
@@ -66,27 +66,27 @@ class OwnSamples:
     draws: LocalDraws
 
 
-def decide_own(
+def decide_per_device(
     cut: BlockCut,
     decision: Decision,
     sizes: Mapping[str, int],
     sharding: ShardingConfig,
     num_chunks: int,
-) -> OwnSamples:
-    """Decide where the loss of one device's samples lives: only other axes divide anything.
+) -> PerDeviceLoss:
+    """Decide the placements for the loss of one device's samples, which no batch axis divides.
 
     Args:
         cut: the loss of one device's samples.
-        decision: where everything lives in the loss of a whole microbatch.
+        decision: placements for the loss of a whole microbatch.
         sizes: axis sizes of the mesh.
-        sharding: what the user wants.
+        sharding: the sharding config.
         num_chunks: pieces of the model on each stage.
     """
     axes = batch_axes(sizes)
     others = {axis: size for axis, size in sizes.items() if axis not in axes}
-    whole = sharding.model_copy(update={"zero": 1})
-    own = decide_stages(cut, others, whole, num_chunks)
-    return OwnSamples(cut, own, LocalDraws(decision.classes, own.classes, axes))
+    unsharded = sharding.model_copy(update={"zero": 1})
+    local = decide_stages(cut, others, unsharded, num_chunks)
+    return PerDeviceLoss(cut, local, LocalDraws(decision.classes, local.classes, axes))
 
 
 def pipelined_loss(
@@ -98,38 +98,38 @@ def pipelined_loss(
     *,
     remat: Remat,
     wide: bool,
-    own: OwnSamples | None = None,
+    per_device: PerDeviceLoss | None = None,
 ) -> PipelinedLoss:
     """Return the loss and its gradients as a pipeline on the mesh.
 
     Args:
-        cut: the loss and where it is cut, rows in the order of stages.
-        decision: where everything lives, stacks divided over the stages.
-        mesh: where.
-        schedule: when each stage does what.
+        cut: the loss cut into stages, rows in the order of stages.
+        decision: all placements, stacks divided over the stages.
+        mesh: the mesh.
+        schedule: the schedule.
         num_microbatches: microbatches between two flushes.
-        remat: what blocks keep for their backward pass.
+        remat: what blocks save for their backward pass.
         wide: compute in float64, for proofs.
-        own: the same for one device's samples, whose gradients are reduced once per update.
+        per_device: the loss of one device's samples, if gradients are reduced once per update.
     """
-    inside = decision if own is None else own.decision
-    where = _one_stage(inside, mesh, remat, wide=wide)
+    inside = decision if per_device is None else per_device.decision
+    context = _stage_context(inside, mesh, remat, wide=wide)
     sums = [placement.without(PIPE) for placement in inside.gradients]
-    if own is None:
-        return PipelinedLoss(cut, where, schedule, num_microbatches, sums)
-    where = replace(where, draws=own.draws)
-    return PipelinedLoss(cut, where, schedule, num_microbatches, sums, own.cut)
+    if per_device is None:
+        return PipelinedLoss(cut, context, schedule, num_microbatches, sums)
+    context = replace(context, draws=per_device.draws)
+    return PipelinedLoss(cut, context, schedule, num_microbatches, sums, per_device.cut)
 
 
 def pipelined_forward(
     cut: BlockCut, decision: Decision, mesh: Mesh, num_chunks: int, *, remat: Remat
 ) -> PipelinedForward:
     """Return the loss alone as a pipeline on the mesh; see `pipelined_loss`."""
-    return PipelinedForward(cut, _one_stage(decision, mesh, remat, wide=False), num_chunks)
+    return PipelinedForward(cut, _stage_context(decision, mesh, remat, wide=False), num_chunks)
 
 
-def _one_stage(decision: Decision, mesh: Mesh, remat: Remat, *, wide: bool) -> StageContext:
-    """Return what is asked for inside the pipeline: layouts without the pipe axis."""
+def _stage_context(decision: Decision, mesh: Mesh, remat: Remat, *, wide: bool) -> StageContext:
+    """Return the layouts inside of the pipeline, without the pipe axis."""
     return StageContext(
         mesh=mesh,
         pins=decision.pins,
@@ -147,6 +147,6 @@ def _one_stage(decision: Decision, mesh: Mesh, remat: Remat, *, wide: bool) -> S
     )
 
 
-def _on_pipe(placement: Placement, held: OnEachStage) -> Placement:
+def _on_pipe(placement: Placement, reason: OnEachStage) -> Placement:
     dims = ((PIPE, *placement.dims[0]), *placement.dims[1:])
-    return Placement(placement.path, dims, (held, *placement.reasons))
+    return Placement(placement.path, dims, (reason, *placement.reasons))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 ENOUGH_COMPUTE = 0.8
 MOST_COMMUNICATION = 0.3
@@ -20,9 +20,14 @@ _BY_AXIS = {
 }
 
 
+def axes_text(axes: Sequence[str]) -> str:
+    """Return mesh axes as text, such as ``data×fsdp``; ``unknown`` without any."""
+    return "×".join(axes) or "unknown"
+
+
 def advise(
     shares: Mapping[str, float],
-    exposed: Mapping[str, float],
+    exposed: Mapping[tuple[str, ...], float],
     *,
     load_balance: float,
     virtual: bool,
@@ -31,7 +36,7 @@ def advise(
 
     Args:
         shares: shares of the wall time.
-        exposed: the share of the wall time spent waiting for communication, by mesh axis.
+        exposed: the share of the wall time spent waiting for communication, by mesh axes.
         load_balance: compute time of the busiest device over the mean.
         virtual: whether the devices are virtual, so that their times mean little.
     """
@@ -44,7 +49,7 @@ def advise(
     return advice
 
 
-def _parts(shares: Mapping[str, float], exposed: Mapping[str, float]) -> Iterator[str]:
+def _parts(shares: Mapping[str, float], exposed: Mapping[tuple[str, ...], float]) -> Iterator[str]:
     compute, communication = shares["compute"], shares["communication"]
     if compute >= ENOUGH_COMPUTE and communication <= MOST_COMMUNICATION:
         return
@@ -65,16 +70,16 @@ def _parts(shares: Mapping[str, float], exposed: Mapping[str, float]) -> Iterato
         )
 
 
-def _communication(share: float, exposed: Mapping[str, float]) -> str:
+def _communication(share: float, exposed: Mapping[tuple[str, ...], float]) -> str:
     limit = f", more than {MOST_COMMUNICATION:.0%}" if share > MOST_COMMUNICATION else ""
     text = f"{share:.0%} of the time devices wait for communication{limit}"
     if not exposed:
         return text
-    axis = max(exposed, key=lambda axis: exposed[axis])
-    remedy = next((fix for name, fix in _BY_AXIS.items() if name in axis.split("×")), "")
+    axes = max(exposed, key=lambda axes: exposed[axes])
+    remedy = next((fix for name, fix in _BY_AXIS.items() if name in axes), "")
     if not remedy:
         return f"{text}; try more samples per device (training.micro_batch_size)"
-    return f"{text}, most over {axis} ({exposed[axis]:.0%}); try {remedy}"
+    return f"{text}, most over {axes_text(axes)} ({exposed[axes]:.0%}); try {remedy}"
 
 
 def _balance(load_balance: float) -> Iterator[str]:

@@ -90,18 +90,18 @@ def _device_events(plane: Any, device: int) -> Iterator[Event]:
     lines = list(plane.lines)
     chosen = [line for line in lines if line.name in _TPU_LINES]
     for line in chosen or [line for line in lines if _STREAM.match(line.name)]:
-        found = [
+        events = [
             Event(device, _instruction(event), event.name, *_times(event))
             for event in line.events
             # A copy from or to the host is neither compute nor communication between devices.
             if not _TRANSFER.match(event.name)
         ]
-        yield from _leaves(found)
+        yield from _leaves(events)
 
 
 def _host_line(line: Any) -> tuple[list[Event], list[Interval]]:
     """Return what a thread ran for a CPU device, and the marks around profiles."""
-    found: list[Event] = []
+    events: list[Event] = []
     marks: list[Interval] = []
     for event in line.events:
         if event.name == MARK:
@@ -112,8 +112,8 @@ def _host_line(line: Any) -> tuple[list[Event], list[Interval]]:
         stats = _stats(event, "hlo_op", "device_ordinal")
         if "hlo_op" in stats:
             device = int(stats.get("device_ordinal", 0))
-            found.append(Event(device, str(stats["hlo_op"]), event.name, *_times(event)))
-    return list(_leaves(found)), marks
+            events.append(Event(device, str(stats["hlo_op"]), event.name, *_times(event)))
+    return list(_leaves(events)), marks
 
 
 def _leaves(events: list[Event]) -> Iterator[Event]:
@@ -128,13 +128,13 @@ def _leaves(events: list[Event]) -> Iterator[Event]:
 
 def _stats(event: Any, *wanted: str) -> dict[str, Any]:
     """Return some of an event's statistics; reading all of them takes seconds per trace."""
-    found: dict[str, Any] = {}
+    stats: dict[str, Any] = {}
     for key, value in event.stats:
         if key in wanted:
-            found[key] = value
-            if len(found) == len(wanted):
+            stats[key] = value
+            if len(stats) == len(wanted):
                 break
-    return found
+    return stats
 
 
 def _instruction(event: Any) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.profile.bottlenecks import advise
+from meshwright.profile.bottlenecks import advise, axes_text
 
 SHARES = ("compute", "communication", "input_wait", "idle")
 
@@ -35,7 +35,7 @@ class CollectiveTime:
     """Collectives of one axis, kind and module, in one update of one device.
 
     Attributes:
-        axis: the mesh axes, joined by ×; ``unknown`` without the program.
+        axes: the mesh axes; empty if they are not known.
         kind: all-gather, all-reduce, …
         module: the module they belong to.
         count: collectives per update.
@@ -44,13 +44,24 @@ class CollectiveTime:
         bytes: bytes a device sends per update; None if not known.
     """
 
-    axis: str
+    axes: tuple[str, ...]
     kind: str
     module: str | None
     count: float
     seconds: float
     exposed_seconds: float
     bytes: int | None
+
+    @property
+    def axis(self) -> str:
+        """The mesh axes as text, joined by ×."""
+        return axes_text(self.axes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry in profile.json."""
+        values = asdict(self)
+        del values["axes"]
+        return {"axis": self.axis, **values}
 
 
 @dataclass(frozen=True)
@@ -104,9 +115,9 @@ class Profile:
     @property
     def advice(self) -> list[str]:
         """What is slow, and what to try."""
-        exposed: dict[str, float] = {}
+        exposed: dict[tuple[str, ...], float] = {}
         for collective in self.collectives:
-            exposed[collective.axis] = exposed.get(collective.axis, 0.0) + (
+            exposed[collective.axes] = exposed.get(collective.axes, 0.0) + (
                 collective.exposed_seconds / self.seconds_per_update
             )
         return advise(
@@ -122,7 +133,7 @@ class Profile:
             "hidden_communication": self.hidden_communication,
             "load_balance": self.load_balance,
             "devices": [asdict(device) for device in self.devices],
-            "collectives": [asdict(collective) for collective in self.collectives],
+            "collectives": [collective.to_json() for collective in self.collectives],
             "trace": self.trace,
             "advice": self.advice,
         }

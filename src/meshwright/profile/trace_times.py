@@ -38,11 +38,15 @@ def read_profile(
         updates: number of updates between start and stop.
         input_wait_seconds: how long the loop waited for data in that time.
     """
-    found = read_trace(trace)
-    numbers = device_numbers(mesh.local_devices, {event.device for event in found.events})
-    times, totals = split_times(found, CollectiveNames(program, dict(mesh.shape)), numbers)
-    own = {"devices": [asdict(time) for time in times], "wall": length([found.window])}
-    gathered = processes.gather(own | {"waited": input_wait_seconds})
+    recorded = read_trace(trace)
+    numbers = device_numbers(mesh.local_devices, {event.device for event in recorded.events})
+    times, totals = split_times(recorded, CollectiveNames(program, dict(mesh.shape)), numbers)
+    local = {
+        "devices": [asdict(time) for time in times],
+        "wall": length([recorded.window]),
+        "waited": input_wait_seconds,
+    }
+    gathered = processes.gather(local)
     devices = [DeviceTime(**time) for process in gathered for time in process["devices"]]
     return Profile(
         updates=updates,
@@ -74,12 +78,14 @@ class CollectiveTotals:
     def times(self, updates: int, devices: int) -> list[CollectiveTime]:
         """Return the times per update and device by axis, kind and module, the longest first."""
         runs = updates * devices
-        groups: dict[tuple[str, str, str | None], list[TracedCollective]] = defaultdict(list)
+        groups: dict[tuple[tuple[str, ...], str, str | None], list[TracedCollective]] = defaultdict(
+            list
+        )
         for collective in self.count:
-            groups[collective.axis, collective.kind, collective.module].append(collective)
-        found = [
+            groups[collective.axes, collective.kind, collective.module].append(collective)
+        times = [
             CollectiveTime(
-                axis=axis,
+                axes=axes,
                 kind=kind,
                 module=module,
                 count=sum(self.count[e] for e in group) / runs,
@@ -87,9 +93,9 @@ class CollectiveTotals:
                 exposed_seconds=sum(self.exposed[e] for e in group) / runs,
                 bytes=self._bytes(group, runs),
             )
-            for (axis, kind, module), group in groups.items()
+            for (axes, kind, module), group in groups.items()
         ]
-        return sorted(found, key=lambda time: -time.seconds)
+        return sorted(times, key=lambda time: -time.seconds)
 
     def _bytes(self, group: Sequence[TracedCollective], runs: int) -> int | None:
         sizes = [(e.sent_bytes, self.count[e]) for e in group if e.sent_bytes is not None]
@@ -142,9 +148,9 @@ def device_numbers(devices: Sequence[Any], traced: set[int]) -> dict[int, int]:
     CPUs are traced under JAX's id, accelerators under their hardware id. If neither matches, both
     are paired in order.
     """
-    own = sorted(device.id for device in devices)
+    ids = sorted(device.id for device in devices)
     hardware = {getattr(device, "local_hardware_id", None): device.id for device in devices}
-    for numbers in ({number: number for number in own}, hardware):
+    for numbers in ({number: number for number in ids}, hardware):
         if traced <= set(numbers):
             return {int(number): device for number, device in numbers.items() if number is not None}
-    return dict(zip(sorted(traced), own, strict=False))
+    return dict(zip(sorted(traced), ids, strict=False))

@@ -10,8 +10,6 @@ from itertools import takewhile
 from meshwright.compiled.collectives import Collective, read_collectives
 from meshwright.compiled.hlo import parse_hlo
 
-UNKNOWN_AXIS = "unknown"
-
 _KINDS = {
     "all-reduce": "all.?reduce|psum(?!_scatter)",
     "all-gather": "all.?gather",
@@ -29,13 +27,13 @@ class TracedCollective:
 
     Attributes:
         kind: all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute, …
-        axis: the mesh axes it runs over, joined by ×.
+        axes: the mesh axes it runs over; empty if not known.
         module: the module it belongs to; None outside modules, or if it combines several.
         sent_bytes: bytes each device sends per execution; None if not known.
     """
 
     kind: str
-    axis: str = UNKNOWN_AXIS
+    axes: tuple[str, ...] = ()
     module: str | None = None
     sent_bytes: float | None = None
 
@@ -49,16 +47,18 @@ class CollectiveNames:
     """
 
     def __init__(self, program: str | None, mesh: Mapping[str, int]) -> None:
-        self._known = _instructions(program, mesh) if program else None
+        self._by_instruction = _instructions(program, mesh) if program else None
 
     def find(self, name: str, kernel: str) -> TracedCollective | None:
         """Return the collective an operation belongs to; None if it computes."""
-        if self._known is not None and name in self._known:
-            return self._known[name]
+        if self._by_instruction is not None and name in self._by_instruction:
+            return self._by_instruction[name]
         if _KERNEL.search(kernel):
             return TracedCollective(_kind(kernel, "") or "collective")
         # Without the program only names are left; a fusion may be named after its consumer.
-        kind = "" if self._known is not None or "fusion" in name else _kind(name, r"(\w+\.)?")
+        kind = (
+            "" if self._by_instruction is not None or "fusion" in name else _kind(name, r"(\w+\.)?")
+        )
         return TracedCollective(kind) if kind else None
 
 
@@ -77,20 +77,20 @@ def _instructions(program: str, mesh: Mapping[str, int]) -> dict[str, TracedColl
     parts: dict[str, list[Collective]] = {}
     for collective in read_collectives(program, mesh):
         parts.setdefault(collective.name, []).append(collective)
-    found = {name: _combine(combined) for name, combined in parts.items()}
+    by_name = {name: _combine(combined) for name, combined in parts.items()}
     for computation in parse_hlo(program).computations.values():
         for instruction in computation.instructions:
             # Waiting for a collective counts as part of it.
-            if instruction.opcode.endswith("-done") and instruction.operands[0] in found:
-                found[instruction.name] = found[instruction.operands[0]]
-    return found
+            if instruction.opcode.endswith("-done") and instruction.operands[0] in by_name:
+                by_name[instruction.name] = by_name[instruction.operands[0]]
+    return by_name
 
 
 def _combine(parts: list[Collective]) -> TracedCollective:
     axes = list(dict.fromkeys(axis for part in parts for axis in part.axes))
     return TracedCollective(
         kind=parts[0].kind,
-        axis="×".join(axes),
+        axes=tuple(axes),
         module=_common([part.module for part in parts]) or None,
         sent_bytes=sum(part.sent_bytes / max(part.count, 1) for part in parts),
     )

@@ -1,4 +1,4 @@
-"""Comparing two runs leaf by leaf, and saying which leaf differs first and by how much."""
+"""Comparing two runs leaf by leaf: the largest difference, and the first beyond the tolerance."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from meshwright.proof.certificate import Comparison
 from meshwright.proof.observed import Leaves
 
 NULL_GRADIENT = 1e-12
-"""A gradient below this share of the global norm is rounding noise around a true zero."""
+"""A gradient whose norm is below this fraction of the global norm is rounding noise around zero."""
 
 
 def global_norm(leaves: Leaves) -> float:
-    """Return the norm of all leaves together; those that are not finite fail by themselves."""
+    """Return the norm of all leaves together, without those that are not finite."""
+    # A leaf that is not finite fails its own comparison, and must not hide the others.
     return math.hypot(*filter(math.isfinite, (_norm(value) for value in leaves.values())))
 
 
@@ -27,38 +28,38 @@ def null_leaves(gradients: Leaves) -> list[str]:
 
 
 def compare_exactly(
-    what: str, expected: Leaves, found: Leaves, tolerance: float, *, nulls: Sequence[str] = ()
+    what: str, expected: Leaves, actual: Leaves, tolerance: float, *, nulls: Sequence[str] = ()
 ) -> Comparison:
-    """Compare each leaf relative to its largest value; null leaves relative to the global norm.
+    """Compare each leaf relative to its largest element; null leaves relative to the global norm.
 
-    Whole numbers, such as counters and random keys, have to be the same: they differ by 1 or more.
+    Integers, such as counters and random keys, must be identical: any difference is 1 or more.
     """
     norm = global_norm({path: v for path, v in expected.items() if _is_float(v)})
     differences: dict[str, float] = {}
     for path, value in expected.items():
-        gap = _largest(_difference(value, found[path]))
-        scale = norm if path in nulls else _largest(value)
+        gap = _max_abs(_difference(value, actual[path]))
+        scale = norm if path in nulls else _max_abs(value)
         differences[path] = gap / scale if _is_float(value) and scale else gap
-    return _summarise(what, expected, found, differences, tolerance)
+    return _summarise(what, expected, actual, differences, tolerance)
 
 
 def compare_roughly(
     what: str,
     expected: Leaves,
-    found: Leaves,
+    actual: Leaves,
     tolerance: float,
     *,
     nulls: Sequence[str] = (),
     exact: Leaves | None = None,
 ) -> Comparison:
-    """Compare each leaf's error norm with its own norm plus its share of the global norm.
+    """Compare the norm of each leaf's error with the leaf's norm plus its share of the global norm.
 
-    Rounding errors follow the size of what is added up, not of the sum: a leaf whose gradient
-    nearly cancels has errors like its neighbours'. Null leaves, which cancel altogether, are
-    compared with the global norm.
+    Rounding errors are proportional to the terms of a sum, not to the sum: a leaf whose gradient
+    nearly cancels has errors as large as those of other leaves. Null leaves, which cancel
+    completely, are compared with the global norm.
 
-    With ``exact``, what is expected is rounded itself, and a leaf may be as near to the exact
-    values instead: where one device rounds worse than many, many are not wrong.
+    With ``exact``, the expected values are rounded too, and it is enough that a leaf is close to
+    the exact values: one device may round worse than the mesh.
     """
     norm = global_norm(expected)
     elements = sum(value.size for value in expected.values())
@@ -66,47 +67,49 @@ def compare_roughly(
     for path, value in expected.items():
         share = 1.0 if path in nulls else math.sqrt(value.size / elements)
         scale = _norm(value) + norm * share
-        error = _norm(_difference(value, found[path]))
+        error = _norm(_difference(value, actual[path]))
         if exact is not None:
-            # In this order, NaN stays NaN where it was expected, too.
-            error = min(error, _norm(_difference(exact[path], found[path])))
+            # `min` returns its first argument if that is NaN, so a NaN error is not hidden.
+            error = min(error, _norm(_difference(exact[path], actual[path])))
         differences[path] = error / scale if scale else error
-    return _summarise(what, expected, found, differences, tolerance)
+    return _summarise(what, expected, actual, differences, tolerance)
 
 
 def compare_losses(
-    expected: Sequence[float], found: Sequence[float], tolerance: float
+    expected: Sequence[float], actual: Sequence[float], tolerance: float
 ) -> Comparison:
-    """Compare losses update by update, each relative to what it should be."""
-    before = {f"update {number}": np.asarray(loss) for number, loss in enumerate(expected)}
-    after = {f"update {number}": np.asarray(loss) for number, loss in enumerate(found)}
-    return compare_exactly("loss", before, after, tolerance)
+    """Compare losses update by update, each relative to its expected value."""
+    expected_by_update = {
+        f"update {number}": np.asarray(loss) for number, loss in enumerate(expected)
+    }
+    actual_by_update = {f"update {number}": np.asarray(loss) for number, loss in enumerate(actual)}
+    return compare_exactly("loss", expected_by_update, actual_by_update, tolerance)
 
 
 def _summarise(
-    what: str, expected: Leaves, found: Leaves, differences: Mapping[str, float], tolerance: float
+    what: str, expected: Leaves, actual: Leaves, differences: Mapping[str, float], tolerance: float
 ) -> Comparison:
     assert differences, f"{what}: nothing to compare"
-    assert expected.keys() == found.keys(), f"{what}: other leaves were found"
-    # NaN compares false with everything, so equality is what must be shown.
+    assert expected.keys() == actual.keys(), f"{what}: the leaves differ"
+    # `not gap <= tolerance` is also true for NaN, `gap > tolerance` would not be.
     first = next((path for path, gap in differences.items() if not gap <= tolerance), None)
-    worst = max(differences, key=lambda path: _order(differences[path]))
+    worst = max(differences, key=lambda path: _nan_as_inf(differences[path]))
     return Comparison(
         what=what,
         equal=first is None,
         tolerance=tolerance,
         worst=worst,
-        difference=_finite(differences[worst]),
+        difference=_none_if_not_finite(differences[worst]),
         first_different=first,
-        first_difference=None if first is None else _finite(differences[first]),
+        first_difference=None if first is None else _none_if_not_finite(differences[first]),
     )
 
 
-def _order(gap: float) -> float:
+def _nan_as_inf(gap: float) -> float:
     return math.inf if math.isnan(gap) else gap
 
 
-def _finite(gap: float) -> float | None:
+def _none_if_not_finite(gap: float) -> float | None:
     return gap if math.isfinite(gap) else None
 
 
@@ -114,19 +117,19 @@ def _is_float(value: np.ndarray[Any, Any]) -> bool:
     return not np.issubdtype(value.dtype, np.integer) and value.dtype != bool
 
 
-def _largest(value: np.ndarray[Any, Any]) -> float:
-    return float(np.abs(_wide(value)).max(initial=0.0))
+def _max_abs(value: np.ndarray[Any, Any]) -> float:
+    return float(np.abs(_to_float64(value)).max(initial=0.0))
 
 
 def _norm(value: np.ndarray[Any, Any]) -> float:
-    return float(np.linalg.norm(_wide(value).ravel()))
+    return float(np.linalg.norm(_to_float64(value).ravel()))
 
 
 def _difference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     assert a.shape == b.shape, f"shapes {a.shape} and {b.shape}"
     with np.errstate(invalid="ignore"):
-        return _wide(a) - _wide(b)
+        return _to_float64(a) - _to_float64(b)
 
 
-def _wide(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _to_float64(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.asarray(value, np.complex128 if np.iscomplexobj(value) else np.float64)

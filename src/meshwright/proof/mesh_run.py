@@ -1,4 +1,4 @@
-"""Watching a step train on its mesh, the gradients its optimizer is given included."""
+"""Training on the mesh while recording losses, gradients and the final values."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshwright.proof.observed import Leaves, Observed, fetch, withhold
+from meshwright.proof.observed import Leaves, ObservedRun, fetch, withhold
 from meshwright.step.assemble import Assembled
 from meshwright.step.scaler import SMALLEST_SCALE
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import Metrics
 
 
-class Noted(NamedTuple):
-    """The state of `noting`: the gradients of the latest update."""
+class RecordedGradients(NamedTuple):
+    """The state of `recording_gradients`: the gradients of the latest update."""
 
     gradients: Any
 
 
-_NOTED = "0.gradients."
-"""Where a step's optimizer keeps them: `noting` is the first of two in a chain."""
+_RECORDED = "0.gradients."
+"""The path prefix of the gradients in the optimizer state: recording is the first in a chain."""
 
 
-def noting(
+def recording_gradients(
     optimizer: optax.GradientTransformation, withheld: Collection[str] = ()
 ) -> optax.GradientTransformation:
-    """Return the same optimizer, which also keeps the gradients it is given.
+    """Return the optimizer with the gradients of each update recorded in its state.
 
-    What is compared is thus what the compiled step itself computed and handed to its optimizer;
-    the gradients at the paths ``withheld`` are kept, too, but go no further.
+    They are the gradients that the compiled step itself passed to its optimizer. Those at the
+    paths ``withheld`` are recorded as well, but the optimizer gets zeros.
     """
 
-    def init(params: Any) -> Noted:
-        return Noted(jax.tree.map(jnp.zeros_like, params))
+    def init(params: Any) -> RecordedGradients:
+        return RecordedGradients(jax.tree.map(jnp.zeros_like, params))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Noted]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, RecordedGradients]:
         del state, params
-        return withhold(updates, withheld), Noted(updates)
+        return withhold(updates, withheld), RecordedGradients(updates)
 
     return optax.chain(optax.GradientTransformation(init, update), optimizer)
 
@@ -50,20 +50,22 @@ def train_on_mesh(
     state: TrainState,
     batches: Sequence[Sequence[Any]],
     clip_norm: float | None,
-) -> Observed:
-    """Train with a step whose optimizer is `noting`; the state is consumed."""
+) -> ObservedRun:
+    """Train with a step whose optimizer is from `recording_gradients`; the state is donated."""
     losses: list[float] = []
     gradients: Leaves = {}
     scale = 1.0
     for number, batch in enumerate(batches):
-        state, metrics, used = _apply(assembled, state, batch)
+        state, metrics, used_scale = _update(assembled, state, batch)
         losses.append(float(metrics["loss"]))
         if number == 0:
-            scale, factor = used, _clipped_by(float(metrics["grad_norm"]), clip_norm)
-            gradients = {path: g / factor for path, g in noted_gradients(assembled, state).items()}
+            scale, factor = used_scale, _clip_factor(float(metrics["grad_norm"]), clip_norm)
+            gradients = {
+                path: g / factor for path, g in recorded_gradients(assembled, state).items()
+            }
     values = canonical_values(assembled, state)
     trained = {leaf.path for leaf in assembled.traced.layout.leaves if leaf.role == "param"}
-    return Observed(
+    return ObservedRun(
         losses,
         gradients,
         parameters={path: value for path, value in values.items() if path in trained},
@@ -76,35 +78,35 @@ def canonical_values(assembled: Assembled, state: TrainState) -> Leaves:
     """Return the model's leaves by canonical path."""
     layout = assembled.traced.layout
     values = assembled.step.leaf_values(state)
-    # Fetched first and taken apart on the host, where slicing compiles nothing.
+    # Fetch stacks before splitting them: slicing on the host compiles nothing.
     fetched = fetch({step.leaf.path: v for step, v in zip(layout.step_leaves, values, strict=True)})
-    found = layout.to_canonical([fetched[step.leaf.path] for step in layout.step_leaves])
-    return {leaf.path: value for leaf, value in zip(layout.leaves, found, strict=True)}
+    canonical = layout.to_canonical([fetched[step.leaf.path] for step in layout.step_leaves])
+    return {leaf.path: value for leaf, value in zip(layout.leaves, canonical, strict=True)}
 
 
-def noted_gradients(assembled: Assembled, state: TrainState) -> Leaves:
-    """Return, by canonical path, the gradients the optimizer got in the latest update."""
+def recorded_gradients(assembled: Assembled, state: TrainState) -> Leaves:
+    """Return the gradients of the latest update by canonical path."""
     layout = assembled.traced.layout
     pairs = zip(assembled.step.optimizer.leaves, state.optimizer, strict=True)
-    noted = fetch({leaf.path: value for leaf, value in pairs if leaf.path.startswith(_NOTED)})
-    found: dict[str, Any] = {}
+    recorded = fetch({leaf.path: value for leaf, value in pairs if leaf.path.startswith(_RECORDED)})
+    gradients: dict[str, Any] = {}
     for step in layout.select("param"):
         paths = [layout.leaves[source].path for source in step.sources]
-        stack = noted.get(_NOTED + step.leaf.path)
+        stack = recorded.get(_RECORDED + step.leaf.path)
         if step.stacked and stack is not None:
-            found |= dict(zip(paths, step.split(stack), strict=True))
+            gradients |= dict(zip(paths, step.split(stack), strict=True))
         else:
-            found |= {path: noted[_NOTED + path] for path in paths}
-    return found
+            gradients |= {path: recorded[_RECORDED + path] for path in paths}
+    return gradients
 
 
-def _apply(
+def _update(
     assembled: Assembled, state: TrainState, batch: Sequence[Any]
 ) -> tuple[TrainState, Metrics, float]:
-    """Update once, and return the loss scale that was used.
+    """Run one update and return the loss scale it used.
 
-    fp16 starts with a large scale and halves it as long as gradients overflow, which leaves
-    everything else as it was.
+    fp16 starts with a large scale. An update whose gradients overflow only halves it, so the update
+    is repeated until it succeeds.
     """
     placed = assembled.put_batch(batch)
     while True:
@@ -120,5 +122,5 @@ def _scaling(state: TrainState) -> tuple[float, int]:
     return float(state.loss_scale.scale), int(state.loss_scale.skipped)
 
 
-def _clipped_by(norm: float, clip_norm: float | None) -> float:
+def _clip_factor(norm: float, clip_norm: float | None) -> float:
     return 1.0 if clip_norm is None or not norm > clip_norm else clip_norm / norm

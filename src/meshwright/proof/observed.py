@@ -1,4 +1,4 @@
-"""What a training run shows to whoever compares it with another."""
+"""The values of a training run that are compared with those of another run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Leaves = Mapping[str, np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True)
-class Observed:
-    """A training run.
+class ObservedRun:
+    """Losses, gradients and final values of a training run.
 
     Attributes:
-        losses: mean loss of every update.
-        gradients: of the first update, before clipping.
-        parameters: after the last update.
+        losses: the mean loss of every update.
+        gradients: gradients of the first update, before clipping.
+        parameters: parameters after the last update.
         state: the model's other leaves after the last update.
-        loss_scale: factor on the loss while the gradients were taken.
-        withheld: leaves whose gradient was rounding noise in every update, which the optimizer
-            was given as zero.
+        loss_scale: factor on the loss before differentiation.
+        withheld: leaves whose gradient was rounding noise in every update; the optimizer got zeros
+            for them.
     """
 
     losses: list[float]
@@ -39,20 +39,20 @@ class Observed:
 
 
 def fetch(values: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """Bring values to the host; random keys as the words they consist of."""
+    """Copy values to the host; random keys become the integers they consist of."""
     words = {path: key_data(value) for path, value in values.items()}
     return {path: np.asarray(value) for path, value in jax.device_get(words).items()}
 
 
 def withhold(gradients: Any, paths: Collection[str]) -> Any:
-    """Return gradients as an optimizer gets them, zero for the leaves at these paths.
+    """Return the gradients with zeros for the leaves at these paths.
 
-    An optimizer that divides by the size of a gradient, or takes its sign, makes a whole step of
-    what is rounding noise around a true zero, and no two machines round alike.
+    An optimizer that divides by the size of a gradient, or takes its sign, turns rounding noise
+    around a true zero into a full step, and rounding differs between devices.
     """
 
-    def hand_over(path: Any, gradient: Any) -> Any:
-        text = jax.tree_util.keystr(path, simple=True, separator=".")
-        return jnp.zeros_like(gradient) if text in paths else gradient
+    def zero_if_withheld(path: Any, gradient: Any) -> Any:
+        dotted = jax.tree_util.keystr(path, simple=True, separator=".")
+        return jnp.zeros_like(gradient) if dotted in paths else gradient
 
-    return jax.tree_util.tree_map_with_path(hand_over, gradients) if paths else gradients
+    return jax.tree_util.tree_map_with_path(zero_if_withheld, gradients) if paths else gradients

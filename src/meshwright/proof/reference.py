@@ -1,4 +1,4 @@
-"""The reference: training on one device by the shortest path, sharing no pass with the step."""
+"""The reference: plain training on one device, sharing no code with the step it is compared to."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from meshwright.program.evaluate.widen import wide_evaluator
 from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.traced_loss import Loss, LossValue, TracedLoss, read_loss
 from meshwright.proof.compare import null_leaves
-from meshwright.proof.observed import Observed, fetch, withhold
+from meshwright.proof.observed import ObservedRun, fetch, withhold
 
 Evaluate = Callable[[list[Any], list[Any]], LossValue]
-"""From the model's leaf values and the leaves of one microbatch to the loss's value."""
+"""From the model's leaf values and the leaves of one microbatch to the value of the loss."""
 
 
 def traced_loss(traced: TracedLoss, *, wide: bool) -> Evaluate:
-    """Evaluate a traced program as it stands, in float64 if ``wide``."""
+    """Return the evaluation of a traced program as it is, in float64 if ``wide``."""
     evaluator = wide_evaluator() if wide else Evaluator()
     return lambda values, batch: traced.read_outputs(
         evaluator.run(traced.closed, [*values, *batch])
@@ -30,7 +30,7 @@ def traced_loss(traced: TracedLoss, *, wide: bool) -> Evaluate:
 
 
 def written_loss(loss: Loss, model_leaves: ModelLeaves, batch: Any) -> Evaluate:
-    """Evaluate the loss as its author wrote it; ``batch`` shows how a batch is nested."""
+    """Return the evaluation of the loss as its author wrote it; ``batch`` is an example batch."""
     tree = jax.tree.structure(batch)
 
     def evaluate(values: list[Any], leaves: list[Any]) -> LossValue:
@@ -43,13 +43,13 @@ def written_loss(loss: Loss, model_leaves: ModelLeaves, batch: Any) -> Evaluate:
 
 
 class Reference:
-    """One device, one microbatch after another, one optax update.
+    """Training on one device: microbatches one after another, then an optax update.
 
     Args:
         evaluate: the loss.
         leaves: the model's leaves.
-        microbatches: how many a batch is divided into.
-        loss_scale: factor on the loss while gradients are taken, which half precision needs.
+        microbatches: number of microbatches per batch.
+        loss_scale: factor on the loss before differentiation, for half precision.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Reference:
         self._scale = loss_scale
         self._gradient = jax.jit(self._value_and_gradient)
 
-    def first_update(self, values: Sequence[Any], batch: Sequence[Any]) -> Observed:
-        """Return the loss and the gradients of one batch; nothing is trained."""
+    def first_update(self, values: Sequence[Any], batch: Sequence[Any]) -> ObservedRun:
+        """Return loss and gradients of one batch, without an update."""
         params, state = self._split(values)
         loss, gradients, state = self._batch_gradient(params, state, batch)
-        return Observed([loss], gradients, fetch(params), self._named(state))
+        return ObservedRun([loss], gradients, fetch(params), self._named(state))
 
     def run(
         self,
@@ -79,21 +79,21 @@ class Reference:
         optimizer: optax.GradientTransformation,
         clip_norm: float | None,
         groups: Iterable[Collection[str]],
-    ) -> Observed:
+    ) -> ObservedRun:
         """Train from these leaf values on these batches.
 
-        Leaves whose gradient is rounding noise are withheld from the optimizer; of ``groups``,
-        all leaves or none.
+        Gradients that are rounding noise are withheld from the optimizer; of each of ``groups``,
+        all leaves are withheld or none.
         """
         groups = [frozenset(group) for group in groups]
         first = self.first_update(values, batches[0]).gradients
-        withheld = _all_of(groups, null_leaves(first))
+        withheld = _complete_groups(groups, null_leaves(first))
         while True:
-            found, null = self._train(values, batches, _clipping(optimizer, clip_norm), withheld)
+            run, null = self._train(values, batches, _with_clipping(optimizer, clip_norm), withheld)
             if withheld <= null:
-                return found
-            # A leaf behind weights that start at zero has no gradient only at first.
-            withheld = _all_of(groups, null)
+                return run
+            # Behind weights that start at zero, a gradient is zero only in the first update.
+            withheld = _complete_groups(groups, null)
 
     def _train(
         self,
@@ -101,8 +101,8 @@ class Reference:
         batches: Sequence[Sequence[Any]],
         optimizer: optax.GradientTransformation,
         withheld: frozenset[str],
-    ) -> tuple[Observed, frozenset[str]]:
-        """Train without the gradients withheld; also return which of them were always noise."""
+    ) -> tuple[ObservedRun, frozenset[str]]:
+        """Train with some gradients withheld; also return those that were noise in every update."""
         params, state = self._split(values)
         moments = optimizer.init(_nested(params))
         losses: list[float] = []
@@ -111,8 +111,8 @@ class Reference:
 
         @jax.jit
         def update(params: Any, moments: Any, gradients: Any) -> Any:
-            tree, given = _nested(params), withhold(_nested(gradients), withheld)
-            updates, moments = optimizer.update(given, moments, tree)
+            tree, visible = _nested(params), withhold(_nested(gradients), withheld)
+            updates, moments = optimizer.update(visible, moments, tree)
             changed: Any = optax.apply_updates(tree, updates)
             return flatten_dict(changed, sep="."), moments
 
@@ -122,17 +122,17 @@ class Reference:
             first = first or gradients
             null &= set(null_leaves(gradients))
             params, moments = update(params, moments, gradients)
-        found = Observed(losses, first, fetch(params), self._named(state), withheld=withheld)
-        return found, null
+        run = ObservedRun(losses, first, fetch(params), self._named(state), withheld=withheld)
+        return run, null
 
     def _batch_gradient(
         self, params: dict[str, Any], state: list[Any], batch: Sequence[Any]
     ) -> tuple[float, dict[str, Any], list[Any]]:
-        """Return mean loss, its gradients and the state after a batch; sums are the host's."""
+        """Return mean loss, gradients and new state for a batch, summed in float64 on the host."""
         total, weight = np.float64(0), np.float64(0)
         sums: dict[str, Any] = {}
         for number in range(self._count):
-            # Every count-th sample, written out: what the step calls a strided microbatch.
+            # Strided microbatches like those of the step, written independently of it.
             micro = [np.asarray(leaf)[number :: self._count] for leaf in batch]
             (_, value), gradients = self._gradient(params, state, micro)
             state = value.state
@@ -167,7 +167,7 @@ class Reference:
         return fetch(dict(zip(paths, state, strict=True)))
 
 
-def _clipping(
+def _with_clipping(
     optimizer: optax.GradientTransformation, clip_norm: float | None
 ) -> optax.GradientTransformation:
     if clip_norm is None:
@@ -175,12 +175,12 @@ def _clipping(
     return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
 
 
-def _all_of(groups: Iterable[frozenset[str]], paths: Iterable[str]) -> frozenset[str]:
-    """Return those groups all of whose members are among the paths."""
+def _complete_groups(groups: Iterable[frozenset[str]], paths: Iterable[str]) -> frozenset[str]:
+    """Return the members of those groups whose members are all among the paths."""
     known = set(paths)
     return frozenset(path for group in groups if group <= known for path in group)
 
 
 def _nested(params: dict[str, Any]) -> Any:
-    """Return parameters as optimizers see them, by which some choose what to do with each."""
+    """Return parameters as nested dicts, by whose paths some optimizers choose what to apply."""
     return unflatten_dict(params, sep=".")

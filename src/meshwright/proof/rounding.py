@@ -1,4 +1,4 @@
-"""How far rounding alone may move a result: the tolerance of what is not compared in float64."""
+"""Tolerances for comparisons outside of float64: how much rounding alone can change a result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from meshwright.program.jaxpr.equations import ClosedJaxpr, Equation, Jaxpr, aval_of
 
 MARGIN = 2.0
-"""How many times the error that is typical a result may be off."""
+"""The tolerance as a multiple of the typical error."""
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
@@ -24,44 +24,44 @@ _EXACT = frozenset(
         *("reduce_precision", "optimization_barrier", "name", "random_bits", "while", "cond"),
     }
 )
-"""Operations that move or choose numbers without rounding them, and those looked into."""
+"""Operations that do not round: they move or select numbers, or contain other equations."""
 
 _PASSES = 3
-"""A product is computed once forward and twice backward: for its input and for its weight."""
+"""Products per forward product: one forward, two backward (for the input and the weight)."""
 
 _FLOAT32 = 2.0**-24
 _TENSORFLOAT32 = 2.0**-11
 _BFLOAT16 = 2.0**-8
-"""The largest relative error of rounding once: half of the distance between two numbers."""
+"""Largest relative error of one rounding: half the distance between neighbouring numbers."""
 
 _OPERANDS = {
     "cpu": {},
     "gpu": {"default": _TENSORFLOAT32, "tensorfloat32": _TENSORFLOAT32, "bfloat16": _BFLOAT16},
     "tpu": {"default": _BFLOAT16, "bfloat16": _BFLOAT16},
 }
-"""By platform and matmul precision, how the operands of a float32 product are rounded first."""
+"""By platform and matmul precision, the rounding error of the operands of a float32 product."""
 
 
 def rounding_tolerance(
     closed: ClosedJaxpr, *, matmul: str = "default", platform: str = "cpu"
 ) -> float:
-    """Return how far apart two correct evaluations of a program and its gradients may lie.
+    """Return how much two correct evaluations of a program and its gradients may differ.
 
-    Relative to the size of what is added up. Two kinds of errors meet, and independent errors add
+    The difference is relative to the size of the terms that are summed. Independent errors add up
     like a random walk:
 
-    - every product rounds its result to its number format, forward and twice backward: with N
+    - every product rounds its result to its number format, once forward and twice backward: with N
       products and u the largest error of one rounding, u·√(3N);
-    - other arithmetic (norms, softmax, activations) rounds, too. It counts as float32 whatever its
-      format: compilers keep what lies between two of them in registers;
-    - a sum over n terms rounds after each of them, in float32: u₃₂·√n for the longest sum.
+    - other arithmetic (norms, softmax, activations) rounds too. It counts as float32 whatever its
+      format, because compilers hold the values between such operations in registers;
+    - a sum of n terms rounds after each term, in float32: u₃₂·√n for the longest sum.
     """
     operands = _OPERANDS.get(platform, {}).get(matmul, 0.0)
     variance, longest = 0.0, 1
     for eqn, times in equations(closed.jaxpr):
         if eqn.primitive.name in _PRODUCTS:
-            own = max(_unit(aval_of(eqn.outvars[0]).dtype), operands)
-            variance += _PASSES * times * own**2
+            unit = max(_unit_roundoff(aval_of(eqn.outvars[0]).dtype), operands)
+            variance += _PASSES * times * unit**2
         elif _is_arithmetic(eqn):
             variance += _PASSES * times * _FLOAT32**2
         longest = max(longest, _terms(eqn))
@@ -69,15 +69,17 @@ def rounding_tolerance(
 
 
 def gradient_rounding(formats: Iterable[Any]) -> float:
-    """Return how far a gradient may be off because it is rounded to its parameter's format.
+    """Return the error of rounding a gradient to the format of its parameter.
 
-    Nothing for formats of 32 bits, whose rounding is among that of the products.
+    It is zero for 32-bit formats, whose rounding `rounding_tolerance` includes.
     """
-    return max((_unit(dtype) for dtype in formats if jnp.dtype(dtype).itemsize < 4), default=0.0)
+    return max(
+        (_unit_roundoff(dtype) for dtype in formats if jnp.dtype(dtype).itemsize < 4), default=0.0
+    )
 
 
-def draws_of(closed: ClosedJaxpr) -> list[tuple[Any, ...]]:
-    """Return the random draws of a program: number format and shape say which bits fall."""
+def random_draws(closed: ClosedJaxpr) -> list[tuple[Any, ...]]:
+    """Return bit width and shape of every random draw; equal ones draw the same numbers."""
     return [
         (eqn.params["bit_width"], eqn.params["shape"])
         for eqn, _ in equations(closed.jaxpr)
@@ -112,14 +114,14 @@ def _inner(eqn: Equation) -> Iterator[Jaxpr]:
 
 
 def _is_arithmetic(eqn: Equation) -> bool:
-    """Whether an equation computes new numbers, and is no call of others that do."""
+    """Whether an equation rounds; equations that contain others do not count."""
     if eqn.primitive.name in _EXACT or not eqn.outvars or next(_inner(eqn), None) is not None:
         return False
     return jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.inexact)
 
 
 def _terms(eqn: Equation) -> int:
-    """Return how many terms an equation or its gradients add up."""
+    """Return the number of terms in the sums of an equation or its gradients."""
     name = eqn.primitive.name
     if name == "dot_general":
         return _terms_of_product(eqn)
@@ -132,7 +134,7 @@ def _terms(eqn: Equation) -> int:
 
 
 def _terms_of_product(eqn: Equation) -> int:
-    """Return the largest of: dims contracted, rows (summed for one weight), columns (the other)."""
+    """Return the largest of contracted size, rows and columns: gradients sum over the last two."""
     (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     shapes = [aval_of(x).shape for x in eqn.invars[:2]]
     contracted = math.prod(shapes[0][d] for d in left)
@@ -142,7 +144,7 @@ def _terms_of_product(eqn: Equation) -> int:
 
 
 def _terms_of_convolution(eqn: Equation) -> int:
-    """Return the largest of: terms of one output, and outputs each kernel element is used for."""
+    """Return the larger of the terms of one output and the outputs that use a kernel element."""
     numbers = eqn.params["dimension_numbers"]
     kernel, out = aval_of(eqn.invars[1]).shape, aval_of(eqn.outvars[0]).shape
     features = kernel[numbers.rhs_spec[0]]
@@ -153,5 +155,5 @@ def _rest(shape: tuple[int, ...], without: tuple[int, ...]) -> int:
     return math.prod(size for dim, size in enumerate(shape) if dim not in without)
 
 
-def _unit(dtype: Any) -> float:
+def _unit_roundoff(dtype: Any) -> float:
     return float(jnp.finfo(dtype).eps) / 2

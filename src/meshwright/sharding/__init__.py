@@ -1,1 +1,1 @@
-"""Which array lives where, and why: rules, fsdp, tensor, batch."""
+"""The placement of every array on the mesh, with reasons: rules, annotations, fsdp and tensor."""

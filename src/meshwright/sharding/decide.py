@@ -1,4 +1,4 @@
-"""Deciding where every leaf lives: by the user's rules, the model's annotations, or its program."""
+"""Deciding the placement of every leaf: by rules, by annotations, or by the traced program."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from meshwright.sharding.tensor import TensorChoice, check_tensor_size, choose_t
 
 @dataclass(frozen=True)
 class Decision:
-    """Where everything lives.
+    """The placement of leaves, gradients, optimizer state and activations.
 
     Attributes:
-        at_rest: for each step leaf, where it lives between updates.
-        optimizer: for each step leaf, where its optimizer state lives.
-        gradients: for each step leaf, where its gradient is reduced to.
+        at_rest: placement of each step leaf between updates.
+        optimizer: placement of the optimizer state of each step leaf.
+        gradients: placement of the reduced gradient of each step leaf.
         gathers: by number, the step leaves that are gathered before use.
-        pins: where activations live.
-        weights: variables of the program that hold weights and no data.
-        batch: how batches are divided.
-        classes: the dims of the program.
-        tensor: what the tensor axis divides.
+        pins: layouts of activations.
+        weights: variables of the program that depend on weights alone.
+        batch: partition spec of a batch.
+        classes: the dim classes of the program.
+        tensor: the dims that the tensor axis divides.
     """
 
     at_rest: tuple[Placement, ...]
@@ -65,14 +65,14 @@ def decide(
     *,
     staged: Collection[int] = (),
 ) -> Decision:
-    """Decide where leaves, gradients, optimizer state and activations live on a mesh.
+    """Decide how leaves, gradients, optimizer state and activations are placed on a mesh.
 
     Args:
         traced: the loss.
         sizes: axis sizes of the mesh.
-        sharding: what the user asked for.
-        staged: numbers of the step leaves that hold the blocks of pipeline stages; the others
-            belong to no stage and are divided over all of them.
+        sharding: the sharding config.
+        staged: numbers of the step leaves that hold blocks of pipeline stages; the others belong
+            to no stage and are divided over all of them.
     """
     classes = dim_classes(traced)
     tensor = choose_tensor_dims(classes, sizes.get("tensor", 1))
@@ -93,12 +93,12 @@ def decide(
         )
         for number, step in enumerate(traced.layout.step_leaves)
     )
-    whole = tuple(_undivided(placement) for placement in divided)
+    tensor_only = tuple(_tensor_only(placement) for placement in divided)
     axes = batch_axes(sizes)
     return Decision(
-        at_rest=divided if sharding.zero == 3 else whole,
+        at_rest=divided if sharding.zero == 3 else tensor_only,
         optimizer=divided,
-        gradients=whole if sharding.zero == 1 else divided,
+        gradients=tensor_only if sharding.zero == 1 else divided,
         gathers=_gathers(traced.layout.step_leaves, divided) if sharding.zero == 3 else {},
         pins=find_pins(classes, batch_axes=axes, tensor_dim=tensor.sharded_dim)
         if axes or tensor.size > 1
@@ -111,7 +111,7 @@ def decide(
 
 
 def batch_axes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the mesh axes samples are divided over, outermost first, and their sizes."""
+    """Return the mesh axes that divide the batch, outermost first, with their sizes."""
     return {axis: sizes[axis] for axis in ("data", "fsdp") if sizes.get(axis, 1) > 1}
 
 
@@ -143,8 +143,8 @@ def _place(
         on_tensor = apply_rule(*rule, step, classes, sizes)
     elif leaf.annotation is not None and _names_axes(leaf.annotation):
         if on_stages:
-            own = leaf.annotation[int(step.stacked) :]
-            check_on_stages(step, own, ByAnnotation(), stages)
+            block_spec = leaf.annotation[int(step.stacked) :]
+            check_on_stages(step, block_spec, ByAnnotation(), stages)
         return annotated(leaf, sizes)
     else:
         on_tensor = _by_program(leaf, tensor)
@@ -165,7 +165,7 @@ def _over_fsdp(
     *,
     is_stack: bool,
 ) -> Placement:
-    # A stack's first dim is the blocks: dividing it would put whole blocks on single devices.
+    # Dim 0 of a stack counts blocks; dividing it would put whole blocks on single devices.
     placed = add_fsdp(
         leaf,
         on_tensor.dims,
@@ -177,7 +177,7 @@ def _over_fsdp(
 
 
 def _by_program(leaf: Leaf, tensor: TensorChoice) -> Placement:
-    """Place a leaf by what the model's program does with it."""
+    """Place a leaf according to its use in the traced program."""
     dims: list[DimAxes] = [()] * len(leaf.shape)
     choice = tensor.leaves.get(leaf.path)
     if choice is not None and choice.dim is not None:
@@ -195,8 +195,8 @@ def _names_axes(annotation: Sequence[Any]) -> bool:
     return bool(names) and all(resolve_alias(name) in AXES for name in names)
 
 
-def _undivided(placement: Placement) -> Placement:
-    """Return where a leaf lives if only tensor parallelism divides it."""
+def _tensor_only(placement: Placement) -> Placement:
+    """Return the placement with only the tensor axis left."""
     dims = tuple(
         tuple(axis for axis in axes if axis not in ("fsdp", "pipe")) for axes in placement.dims
     )

@@ -1,4 +1,4 @@
-"""What each device holds, leaf by leaf, and why."""
+"""A report on every parameter: its shard per device, and the reason for its placement."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ PARAMETER_AXES = ("fsdp", "tensor")
 
 @dataclass(frozen=True)
 class LeafReport:
-    """Where one parameter of the model lives.
+    """The placement of one parameter of the model.
 
     Attributes:
         path: canonical path.
-        shape: its dims.
-        dtype: its number format.
+        shape: its shape.
+        dtype: its dtype.
         spec: mesh axes per dim; an empty string for a dim that is not divided.
         bytes: size of the whole parameter.
-        bytes_per_device: size of its shard, on a device that has one.
-        stage: the only pipeline stage that holds it; None if all devices do.
-        whole_over: mesh axes that could divide it and do not.
-        reason: why it lives there.
-        remedy: what would divide it further; empty if every axis divides it.
+        bytes_per_device: size of its shard.
+        stage: the pipeline stage that holds it; None if all stages do.
+        whole_over: mesh axes that could divide it but do not.
+        reason: the reason for its placement.
+        remedy: a change that would divide it further; empty if every axis divides it.
     """
 
     path: str
@@ -52,27 +52,27 @@ def explain(layout: Layout, decision: Decision, sizes: Mapping[str, int]) -> lis
         placement = decision.at_rest[number]
         for row, source in zip(step.source_rows, step.sources, strict=True):
             leaf = layout.leaves[source]
-            own = _of_one_block(placement, sizes) if step.stacked else placement
-            whole = [a for a in PARAMETER_AXES if sizes.get(a, 1) > 1 and a not in own.axes()]
+            placed = _of_one_block(placement, sizes) if step.stacked else placement
+            whole = [a for a in PARAMETER_AXES if sizes.get(a, 1) > 1 and a not in placed.axes()]
             reports[source] = LeafReport(
                 path=leaf.path,
                 shape=leaf.shape,
                 dtype=str(leaf.dtype),
-                spec=tuple(",".join(axes) for axes in own.dims),
+                spec=tuple(",".join(axes) for axes in placed.dims),
                 bytes=leaf.nbytes,
-                bytes_per_device=bytes_per_device(leaf, own, sizes),
+                bytes_per_device=bytes_per_device(leaf, placed, sizes),
                 stage=_stage(placement, step, row, sizes),
                 whole_over=tuple(whole),
-                reason=own.reason,
+                reason=placed.reason,
                 remedy=_remedy(leaf.shape, leaf.size, whole, sizes),
             )
     return [reports[source] for source in sorted(reports)]
 
 
 def _of_one_block(placement: Placement, sizes: Mapping[str, int]) -> Placement:
-    """Return where one block of a stack lives."""
+    """Return the placement of one block of a stack."""
     reasons = [reason.in_one_block() for reason in placement.reasons]
-    # The stages divide the stack, not the block: without another reason it is whole on its stage.
+    # Stages divide the stack, not the block: without another reason it is whole on its stage.
     only_staged = all(isinstance(reason, OnEachStage) for reason in reasons)
     if reasons and only_staged and any(n > 1 for axis, n in sizes.items() if axis != "pipe"):
         reasons.append(WholeOnStage())

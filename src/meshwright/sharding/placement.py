@@ -1,4 +1,4 @@
-"""Where each leaf lives on the mesh, and why."""
+"""The placement of a leaf on the mesh, and dividing leaves over fsdp and pipe."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DimAxes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one leaf lives.
+    """Which mesh axes divide the dims of one leaf.
 
     Attributes:
         path: canonical path.
         dims: for each dim, the axes it is divided over.
-        reasons: why; none for a leaf that nothing divides.
+        reasons: the reasons; none if no axis divides the leaf.
     """
 
     path: str
@@ -32,24 +32,24 @@ class Placement:
 
     @property
     def reason(self) -> str:
-        """Why it lives there, for people."""
+        """The reasons as one line of text."""
         return render(self.reasons)
 
     @property
     def spec(self) -> PartitionSpec:
-        """The placement as JAX writes it."""
+        """The placement as a PartitionSpec."""
         return to_spec(self.dims)
 
     def axes(self) -> set[str]:
-        """Return the axes the leaf is divided over."""
+        """Return the axes that divide the leaf."""
         return {axis for dim in self.dims for axis in dim}
 
     def without(self, *axes: str) -> PartitionSpec:
-        """Return the spec with these axes gathered."""
+        """Return the spec of the leaf gathered over these axes."""
         return to_spec(tuple(tuple(a for a in dim if a not in axes) for dim in self.dims))
 
     def shards(self, sizes: Mapping[str, int]) -> int:
-        """Return into how many different pieces the leaf is divided."""
+        """Return the number of distinct shards."""
         count = 1
         for axis in self.axes():
             count *= sizes.get(axis, 1)
@@ -57,7 +57,7 @@ class Placement:
 
 
 def to_spec(dims: Iterable[DimAxes]) -> PartitionSpec:
-    """Write dims' axes as a PartitionSpec without trailing empty dims."""
+    """Return the axes of each dim as a PartitionSpec, without trailing undivided dims."""
     entries: list[Any] = [
         None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims
     ]
@@ -67,22 +67,22 @@ def to_spec(dims: Iterable[DimAxes]) -> PartitionSpec:
 
 
 def bytes_per_device(leaf: Leaf, placement: Placement, sizes: Mapping[str, int]) -> int:
-    """Return the bytes of a leaf's shard."""
+    """Return the size of a leaf's shard in bytes."""
     return leaf.nbytes // placement.shards(sizes)
 
 
 def add_fsdp(
     leaf: Leaf, tensor_dims: Sequence[DimAxes], *, size: int, smallest: int, keep: int = 0
 ) -> Placement:
-    """Divide the largest divisible dim of a leaf over the fsdp axis, besides its tensor dims.
+    """Divide a leaf over the fsdp axis, on its largest divisible dim that is not yet divided.
 
     Args:
         leaf: the leaf.
-        tensor_dims: for each dim, the axes it is already divided over.
+        tensor_dims: for each dim, the axes that already divide it.
         size: devices on the fsdp axis.
-        smallest: leaves with fewer elements are not divided, since gathering them costs more
-            than it saves.
-        keep: leading dims that are never divided.
+        smallest: leaves with fewer elements are not divided: gathering them costs more than it
+            saves.
+        keep: number of leading dims that are never divided.
     """
     dims = list(tensor_dims)
     elements = math.prod(leaf.shape[keep:])
@@ -91,7 +91,7 @@ def add_fsdp(
     free = [d for d in range(keep, len(dims)) if not dims[d] and leaf.shape[d] % size == 0]
     if not free:
         return Placement(leaf.path, tuple(dims), (NoDivisibleDim("fsdp", leaf.shape, size),))
-    # Of equal dims the last is taken: rows of a kernel are contracted, columns are not.
+    # Of dims of equal size take the last: rows of a kernel are contracted, columns are not.
     best = max(free, key=lambda d: (leaf.shape[d], d))
     dims[best] = ("fsdp",)
     return Placement(leaf.path, tuple(dims), (Divided("fsdp", best, leaf.shape[best], size),))
@@ -100,16 +100,16 @@ def add_fsdp(
 def add_pipe(
     leaf: Leaf, placed: Placement, *, sizes: Mapping[str, int], smallest: int
 ) -> Placement:
-    """Divide a leaf that every stage uses over the pipe axis, on its largest dim.
+    """Divide a leaf that every stage uses over the pipe axis, on its largest divisible dim.
 
-    Stages gather it once per update; between updates and in the optimizer each holds its shard.
+    Stages gather it once per update; between updates, and in the optimizer, each holds a shard.
     """
     pieces = [math.prod(sizes.get(axis, 1) for axis in (*axes, "pipe")) for axes in placed.dims]
-    fits = [d for d, count in enumerate(pieces) if leaf.shape[d] % count == 0]
-    if not fits or leaf.size < smallest:
+    divisible = [d for d, count in enumerate(pieces) if leaf.shape[d] % count == 0]
+    if not divisible or leaf.size < smallest:
         return placed
-    # A dim that only pipe divides is gathered in one piece; one shared with fsdp is second best.
-    best = max(fits, key=lambda d: (not placed.dims[d], leaf.shape[d], d))
+    # Prefer a dim that no other axis divides: it is gathered in one piece.
+    best = max(divisible, key=lambda d: (not placed.dims[d], leaf.shape[d], d))
     dims = list(placed.dims)
     dims[best] = (*dims[best], "pipe")
     reason = Divided("pipe", best, leaf.shape[best], pieces[best])

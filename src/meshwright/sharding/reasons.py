@@ -1,4 +1,4 @@
-"""Reasons for a placement, as records; each renders itself as a phrase for people."""
+"""Reasons for a placement, as records that render themselves as text."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Rule = str | Sequence[Any]
 
 @dataclass(frozen=True)
 class Reason(ABC):
-    """One reason why a leaf lives where it does; its ``str`` is a phrase."""
+    """One reason for the placement of a leaf; its ``str`` is a phrase."""
 
     @abstractmethod
     def __str__(self) -> str: ...
 
     def in_one_block(self) -> Self:
-        """Return the same reason for one block of a stack, which has one dim less in front."""
+        """Return the same reason for one block of a stack, without the leading dim of the stack."""
         return self
 
 
 def render(reasons: Iterable[Reason]) -> str:
-    """Write reasons as one line; without any, nothing divides the leaf."""
+    """Return the reasons as one line of text."""
     return "; ".join(map(str, reasons)) or "the same on every device"
 
 
@@ -37,8 +37,8 @@ class Divided(Reason):
     Attributes:
         axis: the mesh axis.
         dim: the dim.
-        size: its length.
-        parts: how many parts it falls into.
+        size: the size of the dim.
+        parts: number of parts.
     """
 
     axis: str
@@ -50,7 +50,7 @@ class Divided(Reason):
         return f"{self.axis} on dim {self.dim}: {self.size} / {self.parts}"
 
     def in_one_block(self) -> Self:
-        """Count the dims of one block."""
+        """Number the dims as in one block."""
         return replace(self, dim=self.dim - 1)
 
 
@@ -67,11 +67,11 @@ class TooSmall(Reason):
 
 @dataclass(frozen=True)
 class NoDivisibleDim(Reason):
-    """No dim that is still whole is divisible by an axis.
+    """No undivided dim is divisible by the size of an axis.
 
     Attributes:
         axis: the mesh axis.
-        shape: the leaf's dims.
+        shape: the shape of the leaf.
         parts: the size of the axis.
     """
 
@@ -86,13 +86,13 @@ class NoDivisibleDim(Reason):
         return f"not divided over {self.axis}: no free dim of {shape} is divisible by {self.parts}"
 
     def in_one_block(self) -> Self:
-        """Leave out the dim of the stack."""
+        """Drop the leading dim of the stack."""
         return replace(self, shape=self.shape[1:])
 
 
 @dataclass(frozen=True)
 class ByRule(Reason):
-    """The user's rule for a path pattern says so."""
+    """A sharding rule of the user."""
 
     pattern: str
     rule: Rule
@@ -112,7 +112,7 @@ class ByAnnotation(Reason):
 
 @dataclass(frozen=True)
 class UnknownAnnotation(Reason):
-    """The model's author annotated the parameter with names that are no mesh axes."""
+    """The model's author annotated the parameter with names that are not mesh axes."""
 
     names: tuple[Any, ...]
 
@@ -126,7 +126,7 @@ class OnEachStage(Reason):
 
     Attributes:
         blocks: blocks of the largest stage.
-        even: whether all stages have as many.
+        even: whether all stages have the same number of blocks.
     """
 
     blocks: int
@@ -138,7 +138,7 @@ class OnEachStage(Reason):
 
 @dataclass(frozen=True)
 class WholeOnStage(Reason):
-    """Nothing but the stages divides a block."""
+    """Only the pipeline stages divide the blocks; each block is whole."""
 
     def __str__(self) -> str:
         return "the same on all its devices"

@@ -1,4 +1,4 @@
-"""Rules and annotations: where the user or the model's author wants parameters to live."""
+"""Placements by sharding rules of the user and by annotations in the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.sharding.placement import DimAxes, Placement
 from meshwright.sharding.reasons import ByAnnotation, ByRule, Reason, Rule
 
 TENSOR_ROLES = ("column", "row")
-"""Rules for the tensor axis only; fsdp divides another dim."""
+"""Rules for the tensor axis alone; fsdp still divides another dim."""
 
 
 def find_rule(
@@ -26,24 +26,24 @@ def find_rule(
     Args:
         rules: rules by their patterns.
         step: the step leaf.
-        paths: of the model's own leaves.
-        stages: pipeline stages; with several, blocks are rolled whatever the config says.
+        paths: paths of the model's leaves.
+        stages: number of pipeline stages; with several, blocks are always rolled.
     """
-    found = None
+    last_match = None
     for pattern, rule in rules.items():
-        matched = [matches(pattern, paths[source]) for source in step.sources]
-        if any(matched) and not all(matched):
-            by_stages = f"with pipe={stages} a stage holds its blocks as one array"
+        is_match = [matches(pattern, paths[source]) for source in step.sources]
+        if any(is_match) and not all(is_match):
+            staged = f"with pipe={stages} a stage holds its blocks as one array"
             raise UserError(
                 f"the sharding rule `{pattern}` names only some blocks of `{step.leaf.path}`",
-                why=f"{by_stages if stages > 1 else 'rolled blocks are one array'}, "
-                f"which is placed as a whole; the rule names {sum(matched)} of {len(matched)}",
+                why=f"{staged if stages > 1 else 'rolled blocks are one array'}, "
+                f"which is placed as a whole; the rule names {sum(is_match)} of {len(is_match)}",
                 fix=f"write `{step.leaf.path}`"
                 + ("" if stages > 1 else f", or {Setting('sharding.blocks', 'unroll')}"),
             )
-        if any(matched):
-            found = (pattern, rule)
-    return found
+        if any(is_match):
+            last_match = (pattern, rule)
+    return last_match
 
 
 def check_rules(rules: Mapping[str, Rule], paths: Sequence[str]) -> None:
@@ -59,7 +59,7 @@ def check_rules(rules: Mapping[str, Rule], paths: Sequence[str]) -> None:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a path pattern matches: ``*`` is one part of the path, ``**`` any number."""
+    """Whether a pattern matches a path: ``*`` is one part of the path, ``**`` any number."""
     parts = [
         ".*" if part == "**" else re.escape(part).replace(r"\*", "[^.]*")
         for part in pattern.split(".")
@@ -86,7 +86,7 @@ def apply_rule(
             f"there is no sharding rule `{rule}` (for `{pattern}`)",
             fix='write column, row, replicate, or a spec such as ["fsdp", "tensor"]',
         )
-    # A rule is about the leaf of one block; a stack has one more dim in front.
+    # A rule describes the leaf of one block; a stack has one more leading dim.
     entries = [None, *rule] if step.stacked else rule
     return _explicit(leaf, entries, reason, sizes)
 
@@ -96,15 +96,17 @@ def check_on_stages(step: StepLeaf, spec: Sequence[Any], reason: Reason, stages:
 
     Args:
         step: a leaf that holds the blocks of pipeline stages.
-        spec: where a rule or an annotation says it lives.
+        spec: the partition spec of a rule or an annotation.
         reason: the rule or the annotation.
-        stages: pipeline stages.
+        stages: number of pipeline stages.
     """
-    kept = [[n for n in entry_names(e) if canonical_axis(n) != "pipe"] for e in spec]
-    if stages == 1 or sum(map(len, kept)) == sum(len(entry_names(e)) for e in spec):
+    without_pipe = [[n for n in entry_names(e) if canonical_axis(n) != "pipe"] for e in spec]
+    if stages == 1 or sum(map(len, without_pipe)) == sum(len(entry_names(e)) for e in spec):
         return
     blocks = len(step.sources) if step.stacked else step.leaf.shape[0]
-    entries = [(e[0] if len(e) == 1 else f"[{', '.join(e)}]") if e else "null" for e in kept]
+    entries = [
+        (e[0] if len(e) == 1 else f"[{', '.join(e)}]") if e else "null" for e in without_pipe
+    ]
     raise UserError(
         f"`{step.leaf.path}` cannot be divided over `pipe` a second time",
         why=f"{reason}; its {blocks} blocks are already divided over pipe={stages}",
@@ -113,22 +115,22 @@ def check_on_stages(step: StepLeaf, spec: Sequence[Any], reason: Reason, stages:
 
 
 def _role_dim(rule: str, step: StepLeaf, roles: Roles, size: int) -> int | None:
-    """Return the dim a role means: a divisible one, if there are several."""
-    own, other = (roles.column, roles.row) if rule == "column" else (roles.row, roles.column)
+    """Return the dim with this role; a divisible one if there are several."""
+    wanted, other = (roles.column, roles.row) if rule == "column" else (roles.row, roles.column)
     shape = step.leaf.shape
-    if not own and not other:
-        # A bias has no rows and no matrix product of its own: its last dim is the column.
+    if not wanted and not other:
+        # A bias takes part in no matrix product; its last dim is the column.
         last = len(shape) - 1
         return last if rule == "column" and last >= int(step.stacked) else None
-    candidates = [d for d in own if d not in other]
+    candidates = [d for d in wanted if d not in other]
     if not candidates:
-        # A square kernel between equal dims: outputs are written last.
-        candidates = list(own if rule == "row" else reversed(own))
+        # A square kernel between equal dims: the output dim is the last.
+        candidates = list(wanted if rule == "row" else reversed(wanted))
     return next((d for d in candidates if shape[d] % size == 0), next(iter(candidates), None))
 
 
 def annotated(leaf: Leaf, sizes: Mapping[str, int]) -> Placement:
-    """Return the placement the model's author annotated a parameter with."""
+    """Return the placement of a parameter that is annotated in the model."""
     return _explicit(leaf, leaf.annotation or (), ByAnnotation(), sizes)
 
 
@@ -146,8 +148,8 @@ def _explicit(
     if len(spec) > rank:
         raise UserError(
             f"the partition spec of `{leaf.path}` has {len(spec)} entries",
-            why=f"{reason}; it has {rank} dims",
-            fix="write one entry per dim, null for a dim that is not divided",
+            why=f"{reason}; the parameter has {rank} dims",
+            fix="write one entry per dim, and null for a dim that is not divided",
         )
     entries = [*spec, *([None] * (rank - len(spec)))]
     dims = tuple(tuple(canonical_axis(name) for name in entry_names(e)) for e in entries)
@@ -168,9 +170,9 @@ def _checked(placement: Placement, shape: Sequence[int], sizes: Mapping[str, int
             parts *= sizes.get(axis, 1)
         if size % parts:
             raise UserError(
-                f"`{placement.path}` cannot be divided as asked",
+                f"`{placement.path}` cannot be divided like this",
                 why=f"{placement.reason}; dim {number} has size {size}, which {parts} parts "
                 f"({' × '.join(f'{a}={sizes.get(a, 1)}' for a in axes)}) do not divide",
             )
-    present = tuple(tuple(a for a in axes if sizes.get(a, 1) > 1) for axes in placement.dims)
-    return Placement(placement.path, present, placement.reasons)
+    dims = tuple(tuple(a for a in axes if sizes.get(a, 1) > 1) for axes in placement.dims)
+    return Placement(placement.path, dims, placement.reasons)

@@ -1,4 +1,4 @@
-"""Dividing the arrays of any tree over an axis of a mesh, for loops written by hand."""
+"""`shard_fsdp`: the arrays of a pytree sharded over a mesh axis, for custom training loops."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _MIN_SHARD_SIZE = ShardingConfig().min_shard_size
 def shard_fsdp(
     params: Any, mesh: Mesh, *, axis_name: str = "fsdp", min_shard_size: int = _MIN_SHARD_SIZE
 ) -> Any:
-    """Return the tree with each array divided over an axis, so that a device holds 1/N of it.
+    """Return the tree with each array divided over an axis, so that each device holds 1/N of it.
 
-    Each array is divided on its largest dim that divides evenly; arrays without one, and small
-    ones, are whole on every device. What an array is already divided over on this mesh stays.
+    Each array is divided on its largest divisible dim; arrays without one, and small arrays, are
+    replicated. Axes that already divide an array on this mesh continue to do so.
 
     Args:
         params: any pytree of arrays, an `nnx.State`, an NNX model or a dict of them. Optimizer
             state is divided like its parameters.
-        mesh: where to put it.
-        axis_name: the axis to divide over.
+        mesh: the mesh.
+        axis_name: the mesh axis to divide over.
         min_shard_size: arrays with fewer elements are not divided.
     """
     if axis_name not in mesh.axis_names:
@@ -44,24 +44,24 @@ def shard_fsdp(
     def put(leaf: Any) -> Any:
         return jax.device_put(leaf, _sharding(leaf, mesh, axis_name, min_shard_size))
 
-    if not _holds_modules(params):
+    if not _contains_modules(params):
         return jax.tree.map(put, params)
-    # As a tree, a model would lose what it shares: tied weights would become two arrays.
+    # Mapped as a tree, a model would lose its sharing: tied weights would become two arrays.
     graph, state = nnx.split(params)
     return nnx.merge(graph, jax.tree.map(put, state))
 
 
 def _sharding(leaf: Any, mesh: Mesh, axis: str, smallest: int) -> NamedSharding:
-    described = Leaf("", tuple(np.shape(leaf)), jnp.result_type(leaf), "param", "array")
-    before = _divided(leaf, mesh, axis)
-    after = add_fsdp(described, before, size=mesh.shape[axis], smallest=smallest).dims
-    # The rule has a name of its own for the axis.
+    as_leaf = Leaf("", tuple(np.shape(leaf)), jnp.result_type(leaf), "param", "array")
+    before = _other_axes(leaf, mesh, axis)
+    after = add_fsdp(as_leaf, before, size=mesh.shape[axis], smallest=smallest).dims
+    # `add_fsdp` always names the axis fsdp.
     dims = [old if new == old else (axis,) for old, new in zip(before, after, strict=True)]
     return NamedSharding(mesh, to_spec(dims))
 
 
-def _divided(leaf: Any, mesh: Mesh, axis: str) -> list[DimAxes]:
-    """Return what each dim of an array is already divided over, other than ``axis``."""
+def _other_axes(leaf: Any, mesh: Mesh, axis: str) -> list[DimAxes]:
+    """Return the axes other than ``axis`` that already divide each dim of an array."""
     sharding = getattr(leaf, "sharding", None)
     ndim = np.ndim(leaf)
     if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
@@ -71,7 +71,7 @@ def _divided(leaf: Any, mesh: Mesh, axis: str) -> list[DimAxes]:
     return [tuple(n for n in dim if n is not None and n != axis) for dim in names]
 
 
-def _holds_modules(tree: Any) -> bool:
+def _contains_modules(tree: Any) -> bool:
     def is_module(node: Any) -> bool:
         return isinstance(node, nnx.Pytree)
 

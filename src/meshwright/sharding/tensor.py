@@ -1,11 +1,10 @@
-"""Tensor parallelism: which dim of which parameter the tensor axis divides, and why."""
+"""Tensor parallelism: choosing the dim of each parameter that the tensor axis divides."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from meshwright.errors import Setting, UserError
 from meshwright.program.dims import Atom, DimClasses, LeafDims
@@ -18,28 +17,26 @@ from meshwright.sharding.tensor_candidates import (
     ways_along,
 )
 from meshwright.sharding.tensor_explain import (
-    Refusal,
+    Rejection,
     cheapest,
     fused_factor,
     why_placed,
     why_replicated,
 )
-from meshwright.sharding.tensor_reasons import Replicated
-
-TensorRole = Literal["column", "row", "vocabulary", "expert", "follows", "replicated"]
+from meshwright.sharding.tensor_reasons import Replicated, TensorRole
 
 SUBSTITUTE_COST = 3
-"""A class whose size does not divide is replaced by another one only if that costs at most this
-many times its communication; beyond that, replicating the parameter is cheaper."""
+"""A dim class that the axis does not divide is replaced by another only if that one communicates
+at most this many times as much; beyond that, replicating the parameter is cheaper."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedDim:
-    """A dim that could be divided if the parameter had its factors as dims of their own.
+    """A dim that could be divided if its factors were separate dims of the parameter.
 
     Attributes:
         dim: position of the dim in the parameter.
-        factors: the sizes it falls into, major first.
+        factors: the sizes of its factors, major first.
         index: the factor to divide.
     """
 
@@ -50,14 +47,14 @@ class FusedDim:
 
 @dataclass(frozen=True, slots=True)
 class LeafChoice:
-    """Which dim of one leaf the tensor axis divides.
+    """The dim of one leaf that the tensor axis divides.
 
     Attributes:
         path: its canonical path.
         dim: the divided dim; None if every device holds the whole leaf.
-        role: what the dim is.
-        reason: why.
-        fused: for a replicated leaf, the factor of a dim that would divide it.
+        role: the role of the dim.
+        reason: the reason for the choice.
+        fused: for a replicated leaf, the factor inside a dim that could be divided.
     """
 
     path: str
@@ -72,10 +69,10 @@ class TensorChoice:
     """How a model is divided over the tensor axis.
 
     Attributes:
-        size: the length of the axis.
-        leaves: by canonical path, parameters and other state.
-        ways: into how many parts each divided class falls; for activations.
-        traffic: bytes each device sends per training step because of it.
+        size: the size of the axis.
+        leaves: the choice for each parameter and state leaf, by canonical path.
+        ways: the number of parts of each divided class; for activations.
+        traffic: bytes that each device sends per update because of tensor parallelism.
     """
 
     size: int
@@ -88,16 +85,16 @@ class TensorChoice:
         return self.leaves[path].dim
 
     def sharded_dim(self, dims: Sequence[tuple[Atom, ...]]) -> int | None:
-        """Return the dim of an activation that lies on the axis; None if none or several would."""
-        found = [d for d, dim in enumerate(dims) if ways_along(dim, self.ways) == self.size]
-        return found[0] if len(found) == 1 else None
+        """Return the dim of an activation that the axis divides; None if not exactly one fits."""
+        fitting = [d for d, dim in enumerate(dims) if ways_along(dim, self.ways) == self.size]
+        return fitting[0] if len(fitting) == 1 else None
 
 
 def choose_tensor_dims(classes: DimClasses, tensor_size: int) -> TensorChoice:
     """Choose at most one dim of every leaf for a tensor axis of this size.
 
-    Candidates are taken by communication per parameter byte, cheapest first. The candidates of
-    repeated blocks are taken or refused together.
+    Candidates are considered in order of communication per parameter byte, cheapest first. The
+    candidates of repeated blocks are accepted or rejected together.
     """
     if tensor_size == 1:
         return TensorChoice(1, {}, {}, 0)
@@ -115,7 +112,7 @@ def choose_tensor_dims(classes: DimClasses, tensor_size: int) -> TensorChoice:
 
 
 def check_tensor_size(classes: DimClasses, choice: TensorChoice) -> None:
-    """Raise a `UserError` if the tensor axis is too large for the model to make use of it."""
+    """Raise a `UserError` if the tensor axis is too large for the model."""
     if choice.size == 1:
         return
     for leaf in classes.params:
@@ -151,23 +148,23 @@ def _check_heads(classes: DimClasses, leaf: LeafDims, choice: TensorChoice) -> N
 
 
 class _Search:
-    """What has been taken and refused so far.
+    """The candidates accepted and rejected so far.
 
     Attributes:
-        by_class: the candidate each divided class was taken by.
-        taken: by position of an input, the candidate that divides it.
-        refused: the candidates that were not taken.
-        refusals: by position of an input, those of them it has, with what stood in their way.
+        by_class: for each divided class, the accepted candidate that divides it.
+        accepted: by position of an input, the candidate that divides it.
+        rejected: the candidates that were not accepted.
+        rejections: by position of an input, its rejected candidates with their rivals.
     """
 
     def __init__(self) -> None:
         self.by_class: dict[int, Candidate] = {}
-        self.refused: list[Candidate] = []
-        self.refusals = defaultdict[int, list[Refusal]](list)
-        self.taken: dict[int, Candidate] = {}
+        self.rejected: list[Candidate] = []
+        self.rejections = defaultdict[int, list[Rejection]](list)
+        self.accepted: dict[int, Candidate] = {}
 
     def consider(self, group: Sequence[Candidate]) -> None:
-        """Take the candidates of one pattern, all or none unless they exclude each other."""
+        """Accept the candidates of one pattern, all or none unless they exclude each other."""
         kernels = [kernel for candidate in group for kernel in candidate.kernels]
         if len(set(kernels)) < len(kernels):
             for candidate in sorted(group, key=_score):
@@ -178,42 +175,42 @@ class _Search:
     def _settle(self, group: Sequence[Candidate]) -> None:
         rivals = [self._rival(candidate) for candidate in group]
         if any(rivals) or any(candidate.obstacle for candidate in group):
-            self._refuse(group, rivals)
+            self._reject(group, rivals)
             return
         for candidate in group:
             self.by_class.update(dict.fromkeys(candidate.ways, candidate))
             for position in candidate.placed:
-                self.taken.setdefault(position, candidate)
+                self.accepted.setdefault(position, candidate)
 
-    def _refuse(self, group: Sequence[Candidate], rivals: Sequence[Candidate | None]) -> None:
-        self.refused.extend(group)
+    def _reject(self, group: Sequence[Candidate], rivals: Sequence[Candidate | None]) -> None:
+        self.rejected.extend(group)
         for candidate, rival in zip(group, rivals, strict=True):
             for position in candidate.touched:
-                self.refusals[position].append((candidate, rival))
+                self.rejections[position].append((candidate, rival))
 
     def _rival(self, candidate: Candidate) -> Candidate | None:
-        """Return the candidate that stands in this one's way."""
+        """Return the candidate that rules this one out, if any."""
         for kernel in candidate.kernels:
-            if kernel in self.taken:
-                return self.taken[kernel]
+            if kernel in self.accepted:
+                return self.accepted[kernel]
         for name in candidate.ways:
             if name in self.by_class:
                 return self.by_class[name]
-        return self._better_but_refused(candidate)
+        return self._better_but_rejected(candidate)
 
-    def _better_but_refused(self, candidate: Candidate) -> Candidate | None:
-        """Return a refused candidate this one would be a poor substitute for.
+    def _better_but_rejected(self, candidate: Candidate) -> Candidate | None:
+        """Return a rejected candidate that this one would be a poor substitute for.
 
-        That is one whose reductions are all among this one's (a head's dim for the heads), or one
-        of much less communication that only its size rules out, if such ones account for most of
-        what would be divided.
+        That is one whose reductions are all among this one's (the dim of a head instead of the
+        heads), or one that communicates much less and is ruled out by its size alone, if such
+        candidates account for most of the bytes that this one would divide.
         """
         others = [
-            refused
-            for refused in self.refused
-            if refused.obstacle
-            and refused.kernels & candidate.kernels
-            and not refused.ways.keys() & candidate.ways.keys()
+            rejected
+            for rejected in self.rejected
+            if rejected.obstacle
+            and rejected.kernels & candidate.kernels
+            and not rejected.ways.keys() & candidate.ways.keys()
         ]
         for other in others:
             if other.cost < candidate.cost and other.reductions <= candidate.reductions:
@@ -246,14 +243,14 @@ def _score(candidate: Candidate) -> float:
 def _leaf_choice(
     classes: DimClasses, position: int, leaf: LeafDims, search: _Search, size: int
 ) -> LeafChoice:
-    candidate = search.taken.get(position)
+    candidate = search.accepted.get(position)
     if candidate is not None:
         dim = candidate.placed[position]
         role = _role(leaf, dim, candidate)
         return LeafChoice(leaf.path, dim, role, why_placed(classes, leaf, dim, role, candidate))
-    refusals = search.refusals[position]
-    reason = why_replicated(classes, leaf, refusals, size)
-    best = cheapest(refusals)[0] if refusals else None
+    rejections = search.rejections[position]
+    reason = why_replicated(classes, leaf, rejections, size)
+    best = cheapest(rejections)[0] if rejections else None
     fused = fused_factor(leaf, best) if best and best.obstacle == "inside" else None
     return LeafChoice(leaf.path, None, "replicated", reason, FusedDim(*fused) if fused else None)
 

@@ -1,4 +1,4 @@
-"""The ways to divide a model's dim classes over the tensor axis, and what each would cost."""
+"""Candidates: the ways to divide a model's dim classes over the tensor axis, with their cost."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meshwright.program.dims import Atom, DimClasses, LeafDims
 Dim = tuple[Atom, ...]
 
 Pattern = tuple[tuple[int, ...], frozenset[tuple[str, int, tuple[int, ...]]]]
-"""How many ways a candidate is divided, and where it occurs: path, dim, and sizes of factors."""
+"""Number of parts of a candidate, and where it occurs: path, dim, and sizes of factors."""
 
 ObstacleKind = Literal["", "size", "recurrent", "inside", "attention", "blocked"]
-"""Why a candidate cannot be used, whatever else is chosen; empty if it can.
+"""Why a candidate can never be used; empty if it can.
 
-- ``size``: its length is no multiple of the axis.
+- ``size``: its size is not a multiple of the axis.
 - ``recurrent``: it is two dims of one parameter.
 - ``inside``: it is an inner factor of a parameter's dim, which no PartitionSpec can express.
 - ``attention``: attention contracts it per head.
@@ -28,12 +28,12 @@ ObstacleKind = Literal["", "size", "recurrent", "inside", "attention", "blocked"
 
 
 def ways_along(dim: Dim, ways: Mapping[int, int]) -> int:
-    """Return into how many contiguous parts a dim falls when its classes are divided so."""
+    """Return the number of contiguous parts of a dim whose classes are divided like this."""
     parts = 1
     for atom in dim:
-        own = ways.get(atom.id, 1)
-        parts *= own
-        if own != atom.size:
+        atom_parts = ways.get(atom.id, 1)
+        parts *= atom_parts
+        if atom_parts != atom.size:
             break
     return parts
 
@@ -44,12 +44,12 @@ class Candidate:
 
     Attributes:
         classes: the program's classes.
-        ways: into how many parts each class is divided; their product is the axis.
-        touched: positions (in the program's inputs) of the parameters that have such a dim.
+        ways: the number of parts of each class; their product is the size of the axis.
+        touched: positions (in the program's inputs) of the parameters with such a dim.
         placed: by position of an input, the dim that would be divided.
-        cost: bytes each device would send per step.
-        obstacle: why it cannot be used.
-        pattern: equal for the candidates of repeated blocks.
+        cost: bytes that each device would send per update.
+        obstacle: why it cannot be used; empty if it can.
+        pattern: the same for the candidates of repeated blocks.
     """
 
     classes: DimClasses
@@ -62,25 +62,25 @@ class Candidate:
 
     @cached_property
     def kernels(self) -> frozenset[int]:
-        """Touched parameters that data is multiplied with or looked up in."""
+        """Those of the touched parameters that take part in a product with data, or in a lookup."""
         return frozenset(i for i in self.touched if self.classes.leaves[i].is_kernel)
 
     @cached_property
     def atoms(self) -> tuple[Atom, ...]:
-        """Its classes as a person would write them: in the order of the parameters' dims."""
+        """Its classes in the order of the parameters' dims."""
         leaves = (self.classes.leaves[i] for i in self.touched)
-        found = (atom for leaf in leaves for dim in leaf.dims for atom in dim)
-        return tuple(dict.fromkeys(atom for atom in found if atom.id in self.ways))
+        atoms = (atom for leaf in leaves for dim in leaf.dims for atom in dim)
+        return tuple(dict.fromkeys(atom for atom in atoms if atom.id in self.ways))
 
     @cached_property
     def cover(self) -> int:
-        """Bytes of the parameters it would divide, or could if nothing were in its way."""
+        """Bytes of the parameters it would divide, or could divide without the obstacle."""
         return self.bytes_of(self.touched if self.obstacle else self.placed)
 
     def bytes_of(self, leaves: Iterable[int]) -> int:
         """Bytes of the parameters at these positions of the program's inputs."""
-        found = (self.classes.leaves[i] for i in leaves)
-        return sum(leaf.nbytes for leaf in found if leaf.role == "param")
+        chosen = (self.classes.leaves[i] for i in leaves)
+        return sum(leaf.nbytes for leaf in chosen if leaf.role == "param")
 
     @cached_property
     def reductions(self) -> frozenset[int]:
@@ -106,8 +106,9 @@ def find_candidates(classes: DimClasses, size: int) -> list[Candidate]:
 def joint(classes: DimClasses, dim: Dim) -> Dim:
     """Return the leading atoms of a dim that are only ever reduced together with the first.
 
-    Key heads and the query heads that share one are such a pair: dividing the inner one costs no
-    reduction that dividing the outer one does not. The dim of a head is not: heads are whole.
+    Key heads and the query heads that share one are such a pair: dividing the inner one needs no
+    reduction that dividing the outer one does not need as well. The dim inside a head is not:
+    heads stay whole.
     """
     if len(dim) == 1:
         return dim
@@ -123,7 +124,7 @@ def joint(classes: DimClasses, dim: Dim) -> Dim:
 
 
 def _composites(classes: DimClasses, dims: Iterable[Dim], size: int) -> Iterator[Mapping[int, int]]:
-    """Yield divisions over several factors of a dim, where the first alone is too short."""
+    """Yield divisions over several factors of a dim whose first factor alone is too small."""
     for dim in dims:
         rest, ways = size, dict[int, int]()
         for atom in joint(classes, dim):
@@ -138,11 +139,11 @@ def _composites(classes: DimClasses, dims: Iterable[Dim], size: int) -> Iterator
 def _candidate(
     classes: DimClasses, ways: Mapping[int, int], sizes: Mapping[int, int], size: int
 ) -> Candidate:
-    own = [(i, classes.leaves[i]) for i in classes.leaves_with(ways)]
-    touched = [i for i, leaf in own if leaf.role == "param"]
+    leaves = [(i, classes.leaves[i]) for i in classes.leaves_with(ways)]
+    touched = [i for i, leaf in leaves if leaf.role == "param"]
     placed = {
         i: dim
-        for i, leaf in own
+        for i, leaf in leaves
         if leaf.role != "batch" and (dim := _place(leaf, ways, size)) is not None
     }
     return Candidate(
@@ -176,7 +177,7 @@ def _obstacle(
         return "attention"
     if any(event.kind == "block" for event in classes.events_of(ways)):
         return "blocked"
-    if any(sizes[name] % own for name, own in ways.items()):
+    if any(sizes[name] % parts for name, parts in ways.items()):
         return "size"
     if any(_is_inside(dim, ways) for leaf in leaves for dim in leaf.dims):
         return "inside"
@@ -184,13 +185,13 @@ def _obstacle(
 
 
 def _is_inside(dim: Dim, ways: Mapping[int, int]) -> bool:
-    """Whether an undivided factor stands before a divided one."""
+    """Whether an undivided factor precedes a divided one."""
     divided = [atom.id in ways for atom in dim]
     return divided != sorted(divided, reverse=True)
 
 
 def _pattern(classes: DimClasses, ways: Mapping[int, int], touched: Sequence[int]) -> Pattern:
-    """Return where the candidate occurs, with block numbers left out."""
+    """Return where the candidate occurs, with ``*`` for block numbers."""
     places = {
         (re.sub(r"[0-9]+", "*", leaf.path), d, tuple(atom.size for atom in leaf.dims[d]))
         for leaf in (classes.leaves[i] for i in touched)

@@ -28,22 +28,23 @@ from meshwright.sharding.tensor_reasons import (
     Recurrent,
     Replicated,
     Row,
+    TensorRole,
     Vocabulary,
 )
 
-Refusal = tuple[Candidate, Candidate | None]
-"""A refused candidate and the one that stood in its way, if any."""
+Rejection = tuple[Candidate, Candidate | None]
+"""A rejected candidate and the rival that ruled it out, if any."""
 
 _JOINED: Mapping[str, Joined] = {
     "contract": "contracted",
     "reduce": "reduced",
     "gather": "gathered",
 }
-"""How the parts of a divided dim meet again, by the kind of event; the first that occurs counts."""
+"""How the parts of a divided dim are joined, by kind of event; the first that occurs counts."""
 
 
 def factors_of(classes: DimClasses, dim: Iterable[Atom]) -> Factors:
-    """Return the factors of a dim, each named once; what follows heads is their size."""
+    """Return the factors of a dim, each named once; a factor after heads is the size of a head."""
     factors = list[Factor]()
     for atom in dim:
         factor = Factor(atom.size, _name(classes, atom))
@@ -53,9 +54,9 @@ def factors_of(classes: DimClasses, dim: Iterable[Atom]) -> Factors:
 
 
 def why_placed(
-    classes: DimClasses, leaf: LeafDims, dim: int, role: str, candidate: Candidate
+    classes: DimClasses, leaf: LeafDims, dim: int, role: TensorRole, candidate: Candidate
 ) -> Reason:
-    """Return what a divided dim is, and where its parts meet again."""
+    """Return the reason for dividing a dim: its role, and where its parts are joined."""
     factors = factors_of(classes, leaf.dims[dim])
     match role:
         case "follows":
@@ -67,31 +68,31 @@ def why_placed(
             return Row(factors, first if first != leaf.path else None)
         case "expert":
             return Experts(factors)
-        case _:
+        case "column" | "replicated":
             return _column(factors, candidate)
 
 
 def why_replicated(
-    classes: DimClasses, leaf: LeafDims, refusals: Sequence[Refusal], size: int
+    classes: DimClasses, leaf: LeafDims, rejections: Sequence[Rejection], size: int
 ) -> Replicated:
-    """Return why every device holds all of a leaf, by the cheapest way to divide it."""
+    """Return why a leaf is replicated: what rules out the cheapest way to divide it."""
     if not any(leaf.dims):
         return Replicated(NoDims())
-    if not refusals:
+    if not rejections:
         return Replicated(NoProduct())
-    candidate, rival = cheapest(refusals)
+    candidate, rival = cheapest(rejections)
     if candidate.obstacle:
         return Replicated(_obstacle(classes, leaf, candidate, size))
     return Replicated(_rival(classes, candidate, rival, size))
 
 
-def cheapest(refusals: Sequence[Refusal]) -> Refusal:
-    """Return the refusal to give as the reason: the least costly way that looked possible."""
-    return min(refusals, key=lambda r: (r[0].obstacle in ("blocked", "attention"), r[0].cost))
+def cheapest(rejections: Sequence[Rejection]) -> Rejection:
+    """Return the rejection to report: of the cheapest candidate that seemed possible."""
+    return min(rejections, key=lambda r: (r[0].obstacle in ("blocked", "attention"), r[0].cost))
 
 
 def fused_factor(leaf: LeafDims, candidate: Candidate) -> tuple[int, tuple[int, ...], int] | None:
-    """Return the dim, its factors and the one to divide, where that one sits inside the dim."""
+    """Return a dim, its factors and the one to divide, if that is not the first; else None."""
     for position, dim in enumerate(leaf.dims):
         index = next((i for i, atom in enumerate(dim) if atom.id in candidate.ways), 0)
         if index > 0:
@@ -108,7 +109,7 @@ def _name(classes: DimClasses, atom: Atom) -> FactorName:
 
 
 def _obstacle(classes: DimClasses, leaf: LeafDims, candidate: Candidate, size: int) -> Obstacle:
-    """Return why a candidate cannot be used, whatever else is chosen."""
+    """Return why a candidate can never be used."""
     factors = factors_of(classes, candidate.atoms)
     match candidate.obstacle:
         case "size":
@@ -125,13 +126,13 @@ def _obstacle(classes: DimClasses, leaf: LeafDims, candidate: Candidate, size: i
             event = next(e for e in classes.events_of(candidate.ways) if e.kind == "block")
             return NeededWhole(factors, event.primitive, event.path)
         case "":
-            raise AssertionError("nothing stands in the candidate's way")
+            raise AssertionError("the candidate has no obstacle")
 
 
 def _rival(
     classes: DimClasses, candidate: Candidate, rival: Candidate | None, size: int
 ) -> Obstacle:
-    """Return why a candidate that could be used was not."""
+    """Return why a candidate that could be used was rejected."""
     factors = factors_of(classes, candidate.atoms)
     if rival is None:
         return OtherBlock(factors)
@@ -143,7 +144,7 @@ def _rival(
 
 
 def _recurrent_leaf(candidate: Candidate, leaf: LeafDims) -> str | None:
-    """Return whose dims are one class: None if this leaf's, else the first such leaf's path."""
+    """Return the leaf two of whose dims are one class: None for this leaf, else a path."""
 
     def count(owner: LeafDims) -> int:
         return sum(any(atom.id in candidate.ways for atom in dim) for dim in owner.dims)
@@ -155,17 +156,17 @@ def _recurrent_leaf(candidate: Candidate, leaf: LeafDims) -> str | None:
 
 
 def _owner(candidate: Candidate, leaf: LeafDims) -> tuple[LeafDims, tuple[Atom, ...]]:
-    """Return a leaf, this one if possible, and its dim that has the candidate inside."""
+    """Return a leaf, this one if possible, and its dim that contains the candidate."""
     kernels_first = sorted(candidate.touched, key=lambda i: i not in candidate.kernels)
     for owner in (leaf, *(candidate.classes.leaves[i] for i in kernels_first)):
-        found = fused_factor(owner, candidate)
-        if found is not None:
-            return owner, owner.dims[found[0]]
+        fused = fused_factor(owner, candidate)
+        if fused is not None:
+            return owner, owner.dims[fused[0]]
     raise AssertionError("the candidate is inside no dim")
 
 
 def _first_kernel(candidate: Candidate, beside: LeafDims | None = None) -> str:
-    """Return a kernel the candidate divides: beside a leaf if there is one, else a column."""
+    """Return a kernel that the candidate divides: of the same module if possible, else a column."""
     placed = [i for i in candidate.placed if i in candidate.kernels]
     columns = [i for i in placed if not _is_row(candidate, i)]
     paths = [candidate.classes.leaves[i].path for i in columns or placed]

@@ -1,4 +1,4 @@
-"""Reasons for what the tensor axis divides, as records that render themselves."""
+"""Reasons for the choices of tensor parallelism, as records that render themselves as text."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Literal
 
 from meshwright.sharding.reasons import Reason
 
+TensorRole = Literal["column", "row", "vocabulary", "expert", "follows", "replicated"]
+"""The role of the dim that the tensor axis divides."""
+
 FactorName = Literal["", "heads", "channels", "vocabulary"]
 Joined = Literal["contracted", "reduced", "gathered", ""]
 
 
 @dataclass(frozen=True)
 class Factor:
-    """One factor of a dim: its size, and what it counts if that is known."""
+    """One factor of a dim: its size and, if known, what it counts."""
 
     size: int
     name: FactorName = ""
@@ -34,7 +37,7 @@ Factors = tuple[Factor, ...]
 
 
 def product(factors: Iterable[Factor]) -> str:
-    """Write a dim as the product of its factors: ``8 heads × 16``."""
+    """Return a dim as the product of its factors: ``8 heads × 16``."""
     return " × ".join(map(str, factors))
 
 
@@ -44,8 +47,8 @@ class Column(Reason):
 
     Attributes:
         dim: the divided dim.
-        joined: how its parts meet again: contracted, reduced or gathered; empty if they never do.
-        path: the module where they do; empty for the loss.
+        joined: how its parts are joined: contracted, reduced or gathered; empty if never.
+        path: the module where they are joined; empty for the loss.
     """
 
     dim: Factors
@@ -63,7 +66,7 @@ class Row(Reason):
 
     Attributes:
         dim: the divided dim.
-        fed_by: path of the kernel that produces it; None if this is the first.
+        fed_by: path of the kernel that produces the dim; None if this is the first.
     """
 
     dim: Factors
@@ -86,7 +89,7 @@ class Vocabulary(Reason):
 
 @dataclass(frozen=True)
 class Experts(Reason):
-    """Kernels that are applied side by side, each to its own data."""
+    """Several kernels in one array, each applied to its own part of the data."""
 
     dim: Factors
 
@@ -107,7 +110,7 @@ class Follows(Reason):
 
 @dataclass(frozen=True)
 class Replicated(Reason):
-    """Every device of the tensor axis holds all of the leaf, because of an obstacle."""
+    """Every device of the tensor axis holds the whole leaf, because of an obstacle."""
 
     because: Obstacle
 
@@ -116,7 +119,7 @@ class Replicated(Reason):
 
 
 class Obstacle(Reason):
-    """Why a leaf cannot be divided over the tensor axis, or had better not be."""
+    """Why a leaf cannot, or should not, be divided over the tensor axis."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ class NoDims(Obstacle):
 
 @dataclass(frozen=True)
 class NoProduct(Obstacle):
-    """None of its dims is one of a matrix product or a lookup."""
+    """None of its dims takes part in a matrix product or a lookup."""
 
     def __str__(self) -> str:
         return "no matrix product or lookup of data to divide"
@@ -137,7 +140,7 @@ class NoProduct(Obstacle):
 
 @dataclass(frozen=True)
 class NotDivisible(Obstacle):
-    """The size of a dim is no multiple of the axis."""
+    """The size of a dim is not a multiple of the axis."""
 
     dim: Factors
     tensor: int
@@ -165,11 +168,11 @@ class Recurrent(Obstacle):
 
 @dataclass(frozen=True)
 class Fused(Obstacle):
-    """The factor to divide lies inside a larger dim.
+    """The factor to divide is not the first of its dim.
 
     Attributes:
         factor: the factor to divide.
-        dim: the dim it lies inside.
+        dim: the dim that contains it.
         owner: path of the parameter with that dim; None if it is the leaf itself.
     """
 
@@ -180,7 +183,7 @@ class Fused(Obstacle):
     def __str__(self) -> str:
         whose = f"a dim of {self.owner}" if self.owner else "its dim"
         return (
-            f"fused: the factor {product(self.factor)} lies inside {whose} ({product(self.dim)}), "
+            f"fused: the factor {product(self.factor)} is inside {whose} ({product(self.dim)}), "
             "which no PartitionSpec can express"
         )
 
@@ -226,7 +229,7 @@ class OtherBlock(Obstacle):
 
 @dataclass(frozen=True)
 class DividedAnotherWay(Obstacle):
-    """The kernels that have the dim are divided along another one.
+    """The kernels with this dim are divided along another one.
 
     Attributes:
         dim: the dim.
@@ -245,10 +248,10 @@ class DividedAnotherWay(Obstacle):
 
 @dataclass(frozen=True)
 class PoorSubstitute(Obstacle):
-    """A better dim cannot be divided, and this one would send too much in its place.
+    """A better dim cannot be divided, and dividing this one would send too much.
 
     Attributes:
-        better: what keeps the better dim from being divided.
+        better: why the better dim cannot be divided.
         dim: the substitute.
         ratio: bytes it would send, relative to the better one.
     """

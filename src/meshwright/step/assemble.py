@@ -1,4 +1,4 @@
-"""Builds the step from a model, a loss, an optimizer and a plan."""
+"""Building the step from a model, a loss, an optimizer and a plan."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 from jax.sharding import Mesh, NamedSharding
 
 from meshwright.config.batch import GLOBAL_BATCH_SIZE
 from meshwright.errors import Setting, UserError
-from meshwright.mesh.build import build_mesh
+from meshwright.mesh.build import Device, build_mesh
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.pipeline.pipeline_report import PipelineReport, pipeline_report
-from meshwright.pipeline.place import decide_own, decide_stages, pipelined_loss
+from meshwright.pipeline.place import decide_per_device, decide_stages, pipelined_loss
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
 from meshwright.program.evaluate.dependencies import select_outputs
@@ -25,21 +26,21 @@ from meshwright.program.on_mesh.local_forward import LocalDraws, local_forward
 from meshwright.program.on_mesh.mesh_forward import Forward
 from meshwright.program.on_mesh.remat import choose_remat
 from meshwright.program.trace.model_leaves import ModelLeaves, build_unplaced, split_model
-from meshwright.program.trace.traced_loss import Loss, TracedLoss
+from meshwright.program.trace.traced_loss import Loss, Model, TracedLoss
 from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
 from meshwright.sharding.placement import to_spec
 from meshwright.step.place_batch import place_batch
 from meshwright.step.planned_forward import planned_remat
 from meshwright.step.state import TrainState
-from meshwright.step.step_program import StepProgram, own_program, step_program
+from meshwright.step.step_program import StepProgram, per_device_program, step_program
 from meshwright.step.train_step import TrainStep
-from meshwright.trees import divide_batch
+from meshwright.trees import Batch, divide_batch
 from meshwright.units import counted
 
 FEW_SAMPLES = 8
 """Means and variances of fewer samples are mostly noise."""
 
-ModelSource = Callable[[nnx.Rngs], Any]
+ModelSource = Callable[[nnx.Rngs], Model]
 """Builds the model from its random streams."""
 
 
@@ -82,7 +83,7 @@ class Assembled:
         data = np.asarray(jax.random.key_data(jax.random.key(seed)))
         return jax.jit(create, out_shardings=self.step.shardings.state)(data)
 
-    def adopt(self, model: Any) -> TrainState:
+    def adopt(self, model: Model) -> TrainState:
         """Start from an existing model, its leaves placed on the mesh."""
         return self.start(self.model_leaves.values(model))
 
@@ -119,12 +120,12 @@ class Assembled:
             leaf.path: value for leaf, value in zip(self.traced.layout.leaves, values, strict=True)
         }
 
-    def model(self, state: TrainState) -> Any:
+    def model(self, state: TrainState) -> Model:
         """Return the user's model with the values of a state."""
         values = self.traced.layout.to_canonical(self.step.leaf_values(state))
         return self.model_leaves.merge(values)
 
-    def put_batch(self, batch: Any) -> list[Any]:
+    def put_batch(self, batch: Batch) -> list[Any]:
         """Place the leaves of a host batch on the mesh."""
         return place_batch(batch, self.step.shardings.batch, self.plan.batch.global_batch_size)
 
@@ -134,11 +135,11 @@ def assemble(
     loss: Loss,
     optimizer: optax.GradientTransformation,
     plan: Plan,
-    batch: Any,
+    batch: Batch,
     *,
     clip_norm: float | None = None,
-    trainable: Any = nnx.Param,
-    devices: Sequence[Any] | None = None,
+    trainable: Filter = nnx.Param,
+    devices: Sequence[Device] | None = None,
     wide: bool = False,
 ) -> Assembled:
     """Trace the loss, choose placements and build the step; nothing is compiled yet.
@@ -159,19 +160,19 @@ def assemble(
     model_leaves = split_model(abstract, trainable)
     micro = _microbatch(batch, plan)
     program = step_program(loss, model_leaves, micro, plan)
-    own = own_program(loss, model_leaves, micro, plan)
+    local_program = per_device_program(loss, model_leaves, micro, plan)
     traced = program.traced
     remarks = (*program.remarks, *_few_samples(traced, plan))
     local = pipeline = report = None
     if program.cut is not None:
         decision = decide_stages(program.cut, plan.mesh, plan.sharding, plan.num_chunks)
-        pipeline = _pipeline(program, own, decision, plan, mesh, wide=wide)
+        pipeline = _pipeline(program, local_program, decision, plan, mesh, wide=wide)
         report = pipeline_report(pipeline)
         remarks = (*remarks, *report.warnings)
     else:
         decision = decide(traced, plan.mesh, plan.sharding)
-        if own is not None:
-            local = _local_forward(own.traced, decision, plan, mesh, wide=wide)
+        if local_program is not None:
+            local = _local_forward(local_program.traced, decision, plan, mesh, wide=wide)
     step = TrainStep(
         traced,
         decision,
@@ -218,7 +219,7 @@ def _batch_statistic(traced: TracedLoss) -> str | None:
 
 def _pipeline(
     program: StepProgram,
-    own: StepProgram | None,
+    local_program: StepProgram | None,
     decision: Decision,
     plan: Plan,
     mesh: Mesh,
@@ -229,9 +230,11 @@ def _pipeline(
     assert program.cut is not None
     schedule = get_schedule(plan.schedule or "1f1b", plan.num_chunks)
     schedule.shape(plan.num_microbatches, plan.size("pipe"))
-    alone = None
-    if own is not None and own.cut is not None:
-        alone = decide_own(own.cut, decision, plan.mesh, plan.sharding, plan.num_chunks)
+    per_device = None
+    if local_program is not None and local_program.cut is not None:
+        per_device = decide_per_device(
+            local_program.cut, decision, plan.mesh, plan.sharding, plan.num_chunks
+        )
     return pipelined_loss(
         program.cut,
         decision,
@@ -240,7 +243,7 @@ def _pipeline(
         plan.num_microbatches,
         remat=planned_remat(decision, plan),
         wide=wide,
-        own=alone,
+        per_device=per_device,
     )
 
 
@@ -253,7 +256,7 @@ def _local_forward(
     return local_forward(traced, draws, mesh, remat, wide=wide)
 
 
-def _microbatch(batch: Any, plan: Plan) -> Any:
+def _microbatch(batch: Batch, plan: Plan) -> Batch:
     """Return the shapes of one microbatch of a global batch."""
     count = plan.batch.gradient_accumulation_steps
     size = plan.batch.global_batch_size

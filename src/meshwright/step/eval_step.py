@@ -12,13 +12,13 @@ from meshwright.errors import UserError
 from meshwright.pipeline.execute.exchange_check import check_exchanges
 from meshwright.pipeline.place import decide_stages, pipelined_forward
 from meshwright.program.trace.layout import Layout
-from meshwright.program.trace.traced_loss import Loss
+from meshwright.program.trace.traced_loss import Loss, LossOutput, Model
 from meshwright.sharding.decide import decide
 from meshwright.step.assemble import Assembled
 from meshwright.step.microbatch import split_strided
 from meshwright.step.planned_forward import planned_forward, planned_remat
 from meshwright.step.step_program import StepProgram, step_program
-from meshwright.trees import divide_batch
+from meshwright.trees import Batch, divide_batch
 from meshwright.weighted import Weighted
 
 Evaluate = Callable[[Sequence[Any], Sequence[Any]], dict[str, Weighted]]
@@ -115,7 +115,7 @@ class _Translation:
 
 
 def _in_evaluation_mode(loss: Loss) -> Loss:
-    def evaluate(model: Any, batch: Any) -> Any:
+    def evaluate(model: Model, batch: Batch) -> LossOutput:
         for part in model.values() if isinstance(model, dict) else (model,):
             part.eval()
         return loss(model, batch)

@@ -9,6 +9,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
+from meshwright.trees import Batch
+
 
 def local_rows(sharding: NamedSharding, batch_size: int) -> NDArray[np.int64]:
     """Return the rows of a global batch that this process's devices hold, in order."""
@@ -21,15 +23,15 @@ def local_rows(sharding: NamedSharding, batch_size: int) -> NDArray[np.int64]:
 
 
 def place_batch(
-    batch: Any, sharding: NamedSharding, batch_size: int, rows: NDArray[np.int64] | None = None
+    batch: Batch, sharding: NamedSharding, batch_size: int, rows: NDArray[np.int64] | None = None
 ) -> list[Any]:
     """Return a batch's leaves placed on the mesh.
 
     Args:
         batch: the whole global batch, or the ``rows`` of it this process holds.
-        sharding: where every array lives.
+        sharding: the sharding of every array.
         batch_size: samples of the global batch.
-        rows: positions of the rows at hand in the global batch; None if all are.
+        rows: positions in the global batch of the rows in ``batch``; None for the whole batch.
     """
     leaves = jax.tree.leaves(batch)
     if rows is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -17,7 +16,7 @@ from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
 from meshwright.sharding.decide import batch_axes, dim_classes
-from meshwright.trees import divide_batch, resize_batch
+from meshwright.trees import Batch, divide_batch, resize_batch
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class StepProgram:
 
 
 def step_program(
-    loss: Loss, model_leaves: ModelLeaves, samples: Any, plan: Plan, *, staged: bool = True
+    loss: Loss, model_leaves: ModelLeaves, samples: Batch, plan: Plan, *, staged: bool = True
 ) -> StepProgram:
     """Trace a loss for samples of these shapes; ``staged=False`` ignores pipeline stages."""
     traced = trace_loss(loss, model_leaves, samples, COMPUTE_DTYPES[plan.precision])
@@ -50,8 +49,8 @@ def step_program(
     return StepProgram(cut.traced, cut, rolled.remarks)
 
 
-def own_program(
-    loss: Loss, model_leaves: ModelLeaves, micro: Any, plan: Plan
+def per_device_program(
+    loss: Loss, model_leaves: ModelLeaves, micro: Batch, plan: Plan
 ) -> StepProgram | None:
     """Return the loss of one device's samples, if gradients accumulate on each device.
 
@@ -68,13 +67,13 @@ def own_program(
             fix=f"write {Setting('sharding.zero', 1)} or "
             f"{Setting('training.sync_gradients_every', 1)}",
         )
-    own = divide_batch(micro, plan.batch.replicas)
+    samples = divide_batch(micro, plan.batch.replicas)
     _check_mean(loss, model_leaves, micro, plan)
-    return step_program(loss, model_leaves, own, plan)
+    return step_program(loss, model_leaves, samples, plan)
 
 
-def _check_mean(loss: Loss, model_leaves: ModelLeaves, micro: Any, plan: Plan) -> None:
-    """Raise if the loss is not a mean over samples, which each device could compute alone."""
+def _check_mean(loss: Loss, model_leaves: ModelLeaves, micro: Batch, plan: Plan) -> None:
+    """Raise unless the loss is a mean over samples, which devices can compute independently."""
     twice = resize_batch(micro, 2 * jax.tree.leaves(micro)[0].shape[0])
     compute = COMPUTE_DTYPES[plan.precision]
     first, second = (trace_loss(loss, model_leaves, samples, compute) for samples in (micro, twice))

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from meshwright.pipeline.aliases import Array, Device, PyTree
+from meshwright.mesh.build import Device
+from meshwright.pipeline.aliases import Array
 from meshwright.pipeline.by_hand.stage_programs import StageCall, StagePrograms
 from meshwright.pipeline.execute.messages import MessageSplit
 from meshwright.pipeline.schedule.operations import Kind, Op, Shape
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.pipeline.schedule.timeline import simulate
 from meshwright.program.trace.precision_policy import zeros_for_sums
+from meshwright.trees import PyTree
 
 Place = tuple[int, int]
 """A microbatch and a virtual stage."""

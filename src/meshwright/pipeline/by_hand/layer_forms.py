@@ -12,9 +12,9 @@ import numpy as np
 from flax import linen, nnx
 
 from meshwright.errors import UserError
-from meshwright.pipeline.aliases import Array, PyTree
+from meshwright.pipeline.aliases import Array
 from meshwright.program.flops import forward_flops
-from meshwright.trees import is_key
+from meshwright.trees import PyTree, is_key
 
 Layer = (
     nnx.Module

@@ -13,9 +13,10 @@ from flax import linen, nnx
 from flax.errors import InvalidRngError
 
 from meshwright.errors import UserError, typed_line
-from meshwright.pipeline.aliases import Array, PyTree
+from meshwright.pipeline.aliases import Array
 from meshwright.pipeline.by_hand.layer_forms import Layer
 from meshwright.pipeline.by_hand.stage_checks import describe
+from meshwright.trees import PyTree
 
 WHOLE_MODEL = 'train the whole model with mw.Trainer(…, mesh="pipe=2"), where they stay tied'
 MOST_NAMED = 4

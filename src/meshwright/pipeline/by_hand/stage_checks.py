@@ -12,10 +12,10 @@ from jax.core import Tracer
 from meshwright.config.argument_checks import check_count
 from meshwright.config.base import shorten
 from meshwright.errors import UserError, typed_line
-from meshwright.pipeline.aliases import Device, PyTree
+from meshwright.mesh.build import Device
 from meshwright.pipeline.execute.slots import is_float
 from meshwright.pipeline.schedule.schedules import Schedule, get_schedule
-from meshwright.trees import check_num_samples
+from meshwright.trees import PyTree, check_num_samples
 from meshwright.units import counted
 from meshwright.weighted import Weighted
 

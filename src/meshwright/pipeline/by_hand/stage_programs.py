@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.pipeline.aliases import Array, PyTree
+from meshwright.pipeline.aliases import Array
 from meshwright.pipeline.by_hand.layer_forms import Part
 from meshwright.pipeline.execute.messages import MessageSplit
 from meshwright.pipeline.execute.stage_vjp import StageVJP
+from meshwright.trees import PyTree
 from meshwright.weighted import Weighted
 
 Loss = Callable[[PyTree, PyTree], Array | Weighted]

@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 from meshwright.config.argument_checks import check_clip_norm, check_count, check_optimizer
 from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
 from meshwright.errors import UserError
-from meshwright.pipeline.aliases import Array, Device, PyTree
+from meshwright.mesh.build import Device
+from meshwright.pipeline.aliases import Array
 from meshwright.pipeline.by_hand import stage_checks as checks
 from meshwright.pipeline.by_hand.balance import balance
 from meshwright.pipeline.by_hand.host import HostExecutor, divide_devices
@@ -36,7 +37,7 @@ from meshwright.pipeline.execute.messages import MessageSplit
 from meshwright.pipeline.schedule.advice import pipeline_warnings
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.pipeline.schedule.timeline import Timeline
-from meshwright.trees import resize_batch
+from meshwright.trees import PyTree, resize_batch
 from meshwright.units import counted, human_count
 
 

@@ -11,8 +11,9 @@ import optax
 from numpy.typing import NDArray
 
 from meshwright.errors import UserError, typed_line
-from meshwright.pipeline.aliases import Array, PyTree
+from meshwright.pipeline.aliases import Array
 from meshwright.pipeline.by_hand.stage_programs import StagePrograms
+from meshwright.trees import PyTree
 
 Scalar = np.generic | NDArray[np.generic]
 """One number on the host."""

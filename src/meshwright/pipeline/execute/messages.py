@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import jax
 
-from meshwright.pipeline.aliases import Array, PyTree, TreeDef
+from meshwright.pipeline.aliases import Array, TreeDef
 from meshwright.pipeline.execute.slots import is_float
+from meshwright.trees import PyTree
 
 
 @dataclass(frozen=True)

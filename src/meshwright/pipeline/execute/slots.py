@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.pipeline.aliases import Array, LeafValues, PyTree, Shaped
+from meshwright.pipeline.aliases import Array, LeafValues, Shaped
+from meshwright.trees import PyTree
 
 T = TypeVar("T")
 

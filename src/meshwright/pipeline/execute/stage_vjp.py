@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-from meshwright.pipeline.aliases import Array, PyTree, TreeDef
+from meshwright.pipeline.aliases import Array, TreeDef
 from meshwright.program.evaluate.dependencies import (
     dependent_variables,
     inputs_of,
@@ -27,6 +27,7 @@ from meshwright.program.jaxpr.equations import (
     called_jaxpr,
     structs_of,
 )
+from meshwright.trees import PyTree
 
 Function = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 """From (weights, fixed, x, others) to (y, further results)."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message, PyTree
+from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message
 from meshwright.pipeline.divide.stage_functions import (
     BlockInputs,
     Losses,
@@ -31,6 +31,7 @@ from meshwright.pipeline.execute.stage_records import (
 from meshwright.pipeline.execute.stage_vjp import StageVJP
 from meshwright.pipeline.schedule.operations import Shape
 from meshwright.program.trace.precision_policy import zeros_for_sums
+from meshwright.trees import PyTree
 
 
 class StageWork:

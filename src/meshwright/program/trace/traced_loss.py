@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from meshwright.errors import UserError
 from meshwright.program.jaxpr.equations import ClosedJaxpr
@@ -17,10 +18,20 @@ from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.normalize import normalize
 from meshwright.program.trace.precision_policy import cast_floats, follow_policy
 from meshwright.program.trace.scopes import module_scopes
-from meshwright.trees import check_num_samples
+from meshwright.trees import Batch, check_num_samples
 from meshwright.weighted import Weighted
 
-Loss = Callable[[Any, Any], Any]
+Model = Any
+"""An NNX module, or a dict of NNX modules."""
+
+Scalar = Array | float
+LossOutput = (
+    Scalar | Weighted | tuple[Scalar | Weighted, Mapping[str, Scalar] | Mapping[str, Weighted]]
+)
+"""A scalar mean, or a total and its weight; optionally with a dict of metrics of either kind."""
+
+Loss = Callable[[Model, Batch], LossOutput]
+"""From a model and a batch to the loss, and optionally metrics."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,7 @@ class TracedLoss:
 
 
 def trace_loss(
-    loss: Loss, model_leaves: ModelLeaves, batch: Any, compute_dtype: Any = None
+    loss: Loss, model_leaves: ModelLeaves, batch: Batch, compute_dtype: Any = None
 ) -> TracedLoss:
     """Trace ``loss(model, batch)``; ``batch`` holds arrays or their shapes.
 
