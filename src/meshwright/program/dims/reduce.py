@@ -39,9 +39,9 @@ def top_k(op: Op) -> list[Dims]:
     rank = len(op.dims())
     axis = op.params.get("axis", op.params.get("reduction_dimension", -1)) % rank
     op.gather([op.dims()[axis]])
-    kept = op.fresh()[axis]
-    op.make([kept])
-    return [(*op.dims()[:axis], kept, *op.dims()[axis + 1 :])] * len(op.out_avals)
+    largest = op.fresh()[axis]
+    op.make([largest])
+    return [(*op.dims()[:axis], largest, *op.dims()[axis + 1 :])] * len(op.out_avals)
 
 
 def windows(op: Op) -> list[Dims]:
@@ -61,11 +61,11 @@ def windows(op: Op) -> list[Dims]:
 
 def fourier(op: Op) -> list[Dims]:
     """Transform the last dims, which mixes all their indices."""
-    kept = len(op.dims()) - len(op.params["fft_lengths"])
-    op.gather(op.dims()[kept:])
-    made = op.fresh()[kept:]
-    op.make(made)
-    return [op.dims()[:kept] + made]
+    first = len(op.dims()) - len(op.params["fft_lengths"])
+    op.gather(op.dims()[first:])
+    frequencies = op.fresh()[first:]
+    op.make(frequencies)
+    return [op.dims()[:first] + frequencies]
 
 
 RULES: Mapping[str, Rule] = {

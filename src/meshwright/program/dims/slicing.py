@@ -16,17 +16,17 @@ def part_of(op: Op, dim: Dim, size: int, start: int, stride: int, length: int) -
     """
     if length == size:
         return dim
-    kept = op.factors.dim(length)
+    part = op.factors.dim(length)
     others = op.factors.dim(size // length) if length and size % length == 0 else ()
     if others and stride == 1 and start % length == 0:
-        nested = not op.unify(dim, others + kept)
+        nested = not op.unify(dim, others + part)
     elif others and stride == size // length and start < stride:
-        nested = not op.unify(dim, kept + others)
+        nested = not op.unify(dim, part + others)
     else:
         nested = False
     if nested:
         op.distinguish([others])
-        return kept
+        return part
     return _cut(op, dim, length)
 
 

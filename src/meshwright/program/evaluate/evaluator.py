@@ -33,8 +33,8 @@ weight before it is rounded, or replace a call by something better than its body
 class Numerics(Protocol):
     """The dtypes a program is evaluated in."""
 
-    def hold(self, value: Value) -> Value:
-        """Return a value in the dtype it is stored in."""
+    def convert(self, value: Value) -> Value:
+        """Return a value in the dtype that it is stored in."""
         ...
 
     def bind(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
@@ -45,7 +45,7 @@ class Numerics(Protocol):
 class AsTraced:
     """Every value in the dtype it was traced in."""
 
-    def hold(self, value: Value) -> Value:
+    def convert(self, value: Value) -> Value:
         """Return the value itself."""
         return value
 
@@ -79,7 +79,7 @@ class Environment:
     def value(self, atom: Atom) -> Value:
         """Return the value of an atom; for a weight, as it is stored."""
         raw = atom.val if isinstance(atom, Literal) else self.values[atom]
-        return self.evaluator.numerics.hold(raw)
+        return self.evaluator.numerics.convert(raw)
 
     def read(self, atom: Atom) -> Value:
         """Return the value an equation reads; for a weight, gathered and rounded as traced."""

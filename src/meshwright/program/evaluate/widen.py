@@ -39,7 +39,7 @@ class Float64:
     bits are the same as without widening.
     """
 
-    def hold(self, value: Value) -> Value:
+    def convert(self, value: Value) -> Value:
         """Return a value widened: literals have the narrow dtype they were traced in."""
         return widen(value)
 
