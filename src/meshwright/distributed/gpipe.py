@@ -164,7 +164,7 @@ def _check_specs(specs: Sequence[LayerSpec], stage_id: int) -> None:
         if before not in (None, spec["in_features"]):
             raise UserError(
                 f"{where} does not fit the layer before it",
-                why=f"its in_features is {spec['in_features']}, the out_features before is {before}",
+                why=f"in_features is {spec['in_features']}, out_features before is {before}",
                 fix=f"write in_features={before}",
             )
         before = spec["out_features"]

@@ -1,4 +1,4 @@
-"""The rule of a program inside a pipeline stage: what would be exchanged between stages is not."""
+"""The evaluation rule inside a pipeline stage: no equation may exchange values between stages."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from meshwright.program.on_mesh.mesh_rules import unrounded_operands
 class WithinStage:
     """Evaluates what moves values along a dim, or looks values up, with that dim whole.
 
-    The compiler would move pieces of a divided dim by an exchange in which all devices take part,
-    and stages that do different things would wait for each other forever.
+    The compiler would move pieces of a divided dim by an exchange of all devices, and stages that
+    run different operations would deadlock.
 
     Attributes:
         mesh: the mesh, its pipe axis divided by hand.
