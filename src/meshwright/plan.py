@@ -1,10 +1,10 @@
-"""The Plan: everything that decides how a model is trained on these devices, frozen."""
+"""The plan: a frozen record of how a model is trained on these devices."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -36,7 +36,7 @@ from meshwright.units import counted, either
 
 
 class Plan(Frozen):
-    """How a model is trained on these devices; everything below the config only reads it.
+    """How a model is trained on these devices.
 
     Attributes:
         mesh: axis sizes larger than 1, outermost first; empty on one device.
@@ -186,9 +186,9 @@ def resolve_mesh(
     """Return sizes whose product is ``num_devices``; the error suggests meshes that work.
 
     Args:
-        sizes: the mesh asked for; one size may be -1.
-        num_devices: the devices there are.
-        num_blocks: repeated blocks of the model, which pipeline stages divide; None if unknown.
+        sizes: the requested mesh; one size may be -1.
+        num_devices: number of devices.
+        num_blocks: number of repeated blocks, which pipeline stages divide; None if unknown.
     """
     asked = canonical_sizes(sizes)
     try:
@@ -215,7 +215,7 @@ def _other_meshes(asked: Mapping[str, int], num_devices: int, num_blocks: int | 
 
 
 def unused_settings(config: Config, plan: Plan) -> list[str]:
-    """Return a sentence for each setting that was given and has no effect on a run."""
+    """Return a sentence for each explicit setting that has no effect on a run."""
     unused = unused_pipeline(config.pipeline, plan)
     if config.hardware is not None:
         unused.append(
@@ -226,11 +226,11 @@ def unused_settings(config: Config, plan: Plan) -> list[str]:
 
 def unused_pipeline(pipeline: PipelineConfig, plan: Plan) -> list[str]:
     """Return a sentence for the pipeline's settings that have no effect."""
-    given = pipeline.model_dump(exclude_defaults=True)
-    if plan.size("pipe") == 1 and given:
-        text = " ".join(str(Setting(f"pipeline.{key}", value)) for key, value in given.items())
+    explicit = pipeline.model_dump(exclude_defaults=True)
+    if plan.size("pipe") == 1 and explicit:
+        text = " ".join(str(Setting(f"pipeline.{key}", value)) for key, value in explicit.items())
         return [f"{text} has no effect: the mesh {describe_sizes(plan.mesh)} has no pipe axis"]
-    if plan.size("pipe") > 1 and "num_chunks" in given and pipeline.schedule != "interleaved":
+    if plan.size("pipe") > 1 and "num_chunks" in explicit and pipeline.schedule != "interleaved":
         return [
             f"{Setting('pipeline.num_chunks', pipeline.num_chunks)} has no effect with "
             f"{Setting('pipeline.schedule', pipeline.schedule)}; chunks need "
@@ -240,7 +240,7 @@ def unused_pipeline(pipeline: PipelineConfig, plan: Plan) -> list[str]:
 
 
 def mesh_sizes(config: Config) -> dict[str, int]:
-    """Return the mesh asked for, by ``mesh`` or by ``model.mesh_shape``; one size may be -1."""
+    """Return the requested mesh, from ``mesh`` or ``model.mesh_shape``; one size may be -1."""
     asked = config.mesh.sizes()
     if config.model.mesh_shape is None:
         return asked
@@ -252,10 +252,10 @@ def mesh_sizes(config: Config) -> dict[str, int]:
         )
     if len(set(names)) != len(names):
         raise UserError(f"model.mesh_shape names an axis twice: {', '.join(names)}")
-    spelled = canonical_sizes(dict(zip(names, shape, strict=True)))
-    full = {axis: spelled.get(axis, 1) for axis in asked}
-    given = config.mesh.model_fields_set
-    differing = [a for a in full if a in given and asked[a] not in (full[a], INFER)]
+    from_model = canonical_sizes(dict(zip(names, shape, strict=True)))
+    full = {axis: from_model.get(axis, 1) for axis in asked}
+    explicit = config.mesh.model_fields_set
+    differing = [a for a in full if a in explicit and asked[a] not in (full[a], INFER)]
     if differing:
         raise UserError(
             "model.mesh_shape and mesh contradict each other",
@@ -263,27 +263,35 @@ def mesh_sizes(config: Config) -> dict[str, int]:
                 f"{axis} is {full[axis]} by model.mesh_shape and {asked[axis]} by mesh.{axis}"
                 for axis in differing
             ),
-            fix="write one of the two",
+            fix="write only one of the two",
         )
     return full
 
 
 def precision(config: Config) -> Precision:
-    """Return the compute format, by ``precision`` or by ``training.mixed_precision``."""
+    """Return the compute format, from ``precision`` or ``training.mixed_precision``."""
     mixed, compute = config.training.mixed_precision, config.precision.compute
     if mixed and compute and mixed != compute:
         raise UserError(
             "training.mixed_precision and precision contradict each other",
             why=f"training.mixed_precision={mixed}, precision.compute={compute}",
-            fix="write one of the two",
+            fix="write only one of the two",
         )
     return mixed or compute or "no"
 
 
+class PipelineFields(TypedDict, total=False):
+    """The fields of a `Plan` that describe its pipeline."""
+
+    schedule: str
+    num_microbatches: int
+    num_chunks: int
+
+
 def pipeline_fields(
     pipeline: PipelineConfig, sizes: Mapping[str, int], batch: Batch
-) -> dict[str, Any]:
-    """Return a plan's fields about its pipeline; none without stages."""
+) -> PipelineFields:
+    """Return the pipeline fields of a plan; empty without stages."""
     if sizes.get("pipe", 1) == 1:
         return {}
     return {

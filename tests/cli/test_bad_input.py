@@ -175,8 +175,8 @@ SPELLED = {
     "stages": (
         ["mesh.pipe=2"],
         {"mesh": "pipe=2"},
-        "  use mesh.fsdp or mesh.tensor for these devices, or give the stages yourself: ",
-        "\nuse fsdp or tensor for these devices, or give the stages yourself: ",
+        "  use mesh.fsdp or mesh.tensor for these devices, or define the stages yourself: ",
+        "\nuse fsdp or tensor for these devices, or define the stages yourself: ",
     ),
 }
 

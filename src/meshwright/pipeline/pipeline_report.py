@@ -1,4 +1,4 @@
-"""What a pipeline's stages have and how long they wait, for people and programs."""
+"""A report on a pipeline: the work and memory of its stages, and how long they wait."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from meshwright.pipeline.schedule.timeline import in_flight
 from meshwright.program.flops import forward_flops
 from meshwright.units import counted
 
-WORTH_SAYING = 0.05
-"""The least share of a stage's work that is worth a warning."""
+SMALLEST_SHARE = 0.05
+"""The smallest share of a stage's work that causes a warning."""
 
 
 class Extra(StrEnum):
-    """What a stage may compute besides its blocks."""
+    """Parts of the model that a stage may compute besides its blocks."""
 
     EMBEDDING = "embedding"
     HEAD = "head"
@@ -31,15 +31,15 @@ class Extra(StrEnum):
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What one stage does.
+    """The work of one stage.
 
     Attributes:
         blocks: numbers of its blocks in the model.
-        also: what else it computes.
-        parameters: trained numbers it uses.
-        flops: products of one microbatch's forward pass, on all devices of the stage together;
-            a stage with fewer blocks than another runs its last one again.
-        microbatches_kept: the most microbatches it keeps at a time, of one chunk each.
+        also: other parts of the model it computes.
+        parameters: number of trained parameters it uses.
+        flops: FLOPs of products in one microbatch's forward pass, on all devices of the stage
+            together, including the repeated last block of a stage with fewer blocks than others.
+        microbatches_kept: the largest number of microbatches in memory, of one chunk each.
     """
 
     blocks: tuple[int, ...]
@@ -51,19 +51,19 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """What a pipeline is.
+    """A pipeline in numbers.
 
     Attributes:
         schedule: its name.
         num_microbatches: microbatches between two flushes.
         num_chunks: pieces of the model on each stage.
         ticks: ticks between two flushes.
-        bubble: share of the time stages wait, simulated from the executed ticks, stages equal.
+        bubble: share of the time stages wait, simulated from the executed ticks with equal stages.
         bubble_formula: the same by the closed formula.
-        bubble_with_flops: the same, each stage as slow as its FLOPs say.
+        bubble_with_flops: the same with stages as slow as their FLOPs.
         efficiency: share of the time stages work.
         stages: the stages.
-        warnings: what is worth changing.
+        warnings: suggested changes.
     """
 
     schedule: str
@@ -78,7 +78,7 @@ class PipelineReport:
     warnings: tuple[str, ...]
 
     def waiting(self) -> str:
-        """Say how long stages wait."""
+        """Return how long stages wait, as text."""
         return (
             f"stages wait {self.bubble:.1%} of the time if all are equally fast, "
             f"{self.bubble_with_flops:.1%} if each is as slow as its FLOPs say (simulated)"
@@ -96,7 +96,7 @@ class PipelineReport:
 
 
 def pipeline_report(pipelined: PipelinedLoss) -> PipelineReport:
-    """Describe a pipeline."""
+    """Return the report on a pipeline."""
     schedule, count = pipelined.schedule, pipelined.num_microbatches
     stages = stage_facts(pipelined)
     table = schedule.table(count, pipelined.num_stages)
@@ -125,16 +125,16 @@ def pipeline_report(pipelined: PipelinedLoss) -> PipelineReport:
                 replicas=sizes.get("data", 1) * sizes.get("fsdp", 1),
                 remedy=_remedy(pipelined, stages),
             ),
-            *_filled_up(pipelined.division),
+            *_uneven_blocks(pipelined.division),
             *_computed_again(pipelined.cut, stages),
         ),
     )
 
 
 def _computed_again(cut: BlockCut, stages: Sequence[StageFacts]) -> list[str]:
-    """Say what it costs that every stage computes what blocks of all stages read."""
+    """Warn if stages spend much time on values that each of them recomputes."""
     share = _region_flops(cut, cut.shared) / max(1, max(stage.flops for stage in stages))
-    if share < WORTH_SAYING:
+    if share < SMALLEST_SHARE:
         return []
     return [
         f"blocks of all stages read values computed from samples before them (an encoder's output,"
@@ -143,8 +143,8 @@ def _computed_again(cut: BlockCut, stages: Sequence[StageFacts]) -> list[str]:
     ]
 
 
-def _filled_up(division: Division) -> list[str]:
-    """Say what it costs that stages have different numbers of blocks."""
+def _uneven_blocks(division: Division) -> list[str]:
+    """Warn if stages have different numbers of blocks."""
     if division.even:
         return []
     blocks, pieces, stages = sum(division.counts), len(division.counts), division.num_stages
@@ -165,7 +165,7 @@ def _filled_up(division: Division) -> list[str]:
 
 
 def _remedy(pipelined: PipelinedLoss, stages: list[StageFacts]) -> str:
-    """Say what helps against unequal ends, where every stage has the same number of blocks."""
+    """Return what helps if the first or last stage is slower, with equal numbers of blocks."""
     schedule, count, now = pipelined.schedule, pipelined.num_microbatches, len(stages)
     waits: dict[int, Fraction] = {}
     # A divisor of the stages there are fits the same devices and the same blocks.
@@ -198,10 +198,10 @@ def _remedy(pipelined: PipelinedLoss, stages: list[StageFacts]) -> str:
 
 
 def stage_facts(pipelined: PipelinedLoss) -> list[StageFacts]:
-    """Return what each stage has."""
+    """Return the work of each stage."""
     cut, count = pipelined.cut, pipelined.num_stages
     table = pipelined.schedule.table(pipelined.num_microbatches, count)
-    kept = in_flight(table.operations())
+    num_in_flight = in_flight(table.operations())
     trained = [stack.step.leaf for stack in cut.stacks if stack.kind == "weight"]
     block_size = sum(leaf.size // leaf.shape[0] for leaf in trained)
     block_flops = forward_flops(cut.scan.body)
@@ -218,14 +218,14 @@ def stage_facts(pipelined: PipelinedLoss) -> list[StageFacts]:
                 also=tuple(regions),
                 parameters=len(blocks) * block_size + sum(map(_region_size, regions.values())),
                 flops=run * block_flops + flops,
-                microbatches_kept=kept[stage],
+                microbatches_kept=num_in_flight[stage],
             )
         )
     return facts
 
 
 def _regions(cut: BlockCut, *, first: bool, last: bool) -> dict[Extra, Region]:
-    """Return what a stage computes besides its blocks."""
+    """Return the regions that a stage computes besides its blocks."""
     regions = {Extra.EMBEDDING: cut.embedding} if first else {}
     regions |= {Extra.HEAD: cut.head} if last else {}
     if _region_size(cut.shared) or _region_flops(cut, cut.shared):
@@ -234,7 +234,7 @@ def _regions(cut: BlockCut, *, first: bool, last: bool) -> dict[Extra, Region]:
 
 
 def _region_size(region: Region) -> int:
-    """Return how many trained numbers a region reads."""
+    """Return the number of trained parameters that a region reads."""
     return sum(leaf.step.leaf.size for leaf in region.weights)
 
 

@@ -14,13 +14,14 @@ from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError, did_you_mean
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.sharding.placement import DimAxes, add_fsdp, to_spec
+from meshwright.trees import PyTree
 
 _MIN_SHARD_SIZE = ShardingConfig().min_shard_size
 
 
 def shard_fsdp(
-    params: Any, mesh: Mesh, *, axis_name: str = "fsdp", min_shard_size: int = _MIN_SHARD_SIZE
-) -> Any:
+    params: PyTree, mesh: Mesh, *, axis_name: str = "fsdp", min_shard_size: int = _MIN_SHARD_SIZE
+) -> PyTree:
     """Return the tree with each array divided over an axis, so that each device holds 1/N of it.
 
     Each array is divided on its largest divisible dim; arrays without one, and small arrays, are

@@ -24,7 +24,7 @@ def planned_forward(
         remat,
         wide=wide,
         pins=decision.pins,
-        without_data=decision.weights,
+        weight_only=decision.weights,
     )
     return Forward(traced, evaluator, remat)
 

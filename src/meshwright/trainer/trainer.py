@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 
 from meshwright.config.argument_checks import check_clip_norm, check_count, check_optimizer
 from meshwright.config.base import shorten
@@ -27,11 +28,12 @@ from meshwright.config.schema import (
 )
 from meshwright.data.batches import form_of, read_batch
 from meshwright.data.protocols import Data
-from meshwright.data.user_data import IterableData, SequenceData, as_data
+from meshwright.data.user_data import IterableData, SequenceData, UserData, as_data
 from meshwright.errors import UserError
 from meshwright.inputs.checks import check_loss, check_precision, mesh_sizes
-from meshwright.inputs.user_model import exists, model_source
+from meshwright.inputs.user_model import UserModel, exists, model_source
 from meshwright.mesh.axes import shown_sizes
+from meshwright.mesh.build import Device
 from meshwright.plan import (
     Plan,
     pipeline_fields,
@@ -48,6 +50,7 @@ from meshwright.trainer.loop import RAN_OUT
 from meshwright.trainer.resume import find_resume_point
 from meshwright.trainer.run_spec import EvaluationSpec, OutputSpec, RunSpec
 from meshwright.trainer.training_run import TrainingRun
+from meshwright.trees import Batch
 
 
 @dataclass(kw_only=True)
@@ -75,7 +78,7 @@ class Trainer:
         devices: the devices to train on; all by default.
     """
 
-    model: Any
+    model: UserModel
     loss: Loss
     optimizer: optax.GradientTransformation
     mesh: str | Mapping[str, int] | Plan = "auto"
@@ -85,10 +88,10 @@ class Trainer:
     clip_norm: float | None = None
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     pipeline: PipelineConfig | Mapping[str, Any] | str = field(default_factory=PipelineConfig)
-    trainable: Any = nnx.Param
+    trainable: Filter = nnx.Param
     seed: int = 0
     log_every: int = 10
-    devices: list[Any] | None = None
+    devices: Sequence[Device] | None = None
 
     def __post_init__(self) -> None:
         check_loss(self.loss)
@@ -102,12 +105,12 @@ class Trainer:
 
     def fit(
         self,
-        data: Any,
+        data: UserData,
         *,
         steps: int | None = None,
         max_duration: str | None = None,
         batch_size: int | None = None,
-        eval_data: Any = None,
+        eval_data: UserData | None = None,
         eval_every: int | None = None,
         eval_batches: int = 16,
         callbacks: Sequence[Callback] = (),
@@ -156,7 +159,7 @@ class Trainer:
             _warn_ran_out(result.updates, duration.updates or 0)
         return result
 
-    def assemble(self, batch: Any) -> Assembled:
+    def assemble(self, batch: Batch) -> Assembled:
         """Build the step for batches of this shape; nothing is compiled yet."""
         batch = read_batch(batch)
         return assemble(
@@ -170,7 +173,9 @@ class Trainer:
             devices=self.devices,
         )
 
-    def verify(self, data: Any, *, steps: int = 5, batch_size: int | None = None) -> Certificate:
+    def verify(
+        self, data: UserData, *, steps: int = 5, batch_size: int | None = None
+    ) -> Certificate:
         """Prove that training on the mesh equals training on one device.
 
         Args:

@@ -41,7 +41,7 @@ def build(layers=None, **arguments):
         ({"num_chunks": 2}, "num_chunks=2 does not go with schedule='1f1b'"),
         ({"num_chunks": 3, "schedule": get_schedule("interleaved")}, "num_chunks=3 does not"),
         ({"num_chunks": 0, "schedule": "interleaved"}, "num_chunks=0 is not valid"),
-        ({"schedule": None}, "schedule=None is no schedule"),
+        ({"schedule": None}, "schedule=None is not a schedule"),
         (
             {"schedule": "interleaved", "num_stages": 4},
             "4 layers cannot be divided into 4 stages × 2 chunks(.|\n)*num_stages=2",
@@ -53,14 +53,14 @@ def build(layers=None, **arguments):
         ({"num_stages": 5}, "4 layers cannot be divided into 5 stages"),
         ({"num_stages": 3, "devices": jax.devices()[:2]}, "write num_stages=2"),
         ({"devices": []}, "there are no devices"),
-        ({"devices": 8}, "devices=8 is no list of devices"),
+        ({"devices": 8}, "devices=8 is not a list of devices"),
         ({"devices": "cpu"}, "it is of type str"),
         ({"devices": [0, 1]}, r"devices\[0\] is 0, of type int"),
         ({"devices": jax.devices()[:1] * 2}, r"devices\[1\] is .*listed already"),
         ({"seed": "a"}, "seed=a is not valid"),
         ({"seed": 1.5}, "it is of type float"),
         ({"loss": None}, "the loss is of type NoneType"),
-        ({"example": [1, 2]}, "example holds something without samples"),
+        ({"example": [1, 2]}, "example has a leaf that is not an array of samples"),
         ({"example": np.ones((0, 8))}, "example has no samples"),
         ({"example": ()}, "example has no arrays"),
     ],
@@ -92,7 +92,7 @@ def test_batches_that_do_not_fit_are_refused():
     [
         (lambda output, target: (output - target) ** 2, r"returns float32\[4, 8\]"),
         (lambda output, target: (output.mean(), {}), "returns a tuple"),
-        (lambda output, target: jnp.argmax(output), "the loss is no float"),
+        (lambda output, target: jnp.argmax(output), "the loss is not a float"),
     ],
 )
 def test_a_loss_that_is_no_scalar_is_refused(loss, said):

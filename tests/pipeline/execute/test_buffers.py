@@ -28,7 +28,7 @@ def test_playing_the_table_through_finds_every_value_in_its_slot(name, size):
             if m != ABSENT:
                 assert f.reads[tick][s] == ABSENT if at == 0 else True
                 assert at == 0 or inbox[s][f.reads[tick][s]] == (m, at - 1)
-                kept[s][f.keeps[tick][s]] = (m, c)
+                kept[s][f.saved[tick][s]] = (m, c)
                 sent[s] = (m, at)
                 if at == last:
                     gradients[s][slots.gradient_own[tick][s]] = (m, at + 1)
@@ -36,15 +36,15 @@ def test_playing_the_table_through_finds_every_value_in_its_slot(name, size):
             at = c * shape.num_stages + s
             if m != ABSENT:
                 assert gradients[s][b.reads[tick][s]] == (m, at + 1)
-                assert kept[s][b.keeps[tick][s]] == (m, c)
+                assert kept[s][b.saved[tick][s]] == (m, c)
                 sent_back[s] = (m, at)
                 if b.cut[tick][s] != ABSENT:
                     cuts[s][b.cut[tick][s]] = (m, c)
             m, c = w.microbatch[tick][s], w.chunk[tick][s]
             if m != ABSENT:
-                assert kept[s][w.keeps[tick][s]] == (m, c)
+                assert kept[s][w.saved[tick][s]] == (m, c)
                 assert cuts[s][w.cut[tick][s]] == (m, c)
-    assert all(len(box) <= slots.num_kept for box in kept)
+    assert all(len(box) <= slots.num_saved for box in kept)
 
 
 def test_messages_are_used_at_once_so_one_slot_is_enough():
@@ -57,4 +57,4 @@ def test_kept_slots_do_not_grow_with_microbatches():
     for name, kept in {"1f1b": 7, "interleaved": 11, "zb_h1": 4}.items():
         for microbatches in (16, 64):
             slots = allocate_slots(get_schedule(name).table(microbatches, 4))
-            assert slots.num_kept == kept
+            assert slots.num_saved == kept

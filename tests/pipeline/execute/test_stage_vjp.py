@@ -53,7 +53,7 @@ def test_whole_and_in_halves_it_equals_vjp(function):
 def test_weights_and_their_casts_are_not_kept():
     arguments = values()
     program = StageVJP(layers, *arguments)
-    kept = [shape.shape for shape in program.kept_shapes]
+    kept = [shape.shape for shape in program.saved_shapes]
     assert kept
     assert all(shape[0] == 2 for shape in kept), kept
 

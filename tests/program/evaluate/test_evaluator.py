@@ -108,7 +108,7 @@ def test_a_rule_can_wrap_the_rules_after_it():
         if eqn.primitive.name != "sin":
             return None
         (x,) = env.operands(eqn)
-        (result,) = env.evaluator.after(twice, eqn, env.with_operands(eqn, [2 * x]))
+        (result,) = env.evaluator.continue_after(twice, eqn, env.with_operands(eqn, [2 * x]))
         return [result + 1]
 
     def tangent(eqn, env):

@@ -11,5 +11,5 @@ from meshwright.program.on_mesh.remat import choose_remat
 def test_a_policy_of_jax_is_taken_by_its_name(kind):
     remat = choose_remat(kind, keep_gathered=False)
     assert remat.policy is getattr(jax.checkpoint_policies, kind)
-    assert remat.gather_inside
+    assert remat.gather_per_block
     assert ShardingConfig(remat=kind).remat == kind

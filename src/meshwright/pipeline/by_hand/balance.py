@@ -10,14 +10,13 @@ from meshwright.errors import UserError
 
 
 def balance(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Divide layers, in order, into stages such that the most expensive stage is cheapest.
+    """Divide layers, in order, into stages so that the most expensive one is as cheap as possible.
 
-    Of the divisions for which that is so, it is the most even: the one with the smallest sum of
-    squares.
+    Of several such divisions, the most even one is returned: that with the smallest sum of squares.
 
     Args:
-        costs: what each layer costs: FLOPs, bytes or time.
-        num_stages: how many stages.
+        costs: the cost of each layer: FLOPs, bytes or time.
+        num_stages: number of stages.
     """
     count = len(costs)
     if not 1 <= num_stages <= count:
@@ -47,12 +46,12 @@ def _best(
     """Return the smallest measure of a division, and the division.
 
     Args:
-        count: how many layers.
-        num_stages: how many stages.
-        measure: from the measure of the stages before, and the first and last layer of another
-            (its end excluded), to that of all of them.
+        count: number of layers.
+        num_stages: number of stages.
+        measure: from the measure of the stages so far, and the start and end of the next stage, to
+            the measure of all of them.
     """
-    # best[n]: the smallest measure of the first n layers in as many stages as were added so far.
+    # best[n]: the smallest measure of the first n layers in the stages added so far.
     best: list[float] = [0.0] + [inf] * count
     cuts: list[list[int]] = []
     for stages in range(1, num_stages + 1):
@@ -60,7 +59,7 @@ def _best(
         for end in range(stages, count + 1):
             for start in range(stages - 1, end):
                 value = measure(best[start], start, end)
-                # Of equal divisions the one with the later cut: earlier stages wait less.
+                # Of equal divisions take the one with the later cut: earlier stages wait less.
                 if value <= row[end]:
                     row[end], where[end] = value, start
         best = row

@@ -26,10 +26,10 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class BatchSums:
-    """What a batch gives.
+    """Sums over the microbatches of a batch.
 
     Attributes:
-        gradients: for each stage, the sum of its gradients, each microbatch with its weight.
+        gradients: for each stage, the weighted sum of its gradients.
         total: weighted sum of the losses.
         weight: sum of the weights.
         states: the stages' state afterwards.
@@ -44,12 +44,12 @@ class BatchSums:
 class HostExecutor:
     """Runs a batch through stages in the order of a schedule.
 
-    Every program is started as soon as those it depends on have been; devices work on their own.
+    Every program is dispatched after those it depends on; devices work asynchronously.
 
     Args:
         stages: the stages' programs, chunk by chunk.
-        schedule: when each stage does what.
-        outputs: for each stage, which leaves of its output have a gradient.
+        schedule: the schedule.
+        outputs: for each stage, the leaves of its output that have a gradient.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class HostExecutor:
         return BatchSums(run.sums, total, weight, run.states)
 
 
-class _KeptCall(NamedTuple):
-    """What a forward pass leaves for its backward: what it was called with, and kept values."""
+class _ForwardRecord(NamedTuple):
+    """The inputs of a forward pass and the values it saved for the backward pass."""
 
     call: StageCall
-    kept: list[Array]
+    saved: list[Array]
 
 
 class _BatchRun:
-    """One batch on its way through the stages."""
+    """The state of one batch while it passes through the stages."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class _BatchRun:
         self.last = shape.num_virtual - 1
         self.arrived: dict[Place, PyTree] = {(m, 0): x for m, x in enumerate(inputs)}
         self.gradients: dict[Place, PyTree] = {}
-        self.calls: dict[Place, _KeptCall] = {}
+        self.calls: dict[Place, _ForwardRecord] = {}
         self.cuts: dict[Place, list[Array]] = {}
         self.sums = [zeros_for_sums(p) for p in params]
         self.totals: list[Array] = []
@@ -116,15 +116,15 @@ class _BatchRun:
             self.backward(op, at)
 
     def forward(self, microbatch: int, at: int) -> None:
-        """Start a forward pass and hand its result on."""
+        """Start a forward pass and pass its result to the next stage."""
         stage = self.host.stages[at]
         target = stage.put(self.targets[microbatch]) if at == self.last else ()
         x = stage.put(self.arrived.pop((microbatch, at)))
         call = StageCall(self.states[at], x, target)
         result = stage.forward(self.params[at], call)
         self.states[at] = result.state
-        # Of the call only shapes are needed again, but arrays that are not read cost nothing.
-        self.calls[microbatch, at] = _KeptCall(call, result.kept)
+        # Only shapes of the call are needed again, but unread arrays cost nothing.
+        self.calls[microbatch, at] = _ForwardRecord(call, result.saved)
         here = sum(place[1] == at for place in self.calls)
         self.host.most_kept[at] = max(self.host.most_kept[at], here)
         if at == self.last:
@@ -136,34 +136,34 @@ class _BatchRun:
             self.arrived[microbatch, at + 1] = output
 
     def backward(self, op: Op, at: int) -> None:
-        """Start a backward pass, or its input gradient alone, and hand the gradient back."""
-        stage, params, kept = self.host.stages[at], self.params[at], self.kept_call(op, at)
+        """Start a backward pass, or its input gradient alone, and pass the gradient back."""
+        stage, params, record = self.host.stages[at], self.params[at], self.forward_record(op, at)
         gradient = self.gradients.pop((op.microbatch, at))
         if op.kind is Kind.INPUT_GRAD:
-            back, cut = stage.input_gradient(params, kept.call, kept.kept, gradient)
+            back, cut = stage.input_gradient(params, record.call, record.saved, gradient)
             self.cuts[op.microbatch, at] = cut
         else:
             self.sums[at], back = stage.backward(
-                self.sums[at], params, kept.call, kept.kept, gradient
+                self.sums[at], params, record.call, record.saved, gradient
             )
         if at > 0:
             self.gradients[op.microbatch, at - 1] = self.host.stages[at - 1].put(back)
 
     def weight_gradient(self, op: Op, at: int) -> None:
-        """Start the weight gradient that an input gradient has left."""
-        kept, cut = self.kept_call(op, at), self.cuts.pop((op.microbatch, at))
+        """Start the weight gradient of an earlier input gradient."""
+        record, cut = self.forward_record(op, at), self.cuts.pop((op.microbatch, at))
         self.sums[at] = self.host.stages[at].weight_gradient(
-            self.sums[at], self.params[at], kept.call, kept.kept, cut
+            self.sums[at], self.params[at], record.call, record.saved, cut
         )
 
-    def kept_call(self, op: Op, at: int) -> _KeptCall:
-        """Return what the forward pass has left, and forget it if nothing else will read it."""
+    def forward_record(self, op: Op, at: int) -> _ForwardRecord:
+        """Return the record of a forward pass, and drop it after its last use."""
         place = (op.microbatch, at)
         return self.calls.pop(place) if op.releases else self.calls[place]
 
 
 def divide_devices(devices: Sequence[Device], num_stages: int) -> list[Mesh]:
-    """Return the devices of each stage, as many for each; what is left over stays idle."""
+    """Return a mesh for each stage, all of the same size; remaining devices are not used."""
     each = len(devices) // num_stages
     groups = [devices[n * each : (n + 1) * each] for n in range(num_stages)]
     return [Mesh(np.array(group), ("data",), axis_types=(AxisType.Auto,)) for group in groups]

@@ -1,4 +1,4 @@
-"""Layers in every form a user writes them: NNX and Linen modules, functions, pairs."""
+"""Layers in every form that users pass: NNX and Linen modules, functions, pairs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Layer = (
 """A module, a function of x, or a pair (function(params, x), params)."""
 
 EVALUATION = {"deterministic": True, "use_running_average": True}
-"""What evaluation means to a Linen module that has these attributes, as to any NNX module."""
+"""Attributes of Linen modules that switch to evaluation mode."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Part:
     Attributes:
         apply: from (params, state, x) to (y, state), in the mode the module is in.
         evaluate: from (params, state, x) to y, in evaluation mode.
-        params: what is trained.
+        params: the trained parameters.
         state: its other state: statistics, counters, random streams.
         rebuild: from (params, state) to the user's layers, with these values.
     """
@@ -49,11 +49,11 @@ class Part:
 
 @dataclass(frozen=True)
 class TracedPart:
-    """What is known of a part without running it.
+    """The output shapes and FLOPs of a part, known without running it.
 
     Attributes:
-        output: shapes of its output.
-        flops: products of its forward pass.
+        output: shapes of the output.
+        flops: FLOPs of products in the forward pass.
     """
 
     output: PyTree
@@ -64,9 +64,9 @@ def read_part(layer: object, x: PyTree, key: Array) -> Part:
     """Read a layer: an NNX or Linen module, a function of x, or a pair (function, params).
 
     Args:
-        layer: what the user wrote.
-        x: an example of its input, as arrays or shapes; Linen modules are created for it.
-        key: for the parameters of Linen modules.
+        layer: the layer in any of these forms.
+        x: an example input, as arrays or shapes; Linen modules are initialized for it.
+        key: random key of the parameters of Linen modules.
     """
     if isinstance(layer, nnx.Module):
         return _from_nnx(layer)
@@ -94,23 +94,23 @@ def _check_floats(function: object, params: PyTree) -> None:
                 f"params{jax.tree_util.keystr(path)} of {getattr(function, '__name__', 'a stage')} "
                 f"is of type {dtype}",
                 why="parameters are trained, and only floats have gradients",
-                fix="take it out of params: functools.partial(function, …) can hold it",
+                fix="remove it from params; functools.partial(function, …) can hold it",
             )
 
 
 def chain(parts: Sequence[Part]) -> Part:
-    """Return parts one after another as one."""
+    """Return the composition of parts."""
 
     def apply(params: PyTree, state: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         after: list[PyTree] = []
-        for part, own, before in zip(parts, params, state, strict=True):
-            x, new = part.apply(own, before, x)
+        for part, part_params, before in zip(parts, params, state, strict=True):
+            x, new = part.apply(part_params, before, x)
             after.append(new)
         return x, tuple(after)
 
     def evaluate(params: PyTree, state: PyTree, x: PyTree) -> PyTree:
-        for part, own, before in zip(parts, params, state, strict=True):
-            x = part.evaluate(own, before, x)
+        for part, part_params, part_state in zip(parts, params, state, strict=True):
+            x = part.evaluate(part_params, part_state, x)
         return x
 
     return Part(
@@ -120,8 +120,8 @@ def chain(parts: Sequence[Part]) -> Part:
         tuple(part.state for part in parts),
         lambda params, state: [
             layer
-            for part, own, before in zip(parts, params, state, strict=True)
-            for layer in part.rebuild(own, before)
+            for part, part_params, part_state in zip(parts, params, state, strict=True)
+            for layer in part.rebuild(part_params, part_state)
         ],
     )
 
@@ -135,7 +135,7 @@ def trace(part: Part, x: PyTree) -> TracedPart:
 
 
 def to_default_device(value: Array) -> Array:
-    """Return an array as if it had just been made, on no device in particular."""
+    """Return a copy of an array on the default device, not committed to it."""
     if is_key(value):
         words = jnp.asarray(np.asarray(jax.random.key_data(value)))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))

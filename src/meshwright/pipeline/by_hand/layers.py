@@ -1,4 +1,4 @@
-"""Checks of a list of layers: none shares values with another, and errors name the layer."""
+"""Checks of a list of layers: no values are shared, and errors name the layer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from meshwright.trees import PyTree
 
 WHOLE_MODEL = 'train the whole model with mw.Trainer(…, mesh="pipe=2"), where they stay tied'
 MOST_NAMED = 4
-"""Parameters an error names; a large layer has hundreds."""
+"""The most parameters that an error lists; a large layer has hundreds."""
 
 
 def read_layers(stages: object) -> list[Layer]:
-    """Return the layers of a list, none of which shares values with another."""
+    """Return a list of layers after checking that none shares values with another."""
     if isinstance(stages, nnx.Sequential):
         raise UserError(
             "stages is an nnx.Sequential, not a list",
@@ -52,7 +52,7 @@ def read_layers(stages: object) -> list[Layer]:
 
 @contextmanager
 def naming_layer(number: int, layer: Layer, x: PyTree) -> Generator[None]:
-    """Add to an error which layer it happened in, and that layer's input."""
+    """Add the number of the layer and its input to errors."""
     try:
         yield
     except (UserError, jax.errors.JaxRuntimeError):
@@ -68,17 +68,17 @@ def naming_layer(number: int, layer: Layer, x: PyTree) -> Generator[None]:
         ) from error
     except Exception as error:
         source = f"the output of layer {number - 1}" if number else "the input"
-        own = _parameter_shapes(layer)
-        has = f" and its parameters are {own}" if own else ""
+        shapes = _parameter_shapes(layer)
+        parameters = f" and its parameters are {shapes}" if shapes else ""
         raise UserError(
             f"layer {number} ({layer_name(layer)}) fails on {source}",
-            why=f"its input is {describe(x)}{has}: {typed_line(error)}",
+            why=f"its input is {describe(x)}{parameters}: {typed_line(error)}",
             fix="make it accept this input" + (", or change the layer before it" if number else ""),
         ) from error
 
 
 def layer_name(layer: object) -> str:
-    """Return what to call a layer: its class, or the name of its function."""
+    """Return the name of a layer: its class, or the name of its function."""
     if isinstance(layer, tuple):
         return f"({layer_name(layer[0])}, params)"
     name = getattr(layer, "__name__", None)
@@ -99,7 +99,7 @@ def _check_instances(layers: Sequence[Layer]) -> None:
 
 
 def _check_repeated(layers: Sequence[Layer]) -> None:
-    # NNX modules are compared by their values, below: one without any may stand anywhere.
+    # NNX modules are compared by their variables, below; one without variables may be repeated.
     seen: dict[int, int] = {}
     for number, layer in enumerate(layers):
         if not isinstance(layer, linen.Module | tuple):
@@ -132,7 +132,7 @@ def _check_shared(layers: Sequence[Layer]) -> None:
 
 
 def _check_function(number: int, layer: Layer) -> None:
-    """Refuse a function around a module, whose parameters would silently stay as they are."""
+    """Refuse a function that uses a module, whose parameters would silently not be trained."""
     function = layer[0] if isinstance(layer, tuple) and layer else layer
     if isinstance(function, nnx.Module | linen.Module):
         return
@@ -147,7 +147,7 @@ def _check_function(number: int, layer: Layer) -> None:
 
 
 def _reachable(function: object) -> Iterator[object]:
-    """Yield what a function can reach: bound and partial arguments, its closure, its globals."""
+    """Yield the objects a function refers to: bound arguments, closure and globals."""
     if isinstance(function, functools.partial):
         yield from (*function.args, *function.keywords.values())
         yield from _reachable(function.func)

@@ -21,14 +21,14 @@ from meshwright.weighted import Weighted
 
 
 def read_schedule(schedule: object, num_chunks: int | None) -> Schedule:
-    """Return a schedule by its name, or as it is; chunks are for those that have them."""
+    """Return a schedule by name, or the schedule itself, after checking its chunks."""
     if num_chunks is not None:
         check_count("num_chunks", num_chunks)
     if not isinstance(schedule, str | Schedule):
         raise UserError(
-            f"schedule={schedule!r} is no schedule",
+            f"schedule={schedule!r} is not a schedule",
             why=f"it is of type {type(schedule).__name__}",
-            fix='write schedule="1f1b", or what mw.pipeline.get_schedule returns',
+            fix='write schedule="1f1b", or the result of mw.pipeline.get_schedule',
         )
     if isinstance(schedule, str):
         schedule = get_schedule(schedule, num_chunks or 2)
@@ -50,12 +50,12 @@ def read_devices(devices: Sequence[Device] | None) -> list[Device]:
         if not isinstance(device, jax.Device):
             raise UserError(
                 f"devices[{number}] is {shorten(device)}, of type {type(device).__name__}",
-                fix="give devices of JAX: jax.devices()[:4]",
+                fix="pass JAX devices, such as jax.devices()[:4]",
             )
         if device in listed[:number]:
             raise UserError(
                 f"devices[{number}] is {device}, which is listed already",
-                why="stages work at the same time, each on devices of its own",
+                why="stages run at the same time, each on its own devices",
                 fix="name each device once",
             )
     return listed
@@ -64,7 +64,7 @@ def read_devices(devices: Sequence[Device] | None) -> list[Device]:
 def _listed(devices: object) -> list[Device]:
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise UserError(
-            f"devices={shorten(devices)} is no list of devices",
+            f"devices={shorten(devices)} is not a list of devices",
             why=f"it is of type {type(devices).__name__}",
             fix="write devices=jax.devices()[:4]",
         )
@@ -72,17 +72,17 @@ def _listed(devices: object) -> list[Device]:
 
 
 def check_seed(seed: object) -> None:
-    """Refuse a seed that is no whole number."""
+    """Refuse a seed that is not an integer."""
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise UserError(
             f"seed={shorten(seed)} is not valid",
             why=f"it is of type {type(seed).__name__}",
-            fix="write a whole number",
+            fix="write an integer",
         )
 
 
 def check_unused(states: PyTree) -> None:
-    """Refuse optimizer states whose buffers an earlier update has taken."""
+    """Refuse optimizer states whose buffers an earlier update has reused."""
     leaves = jax.tree.leaves(states)
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
         raise UserError(
@@ -105,7 +105,7 @@ def check_output(output: PyTree, samples: int) -> None:
 
 
 def check_function(loss: object) -> None:
-    """Refuse a loss that is no function."""
+    """Refuse a loss that is not callable."""
     if not callable(loss):
         raise UserError(
             f"the loss is of type {type(loss).__name__}",
@@ -115,7 +115,7 @@ def check_function(loss: object) -> None:
 
 
 def check_balance_by(balance_by: object) -> None:
-    """Refuse anything but the two quantities that stages can be balanced by."""
+    """Refuse anything but ``flops`` and ``memory``."""
     if balance_by not in ("flops", "memory"):
         raise UserError(
             f"stages cannot be balanced by {balance_by!r}",
@@ -127,7 +127,7 @@ def check_balance_by(balance_by: object) -> None:
 def check_division(
     num_layers: int, num_devices: int, schedule: Schedule, stages: int, microbatches: int
 ) -> None:
-    """Refuse sizes that do not go together."""
+    """Refuse numbers of layers, devices, stages and microbatches that do not fit together."""
     chunks = schedule.num_chunks
     if num_layers < stages * chunks:
         pieces = f"{stages} stages" + (f" × {chunks} chunks" if chunks > 1 else "")
@@ -140,7 +140,7 @@ def check_division(
         )
     if num_devices < stages:
         raise UserError(
-            f"{stages} stages need as many devices",
+            f"{stages} stages need at least {stages} devices",
             why=f"there are {num_devices}",
             fix=f"write num_stages={num_devices}",
         )
@@ -162,23 +162,23 @@ def check_untraced(**values: PyTree) -> None:
             "a pipeline cannot run inside jax.jit, jax.grad or jax.vmap",
             why="its stages are separate programs on different devices, which cannot be part of "
             f"another program{traced}",
-            fix="call it outside, where its stages are compiled as well; loss_and_gradients "
+            fix="call it outside of them; its stages are compiled anyway, and loss_and_gradients "
             "returns gradients",
         )
 
 
 def count_samples(name: str, batch: PyTree) -> int:
-    """Return how many samples a batch has; all its arrays have as many."""
+    """Return the number of samples, which must be the same for all arrays of a batch."""
     leaves = jax.tree.leaves(batch)
     if not leaves:
         raise UserError(
             f"{name} has no arrays",
             why="it is divided into microbatches along dim 0 of its arrays",
-            fix=f"give arrays as {name}; a target that is not needed may be x itself",
+            fix=f"pass arrays as {name}; for a loss without a target, pass x as the target",
         )
     if any(not getattr(leaf, "shape", ()) for leaf in leaves):
         raise UserError(
-            f"{name} holds something without samples",
+            f"{name} has a leaf that is not an array of samples",
             why="each of its leaves must be an array with samples in dim 0",
             fix=f"give {name} as numpy or JAX arrays",
         )
@@ -198,12 +198,12 @@ def describe(tree: PyTree) -> str:
 
 
 def check_loss(loss: Callable[[PyTree, PyTree], object], output: PyTree, target: PyTree) -> None:
-    """Refuse a loss that cannot be computed of these shapes, or that is no scalar."""
+    """Refuse a loss that fails on these shapes, or that is not a scalar."""
     try:
         value = jax.eval_shape(loss, output, target)
     except Exception as error:
         raise UserError(
-            "the loss cannot be computed",
+            "the loss fails",
             why=f"the output is {describe(output)}, the target {describe(target)}: "
             f"{typed_line(error)}",
             fix="write loss(output, target) for one microbatch of both",
@@ -212,14 +212,16 @@ def check_loss(loss: Callable[[PyTree, PyTree], object], output: PyTree, target:
     scalar = all(getattr(p, "shape", None) == () for p in parts)
     if not scalar or not is_float(parts[0]):
         raise UserError(
-            "the loss is no float, so it has no gradient" if scalar else "the loss is no scalar",
+            "the loss is not a float, so it has no gradient"
+            if scalar
+            else "the loss is not a scalar",
             why=f"loss(output, target) returns {_kind(value)}",
             fix="return its mean over samples, or mw.Weighted(total, weight)",
         )
 
 
 def check_per_stage(name: str, values: object, num_stages: int) -> list[PyTree]:
-    """Return a list that has one element for each stage (or chunk of one)."""
+    """Return a list after checking that it has one element per stage (or per chunk)."""
     if not isinstance(values, list | tuple):
         raise UserError(
             f"{name} is of type {type(values).__name__}, not a list",
@@ -229,18 +231,18 @@ def check_per_stage(name: str, values: object, num_stages: int) -> list[PyTree]:
     if len(per_stage) != num_stages:
         raise UserError(
             f"{name} has {len(per_stage)} elements for {num_stages} stages",
-            why="there is one for each stage, or for each chunk of one",
+            why="it needs one per stage, or one per chunk of each stage",
             fix=f"give a list of {num_stages}",
         )
     return per_stage
 
 
 def check_like(name: str, new: PyTree, present: PyTree) -> None:
-    """Refuse parameters that are not nested or shaped as the present ones."""
+    """Refuse parameters of another structure or other shapes than the current ones."""
     if jax.tree.structure(new) != jax.tree.structure(present):
         raise UserError(
-            f"{name} is not nested as the stage's parameters are",
-            fix="change values of pipeline.params with jax.tree.map, not their nesting",
+            f"{name} has another structure than the stage's parameters",
+            fix="change the values in pipeline.params with jax.tree.map, not its structure",
         )
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(present), strict=True)
     for value, old in pairs:

@@ -1,8 +1,8 @@
-"""The programs of a stage that runs on its own devices: forward, backward and its halves."""
+"""The compiled programs of a stage on its own devices: forward, backward, and its halves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,15 +21,21 @@ Loss = Callable[[PyTree, PyTree], Array | Weighted]
 """From (output, target) to a scalar mean or `Weighted`."""
 
 
+def form_of_arrays(tree: PyTree) -> Hashable:
+    """Return structure, shapes and dtypes of a pytree, for which programs are compiled once."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StageCall:
-    """What a stage is called with for one microbatch, beside its parameters.
+    """The inputs of a stage for one microbatch, besides its parameters.
 
     Attributes:
-        state: its state before.
-        x: its input.
-        target: on the last stage, what the loss compares with.
+        state: the state before.
+        x: the input.
+        target: the target of the loss, on the last stage.
     """
 
     state: PyTree
@@ -38,19 +44,19 @@ class StageCall:
 
 
 class ForwardResult(NamedTuple):
-    """What a stage's forward pass gives.
+    """The results of a stage's forward pass.
 
     Attributes:
         floats: leaves of the output that have a gradient; on the last stage the loss's total.
         others: the other leaves of the output; on the last stage the loss's weight.
         state: the stage's state afterwards.
-        kept: what the backward needs of this pass.
+        saved: values saved for the backward pass.
     """
 
     floats: PyTree
     others: PyTree
     state: PyTree
-    kept: list[Array]
+    saved: list[Array]
 
 
 class StagePrograms:
@@ -59,13 +65,13 @@ class StagePrograms:
     Args:
         part: the stage's function.
         mesh: its devices, samples divided over ``data``.
-        first: whether its input needs no gradient.
+        first: whether this is the first stage, whose input needs no gradient.
         loss: for the last stage, the loss of (output, target).
     """
 
     def __init__(self, part: Part, mesh: Mesh, *, first: bool, loss: Loss | None) -> None:
         self.part, self.mesh, self.first, self.loss = part, mesh, first, loss
-        self._programs: dict[str, StageVJP] = {}
+        self._programs: dict[Hashable, StageVJP] = {}
         self._forward = jax.jit(self._run_forward)
         self._backward = jax.jit(self._run_backward, donate_argnums=0)
         self._input = jax.jit(self._run_input)
@@ -73,16 +79,16 @@ class StagePrograms:
 
     @property
     def samples(self) -> NamedSharding:
-        """How arrays with samples in dim 0 are divided over the stage's devices."""
+        """The sharding of arrays with samples in dim 0."""
         return NamedSharding(self.mesh, PartitionSpec("data"))
 
     @property
     def everywhere(self) -> NamedSharding:
-        """How parameters are held: whole on each of the stage's devices."""
+        """The sharding of parameters: replicated on the stage's devices."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def put(self, x: PyTree) -> PyTree:
-        """Bring samples to the stage's devices; those that cannot be divided go to each."""
+        """Place samples on the stage's devices, replicated if they cannot be divided."""
         count = self.mesh.size
 
         def place(array: Array) -> Array:
@@ -96,50 +102,50 @@ class StagePrograms:
         return self._forward(params, call)
 
     def backward(
-        self, sums: PyTree, params: PyTree, call: StageCall, kept: list[Array], gradient: PyTree
+        self, sums: PyTree, params: PyTree, call: StageCall, saved: list[Array], gradient: PyTree
     ) -> tuple[PyTree, list[Array]]:
         """Return (sums with the weights' gradients added, gradient of the input)."""
-        return self._backward(sums, params, call, kept, gradient)
+        return self._backward(sums, params, call, saved, gradient)
 
     def input_gradient(
-        self, params: PyTree, call: StageCall, kept: list[Array], gradient: PyTree
+        self, params: PyTree, call: StageCall, saved: list[Array], gradient: PyTree
     ) -> tuple[list[Array], list[Array]]:
-        """Return (gradient of the input, what the weights' gradient needs)."""
-        return self._input(params, call, kept, gradient)
+        """Return (gradient of the input, values that the weight gradient needs)."""
+        return self._input(params, call, saved, gradient)
 
     def weight_gradient(
-        self, sums: PyTree, params: PyTree, call: StageCall, kept: list[Array], cut: list[Array]
+        self, sums: PyTree, params: PyTree, call: StageCall, saved: list[Array], cut: list[Array]
     ) -> PyTree:
         """Return sums with the weights' gradients added."""
-        return self._weight(sums, params, call, kept, cut)
+        return self._weight(sums, params, call, saved, cut)
 
     def _run_forward(self, params: PyTree, call: StageCall) -> ForwardResult:
         floats, others = self._split(call.x).split(call.x)
         program = self._program(params, call)
         result = program.forward(params, (), floats, StageCall(call.state, others, call.target))
         state, rest = result.further
-        return ForwardResult(result.y, rest, state, result.kept)
+        return ForwardResult(result.y, rest, state, result.saved)
 
     def _run_backward(
-        self, sums: PyTree, params: PyTree, call: StageCall, kept: list[Array], gradient: PyTree
+        self, sums: PyTree, params: PyTree, call: StageCall, saved: list[Array], gradient: PyTree
     ) -> tuple[PyTree, list[Array]]:
-        more, back = self._program(params, call).backward(params, (), kept, gradient)
+        more, back = self._program(params, call).backward(params, (), saved, gradient)
         return jax.tree.map(jnp.add, sums, more), back
 
     def _run_input(
-        self, params: PyTree, call: StageCall, kept: list[Array], gradient: PyTree
+        self, params: PyTree, call: StageCall, saved: list[Array], gradient: PyTree
     ) -> tuple[list[Array], list[Array]]:
-        return self._program(params, call).input_gradient(params, (), kept, gradient)
+        return self._program(params, call).input_gradient(params, (), saved, gradient)
 
     def _run_weight(
-        self, sums: PyTree, params: PyTree, call: StageCall, kept: list[Array], cut: list[Array]
+        self, sums: PyTree, params: PyTree, call: StageCall, saved: list[Array], cut: list[Array]
     ) -> PyTree:
-        more = self._program(params, call).weight_gradient(params, (), kept, cut)
+        more = self._program(params, call).weight_gradient(params, (), saved, cut)
         return jax.tree.map(jnp.add, sums, more)
 
     def _program(self, params: PyTree, call: StageCall) -> StageVJP:
-        """Return the stage's function ready for these shapes; state may change its dtype, too."""
-        key = str(jax.tree.map(lambda a: (a.shape, a.dtype), (params, call)))
+        """Return the stage's programs for these shapes and dtypes."""
+        key = form_of_arrays((params, call))
         if key not in self._programs:
             split = self._split(call.x)
 
@@ -158,7 +164,7 @@ class StagePrograms:
         return self._programs[key]
 
     def _function(self, params: PyTree, call: StageCall) -> tuple[PyTree, tuple[PyTree, PyTree]]:
-        """Return (output or loss, (state, what of the output has no gradient))."""
+        """Return (output or loss, (state, leaves of the output without a gradient))."""
         y, state = self.part.apply(params, call.state, call.x)
         if self.loss is None:
             floats, others = MessageSplit.of(y).split(y)

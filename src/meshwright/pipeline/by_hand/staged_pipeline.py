@@ -1,8 +1,8 @@
-"""Pipelines of stages that differ: modules or functions, each stage on its own devices."""
+"""`Pipeline`: stages given as modules or functions, each on its own devices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,7 +30,7 @@ from meshwright.pipeline.by_hand.layer_forms import (
     trace,
 )
 from meshwright.pipeline.by_hand.layers import naming_layer, read_layers
-from meshwright.pipeline.by_hand.stage_programs import Loss, StagePrograms
+from meshwright.pipeline.by_hand.stage_programs import Loss, StagePrograms, form_of_arrays
 from meshwright.pipeline.by_hand.suggest import fewer_stages, timeline_of, unused_devices
 from meshwright.pipeline.by_hand.updates import Updates
 from meshwright.pipeline.execute.messages import MessageSplit
@@ -43,12 +43,12 @@ from meshwright.units import counted, human_count
 
 @dataclass(frozen=True)
 class StageReport:
-    """What one stage has.
+    """The layers, size and devices of one stage.
 
     Attributes:
         layers: numbers of the layers it runs.
-        parameters: how many numbers it trains.
-        flops: products of one microbatch's forward pass.
+        parameters: number of trained parameters.
+        flops: FLOPs of products in one microbatch's forward pass.
         devices: ids of its devices.
     """
 
@@ -78,13 +78,15 @@ class Pipeline:
             in order; none twice. Neighbours are joined if there are more than ``num_stages``.
         loss: ``loss(output, target)``: a mean over samples, or `mw.Weighted`.
         example: a batch of inputs, as arrays or shapes; its values are not used.
-        num_stages: how many stages; all devices, or one for each element of ``stages``.
+        num_stages: number of stages; by default as many as devices or elements of ``stages``,
+            whichever is smaller.
         schedule: gpipe, 1f1b, interleaved or zb_h1.
         num_microbatches: microbatches per batch; four per stage by default.
         num_chunks: pieces of the model on each stage, for interleaved; 2 by default.
-        balance_by: what stages should have equal amounts of: flops, or memory of parameters.
-        devices: where; all devices by default. Each stage has as many, for different samples.
-        seed: of the parameters of Linen modules.
+        balance_by: balance stages by flops, or by the memory of parameters.
+        devices: devices of the pipeline, all by default; each stage gets the same number and
+            divides samples over them.
+        seed: seed of the parameters of Linen modules.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class Pipeline:
         self._place(balance(self._costs, self.num_stages * chunks), traced)
 
     def _place(self, groups: Sequence[range], traced: Sequence[TracedPart]) -> None:
-        """Make each group of layers a stage on its devices."""
+        """Turn each group of layers into a stage on its devices."""
         self._parts = [chain([self._layers[n] for n in group]) for group in groups]
         meshes = divide_devices(self._devices, self.num_stages)
         last = len(groups) - 1
@@ -151,7 +153,7 @@ class Pipeline:
         ]
         outputs = [MessageSplit.of(traced[group[-1]].output) for group in groups]
         self._host = HostExecutor(self._stages, self.schedule, outputs)
-        self._fitting: set[str] = set()
+        self._checked_forms: set[Hashable] = set()
 
     def __call__(self, x: PyTree) -> PyTree:
         """Return the output for a batch of any size, in evaluation mode.
@@ -176,7 +178,7 @@ class Pipeline:
         """Return the mean loss of a batch and, for each stage, the gradients of its parameters.
 
         Modules run in the mode they were given in, which is training unless you called ``eval()``.
-        What they remember, such as statistics and random streams, goes on from batch to batch.
+        Their state, such as statistics and random streams, carries over from batch to batch.
         """
         checks.check_untraced(x=x, target=target)
         samples, targets = checks.count_samples("x", x), checks.count_samples("target", target)
@@ -184,7 +186,7 @@ class Pipeline:
             raise UserError(
                 f"x has {counted(samples, 'sample')}, target {targets}",
                 why="both are divided into the same microbatches, along dim 0",
-                fix="give one target for each sample",
+                fix="pass one target for each sample",
             )
         count = self.num_microbatches
         inputs, expected = self._split("x", x, count), self._split("target", target, count)
@@ -218,7 +220,7 @@ class Pipeline:
             optimizer: any optax transformation. It sees the leaves of one stage at a time.
             states: what `init` or the update before returned; not to be used again.
             x: inputs, samples in dim 0.
-            target: what the loss compares with, as many samples.
+            target: targets of the loss, as many samples.
             clip_norm: largest norm of the gradients of all stages together.
         """
         check_optimizer(optimizer)
@@ -248,9 +250,9 @@ class Pipeline:
         self._params = [jax.device_put(value, stage.everywhere) for value, stage in pairs]
 
     def modules(self) -> list[Layer]:
-        """Return what ``stages`` was, with the values it has now, all on the default device.
+        """Return the layers as in ``stages`` with their current values, on the default device.
 
-        A Linen module comes back bound to its values: call it, or take it apart with ``unbind()``.
+        A Linen module is returned bound to its values: call it, or use ``unbind()``.
         """
         pairs = zip(self._parts, self._params, self._states, strict=True)
         return [
@@ -260,12 +262,12 @@ class Pipeline:
         ]
 
     def timeline(self) -> Timeline:
-        """Return when each stage works, simulated from its FLOPs."""
+        """Return when each stage works, simulated from the FLOPs of the stages."""
         shape = self.schedule.shape(self.num_microbatches, self.num_stages)
         return timeline_of(self.schedule, shape, self._stage_flops())
 
     def warnings(self) -> list[str]:
-        """Return what is worth changing, one sentence each."""
+        """Return suggested changes, one sentence each."""
         shape = self.schedule.shape(self.num_microbatches, self.num_stages)
         warnings = pipeline_warnings(
             self.schedule,
@@ -282,7 +284,7 @@ class Pipeline:
 
     @property
     def most_kept(self) -> list[int]:
-        """The most microbatches each stage has kept at a time so far, chunk by chunk."""
+        """The largest number of microbatches in memory so far, by stage and chunk."""
         return list(self._host.most_kept)
 
     def __repr__(self) -> str:
@@ -309,9 +311,9 @@ class Pipeline:
         return resize_batch(example, size)
 
     def _check_fit(self, x: PyTree, target: PyTree = None) -> None:
-        """Refuse shapes the layers or the loss cannot take, the first time they are given."""
+        """Raise if layers or loss fail on these shapes; each set of shapes is checked once."""
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, target))
-        if (key := str(shapes)) in self._fitting:
+        if (key := form_of_arrays(shapes)) in self._checked_forms:
             return
         x, target = shapes
         for number, (layer, part) in enumerate(zip(self._user_layers, self._layers, strict=True)):
@@ -319,7 +321,7 @@ class Pipeline:
                 x = trace(part, x).output
         if target is not None:
             checks.check_loss(self._loss, x, target)
-        self._fitting.add(key)
+        self._checked_forms.add(key)
 
     def _split(self, name: str, batch: PyTree, count: int) -> list[PyTree]:
         """Divide a batch into microbatches of nearly equal size; no sample is left out."""
@@ -332,7 +334,7 @@ class Pipeline:
             raise UserError(
                 f"{counted(samples, 'sample')} cannot be divided into {count} microbatches",
                 why=f"{name} has fewer samples than there are microbatches",
-                fix=f"{smaller}give more samples",
+                fix=f"{smaller}pass more samples",
             )
         pieces = [np.array_split(np.asarray(leaf), count) for leaf in leaves]
         return [jax.tree.unflatten(tree, list(each)) for each in zip(*pieces, strict=True)]

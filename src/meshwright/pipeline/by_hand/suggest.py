@@ -1,4 +1,4 @@
-"""What would suit a list of layers better: other numbers of stages."""
+"""Suggestions of better numbers of stages for a list of layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.pipeline.schedule.timeline import Timeline, simulate
 
 
 def timeline_of(schedule: Schedule, shape: Shape, costs: Sequence[int]) -> Timeline:
-    """Return when each stage works if each is as slow as its cost says."""
+    """Return the timeline of stages whose times are proportional to their costs."""
     operations = schedule.operations(shape.num_microbatches, shape.num_stages)
     return simulate(operations, shape, Times.of_costs(costs))
 
@@ -21,17 +21,17 @@ def timeline_of(schedule: Schedule, shape: Shape, costs: Sequence[int]) -> Timel
 def fewer_stages(
     costs: Sequence[int], flops: Sequence[int], shape: Shape, schedule: Schedule
 ) -> str:
-    """Say what helps against unequal stages: fewer of them, or a slow layer in pieces.
+    """Return what helps against unequal stages: fewer stages, or a slow layer divided.
 
     Args:
-        costs: of each layer, what stages have equal amounts of.
-        flops: of each layer.
-        shape: the pipeline's size.
-        schedule: when each stage does what.
+        costs: the cost of each layer by which stages are balanced.
+        flops: the FLOPs of each layer.
+        shape: the size of the pipeline.
+        schedule: the schedule.
     """
     now = _layers_of_stages(costs, shape)
     slowest = max(now, key=lambda layers: sum(flops[n] for n in layers))
-    alone = f"write layer {slowest[0]}, all it has, as several" if len(slowest) == 1 else ""
+    only = f"divide layer {slowest[0]}, its only one, into several" if len(slowest) == 1 else ""
     waits: dict[int, Fraction] = {}
     for count in range(2, shape.num_stages):
         if shape.num_chunks > 1 and shape.num_microbatches % count:
@@ -42,7 +42,7 @@ def fewer_stages(
         waits[count] = timeline_of(schedule, smaller, each).bubble
     best = min(waits, key=lambda count: waits[count], default=0)
     better = f"num_stages={best} waits {float(waits[best]):.0%}" if best else ""
-    return "; or ".join(filter(None, (better, alone))) or "write its layers as several smaller ones"
+    return "; or ".join(filter(None, (better, only))) or "divide its layers into smaller ones"
 
 
 def _layers_of_stages(costs: Sequence[int], shape: Shape) -> list[list[int]]:
@@ -52,7 +52,7 @@ def _layers_of_stages(costs: Sequence[int], shape: Shape) -> list[list[int]]:
 
 
 def unused_devices(num_devices: int, num_stages: int, most_stages: int) -> str:
-    """Say which numbers of stages would use every device; empty if all are used."""
+    """Return a warning with numbers of stages that use every device; empty if all are used."""
     left = num_devices % num_stages
     if not left:
         return ""

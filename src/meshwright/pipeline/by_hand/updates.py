@@ -38,13 +38,13 @@ class Updates:
         """Return the optimizer's state for each stage, on its devices."""
         pairs = zip(self._stages, params, strict=True)
 
-        def start(own: PyTree) -> PyTree:
-            return _copied(optimizer.init(own))
+        def start(stage_params: PyTree) -> PyTree:
+            return _copied(optimizer.init(stage_params))
 
         return [jax.jit(start, out_shardings=stage.everywhere)(own) for stage, own in pairs]
 
     def factor(self, gradients: Sequence[PyTree], clip_norm: float | None) -> Scalar:
-        """Return what gradients are multiplied by, so that their common norm is at most this."""
+        """Return the factor that limits the norm of all gradients together to ``clip_norm``."""
         if clip_norm is None:
             return np.float32(1)
         squares = [self._squares(own) for own in gradients]
@@ -70,7 +70,7 @@ class Updates:
                 raise UserError(
                     "the optimizer cannot update the parameters",
                     why=typed_line(error),
-                    fix="give the states that pipeline.init(optimizer) or the last update returned",
+                    fix="pass the states that pipeline.init(optimizer) or the last update returned",
                 ) from error
         return [after for after, _ in updated], [state for _, state in updated]
 
@@ -88,12 +88,12 @@ def _update(
 
 
 def _copied(state: PyTree) -> PyTree:
-    # Some optimizers hold parameters; donated with the state, these must be its own arrays.
+    # Some optimizer states contain parameters; donated states need their own copies.
     return jax.tree.map(jnp.copy, state)
 
 
 def _sum_of_squares(gradients: PyTree) -> Array:
-    # At least 32 bits: a sum of squares leaves the range of 16 bits soon.
+    # At least 32 bits: a sum of squares soon overflows 16 bits.
     squares = [
         jnp.sum(jnp.square(jnp.abs(g).astype(jnp.promote_types(jnp.abs(g).dtype, jnp.float32))))
         for g in jax.tree.leaves(gradients)

@@ -1,4 +1,4 @@
-"""A traced loss cut at its blocks: the scan over them, the leaves inside and those around it."""
+"""A traced loss cut at its blocks: the scan over the blocks, and the leaves inside and outside."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class BlockScan:
     """The scan over the blocks.
 
     Attributes:
-        eqn: its equation.
-        constants: what every block reads.
-        initial: what the first block receives.
-        layered: what each block has a row of.
-        final: what the last block returns.
-        results: what every block returns a row of.
+        eqn: the scan equation.
+        constants: inputs that every block reads.
+        initial: the initial carry, which the first block receives.
+        layered: inputs with one row per block.
+        final: the final carry, which the last block returns.
+        results: outputs with one row per block.
     """
 
     eqn: Equation
@@ -51,7 +51,7 @@ class BlockScan:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are."""
+        """The number of blocks."""
         return self.eqn.params["length"]
 
     @property
@@ -65,7 +65,7 @@ class BlockStack:
     """A step leaf that holds one row for each block.
 
     Attributes:
-        number: of the step leaf.
+        number: number of the step leaf.
         step: the step leaf.
         kind: whether it is trained, constant, or replaced by every forward pass.
         result: for a changing one, the position of the scan's result that replaces it.
@@ -78,17 +78,17 @@ class BlockStack:
 
     @property
     def path(self) -> str:
-        """Where it is in the model."""
+        """Its path in the model."""
         return self.step.leaf.path
 
 
 @dataclass(frozen=True)
 class LayeredInput:
-    """Something each block has a row of.
+    """An input of the scan with one row per block.
 
     Attributes:
-        position: among the scan's layered inputs.
-        atom: what the scan reads.
+        position: its position among the scan's layered inputs.
+        atom: the atom that the scan reads.
         stack: the step leaf behind it; None if it is computed before the blocks.
     """
 
@@ -110,8 +110,8 @@ class OuterLeaf:
     """A step leaf outside of the blocks.
 
     Attributes:
-        number: of the step leaf.
-        variable: what stands for it in the program.
+        number: number of the step leaf.
+        variable: its variable in the program.
         step: the step leaf.
         kind: whether it is trained, constant, or changed from microbatch to microbatch.
     """
@@ -127,8 +127,8 @@ class Region:
     """A part of the program outside of the blocks.
 
     Attributes:
-        outputs: what it computes.
-        eqns: the equations it needs for that.
+        outputs: its outputs.
+        eqns: its equations.
         reads: the step leaves outside of the blocks that it reads.
     """
 
@@ -147,8 +147,8 @@ class BlockResult:
     """A per-block result of the scan that is read after the blocks.
 
     Attributes:
-        position: among the scan's results.
-        variable: what stands for it in the program.
+        position: its position among the scan's results.
+        variable: its variable in the program.
     """
 
     position: int
@@ -157,7 +157,7 @@ class BlockResult:
 
 @dataclass(frozen=True)
 class NextState:
-    """How state outside of the blocks follows from the state before.
+    """The program that updates the state outside of the blocks.
 
     Attributes:
         program: computes the changing leaves, in order.
@@ -177,13 +177,13 @@ class BlockCut:
         position: number of that scan among the program's equations.
         scan: the scan over the blocks.
         stacks: the step leaves that hold the blocks, by number.
-        layered: what each block has a row of, in the scan's order.
+        layered: the inputs with one row per block, in the scan's order.
         outer: the other step leaves, by number.
         collected: results of blocks that are read after them.
-        embedding: from the batch to what the first block receives.
-        shared: what blocks of every stage read, which every stage computes for itself.
-        head: from what the last block returns to totals and weights.
-        next_state: how the changing leaves of `outer` go on; None if there are none.
+        embedding: from the batch to the input of the first block.
+        shared: values that blocks of every stage read; every stage computes them itself.
+        head: from the output of the last block to totals and weights.
+        next_state: computes the next values of the changing leaves of `outer`; None without any.
     """
 
     traced: TracedLoss
@@ -205,12 +205,12 @@ class BlockCut:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are."""
+        """The number of blocks."""
         return self.scan.num_blocks
 
     @property
     def batch_variables(self) -> Sequence[Var]:
-        """What stands for the batch in the program."""
+        """The variables of the batch in the program."""
         return self.jaxpr.invars[len(self.traced.layout.step_leaves) :]
 
     @cached_property

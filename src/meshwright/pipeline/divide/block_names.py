@@ -1,4 +1,4 @@
-"""What blocks are called in the model: their path, their numbers, and modules unlike them."""
+"""The names of blocks in the model: path, numbers, and modules that differ from them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def modules_of_blocks(cut: BlockCut) -> list[tuple[int, ...]]:
     numbers = [set[int]() for _ in range(cut.num_blocks)]
     for stack in cut.stacks:
         paths = [leaves[source].path.split(".") for source in stack.step.sources]
-        varying = next((own for own in zip(*paths, strict=True) if len(set(own)) > 1), ())
-        for own, part in zip(numbers, varying, strict=False):
-            own.update(int(number) for number in re.findall(r"\d+$", part))
-    return [tuple(sorted(own)) or (block,) for block, own in enumerate(numbers)]
+        varying = next((parts for parts in zip(*paths, strict=True) if len(set(parts)) > 1), ())
+        for block_numbers, part in zip(numbers, varying, strict=False):
+            block_numbers.update(int(number) for number in re.findall(r"\d+$", part))
+    return [tuple(sorted(modules)) or (block,) for block, modules in enumerate(numbers)]
 
 
 def odd_modules(cut: BlockCut) -> list[str]:

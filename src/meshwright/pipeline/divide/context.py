@@ -1,4 +1,4 @@
-"""Where the stages of a traced loss run, and how its values are laid out there."""
+"""The mesh that the stages of a traced loss run on, and the layouts of values on it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from meshwright.program.on_mesh.remat import Remat
 
 @dataclass(frozen=True)
 class StageContext:
-    """Where a traced loss runs.
+    """The mesh and the layouts of a traced loss inside of a pipeline.
 
     Attributes:
         mesh: the mesh.
         pins: layouts of activations.
-        weights: variables that hold weights and no data.
+        weights: variables that depend on weights alone.
         gathers: by number of the step leaf, the layouts of weights divided over fsdp, on one stage.
         whole: by number of the step leaf, its layout when gathered, on one stage.
-        remat: what blocks keep for their backward pass.
-        wide: hold every float as float64.
-        draws: for a loss of one device's samples, its random numbers; None for one of all samples.
+        remat: what blocks save for their backward pass.
+        wide: compute in float64.
+        draws: the random draws of a loss of one device's samples; None for one of all samples.
     """
 
     mesh: Mesh
@@ -51,5 +51,5 @@ class StageContext:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes over which each device has samples of its own."""
+        """The axes over which each device has its own samples."""
         return () if self.draws is None else tuple(self.draws.batch_axes)

@@ -1,4 +1,4 @@
-"""Cutting a traced loss at its repeated blocks: what comes before, the blocks, what comes after."""
+"""Cutting a traced loss at its repeated blocks into embedding, blocks and head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshwright.program.trace.traced_loss import TracedLoss
 
 _FSDP, _TENSOR = Setting("mesh.fsdp"), Setting("mesh.tensor")
 
-BY_HAND = "give the stages yourself: mw.pipeline.Pipeline(stages=[…])"
+BY_HAND = "define the stages yourself: mw.pipeline.Pipeline(stages=[…])"
 
 
 def cut_blocks(traced: TracedLoss, remarks: Sequence[str] = ()) -> BlockCut:
@@ -70,7 +70,7 @@ def ordered_by_stage(cut: BlockCut, num_stages: int, num_chunks: int) -> BlockCu
 
 
 class _Cutter:
-    """Works out what is inside and outside of the blocks, and refuses what cannot be cut."""
+    """Separates the blocks from the rest of the program; raises if that is not possible."""
 
     def __init__(self, traced: TracedLoss, position: int) -> None:
         self.traced, self.position = traced, position
@@ -81,7 +81,7 @@ class _Cutter:
         self.losses = self.jaxpr.outvars[: 2 * (1 + len(traced.metric_names))]
         states = [number for number, step in enumerate(self.steps) if step.leaf.role == "state"]
         after = self.jaxpr.outvars[len(self.losses) :]
-        # By step leaf with role state, what it is after the microbatch.
+        # For each step leaf with role state, its value after the microbatch.
         self.next_values = dict(zip(states, after, strict=True))
         self.stack_of = _stacks_by_position(traced, self.scan)
 
@@ -118,7 +118,7 @@ class _Cutter:
         return OuterLeaf(number, variable, step, "changing" if changes else "fixed")
 
     def region(self, wanted: Sequence[Atom], outer: Sequence[OuterLeaf]) -> Region:
-        """Return what values outside of the blocks need; none of it may be inside of them."""
+        """Return the region that computes these values; it must not read leaves of the blocks."""
         eqns = needed_equations(self.around, wanted)
         read = inputs_of(eqns, wanted)
         for number in sorted(set(self.stack_of.values())):
@@ -155,10 +155,10 @@ class _Cutter:
         return tuple(result for result in results if result.variable in read)
 
     def next_state(self, outer: Sequence[OuterLeaf]) -> NextState | None:
-        """Return how state outside of the blocks follows from the state before.
+        """Return the program that updates the state outside of the blocks.
 
-        Microbatches overlap in a pipeline: the next one starts before this one has ended, so its
-        state must not depend on this one's activations.
+        Microbatches overlap in a pipeline: the next one starts before this one ends, so its state
+        must not depend on the activations of this one.
         """
         changing = [leaf for leaf in outer if leaf.kind == "changing"]
         if not changing:
@@ -171,17 +171,17 @@ class _Cutter:
             reads_of = [select_outputs(self.traced.closed, [output])[1] for output in outputs]
             paths = [
                 leaf.step.leaf.path
-                for leaf, own in zip(changing, reads_of, strict=True)
-                if not known.issuperset(own)
+                for leaf, leaf_reads in zip(changing, reads_of, strict=True)
+                if not known.issuperset(leaf_reads)
             ]
             raise _cannot_cut(
-                f"{', '.join(paths)} outside of the blocks depends on the samples seen", self.traced
+                f"{', '.join(paths)} outside of the blocks depends on the samples", self.traced
             )
         return NextState(program, tuple(reads))
 
 
 def _stacks_by_position(traced: TracedLoss, scan: BlockScan) -> dict[int, int]:
-    """Return the number of the step leaf behind each layered input that is one, or its cast."""
+    """Return the step leaf number of each layered input that is a step leaf or the cast of one."""
     jaxpr = traced.closed.jaxpr
     leaves = {v: n for n, v in enumerate(jaxpr.invars[: len(traced.layout.step_leaves)])}
     casts = casts_of(jaxpr.eqns, set(leaves))

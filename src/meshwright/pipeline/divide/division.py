@@ -13,9 +13,9 @@ class Division:
     """How many blocks each virtual stage has.
 
     Attributes:
-        counts: by virtual stage, in the order in which microbatches pass them.
-        num_stages: devices' stages.
-        num_chunks: virtual stages of each of them.
+        counts: number of blocks by virtual stage, in the order of execution.
+        num_stages: number of stages.
+        num_chunks: virtual stages per stage.
     """
 
     counts: tuple[int, ...]
@@ -29,12 +29,12 @@ class Division:
 
     @property
     def even(self) -> bool:
-        """Whether all have the same number."""
+        """Whether all virtual stages have the same number of blocks."""
         return len(set(self.counts)) == 1
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """By virtual stage, the number of its first block."""
+        """The first block of each virtual stage."""
         return (0, *accumulate(self.counts[:-1]))
 
     def blocks(self, stage: int) -> list[int]:
@@ -46,7 +46,7 @@ class Division:
         ]
 
     def rows(self) -> tuple[int, ...]:
-        """Return the blocks as stages hold them: stage by stage, chunk by chunk.
+        """Return the blocks in the order of stages and their chunks.
 
         A virtual stage with fewer blocks than the largest repeats its last one.
         """
@@ -64,10 +64,10 @@ def divide_blocks(
     """Divide blocks into stages; left-over blocks go to stages without embedding and head.
 
     Args:
-        num_blocks: how many there are.
-        num_stages: devices' stages.
-        num_chunks: pieces of the model on each of them.
-        name: what the blocks are called, for a message.
+        num_blocks: number of blocks.
+        num_stages: number of stages.
+        num_chunks: pieces of the model per stage.
+        name: path of the blocks, for messages.
     """
     pieces = num_stages * num_chunks
     if num_blocks < pieces:
@@ -88,7 +88,7 @@ def divide_blocks(
 
 
 def _other_divisions(num_blocks: int, num_stages: int, num_chunks: int) -> list[str]:
-    """Say what would work, the smallest change first."""
+    """Return changes that would work, the smallest first."""
     fixes: list[str] = []
     if num_chunks > 1 and num_blocks >= num_stages:
         most = num_blocks // num_stages

@@ -24,7 +24,7 @@ def divides_rows(eqn: Equation, spec: PartitionSpec | None) -> bool:
 def divided_rows(
     eqn: Equation, table: Array, indices: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec
 ) -> Array:
-    """Look up rows of a table whose rows are divided: each device in its own, then added up."""
+    """Look up rows of a table whose rows are divided: each device in its part, then summed."""
     axes = spec[0] if isinstance(spec[0], tuple) else (spec[0],)
     parts = math.prod(mesh.shape[axis] for axis in axes)
     each = table.shape[0] // parts
@@ -34,7 +34,7 @@ def divided_rows(
     starts = jnp.arange(parts, dtype=wanted.dtype) * each
     local = wanted[None] - starts.reshape(parts, *[1] * wanted.ndim)
     mine = (local >= 0) & (local < each)
-    # The compiler cannot do lookups in divided dims; the dims of these are whole.
+    # The compiler cannot divide lookups; the looked-up dims are whole here.
     rows = jax.vmap(lambda piece, at: jnp.take(piece, at, axis=0, mode="clip"))(pieces, local)
     mask = mine.reshape(*mine.shape, *[1] * (rows.ndim - mine.ndim))
     summed = jnp.where(mask, rows, jnp.zeros((), rows.dtype)).sum(0)
@@ -87,7 +87,7 @@ def _takes_rows(eqn: Equation) -> bool:
 
 
 def _within(eqn: Equation, at: Array, size: int) -> Array:
-    """Return indices that are all valid; `_filled` gives the others what the mode asks for."""
+    """Return indices clipped to valid ones; `_filled` handles the others as the mode requires."""
     at = at.astype(jnp.int32) if at.dtype.itemsize < 4 else at
     return (
         at

@@ -1,8 +1,8 @@
 """Operations that move values along a dim: inside a pipeline that dim is whole on every device.
 
-Stages do different things at the same time, and may exchange values among their own devices only.
-Compilers move pieces of a divided dim by an exchange of all devices of the mesh, for which stages
-would wait forever.
+Stages run different operations at the same time, and may exchange values only among their own
+devices. Compilers move pieces of a divided dim by an exchange of all devices of the mesh, which
+would deadlock the stages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def moving_dims(eqn: Equation) -> tuple[int, ...]:
 def all_whole(
     arrays: Sequence[Array], mesh: Mesh | AbstractMesh, dims: Collection[int]
 ) -> list[Array]:
-    """Return an equation's operands or results, these dims whole on every device."""
+    """Return an equation's operands or results with these dims whole on every device."""
     rank = max(getattr(a, "ndim", 0) for a in arrays)
     # Operands with fewer dims are start indices, or values to fill with.
     return [make_whole(a, mesh, dims) if getattr(a, "ndim", 0) == rank else a for a in arrays]

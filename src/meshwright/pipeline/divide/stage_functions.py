@@ -1,4 +1,4 @@
-"""What executors run: a model cut into three functions, what a stage holds and adds up."""
+"""What executors run: a model as three functions, and the values and sums of a stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Losses(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Microbatch:
-    """What one microbatch brings; of several, each array has a dim 0 of microbatches.
+    """The inputs of one microbatch; for several, dim 0 of each array counts microbatches.
 
     Attributes:
         batch: the leaves of the batch.
@@ -35,15 +35,15 @@ class Microbatch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockInputs:
-    """What the blocks of one virtual stage are given.
+    """The inputs of the blocks of one virtual stage.
 
     Attributes:
-        weights: block by block, its trained leaves.
-        fixed: block by block, its constant leaves.
-        changing: block by block, the state it replaces.
+        weights: the trained leaves of each block.
+        fixed: the constant leaves of each block.
+        changing: the state that each block replaces.
         outer: the trained leaves outside of the blocks that blocks read.
-        message: what the stage before has sent.
-        microbatch: what the microbatch brings.
+        message: the message of the previous stage.
+        microbatch: the inputs of the microbatch.
         virtual_stage: the number of the virtual stage.
     """
 
@@ -57,14 +57,14 @@ class BlockInputs:
 
 
 class BlockOutputs(NamedTuple):
-    """What the blocks of one virtual stage return: a message, and block by block its new state."""
+    """The outputs of the blocks of a virtual stage: a message, and each block's new state."""
 
     message: Message
     changing: list[BlockRow]
 
 
 class EmbedFunction(Protocol):
-    """From a microbatch to what the first virtual stage receives."""
+    """From a microbatch to the input of the first virtual stage."""
 
     def __call__(self, outer: LeafValues, microbatch: Microbatch) -> Message:
         """Run it on the outer weights it reads."""
@@ -80,7 +80,7 @@ class BlocksFunction(Protocol):
 
 
 class HeadFunction(Protocol):
-    """From what the last virtual stage sends to the losses of a microbatch."""
+    """From the message of the last virtual stage to the losses of a microbatch."""
 
     def __call__(self, outer: LeafValues, message: Message, microbatch: Microbatch) -> Losses:
         """Run it on the outer weights it reads."""
@@ -92,9 +92,9 @@ class StageFunctions:
     """A model cut into stages, as functions of one microbatch.
 
     Attributes:
-        embed: what comes before the blocks.
+        embed: the part before the blocks.
         blocks: the blocks of one virtual stage.
-        head: what comes after the blocks.
+        head: the part after the blocks.
         embed_reads: step leaves of the outer weights that ``embed`` reads.
         blocks_read: those that ``blocks`` reads.
         head_reads: those that ``head`` reads.
@@ -110,14 +110,14 @@ class StageFunctions:
 
 @dataclass(frozen=True)
 class StageValues:
-    """What one stage holds while it works through a batch.
+    """The leaves of one stage during a batch.
 
     Attributes:
         weights: trained leaves of its blocks, each [chunks × blocks, …].
         fixed: constant leaves of its blocks.
         changing: state of its blocks, which every forward pass replaces.
         outer: trained leaves outside of the blocks.
-        microbatches: what the microbatches bring, each array [microbatches, …].
+        microbatches: the inputs of the microbatches, each array [microbatches, …].
     """
 
     weights: BlockRow
@@ -130,10 +130,10 @@ class StageValues:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StageSums:
-    """What a stage has added up.
+    """The sums of a stage over microbatches.
 
     Attributes:
-        weights: gradients of its blocks' leaves, each microbatch with its weight.
+        weights: weighted sums of the gradients of its blocks' leaves.
         outer: its share of the outer weights' gradients.
         losses: its share of totals and weights: all of it on the last stage.
         changing: the state of its blocks afterwards.

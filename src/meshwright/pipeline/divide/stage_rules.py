@@ -1,4 +1,4 @@
-"""The rule of a program inside a pipeline stage: what would be exchanged between stages is not."""
+"""The evaluation rule inside a pipeline stage: no equation may exchange values between stages."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from meshwright.pipeline.divide.moving_dims import all_whole, moving_dims
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import Equation, Literal, Value, aval_of
-from meshwright.program.on_mesh.mesh_rules import unrounded_operands
+from meshwright.program.on_mesh.mesh_rules import operands_in_param_dtype
 
 
 @dataclass(frozen=True)
 class WithinStage:
     """Evaluates what moves values along a dim, or looks values up, with that dim whole.
 
-    The compiler would move pieces of a divided dim by an exchange in which all devices take part,
-    and stages that do different things would wait for each other forever.
+    The compiler would move pieces of a divided dim by an exchange of all devices, and stages that
+    run different operations would deadlock.
 
     Attributes:
         mesh: the mesh, its pipe axis divided by hand.
@@ -45,10 +45,10 @@ class WithinStage:
 
     def _moved(self, eqn: Equation, env: Environment, dims: tuple[int, ...]) -> list[Value]:
         mesh = self.mesh.for_constraints
-        operands = env.operands(eqn, unrounded_operands(eqn, env))
+        operands = env.operands(eqn, operands_in_param_dtype(eqn, env))
         whole = env.with_operands(eqn, all_whole(operands, mesh, dims))
         # Results, too: their gradients move the other way.
-        return all_whole(env.evaluator.after(self, eqn, whole), mesh, dims)
+        return all_whole(env.evaluator.continue_after(self, eqn, whole), mesh, dims)
 
     def _looked_up(self, eqn: Equation, env: Environment) -> list[Value] | None:
         mesh, weights = self.mesh.for_constraints, env.evaluator.weights
@@ -56,10 +56,10 @@ class WithinStage:
         use = None if isinstance(table, Literal) else weights.uses.get(table)
         if use is not None and not divides_rows(eqn, use.whole):
             return None
-        operands = env.operands(eqn, unrounded_operands(eqn, env))
+        operands = env.operands(eqn, operands_in_param_dtype(eqn, env))
         if use is not None:
             rows = divided_rows(eqn, operands[0], operands[1], mesh, use.whole)
-            return [weights.rounded(rows, aval_of(eqn.outvars[0]).dtype)]
+            return [weights.cast(rows, aval_of(eqn.outvars[0]).dtype)]
         if picks_one(eqn):
             return [picked(eqn, operands[0], operands[1])]
         return in_whole_dims(eqn, operands, mesh)

@@ -33,8 +33,8 @@ class Stages:
     """A cut loss as functions of leaf values.
 
     Args:
-        cut: the loss and where it is cut.
-        where: the mesh and what it asks for.
+        cut: the loss cut into stages.
+        where: the mesh and the layouts on it.
         division: how many blocks each virtual stage has.
     """
 
@@ -43,9 +43,9 @@ class Stages:
         self.uses = weight_uses(cut.traced, where.gathers, where.whole)
 
     def prepare(self, stacks: Mapping[int, Array], kind: LeafKind) -> BlockRow:
-        """Return the stacks of a kind as blocks read them, for the values of the step leaves.
+        """Return the stacks of a kind as blocks read them, given the values of the step leaves.
 
-        Weights are cast and gathered here, unless each block does so for itself.
+        Weights are cast and gathered here, unless each block does so itself.
         """
         return {
             layered.position: self._prepare(
@@ -55,12 +55,12 @@ class Stages:
         }
 
     def _prepare(self, use: WeightUse | None, stack: Array) -> Array:
-        if use is None or self.where.remat.gather_inside:
+        if use is None or self.where.remat.gather_per_block:
             return stack
-        return self._evaluator.weights.make_ready(stack, use)
+        return self._evaluator.weights.prepare(stack, use)
 
     def functions(self, outer: Mapping[int, Array]) -> StageFunctions:
-        """Return the stages for the values of the step leaves outside of the blocks."""
+        """Return the stages, given the values of the step leaves outside of the blocks."""
         frozen = {leaf.variable: outer[leaf.number] for leaf in self.cut.outer_of("fixed")}
         cut = self.cut
 
@@ -115,14 +115,14 @@ class Stages:
                 for buffer, result in zip(collected, wanted, strict=True)
             ]
             if not self.division.even:
-                # All stages wait for the longest, so padding blocks run and are dropped.
-                kept = _choose(block < count, [*carry, *collected], before)
-                carry, collected = kept[:num_carry], kept[num_carry:]
+                # All stages wait for the longest, so padding blocks run too; results are dropped.
+                chosen = _choose(block < count, [*carry, *collected], before)
+                carry, collected = chosen[:num_carry], chosen[num_carry:]
             changed.append(self._changed_rows(results))
         return BlockOutputs([*carry, *collected], changed)
 
     def _changed_rows(self, results: Sequence[Array]) -> BlockRow:
-        """Return the state a block leaves, from the results of its program."""
+        """Return the new state of a block from the results of its program."""
         return {
             layered.position: results[layered.stack.result]
             for layered in self.cut.inputs_of("changing")
@@ -156,10 +156,10 @@ class Stages:
         return Environment(self._evaluator, values)
 
     def _constants(self, env: Environment) -> list[Value]:
-        """Return what every block reads, half-precision weights unrounded."""
-        unrounded = shared_weights(self.cut.scan.eqn, env)
+        """Return the constants of the scan, half-precision weights in the parameter's dtype."""
+        in_param_dtype = shared_weights(self.cut.scan.eqn, env)
         return [
-            env.unrounded(atom) if number in unrounded else env.read(atom)
+            env.in_param_dtype(atom) if number in in_param_dtype else env.read(atom)
             for number, atom in enumerate(self.cut.scan.constants)
         ]
 
@@ -173,7 +173,7 @@ class Stages:
             where.remat,
             wide=where.wide,
             pins=where.pins,
-            without_data=where.weights,
+            weight_only=where.weights,
             first=[*draws, WithinStage(mesh)],
         )
 

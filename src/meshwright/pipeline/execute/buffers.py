@@ -9,10 +9,10 @@ from meshwright.pipeline.schedule.operations import Kind, Op
 from meshwright.pipeline.schedule.ticks import TickTable
 
 ABSENT = -1
-"""Stands in a column where a stage does nothing of the kind in a tick."""
+"""The entry of a column where a stage has no such operation in a tick."""
 
 Grid = list[list[int]]
-"""Per tick and stage, one number."""
+"""One number per tick and stage."""
 
 
 @dataclass(frozen=True)
@@ -20,24 +20,24 @@ class Columns:
     """The parameters of one kind of operation, per tick and stage.
 
     Attributes:
-        microbatch: which one; ABSENT where there is nothing to do.
-        chunk: which chunk.
-        reads: for forward and backward, the slot in which its input waits; for the first virtual
-            stage's forward ABSENT.
-        keeps: the slot of what forward leaves for backward.
-        cut: the slot of what an input gradient leaves for the weight gradient.
+        microbatch: the microbatch; ABSENT if there is nothing to do.
+        chunk: the chunk.
+        reads: for forward and backward, the slot of the input; ABSENT for the forward of the first
+            virtual stage.
+        saved: the slot of the values that forward saves for backward.
+        cut: the slot of the values that an input gradient saves for the weight gradient.
     """
 
     microbatch: Grid
     chunk: Grid
     reads: Grid
-    keeps: Grid
+    saved: Grid
     cut: Grid
 
 
 @dataclass(frozen=True)
 class Slots:
-    """A tick table with a slot for everything that outlives its tick.
+    """A tick table with a slot for every value that outlives its tick.
 
     Attributes:
         forward: the forward operations.
@@ -49,8 +49,8 @@ class Slots:
             virtual stage's forward gives.
         num_activations: slots for activations that arrived.
         num_gradients: slots for gradients that arrived.
-        num_kept: slots for what forward leaves for backward.
-        num_cuts: slots for what input gradients leave for weight gradients.
+        num_saved: slots for values that forward saves for backward.
+        num_cuts: slots for values that input gradients save for weight gradients.
     """
 
     forward: Columns
@@ -61,17 +61,17 @@ class Slots:
     gradient_own: Grid
     num_activations: int
     num_gradients: int
-    num_kept: int
+    num_saved: int
     num_cuts: int
 
 
 def allocate_slots(table: TickTable) -> Slots:
-    """Give everything that outlives its tick a slot, reusing slots as soon as they are free."""
+    """Assign a slot to every value that outlives its tick, reusing slots once they are free."""
     return _Allocation(table).slots()
 
 
 class _Allocation:
-    """Works out from when to when each value exists, and in which slot."""
+    """Computes the lifetime and the slot of each value."""
 
     def __init__(self, table: TickTable) -> None:
         self.table = table
@@ -79,15 +79,15 @@ class _Allocation:
         self.at = {(stage, op): tick for tick, stage, op in table.placed()}
 
     def slots(self) -> Slots:
-        activations, gradients, own, kept, cuts = self.lifetimes()
+        activations, gradients, own, saved, cuts = self.lifetimes()
         packed = [
             _pack(lives, self.shape.num_stages)
-            for lives in (activations, gradients | own, kept, cuts)
+            for lives in (activations, gradients | own, saved, cuts)
         ]
-        (in_slot, num_in), (ct_slot, num_ct), (kept_slot, num_kept), (cut_slot, num_cuts) = packed
+        (in_slot, num_in), (ct_slot, num_ct), (saved_slot, num_saved), (cut_slot, num_cuts) = packed
         reads = in_slot | ct_slot
         columns = [
-            self.columns(kinds, reads, kept_slot, cut_slot)
+            self.columns(kinds, reads, saved_slot, cut_slot)
             for kinds in (
                 (Kind.FORWARD,),
                 (Kind.BACKWARD, Kind.INPUT_GRAD),
@@ -101,13 +101,13 @@ class _Allocation:
             gradient_own=self.arrivals(own, ct_slot),
             num_activations=num_in,
             num_gradients=num_ct,
-            num_kept=num_kept,
+            num_saved=num_saved,
             num_cuts=num_cuts,
         )
 
     def lifetimes(self) -> tuple[_Lives, _Lives, _Lives, _Lives, _Lives]:
         """Return (first, last) tick of every value, under the stage and operation that reads it."""
-        activations, gradients, own, kept, cuts = _Lives(), _Lives(), _Lives(), _Lives(), _Lives()
+        activations, gradients, own, saved, cuts = _Lives(), _Lives(), _Lives(), _Lives(), _Lives()
         last_virtual = self.shape.num_virtual - 1
         for (stage, op), tick in self.at.items():
             at = self.shape.virtual(op, stage)
@@ -119,7 +119,7 @@ class _Allocation:
                     for other in self.same_piece(op, stage)
                     if other.kind is not Kind.FORWARD
                 )
-                kept[stage, op] = (tick, release)
+                saved[stage, op] = (tick, release)
             elif op.hands_back and at == last_virtual:
                 own[stage, op] = (self.tick_of(op, at, Kind.FORWARD), tick)
             elif op.hands_back:
@@ -127,7 +127,7 @@ class _Allocation:
             else:
                 begin = Op(Kind.INPUT_GRAD, op.microbatch, op.chunk)
                 cuts[stage, op] = (self.at[stage, begin], tick)
-        return activations, gradients, own, kept, cuts
+        return activations, gradients, own, saved, cuts
 
     def same_piece(self, op: Op, stage: int) -> list[Op]:
         """Return a stage's operations on the same microbatch and chunk."""
@@ -156,7 +156,7 @@ class _Allocation:
         self,
         kinds: Sequence[Kind],
         reads: dict[tuple[int, Op], int],
-        kept: dict[tuple[int, Op], int],
+        saved: dict[tuple[int, Op], int],
         cut: dict[tuple[int, Op], int],
     ) -> Columns:
         columns = Columns(*(self.grid() for _ in range(5)))
@@ -168,7 +168,7 @@ class _Allocation:
             columns.microbatch[tick][stage] = op.microbatch
             columns.chunk[tick][stage] = op.chunk
             columns.reads[tick][stage] = reads.get((stage, op), ABSENT)
-            columns.keeps[tick][stage] = kept[stage, forward]
+            columns.saved[tick][stage] = saved[stage, forward]
             columns.cut[tick][stage] = cut.get((stage, weight), ABSENT)
         return columns
 
@@ -185,8 +185,8 @@ def _pack(
     most = 0
     for stage in range(num_stages):
         free_from: list[int] = []
-        own = [(life, key) for key, life in lives.items() if key[0] == stage]
-        for (first, last), key in sorted(own, key=lambda pair: pair[0]):
+        of_stage = [(life, key) for key, life in lives.items() if key[0] == stage]
+        for (first, last), key in sorted(of_stage, key=lambda pair: pair[0]):
             slot = next((n for n, tick in enumerate(free_from) if tick < first), len(free_from))
             free_from[slot : slot + 1] = [last]
             slots[key] = slot

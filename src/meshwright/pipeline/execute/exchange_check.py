@@ -1,4 +1,4 @@
-"""The last check of a compiled pipeline: no stage may wait for an exchange others do not join."""
+"""A check of the compiled pipeline: no exchange may involve stages that do not take part."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.pipeline.aliases import Array
-from meshwright.pipeline.execute.op_counts import named
+from meshwright.pipeline.execute.op_counts import TickOp, named
 from meshwright.pipeline.execute.slots import looped
 
 T = TypeVar("T")
@@ -25,31 +25,31 @@ class ExchangeOrder:
     program's order anyway.
 
     Args:
-        platform: of the devices.
+        platform: the platform of the devices.
     """
 
     def __init__(self, platform: str) -> None:
         self._waits = platform == "cpu"
         self._previous: Array | None = None
 
-    def when(self, name: str, needed: Array, update: Callable[[T], T], values: T) -> T:
-        """Return updated values where there is something to do; see `arrays.when`.
+    def when(self, operation: TickOp, needed: Array, update: Callable[[T], T], values: T) -> T:
+        """Return ``update(values)`` if needed, else the values; see `slots.when`.
 
         Args:
-            name: of the operation, in the compiled program; see `op_counts`.
+            operation: the operation of the tick.
             needed: whether there is something to do.
-            update: does it.
-            values: what it changes.
+            update: returns the new values.
+            values: the values to update.
         """
         if self._waits and self._previous is not None:
             # Always false, but known only when the previous exchange is over.
             needed = needed | self._previous
-        self._previous, values = looped(needed, named(name, update), values)
+        self._previous, values = looped(needed, named(operation, update), values)
         return values
 
     def send(
         self,
-        name: str,
+        operation: TickOp,
         values: T,
         axis: str,
         pairs: Sequence[tuple[int, int]],
@@ -58,11 +58,11 @@ class ExchangeOrder:
         """Send values along a mesh axis.
 
         Args:
-            name: of the operation, in the compiled program; see `op_counts`.
-            values: what is sent.
+            operation: the operation of the tick.
+            values: the values to send.
             axis: the mesh axis.
-            pairs: who sends to whom.
-            needed: whether anyone needs them; None for always.
+            pairs: pairs of sender and receiver.
+            needed: whether any stage needs the values; None for always.
         """
 
         def permute(values: T) -> T:
@@ -70,8 +70,8 @@ class ExchangeOrder:
 
         if self._waits:
             always = jnp.ones((), bool) if needed is None else needed
-            return self.when(name, always, permute, values)
-        permuted = named(name, permute)
+            return self.when(operation, always, permute, values)
+        permuted = named(operation, permute)
         if needed is None:
             return permuted(values)
         return lax.cond(needed, lambda: permuted(values), lambda: values)

@@ -17,7 +17,7 @@ from meshwright.pipeline.divide.stage_functions import (
     StageValues,
 )
 from meshwright.pipeline.execute.exchange_order import ExchangeOrder
-from meshwright.pipeline.execute.op_counts import named
+from meshwright.pipeline.execute.op_counts import TickOp, named
 from meshwright.pipeline.execute.slots import (
     added,
     empty_slots,
@@ -34,21 +34,21 @@ from meshwright.pipeline.schedule.operations import Shape
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TickCarry:
-    """What one tick leaves for the next; buffers have a dim 0 of slots.
+    """The state between ticks; dim 0 of every buffer counts slots.
 
     Attributes:
         inbox: activations that have arrived and wait.
         gradients: gradients that have arrived and wait.
-        kept: what forward passes leave for backward passes.
-        cuts: what input gradients leave for weight gradients.
-        sums: what the stage has added up.
+        saved: values that forward passes save for backward passes.
+        cuts: values that input gradients save for weight gradients.
+        sums: the running sums of the stage.
         arrived: the activation that has just arrived.
         arrived_back: the gradient that has just arrived.
     """
 
     inbox: Message
     gradients: BackwardMessage
-    kept: list[Array]
+    saved: list[Array]
     cuts: BackwardMessage
     sums: StageSums
     arrived: Message
@@ -60,13 +60,13 @@ class StageExecutor:
 
     Args:
         functions: the model's stages.
-        values: what this stage holds.
-        shape: the pipeline's size.
-        slots: how many slots the tick table needs, and which messages it always has.
+        values: the leaves of this stage.
+        shape: the size of the pipeline.
+        slots: the number of slots of each kind, and which messages every tick sends.
         axis: name of the mesh axis of stages.
-        platform: of the devices.
-        scale: factor on the loss while gradients are taken, which half precision needs.
-        constrain: fixes where sums live while they grow.
+        platform: the platform of the devices.
+        scale: factor on the loss before differentiation, for half precision.
+        constrain: fixes the sharding of the running sums.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class StageExecutor:
         return end.sums
 
     def _start(self) -> TickCarry:
-        """Return what there is before the first tick: empty slots and sums of zero."""
+        """Return the state before the first tick: empty slots and sums of zero."""
         work, slots = self.work, self.slots
         sums = self.constrain(work.zero_sums())
         message, gradient = work.message_shapes, work.gradient_shapes
@@ -101,7 +101,7 @@ class StageExecutor:
         return TickCarry(
             inbox=empty_slots(message, slots.num_activations),
             gradients=empty_slots(gradient, slots.num_gradients),
-            kept=empty_slots(work.vjp.kept_shapes, slots.num_kept),
+            saved=empty_slots(work.vjp.saved_shapes, slots.num_saved),
             cuts=empty_slots(cuts, slots.num_cuts),
             sums=sums,
             arrived=arrived,
@@ -120,10 +120,10 @@ class StageExecutor:
             carry = self._weight_gradient(carry, row)
         sums = self.constrain(carry.sums)
         sends = None if slots.always_sends else row.sends
-        arrived = self.order.send("send", sent, axis, self.shape.ring(1), sends)
+        arrived = self.order.send(TickOp.SEND, sent, axis, self.shape.ring(1), sends)
         sends_back = None if slots.always_sends_back else row.sends_back
         arrived_back = self.order.send(
-            "send_back", sent_back, axis, self.shape.ring(-1), sends_back
+            TickOp.SEND_BACK, sent_back, axis, self.shape.ring(-1), sends_back
         )
         return replace(carry, sums=sums, arrived=arrived, arrived_back=arrived_back), None
 
@@ -134,31 +134,34 @@ class StageExecutor:
         def run(
             now: tuple[list[Array], BlockRow, Message],
         ) -> tuple[list[Array], BlockRow, Message]:
-            kept, changing, _ = now
+            saved, changing, _ = now
             microbatch = work.microbatch(op.microbatch)
             outer = work.outer(self.functions.embed_reads)
             message = lax.cond(
                 op.reads < 0,
                 # Branches that end in arrays divided in different ways are refused by the compiler.
                 named(
-                    "embedding",
+                    TickOp.EMBEDDING,
                     lambda: lax.optimization_barrier(self.functions.embed(outer, microbatch)),
                 ),
                 lambda: read_slot(carry.inbox, op.reads),
             )
             result = work.forward(message, changing, op.chunk, microbatch, row.stage)
-            kept = write_slot(kept, result.kept, op.keeps)
-            return kept, work.put_rows(changing, result.changing, op.chunk), result.message
+            saved = write_slot(saved, result.saved, op.saved)
+            return saved, work.put_rows(changing, result.changing, op.chunk), result.message
 
-        # Without a forward pass nobody reads what is sent.
-        kept, changing, message = self.order.when(
-            "forward", op.microbatch >= 0, run, (carry.kept, carry.sums.changing, carry.arrived)
+        # Without a forward pass, no stage reads the message.
+        saved, changing, message = self.order.when(
+            TickOp.FORWARD,
+            op.microbatch >= 0,
+            run,
+            (carry.saved, carry.sums.changing, carry.arrived),
         )
-        carry = replace(carry, kept=kept, sums=replace(carry.sums, changing=changing))
+        carry = replace(carry, saved=saved, sums=replace(carry.sums, changing=changing))
         return self._head(carry, message, row), message
 
     def _head(self, carry: TickCarry, message: Message, row: TickRow) -> TickCarry:
-        """Where a microbatch has passed all blocks, evaluate the loss and start its way back."""
+        """After the last block, evaluate the loss and its gradient."""
         slot, sums = row.gradient_own, carry.sums
 
         def run(
@@ -172,7 +175,7 @@ class StageExecutor:
 
         outer = {n: sums.outer[n] for n in self.functions.head_reads}
         losses, outer, gradients = self.order.when(
-            "head", slot >= 0, run, (sums.losses, outer, carry.gradients)
+            TickOp.HEAD, slot >= 0, run, (sums.losses, outer, carry.gradients)
         )
         sums = replace(sums, losses=losses, outer=sums.outer | outer)
         return replace(carry, gradients=gradients, sums=sums)
@@ -186,17 +189,17 @@ class StageExecutor:
         ) -> tuple[BlockSums, BackwardMessage, BackwardMessage]:
             sums, cuts, _ = now
             back = read_slot(carry.gradients, op.reads)
-            held, kept = work.held(op.chunk), read_slot(carry.kept, op.keeps)
+            held, saved = work.held(op.chunk), read_slot(carry.saved, op.saved)
             if self.slots.splits_backward:
-                gradient, cut = work.input_gradient(held, kept, back)
+                gradient, cut = work.input_gradient(held, saved, back)
                 cuts = write_slot(cuts, cut, op.cut)
             else:
-                weights, gradient = work.backward(held, kept, back)
+                weights, gradient = work.backward(held, saved, back)
                 sums = work.add(sums, weights, op.chunk, back.weight)
             return sums, cuts, gradient
 
         sums, cuts, gradient = self.order.when(
-            "backward",
+            TickOp.BACKWARD,
             op.microbatch >= 0,
             run,
             (self._block_sums(carry), carry.cuts, carry.arrived_back),
@@ -210,15 +213,15 @@ class StageExecutor:
 
         def run(sums: BlockSums) -> BlockSums:
             cut = read_slot(carry.cuts, op.cut)
-            kept = read_slot(carry.kept, op.keeps)
-            weights = self.work.weight_gradient(self.work.held(op.chunk), kept, cut)
+            saved = read_slot(carry.saved, op.saved)
+            weights = self.work.weight_gradient(self.work.held(op.chunk), saved, cut)
             return self.work.add(sums, weights, op.chunk, cut.weight)
 
-        sums = self.order.when("weight", op.microbatch >= 0, run, self._block_sums(carry))
+        sums = self.order.when(TickOp.WEIGHT, op.microbatch >= 0, run, self._block_sums(carry))
         return self._with_block_sums(carry, sums)
 
     def _embed_gradient(self, carry: TickCarry, back: BackwardMessage, row: TickRow) -> TickCarry:
-        """Where a microbatch is back at the first block, add the gradients of the embedding."""
+        """After the backward of the first block, add the gradients of the embedding."""
         op, reads = row.backward, self.functions.embed_reads
 
         def run(outer: LeafValues) -> LeafValues:
@@ -228,7 +231,9 @@ class StageExecutor:
         if not reads:
             return carry
         here = (op.microbatch >= 0) & (op.chunk == 0) & (row.stage == 0)
-        outer = self.order.when("embedding", here, run, {n: carry.sums.outer[n] for n in reads})
+        outer = self.order.when(
+            TickOp.EMBEDDING, here, run, {n: carry.sums.outer[n] for n in reads}
+        )
         return replace(carry, sums=replace(carry.sums, outer=carry.sums.outer | outer))
 
     def _block_sums(self, carry: TickCarry) -> BlockSums:

@@ -1,4 +1,4 @@
-"""The loss alone, by stages: what evaluation runs, without gradients and what they keep."""
+"""The loss by stages without gradients, as evaluation runs it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from meshwright.pipeline.divide.stage_functions import (
 )
 from meshwright.pipeline.divide.stages import Stages
 from meshwright.pipeline.execute.exchange_order import ExchangeOrder
+from meshwright.pipeline.execute.op_counts import TickOp
 from meshwright.pipeline.execute.slots import zeros_like_shapes
 from meshwright.pipeline.schedule.operations import Kind, Op, Shape
 from meshwright.pipeline.schedule.ticks import TickTable
@@ -33,7 +34,7 @@ from meshwright.pipeline.schedule.ticks import TickTable
 def forward_table(num_microbatches: int, num_stages: int, num_chunks: int = 1) -> TickTable:
     """Return forward passes alone, tick by tick.
 
-    What a stage sends is used in the next tick, so nothing has to be kept.
+    A message is used in the tick after it was sent, so no slots are needed.
     """
     shape = Shape(num_microbatches, num_stages, num_chunks)
     trips = -(-num_microbatches // num_stages) * num_chunks
@@ -69,13 +70,13 @@ class ForwardRow:
 
 
 class PipelinedForward:
-    """A loss computed by stages that work on different microbatches at a time.
+    """A loss computed by stages that work on different microbatches at the same time.
 
     Each stage reads its own blocks only; every microbatch starts from the same state.
 
     Args:
-        cut: the loss and where it is cut, rows in the order of stages.
-        where: the mesh and what it asks for.
+        cut: the loss cut into stages, rows in the order of stages.
+        where: the mesh and the layouts on it.
         num_chunks: pieces of the model on each stage.
     """
 
@@ -115,7 +116,7 @@ class PipelinedForward:
     def _run(
         self, rows: ForwardRow, stacks: LeafValues, outer: LeafValues, batch: list[Array]
     ) -> Losses:
-        """Execute the ticks of one stage and return what it added up."""
+        """Execute the ticks of one stage and return its sums."""
         forward = self._stage_forward(stacks, outer)
         state = {leaf.number: outer[leaf.number] for leaf in self.cut.outer_of("changing")}
         shape = Shape(batch[0].shape[0], self.num_stages, self.num_chunks)
@@ -139,14 +140,14 @@ class PipelinedForward:
             )
             order = ExchangeOrder(self.where.platform)
             losses = order.when(
-                "head",
+                TickOp.HEAD,
                 (row.microbatch >= 0) & (virtual_stage == last),
                 lambda sums: jax.tree.map(
                     jnp.add, sums, forward.losses(message, microbatch(row.microbatch))
                 ),
                 losses,
             )
-            return (order.send("send", message, PIPE, pairs, None), losses), None
+            return (order.send(TickOp.SEND, message, PIPE, pairs, None), losses), None
 
         first = microbatch(jnp.zeros((), jnp.int32))
         message = zeros_like_shapes(jax.eval_shape(lambda: forward.embed(first)))
@@ -168,7 +169,7 @@ class PipelinedForward:
 
 @dataclass(frozen=True)
 class _StageForward:
-    """What a stage computes for one microbatch.
+    """The forward functions of a stage with its leaves.
 
     Attributes:
         functions: the model's stages.
@@ -231,6 +232,6 @@ def _forward_rows(table: TickTable) -> ForwardRow:
     for tick, stage, op in table.placed():
         microbatch[tick, stage], chunk[tick, stage] = op.microbatch, op.chunk
     stages = np.broadcast_to(np.arange(size[1], dtype=np.int32), size)
-    # The executor is given traced arrays; these are what they are traced from.
+    # Typed as Any: the record holds NumPy arrays, which the executor sees traced.
     make: Any = ForwardRow
     return make(microbatch, chunk, stages)

@@ -1,4 +1,4 @@
-"""Messages between stages: which of their leaves have a gradient, and which have not."""
+"""Messages between stages, split into leaves with and without a gradient."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from meshwright.trees import PyTree
 
 @dataclass(frozen=True)
 class MessageSplit:
-    """Takes messages of one structure apart into leaves with and without a gradient.
+    """Splits messages of one structure into leaves with and without a gradient.
 
     Attributes:
         has_gradient: by leaf, whether it has a gradient.
-        tree: how the leaves are nested.
+        tree: the structure of the message.
     """
 
     has_gradient: tuple[bool, ...]

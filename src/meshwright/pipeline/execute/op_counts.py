@@ -1,10 +1,11 @@
-"""How often each stage runs the operations of a tick, which depends on the schedule."""
+"""How often each stage runs the operations of a tick, given the schedule."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TypeVar
 
 import jax
@@ -13,14 +14,27 @@ import numpy as np
 from meshwright.pipeline.execute.tick_rows import table_rows
 from meshwright.pipeline.schedule.schedules import Schedule
 
+
+class TickOp(StrEnum):
+    """The operations of a tick, by their names in the compiled program."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    WEIGHT = "weight"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    SEND = "send"
+    SEND_BACK = "send_back"
+
+
 F = TypeVar("F", bound=Callable[..., object])
 
 _MARK = "tick-"
 _NAMED = re.compile(rf"{_MARK}(\w+)")
 
 
-def named(operation: str, function: F) -> F:
-    """Name what a function traces after an operation of a tick."""
+def named(operation: TickOp, function: F) -> F:
+    """Return the function, its traced operations named after an operation of a tick."""
     return jax.named_scope(_MARK + operation)(function)
 
 
@@ -29,30 +43,30 @@ class OpCounts:
     """How often each stage runs which operation in one update.
 
     Attributes:
-        ticks: how many ticks there are.
-        counts: by name of an operation, how often each stage runs it.
+        ticks: number of ticks.
+        counts: for each operation, how often each stage runs it.
     """
 
     ticks: int
-    counts: Mapping[str, Sequence[int]]
+    counts: Mapping[TickOp, Sequence[int]]
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
-        return len(self.counts["forward"])
+        """The number of stages."""
+        return len(self.counts[TickOp.FORWARD])
 
     def times(self, op_name: str, count: int, stage: int) -> int:
-        """Return how often a stage runs an instruction that ``count`` runs of all ticks have.
+        """Return how often a stage runs an instruction.
 
         Args:
-            op_name: where the instruction comes from in the traced program.
+            op_name: the instruction's name in the traced program.
             count: how often it would run if it were part of every tick.
             stage: the stage.
         """
         operations = _NAMED.findall(op_name)
         if not operations:
             return count
-        return count // self.ticks * self.counts[operations[-1]][stage]
+        return count // self.ticks * self.counts[TickOp(operations[-1])][stage]
 
 
 def count_operations(
@@ -62,17 +76,17 @@ def count_operations(
     table = schedule.table(num_microbatches, num_stages)
     _, rows = table_rows(table, rounds)
     forward, backward = (np.asarray(op.microbatch) >= 0 for op in (rows.forward, rows.backward))
-    begins = forward & (np.asarray(rows.forward.reads) < 0)
-    hands_on, hands_back = ({a for a, _ in table.shape.ring(step)} for step in (1, -1))
+    starts = forward & (np.asarray(rows.forward.reads) < 0)
+    senders, back_senders = ({a for a, _ in table.shape.ring(step)} for step in (1, -1))
     stages = np.arange(num_stages)
     runs = {
-        "forward": forward,
-        "backward": backward,
-        "weight": np.asarray(rows.weight.microbatch) >= 0,
-        "embedding": begins,
-        "head": np.asarray(rows.gradient_own) >= 0,
-        "send": np.asarray(rows.sends) & np.isin(stages, list(hands_on)),
-        "send_back": np.asarray(rows.sends_back) & np.isin(stages, list(hands_back)),
+        TickOp.FORWARD: forward,
+        TickOp.BACKWARD: backward,
+        TickOp.WEIGHT: np.asarray(rows.weight.microbatch) >= 0,
+        TickOp.EMBEDDING: starts,
+        TickOp.HEAD: np.asarray(rows.gradient_own) >= 0,
+        TickOp.SEND: np.asarray(rows.sends) & np.isin(stages, list(senders)),
+        TickOp.SEND_BACK: np.asarray(rows.sends_back) & np.isin(stages, list(back_senders)),
     }
-    counts = {name: [int(n) for n in done.sum(0)] for name, done in runs.items()}
+    counts = {name: [int(n) for n in mask.sum(0)] for name, mask in runs.items()}
     return OpCounts(len(forward), counts)

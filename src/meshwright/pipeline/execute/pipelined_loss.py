@@ -27,7 +27,7 @@ from meshwright.program.evaluate.widen import wide_evaluator
 
 @dataclass(frozen=True)
 class PipelineSums:
-    """What a batch gives.
+    """Summed gradients and losses of a batch.
 
     Attributes:
         gradients: for each parameter leaf, the sum of the microbatches' gradients, each times its
@@ -46,16 +46,16 @@ _StageResults = tuple[LeafValues, LeafValues, Losses, LeafValues]
 
 
 class PipelinedLoss:
-    """A loss and its gradients, computed by stages that work on different microbatches at a time.
+    """A loss and its gradients, computed by stages that work on different microbatches.
 
     Args:
-        cut: the loss and where it is cut, rows in the order of stages.
-        where: the mesh and what it asks for.
-        schedule: when each stage does what.
+        cut: the loss cut into stages, rows in the order of stages.
+        where: the mesh and the layouts on it.
+        schedule: the schedule.
         num_microbatches: microbatches between two flushes.
-        sums: by number of the step leaf, where its gradient lives on one stage while it grows.
-        own: the same loss for the samples of one device, which adds up its own gradients until the
-            end; None where gradients are of all samples from the start.
+        sums: by number of the step leaf, the layout of its gradient sum on one stage.
+        per_device: the same loss for the samples of one device, if each device sums its gradients
+            until the end of the update.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class PipelinedLoss:
         schedule: Schedule,
         num_microbatches: int,
         sums: Sequence[PartitionSpec],
-        own: BlockCut | None = None,
+        per_device: BlockCut | None = None,
     ) -> None:
         self.cut, self.where, self.schedule = cut, where, schedule
         self.num_microbatches = num_microbatches
         self.num_stages = where.mesh.shape[PIPE]
         self.division = divide_blocks(cut.num_blocks, self.num_stages, schedule.num_chunks)
-        self._cut = own or cut
+        self._cut = per_device or cut
         self._stages = Stages(self._cut, where, self.division)
         self._sums = list(sums)
 
@@ -106,7 +106,7 @@ class PipelinedLoss:
         )
 
     def _mapped(self, shape: Shape, slots: SlotCounts) -> Callable[..., _StageResults]:
-        """Return `_run` as a function of whole arrays, each stage given what it holds."""
+        """Return `_run` as a function of whole arrays, mapped over the stages."""
         axes = self.where.batch_axes
         on_stage, whole = PartitionSpec(PIPE), PartitionSpec()
         samples = PartitionSpec(None, axes) if axes else whole
@@ -130,7 +130,7 @@ class PipelinedLoss:
         states: LeafValues,
         scale: Array | None,
     ) -> _StageResults:
-        """Run one stage on what it holds."""
+        """Run one stage on its leaves."""
         values, pullback = self._values(stacks, outer, Microbatch(batch, states))
         executor = StageExecutor(
             self._stages.functions(outer),
@@ -156,11 +156,11 @@ class PipelinedLoss:
     def _values(
         self, stacks: LeafValues, outer: LeafValues, microbatches: Microbatch
     ) -> tuple[StageValues, Callable[[BlockRow], tuple[LeafValues]]]:
-        """Return what a stage holds, and how gradients of it become those of leaves."""
+        """Return the values of a stage, and the pullback to the gradients of its leaves."""
         stages = self._stages
         kinds = {stack.number: stack.kind for stack in self._cut.stacks}
         trained = {n: value for n, value in stacks.items() if kinds[n] == "weight"}
-        weights, pullback = jax.vjp(lambda own: stages.prepare(own, "weight"), trained)
+        weights, pullback = jax.vjp(lambda leaves: stages.prepare(leaves, "weight"), trained)
         values = StageValues(
             weights=weights,
             fixed=stages.prepare(stacks, "fixed"),
@@ -187,7 +187,7 @@ class PipelinedLoss:
         return before, after
 
     def _constrain(self, sums: StageSums) -> StageSums:
-        """Fix where sums live while they grow: divided as the optimizer wants them."""
+        """Fix the sharding of the running sums to that of the optimizer."""
         inside = jax.sharding.get_abstract_mesh()
 
         def place(value: Array, number: int) -> Array:

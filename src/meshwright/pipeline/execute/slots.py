@@ -1,4 +1,4 @@
-"""Slots, rows and sums: the few operations on arrays that every tick is made of."""
+"""Slots, rows and sums: operations on arrays that ticks are built from."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def zeros_like_shapes(shapes: PyTree) -> PyTree:
 
 
 def empty_slots(shapes: PyTree, slots: int) -> PyTree:
-    """Return buffers with so many slots, at least one, for values of these shapes."""
+    """Return buffers with this number of slots, at least one, for values of these shapes."""
     return jax.tree.map(lambda a: jnp.zeros((max(1, slots), *a.shape), a.dtype), shapes)
 
 
 def read_slot(buffers: T, slot: Array) -> T:
-    """Return what is in a slot.
+    """Return the values in a slot.
 
-    Read in a branch, which is always the first: who reads a slot may want it laid out in memory
-    in another way, and outside of a branch compilers give all slots that layout, tick by tick.
+    It is read inside a branch, always the first one. The consumer may need another memory layout,
+    and outside of a branch the compiler would convert all slots to that layout in every tick.
     """
 
     def read(at: Array | int) -> PyTree:
@@ -50,7 +50,7 @@ def read_slot(buffers: T, slot: Array) -> T:
 def write_slot(buffers: T, values: T, slot: Array) -> T:
     """Write values into a slot; a negative slot changes nothing.
 
-    In a loop of its own, so that values are laid out in memory as slots are, not slots as values.
+    In a separate loop, so that values take the memory layout of the slots, not the other way round.
     """
 
     def write(now: T) -> T:
@@ -64,16 +64,16 @@ def write_slot(buffers: T, values: T, slot: Array) -> T:
 
 
 def when(needed: Array, update: Callable[[T], T], values: T) -> T:
-    """Return updated values where there is something to do, else the values themselves.
+    """Return ``update(values)`` if needed, else the values.
 
-    Written as a loop of zero or one iterations: compilers change what a loop carries in place, and
-    copy what a branch returns. Buffers of many gigabytes go through here in every tick.
+    It is a loop of zero or one iterations: compilers update the carry of a loop in place, but copy
+    the results of a branch. The buffers may have many gigabytes, in every tick.
     """
     return looped(needed, update, values)[1]
 
 
 def looped(needed: Array, update: Callable[[T], T], values: T) -> tuple[Array, T]:
-    """Do as `when` does; also return a flag that is always false, known once the loop is over."""
+    """Like `when`, but also return a flag that is always false, available after the loop."""
 
     def iteration(carry: tuple[Array, T]) -> tuple[Array, T]:
         return jnp.zeros_like(carry[0]), update(carry[1])

@@ -1,4 +1,4 @@
-"""What the forward and backward passes of a stage take and return."""
+"""Records of the inputs and outputs of a stage's forward and backward passes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meshwright.pipeline.divide.stage_functions import Losses, Microbatch
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BackwardMessage:
-    """What goes back from stage to stage, or from an input gradient to its weight gradient.
+    """Gradients for the previous stage, or values from an input gradient for its weight gradient.
 
     Attributes:
-        values: gradients, or what a weight gradient needs of them.
-        weight: of the microbatch, by which gradients of weights are multiplied at the end; None
-            if they hold it already, as they do unless the loss is scaled.
+        values: the gradients, or the values that the weight gradient needs.
+        weight: the weight of the microbatch, by which gradients of weights are multiplied at the
+            end; None if they already include it, as they do unless the loss is scaled.
     """
 
     values: list[Array]
@@ -32,8 +32,8 @@ class BlockWeights:
     """The weights that the blocks of a chunk read, or their gradients.
 
     Attributes:
-        rows: block by block, its own.
-        outer: those outside of the blocks.
+        rows: the weights of each block.
+        outer: the weights outside of the blocks.
     """
 
     rows: list[BlockRow]
@@ -46,8 +46,8 @@ class BlockSums:
     """The sums to which gradients of blocks are added.
 
     Attributes:
-        weights: of the stage's own blocks, each [chunks × blocks, …].
-        outer: of the weights outside of the blocks.
+        weights: sums for the stage's blocks, each [chunks × blocks, …].
+        outer: sums for the weights outside of the blocks.
     """
 
     weights: BlockRow
@@ -61,8 +61,8 @@ class CallInputs:
 
     Attributes:
         others: the leaves of the message that have no gradient.
-        changing: block by block, the state it replaces.
-        microbatch: what the microbatch brings.
+        changing: for each block, the state it replaces.
+        microbatch: batch leaves and outer state of the microbatch.
         virtual_stage: the number of the virtual stage.
     """
 
@@ -73,22 +73,22 @@ class CallInputs:
 
 
 class HeldValues(NamedTuple):
-    """What the forward and the backward of a chunk both read: weights and constant leaves."""
+    """The values that both forward and backward of a chunk read: weights and constant leaves."""
 
     weights: BlockWeights
     fixed: list[BlockRow]
 
 
 class ChunkResult(NamedTuple):
-    """What a chunk's forward pass gives: a message, values for its backward, and new state."""
+    """The results of a chunk's forward pass: message, saved values for backward, and new state."""
 
     message: Message
-    kept: list[Array]
+    saved: list[Array]
     changing: list[BlockRow]
 
 
 class HeadGradient(NamedTuple):
-    """The losses of a microbatch, gradients of the head's weights, and what goes back."""
+    """The losses of a microbatch, gradients of the head's weights, and of its input."""
 
     losses: Losses
     outer: LeafValues

@@ -1,4 +1,4 @@
-"""A stage's forward and backward as programs, and the values kept from one to the other."""
+"""A stage's forward and backward as programs, and the values saved from one to the other."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ Function = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 @dataclass(frozen=True)
 class ForwardValues:
-    """What a forward pass gives.
+    """The results of a forward pass.
 
     Attributes:
-        y: its result.
-        further: its results without a gradient.
-        kept: what the backward needs of this evaluation, without weights and values computed
-            from them alone.
+        y: the result.
+        further: results without a gradient.
+        saved: the residuals of the backward pass, except weights and values computed from weights
+            alone.
     """
 
     y: PyTree
     further: PyTree
-    kept: list[Array]
+    saved: list[Array]
 
 
 class _Trees(NamedTuple):
@@ -57,10 +57,10 @@ class _Trees(NamedTuple):
 
 
 class StageVJP:
-    """A function whose backward runs later, from kept values, at once or in two halves.
+    """A function whose backward runs later, from saved values, at once or in two halves.
 
-    Whatever depends on weights and fixed values alone (their casts, gathered or transposed forms)
-    is not kept between forward and backward but computed again.
+    Values that depend on weights and fixed values alone (casts, gathered or transposed weights) are
+    not saved but recomputed.
 
     Args:
         function: from (weights, fixed, x, others) to (y, further results). Gradients are taken
@@ -81,9 +81,9 @@ class StageVJP:
         self._num_constant = len(jax.tree.leaves((weights, fixed)))
         varying = dependent_variables(jaxpr.eqns, set(jaxpr.invars[self._num_constant :]))
         self._residuals = jaxpr.outvars[self._num_results :]
-        # Some values are read by several layers; one copy is kept.
+        # Some values are read by several layers; one copy is saved.
         residuals = variables(self._residuals)
-        self._kept = [v for v in residuals if v in varying]
+        self._saved = [v for v in residuals if v in varying]
         self._recomputed = needed_equations(jaxpr.eqns, [v for v in residuals if v not in varying])
         y, _ = jax.tree.unflatten(self._results, structs_of(jaxpr.outvars[: self._num_results]))
         self._backward = self._trace_backward(trees.pullback, y)
@@ -91,13 +91,13 @@ class StageVJP:
         self._x_tree = jax.tree.structure(x)
 
     @property
-    def kept_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of what is kept between forward and backward."""
-        return structs_of(self._kept)
+    def saved_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of the values saved between forward and backward."""
+        return structs_of(self._saved)
 
     @property
     def cut_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of what is kept between the input gradient and the weight gradient."""
+        """Shapes of the values saved between the input gradient and the weight gradient."""
         return structs_of(self._halves.cut)
 
     def forward(self, weights: PyTree, fixed: PyTree, x: PyTree, others: PyTree) -> ForwardValues:
@@ -106,22 +106,22 @@ class StageVJP:
         y, further = jax.tree.unflatten(self._results, out[: self._num_results])
         pairs = zip(self._residuals, out[self._num_results :], strict=True)
         values = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
-        return ForwardValues(y, further, [values[v] for v in self._kept])
+        return ForwardValues(y, further, [values[v] for v in self._saved])
 
     def backward(
-        self, weights: PyTree, fixed: PyTree, kept: Sequence[Array], gradient: PyTree
+        self, weights: PyTree, fixed: PyTree, saved: Sequence[Array], gradient: PyTree
     ) -> tuple[PyTree, PyTree]:
-        """Return the gradients with respect to weights and x, for that of the result."""
-        residuals = self._all_residuals(weights, fixed, kept)
+        """Return the gradients with respect to weights and x, given the gradient of the result."""
+        residuals = self._all_residuals(weights, fixed, saved)
         out = Evaluator().run(self._backward, [*residuals, *jax.tree.leaves(gradient)])
         weights = jax.tree.unflatten(self._weights_tree, out[: self._num_weights])
         return weights, self._unflatten_x(out[self._num_weights :])
 
     def input_gradient(
-        self, weights: PyTree, fixed: PyTree, kept: Sequence[Array], gradient: PyTree
+        self, weights: PyTree, fixed: PyTree, saved: Sequence[Array], gradient: PyTree
     ) -> tuple[PyTree, list[Array]]:
-        """Return the gradient with respect to x, and what the weights' gradient needs of it."""
-        env = self._environment(self._all_residuals(weights, fixed, kept))
+        """Return the gradient with respect to x, and the values the weight gradient needs."""
+        env = self._environment(self._all_residuals(weights, fixed, saved))
         env.values.update(zip(self._halves.cotangents, jax.tree.leaves(gradient), strict=True))
         env.evaluator.equations(self._halves.first, env)
         atoms = self._halves.closed.jaxpr.outvars[self._num_weights :]
@@ -129,10 +129,10 @@ class StageVJP:
         return x, [env.values[v] for v in self._halves.cut]
 
     def weight_gradient(
-        self, weights: PyTree, fixed: PyTree, kept: Sequence[Array], cut: Sequence[Array]
+        self, weights: PyTree, fixed: PyTree, saved: Sequence[Array], cut: Sequence[Array]
     ) -> PyTree:
         """Return the gradient with respect to weights."""
-        env = self._environment(self._all_residuals(weights, fixed, kept))
+        env = self._environment(self._all_residuals(weights, fixed, saved))
         env.values.update(zip(self._halves.cut, cut, strict=True))
         env.evaluator.equations(self._halves.second, env)
         atoms = self._halves.closed.jaxpr.outvars[: self._num_weights]
@@ -158,15 +158,15 @@ class StageVJP:
         values.update(zip(jaxpr.invars, residuals, strict=False))
         return Environment(Evaluator(), values)
 
-    def _all_residuals(self, weights: PyTree, fixed: PyTree, kept: Sequence[Array]) -> list[Array]:
-        """Return all that the pullback reads; what depends on weights alone is computed again."""
+    def _all_residuals(self, weights: PyTree, fixed: PyTree, saved: Sequence[Array]) -> list[Array]:
+        """Return all residuals; those that depend on weights alone are recomputed."""
         jaxpr, consts = self._forward.jaxpr, self._forward.consts
         values = dict(zip(jaxpr.constvars, consts, strict=True))
         constant = jax.tree.leaves((weights, fixed))
         values.update(zip(jaxpr.invars[: self._num_constant], constant, strict=True))
         env = Environment(Evaluator(), values)
         env.evaluator.equations(self._recomputed, env)
-        values.update(zip(self._kept, kept, strict=True))
+        values.update(zip(self._saved, saved, strict=True))
         return [env.value(atom) for atom in self._residuals]
 
     def _unflatten_x(self, out: Sequence[Array]) -> PyTree:
@@ -183,7 +183,7 @@ def _trace_forward(
         y, pullback, further = jax.vjp(
             lambda weights, x: function(weights, fixed, x, others), weights, x, has_aux=True
         )
-        # A pullback is a pytree whose leaves are what it keeps.
+        # A pullback is a pytree whose leaves are its residuals.
         residuals, pullback_tree = jax.tree.flatten(pullback)
         results, results_tree = jax.tree.flatten((y, further))
         trees.append(_Trees(results_tree, pullback_tree))
@@ -200,7 +200,7 @@ class _Halves:
         closed: the whole program, calls and remat inlined.
         cotangents: its inputs that are gradients of the results.
         first: the equations of the gradient with respect to x.
-        second: what the weights' gradient needs beyond them.
+        second: the further equations of the weight gradient.
         cut: values of the first part that the second one reads.
     """
 
@@ -214,8 +214,8 @@ class _Halves:
 def split_backward(backward: ClosedJaxpr, num_residuals: int, num_weights: int) -> _Halves:
     """Split a program (residuals, cotangents) → (weight gradients, x gradients).
 
-    A chain of layers hands the gradient of its result back layer by layer. The first half does
-    just that; the second multiplies the gradients it passed with the layers' inputs.
+    The first half propagates the gradient of the result back through the layers; the second
+    multiplies these gradients with the inputs of the layers.
     """
     closed = _inlined(backward)
     jaxpr = closed.jaxpr
@@ -224,13 +224,13 @@ def split_backward(backward: ClosedJaxpr, num_residuals: int, num_weights: int) 
     done = {id(eqn) for eqn in first}
     rest = [eqn for eqn in needed_equations(jaxpr.eqns, weight_atoms) if id(eqn) not in done]
     cotangents = tuple(jaxpr.invars[num_residuals:])
-    own = {variable for eqn in first for variable in eqn.outvars} | set(cotangents)
-    cut = [v for v in variables([*_reads_in_order(rest), *weight_atoms]) if v in own]
+    computed = {variable for eqn in first for variable in eqn.outvars} | set(cotangents)
+    cut = [v for v in variables([*_reads_in_order(rest), *weight_atoms]) if v in computed]
     return _Halves(closed, cotangents, first, rest, cut)
 
 
 def _reads_in_order(eqns: Sequence[Equation]) -> list[Var]:
-    """Return what equations read from outside, in the order in which they do."""
+    """Return the outside variables that equations read, in order of first use."""
     outside = inputs_of(eqns)
     return [v for v in variables(a for eqn in eqns for a in eqn.invars) if v in outside]
 
@@ -243,7 +243,7 @@ def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 def _inline(eqn: Equation, env: Environment) -> list[Value] | None:
     """Replace remat by its body.
 
-    Backward and forward are different ticks, so they could not share anything anyway.
+    Forward and backward run in different ticks, where remat has no effect.
     """
     if eqn.primitive.name in REMATS:
         return env.run(called_jaxpr(eqn), env.operands(eqn))

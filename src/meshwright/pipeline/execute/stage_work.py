@@ -1,4 +1,4 @@
-"""What one stage computes for one microbatch: its forward pass, and gradients of each function."""
+"""The computation of one stage for one microbatch: forward passes and gradients."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class StageWork:
 
     Args:
         functions: the model's stages.
-        values: what this stage holds.
-        shape: the pipeline's size.
-        scale: factor on the loss while gradients are taken, which half precision needs.
+        values: the leaves of this stage.
+        shape: the size of the pipeline.
+        scale: factor on the loss before differentiation, for half precision.
     """
 
     def __init__(
@@ -56,20 +56,20 @@ class StageWork:
 
     @property
     def gradient_shapes(self) -> BackwardMessage:
-        """The shapes of what goes back from stage to stage."""
+        """Shapes of the gradients sent back from stage to stage."""
         weight = None if self.scale is None else self._losses_shape().objective.total
         floats, _ = self.split.split(self.message_shapes)
         return BackwardMessage(floats, weight)
 
     @property
     def cut_shapes(self) -> BackwardMessage:
-        """The shapes of what an input gradient leaves for its weight gradient."""
+        """Shapes of the values that an input gradient saves for its weight gradient."""
         # A record of shapes has the structure of one of arrays.
         cut: PyTree = self.vjp.cut_shapes
         return BackwardMessage(cut, self.gradient_shapes.weight)
 
     def zero_sums(self) -> StageSums:
-        """Return the sums before anything is added."""
+        """Return the initial sums."""
         losses = zeros_like_shapes(self._losses_shape())
         return StageSums(
             weights=zeros_for_sums(self.values.weights),
@@ -79,7 +79,7 @@ class StageWork:
         )
 
     def microbatch(self, number: Array) -> Microbatch:
-        """Return what a microbatch brings."""
+        """Return the batch leaves and outer state of a microbatch."""
         return jax.tree.map(
             lambda a: lax.dynamic_index_in_dim(a, number, 0, keepdims=False),
             self.values.microbatches,
@@ -90,7 +90,7 @@ class StageWork:
         return {n: self.values.outer[n] for n in numbers}
 
     def held(self, chunk: Array) -> HeldValues:
-        """Return what a chunk's forward and backward both read."""
+        """Return the values that both forward and backward of a chunk read."""
         rows = self._rows(self.values.weights, chunk)
         outer = self.outer(self.functions.blocks_read)
         return HeldValues(BlockWeights(rows, outer), self._rows(self.values.fixed, chunk))
@@ -108,10 +108,10 @@ class StageWork:
         held = self.held(chunk)
         result = self.vjp.forward(held.weights, held.fixed, floats, inputs)
         others, rows = result.further
-        return ChunkResult(self.split.join(result.y, others), result.kept, rows)
+        return ChunkResult(self.split.join(result.y, others), result.saved, rows)
 
     def head_gradient(self, message: Message, number: Array) -> HeadGradient:
-        """Return the losses of a microbatch that has passed all blocks, and their gradients."""
+        """Return the losses of a microbatch after the last block, and their gradients."""
         floats, others = self.split.split(message)
         microbatch = self.microbatch(number)
 
@@ -128,24 +128,24 @@ class StageWork:
         return HeadGradient(losses, gradients, BackwardMessage(back, rest))
 
     def backward(
-        self, held: HeldValues, kept: list[Array], back: BackwardMessage
+        self, held: HeldValues, saved: list[Array], back: BackwardMessage
     ) -> tuple[BlockWeights, BackwardMessage]:
         """Return the gradients of a chunk's weights and of its message."""
-        weights, gradient = self.vjp.backward(held.weights, held.fixed, kept, back.values)
+        weights, gradient = self.vjp.backward(held.weights, held.fixed, saved, back.values)
         return weights, BackwardMessage(gradient, back.weight)
 
     def input_gradient(
-        self, held: HeldValues, kept: list[Array], back: BackwardMessage
+        self, held: HeldValues, saved: list[Array], back: BackwardMessage
     ) -> tuple[BackwardMessage, BackwardMessage]:
         """Return the gradient of a chunk's message, and what the weight gradient needs."""
-        gradient, cut = self.vjp.input_gradient(held.weights, held.fixed, kept, back.values)
+        gradient, cut = self.vjp.input_gradient(held.weights, held.fixed, saved, back.values)
         return BackwardMessage(gradient, back.weight), BackwardMessage(cut, back.weight)
 
     def weight_gradient(
-        self, held: HeldValues, kept: list[Array], cut: BackwardMessage
+        self, held: HeldValues, saved: list[Array], cut: BackwardMessage
     ) -> BlockWeights:
         """Return the gradients of a chunk's weights."""
-        return self.vjp.weight_gradient(held.weights, held.fixed, kept, cut.values)
+        return self.vjp.weight_gradient(held.weights, held.fixed, saved, cut.values)
 
     def embed_gradient(self, number: Array, back: BackwardMessage) -> LeafValues:
         """Return the gradients of the weights that the embedding reads."""

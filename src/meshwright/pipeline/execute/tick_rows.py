@@ -1,4 +1,4 @@
-"""The tick table as arrays: one row a tick, one column a stage."""
+"""The tick table as arrays: one row per tick, one column per stage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OpRow:
     microbatch: Array
     chunk: Array
     reads: Array
-    keeps: Array
+    saved: Array
     cut: Array
 
 
@@ -59,20 +59,20 @@ class TickRow:
 
 @dataclass(frozen=True)
 class SlotCounts:
-    """How many slots a table needs, and which messages every tick has.
+    """The number of slots of each kind, and which messages every tick sends.
 
     Attributes:
         num_activations: slots for activations that arrived.
         num_gradients: slots for gradients that arrived.
-        num_kept: slots for what forward leaves for backward.
-        num_cuts: slots for what input gradients leave for weight gradients.
+        num_saved: slots for values that forward saves for backward.
+        num_cuts: slots for values that input gradients save for weight gradients.
         always_sends: whether every tick sends an activation.
         always_sends_back: whether every tick sends a gradient back.
     """
 
     num_activations: int
     num_gradients: int
-    num_kept: int
+    num_saved: int
     num_cuts: int
     always_sends: bool
     always_sends_back: bool
@@ -91,7 +91,7 @@ def table_rows(table: TickTable, rounds: int = 1) -> tuple[SlotCounts, TickRow]:
     counts = SlotCounts(
         slots.num_activations,
         slots.num_gradients,
-        slots.num_kept,
+        slots.num_saved,
         slots.num_cuts,
         always_sends=bool(sends.all()),
         always_sends_back=bool(sends_back.all()),
@@ -106,7 +106,7 @@ def _arrays(slots: Slots, num_stages: int, sends: Flags, sends_back: Flags) -> T
     ticks = len(slots.activation_in)
     stage = np.broadcast_to(np.arange(num_stages, dtype=np.int32), (ticks, num_stages))
     every = np.ones(num_stages, bool)
-    # The executor is given traced arrays; these are what they are traced from.
+    # Typed as Any: the record holds NumPy arrays, which the executor sees traced.
     make: Any = TickRow
     return make(
         *(_op(columns) for columns in (slots.forward, slots.backward, slots.weight)),
@@ -126,7 +126,7 @@ def _op(columns: Columns) -> OpRow:
         _grid(columns.microbatch),
         chunk,
         _grid(columns.reads),
-        _grid(columns.keeps),
+        _grid(columns.saved),
         _grid(columns.cut),
     )
 

@@ -1,4 +1,4 @@
-"""The operations of a pipeline: what one stage does with one microbatch, and how long it takes."""
+"""The operations of a pipeline, what they depend on, and how long they take."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
+from typing import NamedTuple
 
 from meshwright.config.argument_checks import check_count
 
@@ -17,7 +18,7 @@ class Kind(Enum):
         FORWARD: a stage's output.
         BACKWARD: gradients with respect to a stage's input and its weights, at once.
         INPUT_GRAD: the gradient with respect to the input alone, which another stage waits for.
-        WEIGHT_GRAD: the gradient with respect to the weights alone, which nobody waits for.
+        WEIGHT_GRAD: the gradient with respect to the weights alone, which no stage waits for.
     """
 
     FORWARD = "F"
@@ -31,9 +32,9 @@ class Op:
     """One operation of one stage.
 
     Attributes:
-        kind: what is computed.
-        microbatch: for which microbatch, from 0.
-        chunk: for which of the stage's pieces of the model, from 0.
+        kind: the kind of operation.
+        microbatch: the number of the microbatch, from 0.
+        chunk: the number of the chunk within the stage, from 0.
     """
 
     kind: Kind
@@ -56,10 +57,28 @@ class Op:
 
 
 Operations = Sequence[Sequence[Op]]
-"""What each stage does, in order."""
+"""The operations of each stage, in order."""
 
-Event = tuple[str, int, int]
-"""Something a stage waits for: ("F" or "G", microbatch, virtual stage)."""
+
+class Result(Enum):
+    """What an operation produces that other operations wait for."""
+
+    OUTPUT = "output"
+    INPUT_GRADIENT = "input gradient"
+
+
+class Event(NamedTuple):
+    """The result of an operation, which others wait for.
+
+    Attributes:
+        result: an output, or the gradient with respect to an input.
+        microbatch: the microbatch.
+        virtual: the virtual stage that computes it.
+    """
+
+    result: Result
+    microbatch: int
+    virtual: int
 
 
 @dataclass(frozen=True)
@@ -87,7 +106,7 @@ class Shape:
 
     @property
     def num_virtual(self) -> int:
-        """Pieces of the model a microbatch passes through."""
+        """The number of virtual stages."""
         return self.num_stages * self.num_chunks
 
     def nth_pass(self, number: int) -> tuple[int, int]:
@@ -100,35 +119,39 @@ class Shape:
         return group * self.num_stages + position, chunk
 
     def ring(self, step: int) -> list[tuple[int, int]]:
-        """Return which stage sends to which, ``step`` being 1 forward and -1 back."""
+        """Return pairs of sending and receiving stages; ``step`` is 1 forward and -1 backward."""
         count = self.num_stages
         pairs = [(i, (i + step) % count) for i in range(count)]
         # Only chunks close the ring: the last stage's next chunk is on the first stage.
         return pairs if self.num_chunks > 1 else [(a, b) for a, b in pairs if b - a == step]
 
     def virtual(self, op: Op, stage: int) -> int:
-        """Return which piece of the model an operation of a stage works on."""
+        """Return the virtual stage of an operation."""
         return op.chunk * self.num_stages + stage
 
     def gives(self, op: Op, stage: int) -> Event | None:
         """Return the event that an operation produces for others, if any."""
         if op.kind is Kind.FORWARD:
-            return ("F", op.microbatch, self.virtual(op, stage))
-        return ("G", op.microbatch, self.virtual(op, stage)) if op.hands_back else None
+            return Event(Result.OUTPUT, op.microbatch, self.virtual(op, stage))
+        if op.hands_back:
+            return Event(Result.INPUT_GRADIENT, op.microbatch, self.virtual(op, stage))
+        return None
 
     def needs(self, op: Op, stage: int) -> list[Event]:
         """Return the events that an operation waits for."""
         m, at = op.microbatch, self.virtual(op, stage)
         if op.kind is Kind.FORWARD:
-            return [("F", m, at - 1)] if at > 0 else []
+            return [Event(Result.OUTPUT, m, at - 1)] if at > 0 else []
         if op.kind is Kind.WEIGHT_GRAD:
-            return [("G", m, at)]
-        return [("F", m, at)] + ([("G", m, at + 1)] if at < self.num_virtual - 1 else [])
+            return [Event(Result.INPUT_GRADIENT, m, at)]
+        own_output = Event(Result.OUTPUT, m, at)
+        last = at == self.num_virtual - 1
+        return [own_output] if last else [own_output, Event(Result.INPUT_GRADIENT, m, at + 1)]
 
 
 @dataclass(frozen=True)
 class Times:
-    """How long operations take, in any unit; those of a whole stage, not of one of its chunks.
+    """How long the operations of a whole stage (all chunks together) take, in any unit.
 
     Attributes:
         forward: a stage's forward pass of one microbatch.

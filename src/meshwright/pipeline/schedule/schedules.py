@@ -1,4 +1,4 @@
-"""Pipeline schedules: in which order each stage works on its microbatches."""
+"""Pipeline schedules: the order in which each stage works on its microbatches."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from meshwright.units import counted
 
 @dataclass(frozen=True)
 class Schedule(ABC):
-    """When each stage does what.
+    """The order of the operations of each stage.
 
-    A schedule exists in two forms. `operations` is the order for stages that run on their own and
-    wait only for what they need. `table` is the form for one program that all stages execute
-    together, tick by tick, where everyone waits for the slowest.
+    A schedule has two forms. `operations` is the order for stages that run independently and wait
+    only for their inputs. `table` is for one program that all stages execute together, tick by
+    tick, where every tick lasts as long as its slowest stage.
     """
 
     name: ClassVar[str] = ""
-    """What it is called in a config."""
+    """Its name in a config."""
 
     @property
     def num_chunks(self) -> int:
@@ -44,17 +44,17 @@ class Schedule(ABC):
 
     @abstractmethod
     def operations(self, num_microbatches: int, num_stages: int) -> list[list[Op]]:
-        """Return what each stage does, in order."""
+        """Return the operations of each stage, in order."""
 
     @abstractmethod
     def table(self, num_microbatches: int, num_stages: int) -> TickTable:
-        """Return what all stages do together, tick by tick."""
+        """Return the operations of all stages, tick by tick."""
 
     @abstractmethod
     def bubble(self, num_microbatches: int, num_stages: int) -> Fraction:
-        """Return the share of time a stage waits, if all stages and both gradients cost the same.
+        """Return the share of time a stage waits if all stages are equally fast.
 
-        A forward pass is taken to cost as much as each of the two gradients.
+        A forward pass is assumed to cost as much as each of the two gradients.
         """
 
     def efficiency(self, num_microbatches: int, num_stages: int) -> Fraction:
@@ -87,19 +87,19 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class GPipe(Schedule):
-    """All forward passes, then all backward passes; every microbatch is kept in between."""
+    """All forward passes, then all backward passes; every microbatch stays in memory in between."""
 
     name: ClassVar[str] = "gpipe"
 
     def operations(self, num_microbatches: int, num_stages: int) -> list[list[Op]]:
-        """Return what each stage does, in order."""
+        """Return the operations of each stage, in order."""
         shape = self.shape(num_microbatches, num_stages)
         every = range(shape.num_microbatches)
         ops = [Op(Kind.FORWARD, m) for m in every] + [Op(Kind.BACKWARD, m) for m in every]
         return [list(ops) for _ in range(shape.num_stages)]
 
     def table(self, num_microbatches: int, num_stages: int) -> TickTable:
-        """Return what all stages do together, tick by tick."""
+        """Return the operations of all stages, tick by tick."""
         shape = self.shape(num_microbatches, num_stages)
         return in_lockstep(self.operations(num_microbatches, num_stages), shape)
 
@@ -112,7 +112,7 @@ class GPipe(Schedule):
 class Interleaved(Schedule):
     """One forward, one backward, with several chunks of the model on each stage.
 
-    A microbatch goes round the stages once per chunk, so the pipeline fills with smaller pieces.
+    A microbatch passes all stages once per chunk, so that the pipeline fills faster.
 
     Attributes:
         chunks: pieces of the model on each stage.
@@ -127,12 +127,12 @@ class Interleaved(Schedule):
         return self.chunks
 
     def shape(self, num_microbatches: int, num_stages: int) -> Shape:
-        """Return the pipeline's size; microbatches go round in groups of one per stage."""
+        """Return the pipeline's size; microbatches run in groups of one per stage."""
         if self.chunks > 1 and num_microbatches % num_stages:
             nearest = multiples_around(num_microbatches, num_stages)
             raise UserError(
-                f"{counted(num_microbatches, 'microbatch', 'microbatches')} cannot go round "
-                f"{num_stages} stages in groups",
+                f"{counted(num_microbatches, 'microbatch', 'microbatches')} cannot be "
+                f"divided into groups of {num_stages}, one per stage",
                 why=f"{num_microbatches} is not a multiple of {num_stages}",
                 fix=f"write {Setting('pipeline.num_microbatches', *nearest)}, or "
                 f"{Setting('pipeline.schedule', '1f1b')}",
@@ -140,22 +140,22 @@ class Interleaved(Schedule):
         return Shape(num_microbatches, num_stages, self.chunks)
 
     def operations(self, num_microbatches: int, num_stages: int) -> list[list[Op]]:
-        """Return what each stage does, in order."""
+        """Return the operations of each stage, in order."""
         shape = self.shape(num_microbatches, num_stages)
         lists: list[list[Op]] = []
         for stage in range(shape.num_stages):
             behind = shape.num_stages - 1 - stage
-            # With chunks, a second trip over the stages behind keeps them busy meanwhile.
+            # With chunks, a second pass over the later stages keeps them busy meanwhile.
             trips = 2 if self.chunks > 1 else 1
             ahead = trips * behind + (self.chunks - 1) * shape.num_stages
             lists.append(self._alternating(shape, ahead))
         return lists
 
     def table(self, num_microbatches: int, num_stages: int) -> TickTable:
-        """Return what all stages do together: up to one forward and one backward a tick.
+        """Return the operations tick by tick: up to one forward and one backward per tick.
 
-        The gradient of the first microbatch is back after two trips over the stages, so each
-        stage is further ahead than in `operations`, by as much again.
+        The gradient of the first microbatch returns after two passes over the stages, so each stage
+        runs twice as many microbatches ahead as in `operations`.
         """
         shape = self.shape(num_microbatches, num_stages)
         total = shape.num_microbatches * shape.num_chunks
@@ -192,7 +192,7 @@ class Interleaved(Schedule):
         return ops
 
     def _nth(self, kind: Kind, number: int, shape: Shape) -> Op:
-        """Return a stage's n-th forward or backward; backwards take the chunks the other way."""
+        """Return a stage's n-th forward or backward; backwards visit the chunks in reverse."""
         microbatch, chunk = shape.nth_pass(number)
         return Op(
             kind, microbatch, shape.num_chunks - 1 - chunk if kind is Kind.BACKWARD else chunk
@@ -201,19 +201,20 @@ class Interleaved(Schedule):
 
 @dataclass(frozen=True)
 class OneForwardOneBackward(Schedule):
-    """A stage that is ahead far enough does one backward for each forward.
+    """After a warm-up, each stage runs one backward for each forward.
 
-    It therefore keeps no more microbatches than there are stages, or twice that in lockstep.
+    A stage holds the activations of at most as many microbatches as there are stages, or twice as
+    many in lockstep.
     """
 
     name: ClassVar[str] = "1f1b"
 
     def operations(self, num_microbatches: int, num_stages: int) -> list[list[Op]]:
-        """Return what each stage does, in order."""
+        """Return the operations of each stage, in order."""
         return Interleaved(chunks=1).operations(num_microbatches, num_stages)
 
     def table(self, num_microbatches: int, num_stages: int) -> TickTable:
-        """Return what all stages do together: up to one forward and one backward a tick."""
+        """Return the operations tick by tick: up to one forward and one backward per tick."""
         return Interleaved(chunks=1).table(num_microbatches, num_stages)
 
     def bubble(self, num_microbatches: int, num_stages: int) -> Fraction:
@@ -225,8 +226,8 @@ class OneForwardOneBackward(Schedule):
 class ZeroBubbleH1(Schedule):
     """One forward, one backward, with weight gradients delayed until a stage would be idle.
 
-    Only the gradient with respect to the input is waited for. As many microbatches are kept as
-    with 1F1B.
+    Other stages wait for the gradient with respect to the input only. As many microbatches are in
+    memory as with 1F1B.
     """
 
     name: ClassVar[str] = "zb_h1"
@@ -237,17 +238,17 @@ class ZeroBubbleH1(Schedule):
         return True
 
     def operations(self, num_microbatches: int, num_stages: int) -> list[list[Op]]:
-        """Return what each stage does, in order."""
+        """Return the operations of each stage, in order."""
         shape = self.shape(num_microbatches, num_stages)
         return [_delayed(shape, stage) for stage in range(shape.num_stages)]
 
     def table(self, num_microbatches: int, num_stages: int) -> TickTable:
-        """Return what all stages do together: one operation of three a tick."""
+        """Return the operations tick by tick: one per stage and tick."""
         shape = self.shape(num_microbatches, num_stages)
         return in_lockstep(self.operations(num_microbatches, num_stages), shape)
 
     def bubble(self, num_microbatches: int, num_stages: int) -> Fraction:
-        """Return (S-1) / (3M+S-1); with fewer microbatches than stages, the way there and back."""
+        """Return (S-1) / (3M+S-1); more with fewer microbatches than stages."""
         self.shape(num_microbatches, num_stages)
         work = 3 * num_microbatches
         makespan = max(work + num_stages - 1, 2 * (num_microbatches + num_stages) - 1)
@@ -268,8 +269,8 @@ def _delayed(shape: Shape, stage: int) -> list[Op]:
             ops.append(Op(Kind.FORWARD, ahead + m))
         ops.append(Op(Kind.INPUT_GRAD, m))
         waiting.append(m)
-        # A stage far from the end gets gradients late, and has that many weight gradients left
-        # to fill the time at the end with.
+        # Gradients reach early stages late; the weight gradients they still have fill the wait
+        # at the end.
         if len(waiting) > stage:
             ops.append(Op(Kind.WEIGHT_GRAD, waiting.popleft()))
     return ops + [Op(Kind.WEIGHT_GRAD, m) for m in waiting]

@@ -1,4 +1,4 @@
-"""The tick table: what one program that all stages execute together does, tick by tick."""
+"""The tick table: the operations of a program that all stages execute together, tick by tick."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from meshwright.pipeline.schedule.spans import Span
 from meshwright.pipeline.schedule.timeline import Timeline
 
 Tick = tuple[tuple[Op, ...], ...]
-"""For each stage, its operations of one tick in order."""
+"""The operations of each stage in one tick, in order."""
 
 
 @dataclass(frozen=True, repr=False)
 class TickTable:
-    """What all stages do together; a tick lasts as long as its slowest stage.
+    """The operations of all stages; a tick lasts as long as its slowest stage.
 
-    What a stage sends in a tick arrives before the next one.
+    Messages sent in a tick arrive before the next one.
 
     Attributes:
         shape: the pipeline's size.
@@ -32,7 +32,7 @@ class TickTable:
         return f"TickTable({self.shape}, {len(self.ticks)} ticks)"
 
     def __str__(self) -> str:
-        """Write one line per tick and one column per stage."""
+        """Return a table with one line per tick and one column per stage."""
         names = ["tick", *(f"stage {n}" for n in range(self.shape.num_stages))]
         lines = [names] + [
             [str(number), *(" ".join(map(str, ops)) for ops in tick)]
@@ -50,12 +50,12 @@ class TickTable:
                     yield number, stage, op
 
     def operations(self) -> list[list[Op]]:
-        """Return what each stage does, in order."""
+        """Return the operations of each stage, in order."""
         stages = range(self.shape.num_stages)
         return [[op for tick in self.ticks for op in tick[stage]] for stage in stages]
 
     def timeline(self, times: Times | None = None) -> Timeline:
-        """Return when everything happens if operations take this long."""
+        """Return when each operation runs if operations take this long."""
         times = times or Times()
         spans: list[Span] = []
         start = Fraction(0)

@@ -13,7 +13,7 @@ from meshwright.pipeline.schedule.timeline_drawing import render_timeline
 
 
 class Timeline(Spans):
-    """When everything happens; printed as a chart with stages down and time across."""
+    """When each operation runs; printed as a chart, one row per stage, time from left to right."""
 
     def __repr__(self) -> str:
         return f"Timeline({self.shape}, waits {float(self.bubble) * 100:.1f}%)"
@@ -24,7 +24,7 @@ class Timeline(Spans):
 
 
 def simulate(lists: Operations, shape: Shape, times: Times | None = None) -> Timeline:
-    """Let every stage work through its list, each operation as soon as its inputs exist."""
+    """Run every stage through its list, each operation as soon as its inputs exist."""
     times = times or Times()
     done: dict[Event, Fraction] = {}
     free = [Fraction(0)] * shape.num_stages
@@ -55,7 +55,7 @@ def simulate(lists: Operations, shape: Shape, times: Times | None = None) -> Tim
 
 
 def check_operations(lists: Operations, shape: Shape) -> None:
-    """Refuse lists that leave something out, do it twice, or make stages wait for each other."""
+    """Refuse lists with missing or repeated operations, and those that deadlock."""
     if len(lists) != shape.num_stages:
         raise UserError(f"there are {len(lists)} lists for {shape.num_stages} stages")
     for stage, ops in enumerate(lists):
@@ -64,16 +64,16 @@ def check_operations(lists: Operations, shape: Shape) -> None:
 
 
 def in_flight(lists: Operations) -> list[int]:
-    """Return, for each stage, the most activations of one chunk it keeps at a time."""
-    return [_most_kept(ops) for ops in lists]
+    """Return, for each stage, the largest number of activations of one chunk in memory."""
+    return [_most_in_flight(ops) for ops in lists]
 
 
-def _most_kept(ops: Sequence[Op]) -> int:
-    kept = most = 0
+def _most_in_flight(ops: Sequence[Op]) -> int:
+    held = most = 0
     for op in ops:
-        kept += op.kind is Kind.FORWARD
-        most = max(most, kept)
-        kept -= op.releases
+        held += op.kind is Kind.FORWARD
+        most = max(most, held)
+        held -= op.releases
     return most
 
 

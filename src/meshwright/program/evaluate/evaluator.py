@@ -60,7 +60,7 @@ class Environment:
     Attributes:
         evaluator: evaluates nested programs by the same rules.
         values: by variable.
-        ready: weights gathered and cast for use, by variable. Each nested program and each block
+        prepared: weights cast and gathered for use, by variable. Each nested program and each block
             has another environment, so that a gathered weight is freed after the block that reads
             it.
     """
@@ -69,11 +69,11 @@ class Environment:
         self,
         evaluator: Evaluator,
         values: MutableMapping[Var, Value],
-        ready: Mapping[Var, Value] | None = None,
+        prepared: Mapping[Var, Value] | None = None,
     ) -> None:
         self.evaluator = evaluator
         self.values = values
-        self.ready: dict[Var, Value] = dict(ready or {})
+        self.prepared: dict[Var, Value] = dict(prepared or {})
         self._replaced: tuple[Equation, list[Value]] | None = None
 
     def value(self, atom: Atom) -> Value:
@@ -85,45 +85,48 @@ class Environment:
         """Return the value an equation reads; for a weight, gathered and rounded as traced."""
         if not self.is_weight(atom):
             return self.value(atom)
-        return self.evaluator.weights.rounded(self.unrounded(atom), aval_of(atom).dtype)
+        return self.evaluator.weights.cast(self.in_param_dtype(atom), aval_of(atom).dtype)
 
-    def unrounded(self, atom: Atom) -> Value:
-        """Return a weight ready for use, with its values rounded but in its original dtype.
+    def in_param_dtype(self, atom: Atom) -> Value:
+        """Return a prepared weight: rounded to the compute dtype, stored in the parameter's dtype.
 
         Other values are returned as `read` does.
         """
         if isinstance(atom, Literal) or not self.is_weight(atom):
             return self.value(atom)
-        if atom not in self.ready:
+        if atom not in self.prepared:
             use = self.evaluator.weights.uses[atom]
-            self.ready[atom] = self.evaluator.weights.make_ready(self.values[use.leaf], use)
-        return self.ready[atom]
+            self.prepared[atom] = self.evaluator.weights.prepare(self.values[use.leaf], use)
+        return self.prepared[atom]
 
     def is_weight(self, atom: Atom) -> bool:
         """Whether an atom is a parameter, a cast of one, or a rearranged one."""
         if isinstance(atom, Literal):
             return False
-        return atom in self.ready or atom in self.evaluator.weights.uses
+        return atom in self.prepared or atom in self.evaluator.weights.uses
 
     def is_half_weight(self, atom: Atom) -> bool:
-        """Whether an atom is a weight in half precision that is stored unrounded."""
+        """Whether an atom is a weight in half precision, prepared in the parameter's dtype."""
         if isinstance(atom, Literal) or not self.evaluator.weights.is_half(atom):
             return False
-        return atom in self.ready or self.evaluator.weights.is_cast(atom)
+        return atom in self.prepared or self.evaluator.weights.is_cast(atom)
 
-    def operands(self, eqn: Equation, unrounded: Collection[int] = ()) -> list[Value]:
-        """Return the values of an equation's operands; weights at these positions unrounded."""
+    def operands(self, eqn: Equation, in_param_dtype: Collection[int] = ()) -> list[Value]:
+        """Return the values of an equation's operands.
+
+        Weights at the positions ``in_param_dtype`` are not cast to the dtype of the equation.
+        """
         if self._replaced is not None and self._replaced[0] is eqn:
             return list(self._replaced[1])
         return [
-            self.unrounded(atom) if number in unrounded else self.read(atom)
+            self.in_param_dtype(atom) if number in in_param_dtype else self.read(atom)
             for number, atom in enumerate(eqn.invars)
         ]
 
     def with_operands(self, eqn: Equation, operands: Sequence[Value]) -> Environment:
         """Return the same environment with other operands for one equation."""
         other = Environment(self.evaluator, self.values)
-        other.ready = self.ready
+        other.prepared = self.prepared
         other._replaced = (eqn, list(operands))
         return other
 
@@ -143,7 +146,7 @@ class Evaluator:
     Args:
         rules: what is not evaluated as written.
         numerics: the dtypes that values are stored in.
-        weights: the variables that are parameters, and how they are made ready for use.
+        weights: the variables that are parameters, and how they are prepared for use.
         pins: shardings of results.
         scope: returns the name scopes that an equation is evaluated in.
     """
@@ -167,10 +170,10 @@ class Evaluator:
         self,
         closed: ClosedJaxpr,
         args: Sequence[Value],
-        ready: Mapping[Var, Value] | None = None,
+        prepared: Mapping[Var, Value] | None = None,
     ) -> list[Value]:
-        """Evaluate a program; ``ready`` has the inputs that are weights, ready for use."""
-        env = self.environment(closed, args, ready)
+        """Evaluate a program; ``prepared`` has the inputs that are prepared weights."""
+        env = self.environment(closed, args, prepared)
         self.equations(closed.jaxpr.eqns, env)
         return [env.value(atom) for atom in closed.jaxpr.outvars]
 
@@ -178,12 +181,12 @@ class Evaluator:
         self,
         closed: ClosedJaxpr,
         args: Sequence[Value],
-        ready: Mapping[Var, Value] | None = None,
+        prepared: Mapping[Var, Value] | None = None,
     ) -> Environment:
         """Return the environment a program starts with."""
         values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         values.update(zip(closed.jaxpr.invars, args, strict=True))
-        return Environment(self, values, ready)
+        return Environment(self, values, prepared)
 
     def equations(self, eqns: Sequence[Equation], env: Environment) -> None:
         """Evaluate equations in order, adding their results to the environment."""
@@ -209,7 +212,7 @@ class Evaluator:
             for variable, result in zip(eqn.outvars, self._apply_rules(eqn, env, 0), strict=True)
         ]
 
-    def after(self, rule: Rule, eqn: Equation, env: Environment) -> list[Value]:
+    def continue_after(self, rule: Rule, eqn: Equation, env: Environment) -> list[Value]:
         """Evaluate an equation by the rules that come after ``rule``, which wraps them."""
         return self._apply_rules(eqn, env, self._rules.index(rule) + 1)
 

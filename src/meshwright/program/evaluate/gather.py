@@ -1,4 +1,4 @@
-"""Making a weight ready for use: cast and gathered, with a gradient that is divided again."""
+"""Preparing a weight for use: cast and gathered, with a gradient that is divided again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GatherSpecs:
         return GatherSpecs(PartitionSpec(*self.whole[1:]), PartitionSpec(*self.divided[1:]))
 
 
-def make_ready(
+def prepare_weight(
     value: Value,
     mesh: MeshView | None,
     *,
@@ -37,7 +37,7 @@ def make_ready(
     specs: GatherSpecs | None,
     trained: bool = True,
 ) -> Value:
-    """Return a weight ready for use, in its original dtype.
+    """Return a weight prepared for use, in its original dtype.
 
     Args:
         value: the weight as it is stored.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from meshwright.program.evaluate.gather import GatherSpecs, make_ready
+from meshwright.program.evaluate.gather import GatherSpecs, prepare_weight
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import Atom, Value, Var, aval_of
 
@@ -44,31 +44,31 @@ class Weights:
 
     Attributes:
         uses: by variable, the parameter it is.
-        without_data: variables that hold weights, cast or rearranged, and no data.
+        weight_only: variables that hold weights, cast or rearranged, and no data.
         mesh: where they are gathered; None for a program without a mesh.
-        gather_inside: whether weights are gathered inside of each block.
-        rounds: whether weights are rounded to their compute dtype; not in float64.
+        gather_per_block: whether weights are gathered inside of each block.
+        casts: whether weights are cast to their compute dtype; False in float64.
     """
 
     uses: Mapping[Var, WeightUse]
-    without_data: Collection[Var] = ()
+    weight_only: Collection[Var] = ()
     mesh: MeshView | None = None
-    gather_inside: bool = False
-    rounds: bool = True
+    gather_per_block: bool = False
+    casts: bool = True
 
-    def make_ready(self, value: Value, use: WeightUse) -> Value:
+    def prepare(self, value: Value, use: WeightUse) -> Value:
         """Return a weight cast and gathered for use."""
-        return self._ready(value, use, use.specs)
+        return self._prepare(value, use, use.specs)
 
-    def make_layer_ready(self, layer: Value, use: WeightUse) -> Value:
+    def prepare_layer(self, layer: Value, use: WeightUse) -> Value:
         """Return one layer of a stack ready for use, unless the whole stack already is."""
-        if not self.gather_inside:
+        if not self.gather_per_block:
             return layer
-        return self._ready(layer, use, use.specs.per_layer() if use.specs else None)
+        return self._prepare(layer, use, use.specs.per_layer() if use.specs else None)
 
-    def rounded(self, value: Value, dtype: DTypeLike) -> Value:
-        """Return a ready weight in the dtype an equation was traced with."""
-        return value.astype(dtype) if self.rounds else value
+    def cast(self, value: Value, dtype: DTypeLike) -> Value:
+        """Cast a prepared weight to the dtype an equation was traced with."""
+        return value.astype(dtype) if self.casts else value
 
     def is_cast(self, variable: Var) -> bool:
         """Whether a variable is a parameter in its compute dtype."""
@@ -76,13 +76,13 @@ class Weights:
 
     def is_half(self, atom: Atom) -> bool:
         """Whether an atom is rounded to half precision."""
-        return self.rounds and aval_of(atom).dtype in HALF
+        return self.casts and aval_of(atom).dtype in HALF
 
-    def _ready(self, value: Value, use: WeightUse, specs: GatherSpecs | None) -> Value:
-        dtype = use.dtype if self.rounds else None
+    def _prepare(self, value: Value, use: WeightUse, specs: GatherSpecs | None) -> Value:
+        dtype = use.dtype if self.casts else None
         if dtype is None and specs is None:
             return value
-        return make_ready(value, self.mesh, dtype=dtype, specs=specs, trained=use.trained)
+        return prepare_weight(value, self.mesh, dtype=dtype, specs=specs, trained=use.trained)
 
 
 NO_WEIGHTS = Weights({})

@@ -54,26 +54,26 @@ class Forward:
 
     def _run_block(self, block: Block, env: Environment) -> None:
         """Evaluate a block under its checkpoint policy."""
-        uses, inside = env.evaluator.weights.uses, self._remat.gather_inside
+        uses, inside = env.evaluator.weights.uses, self._remat.gather_per_block
         arguments = [
             env.value(v)
             if v not in uses
             else env.values[uses[v].leaf]
             if inside
-            else env.unrounded(v)
+            else env.in_param_dtype(v)
             for v in block.reads
         ]
 
         def run(*values: Value) -> list[Value]:
-            inner, ready = dict[Var, Value](), dict[Var, Value]()
+            inner, prepared = dict[Var, Value](), dict[Var, Value]()
             for variable, value in zip(block.reads, values, strict=True):
                 if variable not in uses:
                     inner[variable] = value
                 elif inside:
                     inner[uses[variable].leaf] = value
                 else:
-                    ready[variable] = value
-            self._evaluator.equations(block.eqns, Environment(self._evaluator, inner, ready))
+                    prepared[variable] = value
+            self._evaluator.equations(block.eqns, Environment(self._evaluator, inner, prepared))
             return [inner[v] for v in block.results]
 
         results = jax.checkpoint(run, policy=self._remat.policy)(*arguments)
@@ -87,7 +87,7 @@ def mesh_evaluator(
     *,
     wide: bool,
     pins: Mapping[Var, PartitionSpec] | None = None,
-    without_data: Collection[Var] = (),
+    weight_only: Collection[Var] = (),
     first: Sequence[Rule] = (),
     lookups: bool = True,
 ) -> Evaluator:
@@ -99,7 +99,7 @@ def mesh_evaluator(
         remat: what layers of a stack save for their backward pass.
         wide: compute in float64.
         pins: layouts of activations.
-        without_data: variables that hold weights and no data.
+        weight_only: variables that hold weights and no data.
         first: rules that come before those of the mesh.
         lookups: whether the gradients of lookups need a layout.
     """
@@ -116,7 +116,7 @@ def mesh_evaluator(
         [*rules, widen_derivatives] if wide else rules,
         numerics=Float64() if wide else None,
         weights=Weights(
-            uses, without_data, mesh, gather_inside=remat.gather_inside, rounds=not wide
+            uses, weight_only, mesh, gather_per_block=remat.gather_per_block, casts=not wide
         ),
         pins={variable: mesh.sharding(spec) for variable, spec in (pins or {}).items()},
     )

@@ -32,22 +32,22 @@ _ADDS = frozenset({"add", "sub"})
 
 
 def cast_leaf(eqn: Equation, env: Environment) -> list[Value] | None:
-    """Cast a stored parameter; readers of the cast get it ready for use, see `Environment`."""
+    """Cast a stored parameter; readers of the cast get it prepared, see `Environment`."""
     if not eqn.outvars or not env.evaluator.weights.is_cast(eqn.outvars[0]):
         return None
     return env.evaluator.numerics.bind(eqn, [env.value(atom) for atom in eqn.invars])
 
 
 def rearrange_weight(eqn: Equation, env: Environment) -> list[Value] | None:
-    """Rearrange or widen a half-precision weight; it stays ready for use.
+    """Rearrange or widen a half-precision weight; it stays prepared.
 
     The gradient of a bias is a sum over samples on all devices: it must not be rounded before.
     """
     if not rearranges_weight(eqn, env):
         return None
     widens = eqn.primitive.name == "convert_element_type"
-    operands = env.operands(eqn, unrounded={0})
-    return _keep_ready(eqn, operands if widens else bind(eqn, operands), env)
+    operands = env.operands(eqn, in_param_dtype={0})
+    return _record_prepared(eqn, operands if widens else bind(eqn, operands), env)
 
 
 def rearranges_weight(eqn: Equation, env: Environment) -> bool:
@@ -69,7 +69,7 @@ def add_weight(eqn: Equation, env: Environment) -> list[Value] | None:
     return bind(
         eqn,
         [
-            jnp.broadcast_to(env.unrounded(atom), shape).astype(aval_of(atom).dtype)
+            jnp.broadcast_to(env.in_param_dtype(atom), shape).astype(aval_of(atom).dtype)
             if env.is_half_weight(atom)
             else env.read(atom)
             for atom in eqn.invars
@@ -88,8 +88,8 @@ class GroupedConvolutions:
         layout = GroupedLayout(eqn, self.mesh) if is_grouped(eqn) else None
         if layout is None or not layout.needed:
             return None
-        operands = layout.constrain_operands(env.operands(eqn, unrounded_operands(eqn, env)))
-        results = env.evaluator.after(self, eqn, env.with_operands(eqn, operands))
+        operands = layout.constrain_operands(env.operands(eqn, operands_in_param_dtype(eqn, env)))
+        results = env.evaluator.continue_after(self, eqn, env.with_operands(eqn, operands))
         return layout.constrain_results(results)
 
 
@@ -115,16 +115,16 @@ class WeightGradients:
         use = None if isinstance(atom, Literal) else weights.uses.get(atom)
         whole = self.mesh.sharding(use.whole) if is_lookup and use is not None else None
         # Rows that do not depend on data, such as those of positions, are still weights.
-        is_weight = is_lookup and eqn.outvars[0] in weights.without_data
+        is_weight = is_lookup and eqn.outvars[0] in weights.weight_only
         results = use_weight(
             eqn,
-            env.operands(eqn, unrounded={number}),
+            env.operands(eqn, in_param_dtype={number}),
             number,
             whole=whole,
             widen_first=self.mesh.platform == "cpu",
-            rounds=not is_weight,
+            casts=not is_weight,
         )
-        return _keep_ready(eqn, results, env) if is_weight else results
+        return _record_prepared(eqn, results, env) if is_weight else results
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class LayerScans:
         operands = [
             _stack(atom, stacks[number], env)
             if number in stacks
-            else env.unrounded(atom)
+            else env.in_param_dtype(atom)
             if number in shared
             else env.read(atom)
             for number, atom in enumerate(eqn.invars)
@@ -150,7 +150,7 @@ class LayerScans:
         return run_scan(eqn, operands, self.body(eqn, operands[:num_consts], env))
 
     def body(self, eqn: Equation, consts: list[Value], env: Environment) -> ScanBody:
-        """Return a scan's body; ``consts`` has half-precision weights unrounded."""
+        """Return a scan's body; ``consts`` has half-precision weights in the parameter's dtype."""
         stacks, shared = stacked_weights(eqn, env), shared_weights(eqn, env)
         if not stacks and not shared:
             return scan_body(eqn, consts, env)
@@ -164,12 +164,12 @@ class LayerScans:
 
         def body(carry: list[Value], xs: list[Value]) -> tuple[list[Value], list[Value]]:
             operands = [*rounded, *carry, *xs]
-            ready = {
-                invars[number]: evaluator.weights.make_layer_ready(operands[number], use)
+            prepared = {
+                invars[number]: evaluator.weights.prepare_layer(operands[number], use)
                 for number, use in stacks.items()
             }
-            ready |= {invars[number]: consts[number] for number in shared}
-            out = evaluator.run(closed, operands, ready)
+            prepared |= {invars[number]: consts[number] for number in shared}
+            out = evaluator.run(closed, operands, prepared)
             return out[:num_carry], out[num_carry:]
 
         if self.remat.policy is None or not stacks:
@@ -197,7 +197,7 @@ def shared_weights(eqn: Equation, env: Environment) -> set[int]:
     return {n for n, atom in enumerate(eqn.invars[:num_consts]) if env.is_half_weight(atom)}
 
 
-def unrounded_operands(eqn: Equation, env: Environment) -> set[int]:
+def operands_in_param_dtype(eqn: Equation, env: Environment) -> set[int]:
     """Return which operands the rules for weights read before they are rounded."""
     if rearranges_weight(eqn, env):
         return {0}
@@ -208,7 +208,7 @@ def unrounded_operands(eqn: Equation, env: Environment) -> set[int]:
 def weight_operand(eqn: Equation, env: Environment) -> int | None:
     """Return which operand of a lookup or a half-precision product is the weight."""
     weights = env.evaluator.weights
-    if not weights.rounds:
+    if not weights.casts:
         return None
     name = eqn.primitive.name
     if name == "mul":
@@ -222,17 +222,19 @@ def weight_operand(eqn: Equation, env: Environment) -> int | None:
     numbers = [
         number
         for number, atom in enumerate(eqn.invars)
-        if not isinstance(atom, Literal) and (atom in weights.without_data or env.is_weight(atom))
+        if not isinstance(atom, Literal) and (atom in weights.weight_only or env.is_weight(atom))
     ]
     return numbers[0] if len(numbers) == 1 else None
 
 
 def _stack(atom: Atom, use: WeightUse, env: Environment) -> Value:
     """Return a stack of layers to scan over: divided, or gathered as a whole."""
-    return env.values[use.leaf] if env.evaluator.weights.gather_inside else env.unrounded(atom)
+    return (
+        env.values[use.leaf] if env.evaluator.weights.gather_per_block else env.in_param_dtype(atom)
+    )
 
 
-def _keep_ready(eqn: Equation, results: Sequence[Value], env: Environment) -> list[Value]:
-    """Store the result of rearranging a weight as ready, and return it rounded as traced."""
-    env.ready[eqn.outvars[0]] = results[0]
+def _record_prepared(eqn: Equation, results: Sequence[Value], env: Environment) -> list[Value]:
+    """Store the result of rearranging a weight as prepared, and return it rounded as traced."""
+    env.prepared[eqn.outvars[0]] = results[0]
     return [results[0].astype(aval_of(eqn.outvars[0]).dtype)]

@@ -22,13 +22,13 @@ def use_weight(
     *,
     whole: NamedSharding | None,
     widen_first: bool,
-    rounds: bool = True,
+    casts: bool = True,
 ) -> list[Any]:
     """Evaluate a product, factor or lookup; the gradient of its weight is summed in float32.
 
     A weight's gradient is a sum over all samples, and each device has a partial sum. By default,
     JAX would round these to the compute dtype before they are added. The weight, operand number
-    ``weight``, may be float32 numbers; if ``rounds``, they are read in the dtype the equation was
+    ``weight``, may be float32 numbers; if ``casts``, they are read in the dtype the equation was
     traced with.
 
     ``whole`` is the layout of the gradient before it is divided. Without this constraint the
@@ -41,7 +41,7 @@ def use_weight(
 
     def forward_only(*operands: Any) -> Any:
         cast = [
-            x if number != weight or not rounds else x.astype(dtypes[number])
+            x if number != weight or not casts else x.astype(dtypes[number])
             for number, x in enumerate(operands)
         ]
         return bind(eqn, cast)[0]

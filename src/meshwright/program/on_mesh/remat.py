@@ -17,11 +17,11 @@ class Remat:
 
     Attributes:
         policy: JAX checkpoint policy; None saves everything.
-        gather_inside: whether weights are gathered again for the backward pass.
+        gather_per_block: whether weights are gathered again for the backward pass.
     """
 
     policy: Callable[..., Any] | None = None
-    gather_inside: bool = False
+    gather_per_block: bool = False
 
 
 def choose_remat(kind: str, *, keep_gathered: bool) -> Remat:
@@ -35,7 +35,7 @@ def choose_remat(kind: str, *, keep_gathered: bool) -> Remat:
         return Remat(getattr(policies, kind), not keep_gathered)
     if keep_gathered:
         return Remat()
-    return Remat(_all_but_gathered, gather_inside=True)
+    return Remat(_all_but_gathered, gather_per_block=True)
 
 
 def _all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:

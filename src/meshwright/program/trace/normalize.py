@@ -78,7 +78,7 @@ class _Normalizer(Evaluator):
         self,
         closed: ClosedJaxpr,
         args: Sequence[Value],
-        ready: Mapping[Var, Value] | None = None,
+        prepared: Mapping[Var, Value] | None = None,
     ) -> list[Value]:
         """Evaluate a program; the leaves it reads show which modules the copies in it are."""
         jaxpr = closed.jaxpr
@@ -92,7 +92,7 @@ class _Normalizer(Evaluator):
             self._originals[-1] | find_originals(jaxpr, leaves, self._paths_by_class)
         )
         try:
-            return super().run(closed, args, ready)
+            return super().run(closed, args, prepared)
         finally:
             self._originals.pop()
 
