@@ -97,7 +97,7 @@ def verify(
         )
         assembled = make(optimizer=recording_gradients(optimizer))
         traced = _trace(loss, assembled, global_batches[0], plan.precision)
-        proof = _Proof(
+        return _Proof(
             assembled=assembled,
             assemble_wide=lambda optimizer: make(optimizer=optimizer, wide=True),
             loss=loss,
@@ -110,9 +110,7 @@ def verify(
             optimizer=optimizer,
             clip_norm=clip_norm,
             seed=seed,
-        )
-        with jax.default_matmul_precision(None if plan.matmul == "default" else plan.matmul):
-            return proof.certify(say)
+        ).certify(say)
 
 
 def _check_single_process() -> None:
@@ -154,6 +152,11 @@ class _Proof:
     seed: int
 
     def certify(self, say: Callable[[str], None]) -> Certificate:
+        matmul = self.assembled.plan.matmul
+        with jax.default_matmul_precision(None if matmul == "default" else matmul):
+            return self._certify(say)
+
+    def _certify(self, say: Callable[[str], None]) -> Certificate:
         plan = self.assembled.plan
         say("float64: one device")
         expected = self.reference_in_float64()

@@ -130,7 +130,7 @@ def test_parameters_and_optimizers_of_another_kind_are_refused():
     for values, said in [
         (pipeline.params[:1], "params has 1 elements for 2 stages"),
         (pipeline.params[::-1], r"params\[0\] has an array of shape \[4\] for one of \[8\]"),
-        ([(), ()], r"params\[0\] is not nested"),
+        ([(), ()], r"params\[0\] has another structure"),
         ({}, "params is of type dict"),
     ]:
         with pytest.raises(UserError, match=said):

@@ -40,9 +40,9 @@ def test_whole_and_in_halves_it_equals_vjp(function):
     ct = np.cos(result.y)
     expected_y, pullback = jax.vjp(lambda w, x: function(w, fixed, x, others)[0], weights, x)
     expected = pullback(jnp.asarray(ct))
-    whole = program.backward(weights, fixed, result.kept, ct)
-    dx, cut = program.input_gradient(weights, fixed, result.kept, ct)
-    halves = program.weight_gradient(weights, fixed, result.kept, cut), dx
+    whole = program.backward(weights, fixed, result.saved, ct)
+    dx, cut = program.input_gradient(weights, fixed, result.saved, ct)
+    halves = program.weight_gradient(weights, fixed, result.saved, cut), dx
     np.testing.assert_allclose(result.y, expected_y, rtol=1e-13)
     np.testing.assert_allclose(result.further, result.y.sum(), rtol=1e-13)
     for found in (whole, halves):
@@ -66,8 +66,8 @@ def test_each_half_of_a_chain_has_half_of_the_products():
     weights, fixed, x, others = values()
     program = StageVJP(layers, weights, fixed, x, others)
     result = program.forward(weights, fixed, x, others)
-    _, cut = program.input_gradient(weights, fixed, result.kept, result.y)
-    call = (weights, fixed, result.kept)
+    _, cut = program.input_gradient(weights, fixed, result.saved, result.y)
+    call = (weights, fixed, result.saved)
     assert products(program.backward, (*call, result.y)) == 12
     assert products(program.input_gradient, (*call, result.y)) == 6
     assert products(program.weight_gradient, (*call, cut)) == 6
