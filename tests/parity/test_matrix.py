@@ -162,7 +162,7 @@ def once(compute, known, key):
 @pytest.mark.full
 @pytest.mark.parametrize("case", MATRIX, ids=str)
 def test_every_mesh_trains_like_one_device(case, assert_equal, one_device, monkeypatch):
-    alone = [(run, "_create")]
+    alone = [(run, "_initial_values")]
     alone += [(run._Proof, name) for name in ("reference_in_float64", "as_written")]
     for owner, name in alone:
         key = (case.kind, case.variant, name)
