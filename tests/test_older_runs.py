@@ -11,7 +11,7 @@ from quick import quick_module
 from safetensors.numpy import load_file
 
 import meshwright as mw
-from meshwright.checkpoint import CheckpointStore
+from meshwright.checkpoint import CheckpointReader
 from meshwright.cli.main import main
 from meshwright.config.compose import compose_config, validate
 from meshwright.config.schema import Config
@@ -58,13 +58,11 @@ def test_an_export_holds_parameters_and_statistics(tmp_path):
 
 
 def test_a_checkpoint_says_where_it_comes_from():
-    store = CheckpointStore(FIXTURES / "gpt" / "checkpoints", read_only=True)
-    try:
-        said = store.metadata(SAVED)
-        assert store.updates() == [SAVED]
-        assert store.best() == SAVED
-    finally:
-        store.close()
+    reader = CheckpointReader(FIXTURES / "gpt" / "checkpoints")
+    said = reader.metadata(SAVED)
+    assert reader.updates() == [SAVED]
+    assert reader.best() == SAVED
+    assert reader.checksums(SAVED) is None
     assert (said.update, said.seed, said.global_batch_size, said.format) == (SAVED, 3, 8, 1)
     assert said.config == yaml.safe_load((FIXTURES / "gpt" / "config.yaml").read_text())
     assert said.versions["meshwright"] == "0.1.0"

@@ -30,6 +30,19 @@ def test_a_whole_run_is_read_back(tmp_path):
     assert loss["count"] == len(loss["points"]) == NUM_LOGGED
 
 
+def test_a_run_that_failed_says_why_until_it_is_started_again(tmp_path):
+    stop = {"kind": "stop", "update": 9, "message": "failed: the loss is nan at update 7"}
+    write_lines(tmp_path / "events.jsonl", stop | {"failed": True, "time": 2e9})
+    assert read_run(tmp_path)["failure"] == "failed: the loss is nan at update 7"
+    facts = {"started": "2026-01-01T00:00:00+00:00", "resumed": ["2040-01-01T00:00:00+00:00"]}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    assert read_run(tmp_path)["failure"] is None
+    (tmp_path / "run.json").write_text(json.dumps(facts | {"resumed": "?"}))
+    assert read_run(tmp_path)["failure"] is not None
+    write_lines(tmp_path / "events.jsonl", stop | {"message": "all updates are done"})
+    assert read_run(tmp_path)["failure"] is None
+
+
 def test_an_empty_folder_is_an_empty_run(tmp_path):
     run = read_run(tmp_path)
     assert run["facts"] == {}

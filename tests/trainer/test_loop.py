@@ -17,6 +17,7 @@ from meshwright.config.duration import Duration, parse_duration
 from meshwright.config.schema import CheckpointConfig
 from meshwright.data.user_data import as_data
 from meshwright.errors import EnvironmentProblem, UserError
+from meshwright.step.canonical import Snapshot
 from meshwright.trainer.callbacks import Callbacks
 from meshwright.trainer.checkpointer import BackgroundCheckpointer
 from meshwright.trainer.limits import Limits, Stop
@@ -227,7 +228,7 @@ class BrokenStore:
     """Fails to save, as a full disk does."""
 
     def __init__(self):
-        self.saved = Saved(5, 0.1, OSError("no space left on device\nsecond line"))
+        self.saved = Saved(5, 0.1, OSError("no space left on device\nsecond line"), "disk full")
 
     def finished(self):
         return None
@@ -243,13 +244,13 @@ def test_a_failed_save_is_told_and_the_last_one_fails_the_run():
     logged = []
     checkpointer = BackgroundCheckpointer(
         BrokenStore(),
-        form=type("Form", (), {"copy": staticmethod(lambda state: state)})(),
+        form=type("Form", (), {"snapshot": staticmethod(lambda state: Snapshot({}, True))})(),
         metadata=lambda update: update,
         every=5,
         last_saved=None,
         log_event=lambda *event: logged.append(event),
     )
     checkpointer.save(None, 10, loss=None)
-    assert logged[0][:3] == ("warning", 5, "update 5 could not be saved: no space left on device")
+    assert logged[0][:3] == ("warning", 5, "update 5 could not be saved: disk full")
     with pytest.raises(EnvironmentProblem, match="after 5 updates could not be saved"):
         checkpointer.finish()

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 from numpy.typing import NDArray
 
-from meshwright.checkpoint.store import STATE, CheckpointStore, find_store
+from meshwright.checkpoint.reader import CheckpointReader, find_store
 from meshwright.errors import UserError
 
 
 def read_params(
     path: str | Path, *, update: int | None = None, statistics: bool = False
 ) -> dict[str, NDArray[Any]]:
-    """Read the parameters of a checkpoint by canonical path.
+    """Read the parameters of a checkpoint by canonical path, and compare their checksums.
 
     Args:
         path: a run folder, its checkpoint folder, or a single checkpoint.
@@ -25,31 +24,17 @@ def read_params(
             means of BatchNorm and frozen weights.
     """
     folder, named = find_store(Path(path))
-    store = CheckpointStore(folder, read_only=True)
-    try:
-        wanted = update if update is not None else named if named is not None else store.latest()
-        if wanted is None or wanted not in store.updates():
-            raise UserError(
-                f"there is no checkpoint of update {wanted} in {folder}",
-                why=f"checkpoints: {', '.join(map(str, store.updates())) or 'none'}",
-            )
-        shapes = store.shapes(wanted)
-        groups = ("params", "state") if statistics else ("params",)
-        paths = {group: list(shapes.get(group, {})) for group in groups if shapes.get(group)}
-    finally:
-        store.close()
-    with ocp.PyTreeCheckpointer() as reader:
-        tree: Any = reader.restore(
-            folder / str(wanted) / STATE,
-            args=ocp.args.PyTreeRestore(
-                item={group: dict.fromkeys(names, 0) for group, names in paths.items()},
-                restore_args={
-                    group: {name: ocp.RestoreArgs(np.ndarray) for name in names}
-                    for group, names in paths.items()
-                },
-                partial_restore=True,
-            ),
+    reader = CheckpointReader(folder)
+    wanted = update if update is not None else named if named is not None else reader.latest()
+    if wanted is None or wanted not in reader.updates():
+        raise UserError(
+            f"there is no checkpoint of update {wanted} in {folder}",
+            why=f"checkpoints: {', '.join(map(str, reader.updates())) or 'none'}",
         )
+    shapes = reader.shapes(wanted)
+    groups = ("params", "state") if statistics else ("params",)
+    paths = {group: list(shapes.get(group, {})) for group in groups if shapes.get(group)}
+    tree = reader.read(wanted, paths)
     return {
         name: array
         for group in paths

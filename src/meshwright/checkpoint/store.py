@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import logging
+import math
+import shutil
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
-from meshwright.checkpoint.metadata import FORMAT, CheckpointMetadata
+from meshwright.checkpoint.checksum_item import CHECKSUMS, ChecksumHandler, ChecksumSave
+from meshwright.checkpoint.damage import set_aside
+from meshwright.checkpoint.metadata import CheckpointMetadata
+from meshwright.checkpoint.quiet import quiet_failures, silence_orbax
+from meshwright.checkpoint.reader import METADATA, STATE, CheckpointReader, has_readable_metrics
 from meshwright.errors import ANY, Setting, UserError, first_line
 from meshwright.processes import broadcast, is_main, process_count, process_index
+from meshwright.units import human_bytes
 
-FOLDER = "checkpoints"
-STATE, METADATA = "state", "passport"
-"""Names of a checkpoint's two parts on disk."""
+logger = logging.getLogger("meshwright.checkpoint")
+
+
+class StateNotFinite(Exception):
+    """A state was not saved because it is not finite.
+
+    Attributes:
+        update: the updates done.
+    """
+
+    def __init__(self, update: int) -> None:
+        self.update = update
+        super().__init__(f"the state after update {update} is not finite")
 
 
 @dataclass(frozen=True)
@@ -31,79 +48,64 @@ class Saved:
         update: the update that was saved.
         seconds: time from the call until everything was on disk.
         error: the exception of a failed save.
+        reason: why it failed, in one line with the numbers.
     """
 
     update: int
     seconds: float
     error: Exception | None = None
+    reason: str = ""
 
 
 class CheckpointStore:
-    """The checkpoints in one folder; every process must make the same calls.
+    """Writes the checkpoints of one folder; every process must make the same calls.
 
     Args:
         folder: the folder, with one subfolder per checkpoint, named after its update.
         keep_last: number of newest checkpoints to keep.
         keep_best: number of checkpoints with the lowest loss to keep in addition.
-        read_only: never write or delete anything.
-        alone: only this process makes the calls.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        keep_last: int = 2,
-        keep_best: int = 0,
-        read_only: bool = False,
-        alone: bool = False,
-    ) -> None:
-        # Orbax logs every file it writes.
-        logging.getLogger("absl").setLevel(logging.ERROR)
+    def __init__(self, folder: Path, *, keep_last: int = 2, keep_best: int = 0) -> None:
+        silence_orbax()
         self.folder = folder.absolute()
-        if not read_only:
-            _make_folder(self.folder)
+        _make_folder(self.folder)
+        _set_aside_unreadable(self.folder)
         # With named processes Orbax synchronizes through the coordinator. By default it runs a
         # device program, which a background thread must not start while the step runs.
-        members = {process_index()} if alone else set(range(process_count()))
         together = ocp.options.MultiprocessingOptions(
-            primary_host=process_index() if alone else 0, active_processes=members
+            primary_host=0, active_processes=set(range(process_count()))
         )
         self._manager = ocp.CheckpointManager(
             self.folder,
-            item_names=(STATE, METADATA),
+            item_names=(STATE, METADATA, CHECKSUMS),
             item_handlers={
                 STATE: ocp.StandardCheckpointHandler(multiprocessing_options=together),
                 METADATA: ocp.JsonCheckpointHandler(multiprocessing_options=together),
+                CHECKSUMS: ChecksumHandler(process_index(), main=is_main()),
             },
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=_policy(keep_last, keep_best),
                 best_fn=_loss,
                 best_mode="min",
                 create=False,
-                read_only=read_only,
-                cleanup_tmp_directories=not read_only,
+                cleanup_tmp_directories=True,
+                # The thread of this class is the background: Orbax's own threads wait for minutes
+                # for folders that could not be made, and forget the old checkpoints.
+                enable_async_checkpointing=False,
                 multiprocessing_options=together,
             ),
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[Saved] | None = None
 
-    def updates(self) -> list[int]:
-        """Return the updates that have a checkpoint, oldest first."""
-        return sorted(self._manager.all_steps())
-
-    def latest(self) -> int | None:
-        """Return the update of the newest checkpoint on process 0; None without checkpoints."""
-        updates = self.updates()
-        return broadcast(updates[-1] if updates else None)
-
-    def best(self) -> int | None:
-        """Return the update of the checkpoint with the lowest loss; None if none has a loss."""
-        return self._manager.best_step()
-
     def save(
-        self, state: Any, metadata: CheckpointMetadata, *, loss: float | None = None
+        self,
+        state: Any,
+        metadata: CheckpointMetadata,
+        *,
+        loss: float | None = None,
+        finite: Any = True,
     ) -> Saved | None:
         """Write a checkpoint in the background.
 
@@ -113,9 +115,11 @@ class CheckpointStore:
             state: arrays in canonical form, which nothing else may donate.
             metadata: what to record beside them.
             loss: ranks checkpoints for ``keep_best``; None if it is not known.
+            finite: whether the state is finite, also as an array that is still being computed; if
+                not, nothing is written, and the outcome is `StateNotFinite`.
         """
         previous = self.wait()
-        self._pending = self._thread.submit(self._save, state, metadata, loss)
+        self._pending = self._thread.submit(self._save, state, metadata, loss, finite)
         return previous
 
     def wait(self) -> Saved | None:
@@ -129,32 +133,6 @@ class CheckpointStore:
             return None
         return self.wait()
 
-    def metadata(self, update: int) -> CheckpointMetadata:
-        """Read the metadata of a checkpoint."""
-        args = ocp.args.Composite(**{METADATA: ocp.args.JsonRestore()})
-        values = self._read(update, lambda: self._manager.restore(update, args=args))[METADATA]
-        if values.get("format", 0) > FORMAT:
-            raise UserError(
-                f"the checkpoint {self.folder / str(update)} was written by a newer version",
-                why=f"its format is {values['format']}; this version reads formats up to {FORMAT}",
-                fix="install a newer meshwright",
-            )
-        return CheckpointMetadata(**values)
-
-    def shapes(self, update: int) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Read the shape of every array of a checkpoint, by group and path."""
-        arrays: Any = self._read(update, lambda: self._manager.item_metadata(update))[STATE]
-        tree = getattr(arrays, "tree", arrays)
-        return {
-            group: {path: tuple(array.shape) for path, array in by_path.items()}
-            for group, by_path in tree.items()
-        }
-
-    def restore(self, update: int, structs: Any) -> Any:
-        """Restore the arrays of a checkpoint with the shardings of ``structs``."""
-        args = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(structs)})
-        return self._read(update, lambda: self._manager.restore(update, args=args))[STATE]
-
     def close(self) -> Saved | None:
         """Wait for the save in progress and release resources; safe to call again."""
         last = self.wait()
@@ -162,57 +140,43 @@ class CheckpointStore:
         self._manager.close()
         return last
 
-    def _save(self, state: Any, metadata: CheckpointMetadata, loss: float | None) -> Saved:
+    def _save(
+        self, state: Any, metadata: CheckpointMetadata, loss: float | None, finite: Any
+    ) -> Saved:
         started = time.perf_counter()
         error: Exception | None = None
-        try:
-            jax.block_until_ready(state)
-            self._manager.save(
-                metadata.update,
-                args=ocp.args.Composite(
-                    **{
-                        STATE: ocp.args.StandardSave(state),
-                        METADATA: ocp.args.JsonSave(asdict(metadata)),
-                    }
-                ),
-                metrics=None if loss is None else {"loss": loss},
-                force=True,
-            )
-            self._manager.wait_until_finished()
-        except Exception as caught:
-            # Training continues whatever went wrong; the caller reports it.
-            error = caught
-        return Saved(metadata.update, time.perf_counter() - started, error)
+        reason = ""
+        with quiet_failures() as failures:
+            try:
+                jax.block_until_ready(state)
+                if not bool(np.asarray(finite)):
+                    raise StateNotFinite(metadata.update)
+                self._write(state, metadata, loss)
+            except StateNotFinite as caught:
+                error, reason = caught, str(caught)
+            except Exception as caught:
+                # Training continues whatever went wrong; the caller reports it.
+                failures.append(caught)
+        for error in failures:
+            _remove_temporary(self.folder, metadata.update)
+            reason = _why_not_saved(self.folder, state, error)
+        return Saved(metadata.update, time.perf_counter() - started, error, reason)
 
-    def _read(self, update: int, read: Callable[[], Any]) -> Any:
-        try:
-            return read()
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(
-                f"the checkpoint {self.folder / str(update)} cannot be read",
-                why=first_line(error),
-                fix="name another one with resume=PATH, or start over with resume=never",
-            ) from error
-
-
-def find_store(path: Path) -> tuple[Path, int | None]:
-    """Return the checkpoint folder a path refers to, and the update if it names one.
-
-    The path is a run folder, its checkpoint folder, or a single checkpoint.
-    """
-    path = path.absolute()
-    if not path.is_dir():
-        raise UserError(f"there is no folder {path}", fix="name a run folder or a checkpoint")
-    if path.parent.name == FOLDER and path.name.isdecimal():
-        return path.parent, int(path.name)
-    folder = path / FOLDER if (path / FOLDER).is_dir() else path
-    if not any(child.name.isdecimal() for child in folder.iterdir() if child.is_dir()):
-        raise UserError(
-            f"there is no checkpoint in {path}",
-            why=f"{folder} has no subfolder named after an update",
-            fix="name a run folder, its checkpoint folder, or a single checkpoint",
+    def _write(self, state: Any, metadata: CheckpointMetadata, loss: float | None) -> None:
+        values = asdict(metadata)
+        loss = loss if loss is not None and math.isfinite(loss) else None
+        self._manager.save(
+            metadata.update,
+            args=ocp.args.Composite(
+                **{
+                    STATE: ocp.args.StandardSave(state),
+                    METADATA: ocp.args.JsonSave(values),
+                    CHECKSUMS: ChecksumSave(state, values, loss),
+                }
+            ),
+            metrics=None if loss is None else {"loss": loss},
+            force=True,
         )
-    return folder, None
 
 
 def _make_folder(folder: Path) -> None:
@@ -233,6 +197,49 @@ def _make_folder(folder: Path) -> None:
         )
 
 
+def _set_aside_unreadable(folder: Path) -> None:
+    """Set aside checkpoints whose loss Orbax could not read: it would refuse the whole folder."""
+    if is_main():
+        for update in CheckpointReader(folder).updates():
+            path = folder / str(update)
+            if not has_readable_metrics(path):
+                logger.warning("%s is damaged: metrics/metrics cannot be read", path)
+                set_aside(folder, update)
+    # The others list the folder afterwards.
+    broadcast(None)
+
+
+def _remove_temporary(folder: Path, update: int) -> None:
+    """Remove what a failed save has left."""
+    if is_main():
+        for path in folder.glob(f"{update}.orbax-checkpoint-tmp*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _why_not_saved(folder: Path, state: Any, error: Exception) -> str:
+    """Return the reason of a failed save, with the bytes it needed and those there are."""
+    needed = sum(array.nbytes for array in jax.tree.leaves(state))
+    try:
+        free = human_bytes(shutil.disk_usage(folder).free)
+    except OSError as problem:
+        return f"{first_line(problem)}: {folder}"
+    return (
+        f"{_short(error)}; a checkpoint takes up to {human_bytes(needed)}, and {free} are free in "
+        f"{folder}"
+    )
+
+
+def _short(error: Exception) -> str:
+    """Return an error without the paths that libraries put before its reason."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    line = first_line(error)
+    for reason in ("No space left on device", "File too large", "Disk quota exceeded"):
+        if reason in line:
+            return reason
+    return line
+
+
 def _policy(keep_last: int, keep_best: int) -> policies.PreservationPolicy:
     best = policies.BestN(
         get_metric_fn=lambda metrics: -_loss(metrics),
@@ -243,4 +250,5 @@ def _policy(keep_last: int, keep_best: int) -> policies.PreservationPolicy:
 
 
 def _loss(metrics: Any) -> float:
-    return float(metrics["loss"])
+    loss = float(metrics["loss"])
+    return loss if math.isfinite(loss) else math.inf

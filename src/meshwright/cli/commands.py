@@ -140,6 +140,15 @@ COMMANDS = {
             composes=False,
         ),
         Command(
+            "check",
+            "check that the checkpoints of a run are what was saved",
+            "meshwright.cli.check",
+            "meshwright check outputs/meshwright/2026-01-31/12-00-00",
+            usage="RUN [flags]",
+            needs_devices=False,
+            composes=False,
+        ),
+        Command(
             "config",
             "show every value of the config and where it comes from",
             "meshwright.cli.config",

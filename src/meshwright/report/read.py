@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     profile, ledger, result = (
         _json(folder / f"{name}.json") for name in ("profile", "ledger", "result")
     )
+    events = list(read_lines(folder / "events.jsonl"))[-MAX_EVENTS:]
     return {
         "name": "/".join(folder.absolute().parts[-2:]),
         "path": str(folder.absolute()),
@@ -33,7 +35,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         "profile": profile if isinstance(profile, dict) else None,
         "ledger": ledger if isinstance(ledger, dict) else None,
         "config": _config(folder),
-        "events": list(read_lines(folder / "events.jsonl"))[-MAX_EVENTS:],
+        "events": events,
+        "failure": _failure(events, facts if isinstance(facts, dict) else {}),
     }
 
 
@@ -61,6 +64,23 @@ def downsample(points: Points, most: int = MAX_POINTS) -> Points:
         heights = [(value, at) for at in range(start, stop) if (value := points[at][1]) is not None]
         chosen |= {at for _, at in (min(heights), max(heights))} if heights else {start}
     return [points[at] for at in sorted(chosen)]
+
+
+def _failure(events: list[dict[str, Any]], facts: dict[str, Any]) -> str | None:
+    """Return why a run failed; None if it did not, or was started again."""
+    last = events[-1] if events else {}
+    if last.get("kind") != "stop" or not last.get("failed"):
+        return None
+    resumed, stopped = facts.get("resumed"), last.get("time")
+    started = resumed[-1] if isinstance(resumed, list) and resumed else facts.get("started")
+    if isinstance(started, str) and isinstance(stopped, int | float):
+        try:
+            # Starts are given in whole seconds.
+            if datetime.fromisoformat(started).timestamp() > stopped:
+                return None
+        except ValueError:
+            pass
+    return str(last.get("message", "failed"))
 
 
 def _is_value(value: Any) -> bool:

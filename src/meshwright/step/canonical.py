@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.sharding.placement import to_spec
 from meshwright.step.assemble import Assembled
-from meshwright.step.scaler import LossScale
+from meshwright.step.scaler import LossScale, all_finite
 from meshwright.step.state import TrainState
 from meshwright.trees import is_key, key_data
 
 CanonicalState = dict[str, dict[str, Any]]
 """Arrays by group (params, state, optimizer, counters) and canonical path, as on disk."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of a state in canonical form.
+
+    Attributes:
+        arrays: the copy.
+        finite: whether the trained parameters are finite and nothing else is NaN. Infinities
+            are allowed there: masks and optimizers have them.
+    """
+
+    arrays: CanonicalState
+    finite: Array
+
 
 _Split = Callable[[Any], list[Any]]
 _Join = Callable[[list[Any]], Any]
@@ -51,17 +68,25 @@ class CanonicalForm:
         )
 
     def copy(self, state: TrainState) -> CanonicalState:
+        """Return a copy of the state in canonical form; see `snapshot`."""
+        return self.snapshot(state).arrays
+
+    def snapshot(self, state: TrainState) -> Snapshot:
         """Return a copy of the state in canonical form, so that the next update may donate it.
 
         On accelerators the copy is in host memory.
         """
         self.prepare()
-        return self._compiled(state)
+        return Snapshot(*self._compiled(state))
 
     def prepare(self) -> None:
-        """Compile the program of `copy` ahead, so that the first copy is as fast as the others."""
+        """Compile the program of `snapshot` ahead, so that the first is as fast as the others."""
         if self._compiled is None:
-            copy = jax.jit(self._from_state, out_shardings=self._for_copies())
+            replicated = NamedSharding(self._mesh, PartitionSpec())
+            copy = jax.jit(
+                lambda state: (self._from_state(state), _is_finite(state)),
+                out_shardings=(self._for_copies(), replicated),
+            )
             self._compiled = copy.lower(self._step.abstract_state()).compile()
 
     def state(self, canonical: CanonicalState) -> TrainState:
@@ -145,6 +170,13 @@ class CanonicalForm:
         if self._mesh.devices.flat[0].platform == "cpu":
             return self._shardings
         return jax.tree.map(lambda s: s.with_memory_kind("pinned_host"), self._shardings)
+
+
+def _is_finite(state: TrainState) -> Array:
+    others = jax.tree.leaves((state.model_state, state.optimizer))
+    floats = [x for x in others if jnp.issubdtype(x.dtype, jnp.floating)]
+    numbers = jnp.array([~jnp.isnan(leaf).any() for leaf in floats], bool)
+    return all_finite(state.params) & numbers.all()
 
 
 def _like(value: Any, dtype: Any) -> Any:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from meshwright.checkpoint.metadata import CheckpointMetadata
-from meshwright.checkpoint.store import CheckpointStore, Saved
-from meshwright.errors import EnvironmentProblem, Setting, first_line
+from meshwright.checkpoint.store import CheckpointStore, Saved, StateNotFinite
+from meshwright.errors import EnvironmentProblem, Setting
+from meshwright.processes import process_count
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 
@@ -28,11 +29,11 @@ class Checkpointer(Protocol):
         ...
 
     def poll(self) -> None:
-        """Log the saves completed since the last call."""
+        """Log the saves completed since the last call; raise `StateNotFinite` for such a state."""
         ...
 
     def finish(self) -> None:
-        """Wait until every save is complete."""
+        """Wait until every save is complete; raise if the last one failed."""
         ...
 
     def abandon(self) -> None:
@@ -89,6 +90,7 @@ class BackgroundCheckpointer:
         self._store, self._form, self._metadata = store, form, metadata
         self._every, self._last_saved, self._log_event = every, last_saved, log_event
         self._blocked_seconds: dict[int, float] = {}
+        self._not_finite: StateNotFinite | None = None
 
     def due(self, update: int) -> bool:
         """Whether the update is a multiple of ``every``."""
@@ -100,24 +102,33 @@ class BackgroundCheckpointer:
         if update == self._last_saved:
             return False
         started = time.perf_counter()
-        previous = self._store.save(self._form.copy(state), self._metadata(update), loss=loss)
+        snapshot = self._form.snapshot(state)
+        previous = self._store.save(
+            snapshot.arrays, self._metadata(update), loss=loss, finite=snapshot.finite
+        )
         self._blocked_seconds[update] = time.perf_counter() - started
         self._log_outcome(previous)
+        self._raise_not_finite()
         self._last_saved = update
         return True
 
     def poll(self) -> None:
         """Log the last save if it is complete."""
         self._log_outcome(self._store.finished())
+        # Several processes finish a save at different times, but must raise at the same update.
+        if process_count() == 1:
+            self._raise_not_finite()
 
     def finish(self) -> None:
         """Wait for the last save; if it failed, the run fails."""
         last = self._store.close()
-        self._log_outcome(last)
-        if last is not None and last.error is not None:
+        if last is None or last.error is None or isinstance(last.error, StateNotFinite):
+            self._log_outcome(last)
+            self._raise_not_finite()
+        else:
             raise EnvironmentProblem(
                 f"the state after {last.update} updates could not be saved",
-                why=first_line(last.error),
+                why=last.reason,
                 fix=f"free disk space or choose another {Setting('hydra.run.dir')}, and resume "
                 "from the previous checkpoint",
             )
@@ -126,10 +137,16 @@ class BackgroundCheckpointer:
         """Wait for the save in progress, and log its outcome."""
         self._log_outcome(self._store.close())
 
+    def _raise_not_finite(self) -> None:
+        if self._not_finite is not None:
+            raise self._not_finite
+
     def _log_outcome(self, saved: Saved | None) -> None:
         if saved is None:
             return
-        if saved.error is None:
+        if isinstance(saved.error, StateNotFinite):
+            self._not_finite = self._not_finite or saved.error
+        elif saved.error is None:
             blocked = self._blocked_seconds.pop(saved.update, 0.0)
             self._log_event(
                 "checkpoint",
@@ -143,6 +160,6 @@ class BackgroundCheckpointer:
             self._log_event(
                 "warning",
                 saved.update,
-                f"update {saved.update} could not be saved: {first_line(saved.error)}",
+                f"update {saved.update} could not be saved: {saved.reason}",
                 {},
             )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 
-from meshwright.errors import UserError
+from meshwright.checkpoint.store import StateNotFinite
 from meshwright.profile import NoProfiling, Profile
 from meshwright.step.state import TrainState
 from meshwright.tracking.tracker import Tracker
@@ -19,11 +18,9 @@ from meshwright.trainer.batch_loader import BatchLoader
 from meshwright.trainer.callbacks import Callback
 from meshwright.trainer.checkpointer import Checkpointer
 from meshwright.trainer.compiled_step import StepFunction
+from meshwright.trainer.finite_check import FiniteCheck
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.meter import Meter
-
-MAX_IN_FLIGHT = 2
-"""Updates dispatched to the devices before the loop waits for the first of them."""
 
 ALL_DONE, RAN_OUT = "all updates are done", "the batches ran out"
 
@@ -68,6 +65,7 @@ class Loop:
         log_every: updates between two logged updates.
         extra_metrics: further metrics of an update, such as its learning rate.
         shares: how the time of an update divides, once it has been profiled.
+        finite_check: finds updates that are not finite.
     """
 
     step: StepFunction
@@ -84,12 +82,18 @@ class Loop:
     log_every: int
     extra_metrics: Callable[[int], Metrics]
     shares: Metrics = field(default_factory=dict[str, float])
+    finite_check: FiniteCheck = field(default_factory=FiniteCheck)
 
     def train(self, state: TrainState, progress: Progress) -> TrainState:
         """Train from ``progress.update`` until a limit is reached, and return the final state."""
+        try:
+            return self._train(state, progress)
+        except StateNotFinite as error:
+            raise self.finite_check.state_error(error.update) from None
+
+    def _train(self, state: TrainState, progress: Progress) -> TrainState:
         self.callbacks.on_start(progress.update)
         to_log: tuple[int, Any] | None = None
-        in_flight: deque[Any] = deque()
         first, done, metrics = progress.update + 1, progress.update, None
         last = self.limits.updates
         # A resumed run may have had its reason to stop before the checkpoint.
@@ -100,16 +104,16 @@ class Loop:
             for batch in batches:
                 state, metrics = self.step(state, batch)
                 done = progress.update = done + 1
-                self._wait(in_flight, metrics)
+                self.finite_check.add(done, metrics)
                 self._profile(metrics, progress)
                 reported = to_log is not None
                 if to_log is not None:
                     # One update late, so that the devices already work on the next one.
-                    self._log(*to_log, progress, state)
+                    self._log(*to_log, progress)
                     to_log = None
                 if done == first:
                     # Logged alone: its time includes one-time work, such as filling caches.
-                    self._log(done, metrics, progress, state)
+                    self._log(done, metrics, progress)
                 elif done % self.log_every == 0:
                     to_log = (done, metrics)
                 reported |= self._evaluate_and_save(state, progress)
@@ -118,17 +122,11 @@ class Loop:
                     break
         self.profiling.close()
         if metrics is not None and done - 1 not in progress.losses:
-            self._log(done, metrics, progress, state)
+            self._log(done, metrics, progress)
         if self.limits.updates is not None and done < self.limits.updates:
             progress.stopped = progress.stopped if progress.stopped != ALL_DONE else RAN_OUT
         self._end(state, progress)
         return state
-
-    def _wait(self, in_flight: deque[Any], metrics: Any) -> None:
-        """Wait while too many updates are in flight: each holds a batch on the devices."""
-        in_flight.append(metrics["loss"])
-        if len(in_flight) > MAX_IN_FLIGHT:
-            jax.block_until_ready(in_flight.popleft())
 
     def _profile(self, metrics: Any, progress: Progress) -> None:
         started = time.perf_counter()
@@ -139,9 +137,9 @@ class Loop:
         self.shares = {f"{name}_share": share for name, share in profile.shares.items()}
         self.on_profile(progress.update, profile)
 
-    def _log(self, update: int, metrics: Any, progress: Progress, state: TrainState) -> None:
+    def _log(self, update: int, metrics: Any, progress: Progress) -> None:
+        self.finite_check.look(update)
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        check_finite(update - 1, values, skipping=state.loss_scale is not None)
         values |= self.extra_metrics(update) | self.meter.read(progress.update, self.loader.waited)
         values |= self.shares
         progress.losses[update - 1] = values["loss"]
@@ -168,6 +166,9 @@ class Loop:
         values = self.evaluate(state)
         progress.eval[progress.update] = values
         self.tracker.log("eval", progress.update, values)
+        if not math.isfinite(values["loss"]):
+            message = f"the loss on held-out data is {values['loss']}, which is never the best"
+            self.tracker.event("warning", progress.update, message, {})
         self.callbacks.on_eval(progress.update, values)
 
     def _save(self, state: TrainState, progress: Progress) -> None:
@@ -177,24 +178,9 @@ class Loop:
             self.callbacks.on_checkpoint(progress.update)
 
     def _end(self, state: TrainState, progress: Progress) -> None:
+        self.finite_check.look(progress.update)
         if not progress.interrupted:
             self._evaluate(state, progress)
         self._save(state, progress)
         self.checkpointer.finish()
         self.callbacks.on_end(progress.update)
-
-
-def check_finite(update: int, metrics: Metrics, *, skipping: bool) -> None:
-    """Raise if the loss is not finite, unless loss scaling skips such updates."""
-    if np.isfinite(metrics["loss"]) or skipping:
-        return
-    raise UserError(
-        f"the loss is {metrics['loss']} at update {update}",
-        why="it is not finite on the first batch: the model or the data has a value that is not "
-        "finite"
-        if update == 0
-        else "training diverged",
-        fix="check the data and the loss on one sample"
-        if update == 0
-        else "try a smaller learning rate, or clip_norm=1.0",
-    )

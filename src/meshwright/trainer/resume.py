@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from meshwright.checkpoint import CheckpointMetadata, CheckpointStore, find_store
-from meshwright.checkpoint.store import FOLDER
+from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, find_store
+from meshwright.checkpoint.damage import Damage, DamagedCheckpoint, list_set_aside, set_aside
 from meshwright.config.origins import flatten
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import broadcast, is_main
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.tracking.run_files import read_metrics
+from meshwright.trainer.run_lock import refuse_locked
 
 FIXED = ("model", "task", "data", "optimizer", "precision", "run.seed", "training.mixed_precision")
 """Sections of a config that affect results on any mesh; a resumed run must keep them."""
@@ -34,12 +35,14 @@ class ResumePoint:
         update: the update of the checkpoint.
         metadata: the metadata of the checkpoint.
         same_run: whether it is in the run's own folder, so that the run continues there.
+        damaged: newer checkpoints in that folder, which cannot be read.
     """
 
     folder: Path
     update: int
     metadata: CheckpointMetadata
     same_run: bool
+    damaged: tuple[Damage, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -50,10 +53,14 @@ class ResumePoint:
 def find_resume_point(resume: str, run_dir: Path | None) -> ResumePoint | None:
     """Return the checkpoint that ``resume`` refers to; None to start over.
 
+    In the run's own folder it is the newest whose metadata can be read.
+
     Args:
         resume: auto, must, never, or the path of a run or a checkpoint.
         run_dir: the folder of this run; None if it has none.
     """
+    if run_dir is not None:
+        refuse_locked(run_dir)
     if resume == "never":
         _refuse_mixing(run_dir)
         return None
@@ -74,16 +81,36 @@ def find_resume_point(resume: str, run_dir: Path | None) -> ResumePoint | None:
             )
         return None
     metadata = CheckpointMetadata(**newest["metadata"])
-    return ResumePoint(Path(newest["folder"]), newest["update"], metadata, same_run)
+    damaged = tuple(Damage(*each) for each in newest["damaged"])
+    return ResumePoint(Path(newest["folder"]), newest["update"], metadata, same_run, damaged)
 
 
 def restore(point: ResumePoint, form: CanonicalForm) -> TrainState:
-    """Restore a checkpoint onto the devices."""
-    store = CheckpointStore(point.folder, read_only=True)
-    try:
-        return form.state(store.restore(point.update, form.structs))
-    finally:
-        store.close()
+    """Restore a checkpoint onto the devices; raise `DamagedCheckpoint` if it is damaged."""
+    return form.state(CheckpointReader(point.folder).restore(point.update, form.structs))
+
+
+def set_damaged_aside(folder: Path, damage: Damage) -> str:
+    """Rename a damaged checkpoint, so that it is never used again; return a warning."""
+    renamed = broadcast(str(set_aside(folder, damage.update)) if is_main() else "")
+    return (
+        f"the checkpoint {folder / str(damage.update)} is damaged ({damage.problem}); it was "
+        f"renamed to {Path(renamed).name}, and the run resumes from an earlier one"
+    )
+
+
+def check_newest(point: ResumePoint | None, run_dir: Path) -> None:
+    """Raise if another run has saved to the folder since the resume point was found."""
+    if point is not None and not point.same_run:
+        return
+    known = [] if point is None else [point.update, *(damage.update for damage in point.damaged)]
+    newest = broadcast(CheckpointReader(run_dir / FOLDER).latest() if is_main() else None)
+    if newest != max(known, default=None):
+        raise UserError(
+            f"another run has saved checkpoints in {run_dir}",
+            why=f"the newest is now update {newest}",
+            fix="start this run again",
+        )
 
 
 def earlier_evaluations(
@@ -103,11 +130,8 @@ def earlier_evaluations(
 
 def check_fits(point: ResumePoint, form: CanonicalForm) -> None:
     """Raise if the arrays of a checkpoint are not those of the run."""
-    store = CheckpointStore(point.folder, read_only=True)
-    try:
-        _check_shapes(store.shapes(point.update), form.structs, point)
-    finally:
-        store.close()
+    shapes = CheckpointReader(point.folder).shapes(point.update)
+    _check_shapes(shapes, form.structs, point)
 
 
 def check_same_run(
@@ -178,18 +202,46 @@ def _find_newest(where: Path | None, *, same_run: bool) -> dict[str, Any]:
         return {}
     try:
         folder, update = (where / FOLDER, None) if same_run else find_store(where)
-        store = CheckpointStore(folder, read_only=True, alone=True)
-        try:
-            updates = store.updates()
-            if not updates:
-                return {}
-            update = updates[-1] if update is None else update
-            metadata = store.metadata(update)
-        finally:
-            store.close()
+        reader = CheckpointReader(folder)
+        candidates = reader.updates() if update is None else [update]
+        # What was asked for by name is not replaced by another one.
+        return _newest_sound(reader, candidates if same_run else candidates[-1:], same_run=same_run)
     except UserError as error:
         return {"error": error.what, "why": error.why, "fix": error.fix}
-    return {"folder": str(folder), "update": update, "metadata": vars(metadata)}
+
+
+def _newest_sound(
+    reader: CheckpointReader, updates: Sequence[int], *, same_run: bool
+) -> dict[str, Any]:
+    """Return the newest checkpoint whose metadata can be read, and the damaged ones after it."""
+    damaged: list[Damage] = []
+    for update in reversed(updates):
+        try:
+            metadata = reader.metadata(update)
+            reader.shapes(update)
+        except DamagedCheckpoint as error:
+            if not same_run:
+                raise
+            damaged.append(error.damage)
+            continue
+        return {
+            "folder": str(reader.folder),
+            "update": update,
+            "metadata": vars(metadata),
+            "damaged": [[d.update, d.problem] for d in damaged],
+        }
+    if damaged or list_set_aside(reader.folder):
+        raise _all_damaged(reader.folder, damaged)
+    return {}
+
+
+def _all_damaged(folder: Path, damaged: Sequence[Damage]) -> UserError:
+    names = [path.name for path in list_set_aside(folder)]
+    return UserError(
+        f"every checkpoint in {folder} is damaged",
+        why="; ".join([*(f"{d.update}: {d.problem}" for d in damaged), *names]),
+        fix=f"write {Setting('hydra.run.dir', ANY)} with a new folder to start over",
+    )
 
 
 def _check_shapes(

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from meshwright.checkpoint import CheckpointMetadata, CheckpointStore
-from meshwright.checkpoint.store import FOLDER
+from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, CheckpointStore
+from meshwright.checkpoint.damage import DamagedCheckpoint
 from meshwright.errors import UserError, first_line
 from meshwright.processes import is_main, process_count
 from meshwright.profile import NoProfiling, Profile, Profiling
@@ -31,7 +31,7 @@ from meshwright.trainer.compiled_step import (
 )
 from meshwright.trainer.evaluation import Evaluator
 from meshwright.trainer.fit_result import FitResult
-from meshwright.trainer.folder import make_run_folder
+from meshwright.trainer.folder import make_run_folder, write_files
 from meshwright.trainer.interrupt import Interrupt
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.loop import Loop, Progress
@@ -39,11 +39,15 @@ from meshwright.trainer.meter import Meter, Work
 from meshwright.trainer.resume import (
     ResumePoint,
     check_fits,
+    check_newest,
     check_same_run,
     earlier_evaluations,
+    find_resume_point,
     restore,
+    set_damaged_aside,
 )
 from meshwright.trainer.run_facts import describe_run, package_versions, work_per_update
+from meshwright.trainer.run_lock import RunLock
 from meshwright.trainer.run_spec import EvaluationSpec, RunSpec
 from meshwright.trainer.start_warnings import other_microbatches, repeated_samples
 
@@ -51,8 +55,7 @@ from meshwright.trainer.start_warnings import other_microbatches, repeated_sampl
 class TrainingRun:
     """A training run that has passed all checks that need no compilation.
 
-    The constructor checks the spec, and then makes the run folder. If a check fails, nothing has
-    been written or compiled.
+    The constructor checks the spec; nothing is written or compiled before `run`.
 
     Args:
         spec: what to train, and how.
@@ -69,11 +72,25 @@ class TrainingRun:
         )
         self._evaluator = self._make_evaluator()
         self._metadata = self._make_metadata()
+        self._point = spec.resume_point
         self._warnings = [*spec.warnings, *self._check_resume_point(), *self._check_samples()]
-        if self._run_dir is not None:
-            make_run_folder(self._run_dir, spec.output.files)
 
     def run(self) -> FitResult:
+        """Train in the run folder, which no other run can use meanwhile."""
+        if self._run_dir is None:
+            return self._run()
+        make_run_folder(self._run_dir)
+        lock = RunLock(self._run_dir)
+        lock.acquire()
+        try:
+            check_newest(self._point, self._run_dir)
+            write_files(self._run_dir, self._spec.output.files)
+            self._set_damaged_aside()
+            return self._run()
+        finally:
+            lock.release()
+
+    def _run(self) -> FitResult:
         """Train; after a failure the checkpointer and the trackers are closed as well."""
         started = time.perf_counter()
         spec, output = self._spec, self._spec.output
@@ -106,7 +123,7 @@ class TrainingRun:
 
     def _check_resume_point(self) -> list[str]:
         """Refuse a checkpoint of another run or model; return accepted changes as warnings."""
-        spec, point = self._spec, self._spec.resume_point
+        spec, point = self._spec, self._point
         if point is None:
             return []
         changes = check_same_run(
@@ -148,16 +165,40 @@ class TrainingRun:
 
     def _first_state(self, tracker: Tracker, progress: Progress) -> TrainState:
         """Return the state to start from, restored if there is a checkpoint to resume from."""
-        point = self._spec.resume_point
-        if point is None:
+        if self._point is None:
             return self._spec.initial_state()
-        state = restore(point, self._form)
+        state = self._restore(tracker)
+        point = self._point
         progress.update = point.update
         message = f"continuing after update {point.update}, from {point.path}"
+        if CheckpointReader(point.folder).checksums(point.update) is None:
+            message += ", which has no checksums to check its arrays with"
         tracker.event("resume", point.update, message, {"checkpoint": str(point.path)})
         for update, values in earlier_evaluations(point, self._run_dir):
             self._callbacks.on_recall(update, values)
         return state
+
+    def _restore(self, tracker: Tracker) -> TrainState:
+        """Restore the newest sound checkpoint; one that was asked for by name must be sound."""
+        while True:
+            assert self._point is not None
+            try:
+                return restore(self._point, self._form)
+            except DamagedCheckpoint as error:
+                if not self._point.same_run:
+                    raise
+                warning = set_damaged_aside(self._point.folder, error.damage)
+                tracker.event("warning", 0, warning, {})
+            self._point = find_resume_point("must", self._run_dir)
+            for warning in self._check_resume_point():
+                tracker.event("warning", 0, warning, {})
+            self._set_damaged_aside()
+
+    def _set_damaged_aside(self) -> None:
+        """Rename the damaged checkpoints that were found with the resume point."""
+        if self._point is not None and self._point.same_run:
+            folder = self._point.folder
+            self._warnings += [set_damaged_aside(folder, d) for d in self._point.damaged]
 
     def _finish(
         self, tracker: Tracker, state: TrainState, progress: Progress, seconds: float
@@ -245,7 +286,7 @@ class TrainingRun:
             self._form,
             lambda update: replace(self._metadata, update=update),
             every=config.every,
-            last_saved=_saved_by_this_run(self._spec.resume_point),
+            last_saved=_saved_by_this_run(self._point),
             log_event=tracker.event,
         )
 

@@ -1,0 +1,98 @@
+"""Checking whole checkpoints: every array is read and compared with its checksum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from meshwright.checkpoint.damage import DamagedCheckpoint, list_set_aside
+from meshwright.checkpoint.reader import CheckpointReader
+
+READ_ELEMENTS = 2**27
+"""Elements that are read at a time, so that a checkpoint need not fit into memory."""
+
+Verdict = Literal["sound", "no checksums", "damaged", "set aside"]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The result of checking a checkpoint.
+
+    Attributes:
+        update: the update of the checkpoint.
+        arrays: number of arrays that were read.
+        bytes: their size.
+        verdict: sound; no checksums (readable, but there is nothing to compare with); damaged; or
+            set aside by a run that found it damaged.
+        problem: what is wrong; empty if nothing is.
+    """
+
+    update: int
+    arrays: int
+    bytes: int
+    verdict: Verdict
+    problem: str = ""
+
+    @property
+    def damaged(self) -> bool:
+        """Whether the checkpoint cannot be used."""
+        return self.verdict in ("damaged", "set aside")
+
+
+def check_checkpoints(folder: Path, update: int | None = None) -> list[Checked]:
+    """Check the checkpoints in a folder, oldest first.
+
+    Args:
+        folder: the checkpoint folder.
+        update: the only one to check; None for all.
+    """
+    reader = CheckpointReader(folder)
+    if update is not None:
+        return [check_checkpoint(reader, update)]
+    checked = [check_checkpoint(reader, each) for each in reader.updates()]
+    for path in list_set_aside(folder):
+        number = int(path.name.partition(".")[0])
+        problem = f"it was found damaged before and renamed to {path.name}"
+        checked.append(Checked(number, 0, 0, "set aside", problem))
+    return sorted(checked, key=lambda each: each.update)
+
+
+def check_checkpoint(reader: CheckpointReader, update: int) -> Checked:
+    """Read everything in a checkpoint and compare it with what was saved."""
+    arrays = size = 0
+    try:
+        reader.metadata(update)
+        checksums, shapes = reader.checksums(update), reader.shapes(update)
+        for batch in _batches(shapes):
+            for by_path in reader.read(update, batch).values():
+                arrays += len(by_path)
+                size += sum(array.nbytes for array in by_path.values())
+    except DamagedCheckpoint as error:
+        return Checked(update, arrays, size, "damaged", error.damage.problem)
+    if checksums is None:
+        return Checked(update, arrays, size, "no checksums")
+    read = {f"{group}/{path}" for group, by_path in shapes.items() for path in by_path}
+    missing = next((name for name in checksums.arrays if name not in read), None)
+    if missing is not None:
+        return Checked(update, arrays, size, "damaged", f"array `{missing}` is missing")
+    return Checked(update, arrays, size, "sound")
+
+
+def _batches(
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]],
+) -> Iterator[dict[str, list[str]]]:
+    """Yield the paths of arrays to read at a time, by group."""
+    batch: dict[str, list[str]] = {}
+    elements = 0
+    for group, by_path in shapes.items():
+        for path, shape in by_path.items():
+            if batch and elements + math.prod(shape) > READ_ELEMENTS:
+                yield batch
+                batch, elements = {}, 0
+            batch.setdefault(group, []).append(path)
+            elements += math.prod(shape)
+    if batch:
+        yield batch

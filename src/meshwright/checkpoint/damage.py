@@ -1,0 +1,76 @@
+"""Damaged checkpoints: the error that names them, and setting them aside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.errors import UserError, first_line
+
+SUFFIX = ".damaged"
+_NOT_DAMAGE = ("PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+"""Errors of a file system or a device; another attempt may succeed."""
+_LONGEST_REASON = 400
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with a checkpoint.
+
+    Attributes:
+        update: the update of the checkpoint.
+        problem: the damaged array or file, and how it shows.
+    """
+
+    update: int
+    problem: str
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint differs from what was saved, or cannot be read.
+
+    Attributes:
+        damage: what is wrong.
+    """
+
+    def __init__(self, folder: Path, damage: Damage) -> None:
+        self.damage = damage
+        super().__init__(
+            f"the checkpoint {folder / str(damage.update)} is damaged",
+            why=damage.problem,
+            fix=f"use another one: `meshwright check {folder.parent}` says which are sound",
+        )
+
+
+def reading_error(folder: Path, update: int, error: Exception, what: str = "") -> UserError:
+    """Return the error for a checkpoint whose reading raised an exception.
+
+    Args:
+        folder: the checkpoint folder.
+        update: the update of the checkpoint.
+        error: the exception.
+        what: what was being read.
+    """
+    if isinstance(error, UserError):
+        return error
+    problem = ": ".join(filter(None, (what, first_line(error)[:_LONGEST_REASON])))
+    if isinstance(error, MemoryError | PermissionError) or any(
+        code in str(error) for code in _NOT_DAMAGE
+    ):
+        return UserError(f"the checkpoint {folder / str(update)} cannot be read", why=problem)
+    return DamagedCheckpoint(folder, Damage(update, problem))
+
+
+def set_aside(folder: Path, update: int) -> Path:
+    """Rename a checkpoint so that it is no longer listed; return its new path."""
+    target = folder / f"{update}{SUFFIX}"
+    number = 1
+    while target.exists():
+        number += 1
+        target = folder / f"{update}{SUFFIX}-{number}"
+    return (folder / str(update)).rename(target)
+
+
+def list_set_aside(folder: Path) -> list[Path]:
+    """Return the checkpoints that were set aside."""
+    return sorted(folder.glob(f"[0-9]*{SUFFIX}*"))

@@ -1,0 +1,249 @@
+"""Reading checkpoints: metadata and arrays, compared with the checksums they were saved with."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+from numpy.typing import NDArray
+
+from meshwright.checkpoint.checksum_item import CHECKSUMS, Checksums, read_checksums
+from meshwright.checkpoint.checksums import ArraySum, json_checksum, merge_sums, sums_of
+from meshwright.checkpoint.damage import (
+    Damage,
+    DamagedCheckpoint,
+    list_set_aside,
+    reading_error,
+)
+from meshwright.checkpoint.metadata import FORMAT, CheckpointMetadata
+from meshwright.checkpoint.quiet import quiet_failures, silence_orbax
+from meshwright.errors import UserError
+from meshwright.processes import gather, is_main, process_index
+
+FOLDER = "checkpoints"
+STATE, METADATA, METRICS = "state", "passport", "metrics"
+"""Names of a checkpoint's parts on disk, beside the checksums."""
+
+_ITEMS_FILE = "_CHECKPOINT_METADATA"
+"""The file in which Orbax lists the parts."""
+
+
+class CheckpointReader:
+    """Reads the checkpoints in one folder, and never writes.
+
+    What differs from what was saved raises `DamagedCheckpoint`, with the name of the array or file.
+
+    Args:
+        folder: the folder, with one subfolder per checkpoint, named after its update.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        silence_orbax()
+        self.folder = folder.absolute()
+        # Reading needs no other process: what each of them finds is compared afterwards.
+        self._alone = ocp.options.MultiprocessingOptions(
+            primary_host=process_index(), active_processes={process_index()}
+        )
+
+    def updates(self) -> list[int]:
+        """Return the updates that have a checkpoint, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        named = [path for path in self.folder.iterdir() if path.name.isdecimal()]
+        return sorted(int(path.name) for path in named if path.is_dir())
+
+    def latest(self) -> int | None:
+        """Return the update of the newest checkpoint; None without checkpoints."""
+        return max(self.updates(), default=None)
+
+    def best(self) -> int | None:
+        """Return the update of the checkpoint with the lowest loss; None if none has a loss."""
+        losses = {update: loss_of(self.folder / str(update)) for update in self.updates()}
+        known = {update: loss for update, loss in losses.items() if loss is not None}
+        return min(known, key=lambda update: known[update], default=None)
+
+    def metadata(self, update: int) -> CheckpointMetadata:
+        """Read the metadata of a checkpoint."""
+
+        def read() -> Any:
+            return json.loads((self.folder / str(update) / METADATA / "metadata").read_bytes())
+
+        values = self._try(update, METADATA, read)
+        checksums = self.checksums(update)
+        if checksums is not None:
+            if checksums.metadata != json_checksum(values):
+                raise self._damaged(update, f"{METADATA}/metadata differs from what was saved")
+            if checksums.loss != loss_of(self.folder / str(update)):
+                raise self._damaged(update, f"{METRICS}/metrics differs from what was saved")
+        if values.get("format", 0) > FORMAT:
+            raise UserError(
+                f"the checkpoint {self.folder / str(update)} was written by a newer version",
+                why=f"its format is {values['format']}; this version reads formats up to {FORMAT}",
+                fix="install a newer meshwright",
+            )
+        return self._try(update, METADATA, lambda: CheckpointMetadata(**values))
+
+    def checksums(self, update: int) -> Checksums | None:
+        """Read the checksums of a checkpoint; None if it was saved without."""
+        path = self.folder / str(update)
+        items = self._try(update, _ITEMS_FILE, lambda: _items(path))
+        if CHECKSUMS not in items and not (path / CHECKSUMS).is_dir():
+            return None
+        return self._try(update, CHECKSUMS, lambda: read_checksums(path / CHECKSUMS))
+
+    def shapes(self, update: int) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Read the shape of every array of a checkpoint, by group and path."""
+
+        def read() -> dict[str, dict[str, tuple[int, ...]]]:
+            with self._checkpointer(ocp.StandardCheckpointHandler) as reader:
+                arrays: Any = reader.metadata(self.folder / str(update) / STATE)
+            tree: Any = getattr(arrays, "item_metadata", arrays)
+            tree = getattr(tree, "tree", tree)
+            return {
+                group: {path: tuple(array.shape) for path, array in by_path.items()}
+                for group, by_path in tree.items()
+            }
+
+        return self._try(update, STATE, read)
+
+    def restore(self, update: int, structs: Any) -> Any:
+        """Restore the arrays of a checkpoint with the shardings of ``structs``, and check them.
+
+        Every process must make the call; each reads and checks its own shards.
+        """
+
+        def read() -> tuple[Any, dict[str, Any]]:
+            arrays = self._restore_own(update, structs)
+            sums = sums_of(arrays, main=is_main())
+            return arrays, {name: own.to_json() for name, own in sums.items()}
+
+        restored, error = self._attempt(update, STATE, read)
+        arrays, sums = restored or (None, {})
+        problem = None if error is None else [isinstance(error, DamagedCheckpoint), error.why]
+        results = gather([problem, sums])
+        for process_problem, _ in results:
+            self._raise(update, process_problem)
+        parts = [{n: ArraySum.from_json(s) for n, s in own.items()} for _, own in results]
+        self._compare(update, merge_sums(parts))
+        return arrays
+
+    def read(self, update: int, paths: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+        """Read some arrays of a checkpoint as NumPy arrays, and check them.
+
+        Args:
+            update: the update of the checkpoint.
+            paths: paths of the arrays, by group.
+        """
+        arrays: dict[str, dict[str, NDArray[Any]]] = self._try(
+            update, STATE, lambda: self._read_numpy(update, paths)
+        )
+        self._compare(update, sums_of(arrays))
+        return arrays
+
+    def _restore_own(self, update: int, structs: Any) -> Any:
+        with self._checkpointer(ocp.StandardCheckpointHandler) as reader:
+            return reader.restore(
+                self.folder / str(update) / STATE, args=ocp.args.StandardRestore(structs)
+            )
+
+    def _read_numpy(self, update: int, paths: Mapping[str, Sequence[str]]) -> Any:
+        with self._checkpointer(ocp.PyTreeCheckpointHandler) as reader:
+            return reader.restore(
+                self.folder / str(update) / STATE,
+                args=ocp.args.PyTreeRestore(
+                    item={group: dict.fromkeys(names, 0) for group, names in paths.items()},
+                    restore_args={
+                        group: {name: ocp.RestoreArgs(np.ndarray) for name in names}
+                        for group, names in paths.items()
+                    },
+                    partial_restore=True,
+                ),
+            )
+
+    def _checkpointer(self, handler: Callable[..., Any]) -> Any:
+        return ocp.Checkpointer(
+            handler(multiprocessing_options=self._alone), multiprocessing_options=self._alone
+        )
+
+    def _compare(self, update: int, arrays: dict[str, ArraySum]) -> None:
+        checksums = self.checksums(update)
+        difference = "" if checksums is None else checksums.difference(arrays)
+        if difference:
+            raise self._damaged(update, difference)
+
+    def _try(self, update: int, what: str, read: Callable[[], Any]) -> Any:
+        value, error = self._attempt(update, what, read)
+        if error is not None:
+            raise error
+        return value
+
+    def _attempt(
+        self, update: int, what: str, read: Callable[[], Any]
+    ) -> tuple[Any, UserError | None]:
+        """Return what was read, or the error to raise."""
+        with quiet_failures() as failures:
+            try:
+                return read(), None
+            except Exception as error:
+                failures.append(reading_error(self.folder, update, error, what))
+        return None, failures[0]
+
+    def _raise(self, update: int, problem: Any) -> None:
+        """Raise the error of a process, which need not be this one."""
+        if problem is None:
+            return
+        damaged, why = problem
+        if damaged:
+            raise self._damaged(update, why)
+        raise UserError(f"the checkpoint {self.folder / str(update)} cannot be read", why=why)
+
+    def _damaged(self, update: int, problem: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(self.folder, Damage(update, problem))
+
+
+def find_store(path: Path) -> tuple[Path, int | None]:
+    """Return the checkpoint folder a path refers to, and the update if it names one.
+
+    The path is a run folder, its checkpoint folder, or a single checkpoint.
+    """
+    path = path.absolute()
+    if not path.is_dir():
+        raise UserError(f"there is no folder {path}", fix="name a run folder or a checkpoint")
+    if path.parent.name == FOLDER and path.name.isdecimal():
+        return path.parent, int(path.name)
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    if not CheckpointReader(folder).updates() and not list_set_aside(folder):
+        raise UserError(
+            f"there is no checkpoint in {path}",
+            why=f"{folder} has no subfolder named after an update",
+            fix="name a run folder, its checkpoint folder, or a single checkpoint",
+        )
+    return folder, None
+
+
+def loss_of(checkpoint: Path) -> float | None:
+    """Return the loss that ranks a checkpoint; None if it has none that is finite."""
+    try:
+        loss = float(json.loads((checkpoint / METRICS / "metrics").read_bytes())["loss"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return loss if math.isfinite(loss) else None
+
+
+def has_readable_metrics(checkpoint: Path) -> bool:
+    """Whether Orbax can read the loss of a checkpoint, or there is none."""
+    file = checkpoint / METRICS / "metrics"
+    try:
+        return not file.parent.exists() or "loss" in json.loads(file.read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _items(checkpoint: Path) -> Any:
+    values = json.loads((checkpoint / _ITEMS_FILE).read_bytes())
+    return values["item_handlers"]

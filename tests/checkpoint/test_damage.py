@@ -1,0 +1,209 @@
+"""Damaged checkpoints: found by every command, named, set aside, and never used again."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from older_runs import FIXTURES
+from quick import quick_module
+
+import meshwright as mw
+from meshwright.checkpoint import CheckpointReader, read_params
+from meshwright.checkpoint.damage import DamagedCheckpoint, reading_error
+from meshwright.cli.main import main
+from meshwright.errors import UserError
+
+__all__ = ["quick_module"]
+pytestmark = pytest.mark.usefixtures("quick_module")
+
+ARRAYS = {"x": np.random.default_rng(0).normal(size=(32, 32)).astype("float32")}
+
+
+def fit(folder, steps=4, mesh="fsdp=8", **settings):
+    trainer = mw.Trainer(
+        # Large enough for files of its own; small arrays are copied into Orbax's index.
+        model=lambda rngs: nnx.Linear(32, 1024, rngs=rngs),
+        loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
+        optimizer=optax.adam(0.01),
+        mesh=mesh,
+        log_every=1,
+        sharding=mw.ShardingConfig(min_shard_size=0),
+    )
+    return trainer.fit(
+        ARRAYS,
+        steps=steps,
+        batch_size=16,
+        run_dir=folder,
+        checkpoint=mw.CheckpointConfig(every=2, keep_last=3),
+        eval_data=ARRAYS,
+        eval_batches=1,
+        eval_every=2,
+        progress=False,
+        **settings,
+    )
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory, quick_module):
+    """A run with the checkpoints 2 and 4."""
+    folder = tmp_path_factory.mktemp("sound") / "run"
+    fit(folder)
+    return folder
+
+
+@pytest.fixture
+def run(sound, tmp_path):
+    return shutil.copytree(sound, tmp_path / "run")
+
+
+def largest_file(checkpoint):
+    files = [file for file in (checkpoint / "state").rglob("*") if file.is_file()]
+    return max(files, key=lambda file: file.stat().st_size)
+
+
+def flip(file, at=0.5):
+    content = bytearray(file.read_bytes())
+    content[int(len(content) * at)] ^= 16
+    file.write_bytes(bytes(content))
+
+
+def events(run, kind):
+    lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [line["message"] for line in lines if line["kind"] == kind]
+
+
+def test_a_flipped_bit_is_found_by_check_export_and_resume(run, tmp_path, capfd):
+    assert main(["check", str(run)]) == 0
+    assert "2 checkpoints, 0 damaged" in capfd.readouterr().out
+    for file in (run / "checkpoints/4/state/ocdbt.process_0/d").iterdir():
+        for part in range(40):
+            flip(file, at=part / 40)
+    assert main(["check", str(run), "--json"]) == 1
+    first, second = json.loads(capfd.readouterr().out)["checkpoints"]
+    assert (first["update"], first["verdict"], first["problem"]) == (2, "sound", "")
+    assert (second["update"], second["verdict"]) == (4, "damaged")
+    assert first["arrays"] == len(CheckpointReader(run / "checkpoints").checksums(2).arrays)
+    # Adam has two moments for each parameter, and there are two counters.
+    assert first["bytes"] == 3 * sum(a.nbytes for a in read_params(run, update=2).values()) + 8
+    assert "kernel" in second["problem"]
+    assert main(["export", str(run), str(tmp_path / "out.safetensors")]) == 2
+    assert "checkpoints/4 is damaged" in capfd.readouterr().err
+    assert not (tmp_path / "out.safetensors").exists()
+    with pytest.raises(DamagedCheckpoint, match="checkpoints/4 is damaged"):
+        fit(tmp_path / "new", 6, resume=str(run / "checkpoints/4"))
+    assert main(["check", str(run / "checkpoints/2")]) == 0
+
+
+def test_a_run_goes_on_from_the_newest_sound_one(run, sound, tmp_path):
+    flip(largest_file(run / "checkpoints/4"))
+    resumed = fit(run, 6)
+    whole = fit(shutil.copytree(sound, tmp_path / "whole"), 6)
+    assert list(resumed.losses) == [2, 3, 4, 5]
+    for own, other in zip(resumed.state.params, whole.state.params, strict=True):
+        np.testing.assert_array_equal(np.asarray(own), np.asarray(other))
+    (warning,) = [text for text in events(run, "warning") if "damaged" in text]
+    assert "checkpoints/4 is damaged (" in warning
+    assert "renamed to 4.damaged" in warning
+    assert CheckpointReader(run / "checkpoints").updates() == [2, 4, 6]
+    assert (run / "checkpoints/4.damaged").is_dir()
+    # It is not looked at again.
+    fit(run, 7)
+    assert len([text for text in events(run, "warning") if "damaged" in text]) == 1
+
+
+def test_on_another_mesh_the_checksums_are_those_of_the_old_one(run):
+    assert list(fit(run, 5, mesh="data=2,fsdp=2,tensor=2").losses) == [4]
+    flip(largest_file(run / "checkpoints/5"), at=0.3)
+    assert list(fit(run, 6, mesh="fsdp=2,tensor=4").losses) == [4, 5]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_CHECKPOINT_METADATA",
+        "passport/metadata",
+        "metrics/metrics",
+        "checksums/process_0.json",
+        "state/_METADATA",
+        "state/manifest.ocdbt",
+    ],
+)
+@pytest.mark.parametrize("how", ["missing", "cut off"])
+def test_a_file_of_the_checkpoint_is_damaged(run, name, how):
+    file = run / "checkpoints/4" / name
+    if how == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    reader = CheckpointReader(run / "checkpoints")
+    assert main(["check", str(run)]) == 1
+    structs = {
+        group: {path: jax.ShapeDtypeStruct(own.shape, own.dtype) for path, own in arrays.items()}
+        for group, arrays in reader.read(2, reader.shapes(2)).items()
+    }
+    with pytest.raises(DamagedCheckpoint):
+        reader.metadata(4), reader.shapes(4), reader.restore(4, structs)
+
+
+def test_metadata_that_changed_is_not_believed(run):
+    file = run / "checkpoints/4/passport/metadata"
+    file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(DamagedCheckpoint, match="passport/metadata differs from what was saved"):
+        CheckpointReader(run / "checkpoints").metadata(4)
+    assert list(fit(run, 5).losses) == [2, 3, 4]
+
+
+def test_if_every_checkpoint_is_damaged_nothing_starts_over(run):
+    for update in (2, 4):
+        flip(largest_file(run / "checkpoints" / str(update)))
+    for _ in range(2):
+        with pytest.raises(UserError, match="every checkpoint in .* is damaged"):
+            fit(run, 6)
+    assert main(["check", str(run)]) == 1
+
+
+def test_checkpoints_without_checksums_are_read_and_said_to_be(tmp_path, capfd):
+    run = shutil.copytree(FIXTURES / "gpt", tmp_path / "gpt")
+    assert main(["check", str(run)]) == 0
+    assert "no checksums" in capfd.readouterr().out
+
+
+def test_an_error_of_the_machine_is_no_damage(tmp_path):
+    for error in (PermissionError("no"), ValueError("RESOURCE_EXHAUSTED: out of memory")):
+        assert not isinstance(reading_error(tmp_path, 1, error), DamagedCheckpoint)
+    assert isinstance(reading_error(tmp_path, 1, ValueError("DATA_LOSS")), DamagedCheckpoint)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "check takes one run"), (["nowhere"], "there is no folder")],
+)
+def test_what_cannot_be_checked(words, message, capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", *words]) == 2
+    assert message in capfd.readouterr().err
+
+
+@pytest.mark.full
+def test_no_flipped_bit_in_any_file_goes_unnoticed_and_changes_an_array(run):
+    checkpoint = run / "checkpoints/4"
+    reader = CheckpointReader(run / "checkpoints")
+    good = reader.read(4, reader.shapes(4))
+    for file in sorted(f for f in checkpoint.rglob("*") if f.is_file()):
+        content = file.read_bytes()
+        for at in (0.0, 0.2, 0.5, 0.8, 0.99):
+            if not content:
+                continue
+            flip(file, at)
+            try:
+                reader.metadata(4)
+                again = reader.read(4, reader.shapes(4))
+            except DamagedCheckpoint:
+                pass
+            else:
+                jax.tree.map(np.testing.assert_array_equal, again, good)
+            file.write_bytes(content)

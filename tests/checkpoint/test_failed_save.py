@@ -1,0 +1,77 @@
+"""Saves that fail: one message with the numbers, nothing left behind, and the process ends."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+FULL_DISK = """
+import resource, sys
+import meshwright as mw
+mw.simulate_devices(2)
+import numpy as np, optax
+from flax import nnx
+
+class Full(mw.Callback):
+    def on_checkpoint(self, update):
+        if update == 4:
+            # No file may become larger than this, as on a full disk.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+
+class Gone(mw.Callback):
+    def on_checkpoint(self, update):
+        if update == 4:
+            folder = Path(sys.argv[1]) / "checkpoints"
+            folder.rename(folder.with_name("moved"))
+            folder.write_text("")
+
+from pathlib import Path
+from meshwright.errors import EnvironmentProblem
+trainer = mw.Trainer(
+    model=lambda rngs: nnx.Linear(64, 1024, rngs=rngs),
+    loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
+    optimizer=optax.adam(0.01), mesh="fsdp=2", log_every=1,
+)
+x = np.random.default_rng(0).normal(size=(8, 64)).astype("float32")
+try:
+    trainer.fit(
+        [{"x": x}] * 8, steps=8, run_dir=sys.argv[1], callbacks=[globals()[sys.argv[2]]()],
+        checkpoint=mw.CheckpointConfig(every=2),
+    )
+except EnvironmentProblem as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("Gone", "Not a directory"),
+        pytest.param("Full", "File too large", marks=pytest.mark.full),
+    ],
+)
+def test_a_save_that_fails_ends_the_run_at_once(tmp_path, how, reason):
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path), how],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert time.monotonic() - started < 60
+    assert done.returncode == 1
+    what, why, fix = done.stdout.splitlines()
+    assert what == "the state after 8 updates could not be saved"
+    assert reason in why
+    # Parameters and two moments of Adam: 3 × (64 + 1) × 1024 × 4 bytes, and the counters.
+    assert "a checkpoint takes up to 780.0 KiB, and " in why
+    assert "are free in" in why
+    assert "resume from the previous checkpoint" in fix
+    assert "Traceback" not in done.stderr
+    assert "warning: update 6 could not be saved" in done.stderr
+    assert "update 8 could not be saved" not in done.stderr
+    folder = tmp_path / ("checkpoints" if how == "Full" else "moved")
+    assert {path.name for path in folder.iterdir()} <= {"2", "4"}
+    assert "2" in {path.name for path in folder.iterdir()}
