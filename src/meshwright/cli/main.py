@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from meshwright.cli.arguments import Arguments, parse_arguments
 from meshwright.cli.help import command_help, general_help
 from meshwright.cli.output import Output, guarded_stdout, print_error
-from meshwright.errors import ExitCode, MeshwrightError, Spelling, spelled_for
+from meshwright.errors import ExitCode, MeshwrightError, ProcessesDiffer, Spelling, spelled_for
 
 INTERRUPTED = 128 + 2
 BROKEN_PIPE = 128 + 13
@@ -66,6 +66,11 @@ def _main(argv: Sequence[str]) -> int:
         if debug:
             traceback.print_exc()
         print_error(error)
+        if isinstance(error, ProcessesDiffer):
+            from meshwright.launch.connect import disconnect_processes
+
+            # All processes are here. Those that leave without a word take the others with them.
+            disconnect_processes()
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

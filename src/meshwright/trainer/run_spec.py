@@ -92,6 +92,7 @@ class RunSpec:
         strict: refuse to run a program that deviates from its plan.
         extra_results: returns further results for result.json from the final state.
         warnings: further warnings to show at the start.
+        settings: further settings that must be the same in every process.
     """
 
     assembled: Assembled
@@ -111,3 +112,4 @@ class RunSpec:
     strict: bool = False
     extra_results: Callable[[TrainState], Mapping[str, Any]] = lambda _: {}
     warnings: Sequence[str] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])

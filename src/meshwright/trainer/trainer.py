@@ -43,6 +43,7 @@ from meshwright.proof import Certificate, verify
 from meshwright.step.assemble import Assembled, assemble
 from meshwright.step.state import TrainState
 from meshwright.trainer.callbacks import Callback, OnMetrics
+from meshwright.trainer.comparable import comparable, optimizer_settings
 from meshwright.trainer.fit_result import FitResult
 from meshwright.trainer.loop import RAN_OUT
 from meshwright.trainer.resume import find_resume_point
@@ -218,6 +219,11 @@ class Trainer:
             output=output,
             callbacks=callbacks,
             warnings=unused_pipeline(_read_pipeline(self.pipeline), assembled.plan),
+            settings={
+                "optimizer": optimizer_settings(self.optimizer),
+                "loss": comparable(self.loss),
+                "clip_norm": self.clip_norm,
+            },
         )
 
     def _evaluation(self, data: Any, every: int | None, batches: int) -> EvaluationSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax
 from meshwright.checkpoint import CheckpointMetadata, CheckpointStore
 from meshwright.checkpoint.store import FOLDER
 from meshwright.errors import UserError, first_line
+from meshwright.handshake import Facts, compare_processes
 from meshwright.processes import is_main, process_count
 from meshwright.profile import NoProfiling, Profile, Profiling
 from meshwright.step.canonical import CanonicalForm
@@ -43,9 +44,10 @@ from meshwright.trainer.resume import (
     earlier_evaluations,
     restore,
 )
-from meshwright.trainer.run_facts import describe_run, package_versions, work_per_update
+from meshwright.trainer.run_facts import describe_run, work_per_update
 from meshwright.trainer.run_spec import EvaluationSpec, RunSpec
 from meshwright.trainer.start_warnings import other_microbatches, repeated_samples
+from meshwright.versions import package_versions
 
 
 class TrainingRun:
@@ -61,6 +63,7 @@ class TrainingRun:
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
         self._plan, self._run_dir = spec.assembled.plan, spec.output.run_dir
+        compare_processes(_facts(spec))
         self._callbacks = Callbacks(spec.callbacks)
         _check_early_stopping(spec.callbacks, spec.evaluation)
         check_tracking(spec.output.tracking, self._run_dir)
@@ -276,6 +279,29 @@ class TrainingRun:
         # On a CPU, where it does not wait for the step.
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             return {"learning_rate": float(self._spec.learning_rate(update - 1))}
+
+
+def _facts(spec: RunSpec) -> Facts:
+    """Return what must be the same in every process, or they would wait for each other."""
+    output, evaluation = spec.output, spec.evaluation
+    return {
+        **spec.settings,
+        "plan": spec.assembled.plan.model_dump(mode="json"),
+        "model": {
+            leaf.path: f"{leaf.role} {leaf.dtype}{list(leaf.shape)}"
+            for leaf in spec.assembled.traced.layout.leaves
+        },
+        "data": spec.data.fingerprint(),
+        "duration": asdict(spec.duration),
+        "seed": spec.seed,
+        "eval_every": evaluation.every,
+        "eval_batches": evaluation.batches,
+        "eval_data": None if evaluation.data is None else evaluation.data.fingerprint(),
+        "log_every": output.log_every,
+        "checkpoint": output.checkpoint.model_dump(mode="json"),
+        "run_dir": None if output.run_dir is None else str(output.run_dir),
+        "version": package_versions(),
+    }
 
 
 def _check_early_stopping(callbacks: Sequence[Callback], evaluation: EvaluationSpec) -> None:
