@@ -32,6 +32,7 @@ from meshwright.inputs.user_task import HasLoss, read_task
 from meshwright.plan import Plan
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.step.assemble import Assembled, ModelSource, assemble
+from meshwright.user_code import doing
 
 _SHARED_SIZES = ("vocab_size", "context_length", "input_name", "input_shape", "num_classes")
 """Sizes that data take from the task, or else from the model."""
@@ -79,7 +80,8 @@ class Recipe:
 
     def example_batch(self, batch_size: int) -> Any:
         """Return the shapes of a global batch."""
-        batch = read_batch(self.data.batch(0, batch_size))
+        with doing("reading batch 0"):
+            batch = read_batch(self.data.batch(0, batch_size))
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 

@@ -119,6 +119,12 @@ def _unexpected(error: Exception, *, debug: bool) -> int:
         if lost is not None:
             print_error(lost)
             return lost.exit_code
+    from meshwright.user_code import explain_users_exception
+
+    users = explain_users_exception(error)
+    if users is not None:
+        print_error(users)
+        return users.exit_code
     print(f"internal error: {type(error).__name__}: {error}", file=sys.stderr)
     if not debug:
         print("  add --debug for the traceback, and please report it", file=sys.stderr)

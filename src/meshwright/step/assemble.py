@@ -35,6 +35,7 @@ from meshwright.step.step_program import StepProgram, own_program, step_program
 from meshwright.step.train_step import TrainStep
 from meshwright.trees import divide_batch
 from meshwright.units import counted
+from meshwright.user_code import doing
 
 FEW_SAMPLES = 8
 """Means and variances of fewer samples are mostly noise."""
@@ -155,7 +156,8 @@ def assemble(
         wide: compute in float64, for proofs.
     """
     mesh = build_mesh(plan.mesh, devices)
-    abstract = build_unplaced(lambda: nnx.eval_shape(lambda: model(nnx.Rngs(0))))
+    with doing("building the model"):
+        abstract = build_unplaced(lambda: nnx.eval_shape(lambda: model(nnx.Rngs(0))))
     parts = split_model(abstract, trainable)
     micro = _microbatch(batch, plan)
     program, own = step_program(loss, parts, micro, plan), own_program(loss, parts, micro, plan)

@@ -49,6 +49,7 @@ from meshwright.trainer.loop import RAN_OUT
 from meshwright.trainer.resume import find_resume_point
 from meshwright.trainer.run_spec import EvaluationSpec, OutputSpec, RunSpec
 from meshwright.trainer.training_run import TrainingRun
+from meshwright.user_code import doing
 
 
 @dataclass(kw_only=True)
@@ -342,7 +343,8 @@ def _read_duration(steps: int | None, max_duration: str | None) -> Duration:
 def _first_batch(data: Data, batch_size: int | None) -> Any:
     """Return the first global batch, whose shapes all others must have."""
     if isinstance(data, SequenceData | IterableData):
-        first = data.first()
+        with doing("reading batch 0"):
+            first = data.first()
         if first is None:
             raise UserError(
                 "there are no batches to train on",
@@ -357,7 +359,8 @@ def _first_batch(data: Data, batch_size: int | None) -> Any:
             fix="write batch_size=…",
         )
     check_count("batch_size", batch_size)
-    return read_batch(data.batch(0, batch_size))
+    with doing("reading batch 0"):
+        return read_batch(data.batch(0, batch_size))
 
 
 def _warn_ran_out(done: int, steps: int) -> None:

@@ -21,6 +21,7 @@ from jax.core import Tracer
 from meshwright.program.jaxpr.names import MODULE_MARK, path_text
 from meshwright.program.trace.copies import Places, class_name, is_token, token
 from meshwright.program.trace.precision_policy import Policy
+from meshwright.user_code import in_module
 
 ROOT = "model"
 """The scope of the outermost module, whose own path is empty."""
@@ -161,7 +162,11 @@ def _scoped(method: Callable[..., Any], registry: _Registry, policy: Policy) -> 
             policy.inside_module(),
         ):
             args, kwargs = policy.on_entry((args, kwargs))
-            out = bound(*args, **kwargs)
+            try:
+                out = bound(*args, **kwargs)
+            except Exception as error:
+                in_module(error, path)
+                raise
         return policy.on_exit(out)
 
     return call

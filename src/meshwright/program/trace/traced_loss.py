@@ -18,6 +18,7 @@ from meshwright.program.trace.normalize import normalize
 from meshwright.program.trace.precision_policy import cast_floats, follow_policy
 from meshwright.program.trace.scopes import module_scopes
 from meshwright.trees import check_num_samples
+from meshwright.user_code import doing
 from meshwright.weighted import Weighted
 
 Loss = Callable[[Any, Any], Any]
@@ -101,7 +102,8 @@ def trace_loss(loss: Loss, parts: Parts, batch: Any, compute_dtype: Any = None) 
         follow_policy(model, compute_dtype)
         with module_scopes(model, compute_dtype) as found:
             places.update(found)
-            out = loss(model, jax.tree.unflatten(batch_tree, inputs[count:]))
+            with doing("tracing the loss"):
+                out = loss(model, jax.tree.unflatten(batch_tree, inputs[count:]))
         objective, metrics = read_loss(out)
         names[:] = metrics
         after = parts.values(model)
