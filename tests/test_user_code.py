@@ -85,7 +85,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = "a batch read by another process"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(each, marks=[pytest.mark.full] if each == SLOW else []) for each in CASES],
+)
 def test_the_command_line_shows_the_users_lines_and_exits_2(own, capfd, case):
     overrides, said, lines = CASES[case]
     kinds = ["model.kind=own_code:Net", "task.kind=own_code:loss", "data.kind=own_code:data"]

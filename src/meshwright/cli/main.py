@@ -7,11 +7,13 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from meshwright.cli.arguments import Arguments, parse_arguments
 from meshwright.cli.help import command_help, general_help
 from meshwright.cli.output import Output, guarded_stdout, print_error
 from meshwright.errors import ExitCode, MeshwrightError, ProcessesDiffer, Spelling, spelled_for
+from meshwright.interrupt import Interrupt
 
 INTERRUPTED = 128 + 2
 BROKEN_PIPE = 128 + 13
@@ -38,8 +40,14 @@ def entry() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
-    with spelled_for(Spelling.COMMAND_LINE):
+    with _watching(argv), spelled_for(Spelling.COMMAND_LINE):
         return _main(argv)
+
+
+def _watching(argv: Sequence[str]) -> AbstractContextManager[None]:
+    """Handle signals from now on in a command that saves its state before it ends."""
+    alone = not {"--multirun", "-m", "--help", "-h"} & set(argv)
+    return Interrupt().watch_command() if list(argv[:1]) == ["train"] and alone else nullcontext()
 
 
 def _main(argv: Sequence[str]) -> int:

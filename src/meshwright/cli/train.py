@@ -17,6 +17,7 @@ from meshwright.cli.sample import generate_sample
 from meshwright.config.origins import trace_origins
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode
+from meshwright.interrupt import current_interrupt
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.plan import Plan, make_plan, unused_settings
 from meshwright.processes import broadcast
@@ -64,6 +65,7 @@ def run(request: Request) -> int:
             strict=config.strict,
             extra_results=partial(_sample, config, recipe, assembled),
             warnings=unused_settings(config, plan),
+            interrupt=current_interrupt(),
         )
     )
     _show_mesh(request, assembled)

@@ -45,9 +45,9 @@ from meshwright.step.state import TrainState
 from meshwright.trainer.callbacks import Callback, OnMetrics
 from meshwright.trainer.comparable import comparable, optimizer_settings
 from meshwright.trainer.fit_result import FitResult
-from meshwright.trainer.loop import RAN_OUT
 from meshwright.trainer.resume import find_resume_point
 from meshwright.trainer.run_spec import EvaluationSpec, OutputSpec, RunSpec
+from meshwright.trainer.stop import StopReason
 from meshwright.trainer.training_run import TrainingRun
 from meshwright.user_code import doing
 
@@ -154,8 +154,8 @@ class Trainer:
         callbacks = [*callbacks, *([OnMetrics(on_metrics)] if on_metrics else [])]
         spec = self._spec(assembled, first, given, duration, evaluation, output, callbacks, resume)
         result = TrainingRun(spec).run()
-        if result.stopped == RAN_OUT:
-            _warn_ran_out(result.updates, duration.updates or 0)
+        if result.stop.reason is StopReason.OUT_OF_BATCHES:
+            _warn_ran_out(result.stop.text)
         return result
 
     def assemble(self, batch: Any) -> Assembled:
@@ -363,10 +363,9 @@ def _first_batch(data: Data, batch_size: int | None) -> Any:
         return read_batch(data.batch(0, batch_size))
 
 
-def _warn_ran_out(done: int, steps: int) -> None:
+def _warn_ran_out(text: str) -> None:
     warnings.warn(
-        f"the batches ran out after {done} of {steps} updates, and training stopped there. "
-        f"Give at least {steps} batches, or an endless generator",
+        f"{text}, and training stopped there. Give more batches, or an endless generator",
         UserWarning,
         stacklevel=3,
     )

@@ -15,7 +15,8 @@ from meshwright.checkpoint import CheckpointMetadata, CheckpointStore
 from meshwright.checkpoint.store import FOLDER
 from meshwright.errors import UserError, first_line
 from meshwright.handshake import Facts, compare_processes
-from meshwright.processes import is_main, process_count
+from meshwright.interrupt import Interrupt, Phase
+from meshwright.processes import barrier, is_main, process_count
 from meshwright.profile import NoProfiling, Profile, Profiling
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
@@ -33,7 +34,6 @@ from meshwright.trainer.compiled_step import (
 from meshwright.trainer.evaluation import Evaluator
 from meshwright.trainer.fit_result import FitResult
 from meshwright.trainer.folder import make_run_folder
-from meshwright.trainer.interrupt import Interrupt
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.loop import Loop, Progress
 from meshwright.trainer.meter import Meter, Work
@@ -86,7 +86,10 @@ class TrainingRun:
         tracker = make_trackers(
             output.tracking, self._run_dir, total_updates=self._updates, progress=output.progress
         )
-        progress, interrupt = Progress(), Interrupt()
+        progress, interrupt = Progress(), spec.interrupt or Interrupt()
+        # A signal ends a process at once until here; from here on all processes stop together.
+        barrier("compiled")
+        interrupt.phase = Phase.TRAINING
         checkpointer: Checkpointer = NullCheckpointer()
         summary: dict[str, Any] = {}
         try:
@@ -94,8 +97,9 @@ class TrainingRun:
             state = self._first_state(tracker, progress)
             checkpointer = self._make_checkpointer(tracker)
             loop = self._make_loop(compiled, tracker, checkpointer, interrupt)
-            with interrupt.watch():
+            with interrupt.watch(), loop.limits.watching():
                 state = loop.train(state, progress)
+            interrupt.phase = Phase.ENDED
             result = self._finish(tracker, state, progress, time.perf_counter() - started)
             summary = result.summary()
         except BaseException as error:
@@ -165,18 +169,20 @@ class TrainingRun:
     def _finish(
         self, tracker: Tracker, state: TrainState, progress: Progress, seconds: float
     ) -> FitResult:
-        tracker.event("stop", progress.update, progress.stopped, {"seconds": seconds})
+        stop = progress.stop
+        tracker.event(
+            "stop", progress.update, stop.text, {"seconds": seconds, "reason": stop.reason.value}
+        )
         return FitResult(
             losses=progress.losses,
             eval=progress.eval,
             updates=progress.update,
             seconds=seconds,
-            stopped=progress.stopped,
+            stop=stop,
             state=state,
             assembled=self._spec.assembled,
             run_dir=self._run_dir,
-            interrupted=progress.interrupted,
-            extra={} if progress.interrupted else self._spec.extra_results(state),
+            extra={} if stop.interrupted else self._spec.extra_results(state),
         )
 
     def _make_loop(
