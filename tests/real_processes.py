@@ -23,7 +23,7 @@ def run_processes(
     Each gets a free coordinator address and its own number as first arguments. A process that
     is still there after the hard limit is killed.
     """
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     own = [*environments, *[{}] * (count - len(environments))]
     started = [
         subprocess.Popen(
@@ -45,7 +45,8 @@ def run_processes(
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return an unused port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

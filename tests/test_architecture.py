@@ -16,6 +16,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 NEIGHBOURS = {
     ("config", "hardware"),
     ("config", "mesh"),
+    ("config", "user_code"),
     ("compiled", "program"),
     ("pipeline", "sharding"),
     ("plan", "config"),

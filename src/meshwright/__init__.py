@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from meshwright.plan import Plan
     from meshwright.proof import verify
     from meshwright.sharding.shard import shard_fsdp
-    from meshwright.trainer import Callback, EarlyStopping, Trainer
+    from meshwright.trainer import Callback, EarlyStopping, StopReason, Trainer
     from meshwright.weighted import Weighted
 
 _NAMES = {
@@ -36,6 +36,7 @@ _NAMES = {
     "PipelineConfig": "meshwright.config.schema",
     "Plan": "meshwright.plan",
     "ShardingConfig": "meshwright.config.schema",
+    "StopReason": "meshwright.trainer",
     "TrackingConfig": "meshwright.config.schema",
     "Trainer": "meshwright.trainer",
     "UserError": "meshwright.errors",
@@ -60,6 +61,7 @@ __all__ = [
     "PipelineConfig",
     "Plan",
     "ShardingConfig",
+    "StopReason",
     "TrackingConfig",
     "Trainer",
     "UserError",

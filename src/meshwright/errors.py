@@ -44,6 +44,10 @@ class UserError(MeshwrightError, ValueError):
     exit_code = ExitCode.BAD_INPUT
 
 
+class ProcessesDiffer(UserError):
+    """Processes that should do the same are about to do different things; raised in each."""
+
+
 class CheckFailed(MeshwrightError):
     """A check the user asked for (a proof, a strict ledger) failed."""
 

@@ -33,6 +33,7 @@ from meshwright.plan import Plan
 from meshwright.program.trace.traced_loss import Loss, LossOutput, Model
 from meshwright.step.assemble import Assembled, ModelSource, assemble
 from meshwright.trees import Batch
+from meshwright.user_code import doing
 
 _SHARED_SIZES = ("vocab_size", "context_length", "input_name", "input_shape", "num_classes")
 """Sizes that the data take from the task or, if it has none, from the model."""
@@ -80,7 +81,8 @@ class Recipe:
 
     def example_batch(self, batch_size: int) -> Batch:
         """Return the shapes of a global batch."""
-        batch = read_batch(self.data.batch(0, batch_size))
+        with doing("reading batch 0"):
+            batch = read_batch(self.data.batch(0, batch_size))
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 

@@ -161,7 +161,7 @@ def test_if_every_checkpoint_is_damaged_nothing_starts_over(run):
     for update in (2, 4):
         flip(largest_file(run / "checkpoints" / str(update)))
     for _ in range(2):
-        with pytest.raises(UserError, match="every checkpoint in .* is damaged"):
+        with pytest.raises(UserError, match=r"every checkpoint in .* is damaged"):
             fit(run, 6)
     assert main(["check", str(run)]) == 1
 

@@ -46,6 +46,8 @@ def own_command(monkeypatch, tmp_path):
         (tmp_path / "own_command.py").write_text(source + textwrap.indent(body, "    "))
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.delitem(sys.modules, "own_command", raising=False)
+        # A command is Meshwright's own code, although this one is elsewhere.
+        monkeypatch.setattr("meshwright.user_code._LIBRARIES", (str(tmp_path),))
         own = Command("own", "", "own_command", "", needs_devices=False)
         monkeypatch.setitem(COMMANDS, "own", own)
 

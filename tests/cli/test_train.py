@@ -191,3 +191,43 @@ def test_a_run_goes_on_and_a_changed_config_is_shown(run, tmp_path):
     code, out, _ = run(*OWN_RUN, "training.steps=5", "--json", "checkpoint.accept_changes=true")
     assert code == 0
     assert (json.loads(out)["steps"], json.loads(out)["final_loss"]) == (5, None)
+
+
+def test_traps_of_schedules_are_told_with_the_numbers(run):
+    def warned(*overrides: str) -> list[str]:
+        code, _, err = run(*OWN_RUN, *overrides)
+        assert code == 0, err
+        said = [line for line in err.splitlines() if "learning rate" in line or "overrides" in line]
+        return list(dict.fromkeys(said))
+
+    cosine = ("optimizer.schedule=cosine", "optimizer.learning_rate=0.1")
+    assert warned(*cosine, "training.steps=4") == []
+    (rises,) = warned(*cosine, "training.steps=8")
+    # Half a cosine over 4 updates, and over 8: at update 3 and at update 4.
+    assert "it was 0.0146 at the checkpoint (update 4) and is 0.05 after it" in rises
+    assert "(optimizer.schedule=cosine ended at update 4 and now ends at update 8)" in rises
+    assert warned(*cosine, "training.steps=8") == []
+    (warmup,) = warned("optimizer.warmup_steps=10", "training.steps=5", "hydra.run.dir=b")
+    assert "optimizer.warmup_steps=10 is not shorter than the run of 5 updates" in warmup
+    assert "the learning rate ends at 0.04 and never reaches 0.1" in warmup
+    (both,) = warned("training.max_duration=3st", "hydra.run.dir=c")
+    assert "training.max_duration=3st overrides training.steps=2" in both
+    assert "which is 3 updates" in both
+
+
+def test_data_that_end_before_the_time_limit_are_named(run, tmp_path):
+    (tmp_path / "own_short.py").write_text(
+        "from meshwright.data.protocols import OutOfData\n"
+        "from own_train import data as endless\n"
+        "def data(step, batch_size):\n"
+        "    if step > 2:\n"
+        "        raise OutOfData('no more')\n"
+        "    return endless(step, batch_size)\n"
+    )
+    code, out, _ = run(
+        *OWN_RUN, "data.kind=own_short:data", "training.max_duration=1h",
+        "optimizer.schedule=constant",
+    )  # fmt: skip
+    assert code == 0
+    assert "the batches ran out after 3 updates, before 3600 s had passed" in out
+    sys.modules.pop("own_short", None)

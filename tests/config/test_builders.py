@@ -105,8 +105,11 @@ def test_a_builder_that_fails_is_named_with_the_users_line_and_the_error():
     with pytest.raises(UserError) as caught:
         build("data", "own:fails", fails, {"size": 3})
     assert caught.value.what == "data.kind=own:fails cannot be built"
-    assert caught.value.why.startswith("test_builders.py, line ")
-    assert caught.value.why.endswith(": RuntimeError: no 3")
+    line, *frames = caught.value.why.splitlines()
+    assert line.startswith("test_builders.py, line ")
+    assert line.endswith(": RuntimeError: no 3")
+    assert frames[0].startswith(f'File "{__file__}", line ')
+    assert frames[1].strip().startswith("raise RuntimeError(")
     assert "--debug" in caught.value.fix
 
 

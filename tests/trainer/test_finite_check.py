@@ -84,7 +84,7 @@ def test_the_gradient_may_be_the_first_to_go(tmp_path):
     data = batches()
     for update, batch in enumerate(data, 1):
         batch["scale"] = batch["scale"] * (1 if update == 4 else 3)
-    with pytest.raises(UserError, match="at update 5|after update 4") as caught:
+    with pytest.raises(UserError, match=r"at update 5|after update 4") as caught:
         fit(tmp_path, data, loss=steep)
     assert "gradient norm" in caught.value.why
     assert saved(tmp_path) == [2, 3]

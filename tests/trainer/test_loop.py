@@ -20,9 +20,10 @@ from meshwright.errors import EnvironmentProblem, UserError
 from meshwright.step.canonical import Snapshot
 from meshwright.trainer.callbacks import Callbacks
 from meshwright.trainer.checkpointer import BackgroundCheckpointer
-from meshwright.trainer.limits import Limits, Stop
+from meshwright.trainer.limits import Limits
 from meshwright.trainer.meter import Meter, Work
 from meshwright.trainer.run_spec import OutputSpec, RunSpec
+from meshwright.trainer.stop import Stop, StopReason
 from meshwright.trainer.training_run import TrainingRun
 
 __all__ = ["quick_module"]
@@ -209,18 +210,17 @@ def test_the_meter_counts_updates_and_leaves_out_what_is_no_training(monkeypatch
 
 def test_limits_ask_the_callbacks_first():
     assert Limits(5, None, Callbacks([])).stop() is None
-    assert Limits(5, 0.0, Callbacks([])).stop() == Stop("0 s have passed", interrupted=False)
+    assert Limits(5, 0.0, Callbacks([])).stop() == Stop(StopReason.OUT_OF_TIME, "0 s have passed")
 
 
 def test_a_signal_to_one_process_interrupts_them_all(monkeypatch):
-    others = [Stop("", interrupted=False), Stop("SIGTERM asked to stop", interrupted=True)]
+    others = [None, ["signal", "SIGTERM asked to stop"]]
     monkeypatch.setattr("meshwright.trainer.limits.process_count", lambda: 3)
-    monkeypatch.setattr(
-        "meshwright.trainer.limits.gather", lambda own: [own, *(vars(each) for each in others)]
-    )
+    monkeypatch.setattr("meshwright.trainer.limits.gather", lambda own: [own, *others])
     limits = Limits(5, 0.0, Callbacks([]))
-    assert limits.stop() == others[1]
-    # It is asked at the next look, which all processes take at the same update.
+    assert limits.stop() == Stop(StopReason.SIGNAL, "SIGTERM asked to stop")
+    assert limits.stop().interrupted
+    # Processes agree on an update before they begin it, and not in the middle of one.
     assert not limits.urgent
 
 

@@ -157,9 +157,9 @@ class CheckpointStore:
             except Exception as caught:
                 # Training continues whatever went wrong; the caller reports it.
                 failures.append(caught)
-        for error in failures:
+        for failure in failures:
             _remove_temporary(self.folder, metadata.update)
-            reason = _why_not_saved(self.folder, state, error)
+            error, reason = failure, _why_not_saved(self.folder, state, failure)
         return Saved(metadata.update, time.perf_counter() - started, error, reason)
 
     def _write(self, state: Any, metadata: CheckpointMetadata, loss: float | None) -> None:

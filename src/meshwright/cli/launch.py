@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 from meshwright.launch.environments import environments
 from meshwright.launch.options import parse_launch
+from meshwright.launch.outer_launcher import refuse_outer_launcher
 from meshwright.launch.supervise import Supervisor
 
 
 def launch(words: Sequence[str]) -> int:
     """Start the processes and return the exit code of the first failure, or 0."""
     options = parse_launch(words)
+    refuse_outer_launcher(options.nprocs, os.environ)
     environs = environments(options, os.environ)
     # The file descriptor, because `sys.stderr` may have been replaced by a text-only stream.
     with open(2, "wb", buffering=0, closefd=False) as stderr:

@@ -7,11 +7,13 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from meshwright.cli.arguments import Arguments, parse_arguments
 from meshwright.cli.help import command_help, general_help
 from meshwright.cli.output import Output, guarded_stdout, print_error
-from meshwright.errors import ExitCode, MeshwrightError, Spelling, spelled_for
+from meshwright.errors import ExitCode, MeshwrightError, ProcessesDiffer, Spelling, spelled_for
+from meshwright.interrupt import Interrupt
 
 INTERRUPTED = 128 + 2
 BROKEN_PIPE = 128 + 13
@@ -38,8 +40,14 @@ def entry() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
-    with spelled_for(Spelling.COMMAND_LINE):
+    with _watching(argv), spelled_for(Spelling.COMMAND_LINE):
         return _main(argv)
+
+
+def _watching(argv: Sequence[str]) -> AbstractContextManager[None]:
+    """Handle signals from now on in a command that saves its state before it ends."""
+    alone = not {"--multirun", "-m", "--help", "-h"} & set(argv)
+    return Interrupt().watch_command() if list(argv[:1]) == ["train"] and alone else nullcontext()
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -66,6 +74,11 @@ def _main(argv: Sequence[str]) -> int:
         if debug:
             traceback.print_exc()
         print_error(error)
+        if isinstance(error, ProcessesDiffer):
+            from meshwright.launch.connect import disconnect_processes
+
+            # All processes are here. Those that leave without a word take the others with them.
+            disconnect_processes()
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -114,6 +127,12 @@ def _unexpected(error: Exception, *, debug: bool) -> int:
         if lost is not None:
             print_error(lost)
             return lost.exit_code
+    from meshwright.user_code import explain_users_exception
+
+    users = explain_users_exception(error)
+    if users is not None:
+        print_error(users)
+        return users.exit_code
     print(f"internal error: {type(error).__name__}: {error}", file=sys.stderr)
     if not debug:
         print("  add --debug for the traceback, and please report it", file=sys.stderr)

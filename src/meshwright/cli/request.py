@@ -10,6 +10,8 @@ from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
 from meshwright.config.compose import Composed, compose_config, validate
 from meshwright.config.schema import Config
+from meshwright.handshake import compare_processes
+from meshwright.versions import package_versions
 
 if TYPE_CHECKING:
     from meshwright.plan import Plan
@@ -57,6 +59,8 @@ def make_request(arguments: Arguments, output: Output) -> Request:
     config = validate(composed)
     if arguments.command.needs_devices:
         composed = prepare_devices(config, composed)
+        facts = {"command": arguments.command.name, **config.model_dump(mode="json")}
+        compare_processes({**facts, "version": package_versions()})
     return Request(arguments, composed, config, output)
 
 

@@ -14,9 +14,11 @@ from rich.text import Text
 
 from meshwright.cli.request import Request
 from meshwright.cli.sample import generate_sample
+from meshwright.config.compose import parse_overrides
 from meshwright.config.origins import trace_origins
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode
+from meshwright.interrupt import current_interrupt
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.plan import Plan, make_plan, unused_settings
 from meshwright.processes import broadcast
@@ -27,6 +29,7 @@ from meshwright.trainer.callbacks import Callback, EarlyStopping
 from meshwright.trainer.fit_result import FitResult
 from meshwright.trainer.resume import ResumePoint, find_resume_point
 from meshwright.trainer.run_spec import EvaluationSpec, LoadingSpec, OutputSpec, RunSpec
+from meshwright.trainer.schedule_warnings import schedule_warnings
 from meshwright.trainer.training_run import TrainingRun
 from meshwright.units import counted
 
@@ -63,13 +66,30 @@ def run(request: Request) -> int:
             learning_rate=recipe.learning_rate,
             strict=config.strict,
             extra_results=partial(_sample, config, recipe, assembled),
-            warnings=unused_settings(config, plan),
+            warnings=_warnings(request, config, plan, recipe, point),
+            interrupt=current_interrupt(),
         )
     )
     _show_mesh(request, assembled)
     result = training_run.run()
     _print_result(request, plan, result)
     return ExitCode.PREEMPTED if result.interrupted else ExitCode.DONE
+
+
+def _warnings(
+    request: Request, config: Config, plan: Plan, recipe: Recipe, point: ResumePoint | None
+) -> list[str]:
+    given = [o.key_or_group for o in parse_overrides(request.composed.overrides)]
+    return [
+        *unused_settings(config, plan),
+        *schedule_warnings(
+            config,
+            recipe.data,
+            plan.batch.global_batch_size,
+            overrides=given,
+            resumed=None if point is None else point.metadata,
+        ),
+    ]
 
 
 def _output(config: Config, folder: Path, files: Mapping[str, str]) -> OutputSpec:

@@ -7,21 +7,17 @@ import importlib
 import inspect
 import os
 import sys
-import traceback
 import typing
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from meshwright.config.base import shorten, unknown_key
 from meshwright.errors import MeshwrightError, UserError, did_you_mean, typed_line
+from meshwright.user_code import count_as_users, describe_frames, notes, users_frames
 
 Builder = Callable[..., Any]
-
-_PACKAGE = Path(__file__).parent.parent
-_LIBRARIES = f"{os.sep}site-packages{os.sep}"
 
 
 def find_builder(
@@ -57,14 +53,11 @@ def build(section: str, kind: str, builder: Builder, arguments: Mapping[str, Any
 
 
 def explain_failure(what: str, error: Exception, fix: str = "") -> UserError:
-    """Return an error for an exception in code a config names, with the user's line."""
-    lines = [
-        f"{os.path.basename(frame.filename)}, line {frame.lineno}: "
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(("<", str(_PACKAGE))) and _LIBRARIES not in frame.filename
-    ]
-    why = f"{lines[-1] if lines else ''}{shorten(typed_line(error), 300)}"
-    return UserError(what, why=why, fix=fix or "add --debug for the whole traceback")
+    """Return an error for an exception in code a config names, with the user's frames."""
+    frames = users_frames(error)
+    where = f"{os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}: " if frames else ""
+    why = [f"{where}{shorten(typed_line(error), 300)}", *notes(error), *describe_frames(error)]
+    return UserError(what, why="\n".join(why), fix=fix or "add --debug for the whole traceback")
 
 
 def check_arguments(
@@ -153,6 +146,7 @@ def _import_attribute(section: str, kind: str) -> Builder:
     module_name, _, attribute = kind.partition(":")
     try:
         builder = importlib.import_module(module_name)
+        count_as_users(builder)
         for part in attribute.split("."):
             builder = getattr(builder, part)
     except Exception as error:

@@ -15,6 +15,7 @@ from absl import flags
 
 from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows
 from meshwright.errors import MeshwrightError
+from meshwright.user_code import doing
 
 READ_THREADS = 2
 """Threads that read ahead in one process; NumPy copies without holding the GIL."""
@@ -125,7 +126,8 @@ class _Read:
 
     def __call__(self, step: int) -> Any:
         try:
-            return self.data.batch(int(step), self.batch_size, self.rows)
+            with doing(f"reading batch {step}"):
+                return self.data.batch(int(step), self.batch_size, self.rows)
         except OutOfData:
             return _Failed(StopIteration)
         except MeshwrightError as error:

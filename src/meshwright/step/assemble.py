@@ -36,6 +36,7 @@ from meshwright.step.step_program import StepProgram, per_device_program, step_p
 from meshwright.step.train_step import TrainStep
 from meshwright.trees import Batch, divide_batch
 from meshwright.units import counted
+from meshwright.user_code import doing
 
 FEW_SAMPLES = 8
 """Means and variances of fewer samples are mostly noise."""
@@ -156,7 +157,8 @@ def assemble(
         wide: compute in float64, for proofs.
     """
     mesh = build_mesh(plan.mesh, devices)
-    abstract = build_unplaced(lambda: nnx.eval_shape(lambda: model(nnx.Rngs(0))))
+    with doing("building the model"):
+        abstract = build_unplaced(lambda: nnx.eval_shape(lambda: model(nnx.Rngs(0))))
     model_leaves = split_model(abstract, trainable)
     micro = _microbatch(batch, plan)
     program = step_program(loss, model_leaves, micro, plan)

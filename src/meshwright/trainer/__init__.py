@@ -2,6 +2,7 @@
 
 from meshwright.trainer.callbacks import Callback, EarlyStopping
 from meshwright.trainer.fit_result import FitResult
+from meshwright.trainer.stop import StopReason
 from meshwright.trainer.trainer import Trainer
 
-__all__ = ["Callback", "EarlyStopping", "FitResult", "Trainer"]
+__all__ = ["Callback", "EarlyStopping", "FitResult", "StopReason", "Trainer"]

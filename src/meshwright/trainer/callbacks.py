@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwright.user_code import doing
+
 Values = Mapping[str, float]
 
 
@@ -88,41 +90,43 @@ class OnMetrics(Callback):
 
 
 class Callbacks(Callback):
-    """Several callbacks as one."""
+    """Several callbacks as one; an exception in one of them carries a note with its name."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._all = tuple(callbacks)
 
     def on_start(self, update: int) -> None:
         """Call each."""
-        for callback in self._all:
-            callback.on_start(update)
+        self._call("on_start", update)
 
     def on_recall(self, update: int, values: Values) -> None:
         """Call each."""
-        for callback in self._all:
-            callback.on_recall(update, values)
+        self._call("on_recall", update, values)
 
     def on_log(self, update: int, values: Values) -> None:
         """Call each."""
-        for callback in self._all:
-            callback.on_log(update, values)
+        self._call("on_log", update, values)
 
     def on_eval(self, update: int, values: Values) -> None:
         """Call each."""
-        for callback in self._all:
-            callback.on_eval(update, values)
+        self._call("on_eval", update, values)
 
     def on_checkpoint(self, update: int) -> None:
         """Call each."""
-        for callback in self._all:
-            callback.on_checkpoint(update)
+        self._call("on_checkpoint", update)
 
     def on_end(self, update: int) -> None:
         """Call each."""
-        for callback in self._all:
-            callback.on_end(update)
+        self._call("on_end", update)
 
     def should_stop(self) -> str:
         """Return the first reason to stop."""
-        return next((reason for c in self._all if (reason := c.should_stop())), "")
+        return next(filter(None, self._call("should_stop")), "")
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of each callback and return what they return."""
+        results: list[Any] = []
+        for callback in self._all:
+            with doing(f"calling {type(callback).__name__}.{method}"):
+                results.append(getattr(callback, method)(*args))
+        return results

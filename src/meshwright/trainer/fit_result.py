@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
+from meshwright.trainer.stop import Stop
 
 
 @dataclass(frozen=True, repr=False)
@@ -20,11 +21,10 @@ class FitResult:
         eval: the metrics of every evaluation, by updates done.
         updates: updates done, including those before a resume.
         seconds: duration, including compilation.
-        stopped: why the run ended.
+        stop: why the run ended: ``stop.reason`` is a `StopReason`, ``stop.text`` says it.
         state: the final state.
         assembled: the step and what it was made from.
         run_dir: the run folder; None for a run without one.
-        interrupted: whether a signal ended the run; with a run_dir, the state was saved.
         extra: further results of whoever started the run, such as a sample of text.
     """
 
@@ -32,11 +32,10 @@ class FitResult:
     eval: dict[int, dict[str, float]]
     updates: int
     seconds: float
-    stopped: str
+    stop: Stop
     state: TrainState
     assembled: Assembled
     run_dir: Path | None = None
-    interrupted: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __repr__(self) -> str:
@@ -44,6 +43,16 @@ class FitResult:
         last = list(self.losses.values())[-1:]
         shown = f", loss {last[0]:.4f}" if last else ""
         return f"FitResult({self.updates} updates{shown}, {self.seconds:.1f} s, {self.stopped})"
+
+    @property
+    def stopped(self) -> str:
+        """Why the run ended, as text."""
+        return self.stop.text
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal ended the run; with a run_dir, the state was saved."""
+        return self.stop.interrupted
 
     @property
     def model(self) -> Any:

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Generator
+from contextlib import contextmanager
 
+from meshwright.interrupt import Interrupt
 from meshwright.processes import gather, is_main, process_count
 from meshwright.trainer.callbacks import Callback
-from meshwright.trainer.interrupt import Interrupt
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Why a run stops.
-
-    Attributes:
-        reason: the reason, as text.
-        interrupted: whether a signal stopped it; then only the state is saved.
-    """
-
-    reason: str
-    interrupted: bool
+from meshwright.trainer.stop import Stop, StopReason
+from meshwright.trainer.stop_together import StopTogether
 
 
 class Limits:
@@ -44,27 +34,53 @@ class Limits:
         self._interrupt = interrupt or Interrupt()
         self.seconds = seconds
         self._callbacks = callbacks
+        self._together = StopTogether(self._interrupt) if process_count() > 1 else None
         self._started = time.monotonic()
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Listen for signals to other processes inside the block."""
+        if self._together is None:
+            yield
+            return
+        with self._together.listening():
+            yield
 
     @property
     def urgent(self) -> bool:
-        """Whether to call `stop` at once; several processes wait for the next logged update."""
+        """Whether to call `stop` at once; several processes agree in `before_update`."""
         return process_count() == 1 and bool(self._interrupt.reason)
+
+    def before_update(self, update: int) -> Stop | None:
+        """Return why not to begin this update; the same in every process."""
+        if self._together is not None:
+            return self._together.before_update(update)
+        return self._signalled()
 
     def stop(self) -> Stop | None:
         """Return why to stop now, identically in every process; None to continue.
 
         Every process must call it after the same update. A signal to one of them stops all.
         """
-        signalled = self._interrupt.reason
-        reason = signalled or self._callbacks.should_stop() or self._out_of_time()
-        own = Stop(reason, bool(signalled))
-        stops = [own] if process_count() == 1 else [Stop(**each) for each in gather(asdict(own))]
-        stops = [each for each in stops if each.reason]
+        own = self._signalled() or self._asked() or self._out_of_time()
+        if process_count() == 1:
+            return own
+        sent = None if own is None else [own.reason.value, own.text]
+        stops = [Stop(StopReason(each[0]), each[1]) for each in gather(sent) if each]
         return next((each for each in stops if each.interrupted), next(iter(stops), None))
 
-    def _out_of_time(self) -> str:
+    def _signalled(self) -> Stop | None:
+        reason = self._interrupt.reason
+        return Stop(StopReason.SIGNAL, reason) if reason else None
+
+    def _asked(self) -> Stop | None:
+        reason = self._callbacks.should_stop()
+        return Stop(StopReason.CALLBACK, reason) if reason else None
+
+    def _out_of_time(self) -> Stop | None:
         if self.seconds is None or not is_main():
-            return ""
+            return None
         spent = time.monotonic() - self._started
-        return f"{self.seconds:g} s have passed" if spent >= self.seconds else ""
+        if spent < self.seconds:
+            return None
+        return Stop(StopReason.OUT_OF_TIME, f"{self.seconds:g} s have passed")

@@ -21,8 +21,7 @@ from meshwright.trainer.compiled_step import StepFunction
 from meshwright.trainer.finite_check import FiniteCheck
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.meter import Meter
-
-ALL_DONE, RAN_OUT = "all updates are done", "the batches ran out"
+from meshwright.trainer.stop import ALL_DONE, Stop, out_of_batches
 
 Metrics = dict[str, float]
 
@@ -35,15 +34,13 @@ class Progress:
         update: updates done.
         losses: the mean loss of every logged update, by its number from 0.
         eval: the metrics of every evaluation, by updates done.
-        stopped: why the run ended.
-        interrupted: whether a signal ended it.
+        stop: why the run ended.
     """
 
     update: int = 0
     losses: dict[int, float] = field(default_factory=dict[int, float])
     eval: dict[int, Metrics] = field(default_factory=dict[int, Metrics])
-    stopped: str = ALL_DONE
-    interrupted: bool = False
+    stop: Stop = ALL_DONE
 
 
 @dataclass(kw_only=True)
@@ -98,10 +95,13 @@ class Loop:
         last = self.limits.updates
         # A resumed run may have had its reason to stop before the checkpoint.
         if done and (stop := self.limits.stop()):
-            progress.stopped, progress.interrupted, last = stop.reason, stop.interrupted, done
+            progress.stop, last = stop, done
         with self.loader.open(done, last) as batches:
             self.meter.restart(done, self.loader.waited)
             for batch in batches:
+                if stop := self.limits.before_update(done + 1):
+                    progress.stop = stop
+                    break
                 state, metrics = self.step(state, batch)
                 done = progress.update = done + 1
                 self.finite_check.add(done, metrics)
@@ -118,13 +118,14 @@ class Loop:
                     to_log = (done, metrics)
                 reported |= self._evaluate_and_save(state, progress)
                 if (reported or self.limits.urgent) and (stop := self.limits.stop()):
-                    progress.stopped, progress.interrupted = stop.reason, stop.interrupted
+                    progress.stop = stop
                     break
         self.profiling.close()
         if metrics is not None and done - 1 not in progress.losses:
             self._log(done, metrics, progress)
-        if self.limits.updates is not None and done < self.limits.updates:
-            progress.stopped = progress.stopped if progress.stopped != ALL_DONE else RAN_OUT
+        updates = self.limits.updates
+        if progress.stop is ALL_DONE and (updates is None or done < updates):
+            progress.stop = out_of_batches(done, updates, self.limits.seconds)
         self._end(state, progress)
         return state
 
@@ -179,8 +180,10 @@ class Loop:
 
     def _end(self, state: TrainState, progress: Progress) -> None:
         self.finite_check.look(progress.update)
-        if not progress.interrupted:
+        if not progress.stop.interrupted:
             self._evaluate(state, progress)
-        self._save(state, progress)
+        # A run that is interrupted before its first update has nothing to save.
+        if progress.update or not progress.stop.interrupted:
+            self._save(state, progress)
         self.checkpointer.finish()
         self.callbacks.on_end(progress.update)

@@ -6,7 +6,6 @@ import datetime
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
@@ -20,20 +19,9 @@ from meshwright.sharding.explain import explain
 from meshwright.step.assemble import Assembled
 from meshwright.trainer.compiled_step import CompiledStep
 from meshwright.trainer.meter import Work
+from meshwright.versions import package_versions
 
 FORMAT = 1
-_PACKAGES = ("meshwright", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-
-
-def package_versions() -> dict[str, str]:
-    """Return the versions of the packages that affect what a run computes."""
-    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
 
 
 def describe_run(

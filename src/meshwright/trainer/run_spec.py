@@ -10,6 +10,7 @@ from typing import Any
 from meshwright.config.duration import Duration
 from meshwright.config.schema import CheckpointConfig, TrackingConfig
 from meshwright.data.protocols import Data
+from meshwright.interrupt import Interrupt
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
@@ -92,6 +93,8 @@ class RunSpec:
         strict: refuse to run a program that deviates from its plan.
         extra_results: returns further results for result.json from the final state.
         warnings: further warnings to show at the start.
+        settings: further settings that must be the same in every process.
+        interrupt: watches signals already; by default they are watched during training only.
     """
 
     assembled: Assembled
@@ -111,3 +114,5 @@ class RunSpec:
     strict: bool = False
     extra_results: Callable[[TrainState], Mapping[str, Any]] = lambda _: {}
     warnings: Sequence[str] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    interrupt: Interrupt | None = None

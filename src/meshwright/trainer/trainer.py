@@ -45,12 +45,14 @@ from meshwright.proof import Certificate, verify
 from meshwright.step.assemble import Assembled, assemble
 from meshwright.step.state import TrainState
 from meshwright.trainer.callbacks import Callback, OnMetrics
+from meshwright.trainer.comparable import comparable, optimizer_settings
 from meshwright.trainer.fit_result import FitResult
-from meshwright.trainer.loop import RAN_OUT
 from meshwright.trainer.resume import find_resume_point
 from meshwright.trainer.run_spec import EvaluationSpec, OutputSpec, RunSpec
+from meshwright.trainer.stop import StopReason
 from meshwright.trainer.training_run import TrainingRun
 from meshwright.trees import Batch
+from meshwright.user_code import doing
 
 
 @dataclass(kw_only=True)
@@ -155,8 +157,8 @@ class Trainer:
         callbacks = [*callbacks, *([OnMetrics(on_metrics)] if on_metrics else [])]
         spec = self._spec(assembled, first, given, duration, evaluation, output, callbacks, resume)
         result = TrainingRun(spec).run()
-        if result.stopped == RAN_OUT:
-            _warn_ran_out(result.updates, duration.updates or 0)
+        if result.stop.reason is StopReason.OUT_OF_BATCHES:
+            _warn_ran_out(result.stop.text)
         return result
 
     def assemble(self, batch: Batch) -> Assembled:
@@ -223,6 +225,11 @@ class Trainer:
             output=output,
             callbacks=callbacks,
             warnings=unused_pipeline(_read_pipeline(self.pipeline), assembled.plan),
+            settings={
+                "optimizer": optimizer_settings(self.optimizer),
+                "loss": comparable(self.loss),
+                "clip_norm": self.clip_norm,
+            },
         )
 
     def _evaluation(self, data: Any, every: int | None, batches: int) -> EvaluationSpec:
@@ -341,7 +348,8 @@ def _read_duration(steps: int | None, max_duration: str | None) -> Duration:
 def _first_batch(data: Data, batch_size: int | None) -> Any:
     """Return the first global batch, whose shapes all others must have."""
     if isinstance(data, SequenceData | IterableData):
-        first = data.first()
+        with doing("reading batch 0"):
+            first = data.first()
         if first is None:
             raise UserError(
                 "there are no batches to train on",
@@ -356,13 +364,13 @@ def _first_batch(data: Data, batch_size: int | None) -> Any:
             fix="write batch_size=…",
         )
     check_count("batch_size", batch_size)
-    return read_batch(data.batch(0, batch_size))
+    with doing("reading batch 0"):
+        return read_batch(data.batch(0, batch_size))
 
 
-def _warn_ran_out(done: int, steps: int) -> None:
+def _warn_ran_out(text: str) -> None:
     warnings.warn(
-        f"the batches ran out after {done} of {steps} updates, and training stopped there. "
-        f"Give at least {steps} batches, or an endless generator",
+        f"{text}, and training stopped there. Give more batches, or an endless generator",
         UserWarning,
         stacklevel=3,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,7 +14,9 @@ import jax
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, CheckpointStore
 from meshwright.checkpoint.damage import DamagedCheckpoint
 from meshwright.errors import UserError, first_line
-from meshwright.processes import is_main, process_count
+from meshwright.handshake import Facts, compare_processes
+from meshwright.interrupt import Interrupt, Phase
+from meshwright.processes import barrier, is_main, process_count
 from meshwright.profile import NoProfiling, Profile, Profiling
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
@@ -32,7 +34,6 @@ from meshwright.trainer.compiled_step import (
 from meshwright.trainer.evaluation import Evaluator
 from meshwright.trainer.fit_result import FitResult
 from meshwright.trainer.folder import make_run_folder, write_files
-from meshwright.trainer.interrupt import Interrupt
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.loop import Loop, Progress
 from meshwright.trainer.meter import Meter, Work
@@ -46,10 +47,11 @@ from meshwright.trainer.resume import (
     restore,
     set_damaged_aside,
 )
-from meshwright.trainer.run_facts import describe_run, package_versions, work_per_update
+from meshwright.trainer.run_facts import describe_run, work_per_update
 from meshwright.trainer.run_lock import RunLock
 from meshwright.trainer.run_spec import EvaluationSpec, RunSpec
 from meshwright.trainer.start_warnings import other_microbatches, repeated_samples
+from meshwright.versions import package_versions
 
 
 class TrainingRun:
@@ -64,6 +66,7 @@ class TrainingRun:
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
         self._plan, self._run_dir = spec.assembled.plan, spec.output.run_dir
+        compare_processes(_facts(spec))
         self._callbacks = Callbacks(spec.callbacks)
         _check_early_stopping(spec.callbacks, spec.evaluation)
         check_tracking(spec.output.tracking, self._run_dir)
@@ -100,7 +103,10 @@ class TrainingRun:
         tracker = make_trackers(
             output.tracking, self._run_dir, total_updates=self._updates, progress=output.progress
         )
-        progress, interrupt = Progress(), Interrupt()
+        progress, interrupt = Progress(), spec.interrupt or Interrupt()
+        # A signal ends a process at once until here; from here on all processes stop together.
+        barrier("compiled")
+        interrupt.phase = Phase.TRAINING
         checkpointer: Checkpointer = NullCheckpointer()
         summary: dict[str, Any] = {}
         try:
@@ -108,8 +114,9 @@ class TrainingRun:
             state = self._first_state(tracker, progress)
             checkpointer = self._make_checkpointer(tracker)
             loop = self._make_loop(compiled, tracker, checkpointer, interrupt)
-            with interrupt.watch():
+            with interrupt.watch(), loop.limits.watching():
                 state = loop.train(state, progress)
+            interrupt.phase = Phase.ENDED
             result = self._finish(tracker, state, progress, time.perf_counter() - started)
             summary = result.summary()
         except BaseException as error:
@@ -203,18 +210,20 @@ class TrainingRun:
     def _finish(
         self, tracker: Tracker, state: TrainState, progress: Progress, seconds: float
     ) -> FitResult:
-        tracker.event("stop", progress.update, progress.stopped, {"seconds": seconds})
+        stop = progress.stop
+        tracker.event(
+            "stop", progress.update, stop.text, {"seconds": seconds, "reason": stop.reason.value}
+        )
         return FitResult(
             losses=progress.losses,
             eval=progress.eval,
             updates=progress.update,
             seconds=seconds,
-            stopped=progress.stopped,
+            stop=stop,
             state=state,
             assembled=self._spec.assembled,
             run_dir=self._run_dir,
-            interrupted=progress.interrupted,
-            extra={} if progress.interrupted else self._spec.extra_results(state),
+            extra={} if stop.interrupted else self._spec.extra_results(state),
         )
 
     def _make_loop(
@@ -317,6 +326,29 @@ class TrainingRun:
         # On a CPU, where it does not wait for the step.
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             return {"learning_rate": float(self._spec.learning_rate(update - 1))}
+
+
+def _facts(spec: RunSpec) -> Facts:
+    """Return what must be the same in every process, or they would wait for each other."""
+    output, evaluation = spec.output, spec.evaluation
+    return {
+        **spec.settings,
+        "plan": spec.assembled.plan.model_dump(mode="json"),
+        "model": {
+            leaf.path: f"{leaf.role} {leaf.dtype}{list(leaf.shape)}"
+            for leaf in spec.assembled.traced.layout.leaves
+        },
+        "data": spec.data.fingerprint(),
+        "duration": asdict(spec.duration),
+        "seed": spec.seed,
+        "eval_every": evaluation.every,
+        "eval_batches": evaluation.batches,
+        "eval_data": None if evaluation.data is None else evaluation.data.fingerprint(),
+        "log_every": output.log_every,
+        "checkpoint": output.checkpoint.model_dump(mode="json"),
+        "run_dir": None if output.run_dir is None else str(output.run_dir),
+        "version": package_versions(),
+    }
 
 
 def _check_early_stopping(callbacks: Sequence[Callback], evaluation: EvaluationSpec) -> None:

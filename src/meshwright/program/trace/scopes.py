@@ -26,6 +26,7 @@ from meshwright.program.trace.copies import (
     provisional_path,
 )
 from meshwright.program.trace.precision_policy import Policy
+from meshwright.user_code import in_module
 
 ROOT = "model"
 """The scope of the outermost module, whose path is empty."""
@@ -172,7 +173,11 @@ def _scoped(method: Callable[..., Any], registry: _Registry, policy: Policy) -> 
             policy.inside_module(),
         ):
             args, kwargs = policy.on_entry((args, kwargs))
-            out = bound(*args, **kwargs)
+            try:
+                out = bound(*args, **kwargs)
+            except Exception as error:
+                in_module(error, path)
+                raise
         return policy.on_exit(out)
 
     return call

@@ -19,6 +19,7 @@ from meshwright.program.trace.normalize import normalize
 from meshwright.program.trace.precision_policy import cast_floats, follow_policy
 from meshwright.program.trace.scopes import module_scopes
 from meshwright.trees import Batch, check_num_samples
+from meshwright.user_code import doing
 from meshwright.weighted import Weighted
 
 Model = Any
@@ -114,7 +115,8 @@ def trace_loss(
         follow_policy(model, compute_dtype)
         with module_scopes(model, compute_dtype) as paths:
             paths_by_class.update(paths)
-            out = loss(model, jax.tree.unflatten(batch_tree, inputs[count:]))
+            with doing("tracing the loss"):
+                out = loss(model, jax.tree.unflatten(batch_tree, inputs[count:]))
         objective, metrics = read_loss(out)
         metric_names[:] = metrics
         after = model_leaves.values(model)

@@ -1,0 +1,100 @@
+"""Exceptions from the user's own model, loss, data and callbacks: where they came from, and when.
+
+In Python such an exception propagates unchanged, with a note about what was being done. The command
+line shows the user's frames of its traceback instead of reporting an internal error.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from meshwright.errors import MeshwrightError, UserError, first_line
+
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+_LIBRARIES = tuple(
+    f"{os.path.normpath(path)}{os.sep}"
+    for path in map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+)
+_own_roots: set[str] = set()
+MAX_MESSAGE_LINES = 12
+
+
+def count_as_users(module: ModuleType) -> None:
+    """Count the package of a module that a config names as the user's, wherever it is installed."""
+    if file := getattr(module, "__file__", None):
+        levels = module.__name__.count(".") + (Path(file).name == "__init__.py")
+        root = Path(file).parents[levels - 1] if levels else Path(file)
+        _own_roots.add(str(root))
+
+
+@contextmanager
+def doing(what: str) -> Generator[None]:
+    """Note on exceptions from inside what was being done: ``while reading batch 12``.
+
+    The innermost note counts. Meshwright's own errors say what is wrong themselves.
+    """
+    try:
+        yield
+    except Exception as error:
+        add_note(error, f"while {what}")
+        raise
+
+
+def in_module(error: Exception, path: str) -> None:
+    """Note which module of the model was running; the innermost one counts."""
+    add_note(error, f"in the module `{path}`")
+
+
+def add_note(error: Exception, note: str) -> None:
+    """Add a note, unless there is one that begins with the same word."""
+    if isinstance(error, MeshwrightError | StopIteration):
+        return
+    if not any(each.split(" ")[0] == note.split(" ")[0] for each in notes(error)):
+        error.add_note(note)
+
+
+def notes(error: BaseException) -> list[str]:
+    """Return the notes of an exception, without those of libraries about their own frames."""
+    return [note for note in getattr(error, "__notes__", []) if not note.startswith("---")]
+
+
+def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of the user's code that Meshwright called, the outermost first."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    called = next((i for i, f in enumerate(frames) if f.filename.startswith(_PACKAGE)), None)
+    # What comes before is a program that called Meshwright.
+    return [] if called is None else [frame for frame in frames[called:] if _is_users(frame)]
+
+
+def describe_frames(error: BaseException) -> list[str]:
+    """Return the user's frames as lines of a traceback."""
+    text = "".join(traceback.format_list(users_frames(error)))
+    return [line.removeprefix("  ") for line in text.splitlines()]
+
+
+def explain_users_exception(error: Exception) -> UserError | None:
+    """Return an error about an exception in the user's code; None if it came from elsewhere."""
+    lines = describe_frames(error)
+    if not lines:
+        return None
+    message = [line for line in str(error).strip().splitlines() if line.strip()]
+    rest = message[1:MAX_MESSAGE_LINES] + (["…"] if len(message) > MAX_MESSAGE_LINES else [])
+    kind, first = type(error).__name__, first_line(error)
+    return UserError(
+        f"your code raised {kind}" + ("" if first == kind else f": {first}"),
+        why="\n".join([*rest, *notes(error), *lines]),
+        fix="add --debug for the whole traceback",
+    )
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    name = frame.filename
+    if name.startswith(_PACKAGE) or name.startswith("<frozen "):
+        return False
+    return any(name.startswith(root) for root in _own_roots) or not name.startswith(_LIBRARIES)

@@ -1,0 +1,54 @@
+"""A signal to one of several real processes stops all of them, after the same update."""
+
+import pytest
+from real_processes import run_processes
+
+PROGRAM = """
+import json, os, signal, sys, time
+import jax, numpy as np, optax
+from flax import nnx
+from meshwright.processes import connect
+jax.config.update("jax_num_cpu_devices", 1)
+me = int(sys.argv[2])
+connect(sys.argv[1], 2, me)
+import meshwright as mw
+
+SIGNALLED = json.loads(sys.argv[3])
+
+def data(step, batch_size):
+    # Processes are not equally fast, and only some of them get the signal.
+    time.sleep(0.01 + 0.01 * me)
+    if step == 20 and me in SIGNALLED:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return {"x": np.ones((batch_size, 4), "float32")}
+
+trainer = mw.Trainer(
+    model=lambda rngs: nnx.Linear(4, 4, rngs=rngs),
+    loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
+    optimizer=optax.sgd(0.1),
+    log_every=1_000_000,
+)
+runs = [
+    trainer.fit(data, batch_size=4, steps=100_000, run_dir=f"{sys.argv[4]}/{n}", progress=False)
+    for n in range(2)
+]
+jax.distributed.shutdown()
+print(json.dumps([[run.updates, run.interrupted, run.stopped] for run in runs]))
+"""
+
+
+def test_all_stop_after_the_same_update_soon_after_a_signal_to_one(tmp_path):
+    first, second = run_processes(PROGRAM, ["[1]", str(tmp_path)], count=2)
+    assert first == second
+    for number, (updates, interrupted, stopped) in enumerate(first):
+        assert (interrupted, stopped) == (True, "SIGTERM asked to stop")
+        # The request is read every 0.2 s, and an update takes 0.02 s.
+        assert 15 < updates < 80
+        assert (tmp_path / str(number) / "checkpoints" / str(updates)).is_dir()
+
+
+@pytest.mark.full
+def test_all_stop_after_the_same_update_when_all_get_the_signal(tmp_path):
+    first, second = run_processes(PROGRAM, ["[0, 1]", str(tmp_path)], count=2)
+    assert first == second
+    assert all(interrupted and updates < 80 for updates, interrupted, _ in first)
