@@ -92,7 +92,7 @@ def test_callbacks_are_told_in_order_and_may_stop_the_run(fit, tmp_path):
         ("log", 5), ("eval", 5), ("checkpoint", 5), ("end", 5),
     ]  # fmt: skip
     assert (result.updates, result.stopped) == (5, "enough")
-    assert list(result.losses) == [0, 1, 3, 4]
+    assert list(result.losses) == [1, 2, 4, 5]
 
 
 def test_two_epochs_are_as_many_updates_as_it_takes(fit):

@@ -36,7 +36,7 @@ class Progress:
 
     Attributes:
         update: updates done.
-        losses: the mean loss of every logged update, by its number from 0.
+        losses: the mean loss of every logged update, by its number from 1.
         eval: the metrics of every evaluation, by updates done.
         stopped: why the run ended.
         interrupted: whether a signal ended it.
@@ -117,7 +117,7 @@ class Loop:
                     progress.stopped, progress.interrupted = stop.reason, stop.interrupted
                     break
         self.profiling.close()
-        if metrics is not None and done - 1 not in progress.losses:
+        if metrics is not None and done not in progress.losses:
             self._log(done, metrics, progress, state)
         if self.limits.updates is not None and done < self.limits.updates:
             progress.stopped = progress.stopped if progress.stopped != ALL_DONE else RAN_OUT
@@ -141,10 +141,10 @@ class Loop:
 
     def _log(self, update: int, metrics: Any, progress: Progress, state: TrainState) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        check_finite(update - 1, values, skipping=state.loss_scale is not None)
+        check_finite(update, values, skipping=state.loss_scale is not None)
         values |= self.extra_metrics(update) | self.meter.read(progress.update, self.loader.waited)
         values |= self.shares
-        progress.losses[update - 1] = values["loss"]
+        progress.losses[update] = values["loss"]
         self.checkpointer.poll()
         self.tracker.log("train", update, values)
         self.callbacks.on_log(update, values)
@@ -192,9 +192,9 @@ def check_finite(update: int, metrics: Metrics, *, skipping: bool) -> None:
         f"the loss is {metrics['loss']} at update {update}",
         why="it is not finite on the first batch: the model or the data has a value that is not "
         "finite"
-        if update == 0
+        if update == 1
         else "training diverged",
         fix="check the data and the loss on one sample"
-        if update == 0
+        if update == 1
         else "try a smaller learning rate, or clip_norm=1.0",
     )

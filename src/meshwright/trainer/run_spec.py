@@ -14,6 +14,7 @@ from meshwright.program.trace.traced_loss import Loss
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.trainer.callbacks import Callback
+from meshwright.trainer.programs import Programs
 from meshwright.trainer.resume import ResumePoint
 
 
@@ -24,12 +25,12 @@ class EvaluationSpec:
     Attributes:
         data: held-out data; None for no evaluation.
         every: updates between two evaluations; None for a single one at the end.
-        batches: the most batches one evaluation uses.
+        batches: the most batches one evaluation uses; None for all samples.
     """
 
     data: Data | None = None
     every: int | None = None
-    batches: int = 16
+    batches: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,7 @@ class RunSpec:
         duration: how long to train.
         seed: the seed of the run.
         initial_state: returns the state to start from without a checkpoint.
+        updates_done: the updates of that state.
         resume_point: the checkpoint to resume from.
         evaluation: when to evaluate, and on what.
         loading: how batches are read.
@@ -92,6 +94,7 @@ class RunSpec:
         strict: refuse to run a program that deviates from its plan.
         extra_results: returns further results for result.json from the final state.
         warnings: further warnings to show at the start.
+        programs: programs that are compiled already; None for none.
     """
 
     assembled: Assembled
@@ -101,6 +104,7 @@ class RunSpec:
     duration: Duration
     seed: int
     initial_state: Callable[[], TrainState]
+    updates_done: int = 0
     resume_point: ResumePoint | None = None
     evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)
     loading: LoadingSpec = field(default_factory=LoadingSpec)
@@ -111,3 +115,4 @@ class RunSpec:
     strict: bool = False
     extra_results: Callable[[TrainState], Mapping[str, Any]] = lambda _: {}
     warnings: Sequence[str] = ()
+    programs: Programs | None = None

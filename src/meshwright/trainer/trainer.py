@@ -109,7 +109,7 @@ class Trainer:
         batch_size: int | None = None,
         eval_data: Any = None,
         eval_every: int | None = None,
-        eval_batches: int = 16,
+        eval_batches: int | None = None,
         callbacks: Sequence[Callback] = (),
         on_metrics: Callable[[int, dict[str, float]], None] | None = None,
         run_dir: str | Path | None = None,
@@ -132,9 +132,10 @@ class Trainer:
             batch_size: samples per global batch; required if the data does not come in batches.
             eval_data: held-out data in any of these forms.
             eval_every: updates between two evaluations; None for a single one at the end.
-            eval_batches: the most batches one evaluation uses.
+            eval_batches: the most batches one evaluation uses, each as large as a training batch;
+                None uses every sample exactly once. Data without a known end need a number.
             callbacks: callbacks to call during training.
-            on_metrics: called with the number (from 0) and the metrics of every logged update.
+            on_metrics: called with the number (from 1) and the metrics of every logged update.
             run_dir: the run folder for metrics and checkpoints; None writes nothing.
             resume: auto resumes from the newest checkpoint in run_dir, if there is one; must
                 requires one; never starts over; a path names a run or a checkpoint.
@@ -220,7 +221,7 @@ class Trainer:
             warnings=unused_pipeline(_read_pipeline(self.pipeline), assembled.plan),
         )
 
-    def _evaluation(self, data: Any, every: int | None, batches: int) -> EvaluationSpec:
+    def _evaluation(self, data: Any, every: int | None, batches: int | None) -> EvaluationSpec:
         held_out = None if data is None else as_data(data, self.seed)
         return EvaluationSpec(data=held_out, every=every, batches=batches)
 

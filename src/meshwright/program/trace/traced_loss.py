@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -71,9 +71,14 @@ class TracedLoss:
         """The leaves the program runs on."""
         return [step.leaf for step in self.layout.step_leaves]
 
+    @property
+    def num_results(self) -> int:
+        """How many outputs come before the new state."""
+        return len(self.closed.jaxpr.outvars) - len(self.layout.select("state"))
+
     def read_outputs(self, outputs: Sequence[Any]) -> LossValue:
         """Name the program's outputs."""
-        pairs = 2 * (1 + len(self.metric_names))
+        pairs = self.num_results
         totals = [Weighted(outputs[i], outputs[i + 1]) for i in range(0, pairs, 2)]
         metrics = dict(zip(self.metric_names, totals[1:], strict=True))
         return LossValue(totals[0], metrics, list(outputs[pairs:]))
@@ -84,9 +89,24 @@ def trace_loss(loss: Loss, parts: Parts, batch: Any, compute_dtype: Any = None) 
 
     Parameters enter in float32 and are cast to ``compute_dtype`` inside the program.
     """
+    names: list[str] = []
+
+    def results(model: Any, batch: Any) -> list[Any]:
+        objective, metrics = read_loss(loss(model, batch))
+        names[:] = metrics
+        weighted = [objective, *metrics.values()]
+        return [x for w in weighted for x in (w.total, w.weight)]
+
+    traced = trace_function(results, parts, batch, compute_dtype)
+    return replace(traced, metric_names=tuple(names))
+
+
+def trace_function(
+    function: Callable[[Any, Any], list[Any]], parts: Parts, batch: Any, compute_dtype: Any = None
+) -> TracedLoss:
+    """Trace ``function(model, batch)``, whose list of arrays becomes the program's results."""
     batch_tree = jax.tree.structure(batch)
     described = _describe_batch(batch)
-    names: list[str] = []
     changed: set[int] = set()
     places: dict[str, Sequence[str]] = {}
     weights = {i for i, leaf in enumerate(parts.leaves) if leaf.is_weight}
@@ -101,17 +121,14 @@ def trace_loss(loss: Loss, parts: Parts, batch: Any, compute_dtype: Any = None) 
         follow_policy(model, compute_dtype)
         with module_scopes(model, compute_dtype) as found:
             places.update(found)
-            out = loss(model, jax.tree.unflatten(batch_tree, inputs[count:]))
-        objective, metrics = read_loss(out)
-        names[:] = metrics
+            results = function(model, jax.tree.unflatten(batch_tree, inputs[count:]))
         after = parts.values(model)
         changed.update(i for i in parts.indices("state") if after[i] is not values[i])
         state = [
             after[i].astype(parts.leaves[i].dtype) if i in changed else inputs[i]
             for i in parts.indices("state")
         ]
-        weighted = [objective, *metrics.values()]
-        return [x for w in weighted for x in (w.total, w.weight)] + state
+        return [*results, *state]
 
     structs = [leaf.struct for leaf in parts.leaves]
     structs += [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in described]
@@ -120,7 +137,7 @@ def trace_loss(loss: Loss, parts: Parts, batch: Any, compute_dtype: Any = None) 
         # Weights the loss itself changes (a moving average) are not rounded on their way.
         traced = jax.make_jaxpr(lambda *inputs: program(*inputs))(*structs)
     closed = normalize(traced, [leaf.path for leaf in parts.leaves], places)
-    return TracedLoss(closed, plain_layout(parts.leaves), described, tuple(names))
+    return TracedLoss(closed, plain_layout(parts.leaves), described, ())
 
 
 def read_loss(out: Any) -> tuple[Weighted, dict[str, Weighted]]:
