@@ -44,7 +44,7 @@ def fit(quick_module):
     assembled = TRAINER.assemble({k: v[:16] for k, v in ARRAYS.items()})
 
     def run(**settings):
-        return TRAINER.fit(ARRAYS, batch_size=16, assembled=assembled, **settings)
+        return TRAINER.fit(ARRAYS, batch_size=16, assembled=assembled, restart=True, **settings)
 
     return run
 

@@ -237,7 +237,7 @@ def test_progress_is_shown_on_request_and_warnings_always(assembled, capfd):
     assert 'warning: schedule="gpipe" has no effect' in told
     assert "train 2/2  loss" in told
     with pytest.warns(UserWarning, match='schedule="gpipe" has no effect'):
-        given.fit(batches(2), steps=2, assembled=assembled)
+        given.fit(batches(2), steps=2, assembled=assembled, restart=True)
     assert capfd.readouterr().err == ""
 
 

@@ -27,7 +27,7 @@ class Interrupt:
     @property
     def reason(self) -> str:
         """Why to stop; empty to continue."""
-        return "" if self.signal is None else f"{signal.Signals(self.signal).name} asked to stop"
+        return "" if self.signal is None else stop_reason(self.signal)
 
     @contextmanager
     def watch(self) -> Generator[None]:
@@ -57,6 +57,11 @@ class Interrupt:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def stop_reason(number: int) -> str:
+    """Return the reason to stop that a signal is."""
+    return f"{signal.Signals(number).name} asked to stop"
 
 
 def _call_original(handler: Any, number: int, frame: Any) -> None:
