@@ -53,7 +53,7 @@ class Interrupt:
     @property
     def reason(self) -> str:
         """Why to stop; empty to continue."""
-        return "" if self.signal is None else f"{signal.Signals(self.signal).name} asked to stop"
+        return "" if self.signal is None else stop_text(self.signal)
 
     @contextmanager
     def watch(self) -> Generator[None]:
@@ -154,3 +154,8 @@ def _call_original(handler: Any, number: int, frame: Any) -> None:
         return
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
+
+
+def stop_text(number: int) -> str:
+    """Return the reason to stop that a signal gives."""
+    return f"{signal.Signals(number).name} asked to stop"

@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 
+import numpy as np
 import pytest
 import yaml
 from quick import quick_module
@@ -85,6 +86,23 @@ def test_a_run_leaves_everything_behind_and_says_where(run, tmp_path, talkative_
     assert lines[0].keys() >= {"loss", "accuracy", "grad_norm", "learning_rate", "step_seconds"}
     assert read_params(folder)["layers.0.kernel"].shape == (784, 16)
     assert json.loads((folder / "result.json").read_text())["updates"] == 2
+
+
+def test_evaluation_says_how_many_samples_it_used(run, tmp_path):
+    random = np.random.default_rng(0)
+    images = random.integers(0, 255, (74, 28, 28, 1), dtype=np.uint8)
+    np.savez(tmp_path / "own.npz", image=images, label=random.integers(0, 10, 74))
+    words = ["model=mlp", "model.widths=[784,16,10]", "data=images", "data.eval_fraction=0.5"]
+    words += [f"data.path={tmp_path}/own.npz"]
+    code, _, err = run(*words, f"hydra.run.dir={tmp_path}/all")
+    assert code == 0
+    assert "37 samples" in err
+    lines = (tmp_path / "all/metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["eval_samples"] == 37
+    code, _, err = run(*words, f"hydra.run.dir={tmp_path}/one", "training.eval_batches=1")
+    assert code == 0
+    note = "note: each evaluation uses 32 of 37 samples, because of training.eval_batches=1"
+    assert note in err
 
 
 def test_ones_own_model_loss_and_data_with_json(run):

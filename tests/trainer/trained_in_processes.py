@@ -10,6 +10,7 @@ from flax import nnx
 import meshwright as mw
 
 DATA = {"x": np.random.default_rng(0).normal(size=(40, 8)).astype("float32")}
+HELD_OUT = {"x": DATA["x"][:37]}
 
 
 class Net(nnx.Module):
@@ -42,7 +43,7 @@ def trainer(mesh, **settings):
 
 def train(folder, steps):
     return trainer("fsdp=2,tensor=2").fit(
-        DATA, steps=steps, batch_size=8, run_dir=folder, eval_data=DATA
+        DATA, steps=steps, batch_size=8, run_dir=folder, eval_data=HELD_OUT
     )
 
 
@@ -72,6 +73,8 @@ def main(address, number, folder):
         "parts": list((first.losses | second.losses).values()),
         "same": [np.array_equal(a, b) for a, b in zip(pieces(whole), pieces(second), strict=True)],
         "eval": [whole.eval_loss, second.eval_loss],
+        "samples": whole.eval[6]["eval_samples"],
+        "predicted": whole.predict(HELD_OUT).tolist(),
         "iterable": what_is_said_of_an_iterable(),
     }
     jax.distributed.shutdown()

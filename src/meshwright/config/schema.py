@@ -121,7 +121,7 @@ class TrainingConfig(Frozen):
         sync_gradients_every: microbatches between two gradient reductions.
         mixed_precision: no, fp16 or bf16; another spelling of precision.compute.
         eval_every: updates between two evaluations; null evaluates once, at the end.
-        eval_batches: the most batches of one evaluation.
+        eval_batches: the most batches of one evaluation; null evaluates on every sample once.
         early_stopping_patience: evaluations without a better loss after which training stops.
         early_stopping_min_delta: by how much a loss must be lower to be better.
         sample_tokens: tokens of text to generate at the end, for language models.
@@ -136,7 +136,7 @@ class TrainingConfig(Frozen):
     sync_gradients_every: Count = 1
     mixed_precision: PrecisionKey = None
     eval_every: Count | None = None
-    eval_batches: Count = 16
+    eval_batches: Count | None = None
     early_stopping_patience: Count | None = None
     early_stopping_min_delta: float = Field(default=0.0, ge=0)
     sample_tokens: int = Field(default=200, ge=0, le=100_000)

@@ -122,13 +122,21 @@ class Assembled:
         }
 
     def model(self, state: TrainState) -> Model:
-        """Return the user's model with the values of a state."""
+        """Return the user's model with the values of a state, in evaluation mode."""
         values = self.traced.layout.to_canonical(self.step.leaf_values(state))
-        return self.model_leaves.merge(values)
+        model = self.model_leaves.merge(values)
+        set_eval_mode(model)
+        return model
 
     def put_batch(self, batch: Batch) -> list[Any]:
         """Place the leaves of a host batch on the mesh."""
         return place_batch(batch, self.step.shardings.batch, self.plan.batch.global_batch_size)
+
+
+def set_eval_mode(model: Any) -> None:
+    """Set a model, or each model of a dict, to evaluation: no dropout, running statistics."""
+    for part in model.values() if isinstance(model, dict) else (model,):
+        part.eval()
 
 
 def assemble(

@@ -1,28 +1,34 @@
-"""The compiled evaluation: loss and metrics of a training state with the model in eval mode."""
+"""The compiled evaluation and prediction: a training state with the model in eval mode."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.errors import UserError
 from meshwright.pipeline.execute.exchange_check import check_exchanges
 from meshwright.pipeline.place import decide_stages, pipelined_forward
+from meshwright.program.on_mesh.mesh_forward import Forward
 from meshwright.program.trace.layout import Layout
-from meshwright.program.trace.traced_loss import Loss, LossOutput, Model
+from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
+from meshwright.program.trace.traced_loss import Loss, LossOutput, Model, trace_function
 from meshwright.sharding.decide import decide
-from meshwright.step.assemble import Assembled
+from meshwright.step.assemble import Assembled, set_eval_mode
 from meshwright.step.microbatch import split_strided
 from meshwright.step.planned_forward import planned_forward, planned_remat
-from meshwright.step.step_program import StepProgram, step_program
+from meshwright.step.step_program import StepProgram, step_program, unstaged_program
 from meshwright.trees import Batch, divide_batch
 from meshwright.weighted import Weighted
 
 Evaluate = Callable[[Sequence[Any], Sequence[Any]], dict[str, Weighted]]
 """From (leaves of a state, leaves of a batch) to totals and weights of loss and metrics."""
+
+Predict = Callable[[Sequence[Any], Sequence[Any]], Any]
+"""From (leaves of a state, leaves of a batch) to what a function of the model returns."""
 
 
 def compile_evaluation(
@@ -33,6 +39,10 @@ def compile_evaluation(
     warn: Callable[[str], None],
 ) -> Evaluate:
     """Compile the evaluation for batches like this one, split into ``count`` microbatches.
+
+    A batch whose samples do not divide over the mesh comes unsharded, and the compiler divides it
+    unevenly. Scalar means count by the samples they are of, so that batches of different sizes
+    add up.
 
     On a mesh with pipeline stages it runs as a pipeline too, so no device holds another stage's
     blocks. If the model cannot be divided into stages in eval mode, it warns and gathers them.
@@ -53,7 +63,52 @@ def compile_evaluation(
     return _compile(assembled, _unstaged(assembled, program), batch)
 
 
-def _compile(assembled: Assembled, run: Evaluate, batch: Sequence[Any]) -> Any:
+def compile_prediction(
+    assembled: Assembled, function: Callable[[Any, Any], Any], batch: Any
+) -> Predict:
+    """Compile ``function(model, batch)`` with the model in eval mode, as evaluation runs it.
+
+    Every array the function returns must have the samples as its dim 0. On a mesh with pipeline
+    stages, every device gathers all blocks.
+
+    Args:
+        assembled: the step whose states predict.
+        function: from the model and a batch to a tree of arrays.
+        batch: a tree of placed arrays.
+    """
+    trees: list[Any] = []
+    leaves = jax.tree.leaves(batch)
+
+    def results(model: Any, samples: Any) -> list[Any]:
+        set_eval_mode(model)
+        arrays, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, function(model, samples)))
+        _check_rows(arrays, leaves[0].shape[0])
+        trees[:] = [tree]
+        return arrays
+
+    plan = assembled.plan
+    traced = trace_function(results, assembled.model_leaves, batch, COMPUTE_DTYPES[plan.precision])
+    forward, place = _on_mesh(assembled, unstaged_program(traced, plan))
+
+    def run(leaves: Sequence[Any], samples: Sequence[Any]) -> Any:
+        outputs = forward.outputs(*place(leaves, samples))
+        return jax.tree.unflatten(trees[0], outputs[: forward.traced.num_results])
+
+    return _compile(assembled, run, leaves)
+
+
+def _check_rows(arrays: Sequence[Any], samples: int) -> None:
+    for array in arrays:
+        if not array.shape or array.shape[0] != samples:
+            raise UserError(
+                f"a prediction of shape {list(array.shape)} does not have one row per sample",
+                why=f"the batch has {samples} samples",
+                fix="return arrays with the samples as dim 0, and take means of the predictions "
+                "afterwards",
+            )
+
+
+def _compile(assembled: Assembled, run: Callable[..., Any], batch: Sequence[Any]) -> Any:
     replicated = NamedSharding(assembled.mesh, PartitionSpec())
     leaves = assembled.step.leaf_values(assembled.step.abstract_state())
     return jax.jit(run, out_shardings=replicated).lower(leaves, list(batch)).compile()
@@ -67,14 +122,30 @@ def _program(
     return step_program(evaluated, assembled.model_leaves, micro, assembled.plan, staged=staged)
 
 
-def _unstaged(assembled: Assembled, program: StepProgram) -> Evaluate:
+_Place = Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
+
+
+def _on_mesh(assembled: Assembled, program: StepProgram) -> tuple[Forward, _Place]:
+    """Return a program on the mesh, and how leaves and batches are laid out for it."""
     plan, traced = assembled.plan, program.traced
     decision = decide(traced, plan.mesh, plan.sharding)
     forward = planned_forward(traced, decision, plan, assembled.mesh)
     translate = _Translation(assembled.traced.layout, traced.layout)
+    sharding = NamedSharding(assembled.mesh, decision.batch)
+
+    def place(leaves: Sequence[Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        # A batch that does not divide comes unsharded; a constraint may divide it unevenly.
+        divided = [jax.lax.with_sharding_constraint(leaf, sharding) for leaf in batch]
+        return translate(leaves), divided
+
+    return forward, place
+
+
+def _unstaged(assembled: Assembled, program: StepProgram) -> Evaluate:
+    forward, place = _on_mesh(assembled, program)
 
     def run(leaves: Sequence[Any], batch: Sequence[Any]) -> dict[str, Weighted]:
-        value = forward(translate(leaves), batch)
+        value = forward(*place(leaves, batch))
         return {"loss": value.objective, **value.metrics}
 
     return run
@@ -116,8 +187,19 @@ class _Translation:
 
 def _in_evaluation_mode(loss: Loss) -> Loss:
     def evaluate(model: Model, batch: Batch) -> LossOutput:
-        for part in model.values() if isinstance(model, dict) else (model,):
-            part.eval()
-        return loss(model, batch)
+        set_eval_mode(model)
+        out: Any = loss(model, batch)
+        count = jax.tree.leaves(batch)[0].shape[0]
+        if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping):
+            value, metrics = out
+            return _of_samples(value, count), {k: _of_samples(v, count) for k, v in metrics.items()}
+        return _of_samples(out, count)
 
     return evaluate
+
+
+def _of_samples(value: Any, count: int) -> Any:
+    """Return a scalar mean as a total over so many samples; anything else unchanged."""
+    if isinstance(value, Weighted) or jnp.shape(value) != ():
+        return value
+    return Weighted(jnp.asarray(value, jnp.float32) * count, jnp.full((), count, jnp.float32))

@@ -40,13 +40,19 @@ def step_program(
     """Trace a loss for samples of these shapes; ``staged=False`` ignores pipeline stages."""
     traced = trace_loss(loss, model_leaves, samples, COMPUTE_DTYPES[plan.precision])
     stages = plan.size("pipe") if staged else 1
-    if stages == 1 and plan.sharding.blocks != "scan":
-        return StepProgram(traced, None, ())
-    rolled = roll_program(traced)
     if stages == 1:
-        return StepProgram(rolled.traced, None, rolled.remarks)
+        return unstaged_program(traced, plan)
+    rolled = roll_program(traced)
     cut = ordered_by_stage(cut_blocks(rolled.traced, rolled.remarks), stages, plan.num_chunks)
     return StepProgram(cut.traced, cut, rolled.remarks)
+
+
+def unstaged_program(traced: TracedLoss, plan: Plan) -> StepProgram:
+    """Return a traced program without pipeline stages, rolled if the plan asks for it."""
+    if plan.sharding.blocks != "scan":
+        return StepProgram(traced, None, ())
+    rolled = roll_program(traced)
+    return StepProgram(rolled.traced, None, rolled.remarks)
 
 
 def per_device_program(

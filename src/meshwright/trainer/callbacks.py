@@ -79,14 +79,14 @@ class EarlyStopping(Callback):
 
 
 class OnMetrics(Callback):
-    """Calls a function with the number of an update, from 0, and its training metrics."""
+    """Calls a function with the number of an update, from 1, and its training metrics."""
 
     def __init__(self, function: Any) -> None:
         self._function = function
 
     def on_log(self, update: int, values: Values) -> None:
         """Call the function."""
-        self._function(update - 1, dict(values))
+        self._function(update, dict(values))
 
 
 class Callbacks(Callback):

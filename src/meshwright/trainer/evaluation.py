@@ -1,118 +1,168 @@
-"""Evaluation: mean loss and metrics on held-out data, with the model in eval mode."""
+"""Evaluation and prediction: the trained model in eval mode on every sample of some data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from meshwright.data.batches import form_of, read_batch
+from meshwright.data.batches import form_of
 from meshwright.data.protocols import Data
-from meshwright.data.user_data import IterableData, SequenceData
+from meshwright.data.user_data import as_data
 from meshwright.errors import UserError
-from meshwright.program.trace.traced_loss import Loss
-from meshwright.step.assemble import Assembled
-from meshwright.step.eval_step import Evaluate, compile_evaluation
 from meshwright.step.state import TrainState
-from meshwright.trainer.batch_loader import BatchLoader
-from meshwright.weighted import Weighted
+from meshwright.trainer.every_sample import EverySample, PlacedBatch, no_data
+from meshwright.trainer.programs import Programs
+
+EVAL_SAMPLES = "eval_samples"
+"""The metric that says on how many samples an evaluation was."""
+
+MAX_IN_FLIGHT = 2
+"""Batches dispatched to the devices before the first of them is waited for."""
 
 
 class Evaluator:
     """Evaluates training states on held-out data.
 
-    The model runs in eval mode: without dropout, and with its running batch statistics.
+    The model runs in eval mode: without dropout, and with its running batch statistics. Every
+    sample counts once.
 
     Args:
-        assembled: the step whose states are evaluated.
-        loss: the loss the step was made from.
+        programs: the compiled programs of the step whose states are evaluated.
         data: held-out samples, the same in every evaluation.
-        batches: the most batches one evaluation uses, each as large as a training batch.
+        limit: the most batches one evaluation uses, each as large as a training batch; None for
+            all samples.
     """
 
-    def __init__(self, assembled: Assembled, loss: Loss, data: Data, *, batches: int) -> None:
-        plan = assembled.plan
-        self._assembled, self._loss = assembled, loss
-        self._replicas = plan.batch.replicas
-        # Pipeline stages work on several microbatches at a time.
-        self._max_microbatches = plan.num_microbatches if plan.size("pipe") > 1 else 1
-        if isinstance(data, SequenceData | IterableData):
-            size, self._num_batches = self._given_size(data), batches
-        else:
-            micro = plan.batch.micro_batch_size * plan.batch.replicas
-            count = self._total_samples(data.num_samples, batches) // micro or 1
-            together = max(n for n in range(1, self._max_microbatches + 1) if count % n == 0)
-            size, self._num_batches = micro * together, count // together
-        self._loader = BatchLoader(data, batch_size=size, sharding=assembled.step.shardings.batch)
-        self._compiled: dict[Any, Evaluate] = {}
+    def __init__(self, programs: Programs, data: Data, *, limit: int | None) -> None:
+        self._programs = programs
+        self.samples = EverySample(programs.assembled, data, limit=limit)
 
     def __call__(self, state: TrainState, warn: Callable[[str], None]) -> dict[str, float]:
-        """Return the mean loss and metrics.
+        """Return the mean loss and metrics, and the number of samples as ``eval_samples``.
 
         Args:
             state: the training state.
             warn: called if evaluation cannot run in pipeline stages as training does.
         """
-        sums: Any = None
-        leaves = self._assembled.step.leaf_values(state)
-        with self._loader.open(0, self._num_batches) as batches:
-            for batch in batches:
-                values = self._compile(batch, warn)(leaves, batch)
-                sums = values if sums is None else jax.tree.map(lambda a, b: a + b, sums, values)
-        if sums is None:
-            raise _no_batches()
-        return {name: _mean(value) for name, value in jax.device_get(sums).items()}
+        sums, num_samples = _Sums(), 0
+        leaves = self._programs.assembled.step.leaf_values(state)
+        for batch in self.samples:
+            self._check_structure(batch)
+            arrays = jax.tree.leaves(batch.arrays)
+            run = self._programs.evaluation(arrays, batch.num_microbatches, warn)
+            sums.add(run(leaves, arrays))
+            num_samples += batch.num_samples
+        if not num_samples:
+            raise no_data()
+        return {**sums.means(), EVAL_SAMPLES: num_samples}
 
-    def _total_samples(self, available: int | None, batches: int) -> int:
-        """Return the samples of one evaluation, the same on every mesh.
-
-        They fill whole training batches, unless there is less than one.
-        """
-        size = self._assembled.plan.batch.global_batch_size
-        if available is None:
-            return batches * size
-        return min(batches * size, available // size * size or available)
-
-    def _compile(self, batch: Sequence[Any], warn: Callable[[str], None]) -> Evaluate:
-        shapes = tuple(leaf.shape for leaf in batch)
-        if shapes not in self._compiled:
-            self._compiled[shapes] = compile_evaluation(
-                self._assembled, self._loss, batch, self._num_microbatches(shapes[0][0]), warn
-            )
-        return self._compiled[shapes]
-
-    def _given_size(self, data: SequenceData | IterableData) -> int:
-        """Return the samples per batch of data given as batches; raise if the mesh cannot."""
-        first = data.first()
-        if first is None:
-            raise _no_batches()
-        size = form_of(read_batch(first)).num_samples
-        self._num_microbatches(size)
-        return size
-
-    def _num_microbatches(self, samples: int) -> int:
-        """Return the number of microbatches of a batch."""
-        if samples % self._replicas:
-            below = samples // self._replicas * self._replicas
-            sizes = " or ".join(str(n) for n in (below, below + self._replicas) if n)
+    def _check_structure(self, batch: PlacedBatch) -> None:
+        expected = self._programs.assembled.batch_tree
+        if jax.tree.structure(batch.arrays) != expected:
+            needed = form_of(jax.tree.unflatten(expected, [np.zeros(1)] * expected.num_leaves))
             raise UserError(
-                f"batches of {samples} samples for evaluation cannot be divided over the mesh",
-                why=f"each of {self._replicas} groups of devices gets the same number of samples",
-                fix=f"give batches of {sizes} samples, or a dict of arrays",
+                "the data to evaluate on has other arrays than the training data",
+                why=f"it has {', '.join(form_of(batch.arrays).arrays)}; the loss was trained on "
+                f"{', '.join(needed.arrays)}",
+                fix="give the same arrays, or compute predictions with predict(…)",
             )
-        each = samples // self._replicas
-        return max(n for n in range(1, self._max_microbatches + 1) if each % n == 0)
 
 
-def _no_batches() -> UserError:
-    return UserError(
-        "there is no data to evaluate on",
-        why="eval_data has no batches; a generator can only be read once",
-        fix="give a list of batches, or a dict of arrays",
-    )
+class _Sums:
+    """Adds up totals and weights in float64, waiting for the devices a few batches late."""
+
+    def __init__(self) -> None:
+        self._in_flight: deque[Any] = deque()
+        self._totals: dict[str, tuple[float, float]] = {}
+
+    def add(self, values: Any) -> None:
+        self._in_flight.append(values)
+        if len(self._in_flight) > MAX_IN_FLIGHT:
+            self._read()
+
+    def means(self) -> dict[str, float]:
+        while self._in_flight:
+            self._read()
+        return {
+            name: total / weight if weight else float(np.nan)
+            for name, (total, weight) in self._totals.items()
+        }
+
+    def _read(self) -> None:
+        for name, value in jax.device_get(self._in_flight.popleft()).items():
+            total, weight = self._totals.get(name, (0.0, 0.0))
+            self._totals[name] = (total + float(value.total), weight + float(value.weight))
 
 
-def _mean(value: Weighted) -> float:
-    return float(value.total / value.weight) if value.weight else float(np.nan)
+@dataclass(frozen=True)
+class _OfArray:
+    """A function of a bare array, for data that is one."""
+
+    function: Callable[[Any, Any], Any]
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        return self.function(model, batch["batch"])
+
+
+def apply_model(model: Any, batch: Any) -> Any:
+    """Return ``model(x)`` for a batch of a single array ``x``."""
+    arrays = form_of(batch).arrays
+    if len(arrays) != 1 or not callable(model):
+        raise UserError(
+            "predict cannot know how to call the model",
+            why=f"a batch has {', '.join(arrays)}"
+            if callable(model)
+            else "the model is a dict of modules",
+            fix='say it with a function: fn=lambda model, batch: model(batch["x"])',
+        )
+    return model(jax.tree.leaves(batch)[0])
+
+
+def prediction_inputs(
+    data: Any, function: Callable[[Any, Any], Any] | None
+) -> tuple[Data, Callable[[Any, Any], Any]]:
+    """Return the data and the function of a prediction as the user gives them.
+
+    Args:
+        data: what training takes, or one array of samples.
+        function: ``function(model, batch)``; None applies the model to the only array.
+    """
+    if hasattr(data, "shape"):
+        return as_data({"batch": np.asarray(data)}), _OfArray(function) if function else apply_model
+    return as_data(data), function or apply_model
+
+
+def predict(
+    programs: Programs,
+    state: TrainState,
+    data: Data,
+    function: Callable[[Any, Any], Any],
+) -> Any:
+    """Return ``function(model, batch)`` for every sample, in the order of the data.
+
+    Args:
+        programs: the compiled programs of the step whose state predicts.
+        state: the training state.
+        data: the samples.
+        function: returns a tree of arrays with one row per sample.
+
+    Returns:
+        The function's tree, with NumPy arrays of all samples.
+    """
+    parts: list[Any] = []
+    leaves = programs.assembled.step.leaf_values(state)
+    in_flight: deque[Any] = deque()
+    for batch in EverySample(programs.assembled, data, in_order=True):
+        run = programs.prediction(function, batch.arrays)
+        in_flight.append(run(leaves, jax.tree.leaves(batch.arrays)))
+        if len(in_flight) > MAX_IN_FLIGHT:
+            parts.append(jax.device_get(in_flight.popleft()))
+    parts.extend(jax.device_get(part) for part in in_flight)
+    if not parts:
+        raise no_data()
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)

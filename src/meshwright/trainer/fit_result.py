@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint import CheckpointMetadata
+from meshwright.data.user_data import as_data
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
+from meshwright.trainer.evaluation import Evaluator, predict, prediction_inputs
+from meshwright.trainer.programs import Programs
 from meshwright.trainer.stop import Stop
 
 
@@ -17,13 +23,14 @@ class FitResult:
     """The result of a training run.
 
     Attributes:
-        losses: the mean loss of every logged update, by its number from 0.
+        losses: the mean loss of every logged update, by its number from 1.
         eval: the metrics of every evaluation, by updates done.
         updates: updates done, including those before a resume.
         seconds: duration, including compilation.
         stop: why the run ended: ``stop.reason`` is a `StopReason`, ``stop.text`` says it.
         state: the final state.
-        assembled: the step and what it was made from.
+        programs: the compiled programs of the step.
+        metadata: what a checkpoint of the final state records about the run.
         run_dir: the run folder; None for a run without one.
         extra: further results of whoever started the run, such as a sample of text.
     """
@@ -34,7 +41,8 @@ class FitResult:
     seconds: float
     stop: Stop
     state: TrainState
-    assembled: Assembled
+    programs: Programs
+    metadata: CheckpointMetadata
     run_dir: Path | None = None
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -55,14 +63,55 @@ class FitResult:
         return self.stop.interrupted
 
     @property
+    def assembled(self) -> Assembled:
+        """The step and what it was made from."""
+        return self.programs.assembled
+
+    @cached_property
     def model(self) -> Any:
-        """The trained model, as the user wrote it."""
+        """The trained model, as the user wrote it, in evaluation mode.
+
+        It is the same object every time. `model.train()` sets it to training mode, with dropout.
+        """
         return self.assembled.model(self.state)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The trained parameters by canonical path, such as ``blocks.0.mlp.up.kernel``."""
+        return self.assembled.canonical_params(self.state.params)
 
     @property
     def eval_loss(self) -> float | None:
         """The loss of the last evaluation; None without evaluation."""
         return self.eval[max(self.eval)]["loss"] if self.eval else None
+
+    def evaluate(self, data: Any, *, eval_batches: int | None = None) -> dict[str, float]:
+        """Evaluate the trained model, as training does on ``eval_data``.
+
+        Args:
+            data: samples in any form `Trainer.fit` takes; each counts exactly once.
+            eval_batches: the most batches to use, each as large as a training batch; None for
+                all samples.
+
+        Returns:
+            The mean loss and metrics, and the number of samples as ``eval_samples``.
+        """
+        evaluator = Evaluator(self.programs, as_data(data, self.metadata.seed), limit=eval_batches)
+        return evaluator(self.state, lambda message: warnings.warn(message, stacklevel=4))
+
+    def predict(self, data: Any, fn: Callable[[Any, Any], Any] | None = None) -> Any:
+        """Apply the trained model, in evaluation mode, to every sample in order.
+
+        Args:
+            data: an array of samples, or samples in any form `Trainer.fit` takes.
+            fn: ``fn(model, batch)``, which returns arrays with one row per sample; by default
+                the model itself, for data of a single array.
+
+        Returns:
+            What ``fn`` returns, as NumPy arrays of all samples.
+        """
+        given, function = prediction_inputs(data, fn)
+        return predict(self.programs, self.state, given, function)
 
     def summary(self) -> dict[str, Any]:
         """Return the content of result.json."""

@@ -32,7 +32,7 @@ class Progress:
 
     Attributes:
         update: updates done.
-        losses: the mean loss of every logged update, by its number from 0.
+        losses: the mean loss of every logged update, by its number from 1.
         eval: the metrics of every evaluation, by updates done.
         stop: why the run ended.
     """
@@ -121,7 +121,7 @@ class Loop:
                     progress.stop = stop
                     break
         self.profiling.close()
-        if metrics is not None and done - 1 not in progress.losses:
+        if metrics is not None and done not in progress.losses:
             self._log(done, metrics, progress)
         updates = self.limits.updates
         if progress.stop is ALL_DONE and (updates is None or done < updates):
@@ -143,7 +143,7 @@ class Loop:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         values |= self.extra_metrics(update) | self.meter.read(progress.update, self.loader.waited)
         values |= self.shares
-        progress.losses[update - 1] = values["loss"]
+        progress.losses[update] = values["loss"]
         self.checkpointer.poll()
         self.tracker.log("train", update, values)
         self.callbacks.on_log(update, values)

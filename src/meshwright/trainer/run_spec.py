@@ -15,6 +15,7 @@ from meshwright.program.trace.traced_loss import Loss
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.trainer.callbacks import Callback
+from meshwright.trainer.programs import Programs
 from meshwright.trainer.resume import ResumePoint
 
 
@@ -25,12 +26,12 @@ class EvaluationSpec:
     Attributes:
         data: held-out data; None for no evaluation.
         every: updates between two evaluations; None for a single one at the end.
-        batches: the most batches one evaluation uses.
+        batches: the most batches one evaluation uses; None for all samples.
     """
 
     data: Data | None = None
     every: int | None = None
-    batches: int = 16
+    batches: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,7 @@ class RunSpec:
         duration: how long to train.
         seed: the seed of the run.
         initial_state: returns the state to start from without a checkpoint.
+        updates_done: the updates of that state.
         resume_point: the checkpoint to resume from.
         evaluation: when to evaluate, and on what.
         loading: how batches are read.
@@ -95,6 +97,7 @@ class RunSpec:
         warnings: further warnings to show at the start.
         settings: further settings that must be the same in every process.
         interrupt: watches signals already; by default they are watched during training only.
+        programs: programs that are compiled already; None for none.
     """
 
     assembled: Assembled
@@ -104,6 +107,7 @@ class RunSpec:
     duration: Duration
     seed: int
     initial_state: Callable[[], TrainState]
+    updates_done: int = 0
     resume_point: ResumePoint | None = None
     evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)
     loading: LoadingSpec = field(default_factory=LoadingSpec)
@@ -116,3 +120,4 @@ class RunSpec:
     warnings: Sequence[str] = ()
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     interrupt: Interrupt | None = None
+    programs: Programs | None = None

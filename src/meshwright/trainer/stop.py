@@ -14,6 +14,7 @@ class StopReason(Enum):
     OUT_OF_TIME = "out of time"
     CALLBACK = "callback"
     SIGNAL = "signal"
+    RESTORED = "restored"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +43,23 @@ from meshwright.plan import (
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.proof import Certificate, verify
 from meshwright.step.assemble import Assembled, assemble
+from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.trainer.callbacks import Callback, OnMetrics
 from meshwright.trainer.comparable import comparable, optimizer_settings
+from meshwright.trainer.continuing import (
+    Memory,
+    choose_start,
+    continued_state,
+    raise_interrupted,
+)
 from meshwright.trainer.fit_result import FitResult
-from meshwright.trainer.resume import find_resume_point
+from meshwright.trainer.programs import Programs
+from meshwright.trainer.resume import check_fits, find_resume_point, restore
 from meshwright.trainer.run_spec import EvaluationSpec, OutputSpec, RunSpec
-from meshwright.trainer.stop import StopReason
+from meshwright.trainer.stop import Stop, StopReason
 from meshwright.trainer.training_run import TrainingRun
-from meshwright.trees import Batch
+from meshwright.trees import Batch, resize_batch
 from meshwright.user_code import doing
 
 
@@ -96,6 +104,7 @@ class Trainer:
     devices: Sequence[Device] | None = None
 
     def __post_init__(self) -> None:
+        self._memory = Memory()
         check_loss(self.loss)
         check_optimizer(self.optimizer)
         check_precision(self.precision)
@@ -114,11 +123,12 @@ class Trainer:
         batch_size: int | None = None,
         eval_data: UserData | None = None,
         eval_every: int | None = None,
-        eval_batches: int = 16,
+        eval_batches: int | None = None,
         callbacks: Sequence[Callback] = (),
         on_metrics: Callable[[int, dict[str, float]], None] | None = None,
         run_dir: str | Path | None = None,
         resume: str = "auto",
+        restart: bool = False,
         checkpoint: CheckpointConfig | None = None,
         tracking: TrackingConfig | None = None,
         progress: bool | None = None,
@@ -126,7 +136,13 @@ class Trainer:
     ) -> FitResult:
         """Train for a number of updates or a duration.
 
-        If the batches run out earlier, training stops there with a warning.
+        A second `fit` continues where the last one ended, without compiling again: ``steps`` and
+        ``max_duration`` in updates or epochs count from the first update of the run. If the
+        batches run out earlier, training stops there with a warning.
+
+        Ctrl-C stops after the current update and raises `KeyboardInterrupt`; SIGTERM exits with
+        code 75. With a run_dir the state is saved first, and without one a further `fit`
+        continues from memory.
 
         Args:
             data: a list or an iterable of global batches (pytrees of arrays, dim 0 being the
@@ -137,29 +153,83 @@ class Trainer:
             batch_size: samples per global batch; required if the data does not come in batches.
             eval_data: held-out data in any of these forms.
             eval_every: updates between two evaluations; None for a single one at the end.
-            eval_batches: the most batches one evaluation uses.
+            eval_batches: the most batches one evaluation uses, each as large as a training batch;
+                None uses every sample exactly once. Data without a known end need a number.
             callbacks: callbacks to call during training.
-            on_metrics: called with the number (from 0) and the metrics of every logged update.
+            on_metrics: called with the number (from 1) and the metrics of every logged update.
             run_dir: the run folder for metrics and checkpoints; None writes nothing.
             resume: auto resumes from the newest checkpoint in run_dir, if there is one; must
                 requires one; never starts over; a path names a run or a checkpoint.
+            restart: begin anew, whatever this trainer has trained before.
             checkpoint: when to save checkpoints in run_dir, and how many to keep.
             tracking: trackers besides the files in run_dir.
             progress: show progress on stderr; by default with a run_dir or on a terminal. Without
                 it, warnings are Python warnings.
             assembled: the result of `assemble` for such batches, to save the time.
         """
-        duration, given = _read_duration(steps, max_duration), as_data(data, self.seed)
+        duration = _read_duration(steps, max_duration)
+        if restart or resume == "never":
+            resume, self._memory.result = "never", None
+        given = self._read_data(data)
         first = _first_batch(given, batch_size or self._planned_batch())
-        assembled = assembled or self.assemble(first)
-        evaluation = self._evaluation(eval_data, eval_every, eval_batches)
         output = self._output(run_dir, checkpoint, tracking, progress)
         callbacks = [*callbacks, *([OnMetrics(on_metrics)] if on_metrics else [])]
-        spec = self._spec(assembled, first, given, duration, evaluation, output, callbacks, resume)
-        result = TrainingRun(spec).run()
+        spec = self._spec(
+            self._programs(first, assembled),
+            first,
+            given,
+            duration,
+            self._evaluation(eval_data, eval_every, eval_batches),
+            output,
+            callbacks,
+            resume,
+        )
+        result = self._memory.result = TrainingRun(spec).run()
         if result.stop.reason is StopReason.OUT_OF_BATCHES:
             _warn_ran_out(result.stop.text)
+        elif result.updates == spec.updates_done:
+            _warn_nothing_done(result.updates)
+        raise_interrupted(result)
         return result
+
+    @property
+    def result(self) -> FitResult | None:
+        """The result of the last `fit`, also if a signal ended it; None before the first."""
+        return self._memory.result
+
+    def evaluate(
+        self,
+        data: Any,
+        *,
+        eval_batches: int | None = None,
+        of: FitResult | str | Path | None = None,
+    ) -> dict[str, float]:
+        """Evaluate what was trained last; see `FitResult.evaluate`.
+
+        Args:
+            data: samples in any form `fit` takes; each counts exactly once.
+            eval_batches: the most batches to use; None for all samples.
+            of: a result, or the folder of a run or a checkpoint, to evaluate instead.
+        """
+        return self._trained(of, data).evaluate(data, eval_batches=eval_batches)
+
+    def predict(
+        self,
+        data: Any,
+        fn: Callable[[Any, Any], Any] | None = None,
+        *,
+        of: FitResult | str | Path | None = None,
+    ) -> Any:
+        """Apply what was trained last to every sample in order; see `FitResult.predict`.
+
+        Args:
+            data: an array of samples, or samples in any form `fit` takes.
+            fn: ``fn(model, batch)``, which returns arrays with one row per sample; by default
+                the model itself, for data of a single array.
+            of: a result, or the folder of a run or a checkpoint, to predict with instead; for a
+                folder the data must have the arrays that the loss reads.
+        """
+        return self._trained(of, data).predict(data, fn)
 
     def assemble(self, batch: Batch) -> Assembled:
         """Build the step for batches of this shape; nothing is compiled yet."""
@@ -201,9 +271,54 @@ class Trainer:
             devices=self.devices,
         )
 
+    def _trained(self, of: FitResult | str | Path | None, data: Any) -> FitResult:
+        if isinstance(of, str | Path):
+            return self._restored(str(of), data)
+        result = of or self.result
+        if result is None:
+            raise UserError(
+                "there is no trained model yet", fix='call fit first, or write of="runs/first"'
+            )
+        return result
+
+    def _restored(self, run: str, data: Any) -> FitResult:
+        """Return the state of a checkpoint as the result of its run."""
+        point = find_resume_point(run, None)
+        assert point is not None
+        size = point.metadata.global_batch_size
+        batch = resize_batch(_first_batch(as_data(data, self.seed), 1), size)
+        programs = self._programs(batch, None)
+        form = CanonicalForm(programs.assembled)
+        check_fits(point, form)
+        return FitResult(
+            losses={},
+            eval={},
+            updates=point.update,
+            seconds=0.0,
+            stop=Stop(StopReason.RESTORED, f"restored from {point.path}"),
+            state=restore(point, form),
+            programs=programs,
+            metadata=point.metadata,
+        )
+
+    def _read_data(self, data: Any) -> Data:
+        """Return data as `Data`; an iterable that is given again goes on where it was."""
+        before = self._memory.data
+        if before is None or before[0] is not data or not isinstance(before[1], IterableData):
+            before = self._memory.data = (data, as_data(data, self.seed))
+        return before[1]
+
+    def _programs(self, batch: Any, assembled: Assembled | None) -> Programs:
+        settings = tuple(getattr(self, each.name) for each in fields(self))
+        programs = self._memory.programs(settings, batch)
+        if programs is None or assembled not in (None, programs.assembled):
+            programs = Programs(assembled or self.assemble(batch), self.loss)
+            self._memory.keep_programs(settings, batch, programs)
+        return programs
+
     def _spec(
         self,
-        assembled: Assembled,
+        programs: Programs,
         batch: Any,
         data: Data,
         duration: Duration,
@@ -212,15 +327,24 @@ class Trainer:
         callbacks: Sequence[Callback],
         resume: str,
     ) -> RunSpec:
+        assembled = programs.assembled
+        point = find_resume_point(resume, output.run_dir)
+        point, result = choose_start(point, self._memory.result, resume)
         return RunSpec(
             assembled=assembled,
+            programs=programs,
             loss=self.loss,
             batch=batch,
             data=data,
             duration=duration,
             seed=self.seed,
-            initial_state=lambda: self._initial_state(assembled),
-            resume_point=find_resume_point(resume, output.run_dir),
+            initial_state=lambda: (
+                self._initial_state(assembled)
+                if result is None
+                else continued_state(result, assembled)
+            ),
+            updates_done=0 if result is None else result.updates,
+            resume_point=point,
             evaluation=evaluation,
             output=output,
             callbacks=callbacks,
@@ -232,7 +356,7 @@ class Trainer:
             },
         )
 
-    def _evaluation(self, data: Any, every: int | None, batches: int) -> EvaluationSpec:
+    def _evaluation(self, data: Any, every: int | None, batches: int | None) -> EvaluationSpec:
         held_out = None if data is None else as_data(data, self.seed)
         return EvaluationSpec(data=held_out, every=every, batches=batches)
 
@@ -366,6 +490,16 @@ def _first_batch(data: Data, batch_size: int | None) -> Any:
     check_count("batch_size", batch_size)
     with doing("reading batch 0"):
         return read_batch(data.batch(0, batch_size))
+
+
+def _warn_nothing_done(done: int) -> None:
+    warnings.warn(
+        f"this trainer had already done {done} updates, and nothing was trained. The length of a "
+        f"training counts from its first update: write steps={2 * done} to do as many again, or "
+        "restart=True to begin anew",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def _warn_ran_out(text: str) -> None:

@@ -37,6 +37,7 @@ from meshwright.trainer.folder import make_run_folder, write_files
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.loop import Loop, Progress
 from meshwright.trainer.meter import Meter, Work
+from meshwright.trainer.programs import Programs
 from meshwright.trainer.resume import (
     ResumePoint,
     check_fits,
@@ -68,6 +69,7 @@ class TrainingRun:
         self._plan, self._run_dir = spec.assembled.plan, spec.output.run_dir
         compare_processes(_facts(spec))
         self._callbacks = Callbacks(spec.callbacks)
+        self._programs = spec.programs or Programs(spec.assembled, spec.loss)
         _check_early_stopping(spec.callbacks, spec.evaluation)
         check_tracking(spec.output.tracking, self._run_dir)
         self._updates = spec.duration.total_updates(
@@ -97,7 +99,7 @@ class TrainingRun:
         """Train; after a failure the checkpointer and the trackers are closed as well."""
         started = time.perf_counter()
         spec, output = self._spec, self._spec.output
-        compiled = compile_step(spec.assembled, spec.batch)
+        compiled = self._compiled_step()
         if spec.strict:
             refuse_deviations([*spec.assembled.remarks, *compiled.deviations()])
         tracker = make_trackers(
@@ -127,6 +129,10 @@ class TrainingRun:
         finally:
             tracker.close(summary)
         return result
+
+    def _compiled_step(self) -> CompiledStep:
+        spec = self._spec
+        return self._programs.step(spec.batch, lambda: compile_step(spec.assembled, spec.batch))
 
     def _check_resume_point(self) -> list[str]:
         """Refuse a checkpoint of another run or model; return accepted changes as warnings."""
@@ -169,10 +175,15 @@ class TrainingRun:
             self._write_json("ledger.json", compiled.ledger.model_dump(mode="json"))
         for warning in warnings:
             tracker.event("warning", 0, warning, {})
+        if self._evaluator is not None and (note := self._evaluator.samples.note()):
+            tracker.event("note", 0, note, {})
 
     def _first_state(self, tracker: Tracker, progress: Progress) -> TrainState:
         """Return the state to start from, restored if there is a checkpoint to resume from."""
         if self._point is None:
+            done = progress.update = self._spec.updates_done
+            if done:
+                tracker.event("resume", done, f"continuing after update {done}", {})
             return self._spec.initial_state()
         state = self._restore(tracker)
         point = self._point
@@ -221,7 +232,8 @@ class TrainingRun:
             seconds=seconds,
             stop=stop,
             state=state,
-            assembled=self._spec.assembled,
+            programs=self._programs,
+            metadata=replace(self._metadata, update=progress.update),
             run_dir=self._run_dir,
             extra={} if stop.interrupted else self._spec.extra_results(state),
         )
@@ -261,9 +273,7 @@ class TrainingRun:
         evaluation = self._spec.evaluation
         if evaluation.data is None:
             return None
-        return Evaluator(
-            self._spec.assembled, self._spec.loss, evaluation.data, batches=evaluation.batches
-        )
+        return Evaluator(self._programs, evaluation.data, limit=evaluation.batches)
 
     def _make_profiling(self, compiled: CompiledStep) -> NoProfiling:
         if not self._spec.output.profile or self._run_dir is None:

@@ -78,7 +78,7 @@ class _Cutter:
         eqns = self.jaxpr.eqns
         self.scan = BlockScan.of(eqns[position])
         self.around = [*eqns[:position], *eqns[position + 1 :]]
-        self.losses = self.jaxpr.outvars[: 2 * (1 + len(traced.metric_names))]
+        self.losses = self.jaxpr.outvars[: traced.num_results]
         states = [number for number, step in enumerate(self.steps) if step.leaf.role == "state"]
         after = self.jaxpr.outvars[len(self.losses) :]
         # For each step leaf with role state, its value after the microbatch.

@@ -276,7 +276,7 @@ class _Builder:
         return stacked if stacked.dtype == dtype else stacked.astype(dtype)
 
     def _outputs(self, env: _LazyValues, inputs: Sequence[Any]) -> list[Any]:
-        pairs = 2 * (1 + len(self.traced.metric_names))
+        pairs = self.traced.num_results
         outvars = self.jaxpr.outvars
         values = [_read(atom, env) for atom in outvars[:pairs]]
         state = [i for i, leaf in enumerate(self.traced.layout.leaves) if leaf.role == "state"]

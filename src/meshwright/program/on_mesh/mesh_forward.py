@@ -43,6 +43,10 @@ class Forward:
 
     def __call__(self, leaves: Sequence[Value], batch: Sequence[Value]) -> LossValue:
         """Evaluate the loss on the step's leaf values (in layout order) and batch leaves."""
+        return self.traced.read_outputs(self.outputs(leaves, batch))
+
+    def outputs(self, leaves: Sequence[Value], batch: Sequence[Value]) -> list[Value]:
+        """Return the program's outputs as they are: its results, then the new state."""
         closed = self.traced.closed
         env = self._evaluator.environment(closed, [*leaves, *batch])
         for segment in self._segments:
@@ -50,7 +54,7 @@ class Forward:
                 self._run_block(segment, env)
             else:
                 self._evaluator.equations(segment.eqns, env)
-        return self.traced.read_outputs([env.value(atom) for atom in closed.jaxpr.outvars])
+        return [env.value(atom) for atom in closed.jaxpr.outvars]
 
     def _run_block(self, block: Block, env: Environment) -> None:
         """Evaluate a block under its checkpoint policy."""

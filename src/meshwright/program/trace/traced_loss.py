@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -83,9 +83,14 @@ class TracedLoss:
         """The leaves the program runs on."""
         return [step.leaf for step in self.layout.step_leaves]
 
+    @property
+    def num_results(self) -> int:
+        """How many outputs come before the new state."""
+        return len(self.closed.jaxpr.outvars) - len(self.layout.select("state"))
+
     def read_outputs(self, outputs: Sequence[Any]) -> LossValue:
         """Return the program's outputs by name."""
-        pairs = 2 * (1 + len(self.metric_names))
+        pairs = self.num_results
         totals = [Weighted(outputs[i], outputs[i + 1]) for i in range(0, pairs, 2)]
         metrics = dict(zip(self.metric_names, totals[1:], strict=True))
         return LossValue(totals[0], metrics, list(outputs[pairs:]))
@@ -98,9 +103,27 @@ def trace_loss(
 
     Parameters enter in float32 and are cast to ``compute_dtype`` inside the program.
     """
+    names: list[str] = []
+
+    def results(model: Model, batch: Batch) -> list[Any]:
+        objective, metrics = read_loss(loss(model, batch))
+        names[:] = metrics
+        weighted = [objective, *metrics.values()]
+        return [x for w in weighted for x in (w.total, w.weight)]
+
+    traced = trace_function(results, model_leaves, batch, compute_dtype)
+    return replace(traced, metric_names=tuple(names))
+
+
+def trace_function(
+    function: Callable[[Model, Batch], list[Any]],
+    model_leaves: ModelLeaves,
+    batch: Batch,
+    compute_dtype: Any = None,
+) -> TracedLoss:
+    """Trace ``function(model, batch)``, whose list of arrays becomes the program's results."""
     batch_tree = jax.tree.structure(batch)
     batch_leaves = _describe_batch(batch)
-    metric_names: list[str] = []
     changed: set[int] = set()
     paths_by_class: dict[str, Sequence[str]] = {}
     weights = {i for i, leaf in enumerate(model_leaves.leaves) if leaf.is_weight}
@@ -116,17 +139,14 @@ def trace_loss(
         with module_scopes(model, compute_dtype) as paths:
             paths_by_class.update(paths)
             with doing("tracing the loss"):
-                out = loss(model, jax.tree.unflatten(batch_tree, inputs[count:]))
-        objective, metrics = read_loss(out)
-        metric_names[:] = metrics
+                results = function(model, jax.tree.unflatten(batch_tree, inputs[count:]))
         after = model_leaves.values(model)
         changed.update(i for i in model_leaves.indices("state") if after[i] is not values[i])
         state = [
             after[i].astype(model_leaves.leaves[i].dtype) if i in changed else inputs[i]
             for i in model_leaves.indices("state")
         ]
-        weighted = [objective, *metrics.values()]
-        return [x for w in weighted for x in (w.total, w.weight)] + state
+        return [*results, *state]
 
     structs = [leaf.struct for leaf in model_leaves.leaves]
     structs += [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in batch_leaves]
@@ -135,7 +155,7 @@ def trace_loss(
         # Weights that the loss changes (a moving average) must not be rounded.
         traced = jax.make_jaxpr(lambda *inputs: program(*inputs))(*structs)
     closed = normalize(traced, [leaf.path for leaf in model_leaves.leaves], paths_by_class)
-    return TracedLoss(closed, plain_layout(model_leaves.leaves), batch_leaves, tuple(metric_names))
+    return TracedLoss(closed, plain_layout(model_leaves.leaves), batch_leaves, ())
 
 
 def read_loss(out: Any) -> tuple[Weighted, dict[str, Weighted]]:

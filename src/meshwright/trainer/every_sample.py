@@ -1,0 +1,187 @@
+"""Batches for evaluation and prediction: every sample of the data exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwright.data.batches import form_of, read_batch, read_batches
+from meshwright.data.loader import load_batches
+from meshwright.data.protocols import Data, Rows
+from meshwright.data.source_data import SourceData, SyntheticData
+from meshwright.data.user_data import IterableData, SequenceData
+from meshwright.errors import Setting, UserError
+from meshwright.processes import agree, process_count
+from meshwright.step.assemble import Assembled
+from meshwright.step.place_batch import local_rows, place_batch
+
+SYNTHETIC_BATCHES = 16
+"""Batches of an evaluation on synthetic data, which have no end of their own."""
+
+
+@dataclass(frozen=True)
+class PlacedBatch:
+    """A batch on the mesh.
+
+    Attributes:
+        arrays: its arrays, nested as on the host.
+        num_samples: its samples.
+        num_microbatches: in how many microbatches pipeline stages work on it.
+    """
+
+    arrays: Any
+    num_samples: int
+    num_microbatches: int
+
+
+class EverySample:
+    """Places every sample of some data on the mesh exactly once.
+
+    Full batches come first, each as large as what the devices work on at a time in training. The
+    remainder is a batch of its own. If it does not divide over the mesh, it is placed unsharded,
+    and the compiled program divides it unevenly. Batches given as such are taken as they are.
+
+    Args:
+        assembled: the step whose mesh and plan are used.
+        data: the samples.
+        limit: the most batches to use, each as large as a training batch; None for all samples.
+        in_order: read sources in their own order instead of a shuffled one, for predictions.
+
+    Attributes:
+        num_samples: samples of one pass; None if the batches have to be counted.
+        data: the data.
+    """
+
+    def __init__(
+        self, assembled: Assembled, data: Data, *, limit: int | None = None, in_order: bool = False
+    ) -> None:
+        plan = assembled.plan
+        if in_order and isinstance(data, SourceData):
+            data = replace(data, shuffle=False)
+        if limit is None and isinstance(data, SyntheticData):
+            limit = SYNTHETIC_BATCHES
+        self.data, self._limit, self._plan = data, limit, plan
+        self._sharding = assembled.step.shardings.batch
+        self._unsharded = NamedSharding(assembled.mesh, PartitionSpec())
+        # Pipeline stages work on several microbatches at a time.
+        self._max_microbatches = plan.num_microbatches if plan.size("pipe") > 1 else 1
+        self._check(predicting=in_order)
+        self.num_samples = self._count_samples()
+
+    def note(self) -> str:
+        """Say how many samples the limit leaves out; empty if it leaves out none."""
+        available = self.data.num_samples
+        if available is None or self.num_samples is None or self.num_samples == available:
+            return ""
+        return (
+            f"each evaluation uses {self.num_samples:,} of {available:,} samples, because of "
+            f"{Setting('training.eval_batches', self._limit)}"
+        )
+
+    def __iter__(self) -> Iterator[PlacedBatch]:
+        """Read ahead and place batch after batch."""
+        if self.num_samples is None:
+            yield from self._given_batches()
+        else:
+            yield from self._full_batches(self.num_samples // self._size)
+            yield from self._remainder(*divmod(self.num_samples, self._size))
+
+    @property
+    def _micro(self) -> int:
+        return self._plan.batch.micro_batch_size * self._plan.batch.replicas
+
+    @property
+    def _size(self) -> int:
+        """Samples of a full batch."""
+        return self._micro * self._max_microbatches
+
+    def _count_samples(self) -> int | None:
+        if isinstance(self.data, SequenceData | IterableData):
+            return None
+        available = self.data.num_samples
+        if self._limit is None:
+            return available
+        limit = self._limit * self._plan.batch.global_batch_size
+        return limit if available is None else min(limit, available)
+
+    def _check(self, *, predicting: bool) -> None:
+        data = self.data
+        if isinstance(data, SequenceData | IterableData):
+            if data.first() is None:
+                raise no_data()
+            endless = isinstance(data, IterableData) and not hasattr(data.batches, "__len__")
+        else:
+            endless = data.num_samples is None
+        if endless and self._limit is None:
+            raise _endless(data, predicting=predicting)
+
+    def _full_batches(self, count: int) -> Iterator[PlacedBatch]:
+        rows = _local_rows(self._sharding, self._size)
+        stream = load_batches(self.data, batch_size=self._size, start=0, stop=count, rows=rows)
+        with stream:
+            for batch in read_batches(stream):
+                yield self._place(batch, self._size, rows)
+
+    def _remainder(self, step: int, count: int) -> Iterator[PlacedBatch]:
+        """Yield the first ``count`` rows of batch ``step``: whole microbatches, then the rest."""
+        whole = count // self._micro * self._micro
+        for first, size in ((0, whole), (whole, count - whole)):
+            if not size:
+                continue
+            rows = _local_rows(self._sharding_of(size), size)
+            wanted = first + (np.arange(size, dtype=np.int64) if rows is None else rows)
+            batch = read_batch(self.data.batch(step, self._size, wanted))
+            yield self._place(batch, size, rows)
+
+    def _given_batches(self) -> Iterator[PlacedBatch]:
+        with load_batches(self.data, batch_size=self._size, stop=self._limit) as stream:
+            while True:
+                batch = next(stream, None)
+                if not agree(batch is not None, "all"):
+                    return
+                batch = read_batch(batch)
+                size = form_of(batch).num_samples
+                rows = None if process_count() == 1 else np.arange(size, dtype=np.int64)
+                yield self._place(batch, size, rows)
+
+    def _place(self, batch: Any, size: int, rows: Rows | None) -> PlacedBatch:
+        leaves = place_batch(batch, self._sharding_of(size), size, rows)
+        arrays = jax.tree.unflatten(jax.tree.structure(batch), leaves)
+        return PlacedBatch(arrays, size, self._num_microbatches(size))
+
+    def _sharding_of(self, size: int) -> NamedSharding:
+        divides = size % self._plan.batch.replicas == 0
+        return self._sharding if divides else self._unsharded
+
+    def _num_microbatches(self, size: int) -> int:
+        each, rest = divmod(size, self._plan.batch.replicas)
+        if rest:
+            return 1
+        return max(n for n in range(1, self._max_microbatches + 1) if each % n == 0)
+
+
+def no_data() -> UserError:
+    """Return the error about data without batches."""
+    return UserError(
+        "there is no data to evaluate on",
+        why="eval_data has no batches; a generator can only be read once",
+        fix="give a list of batches, or a dict of arrays",
+    )
+
+
+def _local_rows(sharding: NamedSharding, size: int) -> Rows | None:
+    return local_rows(sharding, size) if process_count() > 1 else None
+
+
+def _endless(data: Data, *, predicting: bool) -> UserError:
+    limit = f"write {Setting('training.eval_batches', 16)} to use 16 batches, or "
+    return UserError(
+        f"{'predictions' if predicting else 'an evaluation'} might never end",
+        why=f"the data do not say how many samples they have ({data.describe()})",
+        fix=f"{'' if predicting else limit}give a dict of arrays or a list of batches",
+    )

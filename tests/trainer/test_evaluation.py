@@ -1,0 +1,125 @@
+"""Evaluation and prediction: every sample exactly once, on any mesh."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from quick import quick_module
+
+import meshwright as mw
+from meshwright.errors import UserError
+
+__all__ = ["quick_module"]
+pytestmark = pytest.mark.usefixtures("quick_module")
+
+MESHES = ["data=8", "fsdp=4,tensor=2", "pipe=2,data=4"]
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(self.down(nnx.relu(self.up(x))))
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(4)])
+        self.head = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def mean_loss(model, batch):
+    error = (model(batch["x"]) - batch["y"]) ** 2
+    return error.mean(), {"largest": mw.Weighted(error.sum(), error.size / 4)}
+
+
+def samples(count, seed=1):
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(count, 16)).astype("float32")
+    return {"x": x, "y": random.normal(size=(count, 4)).astype("float32")}
+
+
+@pytest.fixture(scope="module", params=MESHES)
+def result(request, quick_module):
+    trainer = mw.Trainer(model=Net, loss=mean_loss, optimizer=optax.sgd(0.01), mesh=request.param)
+    return trainer.fit(samples(64), steps=2, batch_size=64)
+
+
+def plain(model, batch):
+    """Evaluate the NNX model on the host in one piece."""
+    state = jax.tree.map(np.asarray, nnx.state(model, nnx.Not(nnx.RngState)))
+    copy = nnx.clone(model)
+    nnx.update(copy, state)
+    value, metrics = mean_loss(copy, batch)
+    return float(value), float(metrics["largest"].total / metrics["largest"].weight)
+
+
+@pytest.mark.parametrize("count", [100, 400, 3])
+def test_every_sample_counts_exactly_once(result, count):
+    held_out = samples(count)
+    values = result.evaluate(held_out)
+    loss, largest = plain(result.model, held_out)
+    assert values["eval_samples"] == count
+    assert values["loss"] == pytest.approx(loss, rel=1e-6)
+    assert values["largest"] == pytest.approx(largest, rel=1e-6)
+
+
+def test_predictions_are_those_of_the_model_in_order_and_give_the_evaluation(result):
+    held_out = samples(100)
+    predicted = result.predict(held_out, lambda model, batch: model(batch["x"]))
+    assert isinstance(predicted, np.ndarray)
+    np.testing.assert_allclose(predicted, result.model(held_out["x"]), rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(predicted, result.predict(held_out["x"]))
+    error = np.mean((predicted.astype("float64") - held_out["y"]) ** 2)
+    assert error == pytest.approx(result.evaluate(held_out)["loss"], rel=1e-6)
+    batches = [{"x": held_out["x"][:64]}, {"x": held_out["x"][64:]}]
+    np.testing.assert_allclose(result.predict(batches), predicted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("result", MESHES[:1], indirect=True)
+def test_a_limit_is_said_and_data_without_an_end_need_one(result):
+    assert result.evaluate(samples(400), eval_batches=2)["eval_samples"] == 128
+
+    def endless(step, batch_size):
+        return samples(batch_size, seed=step)
+
+    with pytest.raises(UserError, match="an evaluation might never end") as caught:
+        result.evaluate(endless)
+    assert "write eval_batches=16" in caught.value.fix
+    assert result.evaluate(endless, eval_batches=1)["eval_samples"] == 64
+    with pytest.raises(UserError, match="an evaluation might never end"):
+        result.evaluate(samples(8) for _ in range(2))
+    with pytest.raises(UserError, match="predictions might never end"):
+        result.predict(endless)
+
+
+@pytest.mark.parametrize("result", MESHES[:1], indirect=True)
+def test_wrong_predictions_are_refused(result):
+    with pytest.raises(UserError, match="how to call the model") as caught:
+        result.predict(samples(8))
+    assert caught.value.why == "a batch has x, y"
+    with pytest.raises(UserError, match="does not have one row per sample"):
+        result.predict(samples(8), lambda model, batch: model(batch["x"]).mean())
+    with pytest.raises(UserError, match="other arrays than the training data") as caught:
+        result.evaluate({"x": samples(8)["x"]})
+    assert "it has x; the loss was trained on x, y" in caught.value.why
+
+
+@pytest.mark.parametrize("result", MESHES[:1], indirect=True)
+def test_the_trained_model_is_one_object_in_evaluation_mode(result):
+    x = samples(4)["x"]
+    assert result.model is result.model
+    np.testing.assert_array_equal(result.model(x), result.model(x))
+    result.model.train()
+    assert not np.array_equal(result.model(x), result.model(x))
+    result.model.eval()
+    np.testing.assert_array_equal(result.model(x), result.model(x))
