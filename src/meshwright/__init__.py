@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from meshwright.proof import verify
     from meshwright.sharding.shard import shard_fsdp
     from meshwright.trainer import Callback, EarlyStopping, StopReason, Trainer
+    from meshwright.trainer.load_model import load_model
     from meshwright.weighted import Weighted
 
 _NAMES = {
@@ -45,6 +46,7 @@ _NAMES = {
     "build_mesh": "meshwright.mesh.build",
     "export_safetensors": "meshwright.checkpoint",
     "inspect_sharding": "meshwright.mesh.inspect",
+    "load_model": "meshwright.trainer.load_model",
     "read_params": "meshwright.checkpoint",
     "shard_fsdp": "meshwright.sharding.shard",
     "simulate_devices": "meshwright.mesh.simulate",
@@ -70,6 +72,7 @@ __all__ = [
     "build_mesh",
     "export_safetensors",
     "inspect_sharding",
+    "load_model",
     "pipeline",
     "read_params",
     "shard_fsdp",

@@ -98,9 +98,7 @@ def make_recipe(config: Config, global_batch_size: int) -> Recipe:
         updates = duration.total_updates(num_samples=samples, batch_size=global_batch_size)
     rate = learning_rate(config, global_batch_size, updates)
     return Recipe(
-        model=model_source(
-            model_builder(config), loss, lambda: read_batch(config_data.train.batch(0, 1))
-        ),
+        model=_model_source(config, loss, config_data),
         loss=loss,
         task=task,
         config_data=config_data,
@@ -109,6 +107,12 @@ def make_recipe(config: Config, global_batch_size: int) -> Recipe:
         learning_rate=rate,
         duration=duration,
     )
+
+
+def make_model_source(config: Config) -> ModelSource:
+    """Return what builds the model of a config, without reading data unless it has to."""
+    task = make_task(config)
+    return _model_source(config, task.loss, find_data(config, task))
 
 
 def training_duration(config: Config) -> Duration:
@@ -181,6 +185,10 @@ def learning_rate(config: Config, global_batch_size: int, updates: int | None) -
         return schedule
     warmup = optax.linear_schedule(0.0, peak, optimizer.warmup_steps)
     return optax.join_schedules([warmup, schedule], [optimizer.warmup_steps])
+
+
+def _model_source(config: Config, loss: Loss, data: ConfigData) -> ModelSource:
+    return model_source(model_builder(config), loss, lambda: read_batch(data.train.batch(0, 1)))
 
 
 def _explained(loss: Loss, config: Config) -> Loss:

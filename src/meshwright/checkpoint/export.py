@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,18 +12,64 @@ from numpy.typing import NDArray
 from meshwright.checkpoint.reader import CheckpointReader, find_store
 from meshwright.errors import UserError
 
+Arrays = dict[str, NDArray[Any]]
+"""NumPy arrays by canonical path."""
+
+
+class Trained(Protocol):
+    """A trained model in memory, such as the result of a training."""
+
+    def host_arrays(self) -> Arrays:
+        """Return parameters and statistics by canonical path."""
+        ...
+
 
 def read_params(
-    path: str | Path, *, update: int | None = None, statistics: bool = False
-) -> dict[str, NDArray[Any]]:
+    path: str | Path,
+    *,
+    update: int | None = None,
+    statistics: bool = False,
+    nested: bool = False,
+) -> dict[Any, Any]:
     """Read the parameters of a checkpoint by canonical path, and compare their checksums.
+
+    `meshwright.load_model` returns a model that holds them.
 
     Args:
         path: a run folder, its checkpoint folder, or a single checkpoint.
         update: which checkpoint; the newest by default.
         statistics: also read the model's other floating-point arrays, such as the running
             means of BatchNorm and frozen weights.
+        nested: return nested dicts, as ``nnx.update(model, …)`` takes them, instead of one dict
+            by path.
     """
+    groups = read_groups(path, ("params", "state") if statistics else ("params",), update=update)
+    arrays = {
+        name: array
+        for group, by_path in groups.items()
+        for name, array in by_path.items()
+        # Integer arrays are keys and counters of random streams.
+        if group == "params" or np.issubdtype(array.dtype, np.floating)
+    }
+    return nest(arrays) if nested else arrays
+
+
+def nest(arrays: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return arrays by path as nested dicts; the numbers of lists are integers."""
+    root: dict[Any, Any] = {}
+    for path, array in arrays.items():
+        *parents, last = (int(part) if part.isdecimal() else part for part in path.split("."))
+        inner = root
+        for part in parents:
+            inner = inner.setdefault(part, {})
+        inner[last] = array
+    return root
+
+
+def read_groups(
+    path: str | Path, groups: Sequence[str], *, update: int | None = None
+) -> dict[str, Arrays]:
+    """Read arrays of a checkpoint by group (params, state, optimizer) and canonical path."""
     folder, named = find_store(Path(path))
     reader = CheckpointReader(folder)
     wanted = update if update is not None else named if named is not None else reader.latest()
@@ -32,24 +79,23 @@ def read_params(
             why=f"checkpoints: {', '.join(map(str, reader.updates())) or 'none'}",
         )
     shapes = reader.shapes(wanted)
-    groups = ("params", "state") if statistics else ("params",)
-    paths = {group: list(shapes.get(group, {})) for group in groups if shapes.get(group)}
-    tree = reader.read(wanted, paths)
-    return {
-        name: array
-        for group in paths
-        for name, array in tree[group].items()
-        # Integer arrays are keys and counters of random streams.
-        if group == "params" or np.issubdtype(array.dtype, np.floating)
-    }
+    return reader.read(
+        wanted, {group: list(shapes[group]) for group in groups if shapes.get(group)}
+    )
 
 
 def export_safetensors(
-    run: str | Path, out: str | Path, *, update: int | None = None
+    run: str | Path | Trained, out: str | Path, *, update: int | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Write a checkpoint's parameters and statistics to a safetensors file.
+    """Write the parameters and statistics of a trained model to a safetensors file.
 
-    Returns the shapes of its arrays by canonical path.
+    Args:
+        run: a run folder, its checkpoint folder, a single checkpoint, or the result of a `fit`.
+        out: the file to write.
+        update: which checkpoint of a folder; the newest by default.
+
+    Returns:
+        The shapes of its arrays by canonical path.
     """
     try:
         from safetensors.numpy import save_file
@@ -57,7 +103,10 @@ def export_safetensors(
         raise UserError(
             "exporting needs the safetensors package", fix="pip install 'meshwright[hf]'"
         ) from error
-    params = read_params(run, update=update, statistics=True)
+    if isinstance(run, str | Path):
+        params = read_params(run, update=update, statistics=True)
+    else:
+        params = run.host_arrays()
     target = Path(out)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -31,6 +31,7 @@ from meshwright.trainer.resume import ResumePoint, find_resume_point
 from meshwright.trainer.run_spec import EvaluationSpec, LoadingSpec, OutputSpec, RunSpec
 from meshwright.trainer.schedule_warnings import schedule_warnings
 from meshwright.trainer.training_run import TrainingRun
+from meshwright.trainer.warm_start import warm_start
 from meshwright.units import counted
 
 
@@ -44,6 +45,7 @@ def run(request: Request) -> int:
     # Mistakes in the model, the task or the data show here, before a file is written.
     example = recipe.example_batch(plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, example)
+    warm = warm_start(config.model.init_from, config.model.init_patterns, assembled)
     training_run = TrainingRun(
         RunSpec(
             assembled=assembled,
@@ -52,7 +54,7 @@ def run(request: Request) -> int:
             data=recipe.data,
             duration=recipe.duration,
             seed=config.run.seed,
-            initial_state=lambda: assembled.init(config.run.seed),
+            initial_state=lambda: warm(assembled.init(config.run.seed)),
             resume_point=point,
             evaluation=EvaluationSpec(
                 data=recipe.eval_data,

@@ -9,9 +9,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint import CheckpointMetadata
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointStore
 from meshwright.data.user_data import as_data
+from meshwright.errors import EnvironmentProblem, UserError, first_line
+from meshwright.processes import broadcast, is_main
 from meshwright.step.assemble import Assembled
+from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.trainer.evaluation import Evaluator, predict, prediction_inputs
 from meshwright.trainer.programs import Programs
@@ -79,6 +86,35 @@ class FitResult:
     def params(self) -> dict[str, Any]:
         """The trained parameters by canonical path, such as ``blocks.0.mlp.up.kernel``."""
         return self.assembled.canonical_params(self.state.params)
+
+    def host_arrays(self) -> dict[str, Any]:
+        """Return parameters and statistics by canonical path, as NumPy arrays."""
+        floats = {
+            path: array
+            for path, array in self.assembled.canonical(self.state).items()
+            if jnp.issubdtype(array.dtype, jnp.floating)
+        }
+        whole = NamedSharding(self.assembled.mesh, PartitionSpec())
+        return jax.device_get(jax.jit(lambda arrays: arrays, out_shardings=whole)(floats))
+
+    def save(self, path: str | Path) -> None:
+        """Save the final state as a checkpoint that `fit` resumes from and `load_model` reads.
+
+        Args:
+            path: a folder for it, without checkpoints.
+        """
+        folder = Path(path).absolute() / FOLDER
+        if broadcast(is_main() and folder.is_dir() and any(folder.iterdir())):
+            raise UserError(
+                f"{path} already holds checkpoints", fix="name another folder, or remove this one"
+            )
+        store = CheckpointStore(folder)
+        store.save(CanonicalForm(self.assembled).copy(self.state), self.metadata)
+        saved = store.close()
+        if saved is not None and saved.error is not None:
+            raise EnvironmentProblem(
+                f"the state could not be saved in {path}", why=first_line(saved.error)
+            )
 
     @property
     def eval_loss(self) -> float | None:

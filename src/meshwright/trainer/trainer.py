@@ -59,6 +59,7 @@ from meshwright.trainer.resume import check_fits, find_resume_point, restore
 from meshwright.trainer.run_spec import EvaluationSpec, OutputSpec, RunSpec
 from meshwright.trainer.stop import Stop, StopReason
 from meshwright.trainer.training_run import TrainingRun
+from meshwright.trainer.warm_start import warm_start
 from meshwright.trees import Batch, resize_batch
 from meshwright.user_code import doing
 
@@ -83,6 +84,9 @@ class Trainer:
         pipeline: the schedule of a mesh with pipeline stages: its name, such as ``"zb_h1"``, a
             mapping, or a `PipelineConfig`.
         trainable: NNX filter of what is trained.
+        init_from: a run or a checkpoint whose parameters training starts from.
+        init_patterns: path patterns of the parameters to take from it, such as ``blocks.**``;
+            all by default.
         seed: seed of initialization, dropout and data order.
         log_every: updates between two logged updates.
         devices: the devices to train on; all by default.
@@ -99,6 +103,8 @@ class Trainer:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     pipeline: PipelineConfig | Mapping[str, Any] | str = field(default_factory=PipelineConfig)
     trainable: Filter = nnx.Param
+    init_from: str | Path | None = None
+    init_patterns: Sequence[str] | None = None
     seed: int = 0
     log_every: int = 10
     devices: Sequence[Device] | None = None
@@ -330,6 +336,7 @@ class Trainer:
         assembled = programs.assembled
         point = find_resume_point(resume, output.run_dir)
         point, result = choose_start(point, self._memory.result, resume)
+        warm = warm_start(self.init_from, self.init_patterns, assembled)
         return RunSpec(
             assembled=assembled,
             programs=programs,
@@ -339,7 +346,7 @@ class Trainer:
             duration=duration,
             seed=self.seed,
             initial_state=lambda: (
-                self._initial_state(assembled)
+                warm(self._initial_state(assembled))
                 if result is None
                 else continued_state(result, assembled)
             ),
