@@ -20,6 +20,7 @@ import meshwright as mw
 from meshwright import distributed
 from meshwright.cli.commands import COMMANDS
 from meshwright.cli.main import main
+from meshwright.config.describe import describe_keys, settings_page
 from meshwright.config.groups import group_options
 from meshwright.mesh.svg_drawing import mesh_svg
 
@@ -208,6 +209,17 @@ def test_the_table_of_config_groups_is_complete():
     for group, files in group_options().items():
         assert set(files) <= listed.pop(group), group
     assert not listed
+
+
+def test_the_page_of_settings_is_what_the_schema_says():
+    page = (ROOT / "docs" / "settings.md").read_text()
+    hint = "run: python -m meshwright.config.describe > docs/settings.md"
+    assert page == settings_page(), hint
+
+
+def test_every_setting_is_documented():
+    missing = [key.key for key in describe_keys() if not key.meaning]
+    assert not missing, f"config/schema.py does not say what these mean: {missing}"
 
 
 def test_the_api_reference_has_every_public_name():

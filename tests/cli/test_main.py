@@ -99,6 +99,18 @@ def test_help_waits_for_nothing_heavy():
         (["config", "training.micro_batchsize=4"], "did you mean `training.micro_batch_size`?"),
         (["config", "model.hidden_sise=4"], "did you mean `model.hidden_size`?"),
         (["config", "model.kind=gtp"], "did you mean `gpt`?"),
+        (["config", "optimizer.lr=1"], "did you mean `optimizer.learning_rate`?"),
+        (["config", "optimizer.lr=1"], "nesterov, kind, learning_rate, warmup_steps, schedule"),
+        (["config", "training.batch_size=8"], "did you mean `training.global_batch_size`?"),
+        (["config", "lr=1"], "did you mean `optimizer.learning_rate`?"),
+        (["config", "training.epochs=2"], "did you mean `training.max_duration`?"),
+        (["train", "--steps", "10"], "written without dashes: training.steps=10"),
+        (["train", "--lr=0.1"], "written without dashes: optimizer.learning_rate=0.1"),
+        (["train", "--batch-size", "8"], "training.global_batch_size=8"),
+        (["config", "model=no_package:Net"], "cannot load `model.kind=no_package:Net`"),
+        (["config", "resume=yes"], "write resume=auto"),
+        (["config", "resume=true"], "resume=never, or the path"),
+        (["config", "--config", "no.yaml"], "there is no file `no.yaml`"),
         (["config", "pipeline.schedule=zb-h1"], "did you mean `zb_h1`?"),
         (["config", "schedule=gpipe"], "`optimizer.schedule` or `pipeline.schedule`?"),
         (["inspect", *SYNCED], "write training.sync_gradients_every=8 or 1"),
@@ -134,6 +146,51 @@ def test_config_shows_every_value_and_its_origin(run, monkeypatch):
     assert "override" in lines["model.mesh_shape"]
     assert lines["training.steps"].split()[1:3] == ["600", "file"]
     assert lines["training.gradient_accumulation_steps"].split()[1:] == ["null", "default"]
+
+
+def test_a_mesh_may_be_written_as_in_python(run):
+    code, out, _ = run("config", "mesh=fsdp=4,tp=2", "--json")
+    assert code == 0
+    values = json.loads(out)
+    assert (values["mesh.fsdp"]["value"], values["mesh.tensor"]["value"]) == (4, 2)
+    assert values["mesh.tensor"]["from"] == "mesh.tp=2"
+
+
+def test_keys_lists_every_key(run):
+    code, out, _ = run("config", "--keys", "--json")
+    assert code == 0
+    listed = {entry["key"]: entry for entry in json.loads(out)}
+    shown = json.loads(run("config", "--json")[1])
+    arguments = {key for key in shown if key not in listed}
+    assert {key.partition(".")[0] for key in arguments} <= {"model", "task", "data", "optimizer"}
+    assert listed["training.eval_every"] == {
+        "key": "training.eval_every",
+        "meaning": "updates between two evaluations; null evaluates once, at the end.",
+        "default": "null",
+        "allowed": "a whole number, at least 1, less than 2147483648 or null",
+    }
+    assert listed["pipeline.schedule"]["allowed"] == "gpipe, 1f1b, interleaved, zb_h1"
+    assert "training.steps" in run("config", "--keys")[1]
+
+
+def test_a_saved_config_is_composed_again_with_changes(run, tmp_path):
+    saved = tmp_path / "config.yaml"
+    overrides = ("model=mlp", "optimizer=lion", "sharding.rules={layers.*.kernel: column}")
+    saved.write_text(run("config", *overrides, "--cfg", "job")[1])
+    again = ("--config", str(saved), "--cfg", "job")
+    assert yaml.safe_load(run("config", *again)[1]) == yaml.safe_load(saved.read_text())
+    code, out, _ = run("config", "--config", str(saved), "mesh.tp=2", "--json")
+    assert code == 0
+    values = json.loads(out)
+    assert values["mesh.tensor"] == {"value": 2, "origin": "override", "from": "mesh.tp=2"}
+    assert values["optimizer.kind"] == {"value": "lion", "origin": "file", "from": str(saved)}
+    code, _, err = run("config", "--config", str(saved), "optimizer=adamw")
+    assert code == 2
+    assert "chooses a file" in err
+    saved.write_text("- 1")
+    assert run("config", "--config", str(saved))[0] == 2
+    saved.write_text("model: {kind: mlp}\nmodle: 1")
+    assert "there is no `modle`" in run("config", "--config", str(saved))[2]
 
 
 def test_config_as_json_is_one_value(run):

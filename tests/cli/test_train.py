@@ -249,3 +249,13 @@ def test_data_that_end_before_the_time_limit_are_named(run, tmp_path):
     assert code == 0
     assert "the batches ran out after 3 updates, before 3600 s had passed" in out
     sys.modules.pop("own_short", None)
+
+
+def test_a_saved_config_runs_again(run, tmp_path):
+    code, first, err = run(*OWN_RUN, "--json")
+    assert code == 0, err
+    code, second, err = run("--config", str(tmp_path / "run"), "hydra.run.dir=again", "--json")
+    assert code == 0, err
+    assert json.loads(second)["final_loss"] == json.loads(first)["final_loss"]
+    saved = [tmp_path / folder / "config.yaml" for folder in ("run", "again")]
+    assert saved[0].read_text() == saved[1].read_text()

@@ -236,9 +236,9 @@ def test_yaml_no_is_a_precision_in_files(tmp_path):
 
 
 def test_yaml_of_each_part():
-    job = yaml.safe_load(compose_yaml(["training.steps=3"], None, "job"))
-    hydra = yaml.safe_load(compose_yaml([], None, "hydra"))
-    everything = yaml.safe_load(compose_yaml(["training.steps=3"], None, "all"))
+    job = yaml.safe_load(compose_yaml(compose_config(["training.steps=3"]), "job"))
+    hydra = yaml.safe_load(compose_yaml(compose_config([]), "hydra"))
+    everything = yaml.safe_load(compose_yaml(compose_config(["training.steps=3"]), "all"))
     assert job["training"]["steps"] == 3
     assert set(hydra) == {"hydra"}
     assert set(everything) == {"hydra", *job}

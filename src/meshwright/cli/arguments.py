@@ -49,6 +49,19 @@ class Arguments:
             raise UserError(f"--config-dir: there is no directory `{path}`")
         return path
 
+    @property
+    def config_file(self) -> Path | None:
+        """The saved config to run again, which must exist."""
+        if "--config" not in self.flags:
+            return None
+        path = Path(self.flags["--config"])
+        path = path / "config.yaml" if path.is_dir() else path
+        if not path.is_file():
+            raise UserError(
+                f"--config: there is no file `{path}`", fix="name the config.yaml of a run folder"
+            )
+        return path
+
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
     """Parse ``command [flags] [overrides]``; flags may be anywhere after the command."""
@@ -67,7 +80,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             continue
         flag = known.get(head)
         if flag is None:
-            raise _unknown_flag(head, command, known)
+            following = value if equals else next(iter(words), "")
+            raise _unknown_flag(head, following, command, known)
         if not flag.value:
             if equals:
                 raise UserError(f"{flag.name} takes no value", fix=f"write {flag.name}")
@@ -94,10 +108,24 @@ def find_command(name: str) -> Command:
     )
 
 
-def _unknown_flag(head: str, command: Command, known: dict[str, Flag]) -> UserError:
-    hint = did_you_mean(head, known)
+def _unknown_flag(head: str, following: str, command: Command, known: dict[str, Flag]) -> UserError:
+    keys = _keys_called(head) if command.composes else []
+    value = following if following and "=" not in following and following[0] != "-" else "…"
+    hint = "" if keys else did_you_mean(head, known)
+    written = " or ".join(f"{key}={value}" for key in keys) or "key=value"
     return UserError(
         f"`meshwright {command.name}` has no flag `{head}`" + (f": {hint}" if hint else ""),
         why=f"its flags: {', '.join(known)}",
-        fix="settings are written without dashes: key=value" if command.composes else "",
+        fix=f"settings are written without dashes: {written}" if command.composes else "",
     )
+
+
+def _keys_called(flag: str) -> list[str]:
+    """Return the keys of the config that are called like a flag, or that others call so."""
+    from meshwright.config.base import field_paths
+    from meshwright.config.schema import Config
+    from meshwright.config.synonyms import meant_keys
+
+    name, known = flag.lstrip("-").replace("-", "_"), field_paths(Config)
+    called = [key for key in known if name in (key, key.rpartition(".")[2])]
+    return (called or meant_keys(name, known))[:3]

@@ -59,11 +59,12 @@ COMMON_FLAGS = (
     Flag("--cfg", "print the composed config and stop: job, hydra or all", "PART"),
     Flag("--multirun", "one job for each combination of comma-separated values (also -m)"),
     Flag("--config-dir", "a directory of your own config groups", "DIR"),
+    Flag("--config", "a saved config to run again: the config.yaml of a run folder", "FILE"),
     Flag("--debug", "show the full traceback of an error"),
     Flag("--help", "show this help (also -h)"),
 )
 
-CONFIG_FLAGS = ("--cfg", "--multirun", "--config-dir")
+CONFIG_FLAGS = ("--cfg", "--multirun", "--config-dir", "--config")
 """Common flags of commands that compose a config."""
 
 COMMANDS = {
@@ -153,6 +154,7 @@ COMMANDS = {
             "show every value of the config and where it comes from",
             "meshwright.cli.config",
             "meshwright config training.micro_batch_size=4",
+            flags=(Flag("--keys", "list every key: its meaning, default and allowed values"),),
             needs_devices=False,
         ),
         Command(

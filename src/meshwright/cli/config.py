@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import yaml
@@ -11,6 +12,7 @@ from rich.text import Text
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
 from meshwright.cli.request import Request
+from meshwright.config.describe import describe_keys
 from meshwright.config.origins import Origin, trace_origins
 from meshwright.errors import ExitCode, UserError
 
@@ -19,6 +21,8 @@ _STYLES = {"default": "dim", "file": "", "override": "bold green"}
 
 def run(request: Request) -> int:
     """Print every value with its origin."""
+    if request.arguments.has("--keys"):
+        return _print_keys(request.output)
     from meshwright.recipe import check_sections
 
     check_sections(request.config)
@@ -27,16 +31,29 @@ def run(request: Request) -> int:
     return ExitCode.DONE
 
 
+def _print_keys(output: Output) -> int:
+    keys = describe_keys()
+    table = Table(box=None, pad_edge=False)
+    table.add_column("key", no_wrap=True)
+    for name in ("meaning", "default", "values"):
+        table.add_column(name, overflow="fold")
+    for key in keys:
+        table.add_row(*(Text(cell) for cell in (key.key, key.meaning, key.default, key.allowed)))
+    output.result([asdict(key) for key in keys], table)
+    return ExitCode.DONE
+
+
 def print_composed(arguments: Arguments, output: Output) -> int:
     """Print the composed config as YAML, as Hydra's ``--cfg`` does."""
-    from meshwright.config.compose import compose_yaml
+    from meshwright.config.compose import compose_config, compose_yaml
 
     part = arguments.flags["--cfg"]
     if part not in ("job", "hydra", "all"):
         raise UserError(
             f"--cfg {part} is not known", fix="write --cfg job, --cfg hydra or --cfg all"
         )
-    text = compose_yaml(arguments.overrides, arguments.config_dir, part)
+    composed = compose_config(arguments.overrides, arguments.config_dir, arguments.config_file)
+    text = compose_yaml(composed, part)
     if output.as_json:
         output.result(yaml.safe_load(text))
     else:

@@ -24,7 +24,7 @@ from meshwright.launch.supervise import exit_code
 def run_sweep(arguments: Arguments, output: Output) -> int:
     """Run the jobs of a sweep one by one and return the exit code of the first failure."""
     jobs = expand_sweep(arguments.overrides, arguments.config_dir)
-    sweep_dir = compose_config(jobs[0], arguments.config_dir).sweep_dir
+    sweep_dir = compose_config(jobs[0], arguments.config_dir, arguments.config_file).sweep_dir
     failed = int(ExitCode.DONE)
     results: list[object] = []
     for number, job in enumerate(jobs):

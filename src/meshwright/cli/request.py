@@ -55,7 +55,7 @@ class Request:
 
 def make_request(arguments: Arguments, output: Output) -> Request:
     """Compose and validate the config, then prepare its devices."""
-    composed = compose_config(arguments.overrides, arguments.config_dir)
+    composed = compose_config(arguments.overrides, arguments.config_dir, arguments.config_file)
     config = validate(composed)
     if arguments.command.needs_devices:
         composed = prepare_devices(config, composed)

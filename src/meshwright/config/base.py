@@ -10,6 +10,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 
+from meshwright.config.synonyms import meant_keys
 from meshwright.errors import UserError, did_you_mean
 
 
@@ -66,7 +67,7 @@ def field_paths(schema: type[BaseModel], prefix: str = "") -> list[str]:
     for name, info in schema.model_fields.items():
         path = f"{prefix}{name}"
         paths.append(path)
-        nested = _nested(info.annotation)
+        nested = nested_schema(info.annotation)
         if nested is not None:
             paths.extend(field_paths(nested, f"{path}."))
     return paths
@@ -103,8 +104,11 @@ def unknown_key(key: str, known: Sequence[str]) -> UserError:
     known = list(dict.fromkeys(known))
     siblings = [k for k in known if k.rpartition(".")[0] == section]
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
+    meant = meant_keys(leaf, siblings) or meant_keys(leaf, known)
     hint = did_you_mean(leaf, [k.rpartition(".")[2] for k in siblings], section)
-    if not hint and elsewhere:
+    if meant:
+        hint = f"did you mean `{meant[0]}`?"
+    elif not hint and elsewhere:
         hint = f"did you mean {' or '.join(f'`{k}`' for k in elsewhere[:3])}?"
     elif not hint and not siblings:
         # Within a section, full keys all resemble each other.
@@ -125,7 +129,8 @@ def _is_number(annotation: Any) -> bool:
     return any(option in (int, float) for option in (annotation, *typing.get_args(annotation)))
 
 
-def _nested(annotation: Any) -> type[BaseModel] | None:
+def nested_schema(annotation: Any) -> type[BaseModel] | None:
+    """Return the schema of a field that is a section; None for a single value."""
     options = (annotation, *typing.get_args(annotation))
     for option in options:
         if isinstance(option, type) and issubclass(option, BaseModel):

@@ -13,7 +13,8 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from meshwright.config.base import shorten, unknown_key
+from meshwright.config.base import nested_schema, shorten, unknown_key
+from meshwright.config.schema import Config
 from meshwright.errors import MeshwrightError, UserError, did_you_mean, typed_line
 from meshwright.user_code import count_as_users, describe_frames, notes, users_frames
 
@@ -104,7 +105,12 @@ def parameters_of(builder: Builder) -> dict[str, inspect.Parameter]:
 
 
 def _unknown_argument(section: str, key: str, known: list[str]) -> UserError:
-    error = unknown_key(f"{section}.{key}", [f"{section}.{name}" for name in known])
+    # The section has keys of its own beside the arguments.
+    info = Config.model_fields.get(section)
+    schema = None if info is None else nested_schema(info.annotation)
+    own = [] if schema is None else list(schema.model_fields)
+    names = dict.fromkeys([*known, *own])
+    error = unknown_key(f"{section}.{key}", [f"{section}.{name}" for name in names])
     left_out = f"where a file sets it, ~{section}.{key} leaves it out"
     return UserError(
         error.what,

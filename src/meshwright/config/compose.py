@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from meshwright.config.base import field_paths, shorten, unknown_key
 from meshwright.config.groups import CONF_DIR, group_options
 from meshwright.config.schema import Config, KindConfig
+from meshwright.config.synonyms import expand_shorthands
 from meshwright.errors import UserError, did_you_mean, first_line
 from meshwright.mesh.axes import resolve_alias
 
@@ -38,6 +40,7 @@ class Composed:
         sweep_dir: the folder of a sweep.
         hydra: Hydra's own settings.
         config_dir: the user's own config directory, if any.
+        config_file: the saved config that the overrides change, if any.
     """
 
     values: dict[str, Any]
@@ -47,12 +50,23 @@ class Composed:
     sweep_dir: Path
     hydra: dict[str, Any]
     config_dir: Path | None = None
+    config_file: Path | None = None
 
 
-def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> Composed:
-    """Compose the config of one job; every mistake is a UserError."""
+def compose_config(
+    overrides: Sequence[str], config_dir: Path | None = None, config_file: Path | None = None
+) -> Composed:
+    """Compose the config of one job; every mistake is a UserError.
+
+    Args:
+        overrides: what was written on the command line.
+        config_dir: the user's own config directory.
+        config_file: a saved config, which replaces the groups and their files.
+    """
     parsed = parse_overrides(overrides)
     options = group_options(config_dir)
+    if config_file is not None:
+        return _change_saved(config_file, parsed, overrides, options)
     for override in parsed:
         _check_known(override, options)
     keys = {override.key_or_group for override in parsed}
@@ -82,14 +96,56 @@ def compose_config(overrides: Sequence[str], config_dir: Path | None = None) -> 
     )
 
 
+def _change_saved(
+    file: Path, parsed: Sequence[Override], overrides: Sequence[str], options: dict[str, list[str]]
+) -> Composed:
+    """Return a saved config with the changes of overrides."""
+    saved = OmegaConf.create(_read_saved(file))
+    for override in parsed:
+        key = override.key_or_group
+        if key in options:
+            raise UserError(
+                f"`{override.input_line}` chooses a file, and --config {file} has every value",
+                fix=f"write single values, such as {key}.kind=…, or leave out --config",
+            )
+        _check_known(override, options)
+        if not _is_hydra(key) and not override.is_delete():
+            OmegaConf.update(saved, canonical_key(key), override.value(), merge=False)
+    values = OmegaConf.to_container(saved, resolve=False)
+    assert isinstance(values, dict)
+    project = OmegaConf.select(saved, "run.project", default="meshwright")
+    own = [o.input_line or "" for o in parsed if _is_hydra(o.key_or_group)]
+    named = compose_config([f"run.project={quoted(str(project))}", *own])
+    return replace(
+        named,
+        values={str(key): value for key, value in values.items()},
+        choices={},
+        overrides=tuple(overrides),
+        config_file=file,
+    )
+
+
+def _read_saved(file: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read --config {file}", why=first_line(error)) from None
+    if not isinstance(values, dict):
+        raise UserError(
+            f"--config {file} is not a config",
+            why=f"it holds a {type(values).__name__}",
+            fix="name the config.yaml of a run folder",
+        )
+    return {str(key): value for key, value in values.items()}
+
+
 def validate(composed: Composed) -> Config:
     """Check composed values against the schema."""
     return Config.parse(composed.values)
 
 
-def compose_yaml(overrides: Sequence[str], config_dir: Path | None, part: str) -> str:
+def compose_yaml(composed: Composed, part: str) -> str:
     """Return the config as YAML: the ``job`` (validated, every value), ``hydra``'s own, or all."""
-    composed = compose_config(overrides, config_dir)
     job = validate(composed).model_dump(mode="json")
     if part == "job":
         return OmegaConf.to_yaml(OmegaConf.create(job))
@@ -102,7 +158,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides with Hydra's grammar."""
     parser = OverridesParser.create()
     parsed: list[Override] = []
-    for text in overrides:
+    for text in (each for given in overrides for each in expand_shorthands(given)):
         try:
             (override,) = parser.parse_overrides([text])
             # A pattern without `*` would be parsed as nested keys.

@@ -87,6 +87,8 @@ def _file_keys(composed: Composed) -> dict[str, str]:
 
 def _chosen_file(key: str, composed: Composed) -> str:
     """Return the file chosen for a key's group; a file it builds on may have set the key."""
+    if composed.config_file is not None:
+        return str(composed.config_file)
     group = key.partition(".")[0]
     return f"{group}/{composed.choices[group]}.yaml" if group in composed.choices else "config.yaml"
 

@@ -68,7 +68,11 @@ class ModelConfig(KindConfig):
 
 
 class TaskConfig(KindConfig):
-    """The task: a built-in one by kind, or yours as ``package.module:function``."""
+    """The task: a built-in one by kind, or yours as ``package.module:function``.
+
+    Attributes:
+        kind: language_modeling, classification, reconstruction or ``package.module:function``.
+    """
 
 
 class DataConfig(KindConfig):
@@ -326,6 +330,17 @@ class Config(Frozen):
     hardware: str | None = None
     strict: bool = False
     resume: str = Field(default="auto", min_length=1)
+
+    @field_validator("resume", mode="before")
+    @classmethod
+    def _auto_must_never_or_a_path(cls, value: Any) -> Any:
+        if isinstance(value, bool) or str(value).lower() in ("yes", "no", "true", "false", "on"):
+            raise ValueError(
+                "write resume=auto (from the newest checkpoint in the run folder, if there is "
+                "one), resume=must (the same, and an error without one), resume=never, or the path "
+                "of a run or a checkpoint"
+            )
+        return value
 
     @field_validator("hardware")
     @classmethod
