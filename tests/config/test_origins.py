@@ -50,6 +50,8 @@ def test_ones_own_kind_is_an_override_and_what_it_left_out_is_gone():
     origins = origins_of("model.kind=own:Net", "model.width=3")
     assert said(origins["model.kind"]) == ("own:Net", "override", "model.kind=own:Net")
     assert {key for key in origins if key.startswith("model.")} == {
+        "model.init_from",
+        "model.init_patterns",
         "model.kind",
         "model.mesh_shape",
         "model.width",

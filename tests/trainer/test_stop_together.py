@@ -28,10 +28,16 @@ trainer = mw.Trainer(
     optimizer=optax.sgd(0.1),
     log_every=1_000_000,
 )
-runs = [
-    trainer.fit(data, batch_size=4, steps=100_000, run_dir=f"{sys.argv[4]}/{n}", progress=False)
-    for n in range(2)
-]
+def run(folder):
+    try:
+        trainer.fit(
+            data, batch_size=4, steps=100_000, run_dir=folder, restart=True, progress=False
+        )
+    except SystemExit as stop:
+        assert stop.code == 75
+    return trainer.result
+
+runs = [run(f"{sys.argv[4]}/{n}") for n in range(2)]
 jax.distributed.shutdown()
 print(json.dumps([[run.updates, run.interrupted, run.stopped] for run in runs]))
 """
