@@ -16,6 +16,7 @@ from meshwright.profile import NoProfiling, Profile
 from meshwright.step.state import TrainState
 from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.batch_loader import BatchLoader
+from meshwright.trainer.callback_context import CallbackContext
 from meshwright.trainer.callbacks import Callback
 from meshwright.trainer.checkpointer import Checkpointer
 from meshwright.trainer.compiled_step import StepFunction
@@ -64,6 +65,8 @@ class Loop:
         eval_every: updates between two evaluations; None for a single one at the end.
         log_every: updates between two logged updates.
         extra_metrics: further metrics of an update, such as its learning rate.
+        state_metrics: further metrics as arrays, from the state after an update.
+        context: what callbacks read of the run, and ask for.
         shares: how the time of an update divides, once it has been profiled.
     """
 
@@ -80,10 +83,13 @@ class Loop:
     eval_every: int | None
     log_every: int
     extra_metrics: Callable[[int], Metrics]
+    state_metrics: Callable[[TrainState], dict[str, Any]]
+    context: CallbackContext
     shares: Metrics = field(default_factory=dict[str, float])
 
     def train(self, state: TrainState, progress: Progress) -> TrainState:
         """Train from ``progress.update`` until a limit is reached, and return the final state."""
+        self.context.at(progress.update, state)
         self.callbacks.on_start(progress.update)
         to_log: tuple[int, Any] | None = None
         in_flight: deque[Any] = deque()
@@ -100,6 +106,7 @@ class Loop:
                     break
                 state, metrics = self.step(state, batch)
                 done = progress.update = done + 1
+                self.context.at(done, state)
                 self._wait(in_flight, metrics)
                 self._profile(metrics, progress)
                 reported = to_log is not None
@@ -109,16 +116,16 @@ class Loop:
                     to_log = None
                 if done == first:
                     # Logged alone: its time includes one-time work, such as filling caches.
-                    self._log(done, metrics, progress, state)
+                    self._log(done, metrics | self.state_metrics(state), progress, state)
                 elif done % self.log_every == 0:
-                    to_log = (done, metrics)
+                    to_log = (done, metrics | self.state_metrics(state))
                 reported |= self._evaluate_and_save(state, progress)
                 if (reported or self.limits.urgent) and (stop := self.limits.stop()):
                     progress.stop = stop
                     break
         self.profiling.close()
         if metrics is not None and done - 1 not in progress.losses:
-            self._log(done, metrics, progress, state)
+            self._log(done, metrics | self.state_metrics(state), progress, state)
         updates = self.limits.updates
         if progress.stop is ALL_DONE and (updates is None or done < updates):
             progress.stop = out_of_batches(done, updates, self.limits.seconds)
@@ -147,6 +154,7 @@ class Loop:
         values |= self.shares
         progress.losses[update - 1] = values["loss"]
         self.checkpointer.poll()
+        self.context.metrics = values
         self.tracker.log("train", update, values)
         self.callbacks.on_log(update, values)
 
@@ -154,9 +162,10 @@ class Loop:
         """Evaluate and save if due, outside the measured time; return whether it evaluated."""
         update, started = progress.update, time.perf_counter()
         evaluating = self.eval_every is not None and update % self.eval_every == 0
-        saving = self.checkpointer.due(update)
         if evaluating:
             self._evaluate(state, progress)
+        # Both are asked, so that a request does not outlast the update it was made after.
+        saving = self.context.take_save() | self.checkpointer.due(update)
         if saving:
             self._save(state, progress)
         if evaluating or saving:
@@ -167,7 +176,7 @@ class Loop:
         if self.evaluate is None or progress.update in progress.eval:
             return
         values = self.evaluate(state)
-        progress.eval[progress.update] = values
+        progress.eval[progress.update] = self.context.eval_metrics = values
         self.tracker.log("eval", progress.update, values)
         self.callbacks.on_eval(progress.update, values)
 

@@ -45,6 +45,7 @@ from meshwright.step.state import TrainState
 from meshwright.trainer.callbacks import Callback, OnMetrics
 from meshwright.trainer.comparable import comparable, optimizer_settings
 from meshwright.trainer.fit_result import FitResult
+from meshwright.trainer.optax_rate import find_schedule
 from meshwright.trainer.resume import find_resume_point
 from meshwright.trainer.run_spec import EvaluationSpec, OutputSpec, RunSpec
 from meshwright.trainer.stop import StopReason
@@ -219,6 +220,7 @@ class Trainer:
             evaluation=evaluation,
             output=output,
             callbacks=callbacks,
+            learning_rate=find_schedule(self.optimizer),
             warnings=unused_pipeline(_read_pipeline(self.pipeline), assembled.plan),
             settings={
                 "optimizer": optimizer_settings(self.optimizer),
