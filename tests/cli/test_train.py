@@ -143,6 +143,8 @@ def test_ones_own_model_loss_and_data_with_json(run):
         (["training.early_stopping_patience=2"], "write training.eval_every=… too"),
         (["resume=must"], "resume=must, and there is no checkpoint to resume from"),
         (["resume=nowhere"], "there is no folder"),
+        (["training.callbacks=[own_train:Lossless]"], "own_train:Lossless] is no callback"),
+        (["training.callbacks=[own_train:Nobody]"], "cannot load `training.callbacks=[own_train:"),
     ],
 )
 def test_mistakes_exit_2_before_anything_is_written(run, tmp_path, overrides, message):

@@ -14,10 +14,11 @@ from rich.text import Text
 
 from meshwright.cli.request import Request
 from meshwright.cli.sample import generate_sample
+from meshwright.config.builders import explain_failure, import_named
 from meshwright.config.compose import parse_overrides
 from meshwright.config.origins import trace_origins
 from meshwright.config.schema import Config
-from meshwright.errors import ExitCode
+from meshwright.errors import ExitCode, UserError
 from meshwright.interrupt import current_interrupt
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.plan import Plan, make_plan, unused_settings
@@ -145,10 +146,28 @@ def _files(request: Request, config: Config, plan: Plan) -> dict[str, str]:
 
 
 def _callbacks(config: Config) -> list[Callback]:
+    own = [_make_callback(name) for name in config.training.callbacks]
     patience = config.training.early_stopping_patience
     if patience is None:
-        return []
-    return [EarlyStopping(patience, min_delta=config.training.early_stopping_min_delta)]
+        return own
+    return [*own, EarlyStopping(patience, min_delta=config.training.early_stopping_min_delta)]
+
+
+def _make_callback(name: str) -> Callback:
+    """Make a callback of the user, which a config names."""
+    setting = f"training.callbacks=[{name}]"
+    made = import_named(setting, name)
+    try:
+        callback = made()
+    except Exception as error:
+        raise explain_failure(f"{setting} cannot be built", error) from error
+    if isinstance(callback, Callback):
+        return callback
+    raise UserError(
+        f"{setting} is no callback",
+        why=f"it gives a {type(callback).__name__}",
+        fix="name a class that extends mw.Callback and takes no arguments",
+    )
 
 
 def _print_result(request: Request, plan: Plan, result: FitResult) -> None:

@@ -32,9 +32,7 @@ def find_builder(
     if kind in known:
         return load(kind)
     if ":" in kind:
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
-        return _import_attribute(section, kind)
+        return import_named(f"{section}.kind={kind}", kind)
     hint = did_you_mean(kind, known)
     raise UserError(
         f"`{section}.kind={kind}` is not known" + (f": {hint}" if hint else ""),
@@ -148,8 +146,16 @@ def _type_hints(builder: Builder) -> dict[str, Any]:
         return {}
 
 
-def _import_attribute(section: str, kind: str) -> Builder:
-    module_name, _, attribute = kind.partition(":")
+def import_named(setting: str, name: str) -> Builder:
+    """Import the class or function ``package.module:Name`` of the user.
+
+    Args:
+        setting: the setting that names it, for messages.
+        name: its name, importable from the working directory or from installed packages.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    module_name, _, attribute = name.partition(":")
     try:
         builder = importlib.import_module(module_name)
         count_as_users(builder)
@@ -158,12 +164,10 @@ def _import_attribute(section: str, kind: str) -> Builder:
     except Exception as error:
         # The user's module may raise anything while it is imported.
         raise UserError(
-            f"cannot load `{section}.kind={kind}`",
+            f"cannot load `{setting}`",
             why=typed_line(error),
             fix="write package.module:Name, importable from this directory",
         ) from error
     if not callable(builder):
-        raise UserError(
-            f"`{section}.kind={kind}` is not a class or function", why=f"it is {shorten(builder)}"
-        )
+        raise UserError(f"`{setting}` is not a class or function", why=f"it is {shorten(builder)}")
     return builder

@@ -132,6 +132,7 @@ class TrainingConfig(Frozen):
         eval_batches: the most batches of one evaluation; null evaluates on every sample once.
         early_stopping_patience: evaluations without a better loss after which training stops.
         early_stopping_min_delta: by how much a loss must be lower to be better.
+        callbacks: callbacks of yours, each as ``package.module:Class``, made without arguments.
         sample_tokens: tokens of text to generate at the end, for language models.
         profile_communication: profile a few updates, and report where their time goes.
     """
@@ -147,6 +148,7 @@ class TrainingConfig(Frozen):
     eval_batches: Count | None = None
     early_stopping_patience: Count | None = None
     early_stopping_min_delta: float = Field(default=0.0, ge=0)
+    callbacks: tuple[str, ...] = ()
     sample_tokens: int = Field(default=200, ge=0, le=100_000)
     profile_communication: bool = False
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwright.trainer.callback_context import CallbackContext
 from meshwright.user_code import doing
 
 Values = Mapping[str, float]
@@ -16,7 +17,13 @@ class Callback:
 
     Every process calls the same methods with the same numbers. `should_stop` is called after
     every logged update and every evaluation; one reason to stop stops all processes.
+
+    Attributes:
+        context: the run: its model, metrics and learning rate, and `stop` and `save`. It is set
+            before the first method is called.
     """
+
+    context: CallbackContext
 
     def on_start(self, update: int) -> None:
         """Called before training, with the updates already done (more than 0 after a resume)."""
@@ -94,6 +101,7 @@ class Callbacks(Callback):
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._all = tuple(callbacks)
+        self._context: CallbackContext | None = None
 
     def on_start(self, update: int) -> None:
         """Call each."""
@@ -121,7 +129,14 @@ class Callbacks(Callback):
 
     def should_stop(self) -> str:
         """Return the first reason to stop."""
-        return next(filter(None, self._call("should_stop")), "")
+        asked = self._context.stop_reason() if self._context is not None else ""
+        return asked or next(filter(None, self._call("should_stop")), "")
+
+    def attach(self, context: CallbackContext) -> None:
+        """Give every callback its context."""
+        self._context = context
+        for callback in self._all:
+            callback.context = context
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of each callback and return what they return."""

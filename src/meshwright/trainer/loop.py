@@ -15,6 +15,7 @@ from meshwright.profile import NoProfiling, Profile
 from meshwright.step.state import TrainState
 from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.batch_loader import BatchLoader
+from meshwright.trainer.callback_context import CallbackContext
 from meshwright.trainer.callbacks import Callback
 from meshwright.trainer.checkpointer import Checkpointer
 from meshwright.trainer.compiled_step import StepFunction
@@ -61,6 +62,8 @@ class Loop:
         eval_every: updates between two evaluations; None for a single one at the end.
         log_every: updates between two logged updates.
         extra_metrics: further metrics of an update, such as its learning rate.
+        state_metrics: further metrics as arrays, from the state after an update.
+        context: what callbacks read of the run, and ask for.
         shares: how the time of an update divides, once it has been profiled.
         finite_check: finds updates that are not finite.
     """
@@ -78,6 +81,8 @@ class Loop:
     eval_every: int | None
     log_every: int
     extra_metrics: Callable[[int], Metrics]
+    state_metrics: Callable[[TrainState], dict[str, Any]]
+    context: CallbackContext
     shares: Metrics = field(default_factory=dict[str, float])
     finite_check: FiniteCheck = field(default_factory=FiniteCheck)
 
@@ -89,6 +94,7 @@ class Loop:
             raise self.finite_check.state_error(error.update) from None
 
     def _train(self, state: TrainState, progress: Progress) -> TrainState:
+        self.context.at(progress.update, state)
         self.callbacks.on_start(progress.update)
         to_log: tuple[int, Any] | None = None
         first, done, metrics = progress.update + 1, progress.update, None
@@ -104,6 +110,7 @@ class Loop:
                     break
                 state, metrics = self.step(state, batch)
                 done = progress.update = done + 1
+                self.context.at(done, state)
                 self.finite_check.add(done, metrics)
                 self._profile(metrics, progress)
                 reported = to_log is not None
@@ -113,16 +120,16 @@ class Loop:
                     to_log = None
                 if done == first:
                     # Logged alone: its time includes one-time work, such as filling caches.
-                    self._log(done, metrics, progress)
+                    self._log(done, metrics | self.state_metrics(state), progress)
                 elif done % self.log_every == 0:
-                    to_log = (done, metrics)
+                    to_log = (done, metrics | self.state_metrics(state))
                 reported |= self._evaluate_and_save(state, progress)
                 if (reported or self.limits.urgent) and (stop := self.limits.stop()):
                     progress.stop = stop
                     break
         self.profiling.close()
         if metrics is not None and done not in progress.losses:
-            self._log(done, metrics, progress)
+            self._log(done, metrics | self.state_metrics(state), progress)
         updates = self.limits.updates
         if progress.stop is ALL_DONE and (updates is None or done < updates):
             progress.stop = out_of_batches(done, updates, self.limits.seconds)
@@ -145,6 +152,7 @@ class Loop:
         values |= self.shares
         progress.losses[update] = values["loss"]
         self.checkpointer.poll()
+        self.context.metrics = values
         self.tracker.log("train", update, values)
         self.callbacks.on_log(update, values)
 
@@ -152,9 +160,10 @@ class Loop:
         """Evaluate and save if due, outside the measured time; return whether it evaluated."""
         update, started = progress.update, time.perf_counter()
         evaluating = self.eval_every is not None and update % self.eval_every == 0
-        saving = self.checkpointer.due(update)
         if evaluating:
             self._evaluate(state, progress)
+        # Both are asked, so that a request does not outlast the update it was made after.
+        saving = self.context.take_save() | self.checkpointer.due(update)
         if saving:
             self._save(state, progress)
         if evaluating or saving:
@@ -165,7 +174,7 @@ class Loop:
         if self.evaluate is None or progress.update in progress.eval:
             return
         values = self.evaluate(state)
-        progress.eval[progress.update] = values
+        progress.eval[progress.update] = self.context.eval_metrics = values
         self.tracker.log("eval", progress.update, values)
         if not math.isfinite(values["loss"]):
             message = f"the loss on held-out data is {values['loss']}, which is never the best"

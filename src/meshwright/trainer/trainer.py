@@ -54,6 +54,7 @@ from meshwright.trainer.continuing import (
     raise_interrupted,
 )
 from meshwright.trainer.fit_result import FitResult
+from meshwright.trainer.optax_rate import find_schedule
 from meshwright.trainer.programs import Programs
 from meshwright.trainer.resume import check_fits, find_resume_point, restore
 from meshwright.trainer.run_spec import EvaluationSpec, OutputSpec, RunSpec
@@ -355,6 +356,7 @@ class Trainer:
             evaluation=evaluation,
             output=output,
             callbacks=callbacks,
+            learning_rate=find_schedule(self.optimizer),
             warnings=unused_pipeline(_read_pipeline(self.pipeline), assembled.plan),
             settings={
                 "optimizer": optimizer_settings(self.optimizer),

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, CheckpointStore
 from meshwright.checkpoint.damage import DamagedCheckpoint
@@ -23,6 +24,7 @@ from meshwright.step.state import TrainState
 from meshwright.tracking.setup import check_tracking, make_trackers
 from meshwright.tracking.tracker import Tracker
 from meshwright.trainer.batch_loader import BatchLoader
+from meshwright.trainer.callback_context import CallbackContext
 from meshwright.trainer.callbacks import Callback, Callbacks, EarlyStopping
 from meshwright.trainer.checkpointer import BackgroundCheckpointer, Checkpointer, NullCheckpointer
 from meshwright.trainer.compiled_step import (
@@ -37,6 +39,7 @@ from meshwright.trainer.folder import make_run_folder, write_files
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.loop import Loop, Progress
 from meshwright.trainer.meter import Meter, Work
+from meshwright.trainer.optax_rate import injected_rate
 from meshwright.trainer.programs import Programs
 from meshwright.trainer.resume import (
     ResumePoint,
@@ -68,8 +71,10 @@ class TrainingRun:
         self._spec = spec
         self._plan, self._run_dir = spec.assembled.plan, spec.output.run_dir
         compare_processes(_facts(spec))
+        self._context = CallbackContext(spec.assembled)
         self._callbacks = Callbacks(spec.callbacks)
         self._programs = spec.programs or Programs(spec.assembled, spec.loss)
+        self._callbacks.attach(self._context)
         _check_early_stopping(spec.callbacks, spec.evaluation)
         check_tracking(spec.output.tracking, self._run_dir)
         self._updates = spec.duration.total_updates(
@@ -267,6 +272,8 @@ class TrainingRun:
             eval_every=spec.evaluation.every,
             log_every=spec.output.log_every,
             extra_metrics=self._extra_metrics,
+            state_metrics=self._state_metrics,
+            context=self._context,
         )
 
     def _make_evaluator(self) -> Evaluator | None:
@@ -329,6 +336,13 @@ class TrainingRun:
     @cached_property
     def _work(self) -> Work:
         return work_per_update(self._spec.assembled, self._spec.batch)
+
+    def _state_metrics(self, state: TrainState) -> dict[str, Any]:
+        number = injected_rate(self._spec.assembled.step.optimizer.leaves)
+        if self._spec.learning_rate is not None or number is None:
+            return {}
+        # A copy, because the next update reuses the state's memory.
+        return {"learning_rate": jnp.copy(state.optimizer[number])}
 
     def _extra_metrics(self, update: int) -> dict[str, float]:
         if self._spec.learning_rate is None:
