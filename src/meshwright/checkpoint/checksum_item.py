@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -124,9 +125,14 @@ def read_checksums(directory: Path) -> Checksums:
         metadata = content["metadata"] if metadata is None else metadata
         loss = content["loss"]
     arrays = merge_sums(parts)
-    missing = next((name for name, own in arrays.items() if not own.complete), None)
-    if metadata is None or missing is not None:
-        raise ValueError("the checksums of a process are missing")
+    if metadata is None:
+        raise ValueError("the checksums of the main process are missing")
+    for name, own in arrays.items():
+        if not own.complete:
+            raise ValueError(
+                f"the checksum of `{name}` covers {own.elements} of {math.prod(own.shape)} "
+                "elements: that of a process is missing"
+            )
     return Checksums(arrays, metadata, loss)
 
 

@@ -14,6 +14,8 @@ from meshwright.program.trace.layout import Layout, StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.sharding.placement import Placement, add_fsdp, add_pipe
 from meshwright.sharding.reasons import LikeParameter
+from meshwright.step.objective import Objective
+from meshwright.step.optimizer_errors import check_optimizer_state, refusing
 from meshwright.step.stackable import Name, owners, treats_stacks_alike
 
 
@@ -71,7 +73,9 @@ class FlatOptimizer:
         structs = [step.leaf.struct for step in self._params]
         stacked = any(step.stacked for step in self._params)
         self._unstack = stacked and not self._treats_stacks_alike(structs)
-        abstract = jax.eval_shape(lambda values: transformation.init(self._tree(values)), structs)
+        with refusing("init"):
+            abstract = jax.eval_shape(self._initial, structs)
+        check_optimizer_state(abstract)
         flat, self._treedef = jax.tree_util.tree_flatten_with_path(abstract)
         self.leaves = tuple(
             self._describe(path, leaf, owner, placements, sizes)
@@ -80,17 +84,33 @@ class FlatOptimizer:
 
     def init(self, params: Sequence[Any]) -> list[Any]:
         """Return the initial optimizer leaves."""
-        return jax.tree.leaves(self._transformation.init(self._tree(params)))
+        return jax.tree.leaves(self._initial(params))
 
     def update(
-        self, gradients: Sequence[Any], leaves: Sequence[Any], params: Sequence[Any]
+        self,
+        gradients: Sequence[Any],
+        leaves: Sequence[Any],
+        params: Sequence[Any],
+        objective: Objective | None = None,
     ) -> tuple[list[Any], list[Any]]:
-        """Return the new parameters and optimizer leaves."""
+        """Return the new parameters and optimizer leaves.
+
+        ``objective`` is for optimizers that look at the loss, such as line searches.
+        """
         tree = self._tree(params)
         state = jax.tree.unflatten(self._treedef, leaves)
-        updates, state = self._transformation.update(self._tree(gradients), state, tree)
-        changed: Any = optax.apply_updates(tree, updates)
+        extra = (
+            objective.arguments(self._transformation, self._tree, self._flat) if objective else {}
+        )
+        with refusing("update"):
+            updates, state = self._transformation.update(
+                self._tree(gradients), state, tree, **extra
+            )
+            changed: Any = optax.apply_updates(tree, updates)
         return self._flat(changed), jax.tree.leaves(state)
+
+    def _initial(self, params: Sequence[Any]) -> Any:
+        return self._transformation.init(self._tree(params))
 
     def _tree(self, values: Sequence[Any]) -> dict[str, Any]:
         """Return leaves as optax gets them: nested dicts by path."""

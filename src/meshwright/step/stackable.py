@@ -21,6 +21,7 @@ from meshwright.program.jaxpr.equations import (
     aval_of,
     called_jaxpr,
 )
+from meshwright.step.objective import accepted
 
 _SPREADS_SCALARS = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
 
@@ -39,6 +40,16 @@ def owners(transformation: optax.GradientTransformation, state: Any, names: Tree
 
     ``names`` holds a `Name` for each parameter; leaves of no parameter (counters) give None.
     """
+    try:
+        return _marked_owners(transformation, state, names)
+    except Exception:
+        return _owners_by_path(state, names)
+
+
+def _marked_owners(
+    transformation: optax.GradientTransformation, state: Any, names: Tree
+) -> list[Any]:
+    """Let optax say which leaves belong to parameters."""
     marked = optax.tree_utils.tree_map_params(
         transformation,
         # A masked part of the optimizer has no leaf for the parameters of another part.
@@ -50,6 +61,15 @@ def owners(transformation: optax.GradientTransformation, state: Any, names: Tree
     )
     leaves = jax.tree.leaves(marked, is_leaf=lambda leaf: isinstance(leaf, Name))
     return [name.value for name in leaves]
+
+
+def _owners_by_path(state: Any, names: Tree) -> list[Any]:
+    """Return the owners as the parameters whose path ends that of the leaf."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(names, is_leaf=lambda x: isinstance(x, Name))
+    by_path = {path: name.value for path, name in flat}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    endings = ((path[start:] for start in range(len(path))) for path, _ in leaves)
+    return [next((by_path[e] for e in each if e in by_path), None) for each in endings]
 
 
 def treats_stacks_alike(
@@ -73,13 +93,12 @@ def treats_stacks_alike(
     table = _Table()
     try:
         of_stacks = _outputs(transformation, stacked, table, {})
-    except (KeyError, TypeError, ValueError):
-        # Labels or masks written for the parameters of the model do not fit stacks.
+        of_blocks = of_stacks and _outputs(transformation, single, table, stack_of)
+    except Exception:
+        # Labels or masks written for the parameters of the model do not fit stacks, and some
+        # optimizers evaluate the loss.
         return False
-    if of_stacks is None:
-        return False
-    of_blocks = _outputs(transformation, single, table, stack_of)
-    if of_blocks is None:
+    if of_stacks is None or of_blocks is None:
         return False
     return all(
         numbers == of_stacks[stack_of.get(path, path)] for path, numbers in of_blocks.items()
@@ -93,15 +112,17 @@ def _outputs(
     stack_of: Mapping[str, str],
 ) -> dict[Any, list[int]] | None:
     """Return, by parameter, the numbers of its update and its optimizer state."""
+    value = {"value": np.float32(0)} if "value" in accepted(transformation) else {}
 
-    def run(gradients: Any, params: Any) -> Any:
+    def run(gradients: Any, params: Any, value: Any) -> Any:
         state = transformation.init(params)
-        return transformation.update(gradients, state, params)
+        return transformation.update(gradients, state, params, **value)
 
-    closed, shapes = jax.make_jaxpr(run, return_shape=True)(params, params)
+    closed, shapes = jax.make_jaxpr(run, return_shape=True)(params, params, value)
     paths = _leaf_paths(params)
     names_of = jax.tree.unflatten(jax.tree.structure(params), [Name(path) for path in paths])
     inputs = [(kind, stack_of.get(path, path)) for kind in ("gradient", "param") for path in paths]
+    inputs += [("value", name) for name in value]
     names = {v: table.number(key) for v, key in zip(closed.jaxpr.invars, inputs, strict=True)}
     names |= table.constants(closed)
     if not table.read(closed.jaxpr, names):

@@ -27,6 +27,7 @@ from meshwright.step.gradients import (
 )
 from meshwright.step.local_accumulation import accumulate_locally
 from meshwright.step.microbatch import split_strided
+from meshwright.step.objective import Objective
 from meshwright.step.optimizer import FlatOptimizer
 from meshwright.step.planned_forward import planned_forward
 from meshwright.step.scaler import LossScale, all_finite
@@ -172,9 +173,10 @@ class TrainStep:
             values = self._reduced(gradients.values)
             norm = optax.tree.norm(values)
             metrics = {"loss": gradients.loss, **gradients.metrics, "grad_norm": norm}
+            objective = Objective(gradients.loss, values, self._evaluate(state, batch))
             values = self._clip(values, norm)
             params = self._constrain(state.params, self.decision.optimizer)
-            params, optimizer = self.optimizer.update(values, state.optimizer, params)
+            params, optimizer = self.optimizer.update(values, state.optimizer, params, objective)
             after = replace(
                 state,
                 params=params,
@@ -212,6 +214,20 @@ class TrainStep:
         return accumulate_gradients(
             self._loss, state.params, state.model_state, microbatches, scale, self._reduced
         )
+
+    def _evaluate(
+        self, state: TrainState, batch: list[Any]
+    ) -> Callable[[Sequence[Any]], tuple[Array, list[Any]]]:
+        """Return the loss and gradients of a batch as a function of the parameters."""
+
+        def evaluate(params: Sequence[Any]) -> tuple[Array, list[Any]]:
+            placed = self._constrain(
+                params, [self.decision.at_rest[n] for n in self._param_numbers]
+            )
+            gradients = self._gradients(replace(state, params=placed), batch)
+            return gradients.loss, self._reduced(gradients.values)
+
+        return evaluate
 
     def _loss(
         self, params: Sequence[Any], model_state: Sequence[Any], batch: Sequence[Any]

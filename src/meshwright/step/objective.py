@@ -1,0 +1,82 @@
+"""The loss as optimizers may ask for it: its value, its gradients, and it as a function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax import Array
+
+Flat = Sequence[Any]
+"""Values of the parameter leaves, in the order of the step."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of the batch at hand.
+
+    Attributes:
+        value: the loss at the current parameters.
+        gradients: its gradients there, before clipping.
+        evaluate: from parameters to the loss of the same batch and its gradients.
+    """
+
+    value: Array
+    gradients: Flat
+    evaluate: Callable[[Flat], tuple[Array, Flat]]
+
+    def arguments(
+        self,
+        transformation: optax.GradientTransformation,
+        to_tree: Callable[[Flat], Any],
+        to_flat: Callable[[Any], Flat],
+    ) -> Mapping[str, Any]:
+        """Return those of optax's extra arguments that a transformation takes."""
+
+        def value_fn(tree: Any) -> Array:
+            return self._differentiable(to_flat(tree))
+
+        offered = {
+            "value": self.value,
+            "grad": to_tree(self.gradients),
+            "value_fn": value_fn,
+            # optax.contrib.sam also passes the number of the inner step.
+            "grad_fn": lambda tree, _=None: to_tree(self.evaluate(to_flat(tree))[1]),
+        }
+        return {name: offered[name] for name in accepted(transformation)}
+
+    def _differentiable(self, params: Flat) -> Array:
+        """Evaluate the loss so that optax can differentiate it.
+
+        Accumulation and pipeline stages compute gradients their own way, which JAX would not
+        find by differentiating the program.
+        """
+
+        @jax.custom_vjp
+        def loss(params: list[Any]) -> Array:
+            return self.evaluate(params)[0]
+
+        def forward(params: list[Any]) -> tuple[Array, list[Any]]:
+            value, gradients = self.evaluate(params)
+            return value, list(gradients)
+
+        def backward(gradients: list[Any], cotangent: Array) -> tuple[list[Any]]:
+            return ([g * cotangent.astype(g.dtype) for g in gradients],)
+
+        loss.defvjp(forward, backward)
+        return loss(list(params))
+
+
+def accepted(transformation: optax.GradientTransformation) -> tuple[str, ...]:
+    """Return the names of the extra arguments that the update of a transformation takes."""
+    if not isinstance(transformation, optax.GradientTransformationExtraArgs):
+        return ()
+    parameters = inspect.signature(transformation.update).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        # Line searches refuse arguments beyond these that they do not know.
+        return ("value", "grad", "value_fn")
+    return tuple(name for name in ("value", "grad", "value_fn", "grad_fn") if name in parameters)
