@@ -54,8 +54,8 @@ def replaced_constraints(replace: Callable[[Any, Any], Any]) -> Generator[None]:
     # itself, and it refuses a PartitionSpec where no mesh surrounds the call.
     from jax._src import pjit
 
-    primitive: Any = pjit.sharding_constraint_p
-    create: Any = pjit._create_sharding_for_array
+    module: Any = pjit
+    primitive, create = module.sharding_constraint_p, module._create_sharding_for_array
     thread = threading.get_ident()
 
     class Constraint:
@@ -68,7 +68,6 @@ def replaced_constraints(replace: Callable[[Any, Any], Any]) -> Generator[None]:
         here = threading.get_ident() == thread
         return create(_mesh_of(x) if here and _needs_mesh(mesh, x) else mesh, x, *names)
 
-    module: Any = pjit
     module.sharding_constraint_p, module._create_sharding_for_array = Constraint(), create_anywhere
     try:
         yield

@@ -109,7 +109,7 @@ def decide(
         optimizer=divided,
         gradients=tensor_only if sharding.zero == 1 else divided,
         gathers=_gathers(traced.layout.step_leaves, divided) if sharding.zero == 3 else {},
-        pins=pins | of_model.pins,
+        pins={**pins, **of_model.pins},
         weights=find_weights(classes),
         batch=PartitionSpec(tuple(axes)) if axes else PartitionSpec(),
         classes=classes,
