@@ -125,6 +125,34 @@ def test_the_axes_of_shard_map_and_vmap_are_listed():
         assert jax_internals.surrounding_axes() == ()
 
 
+def test_sharding_constraints_can_be_replaced_while_a_function_is_traced():
+    seen = []
+
+    def constrained(x):
+        x = jax.lax.with_sharding_constraint(x, P("rows", ("a", "b")))
+        return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, P("data")))
+
+    def note(x, sharding):
+        seen.append(sharding.spec)
+        return x
+
+    mesh = build_mesh({"data": 8})
+    with relied_on(
+        "replaced_constraints",
+        "pjit.sharding_constraint_p and pjit._create_sharding_for_array",
+        "with_sharding_constraint looks both up when it is called",
+    ):
+        with jax_internals.replaced_constraints(note):
+            program = jax.make_jaxpr(constrained)(jnp.ones((8, 4)))
+        assert seen == [P("rows", ("a", "b")), P("data")]
+        assert "sharding_constraint" not in str(program)
+        with pytest.raises(RuntimeError, match="mesh"):
+            jax.make_jaxpr(lambda x: constrained(x))(jnp.ones((8, 4)))
+        spec = jax.sharding.NamedSharding(mesh, P("data"))
+        program = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, spec))(jnp.ones(8))
+        assert "sharding_constraint" in str(program)
+
+
 def test_the_failure_says_what_to_do():
     with (
         pytest.raises(pytest.fail.Exception, match=r"change `f` in src/meshwright/jax_internals"),

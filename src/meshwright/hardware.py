@@ -33,12 +33,15 @@ class BatchSizeRecommendation:
         min_batch_size: with fewer rows the device is mostly idle.
         optimal_batch_size: a round size at which compute, not memory, is the limit.
         critical_batch_size: where memory and compute take equally long (the roofline's knee).
+        max_memory_batch_size: the largest size that fits in memory; None if unknown, since it
+            depends on the model.
         notes: the origin of the figures.
     """
 
     min_batch_size: int
     optimal_batch_size: int
     critical_batch_size: int
+    max_memory_batch_size: int | None = None
     notes: str = ""
 
 
@@ -302,4 +305,4 @@ def _chip(name: str, row: Mapping[str, Any]) -> Chip:
 
 
 def _batch_sizes(row: Mapping[str, int], notes: str) -> BatchSizeRecommendation:
-    return BatchSizeRecommendation(row["min"], row["optimal"], row["critical"], notes)
+    return BatchSizeRecommendation(row["min"], row["optimal"], row["critical"], notes=notes)

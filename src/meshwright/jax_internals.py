@@ -7,6 +7,9 @@ imports what it needs when called: some of their callers must not load JAX.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -38,3 +41,57 @@ def surrounding_axes() -> tuple[str, ...]:
     from jax._src import core
 
     return tuple(name for name in core.get_axis_env().axis_sizes if isinstance(name, str))
+
+
+@contextmanager
+def replaced_constraints(replace: Callable[[Any, Any], Any]) -> Generator[None]:
+    """Call ``replace(array, sharding)`` for every sharding constraint that this thread traces.
+
+    A PartitionSpec without a mesh is accepted as well: its mesh then has the axes it names, of
+    size 1. The sharding of a constraint on a memory layout is that layout.
+    """
+    # Models hold `jax.lax.with_sharding_constraint` under any name, so that it cannot be replaced
+    # itself, and it refuses a PartitionSpec where no mesh surrounds the call.
+    from jax._src import pjit
+
+    module: Any = pjit
+    primitive, create = module.sharding_constraint_p, module._create_sharding_for_array
+    thread = threading.get_ident()
+
+    class Constraint:
+        def bind(self, x: Any, *, sharding: Any, layout: Any, **others: Any) -> Any:
+            if threading.get_ident() != thread:
+                return primitive.bind(x, sharding=sharding, layout=layout, **others)
+            return replace(x, sharding if layout is None else layout)
+
+    def create_anywhere(mesh: Any, x: Any, *names: Any) -> Any:
+        here = threading.get_ident() == thread
+        return create(_mesh_of(x) if here and _needs_mesh(mesh, x) else mesh, x, *names)
+
+    module.sharding_constraint_p, module._create_sharding_for_array = Constraint(), create_anywhere
+    try:
+        yield
+    finally:
+        module.sharding_constraint_p, module._create_sharding_for_array = primitive, create
+
+
+def _needs_mesh(mesh: Any, x: Any) -> bool:
+    from jax.sharding import PartitionSpec
+
+    return isinstance(x, PartitionSpec) and (mesh.empty or not _axes_of(x) <= set(mesh.axis_names))
+
+
+def _axes_of(spec: Any) -> set[str]:
+    return {
+        name
+        for entry in spec
+        for name in (entry if isinstance(entry, tuple) else (entry,))
+        if isinstance(name, str)
+    }
+
+
+def _mesh_of(spec: Any) -> Any:
+    from jax.sharding import AbstractMesh, AxisType
+
+    names = tuple(sorted(_axes_of(spec))) or ("data",)
+    return AbstractMesh((1,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from meshwright.config import DistributedConfig
+from meshwright.config import DistributedBackend, DistributedConfig
 from meshwright.errors import UserError
 
 quick = settings(max_examples=100, deadline=None, derandomize=True)
@@ -159,12 +159,12 @@ def test_main_processes_are_the_first_of_all_and_of_a_node():
         ),
         (
             {"world_size": 8, "tensor_parallel_size": 3, "pipeline_parallel_size": 2},
-            "3 × 2 = 6, which does not divide 8",
+            "8 is not divisible by 3 × 2 = 6",
             "4 or 8",
         ),
         (
             {"world_size": 2, "tensor_parallel_size": 4},
-            "4 × 1 = 4, which does not divide 2",
+            "2 is not divisible by 4 × 1 = 4",
             "1 or 2",
         ),
         (
@@ -179,22 +179,22 @@ def test_main_processes_are_the_first_of_all_and_of_a_node():
         ),
         (
             {"world_size": 8, "mesh_shape": (2, 2), "mesh_axis_names": ("data", "fsdp")},
-            "2 × 2 = 4, not 8",
+            "2 × 2 = 4 devices, not 8",
             "world_size=4 or mesh_shape=(4, 2)",
         ),
         (
             {"num_nodes": 2, "num_processes_per_node": 4, "mesh_shape": (2, 2)},
-            "2 × 2 = 4, not 8",
+            "2 × 2 = 4 devices, not 8",
             "mesh_shape=(4, 2)",
         ),
         (
             {"mesh_shape": (2, 2), "mesh_axis_names": ("data",)},
-            "the sizes are 2, the names 1",
+            "there are 1 name and 2 sizes",
             "2 of data, fsdp, model, pipeline",
         ),
         (
             {"mesh_shape": (2, 2, 2, 2)},
-            "the sizes are 4, the names 3",
+            "there are 3 names and 4 sizes",
             "4 of data, fsdp, model, pipeline",
         ),
         (
@@ -253,6 +253,60 @@ def test_values_out_of_range_name_the_key_and_the_value(given_values):
     assert str(value) in caught.value.what or key == "mesh_shape"
 
 
+@pytest.mark.parametrize(
+    ("given_values", "what"),
+    [
+        (
+            {"mesh_shape": (2, 3), "world_size": 4},
+            "mesh_shape=(2, 3) contradicts world_size=4",
+        ),
+        (
+            {"mesh_shape": (2, 3), "num_nodes": 2, "num_processes_per_node": 4},
+            "mesh_shape=(2, 3) contradicts num_nodes=2 × num_processes_per_node=4",
+        ),
+        ({"mesh_shape": (2, 3), "num_nodes": 4}, "mesh_shape=(2, 3) contradicts num_nodes=4"),
+        (
+            {"world_size": 8, "num_processes_per_node": 3},
+            "world_size=8 contradicts num_processes_per_node=3",
+        ),
+    ],
+)
+def test_contradictions_name_the_values_that_were_written(given_values, what):
+    with pytest.raises(UserError) as caught:
+        DistributedConfig(**given_values)
+    assert caught.value.what == what
+    assert "tensor_parallel_size" not in str(caught.value)
+
+
+def test_mesh_and_labels_of_a_config():
+    config = DistributedConfig(
+        name="run",
+        description="two by two",
+        tags=["small"],
+        metadata={"owner": "me"},
+        world_size=4,
+        tensor_parallel_size=2,
+        backend=DistributedBackend.GLOO,
+        find_unused_parameters=True,
+        gradient_as_bucket_view=False,
+        broadcast_buffers=False,
+    )
+    assert config.get_mesh_config() == {"mesh_shape": (2, 2), "axis_names": ("data", "model")}
+    assert config.backend is DistributedBackend.GLOO
+    assert config.backend == "gloo"
+    assert (config.name, config.tags, config.metadata) == ("run", ("small",), {"owner": "me"})
+    assert config.find_unused_parameters
+    assert not config.gradient_as_bucket_view
+    assert not config.broadcast_buffers
+
+
+def test_backends_are_their_texts():
+    assert [f"{backend}" for backend in DistributedBackend] == ["nccl", "gloo", "mpi"]
+    assert DistributedConfig(backend="mpi").backend is DistributedBackend("mpi")
+    with pytest.raises(UserError, match="did you mean `nccl`"):
+        DistributedConfig(backend="ncll")
+
+
 def test_local_rank_is_checked_before_world_size():
     with pytest.raises(UserError, match="local_rank=4"):
         DistributedConfig(world_size=9, num_nodes=2, num_processes_per_node=4, local_rank=4)
@@ -282,7 +336,7 @@ def test_config_is_frozen_and_takes_keywords_only():
 
 def test_dictionaries_are_validated_the_same_way():
     assert DistributedConfig.parse({"world_size": 8}) == DistributedConfig(world_size=8)
-    with pytest.raises(UserError, match="contradicts the nodes"):
+    with pytest.raises(UserError, match="contradicts num_nodes=3"):
         DistributedConfig.parse({"world_size": 8, "num_nodes": 3})
 
 

@@ -226,3 +226,15 @@ def test_static_twins_do_the_same(mesh, sharding):
     assert static.sharding == dp.shard_batch(batch, sharding).sharding
     out = jax.vmap(DataParallel.all_reduce_gradients_static, axis_name="batch")(batch)
     np.testing.assert_allclose(out, np.full(8, 3.5))
+
+
+@pytest.mark.parametrize("keyword", ["gradients", "grads"])
+def test_gradients_are_passed_by_keyword(mesh, keyword):
+    def body(values):
+        return DataParallel.all_reduce_gradients_static(
+            **{keyword: values[0]}, reduce_type="sum", axis_name="data"
+        ), dp.all_reduce_gradients(**{keyword: values[0]}, axis_name="data")
+
+    run = jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P())
+    total, mean = jax.jit(run)(np.arange(8.0))
+    assert (total, mean) == (28.0, 3.5)

@@ -15,6 +15,9 @@ from meshwright.distributed import (
     DeviceMeshManager,
     DevicePlacement,
     HardwareType,
+    distribute_batch,
+    get_batch_size_recommendation,
+    place_on_device,
 )
 from meshwright.errors import UserError
 
@@ -160,3 +163,58 @@ def test_device_info_is_complete_and_json(placement):
 def test_keeps_dtypes_of_host_data(placement, mesh):
     out = placement.distribute_batch(np.ones(8, np.int8), NamedSharding(mesh, P("data")))
     assert out.dtype == jnp.int8
+
+
+def test_recommendations_take_a_type_of_hardware(placement):
+    sizes = placement.get_batch_size_recommendation(hardware_type=HardwareType.H100)
+    assert sizes.critical_batch_size == 298
+    assert sizes.max_memory_batch_size is None
+    assert placement.get_batch_size_recommendation(hardware=HardwareType.H100) == sizes
+    assert get_batch_size_recommendation(HardwareType.H100) == sizes
+    assert get_batch_size_recommendation() == HardwareType.CPU.batch_sizes
+
+
+def test_a_recommendation_records_the_largest_size_that_fits():
+    sizes = BatchSizeRecommendation(
+        min_batch_size=32,
+        optimal_batch_size=256,
+        critical_batch_size=240,
+        max_memory_batch_size=512,
+        notes="measured",
+    )
+    assert (sizes.max_memory_batch_size, sizes.notes) == (512, "measured")
+
+
+def test_data_is_replicated_on_the_devices_that_are_named(placement, mesh):
+    data, two = np.arange(6.0), jax.devices()[2:4]
+    for copies in (
+        placement.replicate_across_devices(data, devices=two),
+        placement.replicate_across_devices(data, two),
+    ):
+        assert copies.sharding.device_set == set(two)
+        assert copies.sharding.is_fully_replicated
+        np.testing.assert_array_equal(copies, data)
+    on_mesh = placement.replicate_across_devices(data, mesh=mesh)
+    assert on_mesh.sharding.device_set == set(jax.devices())
+    with pytest.raises(UserError, match="empty"):
+        placement.replicate_across_devices(data, devices=[])
+
+
+def test_functions_do_what_the_methods_do(placement, mesh):
+    sharding = NamedSharding(mesh, P("data"))
+    for batch in (
+        distribute_batch(np.arange(8.0), sharding),
+        placement.distribute_batch(data=np.arange(8.0), sharding=sharding),
+        placement.distribute_batch(batch=np.arange(8.0), sharding=sharding),
+    ):
+        assert batch.sharding == sharding
+        np.testing.assert_array_equal(batch, np.arange(8.0))
+    device = jax.devices()[3]
+    assert place_on_device({"w": np.ones(2)}, device)["w"].devices() == {device}
+    assert place_on_device(np.ones(2)).devices() == {jax.devices()[0]}
+
+
+@pytest.mark.parametrize("keyword", ["data_iterator", "iterator"])
+def test_prefetching_takes_its_iterator_by_keyword(placement, keyword):
+    items = placement.prefetch_to_device(**{keyword: iter([np.ones(2), np.zeros(2)])})
+    assert [float(item[0]) for item in items] == [1.0, 0.0]

@@ -130,3 +130,17 @@ def test_mistakes_are_named():
         acc.accumulate({"v": jnp.ones(3)})
     with pytest.raises(UserError, match=r"first \(3,\), now \(4,\)"):
         acc.accumulate({"w": jnp.ones(4)})
+
+
+def test_the_sum_so_far_can_be_read():
+    acc = accumulator()
+    assert acc.accumulated_grads is None
+    gradients = {"w": np.full((2, 3), 1.5, np.float16)}
+    acc.accumulate(gradients)
+    first = acc.accumulated_grads
+    acc.accumulate(gradients, weight=3.0)
+    np.testing.assert_array_equal(first["w"], np.full((2, 3), 1.5))
+    np.testing.assert_array_equal(acc.accumulated_grads["w"], np.full((2, 3), 6.0))
+    assert acc.accumulated_grads["w"].dtype == np.float32
+    acc.get_gradients()
+    assert acc.accumulated_grads is None

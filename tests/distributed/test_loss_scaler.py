@@ -157,3 +157,22 @@ def test_being_compiled_as_a_constant_is_refused():
 def test_a_rule_that_cannot_work_is_refused(options, message):
     with pytest.raises(UserError, match=message):
         DynamicLossScalerConfig(**options)
+
+
+def test_steps_since_growth_counts_good_steps():
+    one = scaler(initial_scale=1000.0, growth_interval=3)
+    counts = []
+    for overflow in (False, False, True, False, False, False):
+        one.update_scale(overflow_detected=overflow)
+        counts.append(int(one.steps_since_growth))
+    assert counts == [1, 2, 0, 1, 2, 0]
+    assert one.scale == 1000.0  # halved, then doubled
+
+
+def test_overflow_has_two_keywords():
+    one, other = scaler(initial_scale=1000.0), scaler(initial_scale=1000.0)
+    one.update_scale(overflow_detected=True)
+    other.update_scale(overflow=True)
+    assert one.scale == other.scale == 500.0
+    with pytest.raises(UserError, match="both overflow_detected= and overflow="):
+        one.update_scale(overflow_detected=True, overflow=True)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from meshwright.distributed import DeviceMeshManager, DistributedMetrics
@@ -179,3 +180,58 @@ def test_collect_gives_one_host_value_per_device(mesh):
     assert [float(value) for value in out["loss"]] == list(VALUES * 2)
     assert out["lr"] == 0.1
     assert out["best"] == 3
+
+
+STATIC = {
+    "mean": DistributedMetrics.reduce_mean_static,
+    "sum": DistributedMetrics.reduce_sum_static,
+    "max": DistributedMetrics.reduce_max_static,
+    "min": DistributedMetrics.reduce_min_static,
+    "all": DistributedMetrics.all_gather_static,
+}
+EXPECTED = {
+    "mean": VALUES.mean(),
+    "sum": VALUES.sum(),
+    "max": VALUES.max(),
+    "min": VALUES.min(),
+    "all": VALUES,
+}
+
+
+def reduce_in_every_way(value):
+    metrics = {"v": value, "lr": 0.1}
+    out = {name: reduce(metrics, axis_name="data") for name, reduce in STATIC.items()}
+    out["weighted"] = DistributedMetrics.reduce_mean_static(metrics, axis_name="data", weights=2.0)
+    out["custom"] = DistributedMetrics.reduce_custom_static(
+        metrics, reduce_fn={"v": "sum"}, axis_name="data"
+    )
+    return out
+
+
+@pytest.mark.parametrize("through", ["shard_map", "pmap"])
+def test_static_methods_reduce_like_numpy(mesh, through):
+    if through == "pmap":
+        out = jax.pmap(reduce_in_every_way, axis_name="data")(VALUES)
+        out = jax.tree.map(lambda leaf: leaf[0], out)
+    else:
+        out = on_devices(mesh, reduce_in_every_way, VALUES)
+    for name, expected in EXPECTED.items():
+        np.testing.assert_allclose(out[name]["v"], expected, rtol=1e-6)
+        np.testing.assert_allclose(out[name]["lr"], 0.1, rtol=1e-6)
+    np.testing.assert_allclose(out["weighted"]["v"], VALUES.mean(), rtol=1e-6)
+    np.testing.assert_allclose(out["custom"]["v"], VALUES.sum(), rtol=1e-6)
+
+
+def test_static_collection_lists_the_devices():
+    collected = DistributedMetrics.collect_from_devices_static({"v": jnp.asarray(VALUES), "n": 3})
+    assert collected == {"v": list(VALUES), "n": 3}
+
+
+def test_it_can_be_part_of_an_nnx_model():
+    class Evaluation(nnx.Module):
+        def __init__(self):
+            self.metrics = DistributedMetrics()
+
+    graph, state = nnx.split(Evaluation())
+    assert not jax.tree.leaves(state)
+    assert nnx.merge(graph, state).metrics.reduce_mean({"v": 1.0}) == {"v": 1.0}

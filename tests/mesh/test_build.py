@@ -5,8 +5,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from meshwright.config import DistributedConfig
+from meshwright.distributed import DeviceMeshManager
 from meshwright.errors import UserError
 from meshwright.mesh.build import (
     abstract_mesh,
@@ -44,6 +47,32 @@ def test_meshes_of_one_to_four_axes_use_every_device_once(sizes):
 def test_tensor_neighbours_are_adjacent_devices_whatever_the_order_asked():
     for sizes in ({"fsdp": 4, "tensor": 2}, {"tensor": 2, "fsdp": 4}):
         assert ids(build_mesh(sizes)).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("build", "spec", "parts"),
+    [
+        (lambda: build_mesh({"data": 2, "model": 4}), P("data", "model"), (2, 4)),
+        (lambda: build_mesh({"tp": 2, "dp": -1}), P(("dp", "tp")), (8, 1)),
+        (lambda: DeviceMeshManager().create_hybrid_mesh(2, 4), P("data", "model"), (2, 4)),
+        (
+            lambda: DeviceMeshManager().create_device_mesh(
+                DistributedConfig(mesh_shape=(2, 4), mesh_axis_names=("dp", "mp")).mesh_sizes()
+            ),
+            P("mp", "dp"),
+            (4, 2),
+        ),
+    ],
+)
+def test_an_axis_keeps_the_alias_it_was_given_by(build, spec, parts):
+    x = np.arange(64.0).reshape(8, 8)
+    placed = jax.device_put(x, NamedSharding(build(), spec))
+    assert placed.addressable_shards[0].data.shape == (8 // parts[0], 8 // parts[1])
+    np.testing.assert_array_equal(placed, x)
+
+
+def test_an_abstract_mesh_keeps_aliases_too():
+    assert dict(abstract_mesh({"model": 4, "data": 2}).shape) == {"data": 2, "model": 4}
 
 
 def test_an_arranged_mesh_keeps_names_and_order_and_still_puts_tensor_on_adjacent_devices():

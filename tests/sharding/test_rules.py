@@ -1,5 +1,7 @@
 """What a user says about where parameters live is done, or refused with the numbers."""
 
+import jax
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -9,19 +11,23 @@ from small_models import (
     Odd,
     Residuals,
     builder,
+    fill,
     odd_batch,
     odd_loss,
     square_loss,
     task_batch,
     vectors,
 )
+from step.runs import by_hand, on_mesh, put_together
 
-from meshwright.config.schema import ShardingConfig
+from meshwright.config.compose import compose_config
+from meshwright.config.schema import Config, ShardingConfig
 from meshwright.errors import UserError
 from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.trace.model_leaves import build_unplaced, split_model
 from meshwright.program.trace.traced_loss import trace_loss
 from meshwright.sharding.decide import decide
+from meshwright.sharding.explain import explain
 from meshwright.sharding.rules import check_rules, matches
 
 SIZES = {"fsdp": 2, "tensor": 2}
@@ -54,6 +60,56 @@ def test_rules_place_kernels(rule, spec):
         found, reason = placed[f"blocks.{block}.up.kernel"]
         assert found == PartitionSpec(*spec)
         assert reason.startswith(f"rule `blocks.*.up.kernel`: {rule}")
+
+
+TWO_ON_ONE = [
+    {"blocks.*.up.kernel": [["fsdp", "tensor"], None]},
+    {"blocks.*.up.kernel": PartitionSpec(("fsdp", "tp"), None)},
+    {"blocks.*.up.kernel": (("fsdp", "tensor"),)},
+    [("blocks.*.up.kernel", PartitionSpec(("fsdp", "model"), None))],
+]
+
+
+@pytest.mark.parametrize("rules", TWO_ON_ONE)
+def test_two_axes_can_divide_one_dim(rules):
+    spec, reason = place(rules)["blocks.1.up.kernel"]
+    assert spec == PartitionSpec(("fsdp", "tensor"))
+    assert reason.startswith("rule `blocks.*.up.kernel`: [['fsdp', '")
+    rolled = place(rules, rolled=True)["blocks.*.up.kernel"][0]
+    assert rolled == PartitionSpec(None, ("fsdp", "tensor"))
+
+
+def test_two_axes_that_do_not_divide_a_dim_are_multiplied():
+    with pytest.raises(UserError, match=r"size 16, which 12 parts \(fsdp=6 × tensor=2\)"):
+        place(TWO_ON_ONE[0], sizes={"fsdp": 6, "tensor": 2})
+    with pytest.raises(UserError, match="names an axis twice"):
+        place({"blocks.*.up.kernel": [["fsdp", "tensor"], "fsdp"]})
+
+
+@pytest.mark.parametrize(
+    "axes", [["fsdp", "tensor"], pytest.param(["tensor", "fsdp"], marks=pytest.mark.full)]
+)
+def test_training_with_two_axes_on_one_dim_equals_one_device(axes):
+    model, rules = fill(Residuals), {"blocks.*.up.kernel": [axes, None]}
+    step = put_together(Residuals, square_loss, vectors(), {"data": 2, **SIZES}, rules=rules)
+    found = {leaf.path: leaf for leaf in explain(step.traced.layout, step.decision, SIZES)}
+    kernel = found["blocks.0.up.kernel"]
+    assert kernel.spec == (",".join(axes), "")
+    assert kernel.bytes_per_device == kernel.bytes // 4
+    assert not kernel.whole_over
+    batches = [vectors(seed=seed) for seed in range(2)]
+    with jax.enable_x64(True):
+        on_eight = on_mesh(step, model, batches)
+        by_itself = by_hand(model, square_loss, batches)
+    np.testing.assert_allclose(on_eight.losses, by_itself.losses, rtol=1e-12)
+    for path, value in by_itself.leaves.items():
+        np.testing.assert_allclose(on_eight.leaves[path], value, rtol=1e-10, atol=1e-13)
+
+
+def test_the_command_line_writes_two_axes_as_a_list():
+    rule = "sharding.rules={blocks.*.up.kernel:[[fsdp,tensor],null]}"
+    rules = Config.parse(compose_config([rule]).values).sharding.rules
+    assert rules == ShardingConfig(rules=TWO_ON_ONE[0]).rules
 
 
 @pytest.mark.parametrize("rule", ["column", ["fsdp", "tensor"]])

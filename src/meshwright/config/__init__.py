@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 from meshwright.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from meshwright.config.distributed_config import DistributedConfig
+    from meshwright.config.distributed_config import DistributedBackend, DistributedConfig
     from meshwright.config.schema import Config
 
-__all__ = ["Config", "DistributedConfig"]
+__all__ = ["Config", "DistributedBackend", "DistributedConfig"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "Config": "meshwright.config.schema",
+        "DistributedBackend": "meshwright.config.distributed_config",
         "DistributedConfig": "meshwright.config.distributed_config",
     },
 )

@@ -87,7 +87,7 @@ def _explain_one(detail: ErrorDetails, schema: type[BaseModel], prefix: str) -> 
     return UserError(
         f"`{key}={shorten(detail['input'])}` is not valid",
         why=message[0].lower() + message[1:],
-        fix=_near_choice(detail) if detail["type"] == "literal_error" else "",
+        fix=_near_choice(detail) if detail["type"] in ("literal_error", "enum") else "",
     )
 
 

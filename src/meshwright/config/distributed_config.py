@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Collection, Mapping, Sequence
+from enum import StrEnum
+from typing import Annotated, Any, Literal, Self, TypedDict
 
 from pydantic import Field
 
@@ -14,13 +15,28 @@ from meshwright.config.batch import nearest_divisors
 from meshwright.config.environment import read_environment
 from meshwright.errors import UserError
 from meshwright.mesh.axes import canonical_axis
-from meshwright.units import either
+from meshwright.units import counted, either
 
 DEFAULT_AXIS_NAMES = ("data", "model", "pipeline")
 _PARALLEL = {"tensor": "tensor_parallel_size", "pipe": "pipeline_parallel_size"}
 
 Size = Annotated[int, Field(ge=1, le=2**20)]
 """A number of processes or nodes; more than a million is a typing mistake."""
+
+
+class DistributedBackend(StrEnum):
+    """Communication libraries; each member equals its text, as in ``backend="nccl"``."""
+
+    NCCL = "nccl"
+    GLOO = "gloo"
+    MPI = "mpi"
+
+
+class MeshDescription(TypedDict):
+    """The sizes of the mesh axes and their names."""
+
+    mesh_shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
 
 
 class DistributedConfig(Frozen):
@@ -31,6 +47,10 @@ class DistributedConfig(Frozen):
     ``tensor_parallel_size × pipeline_parallel_size`` divides ``world_size``.
 
     Attributes:
+        name: a name for this config.
+        description: a text for its readers.
+        tags: words to find it by.
+        metadata: anything else to record with it.
         enabled: whether several processes are used; inferred from ``world_size``.
         world_size: number of processes in the run.
         backend: the communication library of the platform: nccl, gloo or mpi.
@@ -44,12 +64,21 @@ class DistributedConfig(Frozen):
         pipeline_parallel_size: stages the layers are divided into.
         mesh_shape: sizes of the mesh axes.
         mesh_axis_names: their names; aliases such as ``model`` and ``pipeline`` stay as they are.
+        find_unused_parameters: has no effect; a compiled step has a gradient for every parameter,
+            zero if the loss does not use it. This and the next two are options of PyTorch's
+            DistributedDataParallel, accepted so that configs can be shared.
+        gradient_as_bucket_view: has no effect; the compiler decides how gradients are combined.
+        broadcast_buffers: has no effect; state such as batch statistics is the same everywhere.
         mixed_precision: no, fp16 or bf16.
     """
 
+    name: str = Field(default="distributed_config", min_length=1)
+    description: str = ""
+    tags: tuple[str, ...] = ()
+    metadata: dict[str, Any] = Field(default_factory=dict)
     enabled: bool = False
     world_size: Size = 1
-    backend: Literal["nccl", "gloo", "mpi"] = "nccl"
+    backend: DistributedBackend = DistributedBackend.NCCL
     rank: int = Field(default=0, ge=0)
     local_rank: int = Field(default=0, ge=0)
     num_nodes: Size = 1
@@ -60,6 +89,9 @@ class DistributedConfig(Frozen):
     pipeline_parallel_size: Size = 1
     mesh_shape: tuple[Size, ...] = Field(default=(1,), min_length=1)
     mesh_axis_names: tuple[str, ...] = Field(default=("data",), min_length=1)
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = True
+    broadcast_buffers: bool = True
     mixed_precision: Literal["no", "fp16", "bf16"] = "no"
 
     def __init__(self, **values: Any) -> None:
@@ -68,7 +100,7 @@ class DistributedConfig(Frozen):
         # The first pass checks each value by itself, so that inference starts from valid ones.
         super().__init__(**given)
         super().__init__(**_infer({key: getattr(self, key) for key in given}))
-        _check(self)
+        _check(self, set(given))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **values: Any) -> Self:
@@ -92,6 +124,10 @@ class DistributedConfig(Frozen):
         """Return the mesh as axis names and sizes."""
         return dict(zip(self.mesh_axis_names, self.mesh_shape, strict=True))
 
+    def get_mesh_config(self) -> MeshDescription:
+        """Return the mesh as ``{"mesh_shape": (4, 2), "axis_names": ("data", "model")}``."""
+        return {"mesh_shape": self.mesh_shape, "axis_names": self.mesh_axis_names}
+
 
 def _infer(given: dict[str, Any]) -> dict[str, Any]:
     values = dict(given)
@@ -111,8 +147,8 @@ def _infer_from_mesh(values: dict[str, Any]) -> None:
     names = values.setdefault("mesh_axis_names", DEFAULT_AXIS_NAMES[: len(shape)])
     if len(names) != len(shape):
         raise UserError(
-            f"mesh_shape={shape} and mesh_axis_names={names} do not match",
-            why=f"the sizes are {len(shape)}, the names {len(names)}",
+            f"mesh_axis_names={names} and mesh_shape={shape} have different lengths",
+            why=f"there are {counted(len(names), 'name')} and {counted(len(shape), 'size')}",
             fix=f"write one name per size: {min(len(shape), 4)} of data, fsdp, model, pipeline",
         )
     sizes = dict(zip(_axes(names), shape, strict=True))
@@ -183,8 +219,8 @@ def _axes(names: Sequence[str]) -> list[str]:
     return axes
 
 
-def _check(config: DistributedConfig) -> None:
-    c = config
+def _check(c: DistributedConfig, written: Collection[str]) -> None:
+    """Check all equations; messages name the values that were written, not inferred ones."""
     if c.local_rank >= c.num_processes_per_node:
         raise UserError(
             f"local_rank={c.local_rank} does not exist",
@@ -194,31 +230,46 @@ def _check(config: DistributedConfig) -> None:
             f"num_processes_per_node={c.local_rank + 1} or more",
         )
     if c.world_size != c.num_nodes * c.num_processes_per_node:
-        raise _uneven_nodes(c)
+        raise _uneven_nodes(c, written)
     if c.rank >= c.world_size:
         raise UserError(
             f"rank={c.rank} does not exist",
             why=f"world_size={c.world_size}, and rank < world_size",
             fix=f"write rank={_up_to(c.world_size - 1)}, or world_size={c.rank + 1} or more",
         )
+    if "mesh_shape" in written:
+        # Of a given mesh, the parallel sizes are inferred: they can only repeat its mistake.
+        _check_mesh(c, written)
     _check_parallel(c)
+
+
+def _check_mesh(c: DistributedConfig, written: Collection[str]) -> None:
     product = math.prod(c.mesh_shape)
-    if product != c.world_size:
-        raise UserError(
-            f"mesh_shape={c.mesh_shape} contradicts world_size={c.world_size}",
-            why=f"{' × '.join(map(str, c.mesh_shape))} = {product}, not {c.world_size}",
-            fix=f"write world_size={product} or mesh_shape={_nearest_shape(c)}",
-        )
+    if product == c.world_size:
+        return
+    nodes = f"num_nodes={c.num_nodes} × num_processes_per_node={c.num_processes_per_node}"
+    world = f"world_size={c.world_size}" if "world_size" in written else nodes
+    raise UserError(
+        f"mesh_shape={c.mesh_shape} contradicts {world}",
+        why=f"mesh_shape={c.mesh_shape} has {' × '.join(map(str, c.mesh_shape))} = {product} "
+        f"devices, not {c.world_size}",
+        fix=f"write world_size={product} or mesh_shape={_nearest_shape(c)}"
+        if "world_size" in written
+        else f"write mesh_shape={_nearest_shape(c)}",
+    )
 
 
-def _uneven_nodes(c: DistributedConfig) -> UserError:
+def _uneven_nodes(c: DistributedConfig, written: Collection[str]) -> UserError:
     product = c.num_nodes * c.num_processes_per_node
     if c.world_size % c.num_nodes == 0:
         other = f"num_processes_per_node={c.world_size // c.num_nodes}"
     else:
         other = f"num_nodes={either(nearest_divisors(c.world_size, c.num_nodes))}"
+    whole = "mesh_shape" if "world_size" not in written else "world_size"
+    parts = [key for key in ("num_nodes", "num_processes_per_node") if key in written]
     return UserError(
-        f"world_size={c.world_size} contradicts the nodes",
+        f"{whole}={getattr(c, whole)} contradicts "
+        + " and ".join(f"{key}={getattr(c, key)}" for key in parts),
         why=f"num_nodes={c.num_nodes} × num_processes_per_node={c.num_processes_per_node} "
         f"= {product}, not {c.world_size}",
         fix=f"write world_size={product} or {other}, or leave one of the three out and it is "
@@ -233,7 +284,7 @@ def _check_parallel(c: DistributedConfig) -> None:
     raise UserError(
         f"tensor_parallel_size={tensor} and pipeline_parallel_size={pipe} do not fit "
         f"world_size={c.world_size}",
-        why=f"{tensor} × {pipe} = {tensor * pipe}, which does not divide {c.world_size}",
+        why=f"{c.world_size} is not divisible by {tensor} × {pipe} = {tensor * pipe}",
         fix="choose sizes whose product is "
         f"{either(nearest_divisors(c.world_size, tensor * pipe))}",
     )

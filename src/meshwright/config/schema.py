@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -205,6 +206,13 @@ class MeshConfig(Frozen):
         return {axis: getattr(self, axis) for axis in ("pipe", "data", "fsdp", "tensor")}
 
 
+def _plain_spec(rule: Any) -> Any:
+    """Return a PartitionSpec or tuple as a list, in which several axes of one dim are a list."""
+    if isinstance(rule, str | dict) or not isinstance(rule, Iterable):
+        return rule
+    return [list(entry) if isinstance(entry, tuple) else entry for entry in rule]
+
+
 class ShardingConfig(Frozen):
     """How arrays are sharded.
 
@@ -213,7 +221,8 @@ class ShardingConfig(Frozen):
         keep_gathered: keep gathered weights through the step instead of gathering per block.
         blocks: run repeated blocks one by one (unroll) or as one scanned block (scan).
         min_shard_size: parameters with fewer elements stay replicated over fsdp.
-        rules: path pattern to role (column, row, replicate) or partition spec.
+        rules: path pattern to role (column, row, replicate) or partition spec, in which a list is
+            several axes on one dim.
         remat: what the backward pass computes again: none, full (all of a block), or dots (all
             of a block but its matrix products); or one of JAX's checkpoint policies by its name.
     """
@@ -222,8 +231,19 @@ class ShardingConfig(Frozen):
     keep_gathered: bool = False
     blocks: Literal["scan", "unroll"] = "unroll"
     min_shard_size: int = Field(default=1024, ge=0)
-    rules: dict[str, str | list[str | None]] = Field(default_factory=dict)
+    rules: dict[str, str | list[str | list[str] | None]] = Field(default_factory=dict)
     remat: Remat = "none"
+
+    @field_validator("rules", mode="before")
+    @classmethod
+    def _read_rules(cls, rules: Any) -> Any:
+        """Take pairs (pattern, rule) as well, and a PartitionSpec for a rule."""
+        pairs = rules if isinstance(rules, list | tuple) else ()
+        if pairs and all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs):
+            rules = {str(pattern): rule for pattern, rule in pairs}
+        if not isinstance(rules, dict):
+            return rules
+        return {pattern: _plain_spec(rule) for pattern, rule in rules.items()}
 
 
 class PipelineConfig(Frozen):

@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING
 from meshwright.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from meshwright.config.distributed_config import DistributedBackend, DistributedConfig
     from meshwright.distributed.data_parallel import DataParallel
-    from meshwright.distributed.device_placement import DevicePlacement
+    from meshwright.distributed.device_placement import (
+        DevicePlacement,
+        distribute_batch,
+        get_batch_size_recommendation,
+        place_on_device,
+    )
     from meshwright.distributed.distributed_trainer import Trainer
     from meshwright.distributed.gradient_accumulator import (
         GradientAccumulator,
@@ -26,6 +32,8 @@ _NAMES = {
     "DataParallel": "meshwright.distributed.data_parallel",
     "DeviceMeshManager": "meshwright.distributed.mesh_manager",
     "DevicePlacement": "meshwright.distributed.device_placement",
+    "DistributedBackend": "meshwright.config.distributed_config",
+    "DistributedConfig": "meshwright.config.distributed_config",
     "DistributedMetrics": "meshwright.distributed.metrics",
     "DynamicLossScaler": "meshwright.distributed.loss_scaler",
     "DynamicLossScalerConfig": "meshwright.distributed.loss_scaler",
@@ -33,6 +41,9 @@ _NAMES = {
     "GradientAccumulatorConfig": "meshwright.distributed.gradient_accumulator",
     "HardwareType": "meshwright.distributed.hardware_type",
     "Trainer": "meshwright.distributed.distributed_trainer",
+    "distribute_batch": "meshwright.distributed.device_placement",
+    "get_batch_size_recommendation": "meshwright.distributed.device_placement",
+    "place_on_device": "meshwright.distributed.device_placement",
     "setup_multinode": "meshwright.distributed.multinode",
 }
 
@@ -41,6 +52,8 @@ __all__ = [
     "DataParallel",
     "DeviceMeshManager",
     "DevicePlacement",
+    "DistributedBackend",
+    "DistributedConfig",
     "DistributedMetrics",
     "DynamicLossScaler",
     "DynamicLossScalerConfig",
@@ -48,6 +61,9 @@ __all__ = [
     "GradientAccumulatorConfig",
     "HardwareType",
     "Trainer",
+    "distribute_batch",
+    "get_batch_size_recommendation",
+    "place_on_device",
     "setup_multinode",
 ]
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.distributed.leaves import Leaf, check_mesh_axis, place, place_whole, replicate
@@ -18,6 +19,7 @@ from meshwright.distributed.named_axes import (
     tracks_varying,
     varying_axes,
 )
+from meshwright.distributed.other_keywords import also_called
 from meshwright.errors import UserError
 from meshwright.trees import Batch, PyTree
 
@@ -25,7 +27,7 @@ _STATE_AXES = ("fsdp", "data")
 """Axes that state is sharded over, in order of preference; else the mesh's first axis."""
 
 
-class DataParallel:
+class DataParallel(nnx.Module):
     """Data parallelism on a mesh: every device holds the model and a part of the batch."""
 
     def create_data_parallel_sharding(self, mesh: Mesh, data_axis: str = "data") -> NamedSharding:
@@ -40,9 +42,10 @@ class DataParallel:
         """
         return self.shard_batch_static(batch, sharding)
 
+    @also_called(grads="gradients")
     def all_reduce_gradients(
         self,
-        grads: PyTree,
+        gradients: PyTree,
         reduce_type: Literal["mean", "sum"] = "mean",
         axis_name: AxisName = DEFAULT_AXIS,
     ) -> PyTree:
@@ -56,7 +59,7 @@ class DataParallel:
         parameters itself. Such gradients raise an error: their mean would be too large by a factor
         of the number of devices.
         """
-        return self.all_reduce_gradients_static(grads, reduce_type, axis_name)
+        return self.all_reduce_gradients_static(gradients, reduce_type, axis_name)
 
     def shard_model_state(
         self, state: PyTree, mesh: Mesh, param_sharding: Literal["replicate", "shard"] = "replicate"
@@ -93,20 +96,23 @@ class DataParallel:
         return place(batch, sharding)
 
     @staticmethod
+    @also_called(grads="gradients")
     def all_reduce_gradients_static(
-        grads: PyTree,
+        gradients: PyTree,
         reduce_type: Literal["mean", "sum"] = "mean",
         axis_name: AxisName = DEFAULT_AXIS,
     ) -> PyTree:
         """``all_reduce_gradients`` as a static method."""
         if reduce_type == "sum":
             axes = require_axes(axis_name, 'all_reduce_gradients with reduce_type="sum"')
-            _check_unreduced(grads, axes)
-            return jax.tree.map(lambda leaf: jax.lax.psum(leaf, axes), grads)
+            _check_unreduced(gradients, axes)
+            return jax.tree.map(lambda leaf: jax.lax.psum(leaf, axes), gradients)
         if reduce_type == "mean":
             axes = resolve_axes(axis_name)
-            _check_unreduced(grads, axes)
-            return jax.tree.map(lambda leaf: jax.lax.pmean(leaf, axes), grads) if axes else grads
+            _check_unreduced(gradients, axes)
+            if not axes:
+                return gradients
+            return jax.tree.map(lambda leaf: jax.lax.pmean(leaf, axes), gradients)
         raise UserError(f"Unsupported reduce_type: {reduce_type!r}", fix='write "mean" or "sum"')
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypedDict
 
 import jax
@@ -18,6 +18,7 @@ from meshwright.distributed.leaves import (
     place_parts,
     replicate,
 )
+from meshwright.distributed.other_keywords import also_called
 from meshwright.distributed.prefetch import prefetch
 from meshwright.errors import UserError
 from meshwright.hardware import BatchSizeRecommendation
@@ -71,14 +72,27 @@ class DevicePlacement:
         """Put every leaf on one device."""
         return jax.device_put(data, self._default_device if device is None else device)
 
-    def distribute_batch(self, batch: Batch, sharding: Sharding) -> Batch:
+    @also_called(batch="data")
+    def distribute_batch(self, data: Batch, sharding: Sharding) -> Batch:
         """Put every leaf on devices with this sharding; scalars are replicated."""
-        return place(batch, sharding)
+        return place(data, sharding)
 
-    def replicate_across_devices(self, data: PyTree, mesh: Mesh | None = None) -> PyTree:
-        """Put a full copy of every leaf on every device of the mesh, or on all devices."""
-        all_devices = mesh or arrange_mesh({"data": self.num_devices}, jax.devices())
-        return replicate(data, all_devices)
+    @also_called(mesh="devices")
+    def replicate_across_devices(
+        self, data: PyTree, devices: Sequence[Device] | Mesh | None = None
+    ) -> PyTree:
+        """Put a full copy of every leaf on each of these devices or of a mesh; by default on all.
+
+        ``mesh=`` is another name for ``devices=``.
+        """
+        if isinstance(devices, Mesh):
+            return replicate(data, devices)
+        chosen = list(jax.devices() if devices is None else devices)
+        if not chosen:
+            raise UserError(
+                "the list of devices is empty", fix="leave devices= out for all of them"
+            )
+        return replicate(data, arrange_mesh({"data": len(chosen)}, chosen))
 
     def shard_batch_dim(
         self, data: PyTree, mesh: Mesh, batch_axis: int = 0, mesh_axis: str = "data"
@@ -93,9 +107,10 @@ class DevicePlacement:
 
         return place_parts(data, choose)
 
+    @also_called(iterator="data_iterator")
     def prefetch_to_device(
         self,
-        iterator: Iterable[PyTree],
+        data_iterator: Iterable[PyTree],
         device: Device | Sharding | None = None,
         buffer_size: int = 2,
     ) -> Iterator[PyTree]:
@@ -114,13 +129,14 @@ class DevicePlacement:
                 return self.distribute_batch(item, device)
             return self.place_on_device(item, device)
 
-        return prefetch(iterator, put, buffer_size)
+        return prefetch(data_iterator, put, buffer_size)
 
+    @also_called(hardware="hardware_type")
     def get_batch_size_recommendation(
-        self, hardware: HardwareType | None = None
+        self, hardware_type: HardwareType | None = None
     ) -> BatchSizeRecommendation:
         """Return batch sizes for this kind of hardware, by default that of the default device."""
-        return (hardware or self._hardware_type).batch_sizes
+        return (hardware_type or self._hardware_type).batch_sizes
 
     def validate_batch_size(
         self, batch_size: int, warn_suboptimal: bool = True
@@ -160,6 +176,23 @@ class DevicePlacement:
                 for device in devices
             ],
         }
+
+
+def place_on_device(data: PyTree, device: Device | None = None) -> PyTree:
+    """`DevicePlacement.place_on_device` as a function."""
+    return DevicePlacement().place_on_device(data, device)
+
+
+def distribute_batch(data: Batch, sharding: Sharding) -> Batch:
+    """`DevicePlacement.distribute_batch` as a function."""
+    return DevicePlacement().distribute_batch(data, sharding)
+
+
+def get_batch_size_recommendation(
+    hardware_type: HardwareType | None = None,
+) -> BatchSizeRecommendation:
+    """`DevicePlacement.get_batch_size_recommendation` as a function."""
+    return DevicePlacement().get_batch_size_recommendation(hardware_type)
 
 
 def _dim_of(name: str, ndim: int, batch_axis: int) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 
 from meshwright.config.argument_checks import check_count
 from meshwright.errors import UserError, did_you_mean, typed_line
@@ -52,7 +52,8 @@ def pipeline_forward(
 ) -> jax.Array:
     """Run a batch through the stages in S+M-1 ticks, each stage on a different microbatch.
 
-    The result equals that of applying the stages one after another to the whole batch.
+    The result equals that of applying the stages one after another to the whole batch. A stage is
+    an NNX module, a Linen module bound to its variables, or a function.
     """
     _check_stages(stages)
     check_count("num_microbatches", num_microbatches)
@@ -134,6 +135,15 @@ def _run_stage(stage: Callable[[jax.Array], jax.Array], number: int, x: jax.Arra
 
 def _check_stages(stages: object) -> None:
     if isinstance(stages, Sequence) and stages:
+        for number, stage in enumerate(stages):
+            if isinstance(stage, linen.Module) and stage.scope is None:
+                name = type(stage).__name__
+                raise UserError(
+                    f"stage {number} ({name}) is a Linen module without parameters",
+                    why="a Linen module does not hold its parameters",
+                    fix="write stage.bind(variables), or "
+                    f"nnx.bridge.ToNNX({name}(…), rngs=rngs).lazy_init(x)",
+                )
         return
     if isinstance(stages, Sequence):
         problem = "empty"

@@ -55,6 +55,16 @@ class GradientAccumulator:
         """Microbatches accumulated since the last update."""
         return self._count
 
+    @property
+    def accumulated_grads(self) -> PyTree | None:
+        """The sum of the gradients accumulated so far, times their weights; None if there are none.
+
+        It is a copy, at least float32, and stays valid while accumulation continues.
+        """
+        if self._count == 0:
+            return None
+        return jax.tree.unflatten(self._treedef, [jnp.copy(total) for total in self._sums])
+
     def accumulate(self, grads: PyTree, weight: Array | float = 1.0) -> None:
         """Add the gradients of one microbatch's mean loss.
 

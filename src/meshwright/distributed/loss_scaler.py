@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
+from meshwright.distributed.other_keywords import also_called
 from meshwright.errors import UserError
 from meshwright.step.scaler import LossScale, ScaleRule, all_finite
 from meshwright.trees import PyTree
@@ -62,6 +63,11 @@ class DynamicLossScaler:
         """Number of overflows so far."""
         return self._state.skipped
 
+    @property
+    def steps_since_growth(self) -> Array:
+        """Good steps since the scale last changed; it grows after ``growth_interval`` of them."""
+        return self._state.good_steps
+
     def scale_loss(self, loss: Array | float) -> Array:
         """Return the loss times the scale; a half-precision loss becomes float32."""
         return self._rescale(loss, jnp.multiply)
@@ -77,10 +83,11 @@ class DynamicLossScaler:
         """Whether any gradient, scaled or not, is infinite or NaN."""
         return _overflows(grads)
 
-    def update_scale(self, overflow: Array | bool) -> None:
+    @also_called(overflow="overflow_detected")
+    def update_scale(self, overflow_detected: Array | bool) -> None:
         """Set the next step's scale: smaller after an overflow, larger after many good steps."""
         self._check_owned()
-        self._state = self._state.after(jnp.logical_not(overflow), self.config)
+        self._state = self._state.after(jnp.logical_not(overflow_detected), self.config)
 
     def tree_flatten(self) -> tuple[tuple[LossScale], DynamicLossScalerConfig]:
         """Return arrays and config, for JAX."""

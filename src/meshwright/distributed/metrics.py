@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from numpy.typing import NDArray
 
 from meshwright.distributed.named_axes import (
@@ -27,12 +28,14 @@ Weights = jax.Array | NDArray[Any] | float
 """One number per device, or an array that broadcasts to each metric."""
 
 
-class DistributedMetrics:
+class DistributedMetrics(nnx.Module):
     """Combines metrics inside ``jax.shard_map`` or ``jax.vmap``, leaf by leaf.
 
     Python numbers are the same on every device and stay as they are. Under plain ``jax.jit``
     metrics are already global: mean, max and min return them unchanged, and the other reductions,
     which need one value per device, raise an error.
+
+    Each method also exists as a static one, with the suffix ``_static``.
     """
 
     def all_gather(self, metrics: PyTree, axis_name: AxisName = DEFAULT_AXIS) -> PyTree:
@@ -105,6 +108,47 @@ class DistributedMetrics:
         as they are. With several processes, every process must call it and gets all values.
         """
         return jax.tree.map(_split_rows, metrics)
+
+    @staticmethod
+    def all_gather_static(metrics: PyTree, axis_name: AxisName = DEFAULT_AXIS) -> PyTree:
+        """``all_gather`` as a static method."""
+        return DistributedMetrics().all_gather(metrics, axis_name)
+
+    @staticmethod
+    def reduce_mean_static(
+        metrics: PyTree, axis_name: AxisName = DEFAULT_AXIS, weights: Weights | None = None
+    ) -> PyTree:
+        """``reduce_mean`` as a static method."""
+        return DistributedMetrics().reduce_mean(metrics, axis_name, weights)
+
+    @staticmethod
+    def reduce_sum_static(metrics: PyTree, axis_name: AxisName = DEFAULT_AXIS) -> PyTree:
+        """``reduce_sum`` as a static method."""
+        return DistributedMetrics().reduce_sum(metrics, axis_name)
+
+    @staticmethod
+    def reduce_max_static(metrics: PyTree, axis_name: AxisName = DEFAULT_AXIS) -> PyTree:
+        """``reduce_max`` as a static method."""
+        return DistributedMetrics().reduce_max(metrics, axis_name)
+
+    @staticmethod
+    def reduce_min_static(metrics: PyTree, axis_name: AxisName = DEFAULT_AXIS) -> PyTree:
+        """``reduce_min`` as a static method."""
+        return DistributedMetrics().reduce_min(metrics, axis_name)
+
+    @staticmethod
+    def reduce_custom_static(
+        metrics: Mapping[str, PyTree],
+        reduce_fn: Mapping[str, Reduction | None] | Reduction | None = None,
+        axis_name: AxisName = DEFAULT_AXIS,
+    ) -> dict[str, PyTree]:
+        """``reduce_custom`` as a static method."""
+        return DistributedMetrics().reduce_custom(metrics, reduce_fn, axis_name)
+
+    @staticmethod
+    def collect_from_devices_static(metrics: PyTree) -> PyTree:
+        """``collect_from_devices`` as a static method."""
+        return DistributedMetrics().collect_from_devices(metrics)
 
     def _reduce(self, value: PyTree, reduction: Reduction | None, axis_name: AxisName) -> PyTree:
         named = {

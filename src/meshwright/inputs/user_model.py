@@ -14,6 +14,7 @@ from flax import linen, nnx
 from meshwright.config.base import shorten
 from meshwright.config.builders import Builder, parameters_of
 from meshwright.errors import UserError
+from meshwright.program.trace.requested_layouts import recorded_layouts
 from meshwright.program.trace.traced_loss import Loss, Model
 from meshwright.step.assemble import ModelSource
 from meshwright.trees import Batch
@@ -90,7 +91,8 @@ def _bridge(module: linen.Module, rngs: nnx.Rngs, loss: Loss, batch: Batch) -> n
     sample = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), batch)
     model = nnx.bridge.ToNNX(module, rngs=rngs)
     # `lazy_init` creates the variables of every submodule that the called method uses.
-    nnx.bridge.lazy_init(MethodType(loss, model), sample)
+    with recorded_layouts():
+        nnx.bridge.lazy_init(MethodType(loss, model), sample)
     return model
 
 

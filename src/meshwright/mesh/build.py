@@ -19,13 +19,14 @@ Device = Any
 
 
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[Device] | None = None) -> Mesh:
-    """Build a mesh of canonical axes over ``devices`` (all of them by default).
+    """Build a mesh with the axes of `AXES` over ``devices`` (all of them by default).
 
     One size may be -1, and ``data`` takes the remaining devices if it is not given. Axes are
-    ordered pipe, data, fsdp, tensor and have Auto type; axes of size 1 stay if given.
+    ordered pipe, data, fsdp, tensor and have Auto type; axes of size 1 stay if given. An axis given
+    by an alias, such as ``model``, keeps this name.
     """
     present = list(jax.devices() if devices is None else devices)
-    return arrange_mesh(resolve_sizes(sizes, len(present)), present)
+    return arrange_mesh(_as_named(resolve_sizes(sizes, len(present)), sizes), present)
 
 
 def arrange_mesh(sizes: Mapping[str, int], devices: Sequence[Device]) -> Mesh:
@@ -44,10 +45,16 @@ def abstract_mesh(sizes: Mapping[str, int], num_devices: int | None = None) -> A
                 fix="pass num_devices=, or write every size",
             )
         num_devices = math.prod(sizes.values())
-    resolved = resolve_sizes(sizes, num_devices)
+    resolved = _as_named(resolve_sizes(sizes, num_devices), sizes)
     return AbstractMesh(
         tuple(resolved.values()), tuple(resolved), axis_types=(AxisType.Auto,) * len(resolved)
     )
+
+
+def _as_named(resolved: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return resolved sizes under the names that were given, aliases included."""
+    names = {resolve_alias(name): name for name in sizes}
+    return {names.get(axis, axis): size for axis, size in resolved.items()}
 
 
 def device_grid(

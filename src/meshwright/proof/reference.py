@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.evaluate.widen import wide_evaluator
 from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
+from meshwright.program.trace.requested_layouts import recorded_layouts
 from meshwright.program.trace.traced_loss import Loss, LossValue, TracedLoss, read_loss
 from meshwright.proof.compare import null_leaves
 from meshwright.proof.observed import ObservedRun, fetch, withhold
@@ -35,7 +36,8 @@ def written_loss(loss: Loss, model_leaves: ModelLeaves, batch: Any) -> Evaluate:
 
     def evaluate(values: list[Any], leaves: list[Any]) -> LossValue:
         model = model_leaves.merge(values)
-        objective, _ = read_loss(loss(model, jax.tree.unflatten(tree, leaves)))
+        with recorded_layouts():  # On one device, sharding constraints have no effect.
+            objective, _ = read_loss(loss(model, jax.tree.unflatten(tree, leaves)))
         after = model_leaves.values(model)
         return LossValue(objective, {}, [after[i] for i in model_leaves.indices("state")])
 

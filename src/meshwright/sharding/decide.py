@@ -13,6 +13,7 @@ from meshwright.mesh.axes import AXES, resolve_alias
 from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
 from meshwright.program.evaluate.gather import GatherSpecs
 from meshwright.program.jaxpr.equations import Var
+from meshwright.program.on_mesh.model_layouts import find_model_layouts
 from meshwright.program.on_mesh.pins import find_pins, find_weights
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
@@ -45,6 +46,7 @@ class Decision:
         batch: partition spec of a batch.
         classes: the dim classes of the program.
         tensor: the dims that the tensor axis divides.
+        ignored: sharding constraints in the model that are not followed, a sentence each.
     """
 
     at_rest: tuple[Placement, ...]
@@ -56,6 +58,7 @@ class Decision:
     batch: PartitionSpec
     classes: DimClasses
     tensor: TensorChoice
+    ignored: tuple[str, ...] = ()
 
 
 def decide(
@@ -95,18 +98,23 @@ def decide(
     )
     tensor_only = tuple(_tensor_only(placement) for placement in divided)
     axes = batch_axes(sizes)
+    pins = (
+        find_pins(classes, batch_axes=axes, tensor_dim=tensor.sharded_dim)
+        if axes or tensor.size > 1
+        else {}
+    )
+    of_model = find_model_layouts(classes, sizes=sizes, batch_axes=list(axes))
     return Decision(
         at_rest=divided if sharding.zero == 3 else tensor_only,
         optimizer=divided,
         gradients=tensor_only if sharding.zero == 1 else divided,
         gathers=_gathers(traced.layout.step_leaves, divided) if sharding.zero == 3 else {},
-        pins=find_pins(classes, batch_axes=axes, tensor_dim=tensor.sharded_dim)
-        if axes or tensor.size > 1
-        else {},
+        pins={**pins, **of_model.pins},
         weights=find_weights(classes),
         batch=PartitionSpec(tuple(axes)) if axes else PartitionSpec(),
         classes=classes,
         tensor=tensor,
+        ignored=of_model.ignored,
     )
 
 

@@ -183,6 +183,7 @@ def assemble(
         decision = decide(traced, plan.mesh, plan.sharding)
         if local_program is not None:
             local = _local_forward(local_program.traced, decision, plan, mesh, wide=wide)
+    remarks = (*remarks, *decision.ignored)
     step = TrainStep(
         traced,
         decision,

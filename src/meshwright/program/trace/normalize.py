@@ -25,6 +25,7 @@ from meshwright.program.jaxpr.equations import (
 )
 from meshwright.program.jaxpr.names import MODULE_MARK, module_of, modules_of, rename_module
 from meshwright.program.trace.copies import PathsByClass, find_originals, rename_copies
+from meshwright.program.trace.requested_layouts import record_constraint
 
 
 def normalize(
@@ -51,7 +52,7 @@ class _Normalizer(Evaluator):
     def __init__(
         self, leaves: Sequence[str], inputs: Sequence[Any], paths_by_class: PathsByClass
     ) -> None:
-        rules = (_remat, self._leaf_cast, self._transpose, self._product)
+        rules = (_remat, record_constraint, self._leaf_cast, self._transpose, self._product)
         super().__init__(rules, scope=self.scope)
         # By id of the value, which is stored as well so that no other object gets that id.
         self._leaves = {id(v): (path, v) for path, v in zip(leaves, inputs, strict=False)}

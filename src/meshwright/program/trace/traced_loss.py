@@ -17,6 +17,7 @@ from meshwright.program.trace.layout import Layout, plain_layout
 from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.normalize import normalize
 from meshwright.program.trace.precision_policy import cast_floats, follow_policy
+from meshwright.program.trace.requested_layouts import recorded_layouts
 from meshwright.program.trace.scopes import module_scopes
 from meshwright.trees import Batch, check_num_samples
 from meshwright.user_code import doing
@@ -138,7 +139,7 @@ def trace_function(
         follow_policy(model, compute_dtype)
         with module_scopes(model, compute_dtype) as paths:
             paths_by_class.update(paths)
-            with doing("tracing the loss"):
+            with doing("tracing the loss"), recorded_layouts():
                 results = function(model, jax.tree.unflatten(batch_tree, inputs[count:]))
         after = model_leaves.values(model)
         changed.update(i for i in model_leaves.indices("state") if after[i] is not values[i])
