@@ -77,7 +77,7 @@ def pipeline_svg(plan: Plan) -> str:
 def _assemble(request: Request) -> Assembled:
     plan, config = request.plan(), request.config
     recipe = make_recipe(config, plan.batch.global_batch_size)
-    batch = recipe.data.batch(0, plan.batch.global_batch_size)
+    batch = recipe.first_batch(plan.batch.global_batch_size)
     return recipe.assemble(plan, batch)
 
 

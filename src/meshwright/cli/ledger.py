@@ -24,9 +24,8 @@ def run(request: Request) -> int:
     plan, config = request.plan(), request.config
     remarks = request.report_unused_settings(plan)
     recipe = make_recipe(config, plan.batch.global_batch_size)
-    batch = recipe.data.batch(0, plan.batch.global_batch_size)
+    batch = recipe.first_batch(plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, batch)
-    request.output.say(Text(f"compiling for {plan.num_devices} devices …", style="dim"))
     ledger = make_ledger(assembled, batch)
     report = {
         **ledger.model_dump(mode="json"),

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.activity import activity
 from meshwright.cli.output import write_file
 from meshwright.cli.request import Request
 from meshwright.compiled.hlo import optimized_hlo
@@ -20,7 +21,7 @@ from meshwright.recipe import Recipe, make_recipe
 from meshwright.step.assemble import Assembled
 from meshwright.trainer.batch_loader import BatchLoader
 from meshwright.trainer.compiled_step import compile_step
-from meshwright.units import human_bytes
+from meshwright.units import counted, human_bytes
 
 
 def run(request: Request) -> int:
@@ -31,7 +32,6 @@ def run(request: Request) -> int:
     profiler = Profiler(folder / "trace", request.arguments.number("--updates", 5))
     recipe = make_recipe(config, plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, recipe.example_batch(plan.batch.global_batch_size))
-    request.output.say(Text(f"compiling for {plan.num_devices} devices …", style="dim"))
     profile = _measure(request, recipe, assembled, profiler)
     if is_main():
         text = json.dumps(profile.to_json() | {"trace": "trace"}, indent=2)
@@ -50,8 +50,10 @@ def _measure(request: Request, recipe: Recipe, assembled: Assembled, profiler: P
         workers=config.data.workers,
         prefetch=config.data.prefetch,
     )
-    state = assembled.init(config.run.seed)
-    with loader.open(0, profiler.updates + 1) as batches:
+    with activity("initializing the state"):
+        state = assembled.init(config.run.seed)
+    traced = activity(f"running {counted(profiler.updates, 'update')}")
+    with traced, loader.open(0, profiler.updates + 1) as batches:
         # The first update includes one-time work.
         state, metrics = compiled.run(state, next(batches))
         profiler.start((state, metrics))
@@ -60,13 +62,14 @@ def _measure(request: Request, recipe: Recipe, assembled: Assembled, profiler: P
             with jax.profiler.StepTraceAnnotation("update", step_num=number):
                 state, metrics = compiled.run(state, batch)
         profiler.stop((state, metrics))
-    return read_profile(
-        profiler.trace,
-        assembled.mesh,
-        optimized_hlo(compiled.run),
-        updates=profiler.updates,
-        input_wait_seconds=loader.waited - waited,
-    )
+    with activity("reading the trace"):
+        return read_profile(
+            profiler.trace,
+            assembled.mesh,
+            optimized_hlo(compiled.run),
+            updates=profiler.updates,
+            input_wait_seconds=loader.waited - waited,
+        )
 
 
 def picture(profile: Profile) -> RenderableType:

@@ -29,7 +29,6 @@ def run(request: Request) -> int:
         steps=request.arguments.number("--steps", 5),
         clip_norm=config.optimizer.clip_norm,
         seed=config.run.seed,
-        say=lambda text: request.output.say(Text(text + " …", style="dim")),
     )
     report = certificate.model_dump(mode="json")
     path = Path(request.arguments.flags.get("--out", "certificate.json"))

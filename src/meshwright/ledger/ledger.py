@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from meshwright.activity import activity
 from meshwright.compiled.collectives import Collective, read_collectives, ring_bytes
 from meshwright.compiled.hlo import CompiledProgram, compile_program
 from meshwright.compiled.memory import memory_of
@@ -110,6 +111,7 @@ class Ledger(Frozen):
         return [axis for axis, ledger in self.axes.items() if ledger.suspicious]
 
 
+@activity("compiling the step")
 def make_ledger(assembled: Assembled, batch: Any) -> Ledger:
     """Compile the step for batches of this shape, without running it, and list what it sends."""
     lowered = lower_step(assembled, batch)
