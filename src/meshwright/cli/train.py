@@ -16,7 +16,7 @@ from meshwright.cli.request import Request
 from meshwright.cli.sample import generate_sample
 from meshwright.config.builders import explain_failure, import_named
 from meshwright.config.compose import parse_overrides
-from meshwright.config.origins import trace_origins
+from meshwright.config.origins import chosen_keys, trace_origins
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode, UserError
 from meshwright.interrupt import current_interrupt
@@ -90,6 +90,7 @@ def _warnings(
             recipe.data,
             plan.batch.global_batch_size,
             overrides=given,
+            chosen=chosen_keys(request.config, request.composed),
             resumed=None if point is None else point.metadata,
         ),
     ]
