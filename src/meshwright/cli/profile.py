@@ -13,6 +13,7 @@ from rich.text import Text
 from meshwright.activity import activity
 from meshwright.cli.output import write_file
 from meshwright.cli.request import Request
+from meshwright.columns import Columns, Indented
 from meshwright.compiled.hlo import optimized_hlo
 from meshwright.errors import ExitCode
 from meshwright.processes import is_main
@@ -84,7 +85,7 @@ def picture(profile: Profile) -> RenderableType:
     if profile.collectives:
         parts += [Text(), _collectives(profile)]
     if profile.advice:
-        parts += [Text(), *(Text(f"! {line}", style="yellow") for line in profile.advice)]
+        parts += [Text(), *(Indented(f"! {line}", 2, "yellow", first=0) for line in profile.advice)]
     trace = f"trace: {profile.trace} (TensorBoard --logdir there, or its trace.json.gz in Perfetto)"
     return Group(*parts, Text(), Text(trace, overflow="fold"))
 
@@ -100,23 +101,21 @@ def _shares(profile: Profile) -> Table:
     return table
 
 
-def _collectives(profile: Profile, most: int = 12) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("axis", "kind", "module", "count", "ms", "exposed ms", "sent"):
-        left = name in ("axis", "kind", "module")
-        table.add_column(name, justify="left" if left else "right", overflow="fold")
-    for time in profile.collectives[:most]:
-        table.add_row(
+def _collectives(profile: Profile, most: int = 12) -> Columns:
+    rows = [
+        (
+            time.module or "outside modules",
             time.axis,
             time.kind,
-            time.module or "outside modules",
             f"{time.count:g}",
             f"{1000 * time.seconds:.2f}",
             f"{1000 * time.exposed_seconds:.2f}",
             "–" if time.bytes is None else human_bytes(time.bytes),
         )
-    rest = profile.collectives[most:]
-    if rest:
+        for time in profile.collectives[:most]
+    ]
+    if rest := profile.collectives[most:]:
         seconds = sum(time.seconds for time in rest)
-        table.add_row(f"… and {len(rest)} more", "", "", "", f"{1000 * seconds:.2f}", "", "")
-    return table
+        rows.append((f"… and {len(rest)} more", "", "", "", f"{1000 * seconds:.2f}", "", ""))
+    head = ("module", "axis", "kind", "count", "ms", "exposed ms", "sent")
+    return Columns(head, rows, right=head[3:])
