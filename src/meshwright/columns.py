@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 GAP = "  "
@@ -46,7 +46,7 @@ class Columns:
     notes: Sequence[str] = ()
     styles: Sequence[str] = ()
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[object]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table as lines."""
         widths = self._widths()
         before = sum(widths[:-1]) + len(GAP) * (len(widths) - 1)
@@ -111,7 +111,7 @@ class Indented:
     style: str = ""
     first: int | None = None
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[object]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the lines."""
         text = Text(self.text) if isinstance(self.text, str) else self.text
         space = self.indent if self.first is None else self.first
