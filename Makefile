@@ -61,6 +61,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
+	@echo "installed; to type meshwright without a path: source $(BIN)/activate"
 
 train: setup
 	@$(BIN)/meshwright train simulate=8 mesh.fsdp=4 mesh.tensor=2

@@ -6,10 +6,13 @@ import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+from meshwright import activity
 from meshwright.errors import Spelling, spelled_for
 from meshwright.mesh.simulate import simulate_devices
 
 simulate_devices(8)
+# Which stages take long enough to be mentioned depends on the machine.
+activity.MENTIONED_SECONDS = activity.STILL_SECONDS = 3600.0
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The documentation is true: its code runs, its links lead somewhere, its tables are complete."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -87,6 +88,8 @@ def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setenv("COLUMNS", "250")
+    # As after activating the environment.
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     yield tmp_path
     for name, module in list(sys.modules.items()):
         if str(tmp_path) in (getattr(module, "__file__", None) or ""):

@@ -122,6 +122,9 @@ class Plan(Frozen):
         """Return the size of an axis; axes that are not in the mesh have size 1."""
         return self.mesh.get(axis, 1)
 
+    def __str__(self) -> str:
+        return self.describe()
+
     def describe(self) -> str:
         """Return the plan in one line."""
         batch = self.batch

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from meshwright import models, tasks
+from meshwright.activity import activity
 from meshwright.config.argument_checks import check_optimizer
 from meshwright.config.builders import (
     Builder,
@@ -79,10 +80,14 @@ class Recipe:
             self.model, self.loss, self.optimizer, plan, batch, clip_norm=self.clip_norm
         )
 
+    def first_batch(self, batch_size: int) -> Batch:
+        """Return the first global batch; the first to ask may wait while the data are read."""
+        with activity("reading the data"), doing("reading batch 0"):
+            return read_batch(self.data.batch(0, batch_size))
+
     def example_batch(self, batch_size: int) -> Batch:
         """Return the shapes of a global batch."""
-        with doing("reading batch 0"):
-            batch = read_batch(self.data.batch(0, batch_size))
+        batch = self.first_batch(batch_size)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 

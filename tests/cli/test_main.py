@@ -144,7 +144,7 @@ def test_config_shows_every_value_and_its_origin(run, monkeypatch):
     lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     assert "[[4, 2], ['fsdp', 'tp']]" in lines["model.mesh_shape"]
     assert "override" in lines["model.mesh_shape"]
-    assert lines["training.steps"].split()[1:3] == ["600", "file"]
+    assert lines["training.steps"].split()[1:3] == ["600", "training/default.yaml"]
     assert lines["training.gradient_accumulation_steps"].split()[1:] == ["null", "default"]
 
 

@@ -230,6 +230,8 @@ def test_traps_of_schedules_are_told_with_the_numbers(run):
     (warmup,) = warned("optimizer.warmup_steps=10", "training.steps=5", "hydra.run.dir=b")
     assert "optimizer.warmup_steps=10 is not shorter than the run of 5 updates" in warmup
     assert "the learning rate ends at 0.04 and never reaches 0.1" in warmup
+    # The warm-up of a default file is longer than a short trial run, which is no news.
+    assert warned("optimizer=adamw", "training.steps=5", "hydra.run.dir=d") == []
     (both,) = warned("training.max_duration=3st", "hydra.run.dir=c")
     assert "training.max_duration=3st overrides training.steps=2" in both
     assert "which is 3 updates" in both

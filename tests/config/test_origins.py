@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.config.compose import compose_config, validate
-from meshwright.config.origins import Origin, flatten, trace_origins
+from meshwright.config.origins import Origin, chosen_keys, flatten, trace_origins
 
 
 def origins_of(*overrides, config_dir=None) -> dict[str, Origin]:
@@ -104,3 +104,12 @@ def test_flatten_keeps_empty_mappings_and_lists_as_values():
         ("a.c", {}),
         ("d", [1]),
     ]
+
+
+def test_only_overrides_and_own_files_are_the_users_choice(tmp_path):
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "slow.yaml").write_text("kind: sgd\nwarmup_steps: 10\n")
+    shipped = compose_config(["training.steps=5", "optimizer=adamw"], tmp_path)
+    assert chosen_keys(validate(shipped), shipped) == {"training.steps"}
+    own = compose_config(["optimizer=slow"], tmp_path)
+    assert {"optimizer.kind", "optimizer.warmup_steps"} <= chosen_keys(validate(own), own)

@@ -43,7 +43,10 @@ def test_two_processes_with_two_devices_are_one_machine_to_doctor():
         {"source": "environment", "rank": 0, "world_size": 2, "local_rank": 0}
     ]
     assert not [w for w in report["warnings"] if "disk" not in w["problem"]]
-    assert err == ""
+    # On a slow machine, process 0 alone says what it waited for.
+    assert {line.partition(" … ")[0] for line in err.splitlines()} <= {
+        "[0] starting JAX", "[0] checking 4 devices"
+    }  # fmt: skip
 
 
 @pytest.mark.full

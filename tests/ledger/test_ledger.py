@@ -12,7 +12,7 @@ from small_models import SAMPLES, WIDTH, Residuals, square_loss, vectors
 from meshwright.compiled.collectives import Collective
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
-from meshwright.ledger import make_ledger
+from meshwright.ledger import AxisLedger, Ledger, make_ledger
 from meshwright.ledger.ledger import shares
 from meshwright.models import build_model
 from meshwright.plan import Plan
@@ -166,3 +166,22 @@ def test_stages_send_what_their_table_has_and_no_minimum_is_claimed():
     for part in (ledger, ledger.axes["pipe"]):
         assert (part.known, part.minimum_bytes, part.ratio) == (False, 0, None)
     assert ledger.suspicious == []
+
+
+def test_a_ledger_prints_what_each_axis_sends():
+    axes = {
+        "fsdp": AxisLedger(size=4, sent_bytes=3072, minimum_bytes=2048, ratio=1.5,
+                           excess=["embed: all-gather of 1,024 bytes beyond the minimum"]),
+        "pipe": AxisLedger(size=2, sent_bytes=512, minimum_bytes=0, ratio=None, excess=[],
+                           known=False),
+    }  # fmt: skip
+    ledger = Ledger(mesh={"pipe": 2, "fsdp": 4}, ratio=None, sent_bytes=3584, minimum_bytes=0,
+                    axes=axes, lines=[], argument_bytes=0, temp_bytes=0,
+                    compile_seconds=0.0)  # fmt: skip
+    assert str(ledger).splitlines() == [
+        "pipe=2 × fsdp=4: 3.5 KiB sent per update",
+        "  fsdp=4: 3.0 KiB, 2.0 KiB needed, ratio 1.500",
+        "    embed: all-gather of 1,024 bytes beyond the minimum",
+        "  pipe=2: 512 B, minimum not known",
+    ]
+    assert repr(ledger).endswith("sent_bytes=3584, minimum_bytes=0, ratio=None, 0 lines)")

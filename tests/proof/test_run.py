@@ -170,8 +170,8 @@ def test_two_leaves_taken_for_each_other(break_gradients):
 def test_optimizer_state_that_is_not_updated_for_one_leaf(monkeypatch):
     right = optimizer.FlatOptimizer.update
 
-    def update(self, gradients, leaves, params):
-        changed, after = right(self, gradients, leaves, params)
+    def update(self, gradients, leaves, params, objective):
+        changed, after = right(self, gradients, leaves, params, objective)
         number = [leaf.path for leaf in self.leaves].index("1.0.mu.up.kernel")
         return changed, [*after[:number], leaves[number], *after[number + 1 :]]
 

@@ -147,10 +147,11 @@ def test_smoothing_and_the_logarithm_redraw_the_curve(show):
 def test_tables_filter_and_sort(show):
     browser = show("one")
     rows = "#sharding tbody tr"
-    assert len(texts(browser, rows)) == 20
-    browser.type("#sharding input", "NORM")
-    assert len(texts(browser, rows)) == 4
-    assert texts(browser, "#sharding .note") == ["4 of 20 rows"]
+    # The same parameters of four blocks share a row, and are found by their own paths too.
+    assert len(texts(browser, rows)) == 5
+    browser.type("#sharding input", "3.NORM")
+    assert texts(browser, f"{rows} td:nth-child(-n+2)") == ["blocks.*.norm.scale", "256 (4×)"]
+    assert texts(browser, "#sharding .note") == ["1 of 5 rows"]
     browser.evaluate("document.querySelector('#ledger details').open = true")
     browser.click("#ledger details th:last-child button")
     sizes = texts(browser, "#ledger details tbody td:last-child")
@@ -175,6 +176,61 @@ def test_several_runs_are_overlaid_and_only_differences_listed(show):
     browser.click("#mesh [role=tab]:nth-child(2)")
     assert browser.evaluate("document.querySelector('#mesh img').alt") == "Mesh data=2 × fsdp=4"
     assert browser.evaluate("document.querySelector('#mesh img').naturalWidth") > 100
+
+
+def test_runs_are_named_by_what_differs_and_equal_rows_are_folded(show):
+    browser = show("three")
+    names = ["learning_rate=3e-4, fsdp=4 × tensor=2", "learning_rate=1e-3, data=2 × fsdp=4",
+             "learning_rate=1e-4, fsdp=8"]  # fmt: skip
+    assert texts(browser, "#facts > div:first-of-type > .scroll thead th") == names
+    assert texts(browser, "#curves .legend li")[:3] == names
+    assert texts(browser, "#mesh [role=tab]") == names
+    shown = texts(browser, "#facts > div:first-of-type > .scroll tbody th")
+    folded = texts(browser, "#facts .equal tbody th")
+    assert {"Final loss", "Mesh"} <= set(shown)
+    assert {"Seed", "Data", "Devices"} <= set(folded)
+    assert not set(shown) & set(folded)
+    assert browser.evaluate("document.querySelector('#facts .equal').open") is False
+    # All three are sharded alike, so there is nothing to choose.
+    assert texts(browser, "#sharding [role=tab]") == []
+    assert texts(browser, "#sharding .above") == ["The same in all runs."]
+
+
+def test_runs_with_the_same_settings_are_named_by_their_folders(browser, tmp_path):
+    runs = [write_run(tmp_path / name) for name in ("first", "second")]
+    page = tmp_path / "page.html"
+    page.write_text(make_page([read_run(folder) for folder in runs]))
+    browser.open(page)
+    expected = [f"{tmp_path.name}/first", f"{tmp_path.name}/second"]
+    assert texts(browser, "#curves .legend li")[:2] == expected
+    runs.append(write_run(tmp_path / "third", learning_rate=0.02))
+    page.write_text(make_page([read_run(folder) for folder in runs]))
+    browser.open(page)
+    assert texts(browser, "#curves .legend li")[:3] == [
+        f"learning_rate=3e-4 ({expected[0]})", f"learning_rate=3e-4 ({expected[1]})",
+        "learning_rate=0.02",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["three", "staged"])
+def test_on_a_phone_only_boxes_scroll_sideways(show, name):
+    browser = show(name, width=390, height=844)
+    browser.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+    x, y = browser.middle(".chart .plot svg")
+    browser.mouse("mouseMoved", x - 60, y)
+    assert texts(browser, ".chart:first-child .reading")[0].startswith("update ")
+    assert browser.evaluate("document.documentElement.scrollWidth") == 390
+    outside = browser.evaluate(
+        "[...document.querySelectorAll('#page *')]"
+        ".filter(e => !e.closest('.scroll, nav, svg, caption')"
+        " && e.getBoundingClientRect().right > 390.5).map(e => e.outerHTML.slice(0, 80))"
+    )
+    assert outside == []
+    boxes = "[...document.querySelectorAll('#sharding .scroll')]"
+    assert browser.evaluate(f"{boxes}.every(e => e.scrollWidth > e.clientWidth)")
+    # Paths break between their parts: no line ends inside of a word.
+    cell = "document.querySelector('#sharding td.path')"
+    assert browser.evaluate(f"{cell}.querySelectorAll('wbr').length") >= 3
 
 
 def test_stages_are_listed_and_drawn(show):

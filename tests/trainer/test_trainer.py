@@ -234,6 +234,15 @@ def test_progress_is_shown_on_request_and_warnings_always(assembled, capfd):
     given = trainer(pipeline="gpipe")
     given.fit(batches(2), steps=2, assembled=assembled, progress=True)
     told = capfd.readouterr().err
+    # What a notebook or a script prints: the plan in a line, the result in two.
+    assert str(assembled.plan) == assembled.plan.describe()
+    print(given.result)
+    first, second = capfd.readouterr().out.splitlines()
+    size, count = assembled.plan.batch.global_batch_size, assembled.plan.num_devices
+    assert first.startswith(f"trained 2 updates of {size} samples on {count} devices in ")
+    assert first.endswith(" s: all updates are done")
+    losses = list(given.result.losses.values())
+    assert second == f"loss {losses[0]:.4f} → {losses[-1]:.4f}"
     assert 'warning: schedule="gpipe" has no effect' in told
     assert "train 2/2  loss" in told
     with pytest.warns(UserWarning, match='schedule="gpipe" has no effect'):

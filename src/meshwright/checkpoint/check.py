@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from meshwright.activity import activity
 from meshwright.checkpoint.damage import DamagedCheckpoint, list_set_aside
 from meshwright.checkpoint.reader import CheckpointReader
 
@@ -62,6 +63,11 @@ def check_checkpoints(folder: Path, update: int | None = None) -> list[Checked]:
 
 def check_checkpoint(reader: CheckpointReader, update: int) -> Checked:
     """Read everything in a checkpoint and compare it with what was saved."""
+    with activity(f"reading update {update}"):
+        return _check(reader, update)
+
+
+def _check(reader: CheckpointReader, update: int) -> Checked:
     arrays = size = 0
     try:
         reader.metadata(update)

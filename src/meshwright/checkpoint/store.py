@@ -16,7 +16,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
-from meshwright.checkpoint.checksum_item import CHECKSUMS, ChecksumHandler, ChecksumSave
+from meshwright.checkpoint.checksum_item import (
+    CHECKSUMS,
+    ChecksumHandler,
+    ChecksumSave,
+    read_checksums,
+)
 from meshwright.checkpoint.damage import set_aside
 from meshwright.checkpoint.metadata import CheckpointMetadata
 from meshwright.checkpoint.quiet import quiet_failures, silence_orbax
@@ -177,6 +182,9 @@ class CheckpointStore:
             metrics=None if loss is None else {"loss": loss},
             force=True,
         )
+        if is_main():
+            # A checkpoint without its checksums would be taken for damaged later.
+            read_checksums(self.folder / str(metadata.update) / CHECKSUMS)
 
 
 def _make_folder(folder: Path) -> None:

@@ -7,13 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from meshwright.checkpoint.check import Checked, check_checkpoints
 from meshwright.checkpoint.reader import find_store
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
+from meshwright.columns import Columns
 from meshwright.errors import ExitCode, UserError
 from meshwright.units import counted, human_bytes
 
@@ -35,19 +35,23 @@ def run(arguments: Arguments, output: Output) -> int:
 
 
 def _picture(checked: Sequence[Checked]) -> RenderableType:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("update", "arrays", "size"):
-        table.add_column(title, justify="right")
-    table.add_column("verdict")
-    table.add_column("problem", overflow="fold")
-    for each in checked:
-        style = "red" if each.damaged else "yellow" if each.verdict == "no checksums" else "green"
-        table.add_row(
+    rows = [
+        (
             str(each.update),
             f"{each.arrays:,}",
             human_bytes(each.bytes),
-            Text(each.verdict, style=style),
-            Text(each.problem),
+            Text(each.verdict, style=_style(each)),
+            each.problem,
         )
+        for each in checked
+    ]
+    head = ("update", "arrays", "size", "verdict", "problem")
+    table = Columns(head, rows, right=("update", "arrays", "size"))
     damaged = sum(each.damaged for each in checked)
     return Group(table, Text(f"{counted(len(checked), 'checkpoint')}, {damaged} damaged"))
+
+
+def _style(checked: Checked) -> str:
+    if checked.damaged:
+        return "red"
+    return "yellow" if checked.verdict == "no checksums" else "green"

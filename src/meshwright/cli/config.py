@@ -6,12 +6,11 @@ from dataclasses import asdict
 from typing import Any
 
 import yaml
-from rich.table import Table
-from rich.text import Text
 
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
 from meshwright.cli.request import Request
+from meshwright.columns import Columns
 from meshwright.config.describe import describe_keys
 from meshwright.config.origins import Origin, trace_origins
 from meshwright.errors import ExitCode, UserError
@@ -33,12 +32,8 @@ def run(request: Request) -> int:
 
 def _print_keys(output: Output) -> int:
     keys = describe_keys()
-    table = Table(box=None, pad_edge=False)
-    table.add_column("key", no_wrap=True)
-    for name in ("meaning", "default", "values"):
-        table.add_column(name, overflow="fold")
-    for key in keys:
-        table.add_row(*(Text(cell) for cell in (key.key, key.meaning, key.default, key.allowed)))
+    rows = [(key.key, key.meaning, key.default, key.allowed) for key in keys]
+    table = Columns(("key", "meaning", "default", "values"), rows)
     output.result([asdict(key) for key in keys], table)
     return ExitCode.DONE
 
@@ -68,22 +63,19 @@ def _as_json(origins: list[Origin]) -> dict[str, Any]:
     }
 
 
-def _as_table(origins: list[Origin]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("key", no_wrap=True)
-    table.add_column("value", overflow="fold")
-    table.add_column("origin", overflow="fold")
-    section = ""
+def _as_table(origins: list[Origin]) -> Columns:
+    rows, styles, section = list[tuple[str, ...]](), list[str](), ""
     for origin in origins:
         head = origin.key.partition(".")[0]
         if section and head != section:
-            table.add_row()
+            rows.append(())
+            styles.append("")
         section = head
-        source = f"{origin.source} {origin.detail}".strip()
-        # As Text, because rich would parse the brackets of a list as markup.
-        cells = (Text(cell) for cell in (origin.key, _text(origin.value), source))
-        table.add_row(*cells, style=_STYLES[origin.source])
-    return table
+        said = origin.source if origin.source != "file" else ""
+        source = f"{said} {origin.detail}".strip()
+        rows.append((origin.key, _text(origin.value), source))
+        styles.append(_STYLES[origin.source])
+    return Columns(("key", "value", "origin"), rows, styles=styles)
 
 
 def _text(value: Any) -> str:

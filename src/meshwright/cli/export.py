@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from meshwright.activity import activity
 from meshwright.checkpoint import export_safetensors
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
@@ -19,7 +20,9 @@ def run(arguments: Arguments, output: Output) -> int:
             why=f"given: {' '.join(words) or 'nothing'}",
             fix="write meshwright export outputs/<project>/<date>/<time> model.safetensors",
         )
-    shapes = export_safetensors(*words, update=_update(arguments))
+    update = _update(arguments)
+    with activity(f"writing {words[1]}"):
+        shapes = export_safetensors(*words, update=update)
     count = sum(math.prod(shape) for shape in shapes.values())
     if output.as_json:
         listed = {name: list(shape) for name, shape in shapes.items()}

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
+
 from meshwright.cli.commands import COMMANDS, Command, Flag
+
+_SETTINGS = {
+    "simulate=N": "use N virtual CPU devices",
+    "hardware=8xA100-40GB": "the machine planned for",
+    "hydra.run.dir=DIR": "where a run is written",
+}
 
 
 def general_help() -> str:
@@ -14,7 +23,7 @@ def general_help() -> str:
         "usage: meshwright COMMAND [flags] [overrides]",
         "",
         "commands:",
-        *(f"  {c.name:<{width}}  {c.help}" for c in COMMANDS.values()),
+        *(_entry(c.name, c.help, width) for c in COMMANDS.values()),
         "",
         "overrides: key=value, group=choice, +experiment=quick_test, ~key; for example",
         *(f"  {c.example}" for c in COMMANDS.values()),
@@ -48,15 +57,28 @@ def _config_lines() -> list[str]:
     return [
         "",
         "config groups (write group=choice; `+experiment=choice` overlays several):",
-        *(f"  {group:<{width}}  {', '.join(names)}" for group, names in options.items()),
+        *(_entry(group, ", ".join(names), width) for group, names in options.items()),
         "",
         "settings: `meshwright config` lists every key; write section.key=value.",
-        "  simulate=N  use N virtual CPU devices    hardware=8xA100-40GB  the machine planned for",
-        "  hydra.run.dir=DIR  where a run is written",
+        *(_entry(name, text, 20) for name, text in _SETTINGS.items()),
     ]
 
 
 def _flag_lines(flags: tuple[Flag, ...]) -> list[str]:
     names = [f"{flag.name} {flag.value}".strip() for flag in flags]
     width = max(map(len, names))
-    return [f"  {name:<{width}}  {flag.help}" for name, flag in zip(names, flags, strict=True)]
+    return [_entry(name, flag.help, width) for name, flag in zip(names, flags, strict=True)]
+
+
+def _entry(name: str, text: str, width: int) -> str:
+    """Return a name and what it stands for, wrapped beside the name."""
+    columns = max(shutil.get_terminal_size((100, 24)).columns, width + 30)
+    first = f"  {name:<{width}}  "
+    return textwrap.fill(
+        text,
+        columns,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from meshwright.cli.output import write_file
 from meshwright.cli.request import Request
+from meshwright.columns import Columns, Indented
 from meshwright.errors import ExitCode, UserError
 from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.build import build_mesh
@@ -77,7 +78,7 @@ def pipeline_svg(plan: Plan) -> str:
 def _assemble(request: Request) -> Assembled:
     plan, config = request.plan(), request.config
     recipe = make_recipe(config, plan.batch.global_batch_size)
-    batch = recipe.data.batch(0, plan.batch.global_batch_size)
+    batch = recipe.first_batch(plan.batch.global_batch_size)
     return recipe.assemble(plan, batch)
 
 
@@ -118,10 +119,10 @@ def _picture(
         Text(),
         Text(assembled.plan.describe()),
         Text(summary),
-        *(Text(f"remark: {remark}") for remark in report["remarks"]),
+        *(Indented(f"remark: {remark}", first=0) for remark in report["remarks"]),
         Text(),
         *(() if pipeline is None else _pipeline(assembled, pipeline)),
-        *_rows(leaves),
+        _rows(leaves),
     ]
     return Group(*parts)
 
@@ -149,30 +150,23 @@ def _timeline(plan: Plan) -> Timeline:
     return schedule.table(plan.num_microbatches, plan.size("pipe")).timeline()
 
 
-def _rows(leaves: list[LeafReport]) -> Iterator[Text]:
-    """Yield two lines per parameter, sharding and reason; equal parameters of blocks share them."""
+def _rows(leaves: list[LeafReport]) -> Columns:
+    """Return parameters with their reasons; equal parameters of blocks share a row."""
     groups = [list(alike) for _, alike in groupby(sorted(leaves, key=_pattern), key=_pattern)]
-    rows = [_cells(group) for group in groups]
-    head = ("parameter", "shape", "mesh axes by dim", "on a device")
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-
-    def line(cells: tuple[str, ...]) -> list[str]:
-        return [f"{cell:<{width}}  " for cell, width in zip(cells, widths, strict=True)]
-
-    yield Text("".join(line(head)).rstrip(), style="dim")
-    for group, cells in zip(groups, rows, strict=True):
-        path, *rest = line(cells)
-        yield Text.assemble((path, "bold"), "".join(rest).rstrip())
-        yield Text(f"    {group[0].reason}", style="dim")
+    return Columns(
+        ("parameter", "shape", "mesh axes by dim", "on a device"),
+        [_cells(group) for group in groups],
+        notes=[group[0].reason for group in groups],
+    )
 
 
-def _cells(group: list[LeafReport]) -> tuple[str, ...]:
+def _cells(group: list[LeafReport]) -> tuple[Text | str, ...]:
     first, times = group[0], f" × {len(group)}" if len(group) > 1 else ""
     path = _pattern(first)[0] if times else first.path
     shape = "×".join(map(str, first.shape)) or "scalar"
     spec = "[" + ", ".join(axes or "·" for axes in first.spec) + "]"
     each = " each" if times else ""
-    return path, shape + times, spec, human_bytes(first.bytes_per_device) + each
+    return Text(path, "bold"), shape + times, spec, human_bytes(first.bytes_per_device) + each
 
 
 def _pattern(leaf: LeafReport) -> tuple[str, tuple[int, ...], tuple[str, ...]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from meshwright.cli.request import Request
+from meshwright.columns import Columns, Indented
 from meshwright.errors import CheckFailed, ExitCode
 from meshwright.ledger import Ledger, make_ledger
 from meshwright.mesh.axes import describe_sizes
@@ -24,9 +24,8 @@ def run(request: Request) -> int:
     plan, config = request.plan(), request.config
     remarks = request.report_unused_settings(plan)
     recipe = make_recipe(config, plan.batch.global_batch_size)
-    batch = recipe.data.batch(0, plan.batch.global_batch_size)
+    batch = recipe.first_batch(plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, batch)
-    request.output.say(Text(f"compiling for {plan.num_devices} devices …", style="dim"))
     ledger = make_ledger(assembled, batch)
     report = {
         **ledger.model_dump(mode="json"),
@@ -51,42 +50,42 @@ def _deviation_error(ledger: Ledger) -> CheckFailed:
 
 
 def _picture(ledger: Ledger) -> RenderableType:
-    axes = Table(box=None, pad_edge=False)
-    for name in ("axis", "devices", "sent", "needed", "ratio"):
-        axes.add_column(name, justify="left" if name == "axis" else "right")
-    for axis, own in ledger.axes.items():
-        ratio = "–" if own.ratio is None else f"{own.ratio:.3f}"
-        style = "bold red" if own.suspicious else "green"
-        axes.add_row(
-            axis,
-            str(own.size),
-            human_bytes(own.sent_bytes),
-            human_bytes(own.minimum_bytes) if own.known else "not known",
-            Text(ratio, style=style),
-        )
     parts: list[RenderableType] = [
         Text.assemble(
             (describe_sizes(ledger.mesh), "bold"), ", bytes each device sends per update"
         ),
-        axes,
+        _axes(ledger),
     ]
     if not ledger.known:
         parts.append(Text(_STAGES_NOTE))
     for axis, own in ledger.axes.items():
-        parts += [Text(f"  beyond the minimum on {axis}: {line}") for line in own.excess]
+        parts += [Indented(f"beyond the minimum on {axis}: {line}", 2) for line in own.excess]
     parts += [Text(), _lines(ledger), Text(), Text(_memory(ledger))]
     return Group(*parts)
 
 
-def _lines(ledger: Ledger, shown: int = 24) -> RenderableType:
-    table = Table(box=None, pad_edge=False)
-    for name in ("module", "kind", "axes", "phase"):
-        table.add_column(name)
-    for name in ("count", "sent"):
-        table.add_column(name, justify="right")
+def _axes(ledger: Ledger) -> Columns:
+    rows = [
+        (
+            axis,
+            str(own.size),
+            human_bytes(own.sent_bytes),
+            human_bytes(own.minimum_bytes) if own.known else "not known",
+            Text(
+                "–" if own.ratio is None else f"{own.ratio:.3f}",
+                style="bold red" if own.suspicious else "green",
+            ),
+        )
+        for axis, own in ledger.axes.items()
+    ]
+    head = ("axis", "devices", "sent", "needed", "ratio")
+    return Columns(head, rows, right=head[1:])
+
+
+def _lines(ledger: Ledger, shown: int = 24) -> Columns:
     ordered = sorted(ledger.lines, key=lambda line: -line.sent_bytes)
-    for line in ordered[:shown]:
-        table.add_row(
+    rows = [
+        (
             line.module or "outside modules",
             line.kind,
             "×".join(line.axes),
@@ -94,11 +93,13 @@ def _lines(ledger: Ledger, shown: int = 24) -> RenderableType:
             str(line.count),
             human_bytes(line.sent_bytes),
         )
-    rest = ordered[shown:]
-    if rest:
+        for line in ordered[:shown]
+    ]
+    if rest := ordered[shown:]:
         sent = human_bytes(sum(line.sent_bytes for line in rest))
-        table.add_row(f"… and {len(rest)} smaller", "", "", "", "", sent)
-    return table
+        rows.append((f"… and {len(rest)} smaller", "", "", "", "", sent))
+    head = ("module", "kind", "axes", "phase", "count", "sent")
+    return Columns(head, rows, right=("count", "sent"))
 
 
 def _memory(ledger: Ledger) -> str:

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+from meshwright.activity import activity, show_activities
 from meshwright.cli.arguments import Arguments, parse_arguments
 from meshwright.cli.help import command_help, general_help
 from meshwright.cli.output import Output, guarded_stdout, print_error
@@ -95,6 +96,11 @@ def _print(text: str) -> int:
 
 
 def _run(arguments: Arguments, output: Output) -> int:
+    with nullcontext() if output.silent else show_activities():
+        return _run_command(arguments, output)
+
+
+def _run_command(arguments: Arguments, output: Output) -> int:
     if not arguments.command.composes:
         return int(importlib.import_module(arguments.command.module).run(arguments, output))
     if arguments.has("--multirun"):
@@ -107,8 +113,9 @@ def _run(arguments: Arguments, output: Output) -> int:
         from meshwright.cli.config import print_composed
 
         return print_composed(arguments, output)
-    request = make_request(arguments, output)
-    module = importlib.import_module(arguments.command.module)
+    with activity("starting JAX") if arguments.command.needs_devices else nullcontext():
+        request = make_request(arguments, output)
+        module = importlib.import_module(arguments.command.module)
     code = int(module.run(request))
     if code == ExitCode.DONE:
         from meshwright.launch.connect import disconnect_processes

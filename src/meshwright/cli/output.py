@@ -8,16 +8,13 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import MeshwrightError, UserError
 from meshwright.json_text import finite
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-
-FILE_WIDTH = 200
-"""Columns of output that is not a terminal, where tables should not wrap."""
 
 
 class Output:
@@ -47,7 +44,8 @@ class Output:
             text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
             self._result.write(text + "\n")
         elif picture is not None:
-            self.console().print(picture)
+            # Lines that must not wrap, such as paths, are not cut off either.
+            self.console().print(picture, crop=False)
         self._result.flush()
 
     def text(self, text: str) -> None:
@@ -61,13 +59,15 @@ class Output:
         """Return a rich console on the result stream."""
         from rich.console import Console
 
+        from meshwright.columns import stream_width
+
         class ResultConsole(Console):
             def on_broken_pipe(self) -> None:
                 # Rich would exit with 1, the code of a failed check.
                 raise BrokenPipeError
 
         return ResultConsole(
-            file=self._result, highlight=False, soft_wrap=False, width=_width(self._result)
+            file=self._result, highlight=False, soft_wrap=False, width=stream_width(self._result)
         )
 
     def say(self, message: RenderableType) -> None:
@@ -76,7 +76,9 @@ class Output:
             return
         from rich.console import Console
 
-        Console(file=sys.stderr, highlight=False, width=_width(sys.stderr)).print(message)
+        from meshwright.columns import stream_width
+
+        Console(file=sys.stderr, highlight=False, width=stream_width(sys.stderr)).print(message)
 
     def close(self) -> None:
         """Close the result stream; nothing can be printed afterwards."""
@@ -126,8 +128,3 @@ def print_error(error: MeshwrightError) -> None:
     for part in (error.why, error.fix):
         for line in filter(None, part.splitlines()):
             console.print(Text("  " + line))
-
-
-def _width(stream: TextIO) -> int | None:
-    """Return the columns of a stream; None for a terminal, which knows its own."""
-    return None if stream.isatty() or "COLUMNS" in os.environ else FILE_WIDTH

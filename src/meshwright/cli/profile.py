@@ -10,8 +10,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.activity import activity
 from meshwright.cli.output import write_file
 from meshwright.cli.request import Request
+from meshwright.columns import Columns, Indented
 from meshwright.compiled.hlo import optimized_hlo
 from meshwright.errors import ExitCode
 from meshwright.processes import is_main
@@ -20,7 +22,7 @@ from meshwright.recipe import Recipe, make_recipe
 from meshwright.step.assemble import Assembled
 from meshwright.trainer.batch_loader import BatchLoader
 from meshwright.trainer.compiled_step import compile_step
-from meshwright.units import human_bytes
+from meshwright.units import counted, human_bytes
 
 
 def run(request: Request) -> int:
@@ -31,7 +33,6 @@ def run(request: Request) -> int:
     profiler = Profiler(folder / "trace", request.arguments.number("--updates", 5))
     recipe = make_recipe(config, plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, recipe.example_batch(plan.batch.global_batch_size))
-    request.output.say(Text(f"compiling for {plan.num_devices} devices …", style="dim"))
     profile = _measure(request, recipe, assembled, profiler)
     if is_main():
         text = json.dumps(profile.to_json() | {"trace": "trace"}, indent=2)
@@ -50,8 +51,10 @@ def _measure(request: Request, recipe: Recipe, assembled: Assembled, profiler: P
         workers=config.data.workers,
         prefetch=config.data.prefetch,
     )
-    state = assembled.init(config.run.seed)
-    with loader.open(0, profiler.updates + 1) as batches:
+    with activity("initializing the state"):
+        state = assembled.init(config.run.seed)
+    traced = activity(f"running {counted(profiler.updates, 'update')}")
+    with traced, loader.open(0, profiler.updates + 1) as batches:
         # The first update includes one-time work.
         state, metrics = compiled.run(state, next(batches))
         profiler.start((state, metrics))
@@ -60,13 +63,14 @@ def _measure(request: Request, recipe: Recipe, assembled: Assembled, profiler: P
             with jax.profiler.StepTraceAnnotation("update", step_num=number):
                 state, metrics = compiled.run(state, batch)
         profiler.stop((state, metrics))
-    return read_profile(
-        profiler.trace,
-        assembled.mesh,
-        optimized_hlo(compiled.run),
-        updates=profiler.updates,
-        input_wait_seconds=loader.waited - waited,
-    )
+    with activity("reading the trace"):
+        return read_profile(
+            profiler.trace,
+            assembled.mesh,
+            optimized_hlo(compiled.run),
+            updates=profiler.updates,
+            input_wait_seconds=loader.waited - waited,
+        )
 
 
 def picture(profile: Profile) -> RenderableType:
@@ -81,7 +85,7 @@ def picture(profile: Profile) -> RenderableType:
     if profile.collectives:
         parts += [Text(), _collectives(profile)]
     if profile.advice:
-        parts += [Text(), *(Text(f"! {line}", style="yellow") for line in profile.advice)]
+        parts += [Text(), *(Indented(f"! {line}", 2, "yellow", first=0) for line in profile.advice)]
     trace = f"trace: {profile.trace} (TensorBoard --logdir there, or its trace.json.gz in Perfetto)"
     return Group(*parts, Text(), Text(trace, overflow="fold"))
 
@@ -97,23 +101,21 @@ def _shares(profile: Profile) -> Table:
     return table
 
 
-def _collectives(profile: Profile, most: int = 12) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("axis", "kind", "module", "count", "ms", "exposed ms", "sent"):
-        left = name in ("axis", "kind", "module")
-        table.add_column(name, justify="left" if left else "right", overflow="fold")
-    for time in profile.collectives[:most]:
-        table.add_row(
+def _collectives(profile: Profile, most: int = 12) -> Columns:
+    rows = [
+        (
+            time.module or "outside modules",
             time.axis,
             time.kind,
-            time.module or "outside modules",
             f"{time.count:g}",
             f"{1000 * time.seconds:.2f}",
             f"{1000 * time.exposed_seconds:.2f}",
             "–" if time.bytes is None else human_bytes(time.bytes),
         )
-    rest = profile.collectives[most:]
-    if rest:
+        for time in profile.collectives[:most]
+    ]
+    if rest := profile.collectives[most:]:
         seconds = sum(time.seconds for time in rest)
-        table.add_row(f"… and {len(rest)} more", "", "", "", f"{1000 * seconds:.2f}", "", "")
-    return table
+        rows.append((f"… and {len(rest)} more", "", "", "", f"{1000 * seconds:.2f}", "", ""))
+    head = ("module", "axis", "kind", "count", "ms", "exposed ms", "sent")
+    return Columns(head, rows, right=head[3:])

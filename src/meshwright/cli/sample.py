@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.activity import activity
 from meshwright.models.generate import generate
 from meshwright.recipe import Recipe
 from meshwright.step.assemble import Assembled
@@ -18,6 +19,7 @@ TEMPERATURE = 0.8
 """Below 1, because a model after a short training is too random otherwise."""
 
 
+@activity("generating a sample of text")
 def generate_sample(
     recipe: Recipe, assembled: Assembled, state: TrainState, *, num_tokens: int
 ) -> str | None:

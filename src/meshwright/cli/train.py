@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,12 @@ import jax
 import yaml
 from rich.text import Text
 
+from meshwright.cli.invocation import invoked_as
 from meshwright.cli.request import Request
 from meshwright.cli.sample import generate_sample
 from meshwright.config.builders import explain_failure, import_named
 from meshwright.config.compose import parse_overrides
-from meshwright.config.origins import trace_origins
+from meshwright.config.origins import chosen_keys, trace_origins
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode, UserError
 from meshwright.interrupt import current_interrupt
@@ -33,7 +35,6 @@ from meshwright.trainer.run_spec import EvaluationSpec, LoadingSpec, OutputSpec,
 from meshwright.trainer.schedule_warnings import schedule_warnings
 from meshwright.trainer.training_run import TrainingRun
 from meshwright.trainer.warm_start import warm_start
-from meshwright.units import counted
 
 
 def run(request: Request) -> int:
@@ -90,6 +91,7 @@ def _warnings(
             recipe.data,
             plan.batch.global_batch_size,
             overrides=given,
+            chosen=chosen_keys(request.config, request.composed),
             resumed=None if point is None else point.metadata,
         ),
     ]
@@ -188,24 +190,19 @@ def _print_result(request: Request, plan: Plan, result: FitResult) -> None:
         request.output.result(report)
         return
     # Plain text, because a wrapped path cannot be copied.
-    request.output.text("\n".join(_lines(plan, result, losses, sample)))
+    request.output.text("\n".join(_lines(result, sample)))
 
 
-def _lines(plan: Plan, result: FitResult, losses: list[float], sample: str | None) -> list[str]:
-    lines = [
-        f"trained {counted(result.updates, 'update')} of "
-        f"{counted(plan.batch.global_batch_size, 'sample')} on "
-        f"{counted(plan.num_devices, 'device')} in {result.seconds:.0f} s: {result.stopped}",
-    ]
-    if losses:
-        evaluated = "" if result.eval_loss is None else f", held out {result.eval_loss:.4f}"
-        lines.append(f"loss {losses[0]:.4f} → {losses[-1]:.4f}{evaluated}")
+def _lines(result: FitResult, sample: str | None) -> list[str]:
+    lines = str(result).splitlines()
     if sample:
         lines += ["", "sample of generated text:", *sample.splitlines(), ""]
     if result.interrupted:
-        lines.append(f"to resume: the same command with hydra.run.dir={result.run_dir}")
+        lines.append(
+            f"to resume: the same command with {shlex.quote(f'hydra.run.dir={result.run_dir}')}"
+        )
     return [
         *lines,
         f"run folder: {result.run_dir}",
-        f"HTML report: meshwright report {result.run_dir}",
+        f"HTML report: {shlex.join([*invoked_as(), 'report', str(result.run_dir)])}",
     ]

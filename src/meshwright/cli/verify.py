@@ -10,6 +10,7 @@ from rich.text import Text
 
 from meshwright.cli.output import write_file
 from meshwright.cli.request import Request
+from meshwright.columns import Indented
 from meshwright.errors import ExitCode
 from meshwright.proof import Certificate, Comparison, verify
 from meshwright.recipe import make_recipe
@@ -29,7 +30,6 @@ def run(request: Request) -> int:
         steps=request.arguments.number("--steps", 5),
         clip_norm=config.optimizer.clip_norm,
         seed=config.run.seed,
-        say=lambda text: request.output.say(Text(text + " …", style="dim")),
     )
     report = certificate.model_dump(mode="json")
     path = Path(request.arguments.flags.get("--out", "certificate.json"))
@@ -44,11 +44,11 @@ def _picture(certificate: Certificate, path: Path) -> RenderableType:
     return Group(
         Text.assemble((certificate.configuration(), "bold"), ": ", (certificate.verdict(), style)),
         *(line for section in certificate.sections() for line in _section(*section)),
-        *([Text(note)] if note else []),
-        Text(f"saved: {path}"),
+        *([Indented(note, 2, first=0)] if note else []),
+        Text(f"saved: {path}", overflow="ignore", no_wrap=True),
     )
 
 
-def _section(title: str, comparisons: list[Comparison]) -> list[Text]:
-    lines = [Text(f"  {c.sentence()}", style="" if c.equal else "red") for c in comparisons]
+def _section(title: str, comparisons: list[Comparison]) -> list[RenderableType]:
+    lines = [Indented(c.sentence(), style="" if c.equal else "red", first=2) for c in comparisons]
     return [Text(title), *lines]

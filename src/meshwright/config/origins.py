@@ -53,6 +53,17 @@ def trace_origins(config: Config, composed: Composed) -> list[Origin]:
     return [origin(key, value) for key, value in flatten(config.model_dump(mode="json"))]
 
 
+def chosen_keys(config: Config, composed: Composed) -> set[str]:
+    """Return the keys the user set, in an override or in a file of their own config folder."""
+    folder = composed.config_dir
+    return {
+        origin.key
+        for origin in trace_origins(config, composed)
+        if origin.source == "override"
+        or (origin.source == "file" and folder is not None and (folder / origin.detail).is_file())
+    }
+
+
 def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and their values; an empty dict is a value."""
     for key, value in values.items():

@@ -11,13 +11,16 @@ from typing import Any
 
 import jax
 
+from meshwright.activity import activity
 from meshwright.compiled.collectives import Collective, read_collectives, ring_bytes
 from meshwright.compiled.hlo import CompiledProgram, compile_program
 from meshwright.compiled.memory import memory_of
 from meshwright.config.base import Frozen
 from meshwright.ledger.minimum import Needed, needed_collectives
+from meshwright.mesh.axes import describe_sizes
 from meshwright.pipeline.execute.op_counts import count_operations
 from meshwright.step.assemble import Assembled
+from meshwright.units import human_bytes
 
 LOWEST, HIGHEST = 0.98, 1.05
 """Ratios outside this range are suspicious: above it something is sent needlessly, below it
@@ -104,12 +107,31 @@ class Ledger(Frozen):
     temp_bytes: int
     compile_seconds: float
 
+    def __str__(self) -> str:
+        """Return what each device sends per update over each axis, and the minimum."""
+        lines = [f"{describe_sizes(self.mesh)}: {human_bytes(self.sent_bytes)} sent per update"]
+        for axis, own in self.axes.items():
+            needed = (
+                f"{human_bytes(own.minimum_bytes)} needed" if own.known else "minimum not known"
+            )
+            ratio = "" if own.ratio is None else f", ratio {own.ratio:.3f}"
+            lines.append(f"  {axis}={own.size}: {human_bytes(own.sent_bytes)}, {needed}{ratio}")
+            lines += [f"    {line}" for line in own.excess]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return (
+            f"Ledger(mesh={self.mesh}, sent_bytes={self.sent_bytes}, "
+            f"minimum_bytes={self.minimum_bytes}, ratio={self.ratio}, {len(self.lines)} lines)"
+        )
+
     @property
     def suspicious(self) -> list[str]:
         """The axes that deviate from their minimum."""
         return [axis for axis, ledger in self.axes.items() if ledger.suspicious]
 
 
+@activity("compiling the step")
 def make_ledger(assembled: Assembled, batch: Any) -> Ledger:
     """Compile the step for batches of this shape, without running it, and list what it sends."""
     lowered = lower_step(assembled, batch)

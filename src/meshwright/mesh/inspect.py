@@ -15,6 +15,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.columns import Columns, stream_width
 from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.picture import id_ranges
 from meshwright.mesh.terminal_drawing import render_mesh
@@ -68,16 +69,20 @@ def inspect_sharding(
     leaves = _named_leaves(array)
     if len(leaves) == 1 and not leaves[0][0]:
         record = _record(name, leaves[0][1])
-        Console().print(_one(record))
+        _console().print(_one(record))
         return record
     records = tuple(_record(path, leaf) for path, leaf in leaves)
-    Console().print(_many(name, records))
+    _console().print(_many(name, records))
     return records
 
 
 def visualize_mesh(mesh: Mesh | AbstractMesh) -> None:
     """Print a drawing of a mesh."""
-    Console().print(render_mesh(mesh))
+    _console().print(render_mesh(mesh))
+
+
+def _console() -> Console:
+    return Console(width=stream_width(sys.stdout))
 
 
 def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -154,15 +159,18 @@ def _one(record: ShardingRecord) -> RenderableType:
 
 
 def _many(name: str, records: tuple[ShardingRecord, ...]) -> RenderableType:
-    table = Table(box=None, pad_edge=False)
-    for column in ("path", "array", "layout"):
-        table.add_column(column, overflow="fold")
-    for column in ("per device", "copies"):
-        table.add_column(column, justify="right")
-    for r in records:
-        array = f"{r.dtype}[{','.join(map(str, r.shape))}]"
-        size = decimal(r.bytes_per_device)
-        table.add_row(Text(r.path), Text(array), Text(r.spec), size, str(r.replicas))
+    rows = [
+        (
+            r.path,
+            f"{r.dtype}[{','.join(map(str, r.shape))}]",
+            r.spec,
+            decimal(r.bytes_per_device),
+            str(r.replicas),
+        )
+        for r in records
+    ]
+    head = ("path", "array", "layout", "per device", "copies")
+    table = Columns(head, rows, right=("per device", "copies"))
     total = decimal(sum(r.total_bytes for r in records))
     held = decimal(sum(r.bytes_per_device for r in records if r.devices))
     summary = f"{counted(len(records), 'array')}: {total} in all, at most {held} on one device"

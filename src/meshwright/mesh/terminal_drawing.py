@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
+from meshwright.columns import drawing_width
 from meshwright.mesh.picture import Indices, Picture, picture_of
 from meshwright.mesh.terminal_layout import EMPTY, GAP, SPACE, Block, Layout, Limits, fit
 
@@ -59,7 +60,7 @@ class MeshDrawing:
         """Yield the lines of the drawing."""
         yield Text(self.title or self.picture.headline, style="bold")
         yield Text()
-        layout, lines = self._fitted(options.max_width)
+        layout, lines = self._fitted(drawing_width(options))
         yield from lines
         yield from _legend(self.picture, layout)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -15,6 +16,7 @@ import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
+from meshwright.activity import activity, show_on_terminal
 from meshwright.config.schema import Precision
 from meshwright.data.batches import read_batch
 from meshwright.errors import UserError
@@ -82,8 +84,9 @@ def verify(
     """
     _check_single_process()
     # In 64-bit mode the model itself would differ; only the evaluation is widened.
-    with jax.enable_x64(False):
-        global_batches = [read_batch(batches(n)) for n in range(steps)]
+    with show_on_terminal(), jax.enable_x64(False):
+        with activity("reading the data"):
+            global_batches = [read_batch(batches(n)) for n in range(steps)]
         optimizer = optimizer or optax.adamw(1e-3)
         make = functools.partial(
             assemble,
@@ -158,17 +161,17 @@ class _Proof:
 
     def _certify(self, say: Callable[[str], None]) -> Certificate:
         plan = self.assembled.plan
-        say("float64: one device")
-        expected = self.reference_in_float64()
+        with _phase("float64: one device", say):
+            expected = self.reference_in_float64()
         _check_finite(expected.losses[0])
-        say("float64: the mesh")
-        actual = self.mesh_in_float64(expected.withheld)
+        with _phase("float64: the mesh", say):
+            actual = self.mesh_in_float64(expected.withheld)
         nulls = null_leaves(expected.gradients)
         float64 = _compare_in_float64(expected, actual, nulls)
-        say(f"precision {plan.precision}: the mesh")
-        own_precision = self.own_precision(expected)
-        say("as written: one device")
-        as_written = self.as_written(expected)
+        with _phase(f"precision {plan.precision}: the mesh", say):
+            own_precision = self.own_precision(expected)
+        with _phase("as written: one device", say):
+            as_written = self.as_written(expected)
         return Certificate(
             equal=all(c.equal for c in (*float64, *own_precision, *as_written)),
             mesh=plan.mesh,
@@ -283,6 +286,13 @@ def _initial_values(model: ModelSource, assembled: Assembled, seed: int) -> list
 
 def _widened(values: Sequence[Any]) -> list[Any]:
     return [v.astype(np.promote_types(v.dtype, np.float64)) if is_narrow(v) else v for v in values]
+
+
+@contextmanager
+def _phase(name: str, say: Callable[[str], None]) -> Generator[None]:
+    say(name)
+    with activity(name):
+        yield
 
 
 def _check_finite(loss: float) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 from meshwright.json_text import finite
 
 _ASSETS = Path(__file__).parent / "assets"
-_SCRIPTS = ("elements.js", "words.js", "chart.js", "tables.js", "sections.js", "page.js")
+_SCRIPTS = ("elements.js", "words.js", "chart.js", "tables.js", "sections.js",
+            "labels.js", "page.js")  # fmt: skip
 
 
 def make_page(runs: Sequence[dict[str, Any]], *, left_out: int = 0) -> str:

@@ -13,6 +13,7 @@ from flax import nnx
 from flax.nnx.filterlib import Filter
 from jax.sharding import Mesh, NamedSharding
 
+from meshwright.activity import activity
 from meshwright.config.batch import GLOBAL_BATCH_SIZE
 from meshwright.errors import Setting, UserError
 from meshwright.mesh.build import Device, build_mesh
@@ -139,6 +140,7 @@ def set_eval_mode(model: Any) -> None:
         part.eval()
 
 
+@activity("tracing the loss")
 def assemble(
     model: ModelSource,
     loss: Loss,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.activity import activity
 from meshwright.errors import UserError
 from meshwright.pipeline.execute.exchange_check import check_exchanges
 from meshwright.pipeline.place import decide_stages, pipelined_forward
@@ -31,6 +32,7 @@ Predict = Callable[[Sequence[Any], Sequence[Any]], Any]
 """From (leaves of a state, leaves of a batch) to what a function of the model returns."""
 
 
+@activity("compiling the evaluation")
 def compile_evaluation(
     assembled: Assembled,
     loss: Loss,
@@ -63,6 +65,7 @@ def compile_evaluation(
     return _compile(assembled, _unstaged(assembled, program), batch)
 
 
+@activity("compiling the prediction")
 def compile_prediction(
     assembled: Assembled, function: Callable[[Any, Any], Any], batch: Any
 ) -> Predict:

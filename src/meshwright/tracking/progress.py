@@ -13,6 +13,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.activity import current_activity, leave_to_bar
+from meshwright.columns import Indented
 from meshwright.tracking.log_lines import Pace, format_event, format_facts, format_metrics_line
 from meshwright.tracking.metric_text import format_metrics
 from meshwright.units import human_seconds
@@ -53,7 +55,7 @@ class ProgressTracker:
     def start(self, facts: Mapping[str, Any]) -> None:
         """Print the facts and show the bar."""
         for line in format_facts(facts, self._folder):
-            self._print(Text(line))
+            self._print(Indented(line, 12, first=0))
         self._started = self._clock()
         self._live = Live(
             console=self._console,
@@ -64,6 +66,7 @@ class ProgressTracker:
             redirect_stderr=True,
         )
         self._live.start()
+        leave_to_bar(True)
 
     def log(self, split: str, update: int, values: Mapping[str, float]) -> None:
         """Advance the bar; print an evaluation above it."""
@@ -76,11 +79,12 @@ class ProgressTracker:
     def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
         """Print what happened above the bar."""
         if line := format_event(kind, update, message):
-            self._print(Text(line, style=_STYLES.get(kind, "dim")))
+            self._print(Indented(line, 2, _STYLES.get(kind, "dim"), first=0))
 
     def close(self, result: Mapping[str, Any]) -> None:
         """Stop updating the bar and release the terminal."""
         if self._live is not None:
+            leave_to_bar(False)
             self._live.stop()
             self._live = None
 
@@ -95,7 +99,8 @@ class ProgressTracker:
         elapsed = human_seconds(self._clock() - self._started)
         row.add_row(bar, Text(f"{self._pace.count(self._update).strip()}  {elapsed}{left}"))
         values = " · ".join(text.strip() for text in format_metrics(self._values))
-        return Group(row, Text(values or "waiting for the first update", style="dim"))
+        busy = current_activity() or values or "waiting for the first update"
+        return Group(row, Text(busy, style="dim"))
 
-    def _print(self, text: Text) -> None:
+    def _print(self, text: RenderableType) -> None:
         self._console.print(text)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.activity import show_activities
 from meshwright.config.schema import TrackingConfig
 from meshwright.errors import UserError
 from meshwright.processes import is_main
@@ -57,6 +60,17 @@ def make_trackers(
     return Trackers(trackers | {name: makers[name]() for name in _enabled(config)})
 
 
+def shows_progress(folder: Path | None, progress: bool | None, *, terminal: bool) -> bool:
+    """Whether a run shows its progress; ``progress`` is what was asked for."""
+    return (folder is not None or terminal) if progress is None else progress
+
+
+def shown_activities(folder: Path | None, progress: bool | None) -> AbstractContextManager[None]:
+    """Say what takes long inside, on stderr, if a run there shows its progress."""
+    shown = shows_progress(folder, progress, terminal=sys.stderr.isatty())
+    return show_activities() if shown and is_main() else nullcontext()
+
+
 def check_tracking(config: TrackingConfig, folder: Path | None) -> None:
     """Raise if a tracker's package is missing, or the run folder it needs."""
     enabled = _enabled(config)
@@ -96,9 +110,7 @@ def _make_console(
     from rich.text import Text
 
     screen = console or Console(stderr=True, highlight=False)
-    if progress is None:
-        progress = folder is not None or screen.is_terminal
-    if not progress:
+    if not shows_progress(folder, progress, terminal=screen.is_terminal):
         return WarningsOnly()
     if screen.is_terminal:
         from meshwright.tracking.progress import ProgressTracker

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from meshwright.activity import activity
 from meshwright.compiled.hlo import CompiledProgram, compile_program
 from meshwright.compiled.memory import MemoryUse, memory_of
 from meshwright.errors import CheckFailed, EnvironmentProblem
@@ -56,6 +57,7 @@ class CompiledStep:
         ]
 
 
+@activity("compiling the step")
 def compile_step(assembled: Assembled, batch: Any) -> CompiledStep:
     """Compile the step for batches of this shape.
 

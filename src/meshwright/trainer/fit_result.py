@@ -22,7 +22,8 @@ from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.trainer.evaluation import Evaluator, predict, prediction_inputs
 from meshwright.trainer.programs import Programs
-from meshwright.trainer.stop import Stop
+from meshwright.trainer.stop import Stop, StopReason
+from meshwright.units import counted
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,6 +59,21 @@ class FitResult:
         last = list(self.losses.values())[-1:]
         shown = f", loss {last[0]:.4f}" if last else ""
         return f"FitResult({self.updates} updates{shown}, {self.seconds:.1f} s, {self.stopped})"
+
+    def __str__(self) -> str:
+        """Return how the run went, in a line or two."""
+        plan, done = self.assembled.plan, counted(self.updates, "update")
+        if self.stop.reason is StopReason.RESTORED:
+            return f"{done}, {self.stopped}"
+        losses = list(self.losses.values())
+        lines = [
+            f"trained {done} of {counted(plan.batch.global_batch_size, 'sample')} on "
+            f"{counted(plan.num_devices, 'device')} in {self.seconds:.0f} s: {self.stopped}"
+        ]
+        if losses:
+            evaluated = "" if self.eval_loss is None else f", held out {self.eval_loss:.4f}"
+            lines.append(f"loss {losses[0]:.4f} → {losses[-1]:.4f}{evaluated}")
+        return "\n".join(lines)
 
     @property
     def stopped(self) -> str:

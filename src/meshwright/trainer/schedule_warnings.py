@@ -15,6 +15,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.recipe import learning_rate, training_duration
 from meshwright.units import counted
 
+WARMUP = "optimizer.warmup_steps"
 NOTICEABLE = 1.01
 """A learning rate that is higher by this factor has been raised."""
 
@@ -25,6 +26,7 @@ def schedule_warnings(
     batch_size: int,
     *,
     overrides: Iterable[str] = (),
+    chosen: Iterable[str] = (),
     resumed: CheckpointMetadata | None = None,
 ) -> list[str]:
     """Return warnings about the length and the learning rate of a run.
@@ -34,12 +36,14 @@ def schedule_warnings(
         data: its training data.
         batch_size: samples per global batch.
         overrides: the keys that were given, as opposed to those of files.
+        chosen: the keys that the user set anywhere. A default warm-up that is longer than a short
+            trial run is no news.
         resumed: the checkpoint the run resumes from.
     """
     updates = _updates(config, data, batch_size)
     return [
         *_overridden_steps(config, updates, overrides),
-        *_long_warmup(config, updates, batch_size),
+        *(_long_warmup(config, updates, batch_size) if WARMUP in chosen else []),
         *([] if resumed is None else _raised_rate(config, data, updates, resumed)),
     ]
 
@@ -68,7 +72,7 @@ def _long_warmup(config: Config, updates: int | None, batch_size: int) -> list[s
         return []
     rate = learning_rate(config, batch_size, updates)
     return [
-        f"optimizer.warmup_steps={warmup} is not shorter than the run of "
+        f"{WARMUP}={warmup} is not shorter than the run of "
         f"{counted(updates, 'update')}: the learning rate ends at {_at(rate, updates - 1):.3g} "
         f"and never reaches {_at(rate, warmup):.3g}"
     ]

@@ -45,6 +45,7 @@ from meshwright.proof import Certificate, verify
 from meshwright.step.assemble import Assembled, assemble
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
+from meshwright.tracking.setup import shown_activities
 from meshwright.trainer.callbacks import Callback, OnMetrics
 from meshwright.trainer.comparable import comparable, optimizer_settings
 from meshwright.trainer.continuing import (
@@ -181,17 +182,18 @@ class Trainer:
         first = _first_batch(given, batch_size or self._planned_batch())
         output = self._output(run_dir, checkpoint, tracking, progress)
         callbacks = [*callbacks, *([OnMetrics(on_metrics)] if on_metrics else [])]
-        spec = self._spec(
-            self._programs(first, assembled),
-            first,
-            given,
-            duration,
-            self._evaluation(eval_data, eval_every, eval_batches),
-            output,
-            callbacks,
-            resume,
-        )
-        result = self._memory.result = TrainingRun(spec).run()
+        with shown_activities(output.run_dir, progress):
+            spec = self._spec(
+                self._programs(first, assembled),
+                first,
+                given,
+                duration,
+                self._evaluation(eval_data, eval_every, eval_batches),
+                output,
+                callbacks,
+                resume,
+            )
+            result = self._memory.result = TrainingRun(spec).run()
         if result.stop.reason is StopReason.OUT_OF_BATCHES:
             _warn_ran_out(result.stop.text)
         elif result.updates == spec.updates_done:

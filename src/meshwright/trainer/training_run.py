@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshwright.activity import activity
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, CheckpointStore
 from meshwright.checkpoint.damage import DamagedCheckpoint
 from meshwright.errors import UserError, first_line
@@ -189,8 +190,10 @@ class TrainingRun:
             done = progress.update = self._spec.updates_done
             if done:
                 tracker.event("resume", done, f"continuing after update {done}", {})
-            return self._spec.initial_state()
-        state = self._restore(tracker)
+            with activity("initializing the state"):
+                return self._spec.initial_state()
+        with activity(f"restoring update {self._point.update}"):
+            state = self._restore(tracker)
         point = self._point
         progress.update = point.update
         message = f"continuing after update {point.update}, from {point.path}"

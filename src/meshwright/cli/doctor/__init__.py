@@ -7,11 +7,13 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from meshwright import processes
+from meshwright.activity import activity
 from meshwright.cli.doctor import machine
 from meshwright.cli.doctor.all_reduce import check_all_reduce
 from meshwright.cli.doctor.render import render
 from meshwright.cli.doctor.warnings import disagreements, find_warnings
 from meshwright.errors import ExitCode, typed_line
+from meshwright.units import counted
 
 if TYPE_CHECKING:
     from meshwright.cli.request import Request
@@ -70,7 +72,8 @@ def _devices() -> dict[str, Any]:
     except Exception as error:
         # A broken installation is part of the report.
         return _no_devices(typed_line(error))
-    reduced = check_all_reduce(devices)
+    with activity(f"checking {counted(len(devices), 'device')}"):
+        reduced = check_all_reduce(devices)
     return {
         "jax_error": None,
         "backend": jax.default_backend(),

@@ -7,21 +7,24 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.filesize import decimal
-from rich.table import Table
 from rich.text import Text
+
+from meshwright.columns import Indented
 
 Report = Mapping[str, Any]
 
 
 def render(report: Report) -> RenderableType:
     """Return the report for the terminal."""
-    facts = Table.grid("", "", padding=(0, 2))
-    for name, value in _facts(report):
-        facts.add_row(Text(name, "dim"), Text(value))
+    facts = list(_facts(report))
+    width = max(len(name) for name, _ in facts) + 2
     return Group(
         _verdict(report),
         Text(),
-        facts,
+        *(
+            Indented(Text.assemble((f"{name:<{width}}", "dim"), value), width, first=0)
+            for name, value in facts
+        ),
         Text(),
         *_warnings(report),
         Text("For a bug report, copy this:", "dim"),
@@ -44,10 +47,10 @@ def _verdict(report: Report) -> Text:
     return Text(f"✗ The {count} devices do not work together.", "bold red")
 
 
-def _warnings(report: Report) -> Iterator[Text]:
+def _warnings(report: Report) -> Iterator[RenderableType]:
     for warning in report["warnings"]:
-        yield Text(f"! {warning['problem']}", "yellow")
-        yield Text(f"  {warning['remedy']}")
+        yield Indented(f"! {warning['problem']}", 2, "yellow", first=0)
+        yield Indented(warning["remedy"], 2)
     if report["warnings"]:
         yield Text()
 

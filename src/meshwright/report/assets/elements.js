@@ -26,24 +26,40 @@ function missing(text) {
   return h("p", { class: "missing" }, text);
 }
 
-// Tabs for runs; a single run needs none.
-function perRun(runs, label, render) {
-  const body = h("div", { role: runs.length > 1 ? "tabpanel" : null });
-  const show = (run) => body.replaceChildren(...[guarded(() => render(run))].flat());
-  if (runs.length === 1) {
-    show(runs[0]);
-    return body;
+// Lists of items with the same key, in order.
+function grouped(items, key) {
+  const groups = new Map();
+  for (const item of items) {
+    const text = JSON.stringify(key(item)) ?? "";
+    groups.set(text, [...(groups.get(text) || []), item]);
   }
-  const tabs = runs.map((run, index) =>
-    h("button", { type: "button", role: "tab", "aria-selected": index === 0,
-      onclick: () => choose(index) }, swatch(run), run.label));
+  return [...groups.values()];
+}
+
+// Text that breaks after dots and underscores, not inside of words and numbers.
+function breakable(text) {
+  return words(text).split(/(?<=[_/])|(?<=\.)(?<!\d\.)|(?<=\d\.)(?!\d)/).flatMap((part, index) => (index ? [h("wbr"), part] : [part]));
+}
+
+// Tabs for runs; runs with the same content share one, and a single one needs none.
+function perRun(runs, label, render, content = (run) => run.path) {
+  const groups = grouped(runs, content);
+  const body = h("div", { role: groups.length > 1 ? "tabpanel" : null });
+  const show = ([run]) => body.replaceChildren(...[guarded(() => render(run))].flat());
+  if (groups.length === 1) {
+    show(groups[0]);
+    return runs.length === 1 ? body : h("div", {}, h("p", { class: "note above" }, "The same in all runs."), body);
+  }
+  const tabs = groups.map((group, index) =>
+    h("button", { type: "button", role: "tab", "aria-selected": index === 0, onclick: () => choose(index) },
+      group.map((run) => h("span", {}, swatch(run), run.label))));
   const choose = (index) => {
     tabs.forEach((tab, at) => tab.setAttribute("aria-selected", String(at === index)));
-    show(runs[index]);
+    show(groups[index]);
   };
   tabs[0].setAttribute("aria-selected", "true");
   tabs.slice(1).forEach((tab) => tab.setAttribute("aria-selected", "false"));
-  show(runs[0]);
+  show(groups[0]);
   return h("div", {}, h("div", { class: "tabs", role: "tablist", "aria-label": label }, tabs), body);
 }
 

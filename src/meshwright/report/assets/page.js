@@ -13,11 +13,6 @@ const SECTIONS = [
 ];
 const COLORS = 16;
 
-function labelled(runs) {
-  const names = new Set(runs.map((run) => run.name));
-  return runs.map((run, index) => ({ ...run, color: index % COLORS, label: names.size === runs.length ? run.name : run.path }));
-}
-
 function header(runs, leftOut) {
   const first = runs[0];
   const projects = [...new Set(runs.map((run) => run.facts.project).filter(Boolean))].map(words);

@@ -129,7 +129,7 @@ function curvesSection(runs) {
   if (!metrics.length) return [missing("No metrics yet: a run logs them every tracking.log_every updates, to metrics.jsonl.")];
   let amount = 0;
   const charts = metrics.map((metric) => {
-        const curves = runs.flatMap((run) => run.curves.filter((curve) => curve.metric === metric)
+    const curves = runs.flatMap((run) => run.curves.filter((curve) => curve.metric === metric)
       .map((curve) => ({ ...curve, run: run.label, color: runs.length > 1 ? run.color : curve.split === "eval" ? 1 : 0,
         name: runs.length > 1 ? `${run.label} ${curve.split}` : curve.split })));
     const known = about(metric);
@@ -181,7 +181,7 @@ function collectives(profile) {
   return dataTable({ caption: "Collectives by time", rows, filter: rows.length > 12, columns: [
     { title: "axis", value: (row) => [row.axis].flat().join("×"), cell: (row) => [row.axis].flat().join("×") || "–" },
     { title: "kind", value: (row) => row.kind, cell: (row) => words(row.kind) },
-    { title: "module", value: (row) => row.module, cell: (row) => row.module || "–", style: "path" },
+    { title: "module", value: (row) => row.module, cell: (row) => (row.module ? breakable(row.module) : "–"), style: "path" },
     { title: "count", numeric: true, value: (row) => row.count, cell: (row) => number(row.count) },
     { title: "time", numeric: true, value: (row) => row.seconds, cell: (row) => seconds(row.seconds) },
     { title: "not overlapped", numeric: true, value: (row) => row.exposed_seconds, cell: (row) => seconds(row.exposed_seconds) },
@@ -204,7 +204,8 @@ function memorySection(runs) {
 function meshSection(runs) {
   const drawn = runs.filter((run) => run.facts.mesh_svg);
   if (!drawn.length) return [missing("No drawing of the mesh: it is in run.json, which training writes at the start.")];
-  return [perRun(drawn, "Meshes", (run) => [drawing(run.facts.mesh_svg, `Mesh ${meshText(run)}`), ...stages(run.facts.pipeline)])];
+  return [perRun(drawn, "Meshes", (run) => [drawing(run.facts.mesh_svg, `Mesh ${meshText(run)}`), ...stages(run.facts.pipeline)],
+    (run) => [run.facts.mesh_svg, run.facts.pipeline])];
 }
 
 function drawing(svg, alt) {
@@ -238,21 +239,30 @@ function shardingSection(runs) {
   const known = runs.filter((run) => (run.facts.sharding || []).length);
   if (!known.length) return [missing("No table of parameters: it is in run.json, which training writes at the start. `meshwright inspect` shows it too.")];
   return [perRun(known, "Sharding", (run) => dataTable({ caption: "How each parameter is sharded, and why",
-    rows: run.facts.sharding, filter: true, wide: true, columns: [
-      { title: "parameter", value: (row) => row.path, cell: (row) => words(row.path), style: "path" },
-      { title: "shape", value: (row) => [row.shape].flat().join("×"), cell: (row) => [row.shape].flat().join("×") || "scalar" },
+    rows: alikeInBlocks(run.facts.sharding), filter: true, wide: true, columns: [
+      // The filter also finds the paths that a pattern stands for.
+      { title: "parameter", value: (row) => [row.name, ...row.paths].join(" "), cell: (row) => breakable(row.name), style: "path" },
+      { title: "shape", value: (row) => [row.shape].flat().join("×"),
+        cell: (row) => ([row.shape].flat().join("×") || "scalar") + (row.paths.length > 1 ? ` (${row.paths.length}×)` : "") },
       { title: "dtype", value: (row) => row.dtype, cell: (row) => words(row.dtype) },
       { title: "sharded over", value: (row) => specText(row.spec), cell: (row) => specText(row.spec), style: "path" },
       { title: "per device", numeric: true, value: (row) => row.bytes_per_device, cell: (row) => bytes(row.bytes_per_device) },
       { title: "why", value: (row) => row.reason, cell: (row) => words(row.reason), style: "long" },
-    ] }))];
+    ] }), (run) => run.facts.sharding)];
+}
+
+// Parameters that are the same in several blocks share a row: blocks.*.mlp.up.kernel.
+function alikeInBlocks(parameters) {
+  const pattern = (row) => words(row.path).split(".").map((part) => (/^\d+$/.test(part) ? "*" : part)).join(".");
+  return grouped(parameters, (row) => ({ ...row, path: pattern(row) })).map((rows) => ({ ...rows[0], paths: rows.map((row) => words(row.path)),
+    name: rows.length > 1 ? pattern(rows[0]) : words(rows[0].path) }));
 }
 
 function ledgerSection(runs) {
   const known = runs.filter((run) => run.ledger);
   if (!known.length) return [missing("No ledger: run `meshwright ledger` with the run's settings to compare the bytes sent over each axis with the minimum.")];
   const rows = known.flatMap((run) => Object.entries(run.ledger.axes || {}).map(([axis, own]) => ({ run, axis, ...own })));
-  const several = known.length > 1 ? [{ title: "run", value: (row) => row.run.label, cell: (row) => [swatch(row.run), row.run.label] }] : [];
+  const several = known.length > 1 ? [{ title: "run", value: (row) => row.run.label, cell: (row) => [swatch(row.run), ...breakable(row.run.label)], style: "run" }] : [];
   const axes = rows.length ? dataTable({ caption: "Bytes each device sends per update", rows, columns: [
     ...several,
     { title: "axis", value: (row) => row.axis, cell: (row) => row.axis },
@@ -276,7 +286,7 @@ function ledgerLines(lines) {
   const rows = [...lines].sort((a, b) => b.sent_bytes - a.sent_bytes);
   return h("details", {}, h("summary", {}, `Every collective (${rows.length} kinds)`), dataTable({
     caption: "Collectives of one update", rows, filter: true, columns: [
-      { title: "module", value: (row) => row.module, cell: (row) => row.module || "outside modules", style: "path" },
+      { title: "module", value: (row) => row.module, cell: (row) => (row.module ? breakable(row.module) : "outside modules"), style: "path" },
       { title: "kind", value: (row) => row.kind, cell: (row) => words(row.kind) },
       { title: "axes", value: (row) => [row.axes].flat().join("×"), cell: (row) => [row.axes].flat().join("×") },
       { title: "phase", value: (row) => row.phase, cell: (row) => words(row.phase) },
@@ -299,7 +309,7 @@ function configOfOne(run) {
   const rank = (entry) => ["override", "file"].findIndex((kind) => originText(entry).startsWith(kind)) + 1 || 3;
   const rows = [...run.config].sort((a, b) => rank(a) - rank(b));
   return [dataTable({ caption: "Settings and their origins", rows, filter: true, columns: [
-    { title: "setting", value: (row) => row.key, cell: (row) => words(row.key), style: "path" },
+    { title: "setting", value: (row) => row.key, cell: (row) => breakable(row.key), style: "path" },
     { title: "value", value: (row) => words(row.value), cell: (row) => words(row.value), style: "long" },
     { title: "origin", value: originText, cell: (row) => h("span", { class: rank(row) === 1 ? "strong" : rank(row) === 3 ? "dim" : null }, originText(row) || "–") },
   ] })];

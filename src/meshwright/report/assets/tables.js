@@ -52,9 +52,18 @@ function compare(a, b) {
 function sideBySide(caption, runs, rows) {
   const filled = rows.map(([name, value]) => [name, runs.map((run) => guardedText(() => value(run)))])
     .filter(([, values]) => values.some((value) => value !== ""));
-  return h("div", { class: "scroll whole" }, h("table", { class: "facts" }, h("caption", {}, caption),
-    runs.length > 1 ? h("thead", {}, h("tr", {}, h("td"), runs.map((run) => h("th", { scope: "col" }, swatch(run), run.label)))) : null,
-    h("tbody", {}, filled.map(([name, values]) => h("tr", {}, h("th", { scope: "row" }, name),
+  if (runs.length === 1) return factsTable(caption, null, filled);
+  const same = ([, values]) => values.every((value) => value === values[0]);
+  const equal = filled.filter(same).map(([name, values]) => [name, values.slice(0, 1)]);
+  const head = h("thead", {}, h("tr", {}, h("td"), runs.map((run) => h("th", { scope: "col" }, swatch(run), breakable(run.label)))));
+  return h("div", {}, factsTable(caption, head, filled.filter((row) => !same(row))),
+    equal.length ? h("details", { class: "equal" }, h("summary", {}, `${equal.length} more, the same in all runs`),
+      factsTable(`${caption}: the same in all`, null, equal)) : null);
+}
+
+function factsTable(caption, head, rows) {
+  return h("div", { class: "scroll whole" }, h("table", { class: "facts" }, h("caption", {}, caption), head,
+    h("tbody", {}, rows.map(([name, values]) => h("tr", {}, h("th", { scope: "row" }, breakable(name)),
       values.map((value) => h("td", {}, value || "–")))))));
 }
 
