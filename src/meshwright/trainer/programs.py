@@ -25,6 +25,12 @@ class Programs:
         self.assembled, self.loss = assembled, loss
         self._compiled: dict[Any, Any] = {}
 
+    @property
+    def batch_like(self) -> Any:
+        """The shapes of a microbatch, nested as batches are."""
+        leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.assembled.traced.batch]
+        return jax.tree.unflatten(self.assembled.batch_tree, leaves)
+
     def step(self, batch: Any, compile_it: Callable[[], CompiledStep]) -> CompiledStep:
         """Return the step, compiled for batches of this shape."""
         return self._once(("step", *_shapes(batch)), compile_it)
