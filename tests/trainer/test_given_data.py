@@ -1,5 +1,6 @@
 """Training, evaluation and prediction on the data people have, compared with NumPy."""
 
+import json
 import warnings
 
 import grain
@@ -159,3 +160,45 @@ def test_a_loader_that_shuffles_warns_that_resuming_changes_the_order(trainer, t
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             trainer.fit(loader, steps=1, restart=True)
+
+
+def test_evaluations_early_stopping_and_the_best_checkpoint_go_by_the_eval_loss(tmp_path):
+    own = mw.Trainer(
+        model=Line,
+        loss=loss,
+        eval_loss=absolute,
+        optimizer=optax.sgd(RATE),
+        devices=jax.devices()[:2],
+        run_name="by distance",
+    )
+    stopping = mw.EarlyStopping(1, min_delta=10.0)
+    result = own.fit(
+        SAMPLES,
+        steps=9,
+        batch_size=SIZE,
+        eval_data=GRAIN,
+        eval_every=1,
+        callbacks=[stopping],
+        run_dir=tmp_path,
+        progress=False,
+    )
+    assert result.updates == 2
+    for update, values in result.eval.items():
+        distance = abs(X @ by_hand(seeded(update)) - Y).mean()
+        assert values["loss"] == values["worst"] == pytest.approx(distance, rel=1e-5)
+    assert own.evaluate(GRAIN) == result.eval[2]
+    assert own.evaluate(GRAIN, of=tmp_path) == result.eval[2]
+    assert json.loads((tmp_path / "run.json").read_text())["name"] == "by distance"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eval_loss": 3}, "the eval_loss is 3, of type int"),
+        ({"run_name": ""}, "run_name= is not a name"),
+        ({"run_name": 7}, "run_name=7 is not a name"),
+    ],
+)
+def test_what_is_no_eval_loss_and_no_name_is_refused(settings, message):
+    with pytest.raises(mw.UserError, match=message):
+        mw.Trainer(model=Line, loss=loss, optimizer=optax.sgd(RATE), **settings)

@@ -18,11 +18,13 @@ class Expected:
 
     Attributes:
         batch_size: samples per batch; given for data that comes as samples.
+        planned: samples per batch of a given plan, which also batches may have.
         like: a batch, as arrays or shapes, that batches are like except for their size.
         training: whether it is to train on: then the shapes of batches are not known before.
     """
 
     batch_size: int | None = None
+    planned: int | None = None
     like: Any = None
     training: bool = True
 
@@ -41,7 +43,7 @@ class Expected:
         sizes = {shape[0] if shape else None for shape in shapes.values()}
         like_batch = len(sizes) == 1 and None not in sizes
         if self.batch_size is None:
-            if self.training and shapes and not like_batch:
+            if self.training and self.planned is None and shapes and not like_batch:
                 stack_samples([element], [0])
                 raise _no_batch(shapes, name)
             return not like_batch

@@ -18,7 +18,7 @@ class Programs:
 
     Args:
         assembled: the step.
-        loss: the loss the step was made from.
+        loss: what evaluations compute.
     """
 
     def __init__(self, assembled: Assembled, loss: Loss) -> None:

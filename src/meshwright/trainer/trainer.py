@@ -33,7 +33,7 @@ from meshwright.data.protocols import Data
 from meshwright.data.streams import IterableData
 from meshwright.data.user_data import UserData, as_data
 from meshwright.errors import UserError
-from meshwright.inputs.checks import check_loss, check_precision, mesh_sizes
+from meshwright.inputs.checks import check_loss, check_precision, check_run_name, mesh_sizes
 from meshwright.inputs.user_model import UserModel, exists, model_source
 from meshwright.mesh.axes import shown_sizes
 from meshwright.mesh.build import Device
@@ -78,6 +78,9 @@ class Trainer:
         loss: ``loss(model, batch)``: a scalar mean, or `Weighted(total, weight)`; optionally with
             a dict of metrics.
         optimizer: any optax transformation.
+        eval_loss: what evaluations compute instead of the loss, in the same form: for example
+            without label smoothing, or with further metrics. Early stopping and the best
+            checkpoint go by it.
         mesh: ``"fsdp=4,tensor=2"``, a mapping of axis sizes, or a whole `Plan`; ``"auto"`` and an
             empty string put all devices on ``data``.
         precision: no (float32), bf16 or fp16.
@@ -93,12 +96,15 @@ class Trainer:
             all by default.
         seed: seed of initialization, dropout and data order.
         log_every: updates between two logged updates.
+        run_name: the name of the run in its folder's metadata, in reports and in trackers; by
+            default the end of the folder's path.
         devices: the devices to train on; all by default.
     """
 
     model: UserModel
     loss: Loss
     optimizer: optax.GradientTransformation
+    eval_loss: Loss | None = None
     mesh: str | Mapping[str, int] | Plan = "auto"
     precision: Precision = "no"
     gradient_accumulation_steps: int = 1
@@ -111,11 +117,15 @@ class Trainer:
     init_patterns: Sequence[str] | None = None
     seed: int = 0
     log_every: int = 10
+    run_name: str | None = None
     devices: Sequence[Device] | None = None
 
     def __post_init__(self) -> None:
         self._memory = Memory()
         check_loss(self.loss)
+        if self.eval_loss is not None:
+            check_loss(self.eval_loss, "eval_loss")
+        check_run_name(self.run_name)
         check_optimizer(self.optimizer)
         check_precision(self.precision)
         check_count("gradient_accumulation_steps", self.gradient_accumulation_steps)
@@ -323,7 +333,8 @@ class Trainer:
         """Return data as `Data`; an iterable that is given again goes on where it was."""
         before = self._memory.data
         if before is None or before[0] is not data or not isinstance(before[1], IterableData):
-            read = as_data(data, self.seed, expected=Expected(batch_size=batch_size))
+            expected = Expected(batch_size=batch_size, planned=self._planned_batch())
+            read = as_data(data, self.seed, expected=expected)
             before = self._memory.data = (data, read)
         read = before[1]
         if isinstance(read, SequenceData) and duration.epochs is not None:
@@ -340,7 +351,8 @@ class Trainer:
         settings = tuple(getattr(self, each.name) for each in fields(self))
         programs = self._memory.programs(settings, batch)
         if programs is None or assembled not in (None, programs.assembled):
-            programs = Programs(assembled or self.assemble(batch), self.loss)
+            evaluated = self.eval_loss or self.loss
+            programs = Programs(assembled or self.assemble(batch), evaluated)
             self._memory.keep_programs(settings, batch, programs)
         return programs
 
@@ -382,6 +394,7 @@ class Trainer:
             settings={
                 "optimizer": optimizer_settings(self.optimizer),
                 "loss": comparable(self.loss),
+                "eval_loss": comparable(self.eval_loss),
                 "clip_norm": self.clip_norm,
             },
         )
@@ -402,6 +415,7 @@ class Trainer:
     ) -> OutputSpec:
         return OutputSpec(
             run_dir=None if run_dir is None else Path(run_dir).absolute(),
+            name=self.run_name,
             log_every=self.log_every,
             tracking=tracking or TrackingConfig(),
             progress=progress,

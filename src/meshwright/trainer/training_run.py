@@ -74,7 +74,8 @@ class TrainingRun:
         compare_processes(_facts(spec))
         self._context = CallbackContext(spec.assembled)
         self._callbacks = Callbacks(spec.callbacks)
-        self._programs = spec.programs or Programs(spec.assembled, spec.loss)
+        evaluated = spec.evaluation.loss or spec.loss
+        self._programs = spec.programs or Programs(spec.assembled, evaluated)
         self._callbacks.attach(self._context)
         _check_early_stopping(spec.callbacks, spec.evaluation)
         check_tracking(spec.output.tracking, self._run_dir)
@@ -179,6 +180,7 @@ class TrainingRun:
             compiled,
             self._work,
             project=spec.output.project,
+            name=spec.output.name,
             seed=spec.seed,
             dataset={
                 "fingerprint": self._metadata.dataset,
