@@ -113,7 +113,7 @@ def test_a_streamed_table_is_told_the_epoch():
     assert list(chain(*numbers(data, 5))) == np.concatenate(expected)[: 5 * SIZE].tolist()
 
 
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("batched", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_grain_stream_continues_at_the_position_of_a_checkpoint(batched):
     def make():
         made = GRAIN.shuffle(seed=2).to_iter_dataset()

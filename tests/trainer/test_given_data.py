@@ -126,7 +126,7 @@ def test_lists_of_batches_and_generators_end_or_begin_again_as_asked(trainer):
         trainer.fit(generate(), epochs=2, batch_size=SIZE, restart=True)
 
 
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("batched", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_grain_stream_resumes_bit_for_bit_where_it_was(trainer, tmp_path, batched):
     read = []
 
