@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         TrackingConfig,
     )
     from meshwright.data.arrays import ArraySource
+    from meshwright.data.samples import Samples
     from meshwright.errors import UserError
     from meshwright.mesh.build import abstract_mesh, build_mesh
     from meshwright.mesh.inspect import inspect_sharding, visualize_mesh
@@ -36,6 +37,7 @@ _NAMES = {
     "EarlyStopping": "meshwright.trainer",
     "PipelineConfig": "meshwright.config.schema",
     "Plan": "meshwright.plan",
+    "Samples": "meshwright.data.samples",
     "ShardingConfig": "meshwright.config.schema",
     "StopReason": "meshwright.trainer",
     "TrackingConfig": "meshwright.config.schema",
@@ -62,6 +64,7 @@ __all__ = [
     "EarlyStopping",
     "PipelineConfig",
     "Plan",
+    "Samples",
     "ShardingConfig",
     "StopReason",
     "TrackingConfig",

@@ -20,6 +20,7 @@ from meshwright.config.builders import (
     check_arguments,
     explain_failure,
     find_builder,
+    import_named,
     parameters_of,
 )
 from meshwright.config.duration import Duration, parse_duration
@@ -47,6 +48,7 @@ class Recipe:
     Attributes:
         model: builds the model from random streams.
         loss: the task's loss; an exception inside it becomes a `UserError` about the config.
+        eval_loss: what evaluations compute instead; None for the loss.
         task: the task.
         config_data: the data, for training and held out.
         optimizer: the optimizer.
@@ -57,6 +59,7 @@ class Recipe:
 
     model: ModelSource
     loss: Loss
+    eval_loss: Loss | None
     task: HasLoss
     config_data: ConfigData
     optimizer: optax.GradientTransformation
@@ -105,6 +108,7 @@ def make_recipe(config: Config, global_batch_size: int) -> Recipe:
     return Recipe(
         model=_model_source(config, loss, config_data),
         loss=loss,
+        eval_loss=_eval_loss(config, task),
         task=task,
         config_data=config_data,
         optimizer=make_optimizer(config, rate),
@@ -196,7 +200,26 @@ def _model_source(config: Config, loss: Loss, data: ConfigData) -> ModelSource:
     return model_source(model_builder(config), loss, lambda: read_batch(data.train.batch(0, 1)))
 
 
-def _explained(loss: Loss, config: Config) -> Loss:
+def _eval_loss(config: Config, task: HasLoss) -> Loss | None:
+    """Return what evaluations compute: the function the config names, or the task's eval_loss."""
+    name = config.training.eval_loss
+    if name is None:
+        own = getattr(task, "eval_loss", None)
+        return None if own is None else _explained(own, config)
+    setting = f"training.eval_loss={name}"
+    function: Any = import_named(setting, name)
+    parameters = parameters_of(function)
+    required = [each for each, p in parameters.items() if p.default is p.empty]
+    if inspect.isclass(function) or len(parameters) < 2 or len(required) > 2:
+        raise UserError(
+            f"{setting} is not a loss",
+            why=f"it takes ({', '.join(parameters)}), but is called with a model and a batch",
+            fix="name a function eval_loss(model, batch)",
+        )
+    return _explained(function, config, setting)
+
+
+def _explained(loss: Loss, config: Config, setting: str | None = None) -> Loss:
     """Return the loss with exceptions turned into errors about the config."""
 
     def explained(model: Model, batch: Batch) -> LossOutput:
@@ -205,7 +228,8 @@ def _explained(loss: Loss, config: Config) -> Loss:
         except MeshwrightError:
             raise
         except Exception as error:
-            what = f"task.kind={config.task.kind} fails on model.kind={config.model.kind}"
+            named = setting or f"task.kind={config.task.kind}"
+            what = f"{named} fails on model.kind={config.model.kind}"
             fix = "choose task=… and data=… that fit the model; --debug shows the whole traceback"
             raise explain_failure(what, error, fix) from error
 

@@ -12,6 +12,7 @@ from quick import quick_module
 from meshwright.checkpoint import read_params
 from meshwright.cli.main import main
 from meshwright.plan import Plan
+from meshwright.report import read_run
 
 __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
@@ -28,6 +29,13 @@ class Net(nnx.Module):
 
 def loss(model, batch):
     return (model(batch["x"]) ** 2).mean()
+
+def accuracy(model, batch):
+    right = model(batch["x"]).argmax(-1) == batch["label"]
+    return 1 - right.mean(), {"accuracy": right.mean(), "mistakes": 1 - right.mean()}
+
+def not_a_loss(model, batch, more):
+    return 0.0
 
 class Lossless: pass
 
@@ -103,6 +111,29 @@ def test_evaluation_says_how_many_samples_it_used(run, tmp_path):
     assert code == 0
     note = "note: each evaluation uses 32 of 37 samples, because of training.eval_batches=1"
     assert note in err
+
+
+def test_a_named_run_evaluates_with_a_loss_of_its_own_on_a_known_number_of_samples(run, tmp_path):
+    tiny = ("model=own_train:Net", "task=classification", "task.input_name=x", "data=synthetic")
+    tiny += ("task.input_shape=[4]", "task.num_classes=8", "training.global_batch_size=8")
+    own = "training.eval_loss=own_train:accuracy"
+    code, _, err = run(*tiny, own, "run.name=first try", "hydra.run.dir=a", "training.eval_every=1")
+    assert code == 0
+    assert "each evaluation uses 128 synthetic samples (16 batches)" in err
+    assert "write training.eval_batches=…" in err
+    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").open()]
+    evaluations = [line for line in lines if line["split"] == "eval"]
+    assert len(evaluations) == 2
+    for values in evaluations:
+        assert values["loss"] == pytest.approx(values["mistakes"])
+        assert values["loss"] + values["accuracy"] == pytest.approx(1)
+        assert values["loss"] * 128 == pytest.approx(round(values["loss"] * 128), abs=1e-4)
+    assert json.loads((tmp_path / "a" / "run.json").read_text())["name"] == "first try"
+    assert read_run(tmp_path / "a")["name"] == "first try"
+    code, _, err = run(*tiny, "training.eval_loss=own_train:not_a_loss", "hydra.run.dir=b")
+    assert code == 2
+    assert "error: training.eval_loss=own_train:not_a_loss is not a loss\n" in err
+    assert not (tmp_path / "b").exists()
 
 
 def test_ones_own_model_loss_and_data_with_json(run):

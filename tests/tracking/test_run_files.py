@@ -6,6 +6,7 @@ import math
 import pytest
 
 from meshwright.tracking.run_files import RunFiles, repair_last_line
+from meshwright.tracking.settings import run_name
 
 
 def lines(path):
@@ -75,3 +76,10 @@ def test_mending_leaves_whole_files_alone(tmp_path):
         path.write_bytes(content)
         repair_last_line(path)
         assert path.read_bytes() == content
+
+
+def test_a_resumed_run_keeps_its_name_unless_it_is_given_another(tmp_path):
+    for given, name in ((None, None), ("first", "first"), (None, "first"), ("second", "second")):
+        RunFiles(tmp_path).start({"name": given})
+        assert json.loads((tmp_path / "run.json").read_text())["name"] == name
+        assert run_name(tmp_path, {}) == (name or "/".join(tmp_path.parts[-2:]))

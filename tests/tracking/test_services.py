@@ -74,12 +74,13 @@ def wandb(monkeypatch):
 def test_wandb_gets_project_settings_metrics_and_result(wandb, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps([{"key": "mesh.fsdp", "value": 4}]))
     tracker = WandbTracker(tmp_path, entity="team")
-    tracker.start({"project": "p", "plan": "fsdp=4", "sharding": [1] * 1000})
+    tracker.start({"project": "p", "name": "first", "plan": "fsdp=4", "sharding": [1] * 1000})
     tracker.log("train", 5, {"loss": 2.5})
     tracker.event("warning", 5, "slow", {})
     tracker.close({"updates": 5})
     (run,) = wandb
     assert (run.arguments["project"], run.arguments["entity"]) == ("p", "team")
+    assert run.arguments["name"] == "first"
     assert run.arguments["config"] == {"mesh.fsdp": 4, "run_plan": "fsdp=4"}
     assert run.metric == ("*", "update")
     assert run.logged == [{"update": 5, "train/loss": 2.5}]

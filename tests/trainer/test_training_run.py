@@ -61,7 +61,7 @@ EARLY = [mw.EarlyStopping(2)]
         ),
         (
             {"data": as_data(iter([BATCH])), "duration": Duration(epochs=2.0)},
-            "2 epochs cannot be counted",
+            "2 epochs need data that can be read again",
         ),
     ],
 )

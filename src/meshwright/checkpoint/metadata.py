@@ -22,6 +22,8 @@ class CheckpointMetadata:
         plan: the plan of the run.
         config: the full config of the run; empty for runs started from Python.
         versions: versions of the installed packages.
+        data_position: where data that is read in order continues, as its iterator describes it;
+            None if the number of updates says it.
         processes: number of processes that wrote it.
         format: checkpoint format.
     """
@@ -33,5 +35,6 @@ class CheckpointMetadata:
     plan: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    data_position: Any = None
     processes: int = 1
     format: int = FORMAT

@@ -60,6 +60,7 @@ def run(request: Request) -> int:
             resume_point=point,
             evaluation=EvaluationSpec(
                 data=recipe.eval_data,
+                loss=recipe.eval_loss,
                 every=config.training.eval_every,
                 batches=config.training.eval_batches,
             ),
@@ -102,6 +103,7 @@ def _output(config: Config, folder: Path, files: Mapping[str, str]) -> OutputSpe
         run_dir=folder,
         files=files,
         project=config.run.project,
+        name=config.run.name,
         log_every=config.tracking.log_every,
         tracking=config.tracking,
         checkpoint=config.checkpoint,

@@ -131,6 +131,8 @@ class TrainingConfig(Frozen):
         mixed_precision: no, fp16 or bf16; another spelling of precision.compute.
         eval_every: updates between two evaluations; null evaluates once, at the end.
         eval_batches: the most batches of one evaluation; null evaluates on every sample once.
+        eval_loss: what evaluations compute instead of the task's loss, as
+            ``package.module:function`` of a model and a batch.
         early_stopping_patience: evaluations without a better loss after which training stops.
         early_stopping_min_delta: by how much a loss must be lower to be better.
         callbacks: callbacks of yours, each as ``package.module:Class``, made without arguments.
@@ -147,6 +149,7 @@ class TrainingConfig(Frozen):
     mixed_precision: PrecisionKey = None
     eval_every: Count | None = None
     eval_batches: Count | None = None
+    eval_loss: str | None = None
     early_stopping_patience: Count | None = None
     early_stopping_min_delta: float = Field(default=0.0, ge=0)
     callbacks: tuple[str, ...] = ()
@@ -318,10 +321,12 @@ class RunConfig(Frozen):
 
     Attributes:
         project: outputs go to outputs/<project>/<date>/<time>.
+        name: the name of the run in reports and trackers; null takes its date and time.
         seed: the seed of initialization, data order and dropout.
     """
 
     project: str = Field(default="meshwright", min_length=1, pattern=r"^\w[\w.-]*$")
+    name: str | None = Field(default=None, min_length=1, max_length=200)
     seed: int = Field(default=0, ge=0, lt=2**31)
 
 

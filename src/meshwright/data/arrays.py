@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from meshwright.data.files import find_path, load_array
 from meshwright.data.fingerprints import content_sample, fingerprint_of
 from meshwright.data.protocols import HostBatch
-from meshwright.errors import UserError
+from meshwright.data.stack import to_numpy
+from meshwright.errors import UserError, first_line
 from meshwright.trees import check_num_samples
 
 
@@ -20,7 +21,7 @@ class ArraySource:
 
     def __init__(self, **arrays: Any) -> None:
         self.arrays: dict[str, Any] = {
-            name: array if isinstance(array, np.ndarray) else np.asarray(array)
+            name: array if isinstance(array, np.ndarray) else _as_array(name, array)
             for name, array in arrays.items()
         }
         check_arrays(self.arrays)
@@ -60,6 +61,18 @@ def read_arrays(path: str) -> dict[str, Any]:
         return {file.stem: load_array(file) for file in sorted(where.glob("*.npy"))}
     loaded = load_array(where)
     return loaded if isinstance(loaded, dict) else {Path(where).stem: loaded}
+
+
+def _as_array(name: str, values: Any) -> NDArray[Any]:
+    try:
+        return to_numpy(values)
+    except Exception as error:
+        # Lists of different lengths, or a tensor of a library that cannot convert it.
+        raise UserError(
+            f"`{name}` is not an array of samples",
+            why=first_line(error),
+            fix="pad its samples to one shape, and give a NumPy array",
+        ) from error
 
 
 def check_arrays(arrays: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.errors import UserError
+from meshwright.data.stack import to_numpy
+from meshwright.errors import UserError, first_line
 from meshwright.trees import check_num_samples
 
 
@@ -103,11 +104,13 @@ def _to_numpy(name: str, leaf: Any) -> Any:
     # Tensors of other libraries convert themselves to NumPy arrays.
     if hasattr(leaf, "__array__"):
         try:
-            return np.asarray(leaf)
+            return to_numpy(leaf)
         except Exception as error:
             # Each library fails in its own way, for example for a tensor on a GPU.
             raise UserError(
-                f"`{name}` of the batch cannot become an array", why=str(error)
+                f"`{name}` of the batch cannot become an array",
+                why=first_line(error),
+                fix="write tensor.detach().cpu()" if hasattr(leaf, "detach") else "",
             ) from error
     raise UserError(
         f"`{name}` of the batch is of type {type(leaf).__name__}, not an array",

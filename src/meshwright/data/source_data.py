@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,11 @@ class SourceData:
         return len(self.source)
 
     @property
+    def sequential(self) -> bool:
+        """Whether the source is read by one thread at a time."""
+        return getattr(self.source, "sequential", False)
+
+    @property
     def tokenizer(self) -> Any:
         """The tokenizer of the source; None if its samples are not text."""
         return getattr(self.source, "tokenizer", None)
@@ -47,7 +52,8 @@ class SourceData:
             rows=rows,
             shuffle=self.shuffle,
         )
-        return dict(self.source.rows(ids))
+        batch: Any = self.source.rows(ids)
+        return dict(batch) if isinstance(batch, Mapping) else batch
 
     def fingerprint(self) -> str:
         """Return the source's own fingerprint, or one of its class and size."""

@@ -1,28 +1,35 @@
-"""Data from the user: arrays, a source, a function, a sequence or an iterable of batches."""
+"""Data from the user: arrays, datasets, functions, lists and iterables of batches or samples."""
 
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from meshwright.config.builders import Builder, build, parameters_of
 from meshwright.data.arrays import ArraySource
+from meshwright.data.elements import Expected
 from meshwright.data.fingerprints import fingerprint_of
-from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows, Source
+from meshwright.data.foreign import read_foreign
+from meshwright.data.given_batches import SequenceData
+from meshwright.data.protocols import Data, HostBatch, Rows, Source
+from meshwright.data.refusals import no_batches, refuse_class, refuse_wrong_data
+from meshwright.data.samples import Samples, SampleSource
 from meshwright.data.source_data import SourceData, take_rows
+from meshwright.data.streams import IterableData
 from meshwright.errors import UserError
 from meshwright.processes import process_count
 from meshwright.trees import Batch
 
-UserData = Data | Source | Iterable[Batch] | Callable[..., Batch]
+UserData = Data | Source | Samples | Iterable[Batch] | Callable[..., Batch]
 """Data as users pass it; see `as_data`."""
 
 BATCH_PARAMETERS = ("step", "batch_size")
 """The parameters of a function that returns batches: the update and the batch size."""
+
+_ANY = Expected()
 
 
 @dataclass(frozen=True)
@@ -89,138 +96,57 @@ class DataAdapter:
         return str(own()) if callable(own) else otherwise
 
 
-@dataclass(frozen=True)
-class SequenceData:
-    """Batches in a list, or in anything else with a length and items."""
-
-    batches: Sequence[Any]
-
-    num_samples = None
-
-    def first(self) -> Any:
-        """Return the first batch, whatever its size; None if there is none."""
-        return self.batches[0] if len(self.batches) else None
-
-    def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> Any:
-        """Return the batch of this step, or these rows of it."""
-        if step >= len(self.batches):
-            raise OutOfData(f"{len(self.batches)} batches were passed")
-        return _select_rows(self.batches[step], batch_size, step, rows)
-
-    def fingerprint(self) -> str:
-        """Return a fingerprint of the number of batches only."""
-        return fingerprint_of("sequence", len(self.batches))
-
-    def describe(self) -> str:
-        """Return the number of batches in words."""
-        return f"{len(self.batches)} batches"
-
-
-@dataclass
-class IterableData:
-    """Batches of an iterable, in its order; steps can only move forward.
-
-    Attributes:
-        batches: yields whole global batches.
-        sequential: makes the loader read one step at a time.
-    """
-
-    batches: Iterable[Any]
-    sequential: bool = True
-    _stream: Iterator[Any] | None = None
-    _next: int = 0
-    _last: Any = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    num_samples = None
-
-    def first(self) -> Any:
-        """Return the first batch, whatever its size; None if there is none."""
-        with self._lock:
-            try:
-                if not self._next:
-                    self._advance()
-            except OutOfData:
-                return None
-            return self._last
-
-    def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> Any:
-        """Return the batch of this step, skipping those before it."""
-        with self._lock:
-            if step < self._next - 1:
-                self._restart(step)
-            while self._next <= step:
-                self._advance()
-            return _select_rows(self._last, batch_size, step, rows)
-
-    def fingerprint(self) -> str:
-        """Return the same for every iterable, whose batches cannot be known in advance."""
-        return fingerprint_of("iterable")
-
-    def describe(self) -> str:
-        """Return the type of the iterable and what it cannot guarantee."""
-        return (
-            f"an iterable ({type(self.batches).__name__}): its order is its own, so a resumed run "
-            "sees the same samples only if it yields them again"
-        )
-
-    def _advance(self) -> None:
-        self._stream = iter(self.batches) if self._stream is None else self._stream
-        try:
-            self._last = next(self._stream)
-        except StopIteration:
-            raise OutOfData(f"the iterable ended after {self._next} batches") from None
-        self._next += 1
-
-    def _restart(self, step: int) -> None:
-        if self._stream is self.batches:
-            raise UserError(
-                f"batch {step} of the iterable is gone",
-                why=f"a {type(self.batches).__name__} can be iterated only once, and is now at "
-                f"batch {self._next}",
-                fix="give a list, or a function of (step, batch_size)",
-            )
-        self._stream, self._next = None, 0
-
-
-def as_data(given: Any, seed: int = 0, *, num_processes: int | None = None) -> Data:
+def as_data(
+    given: Any,
+    seed: int = 0,
+    *,
+    expected: Expected = _ANY,
+    num_processes: int | None = None,
+) -> Data:
     """Return the data a user passes for training as `Data`.
 
     Args:
         given: Data; a source with ``len`` and ``rows(ids)``; a dict of arrays; a function of
-            (step, batch_size) or (seed, step, batch_size); a sequence of batches; or an iterable.
+            (step, batch_size) or (seed, step, batch_size), or one that returns an iterator; a
+            dataset of Grain, PyTorch, Hugging Face or tf.data; a sequence of batches or samples;
+            or an iterable.
         seed: seed of the order, where Meshwright chooses it.
+        expected: what is known about the elements of the data.
         num_processes: processes of the run; those of JAX by default. A bare iterable is refused
             for more than one, because they might not all get the same batches.
     """
+    samples = isinstance(given, Samples)
+    given = given.data if samples else given
+    found = read_foreign(given, seed, expected, samples=samples)
+    if found is None:
+        found = _plain_data(given, seed, expected, samples=samples)
+    if isinstance(found, IterableData):
+        _check_processes(found, num_processes or process_count())
+    return found
+
+
+def _plain_data(given: Any, seed: int, expected: Expected, *, samples: bool) -> Data:
+    """Return data that belongs to no library as `Data`."""
+    refuse_class(given)
     if callable(getattr(given, "batch", None)) and not hasattr(given, "__getitem__"):
         return given if _is_data(given) else DataAdapter(given)
     if is_source(given):
         return SourceData(given, seed)
+    refuse_wrong_data(given)
     if isinstance(given, Mapping):
         return SourceData(ArraySource(**given), seed)
-    if hasattr(given, "shape") or isinstance(given, str | bytes):
-        raise UserError(
-            f"the data are a single {type(given).__name__}",
-            why="each update takes a batch of samples",
-            fix="write a dict of arrays such as {'x': x, 'y': y}, or a list of batches",
-        )
-    if isinstance(given, tuple) and all(hasattr(part, "shape") for part in given):
-        raise UserError(
-            f"the data are a tuple of {len(given)} arrays",
-            why="these could be separate batches, or the fields of one dataset",
-            fix="write a dict of arrays such as {'x': x, 'y': y}, or a list of batches",
-        )
     if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+        name = f"the {type(given).__name__}"
+        if samples or (len(given) and expected.are_samples(given[0], name)):
+            return SourceData(SampleSource(given), seed)
         return SequenceData(given)
     if isinstance(given, Iterable):
-        return _iterable_data(given, num_processes)
+        return _iterable_data(given, expected, samples=samples)
     if callable(given):
+        if not _required(given) and not is_batch_function(given):
+            return _iterator_function(given, expected, samples=samples)
         return _function_data(given, seed)
-    raise UserError(
-        f"the data are of type {type(given).__name__}, which provides no batches",
-        fix="write a dict of arrays, a function of (step, batch_size), or a list of batches",
-    )
+    raise no_batches(given)
 
 
 def is_batch_function(builder: Builder) -> bool:
@@ -259,15 +185,63 @@ def _is_data(given: Any) -> bool:
     return methods and hasattr(given, "num_samples") and "rows" in parameters_of(given.batch)
 
 
-def _iterable_data(given: Iterable[Any], num_processes: int | None) -> IterableData:
-    num_processes = num_processes or process_count()
+def _iterable_data(given: Iterable[Any], expected: Expected, *, samples: bool) -> IterableData:
+    once = isinstance(given, Iterator)
+    read = IterableData(
+        open=lambda _: iter(given),
+        name=f"a {type(given).__name__}",
+        once=once,
+        length=len(given) if hasattr(given, "__len__") else None,  # pyright: ignore[reportArgumentType]
+    )
+    if inspect.isgenerator(given):
+        name = given.__name__
+        read.again = (
+            f"give the function {name} itself, without (), which is then called for every pass"
+            if name.isidentifier()
+            else "give a function without parameters that returns the generator"
+        )
+    return _of_elements(read, expected, samples=samples)
+
+
+def _iterator_function(
+    given: Callable[[], Any], expected: Expected, *, samples: bool
+) -> IterableData:
+    """Return the data of a function that returns a new iterator whenever it is called."""
+    name = getattr(given, "__name__", type(given).__name__)
+
+    def open_(_: int) -> Iterator[Any]:
+        made = given()
+        if isinstance(made, Mapping) or hasattr(made, "shape") or not isinstance(made, Iterable):
+            raise UserError(
+                f"the function {name} returns no batches",
+                why=f"it takes no arguments and returned a {type(made).__name__}, not an iterator",
+                fix="write a generator function, or a function of (step, batch_size)",
+            )
+        return iter(made)
+
+    read = IterableData(open=open_, name=f"the function {name}", repeat=True)
+    return _of_elements(read, expected, samples=samples)
+
+
+def _of_elements(read: IterableData, expected: Expected, *, samples: bool) -> IterableData:
+    first = None if samples else read.first()
+    read.samples = samples or (first is not None and expected.are_samples(first, read.name))
+    return read
+
+
+def _check_processes(read: IterableData, num_processes: int) -> None:
     if num_processes > 1:
         raise UserError(
-            f"an iterable ({type(given).__name__}) cannot feed {num_processes} processes",
+            f"{read.name} cannot feed {num_processes} processes",
             why="nothing guarantees that each of them gets the same batches",
-            fix="give a function of (seed, step, batch_size), a list, or a dict of arrays",
+            fix="give a dict of arrays, a dataset with a length and items, a list, or a function "
+            "of (seed, step, batch_size)",
         )
-    return IterableData(given)
+
+
+def _required(given: Callable[..., Any]) -> list[str]:
+    parameters = parameters_of(given)
+    return [name for name, p in parameters.items() if p.default is p.empty]
 
 
 def _function_data(given: Callable[..., Any], seed: int) -> FunctionData:
@@ -288,27 +262,3 @@ def _function_data(given: Callable[..., Any], seed: int) -> FunctionData:
         why=f"it takes ({', '.join(parameters)})",
         fix="write a function of (step, batch_size), or of (seed, step, batch_size)",
     )
-
-
-def _select_rows(batch: Any, batch_size: int, step: int, rows: Rows | None) -> Any:
-    """Return these rows of a batch, which must have the size of the global batch."""
-    if rows is None:
-        return batch
-    shape = _first_shape(batch)
-    size = shape[0] if shape else batch_size
-    if size != batch_size:
-        raise UserError(
-            f"batch {step} has {size} samples",
-            why=f"the global batch has {batch_size}",
-            fix="give batches of one size; drop a short last one",
-        )
-    return take_rows(batch, rows)
-
-
-def _first_shape(batch: Any) -> tuple[int, ...]:
-    """Return the shape of the first array; empty if there is none, which `read_batch` refuses."""
-    if isinstance(batch, Mapping):
-        return _first_shape(next(iter(batch.values()), ()))
-    if isinstance(batch, list | tuple):
-        return _first_shape(batch[0]) if batch else ()
-    return tuple(getattr(batch, "shape", ()))

@@ -72,10 +72,12 @@ class Trainer:
         trainer = MeshTrainer(
             model=recipe.model,
             loss=recipe.loss,
+            eval_loss=recipe.eval_loss,
             optimizer=recipe.optimizer,
             mesh=plan,
             clip_norm=self.config.optimizer.clip_norm,
             seed=self.config.run.seed,
+            run_name=self.config.run.name,
             log_every=self.config.tracking.log_every,
         )
         return trainer.fit(

@@ -32,13 +32,24 @@ def mesh_sizes(mesh: object) -> Mapping[str, int]:
     return mesh
 
 
-def check_loss(loss: object) -> None:
+def check_loss(loss: object, name: str = "loss") -> None:
     """Refuse a loss that cannot be called."""
     if not callable(loss):
         raise UserError(
-            f"the loss is {shorten(loss)}, of type {type(loss).__name__}",
-            fix="write a function loss(model, batch) that returns a scalar",
+            f"the {name} is {shorten(loss)}, of type {type(loss).__name__}",
+            fix=f"write a function {name}(model, batch) that returns a scalar",
         )
+
+
+def check_run_name(name: object) -> None:
+    """Refuse a run name that is no text of one line."""
+    if name is None or (isinstance(name, str) and name.strip() and name.isprintable()):
+        return
+    raise UserError(
+        f"run_name={shorten(name)} is not a name",
+        why="it stands in one line of reports and trackers",
+        fix='write a short text, such as run_name="baseline, lr 3e-4"',
+    )
 
 
 def check_precision(precision: object) -> None:

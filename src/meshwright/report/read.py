@@ -11,6 +11,7 @@ import yaml
 from meshwright.config.origins import flatten
 from meshwright.json_text import parse_json
 from meshwright.tracking.run_files import read_lines, read_metrics
+from meshwright.tracking.settings import run_name
 
 MAX_POINTS = 2000
 """Points of one curve on a page; a longer curve is reduced to the extremes of each interval."""
@@ -22,21 +23,22 @@ Points = list[tuple[int, float | None]]
 def read_run(folder: Path) -> dict[str, Any]:
     """Return everything a page shows about a run; missing parts are None or empty."""
     facts = _json(folder / "run.json")
+    facts = facts if isinstance(facts, dict) else {}
     profile, ledger, result = (
         _json(folder / f"{name}.json") for name in ("profile", "ledger", "result")
     )
     events = list(read_lines(folder / "events.jsonl"))[-MAX_EVENTS:]
     return {
-        "name": "/".join(folder.absolute().parts[-2:]),
+        "name": run_name(folder, facts),
         "path": str(folder.absolute()),
-        "facts": facts if isinstance(facts, dict) else {},
+        "facts": facts,
         "result": result if isinstance(result, dict) else None,
         "curves": read_curves(folder / "metrics.jsonl"),
         "profile": profile if isinstance(profile, dict) else None,
         "ledger": ledger if isinstance(ledger, dict) else None,
         "config": _config(folder),
         "events": events,
-        "failure": _failure(events, facts if isinstance(facts, dict) else {}),
+        "failure": _failure(events, facts),
     }
 
 

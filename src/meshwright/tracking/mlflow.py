@@ -40,7 +40,7 @@ class MlflowTracker:
         project = str(facts.get("project", "meshwright"))
         known = self._client.get_experiment_by_name(project)
         experiment = known.experiment_id if known else self._client.create_experiment(project)
-        run = self._client.create_run(experiment, run_name=run_name(self._folder))
+        run = self._client.create_run(experiment, run_name=run_name(self._folder, facts))
         self._id = run.info.run_id
         id_file.write_text(self._id + "\n")
         self._log_settings(service_settings(self._folder, facts))

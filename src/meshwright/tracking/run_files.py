@@ -25,12 +25,13 @@ class RunFiles:
         self._files: dict[str, IO[bytes]] = {}
 
     def start(self, facts: Mapping[str, Any]) -> None:
-        """Write run.json; a resumed run keeps its first start time."""
+        """Write run.json; a resumed run keeps its first start time, and its name."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         written = {"format": 1, "started": now, **facts}
         path = self._folder / "run.json"
         if earlier := _read_object(path):
             written["started"] = earlier.get("started", written["started"])
+            written["name"] = written.get("name") or earlier.get("name")
             written["resumed"] = [*earlier.get("resumed", []), now]
         # A result from before the interruption is out of date.
         (self._folder / "result.json").unlink(missing_ok=True)

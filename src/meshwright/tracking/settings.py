@@ -11,9 +11,18 @@ _SHORT_FACTS = ("plan", "mesh", "devices", "parameters", "global_batch_size", "v
 """Facts that are sent with the settings; tables and drawings are left to the report."""
 
 
-def run_name(folder: Path) -> str:
-    """Return the last two parts of a run folder's path, its date and its time."""
-    return "/".join(folder.absolute().parts[-2:])
+def run_name(folder: Path, facts: Mapping[str, Any]) -> str:
+    """Return the name a run was given, or the end of its folder's path: its date and its time."""
+    given = facts.get("name") or _saved_name(folder)
+    return given if isinstance(given, str) and given else "/".join(folder.absolute().parts[-2:])
+
+
+def _saved_name(folder: Path) -> Any:
+    """Return the name in run.json, which a resumed run keeps."""
+    try:
+        return json.loads((folder / "run.json").read_text(encoding="utf-8")).get("name")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def service_settings(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:

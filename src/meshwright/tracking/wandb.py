@@ -34,7 +34,7 @@ class WandbTracker:
             project=str(facts.get("project", "meshwright")),
             entity=self._entity,
             id=hashlib.sha256(str(self._folder.absolute()).encode()).hexdigest()[:16],
-            name=run_name(self._folder),
+            name=run_name(self._folder, facts),
             dir=str(self._folder),
             config=service_settings(self._folder, facts),
             resume="allow",

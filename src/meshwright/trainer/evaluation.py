@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from meshwright.data.batches import form_of
+from meshwright.data.elements import Expected
 from meshwright.data.protocols import Data
 from meshwright.data.user_data import as_data
 from meshwright.errors import UserError
@@ -124,17 +125,19 @@ def apply_model(model: Any, batch: Any) -> Any:
 
 
 def prediction_inputs(
-    data: Any, function: Callable[[Any, Any], Any] | None
+    data: Any, function: Callable[[Any, Any], Any] | None, like: Any
 ) -> tuple[Data, Callable[[Any, Any], Any]]:
     """Return the data and the function of a prediction as the user gives them.
 
     Args:
         data: what training takes, or one array of samples.
         function: ``function(model, batch)``; None applies the model to the only array.
+        like: a batch of the training data, as shapes.
     """
-    if hasattr(data, "shape"):
+    if hasattr(data, "shape") and hasattr(data, "dtype"):
         return as_data({"batch": np.asarray(data)}), _OfArray(function) if function else apply_model
-    return as_data(data), function or apply_model
+    expected = Expected(like=like, training=False)
+    return as_data(data, expected=expected), function or apply_model
 
 
 def predict(

@@ -11,11 +11,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.data.batches import form_of, read_batch, read_batches
+from meshwright.data.given_batches import SequenceData
 from meshwright.data.loader import load_batches
 from meshwright.data.protocols import Data, Rows
 from meshwright.data.source_data import SourceData, SyntheticData
-from meshwright.data.user_data import IterableData, SequenceData
-from meshwright.errors import Setting, UserError
+from meshwright.data.streams import IterableData
+from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import agree, process_count
 from meshwright.step.assemble import Assembled
 from meshwright.step.place_batch import local_rows, place_batch
@@ -63,8 +64,13 @@ class EverySample:
         plan = assembled.plan
         if in_order and isinstance(data, SourceData):
             data = replace(data, shuffle=False)
-        if limit is None and isinstance(data, SyntheticData):
+        self._synthetic = limit is None and isinstance(data, SyntheticData)
+        if self._synthetic:
             limit = SYNTHETIC_BATCHES
+        if isinstance(data, IterableData):
+            data.one_pass = True
+        if isinstance(data, SequenceData):
+            data = replace(data, cycle=False)
         self.data, self._limit, self._plan = data, limit, plan
         self._sharding = assembled.step.shardings.batch
         self._unsharded = NamedSharding(assembled.mesh, PartitionSpec())
@@ -74,7 +80,13 @@ class EverySample:
         self.num_samples = self._count_samples()
 
     def note(self) -> str:
-        """Say how many samples the limit leaves out; empty if it leaves out none."""
+        """Say how many samples are used where that is a choice; empty if all are."""
+        if self._synthetic:
+            return (
+                f"each evaluation uses {self.num_samples:,} synthetic samples "
+                f"({SYNTHETIC_BATCHES} batches), since they have no end; write "
+                f"{Setting('training.eval_batches', ANY)} for another number"
+            )
         available = self.data.num_samples
         if available is None or self.num_samples is None or self.num_samples == available:
             return ""
@@ -114,7 +126,7 @@ class EverySample:
         if isinstance(data, SequenceData | IterableData):
             if data.first() is None:
                 raise no_data()
-            endless = isinstance(data, IterableData) and not hasattr(data.batches, "__len__")
+            endless = data.length is None if isinstance(data, IterableData) else data.endless
         else:
             endless = data.num_samples is None
         if endless and self._limit is None:
@@ -139,7 +151,7 @@ class EverySample:
             yield self._place(batch, size, rows)
 
     def _given_batches(self) -> Iterator[PlacedBatch]:
-        with load_batches(self.data, batch_size=self._size, stop=self._limit) as stream:
+        with load_batches(self.data, batch_size=self._size, stop=self._stop()) as stream:
             while True:
                 batch = next(stream, None)
                 if not agree(batch is not None, "all"):
@@ -148,6 +160,12 @@ class EverySample:
                 size = form_of(batch).num_samples
                 rows = None if process_count() == 1 else np.arange(size, dtype=np.int64)
                 yield self._place(batch, size, rows)
+
+    def _stop(self) -> int | None:
+        """Return how many batches to read of data that comes in batches, or as a stream."""
+        if self._limit is None or not getattr(self.data, "samples", False):
+            return self._limit
+        return self._limit * max(1, self._plan.batch.global_batch_size // self._size)
 
     def _place(self, batch: Any, size: int, rows: Rows | None) -> PlacedBatch:
         leaves = place_batch(batch, self._sharding_of(size), size, rows)

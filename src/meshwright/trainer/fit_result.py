@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointStore
+from meshwright.data.elements import Expected
 from meshwright.data.user_data import as_data
 from meshwright.errors import EnvironmentProblem, UserError, first_line
 from meshwright.processes import broadcast, is_main
@@ -148,7 +149,9 @@ class FitResult:
         Returns:
             The mean loss and metrics, and the number of samples as ``eval_samples``.
         """
-        evaluator = Evaluator(self.programs, as_data(data, self.metadata.seed), limit=eval_batches)
+        expected = Expected(like=self.programs.batch_like, training=False)
+        given = as_data(data, self.metadata.seed, expected=expected)
+        evaluator = Evaluator(self.programs, given, limit=eval_batches)
         return evaluator(self.state, lambda message: warnings.warn(message, stacklevel=4))
 
     def predict(self, data: Any, fn: Callable[[Any, Any], Any] | None = None) -> Any:
@@ -162,7 +165,7 @@ class FitResult:
         Returns:
             What ``fn`` returns, as NumPy arrays of all samples.
         """
-        given, function = prediction_inputs(data, fn)
+        given, function = prediction_inputs(data, fn, self.programs.batch_like)
         return predict(self.programs, self.state, given, function)
 
     def summary(self) -> dict[str, Any]:

@@ -21,6 +21,7 @@ class Limits:
         seconds: the time limit, by the clock of process 0; None for no limit.
         callbacks: callbacks that may stop the run.
         interrupt: records a signal to stop.
+        whole_data: whether the run is complete when the data ends.
     """
 
     def __init__(
@@ -29,8 +30,10 @@ class Limits:
         seconds: float | None,
         callbacks: Callback,
         interrupt: Interrupt | None = None,
+        *,
+        whole_data: bool = False,
     ) -> None:
-        self.updates = updates
+        self.updates, self.whole_data = updates, whole_data
         self._interrupt = interrupt or Interrupt()
         self.seconds = seconds
         self._callbacks = callbacks

@@ -131,7 +131,8 @@ class Loop:
         if metrics is not None and done not in progress.losses:
             self._log(done, metrics | self.state_metrics(state), progress)
         updates = self.limits.updates
-        if progress.stop is ALL_DONE and (updates is None or done < updates):
+        unfinished = updates is None or done < updates
+        if progress.stop is ALL_DONE and unfinished and not self.limits.whole_data:
             progress.stop = out_of_batches(done, updates, self.limits.seconds)
         self._end(state, progress)
         return state

@@ -18,12 +18,18 @@ class Programs:
 
     Args:
         assembled: the step.
-        loss: the loss the step was made from.
+        loss: what evaluations compute.
     """
 
     def __init__(self, assembled: Assembled, loss: Loss) -> None:
         self.assembled, self.loss = assembled, loss
         self._compiled: dict[Any, Any] = {}
+
+    @property
+    def batch_like(self) -> Any:
+        """The shapes of a microbatch, nested as batches are."""
+        leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.assembled.traced.batch]
+        return jax.tree.unflatten(self.assembled.batch_tree, leaves)
 
     def step(self, batch: Any, compile_it: Callable[[], CompiledStep]) -> CompiledStep:
         """Return the step, compiled for batches of this shape."""

@@ -30,6 +30,7 @@ def describe_run(
     work: Work,
     *,
     project: str,
+    name: str | None,
     seed: int,
     dataset: Mapping[str, Any],
     warnings: Sequence[str],
@@ -40,6 +41,7 @@ def describe_run(
     return {
         "format": FORMAT,
         "project": project,
+        "name": name,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": package_versions(),
         "command": list(sys.argv),

@@ -25,11 +25,13 @@ class EvaluationSpec:
 
     Attributes:
         data: held-out data; None for no evaluation.
+        loss: what evaluations compute instead of the training loss; None for the same.
         every: updates between two evaluations; None for a single one at the end.
         batches: the most batches one evaluation uses; None for all samples.
     """
 
     data: Data | None = None
+    loss: Loss | None = None
     every: int | None = None
     batches: int | None = None
 
@@ -55,6 +57,7 @@ class OutputSpec:
         run_dir: the run folder; None for a run that writes nothing.
         files: files to write into the run folder before training, by name.
         project: the name of the project.
+        name: the name of the run; None for the end of the run folder's path.
         log_every: updates between two logged updates.
         tracking: trackers besides the files in the run folder.
         progress: whether to show progress; see `make_trackers`.
@@ -65,6 +68,7 @@ class OutputSpec:
     run_dir: Path | None = None
     files: Mapping[str, str] = field(default_factory=dict[str, str])
     project: str = "meshwright"
+    name: str | None = None
     log_every: int = 10
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     progress: bool | None = None

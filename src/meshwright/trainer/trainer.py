@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,13 @@ from meshwright.config.schema import (
     TrackingConfig,
 )
 from meshwright.data.batches import form_of, read_batch
+from meshwright.data.elements import Expected
+from meshwright.data.given_batches import SequenceData
 from meshwright.data.protocols import Data
-from meshwright.data.user_data import IterableData, SequenceData, UserData, as_data
+from meshwright.data.streams import IterableData
+from meshwright.data.user_data import UserData, as_data
 from meshwright.errors import UserError
-from meshwright.inputs.checks import check_loss, check_precision, mesh_sizes
+from meshwright.inputs.checks import check_loss, check_precision, check_run_name, mesh_sizes
 from meshwright.inputs.user_model import UserModel, exists, model_source
 from meshwright.mesh.axes import shown_sizes
 from meshwright.mesh.build import Device
@@ -76,6 +79,9 @@ class Trainer:
         loss: ``loss(model, batch)``: a scalar mean, or `Weighted(total, weight)`; optionally with
             a dict of metrics.
         optimizer: any optax transformation.
+        eval_loss: what evaluations compute instead of the loss, in the same form: for example
+            without label smoothing, or with further metrics. Early stopping and the best
+            checkpoint go by it.
         mesh: ``"fsdp=4,tensor=2"``, a mapping of axis sizes, or a whole `Plan`; ``"auto"`` and an
             empty string put all devices on ``data``.
         precision: no (float32), bf16 or fp16.
@@ -91,12 +97,15 @@ class Trainer:
             all by default.
         seed: seed of initialization, dropout and data order.
         log_every: updates between two logged updates.
+        run_name: the name of the run in its folder's metadata, in reports and in trackers; by
+            default the end of the folder's path.
         devices: the devices to train on; all by default.
     """
 
     model: UserModel
     loss: Loss
     optimizer: optax.GradientTransformation
+    eval_loss: Loss | None = None
     mesh: str | Mapping[str, int] | Plan = "auto"
     precision: Precision = "no"
     gradient_accumulation_steps: int = 1
@@ -109,11 +118,15 @@ class Trainer:
     init_patterns: Sequence[str] | None = None
     seed: int = 0
     log_every: int = 10
+    run_name: str | None = None
     devices: Sequence[Device] | None = None
 
     def __post_init__(self) -> None:
         self._memory = Memory()
         check_loss(self.loss)
+        if self.eval_loss is not None:
+            check_loss(self.eval_loss, "eval_loss")
+        check_run_name(self.run_name)
         check_optimizer(self.optimizer)
         check_precision(self.precision)
         check_count("gradient_accumulation_steps", self.gradient_accumulation_steps)
@@ -128,6 +141,7 @@ class Trainer:
         *,
         steps: int | None = None,
         max_duration: str | None = None,
+        epochs: float | None = None,
         batch_size: int | None = None,
         eval_data: UserData | None = None,
         eval_every: int | None = None,
@@ -153,12 +167,15 @@ class Trainer:
         continues from memory.
 
         Args:
-            data: a list or an iterable of global batches (pytrees of arrays, dim 0 being the
-                sample); a dict of arrays; a function of (step, batch_size) or (seed, step,
-                batch_size); a source with ``len`` and ``rows(ids)``; or one of `meshwright.data`.
+            data: a dict of arrays; a dataset of Grain, PyTorch, Hugging Face or tf.data; a list
+                or an iterable of global batches (pytrees of arrays, dim 0 being the sample) or of
+                samples; a function of (step, batch_size) or (seed, step, batch_size), or one that
+                returns an iterator; or a source with ``len`` and ``rows(ids)``.
             steps: number of updates.
             max_duration: instead of steps: ``"1000st"``, ``"2ep"``, ``"30min"``.
-            batch_size: samples per global batch; required if the data does not come in batches.
+            epochs: instead of steps: passes over the data.
+            batch_size: samples per global batch; given if and only if the data does not come in
+                batches.
             eval_data: held-out data in any of these forms.
             eval_every: updates between two evaluations; None for a single one at the end.
             eval_batches: the most batches one evaluation uses, each as large as a training batch;
@@ -175,10 +192,10 @@ class Trainer:
                 it, warnings are Python warnings.
             assembled: the result of `assemble` for such batches, to save the time.
         """
-        duration = _read_duration(steps, max_duration)
+        duration = _read_duration(steps, max_duration, epochs)
         if restart or resume == "never":
             resume, self._memory.result = "never", None
-        given = self._read_data(data)
+        given = self._read_data(data, batch_size, duration)
         first = _first_batch(given, batch_size or self._planned_batch())
         output = self._output(run_dir, checkpoint, tracking, progress)
         callbacks = [*callbacks, *([OnMetrics(on_metrics)] if on_metrics else [])]
@@ -188,7 +205,7 @@ class Trainer:
                 first,
                 given,
                 duration,
-                self._evaluation(eval_data, eval_every, eval_batches),
+                self._evaluation(eval_data, eval_every, eval_batches, first),
                 output,
                 callbacks,
                 resume,
@@ -198,6 +215,8 @@ class Trainer:
             _warn_ran_out(result.stop.text)
         elif result.updates == spec.updates_done:
             _warn_nothing_done(result.updates)
+        if dropped := getattr(given, "num_dropped", 0):
+            _warn_dropped(dropped, form_of(first).num_samples)
         raise_interrupted(result)
         return result
 
@@ -220,6 +239,7 @@ class Trainer:
             eval_batches: the most batches to use; None for all samples.
             of: a result, or the folder of a run or a checkpoint, to evaluate instead.
         """
+        data = self._read_once(data, of)
         return self._trained(of, data).evaluate(data, eval_batches=eval_batches)
 
     def predict(
@@ -238,6 +258,7 @@ class Trainer:
             of: a result, or the folder of a run or a checkpoint, to predict with instead; for a
                 folder the data must have the arrays that the loss reads.
         """
+        data = self._read_once(data, of)
         return self._trained(of, data).predict(data, fn)
 
     def assemble(self, batch: Batch) -> Assembled:
@@ -295,7 +316,7 @@ class Trainer:
         point = find_resume_point(run, None)
         assert point is not None
         size = point.metadata.global_batch_size
-        batch = resize_batch(_first_batch(as_data(data, self.seed), 1), size)
+        batch = resize_batch(_first_batch(data, 1), size)
         programs = self._programs(batch, None)
         form = CanonicalForm(programs.assembled)
         check_fits(point, form)
@@ -310,18 +331,30 @@ class Trainer:
             metadata=point.metadata,
         )
 
-    def _read_data(self, data: Any) -> Data:
+    def _read_data(self, data: Any, batch_size: int | None, duration: Duration) -> Data:
         """Return data as `Data`; an iterable that is given again goes on where it was."""
         before = self._memory.data
         if before is None or before[0] is not data or not isinstance(before[1], IterableData):
-            before = self._memory.data = (data, as_data(data, self.seed))
-        return before[1]
+            expected = Expected(batch_size=batch_size, planned=self._planned_batch())
+            read = as_data(data, self.seed, expected=expected)
+            before = self._memory.data = (data, read)
+        read = before[1]
+        if isinstance(read, SequenceData) and duration.epochs is not None:
+            return replace(read, cycle=True)
+        return read
+
+    def _read_once(self, data: Any, of: Any) -> Any:
+        """Return what a folder's model is to be evaluated on as `Data`, which is read twice."""
+        if not isinstance(of, str | Path):
+            return data
+        return as_data(data, self.seed, expected=Expected(training=False))
 
     def _programs(self, batch: Any, assembled: Assembled | None) -> Programs:
         settings = tuple(getattr(self, each.name) for each in fields(self))
         programs = self._memory.programs(settings, batch)
         if programs is None or assembled not in (None, programs.assembled):
-            programs = Programs(assembled or self.assemble(batch), self.loss)
+            evaluated = self.eval_loss or self.loss
+            programs = Programs(assembled or self.assemble(batch), evaluated)
             self._memory.keep_programs(settings, batch, programs)
         return programs
 
@@ -363,12 +396,16 @@ class Trainer:
             settings={
                 "optimizer": optimizer_settings(self.optimizer),
                 "loss": comparable(self.loss),
+                "eval_loss": comparable(self.eval_loss),
                 "clip_norm": self.clip_norm,
             },
         )
 
-    def _evaluation(self, data: Any, every: int | None, batches: int | None) -> EvaluationSpec:
-        held_out = None if data is None else as_data(data, self.seed)
+    def _evaluation(
+        self, data: Any, every: int | None, batches: int | None, like: Any
+    ) -> EvaluationSpec:
+        expected = Expected(like=like, training=False)
+        held_out = None if data is None else as_data(data, self.seed, expected=expected)
         return EvaluationSpec(data=held_out, every=every, batches=batches)
 
     def _output(
@@ -380,6 +417,7 @@ class Trainer:
     ) -> OutputSpec:
         return OutputSpec(
             run_dir=None if run_dir is None else Path(run_dir).absolute(),
+            name=self.run_name,
             log_every=self.log_every,
             tracking=tracking or TrackingConfig(),
             progress=progress,
@@ -389,7 +427,7 @@ class Trainer:
     def _by_update(self, data: Any, batch_size: int | None) -> Callable[[int], Any]:
         if callable(data) and len(parameters_of(data)) == 1:
             return data
-        given = as_data(data, self.seed)
+        given = as_data(data, self.seed, expected=Expected(batch_size=batch_size))
         size = form_of(_first_batch(given, batch_size or self._planned_batch())).num_samples
         return lambda step: given.batch(step, size)
 
@@ -467,15 +505,17 @@ def _read_pipeline(given: Any) -> PipelineConfig:
     )
 
 
-def _read_duration(steps: int | None, max_duration: str | None) -> Duration:
-    if (steps is None) == (max_duration is None):
+def _read_duration(steps: int | None, max_duration: str | None, epochs: float | None) -> Duration:
+    if sum(each is not None for each in (steps, max_duration, epochs)) != 1:
         raise UserError(
             "the length of the training must be given exactly once",
-            why=f"steps is {steps} and max_duration is {max_duration}",
-            fix='write steps=1000, or max_duration="2ep" or "30min"',
+            why=f"steps is {steps}, max_duration is {max_duration} and epochs is {epochs}",
+            fix='write steps=1000, epochs=2, or max_duration="30min"',
         )
     if max_duration is not None:
         return parse_duration(max_duration)
+    if epochs is not None:
+        return parse_duration(f"{epochs}ep")
     check_count("steps", steps)
     return Duration(updates=steps)
 
@@ -484,7 +524,7 @@ def _first_batch(data: Data, batch_size: int | None) -> Any:
     """Return the first global batch, whose shapes all others must have."""
     if isinstance(data, SequenceData | IterableData):
         with doing("reading batch 0"):
-            first = data.first()
+            first = data.first_batch(batch_size) if isinstance(data, IterableData) else data.first()
         if first is None:
             raise UserError(
                 "there are no batches to train on",
@@ -513,9 +553,20 @@ def _warn_nothing_done(done: int) -> None:
     )
 
 
+def _warn_dropped(count: int, size: int) -> None:
+    warnings.warn(
+        f"the last batch of the data has {count} samples instead of {size}, and was not trained "
+        "on. Give the samples instead of batches, or a batch size that divides their number, to "
+        "use them all",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
 def _warn_ran_out(text: str) -> None:
     warnings.warn(
-        f"{text}, and training stopped there. Give more batches, or an endless generator",
+        f"{text}, and training stopped there. Give more batches, or write epochs=… for data that "
+        "can be read again",
         UserWarning,
         stacklevel=3,
     )

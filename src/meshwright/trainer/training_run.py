@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from meshwright.activity import activity
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, CheckpointStore
 from meshwright.checkpoint.damage import DamagedCheckpoint
+from meshwright.data.streams import IterableData
 from meshwright.errors import UserError, first_line
 from meshwright.handshake import Facts, compare_processes
 from meshwright.interrupt import Interrupt, Phase
@@ -74,13 +75,12 @@ class TrainingRun:
         compare_processes(_facts(spec))
         self._context = CallbackContext(spec.assembled)
         self._callbacks = Callbacks(spec.callbacks)
-        self._programs = spec.programs or Programs(spec.assembled, spec.loss)
+        evaluated = spec.evaluation.loss or spec.loss
+        self._programs = spec.programs or Programs(spec.assembled, evaluated)
         self._callbacks.attach(self._context)
         _check_early_stopping(spec.callbacks, spec.evaluation)
         check_tracking(spec.output.tracking, self._run_dir)
-        self._updates = spec.duration.total_updates(
-            num_samples=spec.data.num_samples, batch_size=self._plan.batch.global_batch_size
-        )
+        self._updates = self._count_updates()
         self._evaluator = self._make_evaluator()
         self._metadata = self._make_metadata()
         self._point = spec.resume_point
@@ -156,8 +156,21 @@ class TrainingRun:
         leaves = spec.assembled.traced.layout.leaves
         return [*changes, *other_microbatches(point.metadata, self._plan.batch, leaves)]
 
+    def _count_updates(self) -> int | None:
+        """Return how many updates to do; None if a time or the end of the data decides."""
+        spec = self._spec
+        if spec.duration.epochs is not None and isinstance(spec.data, IterableData):
+            spec.data.stop_after(spec.duration.epochs)
+            return None
+        return spec.duration.total_updates(
+            num_samples=spec.data.num_samples, batch_size=self._plan.batch.global_batch_size
+        )
+
     def _check_samples(self) -> list[str]:
-        return repeated_samples(self._plan.batch.global_batch_size, self._spec.data.num_samples)
+        data, saves = self._spec.data, self._run_dir is not None or self._point is not None
+        order = data.order if isinstance(data, IterableData) and saves else ""
+        repeated = repeated_samples(self._plan.batch.global_batch_size, data.num_samples)
+        return [*repeated, *([order] if order else [])]
 
     def _log_start(self, tracker: Tracker, compiled: CompiledStep) -> None:
         spec = self._spec
@@ -168,6 +181,7 @@ class TrainingRun:
             compiled,
             self._work,
             project=spec.output.project,
+            name=spec.output.name,
             seed=spec.seed,
             dataset={
                 "fingerprint": self._metadata.dataset,
@@ -196,6 +210,7 @@ class TrainingRun:
             state = self._restore(tracker)
         point = self._point
         progress.update = point.update
+        self._continue_data(point)
         message = f"continuing after update {point.update}, from {point.path}"
         if CheckpointReader(point.folder).checksums(point.update) is None:
             message += ", which has no checksums to check its arrays with"
@@ -203,6 +218,12 @@ class TrainingRun:
         for update, values in earlier_evaluations(point, self._run_dir):
             self._callbacks.on_recall(update, values)
         return state
+
+    def _continue_data(self, point: ResumePoint) -> None:
+        """Take data that is read in order to where it was, if the checkpoint says where."""
+        data, position = self._spec.data, point.metadata.data_position
+        if isinstance(data, IterableData) and position is not None:
+            data.go_to(point.update, position)
 
     def _restore(self, tracker: Tracker) -> TrainState:
         """Restore the newest sound checkpoint; one that was asked for by name must be sound."""
@@ -241,7 +262,7 @@ class TrainingRun:
             stop=stop,
             state=state,
             programs=self._programs,
-            metadata=replace(self._metadata, update=progress.update),
+            metadata=self._metadata_at(progress.update),
             run_dir=self._run_dir,
             extra={} if stop.interrupted else self._spec.extra_results(state),
         )
@@ -264,7 +285,13 @@ class TrainingRun:
                 workers=spec.loading.workers,
                 prefetch=spec.loading.prefetch,
             ),
-            limits=Limits(self._updates, spec.duration.seconds, self._callbacks, interrupt),
+            limits=Limits(
+                self._updates,
+                spec.duration.seconds,
+                self._callbacks,
+                interrupt,
+                whole_data=spec.duration.epochs is not None,
+            ),
             meter=Meter(self._work, list(spec.assembled.mesh.devices.flat)),
             tracker=tracker,
             callbacks=self._callbacks,
@@ -313,7 +340,7 @@ class TrainingRun:
         return BackgroundCheckpointer(
             store,
             self._form,
-            lambda update: replace(self._metadata, update=update),
+            self._metadata_at,
             every=config.every,
             last_saved=_saved_by_this_run(self._point),
             log_event=tracker.event,
@@ -331,6 +358,11 @@ class TrainingRun:
             versions=package_versions(),
             processes=process_count(),
         )
+
+    def _metadata_at(self, update: int) -> CheckpointMetadata:
+        data = self._spec.data
+        position = data.position(update) if isinstance(data, IterableData) else None
+        return replace(self._metadata, update=update, data_position=position)
 
     @cached_property
     def _form(self) -> CanonicalForm:

@@ -1,0 +1,240 @@
+"""Datasets of other libraries, recognised by their methods: Grain, PyTorch, Hugging Face, tf.data.
+
+Only Grain is imported, which Meshwright itself reads with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grain
+import numpy as np
+
+from meshwright.data.elements import Expected
+from meshwright.data.fingerprints import fingerprint_of
+from meshwright.data.given_batches import ENDLESS, SequenceData
+from meshwright.data.protocols import Data, Rows
+from meshwright.data.samples import ColumnSource, SampleSource, refuse_text_columns
+from meshwright.data.source_data import SourceData
+from meshwright.data.stack import stack_samples
+from meshwright.data.streams import READ_AGAIN, IterableData
+from meshwright.errors import UserError
+
+
+def read_foreign(given: Any, seed: int, expected: Expected, *, samples: bool) -> Data | None:
+    """Return a dataset of another library as `Data`; None if it is not one.
+
+    Args:
+        given: what the user passed.
+        seed: seed of the order, where Meshwright chooses it.
+        expected: what is known about the elements.
+        samples: whether the user says that they are samples.
+    """
+    if isinstance(given, grain.MapDataset):
+        return _grain_map(given, expected, samples=samples)
+    if isinstance(given, grain.IterDataset | grain.DatasetIterator | grain.DataLoader):
+        return _grain_stream(given, expected, samples=samples)
+    if _is_loader(given):
+        return _loader(given, expected)
+    if isinstance(given, Mapping) and given and all(map(_is_table, given.values())):
+        raise _several_splits(given)
+    if _is_table(given):
+        refuse_text_columns(given)
+        if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+            return SourceData(ColumnSource(given), seed)
+        return _stream(_Epochs(given), given, expected, samples=samples)
+    if hasattr(given, "as_numpy_iterator") and hasattr(given, "element_spec"):
+        return _tensorflow(given, expected, samples=samples)
+    if _is_torch_dataset(given):
+        if hasattr(given, "__len__") and not _defines_iter(given):
+            return SourceData(SampleSource(given), seed)
+        return _stream(_Epochs(given), given, expected, samples=samples)
+    return None
+
+
+@dataclass(frozen=True)
+class MapSamples:
+    """Samples of a Grain `MapDataset`, in the order and with the shuffling it was given.
+
+    Attributes:
+        dataset: the dataset; items beyond its length are those of further epochs.
+    """
+
+    dataset: Any
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of one pass; None if it is repeated without end."""
+        return None if len(self.dataset) >= ENDLESS else len(self.dataset)
+
+    def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> Any:
+        """Return the samples of one update, or these rows of them, stacked."""
+        places = np.arange(batch_size) if rows is None else rows
+        numbers = (step * batch_size + places).tolist()
+        samples = [self.dataset[number] for number in numbers]
+        if any(sample is None for sample in samples):
+            raise _filtered()
+        return stack_samples(samples, numbers)
+
+    def fingerprint(self) -> str:
+        """Return a fingerprint of the number of samples."""
+        return fingerprint_of("grain", len(self.dataset))
+
+    def describe(self) -> str:
+        """Return the number of samples in words."""
+        count = "endless" if self.num_samples is None else f"{self.num_samples:,}"
+        return f"Grain MapDataset, {count} samples"
+
+
+@dataclass(frozen=True)
+class _Epochs:
+    """Opens a dataset that can be iterated again and again, telling it the epoch."""
+
+    dataset: Any
+
+    def __call__(self, epoch: int) -> Iterator[Any]:
+        tell = getattr(self.dataset, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
+        return iter(self.dataset)
+
+
+@dataclass(frozen=True)
+class _Collated:
+    """Opens a PyTorch `DataLoader`, whose lists of tensors become tuples, as its samples are."""
+
+    loader: Any
+
+    def __call__(self, epoch: int) -> Iterator[Any]:
+        batches = _Epochs(self.loader)(epoch)
+        return (tuple(batch) if type(batch) is list else batch for batch in batches)
+
+
+def _grain_map(given: Any, expected: Expected, *, samples: bool) -> Data:
+    if not len(given):
+        return SequenceData(given)
+    first = given[0]
+    if first is None:
+        raise _filtered()
+    if samples or expected.are_samples(first, "the Grain MapDataset"):
+        return MapSamples(given)
+    return SequenceData(given, cycle=expected.training, own_epochs=True)
+
+
+def _grain_stream(given: Any, expected: Expected, *, samples: bool) -> Data:
+    once = isinstance(given, grain.DatasetIterator)
+    return _stream(
+        (lambda _: given) if once else (lambda _: iter(given)),
+        given,
+        expected,
+        samples=samples,
+        once=once,
+        again="give the dataset instead of its iterator",
+    )
+
+
+def _loader(given: Any, expected: Expected) -> Data:
+    size = given.batch_size
+    if size is None:
+        return _stream(_Epochs(given), given, expected, samples=False)
+    if expected.batch_size not in (None, size):
+        raise UserError(
+            f"the DataLoader makes batches of {size}, and batch_size={expected.batch_size}",
+            fix=f"write DataLoader(…, batch_size={expected.batch_size}), and leave out batch_size",
+        )
+    read = _stream(_Collated(given), given, replace(expected, batch_size=None), batches=True)
+    read.length = _length(given)
+    shuffled = type(getattr(given, "sampler", None)).__name__ == "RandomSampler"
+    if shuffled and getattr(given, "generator", None) is None:
+        read.order = (
+            "the DataLoader shuffles with PyTorch's random state, which checkpoints do not hold: "
+            "a resumed run continues with another order. fit(loader.dataset, "
+            f"batch_size={size}) resumes sample for sample"
+        )
+    return read
+
+
+def _tensorflow(given: Any, expected: Expected, *, samples: bool) -> Data:
+    read = _stream(
+        lambda _: iter(given.as_numpy_iterator()),
+        given,
+        expected,
+        samples=samples,
+    )
+    try:
+        cardinality = int(given.cardinality())
+    except (AttributeError, TypeError, ValueError):
+        cardinality = -2
+    # TensorFlow has -1 for an endless dataset, and -2 for one of unknown length.
+    read.length = cardinality if cardinality >= 0 else None
+    return read
+
+
+def _stream(
+    opener: Any,
+    given: Any,
+    expected: Expected,
+    *,
+    samples: bool = False,
+    batches: bool = False,
+    once: bool = False,
+    again: str = READ_AGAIN,
+) -> IterableData:
+    name = f"the {type(given).__name__}"
+    read = IterableData(
+        open=opener,
+        name=name,
+        once=once,
+        repeat=not once,
+        again=again,
+    )
+    first = None if batches or samples else read.first()
+    if samples or (first is not None and expected.are_samples(first, name)):
+        read.samples = True
+    return read
+
+
+def _is_loader(given: Any) -> bool:
+    """Whether it is a PyTorch `DataLoader`."""
+    return all(hasattr(given, name) for name in ("dataset", "batch_size", "collate_fn", "__iter__"))
+
+
+def _is_table(given: Any) -> bool:
+    """Whether it is a Hugging Face dataset, in memory or streamed."""
+    return hasattr(given, "column_names") and hasattr(given, "features")
+
+
+def _is_torch_dataset(given: Any) -> bool:
+    return any(each.__module__.startswith("torch.utils.data") for each in type(given).__mro__)
+
+
+def _defines_iter(given: Any) -> bool:
+    # A torch IterableDataset inherits a __getitem__ that always raises.
+    return any(each.__name__ == "IterableDataset" for each in type(given).__mro__)
+
+
+def _length(given: Any) -> int | None:
+    try:
+        return len(given)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _several_splits(given: Mapping[Any, Any]) -> UserError:
+    names = list(map(str, given))
+    chosen = "train" if "train" in names else names[0]
+    return UserError(
+        f"the data are a {type(given).__name__} of several splits",
+        why=f"it has {', '.join(names)}",
+        fix=f'choose one: data["{chosen}"]',
+    )
+
+
+def _filtered() -> UserError:
+    return UserError(
+        "the Grain MapDataset has numbers without a sample",
+        why="filter leaves them out by returning None, so an update could not be complete",
+        fix="write data.to_iter_dataset(), which passes over them",
+    )
