@@ -17,11 +17,10 @@ from meshwright.program.jaxpr.equations import (
     bind,
 )
 
+_SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-sub", "scatter-min", "scatter-max")
+
 _PROGRAMS = {
-    **dict.fromkeys(
-        ("scatter", "scatter-add", "scatter-mul", "scatter-sub", "scatter-min", "scatter-max"),
-        {"update_jaxpr": "update_consts"},
-    ),
+    **{name: {"update_jaxpr": "update_consts"} for name in _SCATTERS},
     "reduce": {"jaxpr": "consts"},
     "reduce_window": {"jaxpr": "consts"},
     "select_and_scatter": {
