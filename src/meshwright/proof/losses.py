@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
+from meshwright.compiled.quick_options import quick_options
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.evaluate.widen import wide_evaluator
 from meshwright.program.jaxpr.names import path_text
@@ -26,7 +26,7 @@ Gradient = Callable[
 the gradients of its mean (with the factor) and the new other leaves."""
 
 
-def traced_gradient(traced: TracedLoss, *, wide: bool, **jit_options: Any) -> Gradient:
+def traced_gradient(traced: TracedLoss, *, wide: bool) -> Gradient:
     """Return the gradient of a traced program as it is, in float64 if ``wide``."""
     evaluator = wide_evaluator() if wide else Evaluator()
     leaves = traced.leaves
@@ -37,7 +37,9 @@ def traced_gradient(traced: TracedLoss, *, wide: bool, **jit_options: Any) -> Gr
         value = traced.read_outputs(evaluator.run(traced.closed, [*values, *batch]))
         return value.objective.mean * scale, value
 
-    compiled = jax.jit(jax.value_and_grad(mean_loss, has_aux=True), **jit_options)
+    # Few optimizations: it runs a few times. Outside of float64 they matter to the rounding.
+    options = quick_options() if wide else None
+    compiled = jax.jit(jax.value_and_grad(mean_loss, has_aux=True), compiler_options=options)
 
     def gradient(
         params: dict[str, Any], state: list[Any], batch: list[Any], scale: float
@@ -125,7 +127,4 @@ def _by_path(named: Sequence[tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:
 
 def _has_gradient(path: Any, value: Any) -> bool:
     del path
-    return all(
-        jnp.issubdtype(np.asarray(x).dtype if not hasattr(x, "dtype") else x.dtype, jnp.inexact)
-        for x in jax.tree.leaves(value)
-    )
+    return all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(value))

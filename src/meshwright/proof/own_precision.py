@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from meshwright.proof.certificate import Comparison
@@ -67,7 +68,7 @@ class OwnPrecision:
     def _leaf_values(self, named: Leaves) -> list[Any]:
         """Return fetched values in the order of the leaves, with random keys that are keys."""
         return [
-            jax.random.wrap_key_data(named[leaf.path], impl=jax.random.key_impl(first))
+            jax.random.wrap_key_data(jnp.asarray(named[leaf.path]), impl=jax.random.key_impl(first))
             if is_key(first)
             else named[leaf.path]
             for leaf, first in zip(self.narrow.leaves, self.initial, strict=True)

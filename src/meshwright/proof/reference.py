@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from meshwright.compiled.quick_options import quick_options
 from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.proof.compare import global_norm
@@ -22,10 +23,13 @@ from meshwright.proof.observed import Leaves, Masks, ObservedRun, fetch
 class OptaxUpdate:
     """An optax update of parameters by canonical path, compiled once for each format."""
 
-    def __init__(self, optimizer: optax.GradientTransformation, **jit_options: Any) -> None:
+    def __init__(self, optimizer: optax.GradientTransformation) -> None:
         self._optimizer = optimizer
-        self._init = jax.jit(lambda params: optimizer.init(_nested(params)), **jit_options)
-        self._update = jax.jit(self._updated, **jit_options)
+        options = quick_options()
+        self._init = jax.jit(
+            lambda params: optimizer.init(_nested(params)), compiler_options=options
+        )
+        self._update = jax.jit(self._updated, compiler_options=options)
 
     def init(self, params: Leaves) -> Any:
         """Return the optimizer's initial state."""

@@ -16,6 +16,7 @@ import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
+from meshwright.compiled.quick_options import quick_options
 from meshwright.config.schema import Precision
 from meshwright.data.batches import read_batch
 from meshwright.errors import UserError
@@ -106,7 +107,6 @@ def verify(
         )
         assembled = make(optimizer=recording_gradients(optimizer))
         traced = _trace(loss, assembled, global_batches[0], plan.precision)
-        written = _build(model, seed)
         return _Proof(
             assembled=assembled,
             assemble_wide=lambda optimizer: make(optimizer=optimizer, wide=True),
@@ -114,8 +114,14 @@ def verify(
             traced_in_float32=traced
             if plan.precision == "no"
             else _trace(loss, assembled, global_batches[0], "no"),
-            written=WrittenGradient(written, loss, trainable, traced.leaves, global_batches[0]),
-            initial_values=_on_host(assembled.model_leaves.values(written)),
+            written=WrittenGradient(
+                build_unplaced(lambda: nnx.eval_shape(lambda: model(nnx.Rngs(0)))),
+                loss,
+                trainable,
+                traced.leaves,
+                global_batches[0],
+            ),
+            initial_values=_initial_values(model, assembled, seed),
             batches=global_batches,
             optimizer=optimizer,
             clip_norm=clip_norm,
@@ -247,7 +253,7 @@ class _Proof:
 
     def own_precision(self) -> list[Comparison]:
         """Compare initial values, and every update, as the plan computes."""
-        state = self.assembled.init(self.seed)
+        state = self.assembled.init(self.seed, quickly=True)
         updates = list(updates_on_mesh(self.assembled, state, self.leaves, self.clip_norm))
         paths = [leaf.path for leaf in self.traced.leaves]
         on_one_device = fetch(dict(zip(paths, self.initial_values, strict=True)))
@@ -321,15 +327,16 @@ def _trace(loss: Loss, assembled: Assembled, batch: Batch, precision: Precision)
     return trace_loss(loss, assembled.model_leaves, micro, COMPUTE_DTYPES[precision])
 
 
-def _build(model: ModelSource, seed: int) -> Any:
-    """Return the model with its initial values, created in its own precision on one device."""
-    create = nnx.jit(lambda data: model(nnx.Rngs(jax.random.wrap_key_data(data))))
+def _initial_values(model: ModelSource, assembled: Assembled, seed: int) -> list[Any]:
+    """Return the model's initial leaf values, created in its own precision on one device."""
+
+    def create(data: Any) -> list[Any]:
+        key = jax.random.wrap_key_data(data)
+        return assembled.model_leaves.values(build_unplaced(lambda: model(nnx.Rngs(key))))
+
     # The key is an argument: XLA would spend minutes folding what follows from a constant.
     data = np.asarray(jax.random.key_data(jax.random.key(seed)))
-    return build_unplaced(lambda: create(data))
-
-
-def _on_host(values: Sequence[Any]) -> list[Any]:
+    values = jax.jit(create, compiler_options=quick_options())(data)
     # From the host they go to one device or to many without a compiled program.
     return [v if is_key(v) else np.asarray(v) for v in values]
 

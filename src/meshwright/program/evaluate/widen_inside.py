@@ -62,23 +62,30 @@ def widen_gamma(eqn: Equation, env: Environment) -> list[Value] | None:
     key, alpha = env.operands(eqn)
     narrow = aval_of(eqn.invars[1]).dtype
 
-    @jax.custom_jvp
-    def draw(alpha: Any) -> Any:
+    def narrow_draw(alpha: Any) -> Any:
         (drawn,) = bind(eqn, [key, alpha.astype(narrow)])
         return drawn.astype(alpha.dtype)
 
-    @draw.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    draw = jax.custom_jvp(narrow_draw)
+
+    def derivative(primals: Any, tangents: Any) -> Any:
         drawn = draw(*primals)
         if eqn.params["log_space"]:
             # The derivative of a logarithm is that of the number, divided by the number.
             number = jnp.exp(drawn)
-            slope = jax.lax.random_gamma_grad(primals[0], number) / number
+            slope = _gamma_slope(primals[0], number) / number
         else:
-            slope = jax.lax.random_gamma_grad(primals[0], drawn)
+            slope = _gamma_slope(primals[0], drawn)
         return drawn, slope * tangents[0]
 
+    draw.defjvp(derivative)
     return [draw(alpha)]
+
+
+def _gamma_slope(alpha: Any, drawn: Any) -> Any:
+    # JAX wraps this function in a way that type checkers misread.
+    slope: Any = jax.lax.random_gamma_grad
+    return slope(alpha, drawn)
 
 
 def _combiners(
