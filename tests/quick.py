@@ -1,27 +1,13 @@
 """Compiling for tests that run a program once or twice: machine code need not be polished."""
 
-import functools
 import sys
 
 import jax
 import pytest
 
-NOT_POLISHED = {"xla_backend_optimization_level": 0}
-"""Known to every compiler; how a program is partitioned does not change."""
+from meshwright.compiled.quick_options import quick_options
 
-BY_OLD_EMITTERS = {"xla_cpu_use_fusion_emitters": False}
-"""Known to compilers that have new ones for CPUs; together they are four times as fast."""
-
-
-@functools.cache
-def quick_options():
-    """Return the options this compiler knows."""
-    options = NOT_POLISHED | BY_OLD_EMITTERS
-    try:
-        jax.jit(lambda x: x + 1, compiler_options=options)(0)
-    except jax.errors.JaxRuntimeError:
-        return NOT_POLISHED
-    return options
+__all__ = ["quick_options"]
 
 
 @pytest.fixture
@@ -47,7 +33,7 @@ def compile_quickly(monkeypatch):
         # Libraries mark functions that run inside of others, where options are refused.
         own = caller.startswith("meshwright") and not caller.startswith("meshwright.distributed")
         options = {"compiler_options": quick_options()} if own else {}
-        return compiled(*args, **kwargs, **options)
+        return compiled(*args, **{**kwargs, **options})
 
     quick_options()
     monkeypatch.setattr(jax, "jit", jit)

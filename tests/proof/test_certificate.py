@@ -48,7 +48,7 @@ def test_a_certificate_is_printed_in_a_few_lines():
         "fsdp=4 × tensor=2: equal to one device",
         "float64, 2 updates of 1,234 parameters",
         "  loss: equal, largest difference 1.5e-16 (update 1), tolerance 1.0e-10",
-        "precision no",
+        "precision no, 2 updates, one by one",
         gradients,
         "the loss as written, float32, one device",
         gradients,

@@ -8,14 +8,27 @@ import pytest
 
 from meshwright.proof.compare import (
     NULL_GRADIENT,
-    compare_exactly,
-    compare_losses,
-    compare_roughly,
+    exact_gaps,
     global_norm,
+    judge,
+    loss_gaps,
     null_leaves,
+    rough_gaps,
 )
 
 NOT_NUMBERS = (math.nan, math.inf, -math.inf)
+
+
+def compare_exactly(what, expected, found, tolerance, nulls=()):
+    return judge(what, exact_gaps(expected, found, nulls=nulls), tolerance)
+
+
+def compare_roughly(what, expected, found, tolerance, nulls=()):
+    return judge(what, rough_gaps(expected, found, nulls=nulls), tolerance)
+
+
+def compare_losses(expected, found, tolerance):
+    return judge("loss", loss_gaps(expected, found), tolerance)
 
 
 def leaves(**values):
@@ -144,3 +157,28 @@ def test_other_leaves_or_shapes_are_a_mistake_of_the_proof_itself(compare):
         compare("gradients", leaves(a=[1.0]), leaves(a=[1.0], b=[1.0]), 1.0)
     with pytest.raises(AssertionError, match="gradients: "):
         compare("gradients", {}, {}, 1.0)
+
+
+def test_a_tolerance_is_measured_only_if_a_gap_is_beyond_the_usual_one():
+    gaps = {"a": 1e-7, "b": 3e-6}
+    assert not judge("gradients", gaps, 1e-6).equal
+    measured = judge("gradients", gaps, 1e-6, allowed=lambda: {"a": 0.0, "b": 5e-6})
+    assert (measured.equal, measured.measured, measured.worst) == (True, True, "b")
+    assert measured.sentence().endswith("(b), tolerance 5.0e-06, as measured")
+    still = judge("gradients", gaps, 1e-6, allowed=lambda: {"a": 1.0, "b": 2e-6})
+    assert (still.equal, still.first_different, still.tolerance) == (False, "b", 2e-6)
+
+    def never():
+        raise AssertionError
+
+    assert judge("gradients", gaps, 1e-5, allowed=never).equal
+
+
+def test_what_rounding_alone_changes_is_not_judged_and_named():
+    chaotic = judge("gradients", {"a": 1e-7, "b": 0.5}, 1e-6, allowed=lambda: {"a": 0, "b": 0.3})
+    assert (chaotic.equal, chaotic.not_judged, chaotic.worst) == (True, ["b"], "a")
+    assert chaotic.sentence().endswith(
+        "not judged, because rounding alone changes it by a tenth or more: b"
+    )
+    broken = judge("gradients", {"b": math.nan}, 1e-6, allowed=lambda: {"b": 0.3})
+    assert (broken.equal, broken.first_different) == (False, "b")

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
@@ -45,6 +46,34 @@ class Shifted(nnx.Module):
         return x + self.mix(jax.nn.softmax(x + self.shift[...]))
 
 
+class Fused(nnx.Module):
+    """Attention with one bias for queries, keys and values; that of the keys changes nothing."""
+
+    def __init__(self, *, rngs):
+        self.up = nnx.Linear(2, 24, bias_init=nnx.initializers.normal(1.0), rngs=rngs)
+        self.down = nnx.Linear(32, 4, rngs=rngs)
+
+    def __call__(self, x):
+        q, k, v = jnp.split(self.up(x.reshape(-1, 4, 2)), 3, axis=-1)
+        mixed = jax.nn.softmax(jnp.einsum("bqc,bkc->bqk", q, k)) @ v
+        return self.down(mixed.reshape(-1, 32))
+
+
+def test_the_part_of_a_leaf_that_has_no_gradient():
+    certificate = certify({"fsdp": 2}, model=Fused, optimizer=optax.adamw(0.1, eps=1e-20))
+    assert certificate.equal, [failure.sentence() for failure in certificate.failures()]
+    assert (certificate.null_leaves, certificate.null_parts) == ([], {"up.bias": 8})
+    assert "1 leaf with a true gradient of zero" in str(certificate)
+    assert "up.bias (8 elements)" in str(certificate)
+
+
+def test_a_gradient_in_the_part_of_a_leaf_that_should_have_none(monkeypatch):
+    leaves = ["down.bias", "down.kernel", "up.bias", "up.kernel"]
+    change_gradient(monkeypatch, leaves.index("up.bias"), lambda g: g.at[9].add(1e-6))
+    found = failures(certify({"data": 2}, model=Fused, steps=1))
+    assert found["float64 gradients"].first_different == "up.bias"
+
+
 class Stack(nnx.Module):
     """Blocks that can be rolled, each with a leaf that has no gradient."""
 
@@ -82,8 +111,9 @@ def test_leaves_that_have_a_gradient_later_are_trained(monkeypatch):
     assert right.null_leaves == ["up.bias", "up.kernel"]
     change_gradient(monkeypatch, leaves.index("up.kernel"), lambda gradient: 2 * gradient)
     found = failures(certify({"data": 2}, model=Late, optimizer=optax.sgd(0.1)))
-    # Twice nothing is nothing in the first update, whose gradients are compared.
-    assert list(found) == ["float64 parameters"]
+    # Twice nothing is nothing in the first update, whose gradients are compared in float64.
+    assert list(found) == ["float64 parameters", "own_precision gradients"]
+    assert found["own_precision gradients"].first_different == "up.kernel"
     assert found["float64 parameters"].first_different == "up.kernel"
 
 

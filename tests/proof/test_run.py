@@ -207,8 +207,8 @@ def test_statistics_of_some_samples_only(monkeypatch):
     monkeypatch.setattr(train_step, "compute_gradients", compute)
     broken = failures(certify({"data": 2}))
     # Nothing that is trained depends on them: they are for evaluation.
-    assert list(broken) == ["float64 state"]
-    assert broken["float64 state"].first_different == "norm.mean"
+    assert list(broken) == ["float64 state", "own_precision state"]
+    assert all(state.first_different == "norm.mean" for state in broken.values())
 
 
 @pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.full)])
@@ -233,8 +233,11 @@ def batches_with_nan_at(update):
 
 def test_what_is_not_finite_on_both_sides_is_not_equal():
     broken = failures(certify({"data": 2}, batches=batches_with_nan_at(1), steps=2))
-    assert set(broken) == {"float64 loss", "float64 parameters", "float64 state"}
-    assert broken["float64 loss"].first_different == "update 1"
+    assert {name for name in broken if "own" not in name} == {
+        *("float64 loss", "float64 parameters", "float64 state"),
+    }
+    for part in ("float64", "own_precision"):
+        assert broken[f"{part} loss"].first_different == "update 1"
 
 
 def test_a_first_loss_that_is_not_finite_is_a_mistake_of_the_user():
@@ -249,6 +252,42 @@ def test_an_error_of_half_precision_alone(monkeypatch):
     broken = failures(certify({"fsdp": 2}, model=Plain, precision="bf16"))
     assert list(broken) == ["own_precision gradients"]
     assert broken["own_precision gradients"].first_different == "down.kernel"
+
+
+def test_an_optimizer_that_is_wrong_outside_of_float64(monkeypatch):
+    """Its moments lose half of their bits, from the second update on; gradients stay right."""
+    right = optimizer.FlatOptimizer.update
+
+    def update(self, gradients, leaves, params):
+        changed, after = right(self, gradients, leaves, params)
+        coarse = [
+            leaf.astype(jnp.bfloat16).astype(leaf.dtype) if leaf.dtype == jnp.float32 else leaf
+            for leaf in after
+        ]
+        kept = [leaf.path.startswith("0.gradients.") for leaf in self.leaves]
+        return changed, [a if keep else c for a, c, keep in zip(after, coarse, kept, strict=True)]
+
+    monkeypatch.setattr(optimizer.FlatOptimizer, "update", update)
+    broken = failures(certify({"fsdp": 2}, model=Plain))
+    assert list(broken) == ["own_precision parameters"]
+    assert broken["own_precision parameters"].first_different == "down.bias"
+    assert certify({"fsdp": 2}, model=Plain, steps=1).equal
+
+
+def test_statistics_that_the_trace_drops(monkeypatch):
+    """Both sides run the traced program, in which the statistics do not change."""
+    right = trace.normalize
+
+    def normalize(traced, paths, classes):
+        closed = right(traced, paths, classes)
+        given = [closed.jaxpr.invars[paths.index(path)] for path in ("norm.mean", "norm.var")]
+        outputs = [*closed.jaxpr.outvars[:-2], *given]
+        return closed.replace(jaxpr=closed.jaxpr.replace(outvars=outputs))
+
+    monkeypatch.setattr(trace, "normalize", normalize)
+    broken = failures(certify({"data": 2}, steps=1))
+    assert list(broken) == ["as_written state"]
+    assert broken["as_written state"].first_different == "norm.mean"
 
 
 def test_initial_values_that_are_not_those_of_one_device(monkeypatch):

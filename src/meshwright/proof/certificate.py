@@ -16,12 +16,17 @@ class Comparison(Frozen):
 
     Attributes:
         what: loss, gradients, parameters, state or initial values.
-        equal: whether every difference is within the tolerance.
-        tolerance: the largest difference allowed.
+        equal: whether every difference is within its tolerance.
+        tolerance: the largest difference allowed for the leaf that is named.
         worst: the leaf or update with the largest difference.
         difference: the largest difference; null if it is not finite.
         first_different: the first leaf or update beyond the tolerance; null if there is none.
         first_difference: its difference; null if there is none or if it is not finite.
+        how: what was compared with what, and relative to what.
+        measured: whether a tolerance is larger because small changes of this model's inputs change
+            its results more than usual.
+        not_judged: leaves or updates that rounding alone changes by a tenth or more, so that they
+            are not compared.
     """
 
     what: str
@@ -31,20 +36,31 @@ class Comparison(Frozen):
     difference: float | None
     first_different: str | None = None
     first_difference: float | None = None
+    how: str = ""
+    measured: bool = False
+    not_judged: list[str] = Field(default_factory=list[str])
 
     def sentence(self) -> str:
         """Return the comparison in one line."""
-        if self.equal:
-            return (
-                f"{self.what}: equal, largest difference {self.difference:.1e} ({self.worst}), "
-                f"tolerance {self.tolerance:.1e}"
-            )
-        if self.first_difference is None:
-            return f"{self.what}: `{self.first_different}` differs by a number that is not finite"
-        return (
-            f"{self.what}: `{self.first_different}` differs by {self.first_difference:.2e}, "
-            f"more than {self.tolerance:.1e}"
+        if not self.equal:
+            return f"{self.what}: `{self.first_different}` differs by {self._by_how_much()}"
+        measured = ", as measured" if self.measured else ""
+        text = (
+            f"{self.what}: equal, largest difference {self.difference:.1e} ({self.worst}), "
+            f"tolerance {self.tolerance:.1e}{measured}"
         )
+        return text + self._not_judged()
+
+    def _by_how_much(self) -> str:
+        if self.first_difference is None:
+            return "a number that is not finite"
+        return f"{self.first_difference:.2e}, more than {self.tolerance:.1e}"
+
+    def _not_judged(self) -> str:
+        if not self.not_judged:
+            return ""
+        shown = ", ".join(self.not_judged[:3]) + (", …" if len(self.not_judged) > 3 else "")
+        return f"; not judged, because rounding alone changes it by a tenth or more: {shown}"
 
 
 class Certificate(Frozen):
@@ -62,10 +78,14 @@ class Certificate(Frozen):
         null_leaves: leaves whose true gradient is zero, so that the computed one is rounding
             noise. They are compared relative to the global norm, and both optimizers get zeros
             for them.
-        own_precision: the mesh in the precision of the plan: initial values, and loss and
-            gradients of the first update.
+        null_parts: how many elements have a true gradient of zero in leaves of which others do
+            not, such as the keys in a fused bias. Both optimizers get zeros for them.
+        own_precision: the mesh in the precision of the plan, update by update. One device starts
+            each update from the mesh's own values: initial values, loss, gradients, state, and the
+            parameters that the optimizer makes of the mesh's gradients.
         as_written: the float64 reference against the loss as its author wrote it, run on one
-            device in float32 without any of Meshwright's transformations.
+            device by `nnx.jit` and `nnx.value_and_grad` in float32: loss, gradients and state of
+            the first update.
         versions: versions of Meshwright, JAX, Flax and Optax.
         date: when the certificate was made.
     """
@@ -77,6 +97,7 @@ class Certificate(Frozen):
     parameters: int
     float64: list[Comparison]
     null_leaves: list[str] = Field(default_factory=list[str])
+    null_parts: dict[str, int] = Field(default_factory=dict[str, int])
     own_precision: list[Comparison]
     as_written: list[Comparison]
     versions: dict[str, str]
@@ -87,8 +108,8 @@ class Certificate(Frozen):
         lines = [f"{self.configuration()}: {self.verdict()}"]
         for title, comparisons in self.sections():
             lines += [title, *(f"  {comparison.sentence()}" for comparison in comparisons)]
-        if self.null_leaves:
-            lines.append(self.null_leaves_note())
+        if note := self.null_leaves_note():
+            lines.append(note)
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return "\n".join([*lines, f"{versions}, {self.date}"])
 
@@ -97,7 +118,10 @@ class Certificate(Frozen):
 
     def verdict(self) -> str:
         """Return whether the mesh is equal to one device, in a few words."""
-        return "equal to one device" if self.equal else "NOT equal to one device"
+        if not self.equal:
+            return "NOT equal to one device"
+        unjudged = any(c.not_judged for c in self.comparisons())
+        return "equal to one device" + (", as far as can be judged" if unjudged else "")
 
     def configuration(self) -> str:
         """Return the mesh and, with pipeline stages, the schedule."""
@@ -114,16 +138,18 @@ class Certificate(Frozen):
         updates = counted(self.steps, "update")
         return [
             (f"float64, {updates} of {self.parameters:,} parameters", self.float64),
-            (f"precision {self.plan['precision']}", self.own_precision),
+            (f"precision {self.plan['precision']}, {updates}, one by one", self.own_precision),
             ("the loss as written, float32, one device", self.as_written),
         ]
 
     def null_leaves_note(self) -> str:
-        """Return a line about the leaves whose true gradient is zero; empty without any."""
-        if not self.null_leaves:
+        """Return a line about elements whose true gradient is zero; empty without any."""
+        if not self.null_leaves and not self.null_parts:
             return ""
-        shown = ", ".join(self.null_leaves[:3]) + (", …" if len(self.null_leaves) > 3 else "")
-        leaves = counted(len(self.null_leaves), "leaf", "leaves")
+        parts = [f"{path} ({count:,} elements)" for path, count in self.null_parts.items()]
+        names = [*self.null_leaves, *parts]
+        shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        leaves = counted(len(names), "leaf", "leaves")
         return f"{leaves} with a true gradient of zero, compared to the global norm: {shown}"
 
     def comparisons(self) -> list[Comparison]:

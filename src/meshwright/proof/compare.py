@@ -1,9 +1,9 @@
-"""Comparing two runs leaf by leaf: the largest difference, and the first beyond the tolerance."""
+"""Comparing two runs leaf by leaf: how far apart, and the first difference beyond its tolerance."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,13 @@ from meshwright.proof.certificate import Comparison
 from meshwright.proof.observed import Leaves
 
 NULL_GRADIENT = 1e-12
-"""A gradient whose norm is below this fraction of the global norm is rounding noise around zero."""
+"""A gradient whose size is below this fraction of the global norm is rounding noise around zero."""
+
+UNJUDGEABLE = 0.1
+"""What rounding alone changes by a tenth says nothing about a mesh."""
+
+Gaps = Mapping[str, float]
+"""By leaf, or by update, how far two values are apart, relative to their size."""
 
 
 def global_norm(leaves: Leaves) -> float:
@@ -27,82 +33,119 @@ def null_leaves(gradients: Leaves) -> list[str]:
     return [path for path, value in gradients.items() if _norm(value) <= limit]
 
 
-def compare_exactly(
-    what: str, expected: Leaves, actual: Leaves, tolerance: float, *, nulls: Sequence[str] = ()
-) -> Comparison:
-    """Compare each leaf relative to its largest element; null leaves relative to the global norm.
+def exact_gaps(expected: Leaves, actual: Leaves, *, nulls: Collection[str] = ()) -> Gaps:
+    """Return each leaf's largest error relative to its largest element.
 
-    Integers, such as counters and random keys, must be identical: any difference is 1 or more.
+    Null leaves are compared with the global norm. Integers, such as counters and random keys, must
+    be identical: any difference is 1 or more.
     """
+    _check_leaves(expected, actual)
     norm = global_norm({path: v for path, v in expected.items() if _is_float(v)})
-    differences: dict[str, float] = {}
+    gaps: dict[str, float] = {}
     for path, value in expected.items():
         gap = _max_abs(_difference(value, actual[path]))
         scale = norm if path in nulls else _max_abs(value)
-        differences[path] = gap / scale if _is_float(value) and scale else gap
-    return _summarise(what, expected, actual, differences, tolerance)
+        gaps[path] = gap / scale if _is_float(value) and scale else gap
+    return gaps
 
 
-def compare_roughly(
-    what: str,
-    expected: Leaves,
-    actual: Leaves,
-    tolerance: float,
-    *,
-    nulls: Sequence[str] = (),
-    exact: Leaves | None = None,
-) -> Comparison:
-    """Compare the norm of each leaf's error with the leaf's norm plus its share of the global norm.
+def rough_gaps(
+    expected: Leaves, actual: Leaves, *, exact: Leaves | None = None, nulls: Collection[str] = ()
+) -> Gaps:
+    """Return the norm of each leaf's error relative to its norm plus its share of the global norm.
 
     Rounding errors are proportional to the terms of a sum, not to the sum: a leaf whose gradient
     nearly cancels has errors as large as those of other leaves. Null leaves, which cancel
-    completely, are compared with the global norm.
+    completely, are compared with the global norm. Integers must be identical.
 
     With ``exact``, the expected values are rounded too, and it is enough that a leaf is close to
     the exact values: one device may round worse than the mesh.
     """
-    norm = global_norm(expected)
-    elements = sum(value.size for value in expected.values())
-    differences: dict[str, float] = {}
+    _check_leaves(expected, actual)
+    floats = {path: value for path, value in expected.items() if _is_float(value)}
+    norm = global_norm(floats)
+    elements = sum(value.size for value in floats.values())
+    gaps: dict[str, float] = {}
     for path, value in expected.items():
-        share = 1.0 if path in nulls else math.sqrt(value.size / elements)
+        if path not in floats:
+            gaps[path] = _max_abs(_difference(value, actual[path]))
+            continue
+        share = 1.0 if path in nulls else math.sqrt(value.size / max(elements, 1))
         scale = _norm(value) + norm * share
         error = _norm(_difference(value, actual[path]))
         if exact is not None:
             # `min` returns its first argument if that is NaN, so a NaN error is not hidden.
             error = min(error, _norm(_difference(exact[path], actual[path])))
-        differences[path] = error / scale if scale else error
-    return _summarise(what, expected, actual, differences, tolerance)
+        gaps[path] = error / scale if scale else error
+    return gaps
 
 
-def compare_losses(
-    expected: Sequence[float], actual: Sequence[float], tolerance: float
+def loss_gaps(expected: Sequence[float], actual: Sequence[float]) -> Gaps:
+    """Return the error of each update's loss, relative to its expected value."""
+    return exact_gaps(_by_update(expected), _by_update(actual))
+
+
+def _by_update(losses: Sequence[float]) -> Leaves:
+    return {f"update {number}": np.asarray(loss) for number, loss in enumerate(losses)}
+
+
+def worst_of(parts: Iterable[Gaps]) -> Gaps:
+    """Return the largest gap of each leaf."""
+    worst: dict[str, float] = {}
+    for gaps in parts:
+        for path, gap in gaps.items():
+            if path not in worst or not gap <= worst[path]:
+                worst[path] = gap
+    return worst
+
+
+def judge(
+    what: str,
+    gaps: Gaps,
+    tolerance: float,
+    *,
+    how: str = "",
+    allowed: Callable[[], Gaps] | None = None,
 ) -> Comparison:
-    """Compare losses update by update, each relative to its expected value."""
-    expected_by_update = {
-        f"update {number}": np.asarray(loss) for number, loss in enumerate(expected)
-    }
-    actual_by_update = {f"update {number}": np.asarray(loss) for number, loss in enumerate(actual)}
-    return compare_exactly("loss", expected_by_update, actual_by_update, tolerance)
+    """Return the comparison of gaps with a tolerance.
 
-
-def _summarise(
-    what: str, expected: Leaves, actual: Leaves, differences: Mapping[str, float], tolerance: float
-) -> Comparison:
-    assert differences, f"{what}: nothing to compare"
-    assert expected.keys() == actual.keys(), f"{what}: the leaves differ"
+    If a gap is beyond it, ``allowed`` is called. It measures, for this model and this batch, how
+    much rounding alone can change each leaf: the tolerance of a leaf is at least that. A leaf that
+    rounding alone changes by more than `UNJUDGEABLE` is not judged.
+    """
+    assert gaps, f"{what}: nothing to compare"
+    tolerances = dict.fromkeys(gaps, tolerance)
+    measured = False
     # `not gap <= tolerance` is also true for NaN, `gap > tolerance` would not be.
-    first = next((path for path, gap in differences.items() if not gap <= tolerance), None)
-    worst = max(differences, key=lambda path: _nan_as_inf(differences[path]))
+    if allowed is not None and any(not gap <= tolerance < math.inf for gap in gaps.values()):
+        for path, gap in allowed().items():
+            measured = measured or gap > tolerance
+            tolerances[path] = max(tolerance, gap)
+    unjudged = [
+        path
+        for path, gap in gaps.items()
+        if math.isfinite(gap) and tolerances[path] > max(UNJUDGEABLE, tolerance)
+    ]
+    judged = {path: gap for path, gap in gaps.items() if path not in unjudged}
+    first = next((path for path, gap in judged.items() if not gap <= tolerances[path]), None)
+    worst = max(judged or gaps, key=lambda path: _nan_as_inf(gaps[path]) / (tolerances[path] or 1))
+    named = worst if first is None else first
     return Comparison(
         what=what,
+        how=how,
         equal=first is None,
-        tolerance=tolerance,
+        tolerance=tolerances[named],
+        measured=measured,
         worst=worst,
-        difference=_none_if_not_finite(differences[worst]),
+        difference=_none_if_not_finite(gaps[worst]),
         first_different=first,
-        first_difference=None if first is None else _none_if_not_finite(differences[first]),
+        first_difference=None if first is None else _none_if_not_finite(gaps[first]),
+        not_judged=unjudged,
     )
+
+
+def _check_leaves(expected: Leaves, actual: Leaves) -> None:
+    assert expected.keys() == actual.keys(), "the leaves differ"
 
 
 def _nan_as_inf(gap: float) -> float:

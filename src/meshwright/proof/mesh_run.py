@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from meshwright.proof.observed import Leaves, ObservedRun, fetch, withhold
+from meshwright.proof.nulls import withhold
+from meshwright.proof.observed import Leaves, Masks, ObservedRun, fetch
 from meshwright.step.assemble import Assembled
 from meshwright.step.scaler import SMALLEST_SCALE
 from meshwright.step.state import TrainState
@@ -27,12 +29,12 @@ _RECORDED = "0.gradients."
 
 
 def recording_gradients(
-    optimizer: optax.GradientTransformation, withheld: Collection[str] = ()
+    optimizer: optax.GradientTransformation, withheld: Masks | None = None
 ) -> optax.GradientTransformation:
     """Return the optimizer with the gradients of each update recorded in its state.
 
-    They are the gradients that the compiled step itself passed to its optimizer. Those at the
-    paths ``withheld`` are recorded as well, but the optimizer gets zeros.
+    They are the gradients that the compiled step itself passed to its optimizer. Elements of
+    ``withheld`` are recorded as well, but the optimizer gets zeros.
     """
 
     def init(params: Any) -> RecordedGradients:
@@ -40,9 +42,54 @@ def recording_gradients(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, RecordedGradients]:
         del state, params
-        return withhold(updates, withheld), RecordedGradients(updates)
+        return withhold(updates, withheld or {}), RecordedGradients(updates)
 
     return optax.chain(optax.GradientTransformation(init, update), optimizer)
+
+
+@dataclass(frozen=True)
+class MeshUpdate:
+    """One update on the mesh.
+
+    Attributes:
+        before: the model's leaves before it, by canonical path.
+        after: the model's leaves after it.
+        loss: the mean loss.
+        gradients: gradients before clipping.
+        clipped: gradients as the optimizer got them.
+        loss_scale: factor on the loss before differentiation.
+    """
+
+    before: Leaves
+    after: Leaves
+    loss: float
+    gradients: Leaves
+    clipped: Leaves
+    loss_scale: float
+
+
+def updates_on_mesh(
+    assembled: Assembled,
+    state: TrainState,
+    batches: Sequence[Sequence[Any]],
+    clip_norm: float | None,
+) -> Iterator[MeshUpdate]:
+    """Train with a step whose optimizer is from `recording_gradients`; the state is donated."""
+    before = canonical_values(assembled, state)
+    for batch in batches:
+        state, metrics, scale = _update(assembled, state, batch)
+        clipped = recorded_gradients(assembled, state)
+        factor = _clip_factor(float(metrics["grad_norm"]), clip_norm)
+        after = canonical_values(assembled, state)
+        yield MeshUpdate(
+            before,
+            after,
+            loss=float(metrics["loss"]),
+            gradients={path: g / factor for path, g in clipped.items()},
+            clipped=clipped,
+            loss_scale=scale,
+        )
+        before = after
 
 
 def train_on_mesh(
@@ -51,26 +98,15 @@ def train_on_mesh(
     batches: Sequence[Sequence[Any]],
     clip_norm: float | None,
 ) -> ObservedRun:
-    """Train with a step whose optimizer is from `recording_gradients`; the state is donated."""
-    losses: list[float] = []
-    gradients: Leaves = {}
-    scale = 1.0
-    for number, batch in enumerate(batches):
-        state, metrics, used_scale = _update(assembled, state, batch)
-        losses.append(float(metrics["loss"]))
-        if number == 0:
-            scale, factor = used_scale, _clip_factor(float(metrics["grad_norm"]), clip_norm)
-            gradients = {
-                path: g / factor for path, g in recorded_gradients(assembled, state).items()
-            }
-    values = canonical_values(assembled, state)
+    """Train like `updates_on_mesh`, and return the first gradients and the last values."""
+    updates = list(updates_on_mesh(assembled, state, batches, clip_norm))
     trained = {leaf.path for leaf in assembled.traced.layout.leaves if leaf.role == "param"}
+    values = updates[-1].after
     return ObservedRun(
-        losses,
-        gradients,
+        [update.loss for update in updates],
+        updates[0].gradients,
         parameters={path: value for path, value in values.items() if path in trained},
         state={path: value for path, value in values.items() if path not in trained},
-        loss_scale=scale,
     )
 
 

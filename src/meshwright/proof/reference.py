@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,179 +11,163 @@ import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from meshwright.program.evaluate.evaluator import Evaluator
-from meshwright.program.evaluate.widen import wide_evaluator
-from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
-from meshwright.program.trace.requested_layouts import recorded_layouts
-from meshwright.program.trace.traced_loss import Loss, LossValue, TracedLoss, read_loss
-from meshwright.proof.compare import null_leaves
-from meshwright.proof.observed import ObservedRun, fetch, withhold
-
-Evaluate = Callable[[list[Any], list[Any]], LossValue]
-"""From the model's leaf values and the leaves of one microbatch to the value of the loss."""
+from meshwright.compiled.quick_options import quick_options
+from meshwright.program.jaxpr.equations import ClosedJaxpr
+from meshwright.program.trace.model_leaves import Leaf
+from meshwright.proof.compare import global_norm
+from meshwright.proof.losses import Gradient
+from meshwright.proof.nulls import NoiseMasks, within
+from meshwright.proof.observed import Leaves, Masks, ObservedRun, fetch
 
 
-def traced_loss(traced: TracedLoss, *, wide: bool) -> Evaluate:
-    """Return the evaluation of a traced program as it is, in float64 if ``wide``."""
-    evaluator = wide_evaluator() if wide else Evaluator()
-    return lambda values, batch: traced.read_outputs(
-        evaluator.run(traced.closed, [*values, *batch])
-    )
+class OptaxUpdate:
+    """An optax update of parameters by canonical path, compiled once for each format."""
+
+    def __init__(self, optimizer: optax.GradientTransformation) -> None:
+        self._optimizer = optimizer
+        options = quick_options()
+        self._init = jax.jit(
+            lambda params: optimizer.init(_nested(params)), compiler_options=options
+        )
+        self._update = jax.jit(self._updated, compiler_options=options)
+
+    def init(self, params: Leaves) -> Any:
+        """Return the optimizer's initial state."""
+        return self._init(dict(params))
+
+    def __call__(self, params: Leaves, moments: Any, gradients: Leaves) -> tuple[Leaves, Any]:
+        """Return the new parameters and the optimizer's new state."""
+        changed, moments = self._update(dict(params), moments, dict(gradients))
+        return fetch(changed), moments
+
+    def program(self, params: Leaves, moments: Any, gradients: Leaves) -> ClosedJaxpr:
+        """Return the update as a program."""
+        return jax.make_jaxpr(self._updated)(dict(params), moments, dict(gradients))
+
+    def _updated(self, params: Any, moments: Any, gradients: Any) -> Any:
+        # As nested dicts, by whose paths some optimizers choose what to apply.
+        tree = _nested(params)
+        updates, moments = self._optimizer.update(_nested(gradients), moments, tree)
+        changed: Any = optax.apply_updates(tree, updates)
+        return flatten_dict(changed, sep="."), moments
 
 
-def written_loss(loss: Loss, model_leaves: ModelLeaves, batch: Any) -> Evaluate:
-    """Return the evaluation of the loss as its author wrote it; ``batch`` is an example batch."""
-    tree = jax.tree.structure(batch)
-
-    def evaluate(values: list[Any], leaves: list[Any]) -> LossValue:
-        model = model_leaves.merge(values)
-        with recorded_layouts():  # On one device, sharding constraints have no effect.
-            objective, _ = read_loss(loss(model, jax.tree.unflatten(tree, leaves)))
-        after = model_leaves.values(model)
-        return LossValue(objective, {}, [after[i] for i in model_leaves.indices("state")])
-
-    return evaluate
-
-
+@dataclass(frozen=True)
 class Reference:
     """Training on one device: microbatches one after another, then an optax update.
 
-    Args:
-        evaluate: the loss.
+    Attributes:
+        gradient: the loss and its gradients, of one microbatch.
         leaves: the model's leaves.
         microbatches: number of microbatches per batch.
-        loss_scale: factor on the loss before differentiation, for half precision.
     """
 
-    def __init__(
-        self,
-        evaluate: Evaluate,
-        leaves: Sequence[Leaf],
-        *,
-        microbatches: int,
-        loss_scale: float = 1.0,
-    ) -> None:
-        self._evaluate = evaluate
-        self._leaves = leaves
-        self._count = microbatches
-        self._scale = loss_scale
-        self._gradient = jax.jit(self._value_and_gradient)
+    gradient: Gradient
+    leaves: Sequence[Leaf]
+    microbatches: int
 
-    def first_update(self, values: Sequence[Any], batch: Sequence[Any]) -> ObservedRun:
-        """Return loss and gradients of one batch, without an update."""
+    def first_update(
+        self, values: Sequence[Any], batch: Sequence[Any], loss_scale: float = 1.0
+    ) -> ObservedRun:
+        """Return loss, gradients and state after one batch, without an update."""
         params, state = self._split(values)
-        loss, gradients, state = self._batch_gradient(params, state, batch)
+        loss, gradients, state = self._batch_gradient(params, state, batch, loss_scale)
         return ObservedRun([loss], gradients, fetch(params), self._named(state))
 
     def run(
         self,
         values: Sequence[Any],
         batches: Sequence[Sequence[Any]],
-        optimizer: optax.GradientTransformation,
+        update: OptaxUpdate,
         clip_norm: float | None,
-        groups: Iterable[Collection[str]],
+        withheld: Masks | None = None,
     ) -> ObservedRun:
         """Train from these leaf values on these batches.
 
-        Gradients that are rounding noise are withheld from the optimizer; of each of ``groups``,
-        all leaves are withheld or none.
+        Gradients that are rounding noise are withheld from the optimizer: those of ``withheld``, or
+        those that are noise in every update.
         """
-        groups = [frozenset(group) for group in groups]
-        first = self.first_update(values, batches[0]).gradients
-        withheld = _complete_groups(groups, null_leaves(first))
+        if withheld is not None:
+            return self._train(values, batches, update, clip_norm, withheld)[0]
+        noise = NoiseMasks()
+        noise.add(self.first_update(values, batches[0]).gradients)
+        withheld = noise.masks()
         while True:
-            run, null = self._train(values, batches, _with_clipping(optimizer, clip_norm), withheld)
-            if withheld <= null:
+            run, noise = self._train(values, batches, update, clip_norm, withheld)
+            masks = noise.masks()
+            if within(withheld, masks):
                 return run
             # Behind weights that start at zero, a gradient is zero only in the first update.
-            withheld = _complete_groups(groups, null)
+            withheld = {
+                path: mask & withheld[path] for path, mask in masks.items() if path in withheld
+            }
 
     def _train(
         self,
         values: Sequence[Any],
         batches: Sequence[Sequence[Any]],
-        optimizer: optax.GradientTransformation,
-        withheld: frozenset[str],
-    ) -> tuple[ObservedRun, frozenset[str]]:
-        """Train with some gradients withheld; also return those that were noise in every update."""
+        update: OptaxUpdate,
+        clip_norm: float | None,
+        withheld: Masks,
+    ) -> tuple[ObservedRun, NoiseMasks]:
+        """Train with some gradients withheld; also return what was noise in every update."""
         params, state = self._split(values)
-        moments = optimizer.init(_nested(params))
+        moments = update.init(params)
         losses: list[float] = []
-        first: dict[str, Any] = {}
-        null = withheld
-
-        @jax.jit
-        def update(params: Any, moments: Any, gradients: Any) -> Any:
-            tree, visible = _nested(params), withhold(_nested(gradients), withheld)
-            updates, moments = optimizer.update(visible, moments, tree)
-            changed: Any = optax.apply_updates(tree, updates)
-            return flatten_dict(changed, sep="."), moments
-
+        first: Leaves = {}
+        noise = NoiseMasks()
         for batch in batches:
-            loss, gradients, state = self._batch_gradient(params, state, batch)
+            loss, gradients, state = self._batch_gradient(params, state, batch, 1.0)
             losses.append(loss)
             first = first or gradients
-            null &= set(null_leaves(gradients))
-            params, moments = update(params, moments, gradients)
+            noise.add(gradients)
+            visible = _clipped(_without(gradients, withheld), clip_norm)
+            params, moments = update(params, moments, visible)
         run = ObservedRun(losses, first, fetch(params), self._named(state), withheld=withheld)
-        return run, null
+        return run, noise
 
     def _batch_gradient(
-        self, params: dict[str, Any], state: list[Any], batch: Sequence[Any]
-    ) -> tuple[float, dict[str, Any], list[Any]]:
+        self, params: Leaves, state: list[Any], batch: Sequence[Any], scale: float
+    ) -> tuple[float, Leaves, list[Any]]:
         """Return mean loss, gradients and new state for a batch, summed in float64 on the host."""
         total, weight = np.float64(0), np.float64(0)
         sums: dict[str, Any] = {}
-        for number in range(self._count):
+        for number in range(self.microbatches):
             # Strided microbatches like those of the step, written independently of it.
-            micro = [np.asarray(leaf)[number :: self._count] for leaf in batch]
-            (_, value), gradients = self._gradient(params, state, micro)
-            state = value.state
-            share = np.float64(value.objective.weight)
-            total, weight = total + np.float64(value.objective.total), weight + share
-            for path, gradient in fetch(gradients).items():
-                part = gradient.astype(np.float64) * (share / self._scale)
+            micro = [np.asarray(leaf)[number :: self.microbatches] for leaf in batch]
+            objective, gradients, state = self.gradient(dict(params), state, micro, scale)
+            share = np.float64(objective.weight)
+            total, weight = total + np.float64(objective.total), weight + share
+            for path, gradient in gradients.items():
+                wide = np.complex128 if np.iscomplexobj(gradient) else np.float64
+                part = gradient.astype(wide) * (share / scale)
                 sums[path] = sums[path] + part if path in sums else part
         weight = weight or np.float64(1)
         return float(total / weight), {path: s / weight for path, s in sums.items()}, state
 
-    def _value_and_gradient(
-        self, params: dict[str, Any], state: list[Any], batch: list[Any]
-    ) -> Any:
-        def mean_loss(params: dict[str, Any]) -> tuple[Any, LossValue]:
-            value = self._evaluate(self._join(params, state), batch)
-            return value.objective.mean * self._scale, value
-
-        return jax.value_and_grad(mean_loss, has_aux=True)(params)
-
     def _split(self, values: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
-        pairs = list(zip(self._leaves, values, strict=True))
+        pairs = list(zip(self.leaves, values, strict=True))
         params = {leaf.path: value for leaf, value in pairs if leaf.role == "param"}
         return params, [value for leaf, value in pairs if leaf.role == "state"]
 
-    def _join(self, params: dict[str, Any], state: Sequence[Any]) -> list[Any]:
-        rest = iter(state)
-        return [params[x.path] if x.role == "param" else next(rest) for x in self._leaves]
-
     def _named(self, state: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
-        paths = [leaf.path for leaf in self._leaves if leaf.role == "state"]
+        paths = [leaf.path for leaf in self.leaves if leaf.role == "state"]
         return fetch(dict(zip(paths, state, strict=True)))
 
 
-def _with_clipping(
-    optimizer: optax.GradientTransformation, clip_norm: float | None
-) -> optax.GradientTransformation:
-    if clip_norm is None:
-        return optimizer
-    return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+def _without(gradients: Leaves, withheld: Masks) -> Leaves:
+    return {
+        path: np.where(withheld[path], 0, gradient) if path in withheld else gradient
+        for path, gradient in gradients.items()
+    }
 
 
-def _complete_groups(groups: Iterable[frozenset[str]], paths: Iterable[str]) -> frozenset[str]:
-    """Return the members of those groups whose members are all among the paths."""
-    known = set(paths)
-    return frozenset(path for group in groups if group <= known for path in group)
+def _clipped(gradients: Leaves, clip_norm: float | None) -> Leaves:
+    norm = global_norm(gradients)
+    if clip_norm is None or norm <= clip_norm:
+        return gradients
+    return {path: gradient * (clip_norm / norm) for path, gradient in gradients.items()}
 
 
 def _nested(params: dict[str, Any]) -> Any:
-    """Return parameters as nested dicts, by whose paths some optimizers choose what to apply."""
     return unflatten_dict(params, sep=".")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ _OPERANDS = {
 
 
 def rounding_tolerance(
-    closed: ClosedJaxpr, *, matmul: str = "default", platform: str = "cpu"
+    closed: ClosedJaxpr, *, matmul: str = "default", platform: str = "cpu", casts: bool = False
 ) -> float:
     """Return how much two correct evaluations of a program and its gradients may differ.
 
@@ -55,6 +55,9 @@ def rounding_tolerance(
     - other arithmetic (norms, softmax, activations) rounds too. It counts as float32 whatever its
       format, because compilers hold the values between such operations in registers;
     - a sum of n terms rounds after each term, in float32: u₃₂·√n for the longest sum.
+
+    With ``casts``, one of the two does not round where the program casts to a narrower format, as
+    in float64.
     """
     operands = _OPERANDS.get(platform, {}).get(matmul, 0.0)
     variance, longest = 0.0, 1
@@ -62,10 +65,35 @@ def rounding_tolerance(
         if eqn.primitive.name in _PRODUCTS:
             unit = max(_unit_roundoff(aval_of(eqn.outvars[0]).dtype), operands)
             variance += _PASSES * times * unit**2
+        elif casts and (unit := _cast_unit(eqn)):
+            variance += _PASSES * times * unit**2
         elif _is_arithmetic(eqn):
             variance += _PASSES * times * _FLOAT32**2
         longest = max(longest, _terms(eqn))
     return MARGIN * (math.sqrt(variance) + _FLOAT32 * math.sqrt(longest))
+
+
+def largest_unit(closed: ClosedJaxpr, *, matmul: str = "default", platform: str = "cpu") -> float:
+    """Return the largest error of one rounding in a program, which is at least that of float32."""
+    operands = _OPERANDS.get(platform, {}).get(matmul, 0.0)
+    products = [
+        _unit_roundoff(aval_of(eqn.outvars[0]).dtype)
+        for eqn, _ in equations(closed.jaxpr)
+        if eqn.primitive.name in _PRODUCTS
+    ]
+    return max(_FLOAT32, operands, *products)
+
+
+def update_tolerances(closed: ClosedJaxpr, formats: Mapping[str, Any]) -> dict[str, float]:
+    """Return how much an optimizer's update may round each leaf, relative to its largest element.
+
+    Args:
+        closed: the optimizer's update of all leaves.
+        formats: the leaves and their formats.
+    """
+    count = sum(times for eqn, times in equations(closed.jaxpr) if _is_arithmetic(eqn))
+    growth = MARGIN * math.sqrt(max(1.0, count / len(formats)))
+    return {path: growth * max(_unit_roundoff(dtype), _FLOAT32) for path, dtype in formats.items()}
 
 
 def gradient_rounding(formats: Iterable[Any]) -> float:
@@ -85,14 +113,6 @@ def random_draws(closed: ClosedJaxpr) -> list[tuple[Any, ...]]:
         for eqn, _ in equations(closed.jaxpr)
         if eqn.primitive.name == "random_bits"
     ]
-
-
-def computes_in_half(closed: ClosedJaxpr) -> bool:
-    """Whether a product of the program has a 16-bit result."""
-    return any(
-        eqn.primitive.name in _PRODUCTS and aval_of(eqn.outvars[0]).dtype.itemsize == 2
-        for eqn, _ in equations(closed.jaxpr)
-    )
 
 
 def equations(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[Equation, int]]:
@@ -118,6 +138,20 @@ def _is_arithmetic(eqn: Equation) -> bool:
     if eqn.primitive.name in _EXACT or not eqn.outvars or next(_inner(eqn), None) is not None:
         return False
     return jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.inexact)
+
+
+def _cast_unit(eqn: Equation) -> float:
+    """Return the rounding error of a cast to fewer bits than float32 has; 0 for anything else."""
+    if eqn.primitive.name == "reduce_precision":
+        bits = eqn.params["mantissa_bits"]
+        return 2.0 ** -(bits + 1) if bits < 23 else 0.0
+    if eqn.primitive.name != "convert_element_type":
+        return 0.0
+    source, target = (aval_of(x).dtype for x in (eqn.invars[0], eqn.outvars[0]))
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (source, target)):
+        return 0.0
+    unit = _unit_roundoff(target)
+    return unit if unit > max(_unit_roundoff(source), _FLOAT32) else 0.0
 
 
 def _terms(eqn: Equation) -> int:

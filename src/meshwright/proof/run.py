@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
@@ -17,29 +18,34 @@ from flax import nnx
 from flax.nnx.filterlib import Filter
 
 from meshwright.activity import activity, show_on_terminal
+from meshwright.compiled.quick_options import quick_options
 from meshwright.config.schema import Precision
 from meshwright.data.batches import read_batch
 from meshwright.errors import UserError
 from meshwright.mesh.build import Device
 from meshwright.plan import Plan
 from meshwright.processes import process_count
-from meshwright.program.evaluate.widen import is_narrow
 from meshwright.program.trace.model_leaves import build_unplaced
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
 from meshwright.proof.certificate import Certificate, Comparison
-from meshwright.proof.compare import (
-    compare_exactly,
-    compare_losses,
-    compare_roughly,
-    null_leaves,
+from meshwright.proof.compare import Gaps, exact_gaps, judge, loss_gaps, null_leaves
+from meshwright.proof.losses import Gradient, WrittenGradient, traced_gradient
+from meshwright.proof.mesh_run import recording_gradients, train_on_mesh, updates_on_mesh
+from meshwright.proof.nulls import masks_of_step, null_parts
+from meshwright.proof.observed import Masks, ObservedRun, fetch
+from meshwright.proof.one_update import (
+    ComparedUpdate,
+    Rounding,
+    compare_updates,
+    perturbed,
+    widened,
 )
-from meshwright.proof.mesh_run import canonical_values, recording_gradients, train_on_mesh
-from meshwright.proof.observed import ObservedRun, fetch
-from meshwright.proof.reference import Evaluate, Reference, traced_loss, written_loss
+from meshwright.proof.own_precision import OwnPrecision
+from meshwright.proof.reference import OptaxUpdate, Reference
 from meshwright.proof.rounding import (
-    computes_in_half,
     gradient_rounding,
+    largest_unit,
     random_draws,
     rounding_tolerance,
 )
@@ -47,6 +53,10 @@ from meshwright.step.assemble import Assembled, ModelSource, assemble
 from meshwright.trees import Batch, divide_batch, is_key
 
 FLOAT64_TOLERANCE = 1e-10
+FLOAT64_UNIT, FLOAT32_UNIT = 2.0**-53, 2.0**-24
+
+HOW_FLOAT64 = "the mesh against one device, relative to each leaf's largest value"
+HOW_WRITTEN = "one device in float32 against the float64 reference of the first update"
 
 INITIAL_TOLERANCE = 1e-5
 """For float32 values. The same random numbers are drawn everywhere, but what is computed from them
@@ -103,11 +113,17 @@ def verify(
         return _Proof(
             assembled=assembled,
             assemble_wide=lambda optimizer: make(optimizer=optimizer, wide=True),
-            loss=loss,
             traced=traced,
             traced_in_float32=traced
             if plan.precision == "no"
             else _trace(loss, assembled, global_batches[0], "no"),
+            written=WrittenGradient(
+                build_unplaced(lambda: nnx.eval_shape(lambda: model(nnx.Rngs(0)))),
+                loss,
+                trainable,
+                traced.leaves,
+                global_batches[0],
+            ),
             initial_values=_initial_values(model, assembled, seed),
             batches=global_batches,
             optimizer=optimizer,
@@ -133,9 +149,9 @@ class _Proof:
     Attributes:
         assembled: the step in the plan's precision.
         assemble_wide: assembles the same step in float64 with another optimizer.
-        loss: the loss as its author wrote it.
         traced: the loss traced for one microbatch, before any pass.
         traced_in_float32: the same without the plan's half precision.
+        written: the gradient of the loss as its author wrote it.
         initial_values: the model's initial leaf values, created on one device.
         batches: the global batch of every update.
         optimizer: the user's optimizer.
@@ -145,9 +161,9 @@ class _Proof:
 
     assembled: Assembled
     assemble_wide: Callable[[optax.GradientTransformation], Assembled]
-    loss: Loss
     traced: TracedLoss
     traced_in_float32: TracedLoss
+    written: Gradient
     initial_values: list[Any]
     batches: list[Batch]
     optimizer: optax.GradientTransformation
@@ -167,11 +183,11 @@ class _Proof:
         with _phase("float64: the mesh", say):
             actual = self.mesh_in_float64(expected.withheld)
         nulls = null_leaves(expected.gradients)
-        float64 = _compare_in_float64(expected, actual, nulls)
+        float64 = self.compare_in_float64(expected, actual)
         with _phase(f"precision {plan.precision}: the mesh", say):
-            own_precision = self.own_precision(expected)
+            own_precision = self.own_precision()
         with _phase("as written: one device", say):
-            as_written = self.as_written(expected)
+            as_written = self.as_written()
         return Certificate(
             equal=all(c.equal for c in (*float64, *own_precision, *as_written)),
             mesh=plan.mesh,
@@ -180,6 +196,7 @@ class _Proof:
             parameters=sum(value.size for value in expected.parameters.values()),
             float64=float64,
             null_leaves=nulls,
+            null_parts=null_parts(expected.gradients),
             own_precision=own_precision,
             as_written=as_written,
             versions={name: version(name) for name in ("meshwright", "jax", "flax", "optax")},
@@ -188,84 +205,123 @@ class _Proof:
 
     def reference_in_float64(self) -> ObservedRun:
         with jax.enable_x64(True):
-            reference = self.reference(traced_loss(self.traced, wide=True))
-            values = _widened(self.initial_values)
-            groups = [paths for _, paths in self.step_leaves()]
-            return reference.run(values, self.leaves(), self.optimizer, self.clip_norm, groups)
+            values = widened(self.initial_values)
+            return self.wide.run(values, self.leaves, self.update, self.clip_norm)
 
-    def mesh_in_float64(self, withheld: frozenset[str]) -> ObservedRun:
-        stacks = [path for path, leaves in self.step_leaves() if withheld.issuperset(leaves)]
-        wide = self.assemble_wide(recording_gradients(self.optimizer, withheld.union(stacks)))
+    def mesh_in_float64(self, withheld: Masks) -> ObservedRun:
+        masks = masks_of_step(withheld, self.assembled.traced.layout)
+        wide = self.assemble_wide(recording_gradients(self.optimizer, masks))
         with jax.enable_x64(True):
-            state = wide.start(_widened(self.initial_values))
-            return train_on_mesh(wide, state, self.leaves(), self.clip_norm)
+            state = wide.start(widened(self.initial_values))
+            return train_on_mesh(wide, state, self.leaves, self.clip_norm)
 
-    def step_leaves(self) -> list[tuple[str, list[str]]]:
-        """Return the path of each trained leaf of the step and the model's paths it combines."""
-        layout = self.assembled.traced.layout
+    def compare_in_float64(self, expected: ObservedRun, actual: ObservedRun) -> list[Comparison]:
+        """Compare the two runs; if they differ, measure what rounding changes in float64."""
+
+        def gaps(actual: ObservedRun) -> dict[str, Gaps]:
+            nulls = null_leaves(expected.gradients)
+            return {
+                "loss": loss_gaps(expected.losses, actual.losses),
+                "gradients": exact_gaps(expected.gradients, actual.gradients, nulls=nulls),
+                "parameters": exact_gaps(expected.parameters, actual.parameters, nulls=nulls),
+                "state": exact_gaps(expected.state, actual.state),
+            }
+
+        @functools.cache
+        def amplified() -> dict[str, Gaps]:
+            with jax.enable_x64(True):
+                values = perturbed(self.initial_values, FLOAT64_UNIT, seed=0)
+                batches = [
+                    perturbed(batch, FLOAT64_UNIT, seed)
+                    for seed, batch in enumerate(self.leaves, start=1)
+                ]
+                run = self.wide.run(values, batches, self.update, self.clip_norm, expected.withheld)
+            growth = self.rounding(self.traced).gradients / FLOAT32_UNIT
+            return {
+                what: {path: growth * gap for path, gap in found.items()}
+                for what, found in gaps(run).items()
+            }
+
         return [
-            (step.leaf.path, [layout.leaves[source].path for source in step.sources])
-            for step in layout.select("param")
+            judge(
+                what,
+                found,
+                FLOAT64_TOLERANCE,
+                how=HOW_FLOAT64,
+                allowed=lambda what=what: amplified()[what],
+            )
+            for what, found in gaps(actual).items()
+            if found
         ]
 
-    def own_precision(self, exact: ObservedRun) -> list[Comparison]:
-        """Compare initial values, loss and gradients of the first update, as the plan computes."""
-        state = self.assembled.init(self.seed)
-        on_mesh = canonical_values(self.assembled, state)
-        actual = train_on_mesh(self.assembled, state, self.leaves()[:1], self.clip_norm)
+    def own_precision(self) -> list[Comparison]:
+        """Compare initial values, and every update, as the plan computes."""
+        state = self.assembled.init(self.seed, quickly=True)
+        updates = list(updates_on_mesh(self.assembled, state, self.leaves, self.clip_norm))
         paths = [leaf.path for leaf in self.traced.leaves]
         on_one_device = fetch(dict(zip(paths, self.initial_values, strict=True)))
-        initial = compare_exactly("initial values", on_one_device, on_mesh, INITIAL_TOLERANCE)
-        if not computes_in_half(self.traced.closed):
-            return [initial, *self.compare_first(exact, actual, exact, self.traced)]
-        # Half precision is coarse: one device, which rounds alike, is closer than exact values.
-        evaluate = traced_loss(self.traced, wide=False)
-        reference = self.reference(evaluate, loss_scale=actual.loss_scale)
-        rounded = reference.first_update(self.initial_values, self.leaves()[0])
-        return [initial, *self.compare_first(rounded, actual, exact, self.traced)]
+        initial = judge(
+            "initial values",
+            exact_gaps(on_one_device, updates[0].before),
+            INITIAL_TOLERANCE,
+            how="the mesh against one device, relative to each leaf's largest value",
+        )
+        # Without a cast in the plan, the loss as written has the plan's own precision.
+        plain = self.assembled.plan.precision == "no"
+        narrow = self.written if plain else traced_gradient(self.traced, wide=False)
+        own = OwnPrecision(
+            self.reference(narrow),
+            self.wide,
+            self.update,
+            self.rounding(self.traced),
+            self.initial_values,
+        )
+        return [initial, *own.compare(updates, self.leaves)]
 
-    def as_written(self, exact: ObservedRun) -> list[Comparison]:
+    def as_written(self) -> list[Comparison]:
         """Compare the reference with the loss as its author wrote it, called without tracing."""
-        reference = self.reference(
-            written_loss(self.loss, self.assembled.model_leaves, self.batches[0])
-        )
-        actual = reference.first_update(self.initial_values, self.leaves()[0])
-        if random_draws(self.traced_in_float32.closed) == random_draws(self.traced.closed):
-            return self.compare_first(exact, actual, exact, self.traced)
-        # A draw in the format of an activation gives other numbers in half precision.
+        traced, wide = self.traced_in_float32, self.wide
+        if random_draws(traced.closed) != random_draws(self.traced.closed):
+            # A draw in the format of an activation gives other numbers in half precision.
+            wide = self.reference(traced_gradient(traced, wide=True))
+        values, batch = self.initial_values, self.leaves[0]
         with jax.enable_x64(True):
-            reference = self.reference(traced_loss(self.traced_in_float32, wide=True))
-            exact = reference.first_update(_widened(self.initial_values), self.leaves()[0])
-        return self.compare_first(exact, actual, exact, self.traced_in_float32)
+            exact = wide.first_update(widened(values), batch)
+        actual = self.reference(self.written).first_update(values, batch)
 
-    def compare_first(
-        self, expected: ObservedRun, actual: ObservedRun, exact: ObservedRun, traced: TracedLoss
-    ) -> list[Comparison]:
-        """Compare loss and gradients of the first update, as closely as rounding allows."""
-        tolerance = rounding_tolerance(
-            traced.closed,
-            matmul=self.assembled.plan.matmul,
-            platform=self.assembled.mesh.devices.flat[0].platform,
-        )
+        def in_float32() -> ObservedRun:
+            narrow = self.reference(traced_gradient(traced, wide=False))
+            return narrow.first_update(values, batch)
+
+        update = ComparedUpdate(values, batch, exact, actual, wide, in_float32)
+        return compare_updates([update], self.rounding(traced, casts=True), HOW_WRITTEN)
+
+    def rounding(self, traced: TracedLoss, *, casts: bool = False) -> Rounding:
+        matmul = self.assembled.plan.matmul
+        platform = self.assembled.mesh.devices.flat[0].platform
+        tolerance = rounding_tolerance(traced.closed, matmul=matmul, platform=platform, casts=casts)
         trained = [leaf.dtype for leaf in traced.leaves if leaf.role == "param"]
-        return [
-            compare_losses(expected.losses[:1], actual.losses, tolerance),
-            compare_roughly(
-                "gradients",
-                expected.gradients,
-                actual.gradients,
-                tolerance + gradient_rounding(trained),
-                nulls=null_leaves(exact.gradients),
-                exact=exact.gradients,
-            ),
-        ]
+        return Rounding(
+            loss=tolerance,
+            gradients=tolerance + gradient_rounding(trained),
+            unit=largest_unit(traced.closed, matmul=matmul, platform=platform),
+        )
 
-    def reference(self, evaluate: Evaluate, *, loss_scale: float = 1.0) -> Reference:
-        count = self.assembled.plan.batch.gradient_accumulation_steps
-        return Reference(evaluate, self.traced.leaves, microbatches=count, loss_scale=loss_scale)
+    @cached_property
+    def wide(self) -> Reference:
+        return self.reference(traced_gradient(self.traced, wide=True))
 
+    @cached_property
+    def update(self) -> OptaxUpdate:
+        return OptaxUpdate(self.optimizer)
+
+    @cached_property
     def leaves(self) -> list[list[Any]]:
         return [jax.tree.leaves(batch) for batch in self.batches]
+
+    def reference(self, gradient: Gradient) -> Reference:
+        count = self.assembled.plan.batch.gradient_accumulation_steps
+        return Reference(gradient, self.traced.leaves, count)
 
 
 def _trace(loss: Loss, assembled: Assembled, batch: Batch, precision: Precision) -> TracedLoss:
@@ -277,15 +333,15 @@ def _trace(loss: Loss, assembled: Assembled, batch: Batch, precision: Precision)
 def _initial_values(model: ModelSource, assembled: Assembled, seed: int) -> list[Any]:
     """Return the model's initial leaf values, created in its own precision on one device."""
 
-    def create() -> list[Any]:
-        return assembled.model_leaves.values(build_unplaced(lambda: model(nnx.Rngs(seed))))
+    def create(data: Any) -> list[Any]:
+        key = jax.random.wrap_key_data(data)
+        return assembled.model_leaves.values(build_unplaced(lambda: model(nnx.Rngs(key))))
 
+    # The key is an argument: XLA would spend minutes folding what follows from a constant.
+    data = np.asarray(jax.random.key_data(jax.random.key(seed)))
+    values = jax.jit(create, compiler_options=quick_options())(data)
     # From the host they go to one device or to many without a compiled program.
-    return [v if is_key(v) else np.asarray(v) for v in jax.jit(create)()]
-
-
-def _widened(values: Sequence[Any]) -> list[Any]:
-    return [v.astype(np.promote_types(v.dtype, np.float64)) if is_narrow(v) else v for v in values]
+    return [v if is_key(v) else np.asarray(v) for v in values]
 
 
 @contextmanager
@@ -303,17 +359,3 @@ def _check_finite(loss: float) -> None:
             "nothing to compare with",
             fix="check the data, and the loss of one sample",
         )
-
-
-def _compare_in_float64(
-    expected: ObservedRun, actual: ObservedRun, nulls: Sequence[str]
-) -> list[Comparison]:
-    compare = functools.partial(compare_exactly, tolerance=FLOAT64_TOLERANCE)
-    comparisons = [
-        compare_losses(expected.losses, actual.losses, FLOAT64_TOLERANCE),
-        compare("gradients", expected.gradients, actual.gradients, nulls=nulls),
-        compare("parameters", expected.parameters, actual.parameters, nulls=nulls),
-    ]
-    if expected.state:
-        comparisons.append(compare("state", expected.state, actual.state))
-    return comparisons

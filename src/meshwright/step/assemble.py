@@ -14,6 +14,7 @@ from flax.nnx.filterlib import Filter
 from jax.sharding import Mesh, NamedSharding
 
 from meshwright.activity import activity
+from meshwright.compiled.quick_options import quick_options
 from meshwright.config.batch import GLOBAL_BATCH_SIZE
 from meshwright.errors import Setting, UserError
 from meshwright.mesh.build import Device, build_mesh
@@ -73,8 +74,11 @@ class Assembled:
     batch_tree: Any
     _build: ModelSource
 
-    def init(self, seed: int) -> TrainState:
-        """Initialize the model and the optimizer state, each leaf with its sharding."""
+    def init(self, seed: int, *, quickly: bool = False) -> TrainState:
+        """Initialize the model and the optimizer state, each leaf with its sharding.
+
+        ``quickly`` compiles for a single run instead of for speed.
+        """
 
         def create(data: Any) -> TrainState:
             key = jax.random.wrap_key_data(data)
@@ -83,7 +87,11 @@ class Assembled:
 
         # The key is an argument: XLA would spend minutes folding what follows from a constant.
         data = np.asarray(jax.random.key_data(jax.random.key(seed)))
-        return jax.jit(create, out_shardings=self.step.shardings.state)(data)
+        options = quick_options() if quickly else None
+        compiled = jax.jit(
+            create, out_shardings=self.step.shardings.state, compiler_options=options
+        )
+        return compiled(data)
 
     def adopt(self, model: Model) -> TrainState:
         """Start from an existing model, its leaves placed on the mesh."""

@@ -13,6 +13,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshwright.compiled.quick_options import quick_options
 from meshwright.pipeline.execute.exchange_check import check_exchanges
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.plan import Plan
@@ -63,7 +64,7 @@ class TrainStep:
         clip_norm: largest global gradient norm; None for no clipping.
         local: the loss of one device's samples, if gradients are not reduced at every microbatch.
         pipeline: the loss and its gradients by stages, on a mesh with a pipe axis.
-        wide: compute in float64, for proofs.
+        wide: compute in float64, for proofs, and compile quickly.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class TrainStep:
             donate_argnums=0,
             in_shardings=(self.shardings.state, self.shardings.batch),
             out_shardings=(self.shardings.state, NamedSharding(mesh, PartitionSpec())),
+            compiler_options=quick_options() if wide else None,
         )
 
     def __call__(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:

@@ -245,3 +245,41 @@ def test_what_is_narrow():
     others = (jnp.ones(1), jnp.ones(1, int), jax.random.key(0), True, None, 3)
     assert not any(map(is_narrow, others))
     assert widen(np.float32(1.5)).dtype == jnp.float64
+
+
+@pytest.mark.parametrize("method", ["add", "multiply", "min", "max", "set"])
+def test_scatters_combine_in_float64(method):
+    def function(x, i):
+        return getattr((3 * x).at[i], method)(x[:3] / 7)
+
+    numbers_of_rows = np.asarray([1, 3, 1 if method != "set" else 2], np.int32)
+    (wide,) = quick(widened(function, X, numbers_of_rows))(X, numbers_of_rows)
+    x = np.asarray(X, np.float64)
+    expected = 3 * x
+    combine = {"add": np.add, "multiply": np.multiply, "min": np.minimum, "max": np.maximum}
+    if method == "set":
+        expected[numbers_of_rows] = x[:3] / 7
+    else:
+        combine[method].at(expected, numbers_of_rows, x[:3] / 7)
+    assert wide.dtype == jnp.float64
+    np.testing.assert_allclose(wide, expected, rtol=1e-14)
+
+
+def test_linear_systems_are_solved_in_float64():
+    matrix, right = numbers(6, 6) + 3 * np.eye(6, dtype=np.float32), numbers(6, 2)
+    (wide,) = quick(widened(jnp.linalg.solve, matrix, right))(matrix, right)
+    expected = np.linalg.solve(np.asarray(matrix, np.float64), np.asarray(right, np.float64))
+    np.testing.assert_allclose(wide, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("draw", [jax.random.gamma, jax.random.loggamma])
+def test_gamma_variates_are_the_narrow_ones_and_their_derivative_is_not(draw):
+    alpha, key = np.linspace(0.5, 3, 8, dtype=np.float32), jax.random.key(2)
+    (wide,) = quick(widened(draw, key, alpha))(key, alpha)
+    slope = quick(jax.grad(lambda a: widened(draw, key, alpha)(key, a)[0].sum()))(widen(alpha))
+    with jax.enable_x64(False):
+        expected = quick(draw)(key, alpha)
+        narrow_slope = quick(jax.grad(lambda a: draw(key, a).sum()))(alpha)
+    assert jnp.array_equal(wide, expected.astype(jnp.float64))
+    assert slope.dtype == jnp.float64
+    np.testing.assert_allclose(slope, narrow_slope, rtol=1e-4)

@@ -8,28 +8,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwright.program.evaluate.evaluator import Environment, Evaluator
+from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
+from meshwright.program.evaluate.widen_inside import widen_gamma, widen_programs, wider
 from meshwright.program.jaxpr.derivatives import pullback_of, pushforward_of
 from meshwright.program.jaxpr.equations import Equation, Value, bind, called_jaxpr
 
-NARROW = (jnp.float32, jnp.bfloat16, jnp.float16)
 _DTYPE_PARAMS = ("new_dtype", "dtype", "preferred_element_type")
+
+_AS_TRACED = frozenset(
+    {
+        *("bitcast_convert_type", "random_bits"),
+        *("pure_callback", "io_callback", "ffi_call", "pallas_call"),
+    }
+)
+"""Computed as written, then widened: their bits matter, or code fixes the dtypes they take."""
 
 
 def widen(value: Any) -> Any:
     """Return a floating or complex value as float64 or complex128, anything else as it is."""
-    return jnp.asarray(value, _wider(value.dtype)) if is_narrow(value) else value
+    return jnp.asarray(value, wider(value.dtype)) if is_narrow(value) else value
 
 
 def is_narrow(value: Any) -> bool:
     """Whether a value is floating point or complex and not of the widest dtype."""
-    return _wider(getattr(value, "dtype", None)) is not None
-
-
-def _wider(dtype: Any) -> Any:
-    if dtype in NARROW:
-        return jnp.dtype(jnp.float64)
-    return jnp.dtype(jnp.complex128) if dtype == jnp.complex64 else None
+    return wider(getattr(value, "dtype", None)) is not None
 
 
 class Float64:
@@ -48,20 +50,19 @@ class Float64:
         name = eqn.primitive.name
         if name == "reduce_precision":
             return list(operands)
-        if name in ("bitcast_convert_type", "random_bits"):
-            # The number of bits is fixed: compute as written, then widen.
+        if name in _AS_TRACED:
             narrowed = [_as_traced(a, v.aval) for a, v in zip(operands, eqn.invars, strict=True)]
             return [widen(out) for out in bind(eqn, narrowed)]
         params = dict(eqn.params)
         for key in _DTYPE_PARAMS:
-            if (wider := _wider(params.get(key))) is not None:
-                params[key] = wider
+            if (dtype := wider(params.get(key))) is not None:
+                params[key] = dtype
         return bind(eqn.replace(params=params), operands)
 
 
 def wide_evaluator() -> Evaluator:
     """Return an evaluator that computes a program as it is written, in float64."""
-    return Evaluator([widen_derivatives], numerics=Float64())
+    return Evaluator(WIDE_RULES, numerics=Float64())
 
 
 def widen_derivatives(eqn: Equation, env: Environment) -> list[Value] | None:
@@ -102,3 +103,7 @@ def _with_pullback(eqn: Equation, env: Environment) -> list[Value]:
 
 def _as_traced(value: Any, aval: Any) -> Any:
     return jnp.asarray(value, aval.dtype) if is_narrow(aval) else value
+
+
+WIDE_RULES: tuple[Rule, ...] = (widen_derivatives, widen_programs, widen_gamma)
+"""The equations that are not widened by widening their operands and their dtypes."""

@@ -14,7 +14,7 @@ from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
 from meshwright.program.evaluate.gather import GatherSpecs
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.weights import Weights, WeightUse
-from meshwright.program.evaluate.widen import Float64, widen_derivatives
+from meshwright.program.evaluate.widen import WIDE_RULES, Float64
 from meshwright.program.jaxpr.equations import Value, Var, aval_of
 from meshwright.program.on_mesh.mesh_rules import (
     GroupedConvolutions,
@@ -117,7 +117,7 @@ def mesh_evaluator(
         LayerScans(remat),
     ]
     return Evaluator(
-        [*rules, widen_derivatives] if wide else rules,
+        [*rules, *WIDE_RULES] if wide else rules,
         numerics=Float64() if wide else None,
         weights=Weights(
             uses, weight_only, mesh, gather_per_block=remat.gather_per_block, casts=not wide

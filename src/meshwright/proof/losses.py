@@ -1,0 +1,132 @@
+"""Loss and gradients on one device: of a traced program, and of the loss as its author wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.filterlib import Filter
+
+from meshwright.compiled.quick_options import quick_options
+from meshwright.program.evaluate.evaluator import Evaluator
+from meshwright.program.evaluate.widen import wide_evaluator
+from meshwright.program.jaxpr.names import path_text
+from meshwright.program.trace.model_leaves import Leaf
+from meshwright.program.trace.requested_layouts import recorded_layouts
+from meshwright.program.trace.traced_loss import Loss, LossValue, TracedLoss, read_loss
+from meshwright.proof.observed import fetch
+from meshwright.weighted import Weighted
+
+Gradient = Callable[
+    [dict[str, Any], list[Any], list[Any], float], tuple[Weighted, dict[str, Any], list[Any]]
+]
+"""From parameters, other leaves, the leaves of one microbatch and a factor on the loss to the loss,
+the gradients of its mean (with the factor) and the new other leaves."""
+
+
+def traced_gradient(traced: TracedLoss, *, wide: bool) -> Gradient:
+    """Return the gradient of a traced program as it is, in float64 if ``wide``."""
+    evaluator = wide_evaluator() if wide else Evaluator()
+    leaves = traced.leaves
+
+    def mean_loss(params: Any, state: Any, batch: Any, scale: Any) -> tuple[Any, LossValue]:
+        rest = iter(state)
+        values = [params[x.path] if x.role == "param" else next(rest) for x in leaves]
+        value = traced.read_outputs(evaluator.run(traced.closed, [*values, *batch]))
+        return value.objective.mean * scale, value
+
+    # Few optimizations: it runs a few times. Outside of float64 they matter to the rounding.
+    options = quick_options() if wide else None
+    compiled = jax.jit(jax.value_and_grad(mean_loss, has_aux=True), compiler_options=options)
+
+    def gradient(
+        params: dict[str, Any], state: list[Any], batch: list[Any], scale: float
+    ) -> tuple[Weighted, dict[str, Any], list[Any]]:
+        (_, value), gradients = compiled(params, state, batch, scale)
+        return value.objective, fetch(gradients), value.state
+
+    return gradient
+
+
+class WrittenGradient:
+    """The gradient of a loss as its author would compute it: `nnx.value_and_grad` in `nnx.jit`.
+
+    Nothing of Meshwright's tracing is used, not even how it takes a model apart.
+
+    Args:
+        model: the model.
+        loss: the loss.
+        trainable: NNX filter of what is trained.
+        leaves: the names and roles of the model's leaves.
+        batch: an example batch.
+    """
+
+    def __init__(
+        self, model: Any, loss: Loss, trainable: Filter, leaves: Sequence[Leaf], batch: Any
+    ) -> None:
+        self._model, self._leaves = model, leaves
+        self._tree = jax.tree.structure(batch)
+        trained = nnx.All(trainable, _has_gradient)
+
+        @nnx.jit
+        def gradient(model: Any, batch: Any, scale: Any) -> Any:
+            def mean_loss(model: Any, batch: Any) -> tuple[Any, Weighted]:
+                with recorded_layouts():  # On one device, sharding constraints have no effect.
+                    objective, _ = read_loss(loss(model, batch))
+                return objective.mean * scale, objective
+
+            differentiate = nnx.value_and_grad(
+                mean_loss, argnums=nnx.DiffState(0, trained), has_aux=True
+            )
+            (_, objective), gradients = differentiate(model, batch)
+            nnx.pop(model, nnx.Intermediate)
+            return objective, gradients
+
+        self._gradient = gradient
+
+    def __call__(
+        self, params: dict[str, Any], state: list[Any], batch: list[Any], scale: float
+    ) -> tuple[Weighted, dict[str, Any], list[Any]]:
+        """Return loss, gradients and the new other leaves."""
+        rest = iter(state)
+        values = [params[x.path] if x.role == "param" else next(rest) for x in self._leaves]
+        self._assign(values)
+        arrays = jax.tree.unflatten(self._tree, batch)
+        objective, gradients = self._gradient(self._model, arrays, scale)
+        named = _flat(nnx.State(gradients) if isinstance(gradients, dict) else gradients)
+        after = [x for _, value in _flat(_state(self._model)) for x in jax.tree.leaves(value)]
+        changed = [x for x, leaf in zip(after, self._leaves, strict=True) if leaf.role == "state"]
+        return objective, fetch(_by_path(named)), changed
+
+    def _assign(self, values: Sequence[Any]) -> None:
+        rest = iter(values)
+        state = [
+            (path, jax.tree.map(lambda _: jnp.asarray(next(rest)), value))
+            for path, value in _flat(_state(self._model))
+        ]
+        nnx.update(self._model, nnx.from_flat_state(state))
+
+
+def _state(model: Any) -> Any:
+    return nnx.state(model, nnx.Not(nnx.Intermediate))
+
+
+def _flat(state: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    return list(nnx.to_flat_state(state))
+
+
+def _by_path(named: Sequence[tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for path, value in named:
+        arrays = jax.tree.leaves(value)
+        for number, array in enumerate(arrays):
+            values[path_text((*path, number) if len(arrays) > 1 else path)] = array
+    return values
+
+
+def _has_gradient(path: Any, value: Any) -> bool:
+    del path
+    return all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(value))
