@@ -153,6 +153,16 @@ def test_a_line_search_works_however_gradients_are_computed(settings):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "pipe=2,data=4"])
+def test_a_line_search_is_proven_equal_in_float64(mesh):
+    trainer = mw.Trainer(model=Net(), loss=loss, optimizer=optax.lbfgs(memory_size=2), mesh=mesh)
+    certificate = trainer.verify(lambda _: BATCH, steps=3)
+    assert certificate.equal, str(certificate)
+    (reason,) = certificate.not_compared
+    assert "the optimizer looks at the loss" in reason
+
+
+@pytest.mark.full
 def test_sharpness_aware_minimization_gets_gradients_elsewhere():
     inner, adversary = optax.sgd(0.01), optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
     opaque = optax.contrib.sam(inner, adversary, opaque_mode=True)

@@ -86,6 +86,7 @@ class Certificate(Frozen):
         as_written: the float64 reference against the loss as its author wrote it, run on one
             device by `nnx.jit` and `nnx.value_and_grad` in float32: loss, gradients and state of
             the first update.
+        not_compared: what cannot be compared for this model or optimizer, and why.
         versions: versions of Meshwright, JAX, Flax and Optax.
         date: when the certificate was made.
     """
@@ -100,6 +101,7 @@ class Certificate(Frozen):
     null_parts: dict[str, int] = Field(default_factory=dict[str, int])
     own_precision: list[Comparison]
     as_written: list[Comparison]
+    not_compared: list[str] = Field(default_factory=list[str])
     versions: dict[str, str]
     date: str
 
@@ -110,6 +112,7 @@ class Certificate(Frozen):
             lines += [title, *(f"  {comparison.sentence()}" for comparison in comparisons)]
         if note := self.null_leaves_note():
             lines.append(note)
+        lines += [f"not compared: {each}" for each in self.not_compared]
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return "\n".join([*lines, f"{versions}, {self.date}"])
 
@@ -120,7 +123,7 @@ class Certificate(Frozen):
         """Return whether the mesh is equal to one device, in a few words."""
         if not self.equal:
             return "NOT equal to one device"
-        unjudged = any(c.not_judged for c in self.comparisons())
+        unjudged = self.not_compared or any(c.not_judged for c in self.comparisons())
         return "equal to one device" + (", as far as can be judged" if unjudged else "")
 
     def configuration(self) -> str:

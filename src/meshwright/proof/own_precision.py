@@ -53,10 +53,15 @@ class OwnPrecision:
         compared = [
             self._compared(update, batch) for update, batch in zip(updates, batches, strict=True)
         ]
-        return [
-            *compare_updates(compared, self.rounding, HOW_UPDATES),
-            self._parameters(updates),
-        ]
+        comparisons = compare_updates(compared, self.rounding, HOW_UPDATES)
+        if not self.depends_on_loss(updates[0]):
+            comparisons.append(self._parameters(updates))
+        return comparisons
+
+    def depends_on_loss(self, update: MeshUpdate) -> bool:
+        """Whether the optimizer looks at the loss, which rounding changes from device to device."""
+        first = {path: update.before[path] for path in update.clipped}
+        return self.update.looks_at_loss(first, self.update.init(first), update.clipped)
 
     def _compared(self, update: MeshUpdate, batch: Sequence[Any]) -> ComparedUpdate:
         values = self._leaf_values(update.before)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -18,6 +20,42 @@ from meshwright.proof.compare import global_norm
 from meshwright.proof.losses import Gradient
 from meshwright.proof.nulls import NoiseMasks, within
 from meshwright.proof.observed import Leaves, Masks, ObservedRun, fetch
+from meshwright.step.objective import accepted
+
+
+@dataclass(frozen=True)
+class LossAt:
+    """The loss of one batch as a function of the parameters, computed on the host.
+
+    Attributes:
+        evaluate: from parameters by path to the loss and its gradients.
+    """
+
+    evaluate: Callable[[Leaves], tuple[float, Leaves]]
+
+    def arguments(self, names: Sequence[str], params: Leaves) -> dict[str, Any]:
+        """Return optax's extra arguments of these names, at these parameters."""
+        value, gradients = self.evaluate(params)
+        known = {
+            "value": jnp.asarray(value),
+            "grad": _nested(_as_arrays(gradients)),
+            "value_fn": self._of_tree,
+            "grad_fn": lambda tree, _=None: _nested(self._at(flatten_dict(tree, sep="."))[1]),
+        }
+        return {name: known[name] for name in names}
+
+    def _of_tree(self, tree: Any) -> Any:
+        @jax.custom_vjp
+        def loss(params: Any) -> Any:
+            return self._at(params)[0]
+
+        loss.defvjp(self._at, lambda gradients, ct: ({k: g * ct for k, g in gradients.items()},))
+        return loss(flatten_dict(tree, sep="."))
+
+    def _at(self, params: Any) -> tuple[Any, dict[str, Any]]:
+        with jax.disable_jit(disable=False):
+            value, gradients = self.evaluate(fetch(params))
+        return jnp.asarray(value), _as_arrays(gradients)
 
 
 class OptaxUpdate:
@@ -25,6 +63,7 @@ class OptaxUpdate:
 
     def __init__(self, optimizer: optax.GradientTransformation) -> None:
         self._optimizer = optimizer
+        self._looks_at_loss: bool | None = None
         options = quick_options()
         self._init = jax.jit(
             lambda params: optimizer.init(_nested(params)), compiler_options=options
@@ -35,19 +74,46 @@ class OptaxUpdate:
         """Return the optimizer's initial state."""
         return self._init(dict(params))
 
-    def __call__(self, params: Leaves, moments: Any, gradients: Leaves) -> tuple[Leaves, Any]:
-        """Return the new parameters and the optimizer's new state."""
-        changed, moments = self._update(dict(params), moments, dict(gradients))
+    def __call__(
+        self, params: Leaves, moments: Any, gradients: Leaves, loss: LossAt | None = None
+    ) -> tuple[Leaves, Any]:
+        """Return the new parameters and the optimizer's new state.
+
+        Args:
+            params: the parameters.
+            moments: the optimizer's state.
+            gradients: the gradients, perhaps clipped.
+            loss: the loss of the batch, for optimizers that look at it.
+        """
+        if not self.looks_at_loss(params, moments, gradients):
+            changed, moments = self._update(dict(params), moments, dict(gradients))
+        else:
+            assert loss is not None, "the optimizer looks at the loss"
+            # Operation by operation, so that the loss can be computed on the host.
+            with jax.disable_jit():
+                extra = loss.arguments(accepted(self._optimizer), params)
+                changed, moments = self._updated(dict(params), moments, dict(gradients), **extra)
         return fetch(changed), moments
+
+    def looks_at_loss(self, params: Leaves, moments: Any, gradients: Leaves) -> bool:
+        """Whether the optimizer cannot do without optax's extra arguments."""
+        if self._looks_at_loss is None:
+            try:
+                jax.eval_shape(self._updated, dict(params), moments, dict(gradients))
+            except Exception:
+                self._looks_at_loss = True
+            else:
+                self._looks_at_loss = False
+        return self._looks_at_loss
 
     def program(self, params: Leaves, moments: Any, gradients: Leaves) -> ClosedJaxpr:
         """Return the update as a program."""
         return jax.make_jaxpr(self._updated)(dict(params), moments, dict(gradients))
 
-    def _updated(self, params: Any, moments: Any, gradients: Any) -> Any:
+    def _updated(self, params: Any, moments: Any, gradients: Any, **extra: Any) -> Any:
         # As nested dicts, by whose paths some optimizers choose what to apply.
         tree = _nested(params)
-        updates, moments = self._optimizer.update(_nested(gradients), moments, tree)
+        updates, moments = self._optimizer.update(_nested(gradients), moments, tree, **extra)
         changed: Any = optax.apply_updates(tree, updates)
         return flatten_dict(changed, sep="."), moments
 
@@ -117,14 +183,21 @@ class Reference:
         first: Leaves = {}
         noise = NoiseMasks()
         for batch in batches:
+            before = state
             loss, gradients, state = self._batch_gradient(params, state, batch, 1.0)
             losses.append(loss)
             first = first or gradients
             noise.add(gradients)
             visible = _clipped(_without(gradients, withheld), clip_norm)
-            params, moments = update(params, moments, visible)
+            at = LossAt(functools.partial(self._loss_at, state=before, batch=batch))
+            params, moments = update(params, moments, visible, at)
         run = ObservedRun(losses, first, fetch(params), self._named(state), withheld=withheld)
         return run, noise
+
+    def _loss_at(
+        self, params: Leaves, *, state: list[Any], batch: Sequence[Any]
+    ) -> tuple[float, Leaves]:
+        return self._batch_gradient(params, state, batch, 1.0)[:2]
 
     def _batch_gradient(
         self, params: Leaves, state: list[Any], batch: Sequence[Any], scale: float
@@ -167,6 +240,10 @@ def _clipped(gradients: Leaves, clip_norm: float | None) -> Leaves:
     if clip_norm is None or norm <= clip_norm:
         return gradients
     return {path: gradient * (clip_norm / norm) for path, gradient in gradients.items()}
+
+
+def _as_arrays(leaves: Leaves) -> dict[str, Any]:
+    return {path: jnp.asarray(value) for path, value in leaves.items()}
 
 
 def _nested(params: dict[str, Any]) -> Any:
