@@ -40,11 +40,11 @@ def run(request: Request) -> int:
 
 def _picture(certificate: Certificate, path: Path) -> RenderableType:
     style = "bold green" if certificate.equal else "bold red"
-    note = certificate.null_leaves_note()
+    notes = [certificate.null_leaves_note(), *certificate.not_compared_notes()]
     return Group(
         Text.assemble((certificate.configuration(), "bold"), ": ", (certificate.verdict(), style)),
         *(line for section in certificate.sections() for line in _section(*section)),
-        *([Indented(note, 2, first=0)] if note else []),
+        *(Indented(note, 2, first=0) for note in notes if note),
         Text(f"saved: {path}", overflow="ignore", no_wrap=True),
     )
 

@@ -112,7 +112,7 @@ class Certificate(Frozen):
             lines += [title, *(f"  {comparison.sentence()}" for comparison in comparisons)]
         if note := self.null_leaves_note():
             lines.append(note)
-        lines += [f"not compared: {each}" for each in self.not_compared]
+        lines += self.not_compared_notes()
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return "\n".join([*lines, f"{versions}, {self.date}"])
 
@@ -125,6 +125,10 @@ class Certificate(Frozen):
             return "NOT equal to one device"
         unjudged = self.not_compared or any(c.not_judged for c in self.comparisons())
         return "equal to one device" + (", as far as can be judged" if unjudged else "")
+
+    def not_compared_notes(self) -> list[str]:
+        """Return a line for each thing that could not be compared."""
+        return [f"not compared: {each}" for each in self.not_compared]
 
     def configuration(self) -> str:
         """Return the mesh and, with pipeline stages, the schedule."""
