@@ -1,7 +1,12 @@
 """Checkpoints on disk: what is kept, what is refused, and what they hold."""
 
+import sys
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 from meshwright.checkpoint import (
@@ -122,3 +127,22 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write checkpoints"):
         CheckpointStore(tmp_path / "file/checkpoints")
+
+
+def test_every_shard_is_saved_however_threads_take_turns(tmp_path):
+    sharding = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp"))
+    make = jax.jit(lambda: [jnp.arange(32.0) + n for n in range(60)], out_shardings=sharding)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        store = CheckpointStore(tmp_path / "checkpoints", keep_last=9)
+        for update in range(1, 4):
+            arrays = {"params": {f"w{n}": array for n, array in enumerate(make())}}
+            store.save(arrays, CheckpointMetadata(update=update, seed=1, global_batch_size=8))
+            assert store.wait().reason == ""
+        store.close()
+    finally:
+        sys.setswitchinterval(interval)
+    for update in range(1, 4):
+        for name, array in read_params(tmp_path, update=update).items():
+            np.testing.assert_array_equal(array, np.arange(32.0) + int(name[1:]))

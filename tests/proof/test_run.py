@@ -258,8 +258,8 @@ def test_an_optimizer_that_is_wrong_outside_of_float64(monkeypatch):
     """Its moments lose half of their bits, from the second update on; gradients stay right."""
     right = optimizer.FlatOptimizer.update
 
-    def update(self, gradients, leaves, params):
-        changed, after = right(self, gradients, leaves, params)
+    def update(self, gradients, leaves, params, objective):
+        changed, after = right(self, gradients, leaves, params, objective)
         coarse = [
             leaf.astype(jnp.bfloat16).astype(leaf.dtype) if leaf.dtype == jnp.float32 else leaf
             for leaf in after
@@ -292,7 +292,9 @@ def test_statistics_that_the_trace_drops(monkeypatch):
 
 def test_initial_values_that_are_not_those_of_one_device(monkeypatch):
     right = assemble.Assembled.init
-    monkeypatch.setattr(assemble.Assembled, "init", lambda self, seed: right(self, seed + 1))
+    monkeypatch.setattr(
+        assemble.Assembled, "init", lambda self, seed, **kwargs: right(self, seed + 1, **kwargs)
+    )
     broken = failures(certify({"fsdp": 2}, model=Plain))
     assert broken["own_precision initial values"].first_different == "down.kernel"
 

@@ -156,6 +156,7 @@ class CheckpointStore:
                 jax.block_until_ready(state)
                 if not bool(np.asarray(finite)):
                     raise StateNotFinite(metadata.update)
+                _list_shards(state)
                 self._write(state, metadata, loss)
             except StateNotFinite as caught:
                 error, reason = caught, str(caught)
@@ -185,6 +186,17 @@ class CheckpointStore:
         if is_main():
             # A checkpoint without its checksums would be taken for damaged later.
             read_checksums(self.folder / str(metadata.update) / CHECKSUMS)
+
+
+def _list_shards(state: Any) -> None:
+    """List the shards of every array once, before several threads do.
+
+    JAX lists them on first use. Before release 0.12, threads that do so at the same time may get
+    only some of them, and the others would be missing in the checkpoint.
+    """
+    for array in jax.tree.leaves(state):
+        if isinstance(array, jax.Array):
+            _ = array.addressable_shards
 
 
 def _make_folder(folder: Path) -> None:
