@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointStore
+from meshwright.checkpoint.by_path import ArraysByPath
 from meshwright.data.user_data import as_data
 from meshwright.errors import EnvironmentProblem, UserError, first_line
 from meshwright.processes import broadcast, is_main
@@ -85,7 +86,7 @@ class FitResult:
     @property
     def params(self) -> dict[str, Any]:
         """The trained parameters by canonical path, such as ``blocks.0.mlp.up.kernel``."""
-        return self.assembled.canonical_params(self.state.params)
+        return ArraysByPath(self.assembled.canonical_params(self.state.params))
 
     def host_arrays(self) -> dict[str, Any]:
         """Return parameters and statistics by canonical path, as NumPy arrays."""
