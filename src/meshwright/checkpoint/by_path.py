@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import ItemsView, Mapping
 from typing import Any
 
@@ -21,7 +21,9 @@ class ArraysByPath(dict[str, Any]):
 
     def items(self) -> ItemsView[Any, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the items: by path, and nested if NNX asks."""
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        frame = inspect.currentframe()
+        before = None if frame is None else frame.f_back
+        caller = "" if before is None else str(before.f_globals.get("__name__"))
         asked_by_nnx = caller == _READS_NESTED or caller.startswith(f"{_READS_NESTED}.")
         return nest(self).items() if asked_by_nnx else super().items()
 

@@ -39,7 +39,8 @@ class DamagedCheckpoint(UserError):
         super().__init__(
             f"the checkpoint {folder / str(damage.update)} is damaged",
             why=damage.problem,
-            fix=f"use another one: `meshwright check {folder.parent}` says which are sound",
+            fix="use another one; in a shell, "
+            f"`meshwright check {folder.parent}` says which are sound",
         )
 
 

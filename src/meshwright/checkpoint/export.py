@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from meshwright.checkpoint.by_path import ArraysByPath, nest
 from meshwright.checkpoint.reader import CheckpointReader, find_store
+from meshwright.config.argument_checks import check_count, check_path
 from meshwright.errors import UserError
 
 Arrays = dict[str, NDArray[Any]]
@@ -59,7 +60,9 @@ def read_groups(
     path: str | Path, groups: Sequence[str], *, update: int | None = None
 ) -> dict[str, Arrays]:
     """Read arrays of a checkpoint by group (params, state, optimizer) and canonical path."""
-    folder, named = find_store(Path(path))
+    folder, named = find_store(check_path("path", path))
+    if update is not None:
+        check_count("update", update)
     reader = CheckpointReader(folder)
     wanted = update if update is not None else named if named is not None else reader.latest()
     if wanted is None or wanted not in reader.updates():
@@ -92,11 +95,13 @@ def export_safetensors(
         raise UserError(
             "exporting needs the safetensors package", fix="pip install 'meshwright[hf]'"
         ) from error
+    target = check_path("out", out)
+    if not hasattr(run, "host_arrays"):
+        run = check_path("run", run)
     if isinstance(run, str | Path):
         params = read_params(run, update=update, statistics=True)
     else:
         params = run.host_arrays()
-    target = Path(out)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         arrays = {name: np.ascontiguousarray(value) for name, value in params.items()}

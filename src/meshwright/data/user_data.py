@@ -198,6 +198,7 @@ def as_data(given: Any, seed: int = 0, *, num_processes: int | None = None) -> D
     if is_source(given):
         return SourceData(given, seed)
     if isinstance(given, Mapping):
+        _check_names(given)
         return SourceData(ArraySource(**given), seed)
     if hasattr(given, "shape") or isinstance(given, str | bytes):
         raise UserError(
@@ -226,6 +227,15 @@ def as_data(given: Any, seed: int = 0, *, num_processes: int | None = None) -> D
 def is_batch_function(builder: Builder) -> bool:
     """Whether a builder itself returns batches: a function of ``step`` and ``batch_size``."""
     return not inspect.isclass(builder) and set(BATCH_PARAMETERS) <= set(parameters_of(builder))
+
+
+def _check_names(arrays: Mapping[Any, Any]) -> None:
+    for name in arrays:
+        if not isinstance(name, str):
+            raise UserError(
+                f"the data have an array named {name!r:.60}, of type {type(name).__name__}",
+                fix='name each array by a text: {"x": images, "y": labels}',
+            )
 
 
 def is_source(made: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import jax
+import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.jax_internals import jax_has_started
@@ -16,9 +17,11 @@ _THREADS_PER_DEVICE = 2
 
 def simulate_devices(count: int) -> None:
     """Give this process ``count`` virtual CPU devices; must run before JAX starts its devices."""
-    if not 1 <= count <= MAX_DEVICES:
+    whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
+    if not whole or not 1 <= count <= MAX_DEVICES:
         raise UserError(
-            f"cannot simulate {count} devices", fix=f"write simulate=1 to simulate={MAX_DEVICES}"
+            f"cannot simulate {count!s:.60} devices",
+            fix=f"write a whole number from 1 to {MAX_DEVICES}",
         )
     if jax_has_started():
         present = jax.devices()

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointStore
 from meshwright.checkpoint.by_path import ArraysByPath
+from meshwright.config.argument_checks import check_path
 from meshwright.data.user_data import as_data
 from meshwright.errors import EnvironmentProblem, UserError, first_line
 from meshwright.processes import broadcast, is_main
@@ -104,7 +105,7 @@ class FitResult:
         Args:
             path: a folder for it, without checkpoints.
         """
-        folder = Path(path).absolute() / FOLDER
+        folder = check_path("path", path).absolute() / FOLDER
         if broadcast(is_main() and folder.is_dir() and any(folder.iterdir())):
             raise UserError(
                 f"{path} already holds checkpoints", fix="name another folder, or remove this one"

@@ -14,6 +14,7 @@ from flax import nnx
 from meshwright.checkpoint import CheckpointReader, find_store
 from meshwright.checkpoint.damage import Damage, DamagedCheckpoint, all_damaged
 from meshwright.checkpoint.export import read_groups
+from meshwright.config.argument_checks import check_path
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
 from meshwright.inputs.user_model import model_source
@@ -34,7 +35,7 @@ def load_model(run: str | Path, *, model: Any = None, update: int | None = None)
         update: which checkpoint; by default the newest that is not damaged, with a warning about
             those that are.
     """
-    folder, named = find_store(Path(run))
+    folder, named = find_store(check_path("run", run))
     asked = named if update is None else update
     if asked is not None:
         return _load(folder, asked, model)
@@ -47,7 +48,9 @@ def load_model(run: str | Path, *, model: Any = None, update: int | None = None)
             continue
         _warn_damaged(folder, damaged, newest)
         return loaded
-    raise all_damaged(folder, damaged, "use a copy of the folder, or the checkpoints of another run")
+    raise all_damaged(
+        folder, damaged, "use a copy of the folder, or the checkpoints of another run"
+    )
 
 
 def _load(folder: Path, update: int, model: Any) -> Any:

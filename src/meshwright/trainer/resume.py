@@ -158,7 +158,8 @@ def check_same_run(
         changes.append(f"the data's fingerprint was {metadata.dataset} and is {dataset}")
     if changes and not accept:
         raise UserError(
-            f"the config differs from that of the checkpoint (update {metadata.update})",
+            f"the {'config' if config else 'run'} differs from that of the checkpoint "
+            f"(update {metadata.update})",
             why="; ".join(changes),
             fix=f"restore the old values, start a new run in another {Setting('hydra.run.dir')}, "
             f"or continue anyway with {Setting('checkpoint.accept_changes', True)}",

@@ -290,7 +290,7 @@ def get_schedule(name: str, num_chunks: int = 2) -> Schedule:
         "interleaved": Interleaved(num_chunks),
         "zb_h1": ZeroBubbleH1(),
     }
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise UserError(
             f"there is no pipeline schedule `{name}`",
             why=f"there are {', '.join(known)}",
