@@ -48,6 +48,11 @@ def canonical_axis(name: str) -> str:
     return axis
 
 
+def is_whole(number: object) -> bool:
+    """Whether this is a whole number, of Python or NumPy; true and false are none."""
+    return isinstance(number, int | np.integer) and not isinstance(number, bool)
+
+
 def check_sizes(sizes: object) -> None:
     """Refuse anything but a mapping of whole numbers."""
     if not isinstance(sizes, Mapping):
@@ -56,7 +61,7 @@ def check_sizes(sizes: object) -> None:
             fix='write its axes and sizes, such as {"fsdp": 4, "tensor": 2}',
         )
     for name, size in typing.cast("Mapping[object, object]", sizes).items():
-        if not isinstance(size, int | np.integer) or isinstance(size, bool):
+        if not is_whole(size):
             raise UserError(
                 f"mesh axis `{name}` has size {size!r:.60}",
                 why=f"it is of type {type(size).__name__}",

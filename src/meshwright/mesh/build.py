@@ -13,7 +13,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshwright.errors import UserError
-from meshwright.mesh.axes import AXES, INFER, check_sizes, resolve_alias, resolve_sizes
+from meshwright.mesh.axes import AXES, INFER, check_sizes, is_whole, resolve_alias, resolve_sizes
 
 Device = Any
 """A `jax.Device`, or an object with the same attributes."""
@@ -47,7 +47,7 @@ def abstract_mesh(sizes: Mapping[str, int], num_devices: int | None = None) -> A
                 fix="pass num_devices=, or write every size",
             )
         num_devices = math.prod(sizes.values())
-    elif not isinstance(num_devices, int | np.integer) or isinstance(num_devices, bool):
+    elif not is_whole(num_devices):
         raise UserError(
             f"num_devices={num_devices!r:.60} is not valid",
             why=f"it is of type {type(num_devices).__name__}",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import jax
-import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.jax_internals import jax_has_started
+from meshwright.mesh.axes import is_whole
 from meshwright.units import counted
 
 MAX_DEVICES = 1024
@@ -17,8 +17,7 @@ _THREADS_PER_DEVICE = 2
 
 def simulate_devices(count: int) -> None:
     """Give this process ``count`` virtual CPU devices; must run before JAX starts its devices."""
-    whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
-    if not whole or not 1 <= count <= MAX_DEVICES:
+    if not is_whole(count) or not 1 <= count <= MAX_DEVICES:
         raise UserError(
             f"cannot simulate {count!s:.60} devices",
             fix=f"write a whole number from 1 to {MAX_DEVICES}",
