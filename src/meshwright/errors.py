@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum, IntEnum
@@ -88,15 +88,23 @@ def spelled_for(spelling: Spelling) -> Generator[None]:
 ANY = "…"
 """Stands for a value that the reader has to choose."""
 
-SettingValue = bool | int | float | str | None
+SettingValue = bool | int | float | str | Sequence[int] | None
 
 _ARGUMENTS = {
     "training.global_batch_size": "batch_size",
+    # In Python the samples per device follow from the batch.
+    "training.micro_batch_size": "batch_size",
     "hydra.run.dir": "run_dir",
+    "data.eval_fraction": "eval_data",
+    "data.eval_path": "eval_data",
 }
 """Arguments in Python that are not called like the last part of their config key."""
 
-_CONFIG_OBJECTS = {"sharding": "mw.ShardingConfig", "checkpoint": "mw.CheckpointConfig"}
+_CONFIG_OBJECTS = {
+    "sharding": "mw.ShardingConfig",
+    "checkpoint": "mw.CheckpointConfig",
+    "tracking": "mw.TrackingConfig",
+}
 """Sections of the config that are one argument in Python."""
 
 
@@ -118,22 +126,33 @@ class Setting:
     def __str__(self) -> str:
         if current_spelling() is Spelling.PYTHON:
             return self._in_python()
-        words = {True: "true", False: "false", None: "null"}
-        texts = [words[v] if v is None or isinstance(v, bool) else str(v) for v in self.values]
-        return "=".join(filter(None, (self.key, " or ".join(texts))))
+        return "=".join(filter(None, (self.key, " or ".join(map(_on_command_line, self.values)))))
 
     def _in_python(self) -> str:
         section = self.key.partition(".")[0]
         name = _ARGUMENTS.get(self.key, self.key.rpartition(".")[2])
-        quoted = (f'"{v}"' if isinstance(v, str) and v != ANY else str(v) for v in self.values)
-        value = " or ".join(quoted)
+        value = " or ".join(map(_in_python, self.values))
         if self.key == "simulate":
             return f"mw.simulate_devices({value}) before JAX starts"
-        if section in _CONFIG_OBJECTS:
+        if section in _CONFIG_OBJECTS and self.key != "tracking.log_every":
             return f"{section}={_CONFIG_OBJECTS[section]}({name}={value or ANY})"
         if not value:
             return name
         return f'mesh="{name}={value}"' if section == "mesh" else f"{name}={value}"
+
+
+def _on_command_line(value: SettingValue) -> str:
+    if value is None or isinstance(value, bool):
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{','.join(map(str, value))}]"
+    return str(value)
+
+
+def _in_python(value: SettingValue) -> str:
+    if isinstance(value, str):
+        return value if value == ANY else f'"{value}"'
+    return str(list(value) if isinstance(value, Sequence) else value)
 
 
 def first_line(error: BaseException) -> str:

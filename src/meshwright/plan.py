@@ -9,6 +9,7 @@ from typing import Any, Self, TypedDict
 import yaml
 from pydantic import Field, field_validator, model_validator
 
+from meshwright.config.argument_checks import check_kind
 from meshwright.config.base import Frozen
 from meshwright.config.batch import Batch
 from meshwright.config.microbatches import (
@@ -147,6 +148,7 @@ class Plan(Frozen):
     @classmethod
     def from_yaml(cls, text: str) -> Self:
         """Read a plan written by `to_yaml`."""
+        check_kind("text", text, str, "write the text that `to_yaml` returned")
         try:
             values: Any = yaml.safe_load(text)
         except (yaml.YAMLError, ValueError) as error:

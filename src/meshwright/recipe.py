@@ -28,14 +28,14 @@ from meshwright.config.schema import Config, OptimizerConfig
 from meshwright.data.batches import read_batch
 from meshwright.data.config_data import ConfigData
 from meshwright.data.protocols import Data
-from meshwright.errors import MeshwrightError, UserError
+from meshwright.errors import ANY, MeshwrightError, Setting, UserError
 from meshwright.inputs.user_model import call_with_rngs, model_source
 from meshwright.inputs.user_task import HasLoss, read_task
 from meshwright.plan import Plan
 from meshwright.program.trace.traced_loss import Loss, LossOutput, Model
 from meshwright.step.assemble import Assembled, ModelSource, assemble
 from meshwright.trees import Batch
-from meshwright.user_code import doing
+from meshwright.user_code import doing, whole_traceback
 
 _SHARED_SIZES = ("vocab_size", "context_length", "input_name", "input_shape", "num_classes")
 """Sizes that the data take from the task or, if it has none, from the model."""
@@ -178,9 +178,10 @@ def learning_rate(config: Config, global_batch_size: int, updates: int | None) -
     optimizer = config.optimizer
     if updates is None and optimizer.schedule != "constant":
         raise UserError(
-            f"optimizer.schedule={optimizer.schedule} needs the number of updates",
-            why=f"training.max_duration={config.training.max_duration} is a time",
-            fix="write optimizer.schedule=constant, or training.steps=… instead of a time",
+            f"{Setting('optimizer.schedule', optimizer.schedule)} needs the number of updates",
+            why=f"{Setting('training.max_duration', config.training.max_duration)} is a time",
+            fix=f"write {Setting('optimizer.schedule', 'constant')}, or "
+            f"{Setting('training.steps', ANY)} instead of a time",
         )
     peak = optimizer.learning_rate * _batch_factor(optimizer, global_batch_size)
     after = max((updates or 0) - optimizer.warmup_steps, 1)
@@ -230,7 +231,7 @@ def _explained(loss: Loss, config: Config, setting: str | None = None) -> Loss:
         except Exception as error:
             named = setting or f"task.kind={config.task.kind}"
             what = f"{named} fails on model.kind={config.model.kind}"
-            fix = "choose task=… and data=… that fit the model; --debug shows the whole traceback"
+            fix = f"choose a task and data that fit the model\n{whole_traceback()}".strip()
             raise explain_failure(what, error, fix) from error
 
     return explained
@@ -241,8 +242,10 @@ def _batch_factor(optimizer: OptimizerConfig, global_batch_size: int) -> float:
         return 1.0
     if optimizer.base_batch_size is None:
         raise UserError(
-            f"optimizer.scale_learning_rate={optimizer.scale_learning_rate} needs a base batch",
-            fix="write optimizer.base_batch_size=…, the batch size that the learning rate is for",
+            f"{Setting('optimizer.scale_learning_rate', optimizer.scale_learning_rate)} needs a "
+            "base batch",
+            fix=f"write {Setting('optimizer.base_batch_size', ANY)}, the batch size that the "
+            "learning rate is for",
         )
     ratio = global_batch_size / optimizer.base_batch_size
     return ratio if optimizer.scale_learning_rate == "linear" else float(np.sqrt(ratio))

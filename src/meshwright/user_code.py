@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from meshwright.errors import MeshwrightError, UserError, first_line
+from meshwright.errors import MeshwrightError, Spelling, UserError, current_spelling, first_line
 
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 _LIBRARIES = tuple(
@@ -78,6 +78,12 @@ def describe_frames(error: BaseException) -> list[str]:
     return [line.removeprefix("  ") for line in text.splitlines()]
 
 
+def whole_traceback() -> str:
+    """Say how to see the whole traceback of an exception; in Python it is shown anyway."""
+    on_command_line = current_spelling() is Spelling.COMMAND_LINE
+    return "add --debug for the whole traceback" if on_command_line else ""
+
+
 def explain_users_exception(error: Exception) -> UserError | None:
     """Return an error about an exception in the user's code; None if it came from elsewhere."""
     lines = describe_frames(error)
@@ -89,7 +95,7 @@ def explain_users_exception(error: Exception) -> UserError | None:
     return UserError(
         f"your code raised {kind}" + ("" if first == kind else f": {first}"),
         why="\n".join([*rest, *notes(error), *lines]),
-        fix="add --debug for the whole traceback",
+        fix=whole_traceback(),
     )
 
 

@@ -71,6 +71,12 @@ def flip(file, at=0.5):
     file.write_bytes(bytes(content))
 
 
+def flip_everywhere(checkpoint):
+    for file in (checkpoint / "state/ocdbt.process_0/d").iterdir():
+        for part in range(100):
+            flip(file, at=part / 100)
+
+
 def events(run, kind):
     lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
     return [line["message"] for line in lines if line["kind"] == kind]
@@ -113,6 +119,23 @@ def test_a_run_goes_on_from_the_newest_sound_one(run, sound, tmp_path):
     # It is not looked at again.
     fit(run, 7)
     assert len([text for text in events(run, "warning") if "damaged" in text]) == 1
+
+
+def test_a_loaded_model_is_that_of_the_newest_sound_one(run):
+    flip_everywhere(run / "checkpoints/4")
+    build = lambda rngs: nnx.Linear(32, 1024, rngs=rngs)  # noqa: E731
+    with pytest.warns(UserWarning, match=r"checkpoints/4 is damaged .*that of update 2 instead"):
+        model = mw.load_model(run, model=build)
+    np.testing.assert_array_equal(model.kernel[...], read_params(run, update=2)["kernel"])
+    assert (run / "checkpoints/4").is_dir(), "reading renames nothing"
+    for asked in ({"update": 4}, {"run": run / "checkpoints/4"}):
+        with pytest.raises(UserError, match="checkpoints/4 is damaged"):
+            mw.load_model(**{"run": run, "model": build, **asked})
+    flip_everywhere(run / "checkpoints/2")
+    with pytest.raises(UserError, match="every checkpoint in") as caught:
+        mw.load_model(run, model=build)
+    assert "4: " in caught.value.why
+    assert "2: " in caught.value.why
 
 
 def test_on_another_mesh_the_checksums_are_those_of_the_old_one(run):

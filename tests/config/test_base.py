@@ -10,6 +10,8 @@ from meshwright.config.compose import compose_config
 from meshwright.config.schema import PipelineConfig
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("command_line")
+
 
 class Inner(Frozen):
     size: int = 1

@@ -5,6 +5,8 @@ import pytest
 from meshwright.config.builders import build, check_arguments, find_builder, parameters_of
 from meshwright.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("command_line")
+
 
 class Model:
     def __init__(self, size: int, *, rate: float = 0.1, rngs: object):

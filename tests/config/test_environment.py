@@ -55,7 +55,7 @@ def test_plain_variables_are_read():
 
 
 def test_the_process_environment_is_the_default(monkeypatch):
-    for variable in [*SLURM, *OPEN_MPI, "MASTER_ADDR", "LOCAL_WORLD_SIZE"]:
+    for variable in [*SLURM, *OPEN_MPI, *JAX, "MASTER_ADDR", "LOCAL_WORLD_SIZE"]:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
@@ -116,6 +116,39 @@ def test_uneven_slurm_allocations_are_accepted(uneven):
 def test_a_slurm_batch_script_is_not_a_task():
     script = {k: v for k, v in SLURM.items() if k not in ("SLURM_PROCID", "SLURM_LOCALID")}
     assert who(script) == (1, 0, 0, 1, 1)
+    # SLURM gives the only process of the batch step the rank 0, and none of the step's variables.
+    assert who({**script, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}) == (1, 0, 0, 1, 1)
+    step = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}
+    assert who({**script, **step}) == (8, 0, 0, 2, 4)
+
+
+JAX = {
+    "JAX_COORDINATOR_ADDRESS": "node0:1234",
+    "JAX_NUM_PROCESSES": "4",
+    "JAX_PROCESS_ID": "3",
+}
+
+
+def test_the_variables_of_jax_are_read():
+    config = DistributedConfig.from_environment(JAX)
+    assert who(JAX) == (4, 3, 0, 4, 1)
+    assert (config.master_addr, config.master_port) == ("node0", 1234)
+    assert who({**SLURM, **JAX}) == (4, 3, 0, 4, 1)
+    assert who({**JAX, "WORLD_SIZE": "2", "RANK": "1"}) == (2, 1, 0, 1, 2)
+    assert who({"JAX_COORDINATOR_ADDRESS": "node0:1234", "JAX_NUM_PROCESSES": "1"})[0] == 1
+
+
+@pytest.mark.parametrize("missing", ["JAX_NUM_PROCESSES", "JAX_PROCESS_ID"])
+def test_half_of_the_variables_of_jax_are_refused(missing):
+    with pytest.raises(UserError, match=f"{missing} is not set") as caught:
+        DistributedConfig.from_environment({k: v for k, v in JAX.items() if k != missing})
+    assert f"export {missing}=…" in caught.value.fix
+
+
+@pytest.mark.parametrize("address", ["node0", ":1234", "node0:http"])
+def test_an_address_without_a_port_is_refused(address):
+    with pytest.raises(UserError, match="host and a port"):
+        DistributedConfig.from_environment({**JAX, "JAX_COORDINATOR_ADDRESS": address})
 
 
 def test_a_world_size_exported_in_a_slurm_script_leaves_each_task_its_rank():
@@ -171,7 +204,7 @@ numbers = st.integers(-2, 16).map(str) | st.text(max_size=4)
 environments = st.fixed_dictionaries(
     {},
     optional={
-        **dict.fromkeys([*SLURM, *OPEN_MPI], numbers),
+        **dict.fromkeys([*SLURM, *OPEN_MPI, *JAX], numbers),
         **dict.fromkeys(["WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"], numbers),
         "SLURM_JOB_NODELIST": st.text("gn01[]-, ", max_size=8),
         "MASTER_ADDR": st.text(max_size=4),

@@ -21,3 +21,8 @@ def tokenizer_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     tokenizer.save(str(path))
     return path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _spelled(command_line):
+    """Let messages spell settings as the command line does."""

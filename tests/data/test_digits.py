@@ -42,7 +42,7 @@ def test_nearest_neighbours_recognise_most_digits():
 
 
 def test_shapes_of_other_sizes_are_refused():
-    with pytest.raises(UserError, match=r"task\.input_shape=\[32, 32, 3\]"):
+    with pytest.raises(UserError, match=r"task\.input_shape=\[32,32,3\]"):
         DigitSource(input_shape=(32, 32, 3))
     with pytest.raises(UserError, match="the dataset is empty"):
         DigitSource(num_samples=0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright import processes
+from meshwright.cli.main import main
 from meshwright.errors import EnvironmentProblem, UserError
 from meshwright.launch.connect import (
     connect_processes,
@@ -17,6 +18,7 @@ from meshwright.launch.connect import (
     explain_lost_peer,
     is_main,
 )
+from meshwright.launch.environments import free_port
 
 LIMIT_SECONDS = 120
 
@@ -47,6 +49,39 @@ def test_two_processes_with_two_devices_are_one_machine_to_doctor():
     assert {line.partition(" … ")[0] for line in err.splitlines()} <= {
         "[0] starting JAX", "[0] checking 4 devices"
     }  # fmt: skip
+
+
+@pytest.mark.full
+def test_processes_started_by_hand_join_by_the_variables_of_jax():
+    address = f"127.0.0.1:{free_port()}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "meshwright", "doctor", "--json"],
+            env=os.environ
+            | {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}
+            | {"JAX_PROCESS_ID": str(index), "JAX_NUM_CPU_DEVICES": "2"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    outs = [process.communicate(timeout=LIMIT_SECONDS)[0] for process in started]
+    report = json.loads(outs[0])
+    assert (report["devices"], report["local_devices"], report["process_count"]) == (4, 2, 2)
+    assert [entry["source"] for entry in report["ranks"]] == ["JAX"]
+    assert outs[1] == ""
+
+
+def test_half_of_the_variables_of_jax_never_train_alone(monkeypatch, capfd, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1234")
+    assert main(["train", "model=mlp"]) == 2
+    out, err = capfd.readouterr()
+    assert "JAX_PROCESS_ID is not set" in err
+    assert "Traceback" not in err
+    assert not list(tmp_path.iterdir())
+    assert not out
 
 
 @pytest.mark.full

@@ -58,6 +58,7 @@ def test_it_names_both_sources(launch, environ):
         {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "node7"},
         {"MASTER_ADDR": "localhost", "MASTER_PORT": "1234"},
         {"SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2"},
+        {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"},
         {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},
         {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1234", "JAX_NUM_PROCESSES": "1"},
     ],

@@ -7,6 +7,8 @@ import pytest
 from meshwright.profile import CollectiveTime, DeviceTime, Profile
 from meshwright.profile.bottlenecks import advise
 
+pytestmark = pytest.mark.usefixtures("command_line")
+
 
 def profile(*devices: tuple[float, float, float], waited: float = 0.0, **more) -> Profile:
     """Make a profile of two updates of a second from compute, communication and hidden time."""

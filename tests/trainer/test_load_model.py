@@ -1,5 +1,6 @@
 """Trained models on disk: loaded, exported, saved from memory, and trained further."""
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -67,12 +68,35 @@ def test_what_does_not_fit_is_listed(run):
         mw.load_model(folder)
 
 
-def test_nnx_takes_nested_parameters(run):
+@pytest.mark.parametrize("nested", [True, False])
+def test_nnx_takes_parameters_nested_and_by_path(run, nested):
     folder, result = run
     model = Net(nnx.Rngs(5))
-    nnx.update(model, mw.read_params(folder, statistics=True, nested=True))
+    before = set(vars(model))
+    nnx.update(model, mw.read_params(folder, statistics=True, nested=nested))
     model.eval()
     assert_same_model(model, result)
+    assert set(vars(model)) == before
+
+
+def test_nnx_takes_the_parameters_of_a_result(run):
+    folder, result = run
+    model = Net(nnx.Rngs(5))
+    nnx.update(model, result.params, {})
+    saved = jax.tree.leaves(mw.read_params(folder, nested=True))
+    for array, expected in zip(jax.tree.leaves(nnx.state(model, nnx.Param)), saved, strict=True):
+        np.testing.assert_array_equal(array, expected)
+
+
+def test_parameters_by_path_are_a_dict_and_a_tree(run):
+    folder, _ = run
+    params = mw.read_params(folder)
+    assert dict(params) == {path: params[path] for path in params}
+    assert [path for path, _ in params.items()] == list(params)
+    halved = jax.tree.map(lambda array: array / 2, params)
+    for path, array in params.items():
+        np.testing.assert_array_equal(halved[path] * 2, array, err_msg=path)
+    assert len(jax.tree.leaves(params)) == len(params)
 
 
 def test_a_result_saves_itself_and_resumes(run, tmp_path):

@@ -216,7 +216,7 @@ def test_a_schedule_may_be_a_name_a_dict_or_a_config(pipeline):
     ("pipeline", "said"),
     [
         ("zb-h1", "did you mean `zb_h1`"),
-        ({"schedules": "gpipe"}, "did you mean `pipeline.schedule`"),
+        ({"schedules": "gpipe"}, "did you mean `schedule`"),
         (4, 'of type int\nwrite pipeline="zb_h1"'),
     ],
 )

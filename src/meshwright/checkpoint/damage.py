@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +39,25 @@ class DamagedCheckpoint(UserError):
         super().__init__(
             f"the checkpoint {folder / str(damage.update)} is damaged",
             why=damage.problem,
-            fix=f"use another one: `meshwright check {folder.parent}` says which are sound",
+            fix="use another one; in a shell, "
+            f"`meshwright check {folder.parent}` says which are sound",
         )
+
+
+def all_damaged(folder: Path, damaged: Sequence[Damage], fix: str) -> UserError:
+    """Return the error for a folder without a sound checkpoint.
+
+    Args:
+        folder: the checkpoint folder.
+        damaged: what is wrong with its checkpoints.
+        fix: what to do about it.
+    """
+    names = [path.name for path in list_set_aside(folder)]
+    return UserError(
+        f"every checkpoint in {folder} is damaged",
+        why="; ".join([*(f"{d.update}: {d.problem}" for d in damaged), *names]),
+        fix=fix,
+    )
 
 
 def reading_error(folder: Path, update: int, error: Exception, what: str = "") -> UserError:

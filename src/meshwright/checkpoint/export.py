@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.checkpoint.by_path import ArraysByPath, nest
 from meshwright.checkpoint.reader import CheckpointReader, find_store
+from meshwright.config.argument_checks import check_count, check_path
 from meshwright.errors import UserError
 
 Arrays = dict[str, NDArray[Any]]
@@ -40,37 +42,27 @@ def read_params(
         update: which checkpoint; the newest by default.
         statistics: also read the model's other floating-point arrays, such as the running
             means of BatchNorm and frozen weights.
-        nested: return nested dicts, as ``nnx.update(model, …)`` takes them, instead of one dict
-            by path.
+        nested: return plain nested dicts instead of one dict by path; ``nnx.update(model, …)``
+            takes both.
     """
     groups = read_groups(path, ("params", "state") if statistics else ("params",), update=update)
-    arrays = {
-        name: array
+    arrays = ArraysByPath(
+        (name, array)
         for group, by_path in groups.items()
         for name, array in by_path.items()
         # Integer arrays are keys and counters of random streams.
         if group == "params" or np.issubdtype(array.dtype, np.floating)
-    }
+    )
     return nest(arrays) if nested else arrays
-
-
-def nest(arrays: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return arrays by path as nested dicts; the numbers of lists are integers."""
-    root: dict[Any, Any] = {}
-    for path, array in arrays.items():
-        *parents, last = (int(part) if part.isdecimal() else part for part in path.split("."))
-        inner = root
-        for part in parents:
-            inner = inner.setdefault(part, {})
-        inner[last] = array
-    return root
 
 
 def read_groups(
     path: str | Path, groups: Sequence[str], *, update: int | None = None
 ) -> dict[str, Arrays]:
     """Read arrays of a checkpoint by group (params, state, optimizer) and canonical path."""
-    folder, named = find_store(Path(path))
+    folder, named = find_store(check_path("path", path))
+    if update is not None:
+        check_count("update", update)
     reader = CheckpointReader(folder)
     wanted = update if update is not None else named if named is not None else reader.latest()
     if wanted is None or wanted not in reader.updates():
@@ -103,11 +95,13 @@ def export_safetensors(
         raise UserError(
             "exporting needs the safetensors package", fix="pip install 'meshwright[hf]'"
         ) from error
+    target = check_path("out", out)
+    if not hasattr(run, "host_arrays"):
+        run = check_path("run", run)
     if isinstance(run, str | Path):
         params = read_params(run, update=update, statistics=True)
     else:
         params = run.host_arrays()
-    target = Path(out)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         arrays = {name: np.ascontiguousarray(value) for name, value in params.items()}

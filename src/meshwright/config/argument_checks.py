@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,16 +13,69 @@ import numpy as np
 from meshwright.config.base import shorten
 from meshwright.errors import UserError
 
+MOST_SAMPLES = 2**31 - 1
+"""A batch or a dataset with more samples is a typing mistake."""
 
-def check_count(name: str, count: Any) -> None:
-    """Refuse anything but a whole number of at least 1."""
+
+def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], fix: str) -> None:
+    """Refuse an argument of another kind.
+
+    Args:
+        name: the name of the argument.
+        value: what was given.
+        kinds: the types it may have.
+        fix: what to write instead.
+    """
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is int):
+        raise wrong_kind(name, value, fix)
+
+
+def wrong_kind(name: str, value: Any, fix: str) -> UserError:
+    """Return the error for an argument of the wrong kind."""
+    kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+    what = "it is" if isinstance(value, type) else "it is of type"
+    return UserError(f"{name}={shorten(repr(value))} is not valid", why=f"{what} {kind}", fix=fix)
+
+
+def check_count(name: str, count: Any, most: int = 2**63 - 1) -> None:
+    """Refuse anything but a whole number from 1 to ``most``."""
     whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
-    if not whole or count < 1:
+    if not whole or not 1 <= count <= most:
+        size = "it is less than 1" if whole and count < 1 else f"it is more than {most}"
         raise UserError(
-            f"{name}={count!r} is not valid",
-            why="it is less than 1" if whole else f"it is of type {type(count).__name__}",
+            f"{name}={shorten(repr(count))} is not valid",
+            why=size if whole else f"it is of type {type(count).__name__}",
             fix=f"write {name} as a whole number, 1 or more",
         )
+
+
+def check_takes(name: str, function: Any, arguments: Sequence[str]) -> None:
+    """Refuse a function that cannot be called with these positional arguments."""
+    written = f"{name}({', '.join(arguments)})"
+    if not callable(function):
+        raise wrong_kind(name, function, f"write a function {written}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        # Some functions written in C have no signature.
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise UserError(
+            f"{name} cannot be called as {written}",
+            why=f"{getattr(function, '__name__', name)}{signature}: {error}",
+            fix=f"write a function {written}",
+        ) from None
+
+
+def check_path(name: str, path: Any) -> Path:
+    """Return a path; refuse what is none."""
+    check_kind(name, path, (str, os.PathLike), f'write {name} as a path, such as "runs/first"')
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise UserError(f"{name}={text!r} is not a path", fix='write one, such as "runs/first"')
+    return Path(text)
 
 
 def check_optimizer(optimizer: Any) -> None:

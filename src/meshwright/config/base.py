@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from pydantic_core import ErrorDetails
 
 from meshwright.config.synonyms import meant_keys
-from meshwright.errors import UserError, did_you_mean
+from meshwright.errors import Spelling, UserError, current_spelling, did_you_mean
 
 
 class _Explaining(type(BaseModel)):
@@ -38,7 +38,9 @@ class Frozen(BaseModel, metaclass=_Explaining):
         if isinstance(value, bool) and _is_number(
             cls.model_fields[info.field_name or ""].annotation
         ):
-            raise ValueError("input should be a number, not true or false")
+            in_python = current_spelling() is Spelling.PYTHON
+            words = "True or False" if in_python else "true or false"
+            raise ValueError(f"input should be a number, not {words}")
         return value
 
     @classmethod

@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from meshwright.config.base import Frozen
-from meshwright.errors import Setting, UserError
+from meshwright.errors import Setting, Spelling, UserError, current_spelling
 from meshwright.units import counted, either
 
 DEFAULT_MICRO_BATCH_SIZE = 4
@@ -89,7 +89,7 @@ def solve_batch(
             "gradient_accumulation_steps": steps,
             "sync_gradients_every": sync_gradients_every,
         },
-        prefix="training",
+        prefix="" if current_spelling() is Spelling.PYTHON else "training",
     )
 
 

@@ -16,7 +16,13 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from meshwright.config.base import nested_schema, shorten, unknown_key
 from meshwright.config.schema import Config
 from meshwright.errors import MeshwrightError, UserError, did_you_mean, typed_line
-from meshwright.user_code import count_as_users, describe_frames, notes, users_frames
+from meshwright.user_code import (
+    count_as_users,
+    describe_frames,
+    notes,
+    users_frames,
+    whole_traceback,
+)
 
 Builder = Callable[..., Any]
 
@@ -56,7 +62,7 @@ def explain_failure(what: str, error: Exception, fix: str = "") -> UserError:
     frames = users_frames(error)
     where = f"{os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}: " if frames else ""
     why = [f"{where}{shorten(typed_line(error), 300)}", *notes(error), *describe_frames(error)]
-    return UserError(what, why="\n".join(why), fix=fix or "add --debug for the whole traceback")
+    return UserError(what, why="\n".join(why), fix=fix or whole_traceback())
 
 
 def check_arguments(

@@ -104,7 +104,7 @@ class DistributedConfig(Frozen):
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **values: Any) -> Self:
-        """Read MASTER_ADDR, RANK, … or the variables of SLURM or Open MPI; ``values`` override."""
+        """Read MASTER_ADDR, RANK, … or the variables of SLURM, MPI or JAX; ``values`` override."""
         inferred = read_environment(os.environ if environ is None else environ)
         return cls(**{**inferred, **values})
 

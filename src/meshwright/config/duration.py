@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from meshwright.config.argument_checks import check_kind
 from meshwright.errors import ANY, Setting, UserError
 
 _SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -42,6 +43,7 @@ class Duration:
 
 def parse_duration(text: str) -> Duration:
     """Read ``1000st``, ``2ep``, ``90s``, ``30min``, ``12h`` or ``2d``."""
+    check_kind("max_duration", text, str, 'write "1000st", "2ep" or "30min"')
     match = _WRITTEN.fullmatch(text)
     number, unit = (float(match[1]), match[2].lower()) if match else (0.0, "")
     if number > 0 and unit == "st" and number == int(number) and number < 2**31:
@@ -51,7 +53,7 @@ def parse_duration(text: str) -> Duration:
     if number > 0 and unit in _SECONDS:
         return Duration(seconds=number * _SECONDS[unit])
     raise UserError(
-        f"max_duration={text} is not a duration",
+        f"max_duration={text:.60} is not a duration",
         why="a duration is a positive number and a unit: st (updates), ep (epochs), s, min, h or d",
         fix="write 1000st, 2ep or 30min",
     )

@@ -26,35 +26,48 @@ _SLURM = {
 }
 _SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+_SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
 _OPEN_MPI = {
     "world_size": ("OMPI_COMM_WORLD_SIZE",),
     "rank": ("OMPI_COMM_WORLD_RANK",),
     "local_rank": ("OMPI_COMM_WORLD_LOCAL_RANK",),
     "num_processes_per_node": ("OMPI_COMM_WORLD_LOCAL_SIZE",),
 }
+_JAX = {"world_size": ("JAX_NUM_PROCESSES",), "rank": ("JAX_PROCESS_ID",)}
+_JAX_ADDRESS = "JAX_COORDINATOR_ADDRESS"
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the process settings in the environment; RANK etc. override launchers."""
     settings: dict[str, Any] = {}
-    # A SLURM batch script has SLURM_NTASKS without being a task; only srun sets SLURM_PROCID.
-    in_slurm = "SLURM_PROCID" in environ
+    in_slurm = is_slurm_task(environ)
     if in_slurm:
         settings |= _even_nodes(_integers(_SLURM, environ), _first(_SLURM_TASKS, environ)[1])
     elif "OMPI_COMM_WORLD_RANK" in environ:
         settings |= _even_nodes(_integers(_OPEN_MPI, environ))
-    common = _integers(_COMMON, environ)
-    if "world_size" in common and "rank" in common:
-        # A full set of plain variables replaces the launcher's, whose node counts may not match.
-        settings = {}
-    settings |= common
+    for own in (_read_jax(environ), _integers(_COMMON, environ)):
+        if "world_size" in own and "rank" in own:
+            # A full set of variables replaces the launcher's, whose node counts may not match.
+            settings = {k: v for k, v in settings.items() if k.startswith("master_")}
+        settings |= own
+    _refuse_incomplete(settings, environ)
     if address := _first(("MASTER_ADDR",), environ)[1]:
         settings["master_addr"] = address
     elif in_slurm and (nodes := _first(_SLURM_NODES, environ)[1]):
-        settings["master_addr"] = first_host(nodes)
+        settings.setdefault("master_addr", first_host(nodes))
     if "rank" in settings:
         settings.setdefault("local_rank", 0)
     return settings
+
+
+def is_slurm_task(environ: Mapping[str, str]) -> bool:
+    """Whether this process is a task that srun started.
+
+    A batch script has the variables of its job, and as its only process the rank 0, without being
+    one of the job's tasks; what srun starts also has the variables of a step.
+    """
+    rank = environ.get("SLURM_PROCID", "").strip()
+    return bool(rank) and (rank != "0" or bool(_first(_SLURM_STEP, environ)[0]))
 
 
 def first_host(nodelist: str) -> str:
@@ -63,6 +76,43 @@ def first_host(nodelist: str) -> str:
     if match is None:
         raise UserError(f"cannot read the SLURM node list `{nodelist}`", fix="set MASTER_ADDR")
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[1])
+
+
+def _read_jax(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings in JAX's own variables."""
+    settings: dict[str, Any] = _integers(_JAX, environ)
+    if len(settings) == len(_JAX) and not _first(("LOCAL_RANK",), environ)[1]:
+        # As for JAX itself: a process uses all GPUs it sees.
+        settings["num_processes_per_node"] = 1
+    address = environ.get(_JAX_ADDRESS, "").strip()
+    if not address:
+        return settings
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(
+            f"the environment variable {_JAX_ADDRESS} is `{shorten(address)}`",
+            why="it must be a host and a port",
+            fix=f"export {_JAX_ADDRESS}=node0:29500, or unset it",
+        )
+    return {**settings, "master_addr": host, "master_port": int(port)}
+
+
+def _refuse_incomplete(settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    """Raise if JAX's variables tell of other processes, and not how to join them."""
+    names = (_JAX["world_size"][0], _JAX["rank"][0], _JAX_ADDRESS)
+    given = [name for name in names if environ.get(name, "").strip()]
+    known = [settings.get("world_size"), settings.get("rank")]
+    if not given or settings.get("world_size") == 1 or None not in known:
+        return
+    missing = [name for name, value in zip(names, known, strict=False) if value is None]
+    shown = " ".join(f"{name}={environ[name].strip()}" for name in given)
+    raise UserError(
+        f"{shown} tells of other processes, and {' and '.join(missing)} "
+        f"{'is' if len(missing) == 1 else 'are'} not set",
+        why="without joining them, each process would train a model of its own",
+        fix=f"export {' '.join(f'{name}=…' for name in missing)} in each process, "
+        f"or run `unset {' '.join(given)}` to train in this process alone",
+    )
 
 
 def _first(variables: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:

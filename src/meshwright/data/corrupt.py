@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.units import counted
 
 OnCorrupt = Literal["stop", "skip"]
@@ -32,7 +32,8 @@ class CorruptRecords:
             raise UserError(
                 f"{where} cannot be read",
                 why=why,
-                fix="repair the record, or write data.on_corrupt=skip to continue without it",
+                fix=f"repair the record, or write {Setting('data.on_corrupt', 'skip')} to continue "
+                "without it",
             )
         self.count += 1
         self.first = self.first or f"{where}: {why}"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.order import mix
 from meshwright.data.protocols import HostBatch
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 
 SIDE = 28
 NUM_DIGITS = 20_000
@@ -48,12 +48,14 @@ class DigitSource:
     ) -> None:
         if math.prod(input_shape) != SIDE * SIDE:
             raise UserError(
-                f"digits do not fit task.input_shape={list(input_shape)}",
+                f"digits do not fit {Setting('task.input_shape', input_shape)}",
                 why=f"an image has {SIDE} × {SIDE} = {SIDE * SIDE} elements",
-                fix="write task.input_shape=[28,28,1], or data=synthetic",
+                fix=f"write {Setting('task.input_shape', (SIDE, SIDE, 1))}, or use other data",
             )
         if num_samples < 1:
-            raise UserError("the dataset is empty", why=f"data.num_samples={num_samples}")
+            raise UserError(
+                "the dataset is empty", why=str(Setting("data.num_samples", num_samples))
+            )
         self.input_shape, self.input_name = tuple(input_shape), input_name
         self._num_samples = num_samples
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.errors import UserError, did_you_mean
+from meshwright.errors import Setting, UserError, did_you_mean
 
 
 # NumPy's stub declares memmap's `__module__` to be "numpy", which no subclass elsewhere can be.
@@ -39,7 +39,9 @@ def find_path(path: str, key: str = "data.path") -> Path:
     if where.parent.is_dir():
         near = did_you_mean(where.name, (other.name for other in where.parent.iterdir()))
     raise UserError(
-        f"{key}={path} does not exist", why=f"looked in {Path.cwd()}", fix=near or f"check {key}"
+        f"{Setting(key, path)} does not exist",
+        why=f"looked in {Path.cwd()}",
+        fix=near or f"check {Setting(key)}",
     )
 
 
@@ -58,7 +60,7 @@ def list_files(path: str, endings: Iterable[str] = (), key: str = "data.path") -
     )
     if not files:
         kinds = f" with the ending {' or '.join(endings)}" if endings else ""
-        raise UserError(f"{key}={path} is empty", why=f"the folder has no files{kinds}")
+        raise UserError(f"{Setting(key, path)} is empty", why=f"the folder has no files{kinds}")
     return files
 
 

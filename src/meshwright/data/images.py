@@ -15,7 +15,7 @@ from meshwright.data.corrupt import CorruptRecords, OnCorrupt
 from meshwright.data.files import find_path, list_files
 from meshwright.data.fingerprints import content_sample, fingerprint_of
 from meshwright.data.protocols import HostBatch, Source
-from meshwright.errors import UserError, missing_package
+from meshwright.errors import Setting, UserError, missing_package
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 IMAGE_NAMES = ("image", "images", "x", "data")
@@ -44,7 +44,9 @@ def image_source(
     where = find_path(path)
     if where.is_dir() and not any(where.glob("*.npy")):
         return ImageFolder(where, input_shape, input_name, num_classes, on_corrupt)
-    return ImageArrays(read_arrays(path), input_shape, input_name, num_classes, f"data.path={path}")
+    return ImageArrays(
+        read_arrays(path), input_shape, input_name, num_classes, str(Setting("data.path", path))
+    )
 
 
 class ImageArrays:
@@ -99,8 +101,8 @@ class ImageArrays:
             shape = list(self.images.shape[1:])
             raise UserError(
                 f"the images of {self.name} do not fit the task",
-                why=f"they are {shape} and task.input_shape is {list(self.input_shape)}",
-                fix=f"write task.input_shape={str(shape).replace(' ', '')}",
+                why=f"they are {shape} and {Setting('task.input_shape', self.input_shape)}",
+                fix=f"write {Setting('task.input_shape', shape)}",
             )
 
 
@@ -124,24 +126,26 @@ class ImageFolder:
         on_corrupt: OnCorrupt,
     ) -> None:
         self.folder, self.input_shape, self.input_name = folder, tuple(input_shape), input_name
+        self.name = str(Setting("data.path", str(folder)))
         if len(input_shape) != 3 or input_shape[2] not in (1, 3):
             raise UserError(
-                f"images cannot be resized to task.input_shape={list(input_shape)}",
-                fix="write height, width and channels (1 or 3), such as [32,32,3]",
+                f"images cannot be resized to {Setting('task.input_shape', input_shape)}",
+                fix="write height, width and channels (1 or 3), such as "
+                f"{Setting('task.input_shape', (32, 32, 3))}",
             )
         self.classes = sorted(
             f.name for f in folder.iterdir() if f.is_dir() and not f.name.startswith(".")
         )
         if not self.classes:
             raise UserError(
-                f"data.path={folder} has no classes",
+                f"{self.name} has no classes",
                 why="there are no folders in it",
                 fix="put the images of each class into a folder of their own",
             )
         listed = [list_files(str(folder / name), ENDINGS) for name in self.classes]
         self.files = [file for files in listed for file in files]
         self._labels = np.repeat(np.arange(len(listed), dtype=np.int32), [len(f) for f in listed])
-        check_labels(self._labels, num_classes, f"data.path={folder}")
+        check_labels(self._labels, num_classes, self.name)
         self._corrupt = CorruptRecords(on_corrupt)
         _import_pillow()
 
@@ -166,7 +170,7 @@ class ImageFolder:
 
     def describe(self) -> str:
         """Return the number of images in one line."""
-        line = f"data.path={self.folder}: {len(self):,} images of {len(self.classes)} classes"
+        line = f"{self.name}: {len(self):,} images of {len(self.classes)} classes"
         return "; ".join(filter(None, [line, self._corrupt.summary()]))
 
     def _read(self, number: int) -> tuple[int, NDArray[np.float32]]:
@@ -180,7 +184,7 @@ class ImageFolder:
                 self._corrupt.add(str(file), f"it is not a complete image: {error}")
                 if first:
                     self._corrupt.warn()
-        raise UserError(f"data.path={self.folder} is empty", why="no file is a complete image")
+        raise UserError(f"{self.name} is empty", why="no file is a complete image")
 
 
 def check_labels(labels: NDArray[Any], num_classes: int | None, name: str) -> None:
@@ -196,7 +200,7 @@ def check_labels(labels: NDArray[Any], num_classes: int | None, name: str) -> No
         raise UserError(
             f"{name} has the label {wrong}, which the model does not know",
             why=f"labels are from 0 to {(num_classes or 2**31) - 1}",
-            fix=f"write model.num_classes={highest + 1} (and task.num_classes) or more",
+            fix=f"write {Setting('model.num_classes', highest + 1)} or more",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grain
@@ -14,7 +14,7 @@ import numpy as np
 from absl import flags
 
 from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, Spelling, current_spelling, spelled_for
 from meshwright.user_code import doing
 
 READ_THREADS = 2
@@ -123,10 +123,12 @@ class _Read:
     data: Data
     batch_size: int
     rows: Rows | None
+    spelling: Spelling = field(default_factory=current_spelling)
 
     def __call__(self, step: int) -> Any:
         try:
-            with doing(f"reading batch {step}"):
+            # In a thread or process of its own.
+            with spelled_for(self.spelling), doing(f"reading batch {step}"):
                 return self.data.batch(int(step), self.batch_size, self.rows)
         except OutOfData:
             return _Failed(StopIteration)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.records import RecordFiles
-from meshwright.errors import UserError, did_you_mean, missing_package
+from meshwright.errors import ANY, Setting, UserError, did_you_mean, missing_package
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,8 @@ def _check_columns(file: Path, wanted: list[str], present: list[str]) -> None:
             raise UserError(
                 f"{file} has no column `{column}`",
                 why=f"its columns are {', '.join(present)}",
-                fix=did_you_mean(column, present) or "write data.field=… with one of them",
+                fix=did_you_mean(column, present)
+                or f"write {Setting('data.field', ANY)} with one of them",
             )
 
 

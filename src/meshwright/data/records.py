@@ -18,7 +18,7 @@ from meshwright.data.files import list_files
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.protocols import HostBatch, Source
 from meshwright.data.tokenizer import check_vocabulary, load_tokenizer
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class RecordFiles(ABC):
     @property
     def name(self) -> str:
         """Where the records come from, for messages."""
-        return f"data.path={self.path}"
+        return str(Setting("data.path", self.path))
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Yield each record's location, for messages, and its raw content."""
@@ -133,7 +133,8 @@ def _documents(
     parsed: Iterator[tuple[str, Any]], files: RecordFiles, corrupt: CorruptRecords
 ) -> Source:
     if files.sequence_length is None:
-        raise UserError("`data.sequence_length` is missing", fix="write data.sequence_length=…")
+        key = Setting("data.sequence_length")
+        raise UserError(f"`{key}` is missing", fix=f"write {key}=…")
     documents: Documents | None = None
     is_text = True
     for where, record in parsed:

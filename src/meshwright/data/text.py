@@ -14,6 +14,7 @@ from meshwright.data.files import list_files, read_bytes
 from meshwright.data.protocols import Source
 from meshwright.data.records import with_count
 from meshwright.data.tokenizer import check_vocabulary, load_tokenizer
+from meshwright.errors import Setting
 
 CORPUS_BYTES = 16 * 2**20
 """How much of the standard library is read: enough for a demonstration, quick to load."""
@@ -52,7 +53,7 @@ def text_source(
             documents.add_text(content.decode())
         except UnicodeDecodeError as error:
             corrupt.add(str(file), f"it is not UTF-8: {error.reason} at byte {error.start:,}")
-    name = "the Python standard library" if path is None else f"data.path={path}"
+    name = "the Python standard library" if path is None else str(Setting("data.path", path))
     return with_count(documents.into_rows(packing, sequence_length, name), corrupt)
 
 

@@ -14,7 +14,7 @@ from meshwright.data.fingerprints import content_sample, fingerprint_of
 from meshwright.data.packing import PackingIndex, pack, place
 from meshwright.data.protocols import HostBatch
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def check_length(num_rows: int, num_tokens: int, sequence_length: int, name: str
         raise UserError(
             f"{name} is too short" if num_tokens else f"{name} is empty",
             why=f"it has {num_tokens:,} tokens and one row takes {sequence_length + 1:,}",
-            fix="give more data, or a smaller data.sequence_length",
+            fix=f"give more data, or a smaller {Setting('data.sequence_length')}",
         )
 
 
@@ -168,7 +168,8 @@ def check_tokens(tokens: NDArray[Any], vocab_size: int | None, name: str) -> Non
     raise UserError(
         f"{name} has the token {wrong:,}, which the model does not know",
         why=f"tokens are from 0 to {(vocab_size or 2**31) - 1:,}",
-        fix=f"write model.vocab_size={highest + 1} or more, or check data.dtype"
+        fix=f"write {Setting('model.vocab_size', highest + 1)} or more, or check "
+        f"{Setting('data.dtype')}"
         if lowest >= 0
-        else "check data.dtype and the file",
+        else f"check {Setting('data.dtype')} and the file",
     )

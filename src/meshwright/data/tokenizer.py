@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.files import find_path
 from meshwright.data.fingerprints import fingerprint_of
-from meshwright.errors import UserError, missing_package
+from meshwright.errors import Setting, UserError, missing_package
 
 Tokens = NDArray[Any]
 """Token ids, in the smallest unsigned type that holds the vocabulary."""
@@ -119,7 +119,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> None:
     raise UserError(
         "the tokenizer does not fit the model",
         why=f"it has {tokenizer.vocab_size:,} tokens, the model's vocabulary {vocab_size:,}",
-        fix=f"write model.vocab_size={tokenizer.vocab_size}, or more",
+        fix=f"write {Setting('model.vocab_size', tokenizer.vocab_size)}, or more",
     )
 
 
@@ -128,7 +128,7 @@ def _load(path: str) -> tuple[Any, bytes]:
     try:
         from tokenizers import Tokenizer as HuggingFaceTokenizer
     except ImportError as error:
-        raise missing_package(f"data.tokenizer={path}", "tokenizers", "hf") from error
+        raise missing_package(str(Setting("data.tokenizer", path)), "tokenizers", "hf") from error
     if file.is_dir():
         file = find_path(str(file / "tokenizer.json"), "data.tokenizer")
     text = file.read_bytes()
@@ -137,7 +137,7 @@ def _load(path: str) -> tuple[Any, bytes]:
     except Exception as error:
         # The library raises plain exceptions for any mistake in the file.
         raise UserError(
-            f"data.tokenizer={path} is not a tokenizer",
+            f"{Setting('data.tokenizer', path)} is not a tokenizer",
             why=str(error),
             fix="give a tokenizer.json of Hugging Face's `tokenizers`",
         ) from error

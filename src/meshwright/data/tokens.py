@@ -12,7 +12,7 @@ from meshwright.data.files import list_files, load_array, map_array
 from meshwright.data.protocols import Source
 from meshwright.data.token_rows import StreamRows, check_tokens
 from meshwright.data.tokenizer import check_vocabulary, load_tokenizer
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 
 TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
@@ -45,7 +45,7 @@ def token_source(
     if loaded is not None:
         check_vocabulary(loaded, vocab_size)
     arrays = [_flat(file, dtype) for file in list_files(path, ENDINGS)]
-    name = f"data.path={path}"
+    name = str(Setting("data.path", path))
     for array in arrays:
         check_tokens(_tokens_to_check(array), vocab_size, name)
     return StreamRows(arrays, sequence_length, name, loaded, vocab_size, separator)
@@ -63,7 +63,9 @@ def _flat(file: Path, dtype: TokenType | None) -> NDArray[Any]:
     if file.suffix == ".npy":
         array = load_array(file)
         if dtype is not None and array.dtype != dtype:
-            raise _wrong_type(file, f"its dtype is {array.dtype}, and data.dtype={dtype}")
+            raise _wrong_type(
+                file, f"its dtype is {array.dtype}, and {Setting('data.dtype', dtype)}"
+            )
     else:
         array = _raw_integers(file, dtype or "uint16")
     if array.dtype.kind not in "iu":
@@ -92,5 +94,6 @@ def _wrong_type(file: Path, why: str) -> UserError:
     return UserError(
         f"{file} does not hold tokens of that type",
         why=why,
-        fix="tokens are integers; for .bin files write data.dtype=uint16, uint32 or another",
+        fix="tokens are integers; for .bin files write "
+        f"{Setting('data.dtype', 'uint16', 'uint32')} or another",
     )

@@ -45,8 +45,8 @@ def setup_multinode() -> ProcessInfo:
     """Connect this process to the others and return its position in the run.
 
     It reads MASTER_ADDR, MASTER_PORT, WORLD_SIZE (processes), RANK and LOCAL_RANK, or the variables
-    of SLURM or Open MPI. With one process there is nothing to connect. Call it before anything else
-    uses JAX.
+    of SLURM, Open MPI or JAX. With one process there is nothing to connect. Call it before anything
+    else uses JAX.
     """
     from meshwright.config.distributed_config import DistributedConfig
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from typing import get_args
+from typing import Any, get_args
 
+from flax import nnx
 from jax.sharding import Mesh
 
+from meshwright.config.argument_checks import check_takes, wrong_kind
 from meshwright.config.base import shorten
 from meshwright.config.schema import Precision
 from meshwright.errors import UserError
@@ -33,12 +36,24 @@ def mesh_sizes(mesh: object) -> Mapping[str, int]:
 
 
 def check_loss(loss: object, name: str = "loss") -> None:
-    """Refuse a loss that cannot be called."""
+    """Refuse a loss that cannot be called with a model and a batch."""
     if not callable(loss):
         raise UserError(
             f"the {name} is {shorten(loss)}, of type {type(loss).__name__}",
             fix=f"write a function {name}(model, batch) that returns a scalar",
         )
+    check_takes(name, loss, ("model", "batch"))
+
+
+def check_trainable(trainable: Any) -> None:
+    """Refuse what is not an NNX filter."""
+    try:
+        nnx.filterlib.to_predicate(trainable)
+    except (TypeError, ValueError):
+        fix = "write an NNX filter: nnx.Param, or a function of (path, value)"
+        raise wrong_kind("trainable", trainable, fix) from None
+    if inspect.isfunction(trainable):
+        check_takes("trainable", trainable, ("path", "value"))
 
 
 def check_run_name(name: object) -> None:
@@ -55,9 +70,9 @@ def check_run_name(name: object) -> None:
 def check_precision(precision: object) -> None:
     """Refuse an unknown precision."""
     known = get_args(Precision)
-    if precision not in known:
+    if not isinstance(precision, str) or precision not in known:
         raise UserError(
-            f"there is no precision {precision!r}",
+            f"there is no precision {shorten(repr(precision))}",
             why='"no" is float32 throughout; "bf16" and "fp16" compute in 16 bits',
             fix=f"write precision={' or '.join(repr(name) for name in known)}",
         )

@@ -66,7 +66,7 @@ def call_with_rngs(builder: Builder, arguments: dict[str, Any]) -> ModelSource:
             f"the model is {shorten(builder)}, of type {type(builder).__name__}",
             fix="write an NNX module, or a function that builds one: lambda rngs: Net(rngs=rngs)",
         )
-    parameters = parameters_of(builder)
+    parameters = {} if _takes_nothing(builder) else parameters_of(builder)
     if "rngs" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return lambda rngs: builder(**arguments, rngs=rngs)
     required = [
@@ -112,3 +112,8 @@ def _check_model(model: Any) -> Any:
             fix="return an NNX module, a dict of them, or a Linen module",
         )
     return model
+
+
+def _takes_nothing(builder: Any) -> bool:
+    """Whether a class has no ``__init__`` of its own, so that it takes no arguments."""
+    return isinstance(builder, type) and builder.__init__ is object.__init__

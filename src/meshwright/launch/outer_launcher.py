@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from meshwright.config.environment import is_slurm_task
 from meshwright.errors import UserError
 from meshwright.units import counted
 
@@ -19,14 +20,14 @@ class _Source:
         sizes: the number of processes, the most specific variable first.
         ranks: the number of this process.
         addresses: the address of process 0.
-        needed: a variable without which the others describe a job, not a process.
+        applies: whether they describe this process, and not only its job.
     """
 
     name: str
     sizes: tuple[str, ...]
     ranks: tuple[str, ...]
     addresses: tuple[str, ...] = ()
-    needed: str = ""
+    applies: Callable[[Mapping[str, str]], bool] = lambda _: True
 
 
 _SOURCES = (
@@ -35,8 +36,7 @@ _SOURCES = (
         "SLURM",
         ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         ("SLURM_PROCID",),
-        # A batch script knows the size of its job without being one of its tasks.
-        needed="SLURM_PROCID",
+        applies=is_slurm_task,
     ),
     _Source("Open MPI", ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_RANK",)),
     _Source("PMI", ("PMI_SIZE",), ("PMI_RANK",)),
@@ -67,7 +67,7 @@ def refuse_outer_launcher(nprocs: int, environ: Mapping[str, str]) -> None:
 
 def _variables(source: _Source, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a source that are set."""
-    if source.needed and not environ.get(source.needed, "").strip():
+    if not source.applies(environ):
         return {}
     names = (*source.addresses, *source.ranks, *source.sizes)
     return {name: text for name in names if (text := environ.get(name, "").strip())}

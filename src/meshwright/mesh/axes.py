@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Iterable, Mapping
+
+import numpy as np
 
 from meshwright.errors import Setting, Spelling, UserError, current_spelling, did_you_mean
 from meshwright.units import counted
@@ -36,7 +39,7 @@ def canonical_axis(name: str) -> str:
     """Return the canonical name of an axis given by name or alias, and refuse any other."""
     axis = resolve_alias(name)
     if axis not in AXES:
-        hint = did_you_mean(name, [*AXES, *ALIASES])
+        hint = did_you_mean(str(name), [*AXES, *ALIASES])
         raise UserError(
             f"unknown mesh axis `{name}`" + (f": {hint}" if hint else ""),
             why=f"the axes are {', '.join(sorted(AXES))}; "
@@ -45,8 +48,30 @@ def canonical_axis(name: str) -> str:
     return axis
 
 
+def is_whole(number: object) -> bool:
+    """Whether this is a whole number, of Python or NumPy; true and false are none."""
+    return isinstance(number, int | np.integer) and not isinstance(number, bool)
+
+
+def check_sizes(sizes: object) -> None:
+    """Refuse anything but a mapping of whole numbers."""
+    if not isinstance(sizes, Mapping):
+        raise UserError(
+            f"the mesh is {sizes!r:.60}, of type {type(sizes).__name__}",
+            fix='write its axes and sizes, such as {"fsdp": 4, "tensor": 2}',
+        )
+    for name, size in typing.cast("Mapping[object, object]", sizes).items():
+        if not is_whole(size):
+            raise UserError(
+                f"mesh axis `{name}` has size {size!r:.60}",
+                why=f"it is of type {type(size).__name__}",
+                fix=f"write a whole number, or {INFER} for the remaining devices",
+            )
+
+
 def canonical_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Rename axes to their canonical names, in canonical order, and check each size."""
+    check_sizes(sizes)
     named: dict[str, int] = {}
     for name, size in sizes.items():
         axis = canonical_axis(name)

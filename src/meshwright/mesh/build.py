@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshwright.errors import UserError
-from meshwright.mesh.axes import AXES, INFER, resolve_alias, resolve_sizes
+from meshwright.mesh.axes import AXES, INFER, check_sizes, is_whole, resolve_alias, resolve_sizes
 
 Device = Any
 """A `jax.Device`, or an object with the same attributes."""
@@ -25,6 +26,7 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[Device] | None = None
     ordered pipe, data, fsdp, tensor and have Auto type; axes of size 1 stay if given. An axis given
     by an alias, such as ``model``, keeps this name.
     """
+    check_devices(devices)
     present = list(jax.devices() if devices is None else devices)
     return arrange_mesh(_as_named(resolve_sizes(sizes, len(present)), sizes), present)
 
@@ -38,6 +40,7 @@ def arrange_mesh(sizes: Mapping[str, int], devices: Sequence[Device]) -> Mesh:
 
 def abstract_mesh(sizes: Mapping[str, int], num_devices: int | None = None) -> AbstractMesh:
     """Describe a mesh without devices, for planning and for drawing (1024 devices are fine)."""
+    check_sizes(sizes)
     if num_devices is None:
         if INFER in sizes.values():
             raise UserError(
@@ -45,6 +48,12 @@ def abstract_mesh(sizes: Mapping[str, int], num_devices: int | None = None) -> A
                 fix="pass num_devices=, or write every size",
             )
         num_devices = math.prod(sizes.values())
+    elif not is_whole(num_devices):
+        raise UserError(
+            f"num_devices={num_devices!r:.60} is not valid",
+            why=f"it is of type {type(num_devices).__name__}",
+            fix="write a whole number, 1 or more",
+        )
     resolved = _as_named(resolve_sizes(sizes, num_devices), sizes)
     return AbstractMesh(
         tuple(resolved.values()), tuple(resolved), axis_types=(AxisType.Auto,) * len(resolved)
@@ -69,6 +78,20 @@ def device_grid(
     ordered_shape = [shape[i] for i in order]
     grid = _topology_grid(ordered_shape, devices)
     return grid.transpose([order.index(i) for i in range(len(names))])
+
+
+def check_devices(devices: object) -> None:
+    """Refuse what is neither None nor a sequence of devices."""
+    if devices is None:
+        return
+    listed = isinstance(devices, Sequence | np.ndarray) and not isinstance(devices, str | bytes)
+    each: list[Any] = list(typing.cast(Sequence[Any], devices)) if listed else []
+    if not each or not all(hasattr(device, "device_kind") for device in each):
+        raise UserError(
+            f"devices={devices!r:.60} is not a list of devices",
+            why=f"it is of type {type(devices).__name__}" if not listed else "",
+            fix="write one such as jax.devices()[:4], or leave it out to use all",
+        )
 
 
 def check_same_kind(devices: Sequence[Device]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from meshwright.errors import UserError
 from meshwright.mesh.axes import describe_sizes, shown_sizes
 from meshwright.units import counted
 
@@ -88,8 +89,17 @@ class Picture:
         return _oklch(0.88 - 0.17 * depth, 0.07 + 0.04 * depth, hue)
 
 
+def _check_mesh(mesh: object) -> None:
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise UserError(
+            f"the mesh is {mesh!r:.60}, of type {type(mesh).__name__}",
+            fix='write a mesh, such as mw.build_mesh({"fsdp": 8})',
+        )
+
+
 def picture_of(mesh: Mesh | AbstractMesh) -> Picture:
     """Return what a drawing of ``mesh`` shows; an abstract mesh numbers its devices in order."""
+    _check_mesh(mesh)
     axes = shown_sizes(dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)))
     if isinstance(mesh, AbstractMesh):
         return Picture(axes, range(mesh.size), [0] * mesh.size, kind="")

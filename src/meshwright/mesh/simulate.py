@@ -8,6 +8,7 @@ import jax
 
 from meshwright.errors import UserError
 from meshwright.jax_internals import jax_has_started
+from meshwright.mesh.axes import is_whole
 from meshwright.units import counted
 
 MAX_DEVICES = 1024
@@ -16,9 +17,10 @@ _THREADS_PER_DEVICE = 2
 
 def simulate_devices(count: int) -> None:
     """Give this process ``count`` virtual CPU devices; must run before JAX starts its devices."""
-    if not 1 <= count <= MAX_DEVICES:
+    if not is_whole(count) or not 1 <= count <= MAX_DEVICES:
         raise UserError(
-            f"cannot simulate {count} devices", fix=f"write simulate=1 to simulate={MAX_DEVICES}"
+            f"cannot simulate {count!s:.60} devices",
+            fix=f"write a whole number from 1 to {MAX_DEVICES}",
         )
     if jax_has_started():
         present = jax.devices()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from meshwright.errors import Setting, Spelling, current_spelling
+
 ENOUGH_COMPUTE = 0.8
 MOST_COMMUNICATION = 0.3
 NOTICEABLE = 0.1
@@ -11,13 +13,22 @@ NOTICEABLE = 0.1
 EVEN = 1.2
 """Compute time of the busiest device over the mean; more is uneven."""
 
+_SAMPLES = Setting("training.micro_batch_size")
 _BY_AXIS = {
-    "tensor": "less tensor parallelism (a smaller mesh.tensor), or more samples per device",
-    "fsdp": "more samples per device (training.micro_batch_size), or "
-    "sharding.keep_gathered=true if the weights fit whole",
-    "data": "more samples per update: training.micro_batch_size, or "
-    "training.gradient_accumulation_steps with training.sync_gradients_every",
+    "tensor": lambda: (
+        f"less tensor parallelism (a smaller {Setting('mesh.tensor')}), or more samples per device"
+    ),
+    "fsdp": lambda: (
+        f"more samples per device ({_SAMPLES}), or {Setting('sharding.keep_gathered', True)} if "
+        "the weights fit whole"
+    ),
+    "data": lambda: (
+        f"more samples per update: {_SAMPLES}, or "
+        f"{Setting('training.gradient_accumulation_steps')} with "
+        f"{Setting('training.sync_gradients_every')}"
+    ),
 }
+"""What to try, by mesh axis; written when it is needed, as its reader spells settings."""
 
 
 def axes_text(axes: Sequence[str]) -> str:
@@ -59,14 +70,12 @@ def _parts(shares: Mapping[str, float], exposed: Mapping[tuple[str, ...], float]
         yield _communication(communication, exposed)
     if shares["input_wait"] > NOTICEABLE:
         yield (
-            f"{shares['input_wait']:.0%} of the time devices wait for data; try more "
-            "data.workers, a larger data.prefetch, or data prepared beforehand"
+            f"{shares['input_wait']:.0%} of the time devices wait for data; try {_faster_data()}"
         )
     if shares["idle"] > NOTICEABLE:
         yield (
             f"{shares['idle']:.0%} of the time devices are idle; try more samples per "
-            "device (training.micro_batch_size), and logging less often "
-            "(tracking.log_every)"
+            f"device ({_SAMPLES}), and logging less often ({Setting('tracking.log_every')})"
         )
 
 
@@ -76,10 +85,17 @@ def _communication(share: float, exposed: Mapping[tuple[str, ...], float]) -> st
     if not exposed:
         return text
     axes = max(exposed, key=lambda axes: exposed[axes])
-    remedy = next((fix for name, fix in _BY_AXIS.items() if name in axes), "")
+    remedy = next((fix() for name, fix in _BY_AXIS.items() if name in axes), "")
     if not remedy:
-        return f"{text}; try more samples per device (training.micro_batch_size)"
+        return f"{text}; try more samples per device ({_SAMPLES})"
     return f"{text}, most over {axes_text(axes)} ({exposed[axes]:.0%}); try {remedy}"
+
+
+def _faster_data() -> str:
+    if current_spelling() is Spelling.PYTHON:
+        # Data from Python is read as its own code reads it.
+        return "data prepared beforehand"
+    return "more data.workers, a larger data.prefetch, or data prepared beforehand"
 
 
 def _balance(load_balance: float) -> Iterator[str]:

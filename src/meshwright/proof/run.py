@@ -19,10 +19,18 @@ from flax.nnx.filterlib import Filter
 
 from meshwright.activity import activity, show_on_terminal
 from meshwright.compiled.quick_options import quick_options
+from meshwright.config.argument_checks import (
+    check_clip_norm,
+    check_count,
+    check_kind,
+    check_optimizer,
+    check_takes,
+)
 from meshwright.config.schema import Precision
 from meshwright.data.batches import read_batch
-from meshwright.errors import UserError
-from meshwright.mesh.build import Device
+from meshwright.errors import Setting, UserError
+from meshwright.inputs.checks import check_loss, check_trainable
+from meshwright.mesh.build import Device, check_devices
 from meshwright.plan import Plan
 from meshwright.processes import process_count
 from meshwright.program.trace.model_leaves import build_unplaced
@@ -98,11 +106,21 @@ def verify(
         say: called with the name of each phase when it starts.
     """
     _check_single_process()
+    check_takes("model", model, ("rngs",))
+    check_loss(loss)
+    check_kind("plan", plan, Plan, "write an mw.Plan")
+    check_takes("batches", batches, ("update",))
+    check_count("steps", steps)
+    check_clip_norm(clip_norm)
+    check_trainable(trainable)
+    check_devices(devices)
+    if optimizer is not None:
+        check_optimizer(optimizer)
     # In 64-bit mode the model itself would differ; only the evaluation is widened.
     with show_on_terminal(), jax.enable_x64(False):
         with activity("reading the data"):
             global_batches = [read_batch(batches(n)) for n in range(steps)]
-        optimizer = optimizer or optax.adamw(1e-3)
+        optimizer = optax.adamw(1e-3) if optimizer is None else optimizer
         make = functools.partial(
             assemble,
             model,
@@ -142,8 +160,7 @@ def _check_single_process() -> None:
         raise UserError(
             f"verify cannot run in {process_count()} processes",
             why="it compares the devices of a mesh with one of them, number by number",
-            fix="run it in one process with simulated devices: simulate=8 (or "
-            "mw.simulate_devices(8))",
+            fix=f"run it in one process with simulated devices: {Setting('simulate', 8)}",
         )
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.errors import Setting, UserError, did_you_mean
+from meshwright.errors import Setting, Spelling, UserError, current_spelling, did_you_mean
 from meshwright.mesh.axes import canonical_axis
 from meshwright.program.dims import DimClasses, Roles
 from meshwright.program.trace.layout import StepLeaf
@@ -46,6 +46,10 @@ def find_rule(
     return last_match
 
 
+MOST_PATHS = 12
+"""As many paths as a message lists."""
+
+
 def check_rules(rules: Mapping[str, Rule], paths: Sequence[str]) -> None:
     """Refuse a rule that matches no parameter."""
     for pattern in rules:
@@ -54,8 +58,15 @@ def check_rules(rules: Mapping[str, Rule], paths: Sequence[str]) -> None:
             raise UserError(
                 f"the sharding rule `{pattern}` matches no parameter",
                 why=f"the model has {len(paths)} parameters, such as `{paths[0]}`",
-                fix=hint or "`meshwright inspect` lists every parameter's path",
+                fix=hint or _where_listed(paths),
             )
+
+
+def _where_listed(paths: Sequence[str]) -> str:
+    if current_spelling() is Spelling.COMMAND_LINE:
+        return "`meshwright inspect` lists every parameter's path"
+    more = "" if len(paths) <= MOST_PATHS else ", …"
+    return f"write one of {', '.join(paths[:MOST_PATHS])}{more}, or a pattern"
 
 
 def matches(pattern: str, path: str) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from meshwright.config.argument_checks import check_kind, wrong_kind
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError, did_you_mean
 from meshwright.program.trace.model_leaves import Leaf
@@ -34,6 +35,9 @@ def shard_fsdp(
         axis_name: the mesh axis to divide over.
         min_shard_size: arrays with fewer elements are not divided.
     """
+    check_kind("mesh", mesh, Mesh, 'write a mesh, such as mw.build_mesh({"fsdp": 8})')
+    check_kind("axis_name", axis_name, str, 'write the name of an axis, such as "fsdp"')
+    check_kind("min_shard_size", min_shard_size, int, "write a number of elements, 0 or more")
     if axis_name not in mesh.axis_names:
         raise UserError(
             f"the mesh has no axis `{axis_name}`",
@@ -43,7 +47,14 @@ def shard_fsdp(
         )
 
     def put(leaf: Any) -> Any:
-        return jax.device_put(leaf, _sharding(leaf, mesh, axis_name, min_shard_size))
+        fix = "give arrays, a pytree of arrays, or a model"
+        if isinstance(leaf, str | bytes):
+            # JAX would take it for the name of a dtype.
+            raise wrong_kind("params", leaf, fix)
+        try:
+            return jax.device_put(leaf, _sharding(leaf, mesh, axis_name, min_shard_size))
+        except (TypeError, ValueError, OverflowError):
+            raise wrong_kind("params", leaf, fix) from None
 
     if not _contains_modules(params):
         return jax.tree.map(put, params)

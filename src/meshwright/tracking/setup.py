@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.activity import show_activities
 from meshwright.config.schema import TrackingConfig
-from meshwright.errors import UserError
+from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import is_main
 from meshwright.tracking.log_lines import LineTracker, LogFile, WarningsOnly
 from meshwright.tracking.run_files import RunFiles
@@ -78,7 +78,8 @@ def check_tracking(config: TrackingConfig, folder: Path | None) -> None:
         _check_installed(name)
     if folder is None and enabled:
         raise UserError(
-            f"tracking.{enabled[0]} needs the folder of a run", fix="write run_dir=… too"
+            f"{Setting(f'tracking.{enabled[0]}', True)} needs the folder of a run",
+            fix=f"write {Setting('hydra.run.dir', ANY)} too",
         )
 
 
@@ -126,7 +127,8 @@ def _check_installed(name: str) -> None:
     spec = importlib.util.find_spec(name)
     # A folder of that name in the working directory, such as W&B's own, is not the package.
     if spec is None or spec.origin is None:
+        setting = Setting(f"tracking.{name}", True)
         raise UserError(
-            f"tracking.{name}=true needs the package `{name}`, which is not installed",
-            fix=f"pip install 'meshwright[{name}]', or leave out tracking.{name}",
+            f"{setting} needs the package `{name}`, which is not installed",
+            fix=f"pip install 'meshwright[{name}]', or leave it out",
         )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwright.config.argument_checks import check_count, check_kind
 from meshwright.trainer.callback_context import CallbackContext
 from meshwright.user_code import doing
 
@@ -58,6 +59,9 @@ class EarlyStopping(Callback):
     """
 
     def __init__(self, patience: int, *, min_delta: float = 0.0, metric: str = "loss") -> None:
+        check_count("patience", patience)
+        check_kind("min_delta", min_delta, (int, float), "write a number, such as min_delta=0.01")
+        check_kind("metric", metric, str, 'write the name of a metric, such as "loss"')
         self._patience, self._min_delta, self._metric = patience, min_delta, metric
         self._best = math.inf
         self._bad_evaluations = 0

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointStore
+from meshwright.checkpoint.by_path import ArraysByPath
+from meshwright.config.argument_checks import check_path
 from meshwright.data.elements import Expected
 from meshwright.data.user_data import as_data
 from meshwright.errors import EnvironmentProblem, UserError, first_line
@@ -102,7 +104,7 @@ class FitResult:
     @property
     def params(self) -> dict[str, Any]:
         """The trained parameters by canonical path, such as ``blocks.0.mlp.up.kernel``."""
-        return self.assembled.canonical_params(self.state.params)
+        return ArraysByPath(self.assembled.canonical_params(self.state.params))
 
     def host_arrays(self) -> dict[str, Any]:
         """Return parameters and statistics by canonical path, as NumPy arrays."""
@@ -120,7 +122,7 @@ class FitResult:
         Args:
             path: a folder for it, without checkpoints.
         """
-        folder = Path(path).absolute() / FOLDER
+        folder = check_path("path", path).absolute() / FOLDER
         if broadcast(is_main() and folder.is_dir() and any(folder.iterdir())):
             raise UserError(
                 f"{path} already holds checkpoints", fix="name another folder, or remove this one"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshwright.checkpoint import CheckpointReader, find_store
+from meshwright.checkpoint.damage import Damage, DamagedCheckpoint, all_damaged
 from meshwright.checkpoint.export import read_groups
+from meshwright.config.argument_checks import check_path
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
 from meshwright.inputs.user_model import model_source
@@ -28,24 +32,54 @@ def load_model(run: str | Path, *, model: Any = None, update: int | None = None)
         run: a run folder, its checkpoint folder, or a single checkpoint.
         model: an NNX model of the same structure, which stays as it is, or a function that
             builds it; not needed for runs started from the command line.
-        update: which checkpoint; the newest by default.
+        update: which checkpoint; by default the newest that is not damaged, with a warning about
+            those that are.
     """
-    source = _from_config(run, update) if model is None else _given(model)
+    folder, named = find_store(check_path("run", run))
+    asked = named if update is None else update
+    if asked is not None:
+        return _load(folder, asked, model)
+    damaged: list[Damage] = []
+    for newest in reversed(CheckpointReader(folder).updates()):
+        try:
+            loaded = _load(folder, newest, model)
+        except DamagedCheckpoint as error:
+            damaged.append(error.damage)
+            continue
+        _warn_damaged(folder, damaged, newest)
+        return loaded
+    raise all_damaged(
+        folder, damaged, "use a copy of the folder, or the checkpoints of another run"
+    )
+
+
+def _load(folder: Path, update: int, model: Any) -> Any:
+    groups = read_groups(folder, ("params", "state"), update=update)
+    source = _from_config(folder, update) if model is None else _given(model)
     abstract = build_unplaced(lambda: nnx.eval_shape(lambda: source(nnx.Rngs(0))))
     parts = split_model(abstract, ...)
-    groups = read_groups(run, ("params", "state"), update=update)
     saved = {path: array for group in groups.values() for path, array in group.items()}
     need = {leaf.path: _stored_shape(leaf) for leaf in parts.leaves}
     differences = describe_differences({p: a.shape for p, a in saved.items()}, need)
     if differences:
         raise UserError(
-            f"the model is not the one of {run}",
+            f"the model is not the one of {folder / str(update)}",
             why="; ".join(differences),
             fix="pass the model that was trained",
         )
     loaded = parts.merge([_read(saved[leaf.path], leaf) for leaf in parts.leaves])
     set_eval_mode(loaded)
     return loaded
+
+
+def _warn_damaged(folder: Path, damaged: Sequence[Damage], used: int) -> None:
+    for each in damaged:
+        warnings.warn(
+            f"the checkpoint {folder / str(each.update)} is damaged ({each.problem}); the model is "
+            f"that of update {used} instead",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _given(model: Any) -> ModelSource:
@@ -59,14 +93,11 @@ def _given(model: Any) -> ModelSource:
     return model_source(model, no_loss, no_loss)
 
 
-def _from_config(run: str | Path, update: int | None) -> ModelSource:
-    folder, named = find_store(Path(run))
-    reader = CheckpointReader(folder)
-    newest = update if update is not None else named if named is not None else reader.latest()
-    config = {} if newest is None else reader.metadata(newest).config
+def _from_config(folder: Path, update: int) -> ModelSource:
+    config = CheckpointReader(folder).metadata(update).config
     if not config:
         raise UserError(
-            f"how to build the model of {run} is not known",
+            f"how to build the model of {folder.parent} is not known",
             why="the run was started from Python, which saves no config",
             fix="pass the model: mw.load_model(run, model=Net)",
         )

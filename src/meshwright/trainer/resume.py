@@ -11,7 +11,13 @@ from typing import Any
 import jax
 
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, find_store
-from meshwright.checkpoint.damage import Damage, DamagedCheckpoint, list_set_aside, set_aside
+from meshwright.checkpoint.damage import (
+    Damage,
+    DamagedCheckpoint,
+    all_damaged,
+    list_set_aside,
+    set_aside,
+)
 from meshwright.config.origins import flatten
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import broadcast, is_main
@@ -152,7 +158,8 @@ def check_same_run(
         changes.append(f"the data's fingerprint was {metadata.dataset} and is {dataset}")
     if changes and not accept:
         raise UserError(
-            f"the config differs from that of the checkpoint (update {metadata.update})",
+            f"the {'config' if config else 'run'} differs from that of the checkpoint "
+            f"(update {metadata.update})",
             why="; ".join(changes),
             fix=f"restore the old values, start a new run in another {Setting('hydra.run.dir')}, "
             f"or continue anyway with {Setting('checkpoint.accept_changes', True)}",
@@ -231,17 +238,9 @@ def _newest_sound(
             "damaged": [[d.update, d.problem] for d in damaged],
         }
     if damaged or list_set_aside(reader.folder):
-        raise _all_damaged(reader.folder, damaged)
+        fix = f"write {Setting('hydra.run.dir', ANY)} with a new folder to start over"
+        raise all_damaged(reader.folder, damaged, fix)
     return {}
-
-
-def _all_damaged(folder: Path, damaged: Sequence[Damage]) -> UserError:
-    names = [path.name for path in list_set_aside(folder)]
-    return UserError(
-        f"every checkpoint in {folder} is damaged",
-        why="; ".join([*(f"{d.update}: {d.problem}" for d in damaged), *names]),
-        fix=f"write {Setting('hydra.run.dir', ANY)} with a new folder to start over",
-    )
 
 
 def _check_shapes(

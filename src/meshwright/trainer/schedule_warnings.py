@@ -11,7 +11,7 @@ import optax
 from meshwright.checkpoint import CheckpointMetadata
 from meshwright.config.schema import Config
 from meshwright.data.protocols import Data
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, Setting
 from meshwright.recipe import learning_rate, training_duration
 from meshwright.units import counted
 
@@ -61,7 +61,8 @@ def _overridden_steps(config: Config, updates: int | None, overrides: Iterable[s
         return []
     length = "" if updates is None else f", which is {counted(updates, 'update')}"
     return [
-        f"training.max_duration={duration} overrides training.steps={steps}: the run ends after "
+        f"{Setting('training.max_duration', duration)} overrides "
+        f"{Setting('training.steps', steps)}: the run ends after "
         f"{duration}{length}; leave one of the two out"
     ]
 
@@ -72,7 +73,7 @@ def _long_warmup(config: Config, updates: int | None, batch_size: int) -> list[s
         return []
     rate = learning_rate(config, batch_size, updates)
     return [
-        f"{WARMUP}={warmup} is not shorter than the run of "
+        f"{Setting('optimizer.warmup_steps', warmup)} is not shorter than the run of "
         f"{counted(updates, 'update')}: the learning rate ends at {_at(rate, updates - 1):.3g} "
         f"and never reaches {_at(rate, warmup):.3g}"
     ]
@@ -96,11 +97,13 @@ def _raised_rate(
     last, rate = _at(old, done - 1), _at(new, done)
     longer = f" ended at update {old_updates} and now ends at update {updates}"
     why = "" if old_updates == updates else longer
+    schedule = Setting("optimizer.schedule", config.optimizer.schedule)
     return [
         f"the learning rate rises again: it was {last:.3g} at the checkpoint (update {done}) and "
-        f"is {rate:.3g} after it (optimizer.schedule={config.optimizer.schedule}{why}); to stay "
-        "low, add optimizer.schedule=constant, the optimizer.learning_rate to go on with, and "
-        "checkpoint.accept_changes=true"
+        f"is {rate:.3g} after it ({schedule}{why}); "
+        f"to stay low, add {Setting('optimizer.schedule', 'constant')}, the "
+        f"{Setting('optimizer.learning_rate')} to go on with, and "
+        f"{Setting('checkpoint.accept_changes', True)}"
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -14,10 +13,15 @@ import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
-from meshwright.config.argument_checks import check_clip_norm, check_count, check_optimizer
-from meshwright.config.base import shorten
+from meshwright.config.argument_checks import (
+    check_clip_norm,
+    check_count,
+    check_kind,
+    check_optimizer,
+    check_path,
+)
 from meshwright.config.builders import parameters_of
-from meshwright.config.duration import Duration, parse_duration
+from meshwright.config.duration import Duration
 from meshwright.config.microbatches import solve_pipeline_batch
 from meshwright.config.schema import (
     CheckpointConfig,
@@ -33,10 +37,16 @@ from meshwright.data.protocols import Data
 from meshwright.data.streams import IterableData
 from meshwright.data.user_data import UserData, as_data
 from meshwright.errors import UserError
-from meshwright.inputs.checks import check_loss, check_precision, check_run_name, mesh_sizes
+from meshwright.inputs.checks import (
+    check_loss,
+    check_precision,
+    check_run_name,
+    check_trainable,
+    mesh_sizes,
+)
 from meshwright.inputs.user_model import UserModel, exists, model_source
 from meshwright.mesh.axes import shown_sizes
-from meshwright.mesh.build import Device
+from meshwright.mesh.build import Device, check_devices
 from meshwright.plan import (
     Plan,
     pipeline_fields,
@@ -49,13 +59,24 @@ from meshwright.step.assemble import Assembled, assemble
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.tracking.setup import shown_activities
-from meshwright.trainer.callbacks import Callback, OnMetrics
+from meshwright.trainer.callbacks import Callback
 from meshwright.trainer.comparable import comparable, optimizer_settings
 from meshwright.trainer.continuing import (
     Memory,
     choose_start,
     continued_state,
     raise_interrupted,
+)
+from meshwright.trainer.fit_arguments import (
+    check_assembled,
+    check_evaluation,
+    check_start,
+    first_batch,
+    read_callbacks,
+    read_duration,
+    read_output,
+    read_pipeline,
+    read_resume,
 )
 from meshwright.trainer.fit_result import FitResult
 from meshwright.trainer.optax_rate import find_schedule
@@ -66,7 +87,6 @@ from meshwright.trainer.stop import Stop, StopReason
 from meshwright.trainer.training_run import TrainingRun
 from meshwright.trainer.warm_start import warm_start
 from meshwright.trees import Batch, resize_batch
-from meshwright.user_code import doing
 
 
 @dataclass(kw_only=True)
@@ -133,7 +153,10 @@ class Trainer:
         check_count("sync_gradients_every", self.sync_gradients_every)
         check_count("log_every", self.log_every)
         check_clip_norm(self.clip_norm)
-        _read_pipeline(self.pipeline)
+        check_trainable(self.trainable)
+        check_devices(self.devices)
+        check_start(self.sharding, self.seed, self.init_from, self.init_patterns)
+        read_pipeline(self.pipeline)
 
     def fit(
         self,
@@ -192,13 +215,17 @@ class Trainer:
                 it, warnings are Python warnings.
             assembled: the result of `assemble` for such batches, to save the time.
         """
-        duration = _read_duration(steps, max_duration, epochs)
-        if restart or resume == "never":
-            resume, self._memory.result = "never", None
+        duration = read_duration(steps, max_duration, epochs)
+        resume = read_resume(resume, restart)
+        callbacks = read_callbacks(callbacks, on_metrics)
+        output = read_output(
+            run_dir, checkpoint, tracking, progress, log_every=self.log_every, name=self.run_name
+        )
+        check_assembled(assembled)
+        if resume == "never":
+            self._memory.result = None
         given = self._read_data(data, batch_size, duration)
-        first = _first_batch(given, batch_size or self._planned_batch())
-        output = self._output(run_dir, checkpoint, tracking, progress)
-        callbacks = [*callbacks, *([OnMetrics(on_metrics)] if on_metrics else [])]
+        first = first_batch(given, self._batch_size(batch_size))
         with shown_activities(output.run_dir, progress):
             spec = self._spec(
                 self._programs(first, assembled),
@@ -302,21 +329,22 @@ class Trainer:
         )
 
     def _trained(self, of: FitResult | str | Path | None, data: Any) -> FitResult:
-        if isinstance(of, str | Path):
-            return self._restored(str(of), data)
-        result = of or self.result
-        if result is None:
+        given = self.result if of is None else of
+        if given is None:
             raise UserError(
                 "there is no trained model yet", fix='call fit first, or write of="runs/first"'
             )
-        return result
+        if isinstance(given, FitResult):
+            return given
+        check_kind("of", given, (str, Path), "write the result of a fit, or a run folder")
+        return self._restored(str(check_path("of", given)), data)
 
     def _restored(self, run: str, data: Any) -> FitResult:
         """Return the state of a checkpoint as the result of its run."""
         point = find_resume_point(run, None)
         assert point is not None
         size = point.metadata.global_batch_size
-        batch = resize_batch(_first_batch(data, 1), size)
+        batch = resize_batch(first_batch(data, 1), size)
         programs = self._programs(batch, None)
         form = CanonicalForm(programs.assembled)
         check_fits(point, form)
@@ -335,7 +363,7 @@ class Trainer:
         """Return data as `Data`; an iterable that is given again goes on where it was."""
         before = self._memory.data
         if before is None or before[0] is not data or not isinstance(before[1], IterableData):
-            expected = Expected(batch_size=batch_size, planned=self._planned_batch())
+            expected = Expected(batch_size=batch_size, planned=self._batch_size(None))
             read = as_data(data, self.seed, expected=expected)
             before = self._memory.data = (data, read)
         read = before[1]
@@ -392,7 +420,7 @@ class Trainer:
             output=output,
             callbacks=callbacks,
             learning_rate=find_schedule(self.optimizer),
-            warnings=unused_pipeline(_read_pipeline(self.pipeline), assembled.plan),
+            warnings=unused_pipeline(read_pipeline(self.pipeline), assembled.plan),
             settings={
                 "optimizer": optimizer_settings(self.optimizer),
                 "loss": comparable(self.loss),
@@ -404,35 +432,21 @@ class Trainer:
     def _evaluation(
         self, data: Any, every: int | None, batches: int | None, like: Any
     ) -> EvaluationSpec:
+        check_evaluation(every, batches)
         expected = Expected(like=like, training=False)
         held_out = None if data is None else as_data(data, self.seed, expected=expected)
         return EvaluationSpec(data=held_out, every=every, batches=batches)
-
-    def _output(
-        self,
-        run_dir: str | Path | None,
-        checkpoint: CheckpointConfig | None,
-        tracking: TrackingConfig | None,
-        progress: bool | None,
-    ) -> OutputSpec:
-        return OutputSpec(
-            run_dir=None if run_dir is None else Path(run_dir).absolute(),
-            name=self.run_name,
-            log_every=self.log_every,
-            tracking=tracking or TrackingConfig(),
-            progress=progress,
-            checkpoint=checkpoint or CheckpointConfig(),
-        )
 
     def _by_update(self, data: Any, batch_size: int | None) -> Callable[[int], Any]:
         if callable(data) and len(parameters_of(data)) == 1:
             return data
         given = as_data(data, self.seed, expected=Expected(batch_size=batch_size))
-        size = form_of(_first_batch(given, batch_size or self._planned_batch())).num_samples
+        size = form_of(first_batch(given, self._batch_size(batch_size))).num_samples
         return lambda step: given.batch(step, size)
 
-    def _planned_batch(self) -> int | None:
-        return self.mesh.batch.global_batch_size if isinstance(self.mesh, Plan) else None
+    def _batch_size(self, given: int | None) -> int | None:
+        planned = self.mesh.batch.global_batch_size if isinstance(self.mesh, Plan) else None
+        return planned if given is None else given
 
     def _initial_state(self, assembled: Assembled) -> TrainState:
         return assembled.adopt(self.model) if exists(self.model) else assembled.init(self.seed)
@@ -448,7 +462,7 @@ class Trainer:
     def _make_plan(self, num_samples: int) -> Plan:
         count = len(self.devices) if self.devices is not None else jax.device_count()
         sizes = resolve_mesh(mesh_sizes(self.mesh), count)
-        steps, pipeline = self.gradient_accumulation_steps, _read_pipeline(self.pipeline)
+        steps, pipeline = self.gradient_accumulation_steps, read_pipeline(self.pipeline)
         batch = solve_pipeline_batch(
             pipeline,
             sizes,
@@ -469,7 +483,7 @@ class Trainer:
         beside: dict[str, tuple[Any, Any, Any]] = {
             "precision": (self.precision, "no", plan.precision),
             "sharding": (self.sharding, ShardingConfig(), plan.sharding),
-            "pipeline": (_read_pipeline(self.pipeline), PipelineConfig(), PipelineConfig()),
+            "pipeline": (read_pipeline(self.pipeline), PipelineConfig(), PipelineConfig()),
             **{
                 name: (getattr(self, name), 1, getattr(batch, name))
                 for name in ("gradient_accumulation_steps", "sync_gradients_every")
@@ -488,59 +502,6 @@ class Trainer:
                 f"{batch.global_batch_size}",
                 fix=f"give batches of {batch.global_batch_size}, or make a plan for {num_samples}",
             )
-
-
-def _read_pipeline(given: Any) -> PipelineConfig:
-    if isinstance(given, PipelineConfig):
-        return given
-    if isinstance(given, str):
-        return PipelineConfig.parse({"schedule": given}, prefix="pipeline")
-    if isinstance(given, Mapping):
-        values = typing.cast(Mapping[Any, Any], given)
-        return PipelineConfig.parse({str(k): v for k, v in values.items()}, prefix="pipeline")
-    raise UserError(
-        f"the pipeline is {shorten(given)}, of type {type(given).__name__}",
-        fix='write pipeline="zb_h1", or '
-        'pipeline=mw.PipelineConfig(schedule="zb_h1", num_microbatches=16)',
-    )
-
-
-def _read_duration(steps: int | None, max_duration: str | None, epochs: float | None) -> Duration:
-    if sum(each is not None for each in (steps, max_duration, epochs)) != 1:
-        raise UserError(
-            "the length of the training must be given exactly once",
-            why=f"steps is {steps}, max_duration is {max_duration} and epochs is {epochs}",
-            fix='write steps=1000, epochs=2, or max_duration="30min"',
-        )
-    if max_duration is not None:
-        return parse_duration(max_duration)
-    if epochs is not None:
-        return parse_duration(f"{epochs}ep")
-    check_count("steps", steps)
-    return Duration(updates=steps)
-
-
-def _first_batch(data: Data, batch_size: int | None) -> Any:
-    """Return the first global batch, whose shapes all others must have."""
-    if isinstance(data, SequenceData | IterableData):
-        with doing("reading batch 0"):
-            first = data.first_batch(batch_size) if isinstance(data, IterableData) else data.first()
-        if first is None:
-            raise UserError(
-                "there are no batches to train on",
-                why="the iterable is empty",
-                fix="give at least one batch; a generator can only be read once",
-            )
-        return read_batch(first)
-    if batch_size is None:
-        raise UserError(
-            "the size of a global batch is not known",
-            why=f"the data ({data.describe()}) can be read in batches of any size",
-            fix="write batch_size=…",
-        )
-    check_count("batch_size", batch_size)
-    with doing("reading batch 0"):
-        return read_batch(data.batch(0, batch_size))
 
 
 def _warn_nothing_done(done: int) -> None:

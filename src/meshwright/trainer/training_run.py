@@ -16,7 +16,7 @@ from meshwright.activity import activity
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, CheckpointStore
 from meshwright.checkpoint.damage import DamagedCheckpoint
 from meshwright.data.streams import IterableData
-from meshwright.errors import UserError, first_line
+from meshwright.errors import ANY, Setting, UserError, first_line
 from meshwright.handshake import Facts, compare_processes
 from meshwright.interrupt import Interrupt, Phase
 from meshwright.processes import barrier, is_main, process_count
@@ -416,14 +416,14 @@ def _check_early_stopping(callbacks: Sequence[Callback], evaluation: EvaluationS
     if evaluation.data is None:
         raise UserError(
             "early stopping counts evaluations, and there is no data to evaluate on",
-            fix="hold out data with data.eval_fraction=… or data.eval_path=… (eval_data= in "
-            "Python), or leave out early stopping",
+            fix=f"hold out data with {Setting('data.eval_fraction', ANY)}, or leave out early "
+            "stopping",
         )
     if evaluation.every is None:
         raise UserError(
             "early stopping counts evaluations, and there is only one, at the end",
-            why="eval_every is not set",
-            fix="write training.eval_every=… too (eval_every= in Python)",
+            why=f"{Setting('training.eval_every')} is not set",
+            fix=f"write {Setting('training.eval_every', ANY)} too",
         )
 
 

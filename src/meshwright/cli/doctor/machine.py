@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from meshwright.config.environment import is_slurm_task
+
 PACKAGES = {
     "meshwright": "meshwright",
     "jax": "jax",
@@ -41,6 +43,7 @@ _RANKS = {
     "environment": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "JAX": ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "LOCAL_RANK"),
 }
 
 _ACCELERATOR_FILES = {
@@ -88,7 +91,7 @@ def ranks(environ: Mapping[str, str]) -> list[dict[str, Any]]:
         }
         for source, (rank, size, local) in _RANKS.items()
         # Only a started process has a rank; an allocation may set the size.
-        if rank in environ
+        if rank in environ and (source != "SLURM" or is_slurm_task(environ))
     ]
 
 

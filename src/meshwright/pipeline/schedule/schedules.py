@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from meshwright.config.argument_checks import check_count
+from meshwright.config.argument_checks import check_count, check_kind
 from meshwright.config.microbatches import multiples_around
 from meshwright.errors import Setting, UserError, did_you_mean
 from meshwright.pipeline.schedule.operations import Kind, Op, Shape
@@ -290,6 +290,7 @@ def get_schedule(name: str, num_chunks: int = 2) -> Schedule:
         "interleaved": Interleaved(num_chunks),
         "zb_h1": ZeroBubbleH1(),
     }
+    check_kind("schedule", name, str, f"write one of {', '.join(known)}")
     if name not in known:
         raise UserError(
             f"there is no pipeline schedule `{name}`",
