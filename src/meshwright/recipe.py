@@ -30,8 +30,9 @@ from meshwright.errors import MeshwrightError, UserError
 from meshwright.inputs.user_model import call_with_rngs, model_source
 from meshwright.inputs.user_task import HasLoss, read_task
 from meshwright.plan import Plan
+from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.traced_loss import Loss, LossOutput, Model
-from meshwright.step.assemble import Assembled, ModelSource, assemble
+from meshwright.step.assemble import Assembled, assemble
 from meshwright.trees import Batch
 from meshwright.user_code import doing
 

@@ -22,7 +22,7 @@ from meshwright.mesh.build import Device
 from meshwright.plan import Plan
 from meshwright.processes import process_count
 from meshwright.program.evaluate.widen import is_narrow
-from meshwright.program.trace.model_leaves import build_unplaced
+from meshwright.program.trace.build_model import ModelSource, initialize
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
 from meshwright.proof.certificate import Certificate, Comparison
@@ -41,7 +41,7 @@ from meshwright.proof.rounding import (
     random_draws,
     rounding_tolerance,
 )
-from meshwright.step.assemble import Assembled, ModelSource, assemble
+from meshwright.step.assemble import Assembled, assemble
 from meshwright.trees import Batch, divide_batch, is_key
 
 FLOAT64_TOLERANCE = 1e-10
@@ -273,12 +273,9 @@ def _trace(loss: Loss, assembled: Assembled, batch: Batch, precision: Precision)
 
 def _initial_values(model: ModelSource, assembled: Assembled, seed: int) -> list[Any]:
     """Return the model's initial leaf values, created in its own precision on one device."""
-
-    def create() -> list[Any]:
-        return assembled.model_leaves.values(build_unplaced(lambda: model(nnx.Rngs(seed))))
-
+    values = initialize(model, assembled.model_leaves, seed, list, list)
     # From the host they go to one device or to many without a compiled program.
-    return [v if is_key(v) else np.asarray(v) for v in jax.jit(create)()]
+    return [v if is_key(v) else np.asarray(v) for v in values]
 
 
 def _widened(values: Sequence[Any]) -> list[Any]:

@@ -7,16 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from meshwright.checkpoint import CheckpointReader, find_store
 from meshwright.checkpoint.export import read_groups
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
 from meshwright.inputs.user_model import model_source
-from meshwright.program.trace.model_leaves import Leaf, build_unplaced, split_model
+from meshwright.program.trace.build_model import ModelSource, describe_model
+from meshwright.program.trace.model_leaves import Leaf
 from meshwright.recipe import make_model_source
-from meshwright.step.assemble import ModelSource, set_eval_mode
+from meshwright.step.assemble import set_eval_mode
 from meshwright.trainer.warm_start import describe_differences
 from meshwright.trees import is_key
 
@@ -31,8 +31,7 @@ def load_model(run: str | Path, *, model: Any = None, update: int | None = None)
         update: which checkpoint; the newest by default.
     """
     source = _from_config(run, update) if model is None else _given(model)
-    abstract = build_unplaced(lambda: nnx.eval_shape(lambda: source(nnx.Rngs(0))))
-    parts = split_model(abstract, ...)
+    parts = describe_model(source, ...)
     groups = read_groups(run, ("params", "state"), update=update)
     saved = {path: array for group in groups.values() for path, array in group.items()}
     need = {leaf.path: _stored_shape(leaf) for leaf in parts.leaves}

@@ -131,15 +131,6 @@ def split_model(model: Any, trainable: Any = nnx.Param) -> ModelLeaves:
     return ModelLeaves(tuple(leaves), nnx.graphdef(model), tuple(entries))
 
 
-def build_unplaced(build: Callable[[], Any]) -> Any:
-    """Build a model without placing its annotated variables.
-
-    By default Flax shards them when they are created, which needs a mesh already here.
-    """
-    with nnx.use_eager_sharding(False):
-        return build()
-
-
 def _without_intermediates(model: Any) -> Any:
     if not nnx.to_flat_state(nnx.state(model, nnx.Intermediate)):
         return model
@@ -161,7 +152,7 @@ def _describe(path: tuple[Any, ...], value: Any, array: Any, *, trained: bool) -
         shape=tuple(array.shape),
         dtype=array.dtype,
         role="param" if trained and has_gradient else "state",
-        variable=type(value).__name__,
+        variable=type(value).__name__ if isinstance(value, nnx.Variable) else "Array",
         annotation=names if any(names) else None,
         is_weight=has_gradient and (trained or isinstance(value, nnx.Param)),
     )
