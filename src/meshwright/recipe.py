@@ -34,7 +34,7 @@ from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.traced_loss import Loss, LossOutput, Model
 from meshwright.step.assemble import Assembled, assemble
 from meshwright.trees import Batch
-from meshwright.user_code import doing
+from meshwright.user_code import doing, explaining_axis_names
 
 _SHARED_SIZES = ("vocab_size", "context_length", "input_name", "input_shape", "num_classes")
 """Sizes that the data take from the task or, if it has none, from the model."""
@@ -197,7 +197,8 @@ def _explained(loss: Loss, config: Config) -> Loss:
 
     def explained(model: Model, batch: Batch) -> LossOutput:
         try:
-            return loss(model, batch)
+            with explaining_axis_names():
+                return loss(model, batch)
         except MeshwrightError:
             raise
         except Exception as error:

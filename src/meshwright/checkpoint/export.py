@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from meshwright.checkpoint.reader import CheckpointReader, find_store
 from meshwright.errors import UserError
+from meshwright.program.jaxpr.names import key_of
 
 Arrays = dict[str, NDArray[Any]]
 """NumPy arrays by canonical path."""
@@ -58,7 +59,9 @@ def nest(arrays: Mapping[str, Any]) -> dict[Any, Any]:
     """Return arrays by path as nested dicts; the numbers of lists are integers."""
     root: dict[Any, Any] = {}
     for path, array in arrays.items():
-        *parents, last = (int(part) if part.isdecimal() else part for part in path.split("."))
+        *parents, last = (
+            int(part) if part.isdecimal() else key_of(part) for part in path.split(".")
+        )
         inner = root
         for part in parents:
             inner = inner.setdefault(part, {})

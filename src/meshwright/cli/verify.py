@@ -45,6 +45,7 @@ def _picture(certificate: Certificate, path: Path) -> RenderableType:
         Text.assemble((certificate.configuration(), "bold"), ": ", (certificate.verdict(), style)),
         *(line for section in certificate.sections() for line in _section(*section)),
         *([Text(note)] if note else []),
+        *(Text(f"warning: {warning}", style="yellow") for warning in certificate.warnings),
         Text(f"saved: {path}"),
     )
 

@@ -66,6 +66,7 @@ class Certificate(Frozen):
             gradients of the first update.
         as_written: the float64 reference against the loss as its author wrote it, run on one
             device in float32 without any of Meshwright's transformations.
+        warnings: what training warns about, such as a loss that reads the number of devices.
         versions: versions of Meshwright, JAX, Flax and Optax.
         date: when the certificate was made.
     """
@@ -79,6 +80,7 @@ class Certificate(Frozen):
     null_leaves: list[str] = Field(default_factory=list[str])
     own_precision: list[Comparison]
     as_written: list[Comparison]
+    warnings: list[str] = Field(default_factory=list[str])
     versions: dict[str, str]
     date: str
 
@@ -89,6 +91,7 @@ class Certificate(Frozen):
             lines += [title, *(f"  {comparison.sentence()}" for comparison in comparisons)]
         if self.null_leaves:
             lines.append(self.null_leaves_note())
+        lines += [f"warning: {warning}" for warning in self.warnings]
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return "\n".join([*lines, f"{versions}, {self.date}"])
 

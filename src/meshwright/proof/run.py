@@ -179,6 +179,7 @@ class _Proof:
             null_leaves=nulls,
             own_precision=own_precision,
             as_written=as_written,
+            warnings=list(self.assembled.remarks),
             versions={name: version(name) for name in ("meshwright", "jax", "flax", "optax")},
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )

@@ -25,6 +25,7 @@ from meshwright.program.on_mesh.local_forward import LocalDraws, local_forward
 from meshwright.program.on_mesh.mesh_forward import Forward
 from meshwright.program.on_mesh.remat import choose_remat
 from meshwright.program.trace.build_model import ModelSource, describe_model, initialize
+from meshwright.program.trace.device_reads import device_reads
 from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.traced_loss import Loss, Model, TracedLoss
 from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
@@ -165,13 +166,13 @@ def assemble(
         wide: compute in float64, for proofs.
     """
     mesh = build_mesh(plan.mesh, devices)
-    with doing("building the model"):
+    with doing("building the model"), device_reads(model, loss) as reads:
         model_leaves = describe_model(model, trainable)
     micro = _microbatch(batch, plan)
     program = step_program(loss, model_leaves, micro, plan)
     local_program = per_device_program(loss, model_leaves, micro, plan)
     traced = program.traced
-    remarks = (*program.remarks, *_few_samples(traced, plan))
+    remarks = (*dict.fromkeys([*reads, *program.remarks]), *_few_samples(traced, plan))
     local = pipeline = report = None
     if program.cut is not None:
         decision = decide_stages(program.cut, plan.mesh, plan.sharding, plan.num_chunks)

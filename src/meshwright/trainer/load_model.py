@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from meshwright.checkpoint import CheckpointReader, find_store
 from meshwright.checkpoint.export import read_groups
+from meshwright.checkpoint.older_paths import as_named_now
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
 from meshwright.inputs.user_model import model_source
@@ -35,6 +36,7 @@ def load_model(run: str | Path, *, model: Any = None, update: int | None = None)
     groups = read_groups(run, ("params", "state"), update=update)
     saved = {path: array for group in groups.values() for path, array in group.items()}
     need = {leaf.path: _stored_shape(leaf) for leaf in parts.leaves}
+    saved = as_named_now(saved, need)
     differences = describe_differences({p: a.shape for p, a in saved.items()}, need)
     if differences:
         raise UserError(

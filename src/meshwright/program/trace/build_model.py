@@ -19,6 +19,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from meshwright.program.trace.model_leaves import ModelLeaves, split_model
+from meshwright.trees import is_key
 
 ModelSource = Callable[[nnx.Rngs], Any]
 """Builds the model from its random streams."""
@@ -121,7 +122,7 @@ def _traced_seeds(traced: Any) -> Generator[None]:
             if threading.get_ident() != thread or isinstance(key, Tracer):
                 return key
             zero = traced.ravel()[0] * 0
-            if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+            if not is_key(key.dtype):
                 return key + zero
             words = jax.random.key_data(key) + zero
             return jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
