@@ -32,10 +32,11 @@ from meshwright.errors import ANY, MeshwrightError, Setting, UserError
 from meshwright.inputs.user_model import call_with_rngs, model_source
 from meshwright.inputs.user_task import HasLoss, read_task
 from meshwright.plan import Plan
+from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.traced_loss import Loss, LossOutput, Model
-from meshwright.step.assemble import Assembled, ModelSource, assemble
+from meshwright.step.assemble import Assembled, assemble
 from meshwright.trees import Batch
-from meshwright.user_code import doing, whole_traceback
+from meshwright.user_code import doing, explaining_axis_names, whole_traceback
 
 _SHARED_SIZES = ("vocab_size", "context_length", "input_name", "input_shape", "num_classes")
 """Sizes that the data take from the task or, if it has none, from the model."""
@@ -225,7 +226,8 @@ def _explained(loss: Loss, config: Config, setting: str | None = None) -> Loss:
 
     def explained(model: Model, batch: Batch) -> LossOutput:
         try:
-            return loss(model, batch)
+            with explaining_axis_names():
+                return loss(model, batch)
         except MeshwrightError:
             raise
         except Exception as error:

@@ -7,6 +7,7 @@ line shows the user's frames of its traceback instead of reporting an internal e
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Generator
@@ -44,6 +45,26 @@ def doing(what: str) -> Generator[None]:
     except Exception as error:
         add_note(error, f"while {what}")
         raise
+
+
+@contextmanager
+def explaining_axis_names() -> Generator[None]:
+    """Explain the error that JAX raises for a mean or sum over devices by axis name."""
+    try:
+        yield
+    except NameError as error:
+        found = re.search(r"unbound axis name:? *'?([^\s'.]+)", str(error))
+        if found is None:
+            raise
+        frames = users_frames(error)
+        where = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+        raise UserError(
+            f"the model or loss uses the axis name `{found[1]}`, which does not exist",
+            why=f"{where}the loss sees the global batch, so there is nothing to combine over "
+            "devices (pmean, psum, all_gather) and no number of a device (axis_index)",
+            fix="leave the call out; in nnx.BatchNorm and similar layers leave out axis_name=, "
+            "their statistics are those of the global batch",
+        ) from error
 
 
 def in_module(error: Exception, path: str) -> None:
@@ -100,7 +121,11 @@ def explain_users_exception(error: Exception) -> UserError | None:
 
 
 def _is_users(frame: traceback.FrameSummary) -> bool:
-    name = frame.filename
+    return is_users_file(frame.filename)
+
+
+def is_users_file(name: str) -> bool:
+    """Whether a file is the user's own, not one of Meshwright, Python or an installed package."""
     if name.startswith(_PACKAGE) or name.startswith("<frozen "):
         return False
     return any(name.startswith(root) for root in _own_roots) or not name.startswith(_LIBRARIES)

@@ -121,3 +121,12 @@ def test_a_builders_own_user_errors_pass_unchanged():
 
     with pytest.raises(UserError, match=r"^not like this$"):
         build("data", "own:refuses", refuses, {})
+
+
+def test_a_class_may_call_its_instance_something_else():
+    class Net:
+        def __init__(this, width: int = 3, *, rngs):
+            this.width = width
+
+    assert list(parameters_of(Net)) == ["width", "rngs"]
+    assert check_arguments("model", Net, {"width": "4"}, supplied=("rngs",)) == {"width": 4}

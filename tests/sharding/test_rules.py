@@ -24,7 +24,7 @@ from meshwright.config.compose import compose_config
 from meshwright.config.schema import Config, ShardingConfig
 from meshwright.errors import UserError
 from meshwright.program.blocks.to_scan import roll_program
-from meshwright.program.trace.model_leaves import build_unplaced, split_model
+from meshwright.program.trace.build_model import describe_model
 from meshwright.program.trace.traced_loss import trace_loss
 from meshwright.sharding.decide import decide
 from meshwright.sharding.explain import explain
@@ -268,8 +268,8 @@ class Annotated(nnx.Module):
 
 
 def annotated(names, sizes=None, **rules):
-    abstract = build_unplaced(lambda: nnx.eval_shape(lambda: Annotated(names)))
-    traced = trace_loss(square_loss, split_model(abstract), vectors())
+    model_leaves = describe_model(lambda _: Annotated(names))
+    traced = trace_loss(square_loss, model_leaves, vectors())
     config = ShardingConfig(rules=rules, min_shard_size=0)
     decision = decide(traced, SIZES if sizes is None else sizes, config)
     return {p.path: (p.spec, p.reason) for p in decision.at_rest}
@@ -313,8 +313,8 @@ def test_an_annotation_of_blocks_that_names_pipe_is_refused_on_stages():
                 x = nnx.tanh(block(x))
             return x
 
-    abstract = build_unplaced(lambda: nnx.eval_shape(Blocks))
-    traced = roll_program(trace_loss(square_loss, split_model(abstract), vectors())).traced
+    model_leaves = describe_model(lambda _: Blocks())
+    traced = roll_program(trace_loss(square_loss, model_leaves, vectors())).traced
     with pytest.raises(UserError, match="annotated in the model; its 2 blocks") as caught:
         decide(traced, {"pipe": 2}, ShardingConfig(), staged=range(2))
     assert caught.value.fix == "leave `pipe` out: [null, [fsdp, tp]]"

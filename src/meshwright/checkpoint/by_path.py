@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from meshwright.program.jaxpr.names import key_of
+
 _READS_NESTED = "flax.nnx"
 
 
@@ -32,7 +34,9 @@ def nest(arrays: Mapping[str, Any]) -> dict[Any, Any]:
     """Return arrays by path as nested dicts; the numbers of lists are integers."""
     root: dict[Any, Any] = {}
     for path in arrays:
-        *parents, last = (int(part) if part.isdecimal() else part for part in path.split("."))
+        *parents, last = (
+            int(part) if part.isdecimal() else key_of(part) for part in path.split(".")
+        )
         inner = root
         for part in parents:
             inner = inner.setdefault(part, {})

@@ -45,6 +45,7 @@ def _picture(certificate: Certificate, path: Path) -> RenderableType:
         Text.assemble((certificate.configuration(), "bold"), ": ", (certificate.verdict(), style)),
         *(line for section in certificate.sections() for line in _section(*section)),
         *(Indented(note, 2, first=0) for note in notes if note),
+        *(Indented(f"warning: {w}", 2, style="yellow", first=0) for w in certificate.warnings),
         Text(f"saved: {path}", overflow="ignore", no_wrap=True),
     )
 

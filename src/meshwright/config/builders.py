@@ -104,7 +104,10 @@ def parameters_of(builder: Builder) -> dict[str, inspect.Parameter]:
             f"cannot read the signature of {shorten(builder)}", why=str(error)
         ) from None
     if inspect.isclass(builder):
-        parameters.pop("self", None)
+        first = next(iter(parameters.values()), None)
+        if first is not None and first.kind is not first.VAR_POSITIONAL:
+            # The instance itself, whatever it is called.
+            del parameters[first.name]
     return parameters
 
 

@@ -14,9 +14,9 @@ from flax import linen, nnx
 from meshwright.config.base import shorten
 from meshwright.config.builders import Builder, parameters_of
 from meshwright.errors import UserError
+from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.requested_layouts import recorded_layouts
 from meshwright.program.trace.traced_loss import Loss, Model
-from meshwright.step.assemble import ModelSource
 from meshwright.trees import Batch
 
 UserModel = (

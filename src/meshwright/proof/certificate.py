@@ -87,6 +87,7 @@ class Certificate(Frozen):
             device by `nnx.jit` and `nnx.value_and_grad` in float32: loss, gradients and state of
             the first update.
         not_compared: what cannot be compared for this model or optimizer, and why.
+        warnings: what training warns about, such as a loss that reads the number of devices.
         versions: versions of Meshwright, JAX, Flax and Optax.
         date: when the certificate was made.
     """
@@ -102,6 +103,7 @@ class Certificate(Frozen):
     own_precision: list[Comparison]
     as_written: list[Comparison]
     not_compared: list[str] = Field(default_factory=list[str])
+    warnings: list[str] = Field(default_factory=list[str])
     versions: dict[str, str]
     date: str
 
@@ -113,6 +115,7 @@ class Certificate(Frozen):
         if note := self.null_leaves_note():
             lines.append(note)
         lines += self.not_compared_notes()
+        lines += [f"warning: {warning}" for warning in self.warnings]
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return "\n".join([*lines, f"{versions}, {self.date}"])
 

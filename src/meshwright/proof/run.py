@@ -33,7 +33,7 @@ from meshwright.inputs.checks import check_loss, check_trainable
 from meshwright.mesh.build import Device, check_devices
 from meshwright.plan import Plan
 from meshwright.processes import process_count
-from meshwright.program.trace.model_leaves import build_unplaced
+from meshwright.program.trace.build_model import ModelSource, abstract_model, initialize
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
 from meshwright.proof.certificate import Certificate, Comparison
@@ -57,7 +57,7 @@ from meshwright.proof.rounding import (
     random_draws,
     rounding_tolerance,
 )
-from meshwright.step.assemble import Assembled, ModelSource, assemble
+from meshwright.step.assemble import Assembled, assemble
 from meshwright.trees import Batch, divide_batch, is_key
 
 FLOAT64_TOLERANCE = 1e-10
@@ -141,7 +141,7 @@ def verify(
             if plan.precision == "no"
             else _trace(loss, assembled, global_batches[0], "no"),
             written=WrittenGradient(
-                build_unplaced(lambda: nnx.eval_shape(lambda: model(nnx.Rngs(0)))),
+                abstract_model(model),
                 loss,
                 trainable,
                 traced.leaves,
@@ -222,6 +222,7 @@ class _Proof:
             own_precision=own_precision,
             as_written=as_written,
             not_compared=[] if _compares(own_precision, "parameters") else [NOT_COMPARED],
+            warnings=list(self.assembled.remarks),
             versions={name: version(name) for name in ("meshwright", "jax", "flax", "optax")},
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
@@ -355,14 +356,9 @@ def _trace(loss: Loss, assembled: Assembled, batch: Batch, precision: Precision)
 
 def _initial_values(model: ModelSource, assembled: Assembled, seed: int) -> list[Any]:
     """Return the model's initial leaf values, created in its own precision on one device."""
-
-    def create(data: Any) -> list[Any]:
-        key = jax.random.wrap_key_data(data)
-        return assembled.model_leaves.values(build_unplaced(lambda: model(nnx.Rngs(key))))
-
-    # The key is an argument: XLA would spend minutes folding what follows from a constant.
-    data = np.asarray(jax.random.key_data(jax.random.key(seed)))
-    values = jax.jit(create, compiler_options=quick_options())(data)
+    values = initialize(
+        model, assembled.model_leaves, seed, list, list, compiler_options=quick_options()
+    )
     # From the host they go to one device or to many without a compiled program.
     return [v if is_key(v) else np.asarray(v) for v in values]
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
@@ -27,7 +26,9 @@ from meshwright.program.evaluate.dependencies import select_outputs
 from meshwright.program.on_mesh.local_forward import LocalDraws, local_forward
 from meshwright.program.on_mesh.mesh_forward import Forward
 from meshwright.program.on_mesh.remat import choose_remat
-from meshwright.program.trace.model_leaves import ModelLeaves, build_unplaced, split_model
+from meshwright.program.trace.build_model import ModelSource, describe_model, initialize
+from meshwright.program.trace.device_reads import device_reads
+from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.traced_loss import Loss, Model, TracedLoss
 from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
 from meshwright.sharding.placement import to_spec
@@ -42,9 +43,6 @@ from meshwright.user_code import doing
 
 FEW_SAMPLES = 8
 """Means and variances of fewer samples are mostly noise."""
-
-ModelSource = Callable[[nnx.Rngs], Model]
-"""Builds the model from its random streams."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +78,18 @@ class Assembled:
         ``quickly`` compiles for a single run instead of for speed.
         """
 
-        def create(data: Any) -> TrainState:
-            key = jax.random.wrap_key_data(data)
-            values = self.model_leaves.values(build_unplaced(lambda: self._build(nnx.Rngs(key))))
+        def fresh(values: list[Any]) -> TrainState:
             return self.step.fresh_state(self.traced.layout.from_canonical(values))
 
-        # The key is an argument: XLA would spend minutes folding what follows from a constant.
-        data = np.asarray(jax.random.key_data(jax.random.key(seed)))
-        options = quick_options() if quickly else None
-        compiled = jax.jit(
-            create, out_shardings=self.step.shardings.state, compiler_options=options
+        return initialize(
+            self._build,
+            self.model_leaves,
+            seed,
+            fresh,
+            self.start,
+            out_shardings=self.step.shardings.state,
+            compiler_options=quick_options() if quickly else None,
         )
-        return compiled(data)
 
     def adopt(self, model: Model) -> TrainState:
         """Start from an existing model, its leaves placed on the mesh."""
@@ -175,14 +173,13 @@ def assemble(
         wide: compute in float64, for proofs.
     """
     mesh = build_mesh(plan.mesh, devices)
-    with doing("building the model"):
-        abstract = build_unplaced(lambda: nnx.eval_shape(lambda: model(nnx.Rngs(0))))
-    model_leaves = split_model(abstract, trainable)
+    with doing("building the model"), device_reads(model, loss) as reads:
+        model_leaves = describe_model(model, trainable)
     micro = _microbatch(batch, plan)
     program = step_program(loss, model_leaves, micro, plan)
     local_program = per_device_program(loss, model_leaves, micro, plan)
     traced = program.traced
-    remarks = (*program.remarks, *_few_samples(traced, plan))
+    remarks = (*dict.fromkeys([*reads, *program.remarks]), *_few_samples(traced, plan))
     local = pipeline = report = None
     if program.cut is not None:
         decision = decide_stages(program.cut, plan.mesh, plan.sharding, plan.num_chunks)

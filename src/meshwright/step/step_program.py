@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -41,10 +41,11 @@ def step_program(
     traced = trace_loss(loss, model_leaves, samples, COMPUTE_DTYPES[plan.precision])
     stages = plan.size("pipe") if staged else 1
     if stages == 1:
-        return unstaged_program(traced, plan)
+        program = unstaged_program(traced, plan)
+        return replace(program, remarks=(*traced.remarks, *program.remarks))
     rolled = roll_program(traced)
     cut = ordered_by_stage(cut_blocks(rolled.traced, rolled.remarks), stages, plan.num_chunks)
-    return StepProgram(cut.traced, cut, rolled.remarks)
+    return StepProgram(cut.traced, cut, (*traced.remarks, *rolled.remarks))
 
 
 def unstaged_program(traced: TracedLoss, plan: Plan) -> StepProgram:

@@ -9,18 +9,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from meshwright.checkpoint import CheckpointReader, find_store
 from meshwright.checkpoint.damage import Damage, DamagedCheckpoint, all_damaged
 from meshwright.checkpoint.export import read_groups
+from meshwright.checkpoint.older_paths import as_named_now
 from meshwright.config.argument_checks import check_path
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
 from meshwright.inputs.user_model import model_source
-from meshwright.program.trace.model_leaves import Leaf, build_unplaced, split_model
+from meshwright.program.trace.build_model import ModelSource, describe_model
+from meshwright.program.trace.model_leaves import Leaf
 from meshwright.recipe import make_model_source
-from meshwright.step.assemble import ModelSource, set_eval_mode
+from meshwright.step.assemble import set_eval_mode
 from meshwright.trainer.warm_start import describe_differences
 from meshwright.trees import is_key
 
@@ -56,10 +57,10 @@ def load_model(run: str | Path, *, model: Any = None, update: int | None = None)
 def _load(folder: Path, update: int, model: Any) -> Any:
     groups = read_groups(folder, ("params", "state"), update=update)
     source = _from_config(folder, update) if model is None else _given(model)
-    abstract = build_unplaced(lambda: nnx.eval_shape(lambda: source(nnx.Rngs(0))))
-    parts = split_model(abstract, ...)
+    parts = describe_model(source, ...)
     saved = {path: array for group in groups.values() for path, array in group.items()}
     need = {leaf.path: _stored_shape(leaf) for leaf in parts.leaves}
+    saved = as_named_now(saved, need)
     differences = describe_differences({p: a.shape for p, a in saved.items()}, need)
     if differences:
         raise UserError(

@@ -18,6 +18,7 @@ from meshwright.checkpoint.damage import (
     list_set_aside,
     set_aside,
 )
+from meshwright.checkpoint.older_paths import as_named_now, names_on_disk
 from meshwright.config.origins import flatten
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import broadcast, is_main
@@ -93,7 +94,19 @@ def find_resume_point(resume: str, run_dir: Path | None) -> ResumePoint | None:
 
 def restore(point: ResumePoint, form: CanonicalForm) -> TrainState:
     """Restore a checkpoint onto the devices; raise `DamagedCheckpoint` if it is damaged."""
-    return form.state(CheckpointReader(point.folder).restore(point.update, form.structs))
+    reader = CheckpointReader(point.folder)
+    saved = reader.shapes(point.update)
+    names = {
+        group: names_on_disk(structs, saved.get(group, {}))
+        for group, structs in form.structs.items()
+    }
+    arrays = reader.restore(
+        point.update,
+        {g: {names[g][p]: s for p, s in structs.items()} for g, structs in form.structs.items()},
+    )
+    return form.state(
+        {group: {p: arrays[group][n] for p, n in paths.items()} for group, paths in names.items()}
+    )
 
 
 def set_damaged_aside(folder: Path, damage: Damage) -> str:
@@ -249,8 +262,8 @@ def _check_shapes(
     """Compare the arrays of a checkpoint with those of the run, and name the first difference."""
     names = {"params": "parameter", "state": "state", "optimizer": "optimizer state"}
     for group, name in names.items():
-        have = {path: tuple(shape) for path, shape in saved.get(group, {}).items()}
         need = {path: tuple(struct.shape) for path, struct in expected[group].items()}
+        have = as_named_now(saved.get(group, {}), need)
         for path in dict.fromkeys([*need, *have]):
             if have.get(path) != need.get(path):
                 raise UserError(

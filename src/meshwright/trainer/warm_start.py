@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import read_params
+from meshwright.checkpoint.older_paths import as_named_now
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.sharding.rules import matches
 from meshwright.step.assemble import Assembled
@@ -37,8 +38,8 @@ def warm_start(
                 fix=f"write {Setting('model.init_from', ANY)} with a run folder",
             )
         return lambda state: state
-    saved = read_params(run, statistics=True)
     leaves = {leaf.path: leaf.shape for leaf in assembled.traced.layout.leaves}
+    saved = as_named_now(read_params(run, statistics=True), leaves)
     weights = {leaf.path for leaf in assembled.traced.layout.leaves if leaf.is_weight}
     wanted = _chosen({*saved, *weights}, patterns, run)
     differences = describe_differences(

@@ -8,7 +8,8 @@ from flax import nnx
 from small_models import WIDTH, Norms, Odd, Residuals, builder, fill, numbers, pair
 
 from meshwright.errors import UserError
-from meshwright.program.trace.model_leaves import build_unplaced, split_model
+from meshwright.program.trace.build_model import describe_model
+from meshwright.program.trace.model_leaves import split_model
 
 
 def paths(model_leaves, role):
@@ -188,7 +189,7 @@ ANNOTATIONS = {
 def test_the_authors_axis_names_are_kept(spelling):
     arguments = ANNOTATIONS[spelling](nnx.initializers.zeros)
     linear = lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0), **arguments)  # noqa: E731
-    model_leaves = split_model(build_unplaced(lambda: nnx.eval_shape(linear)))
+    model_leaves = describe_model(lambda _: linear())
     assert {leaf.path: leaf.annotation for leaf in model_leaves.leaves} == {
         "bias": None,
         "kernel": ("fsdp", "tensor"),

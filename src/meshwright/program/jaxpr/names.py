@@ -15,12 +15,37 @@ between the names of operations it has merged.
 """
 
 _MODULE = re.compile(rf"(?:^|[/(:;]){re.escape(MODULE_MARK)}([^/():;]+)")
-_RESERVED = re.compile(r"[/():;@\s]")
+_RESERVED = re.compile(r"[/():;@\s.%*?]")
+_ESCAPED = re.compile("(?:%[0-9A-F]{2})+|%")
+_EMPTY = "%"
 
 
 def path_text(path: Iterable[Any]) -> str:
-    """Return a path as text: ``blocks.0.mlp.up``; characters scope names cannot hold become _."""
-    return ".".join(_RESERVED.sub("_", str(part)) for part in path)
+    """Return a path as text: ``blocks.0.mlp.up``.
+
+    What scope names cannot hold, and what has a meaning in paths and patterns, is escaped as in
+    URLs, so that different paths have different texts: the key ``a.b`` is ``a%2Eb``. An empty key
+    is ``%``.
+    """
+    return ".".join(_RESERVED.sub(_escape, str(part)) or _EMPTY for part in path)
+
+
+def key_of(part: str) -> str:
+    """Return the key that a part of a path stands for: ``a.b`` for ``a%2Eb``."""
+    return _ESCAPED.sub(lambda match: _unescape(match[0]), part)
+
+
+def older_path(path: str) -> str:
+    """Return a path as earlier versions wrote it: dots as they are, other characters as ``_``."""
+    return _ESCAPED.sub(lambda match: re.sub(r"[/():;@\s]", "_", _unescape(match[0])), path)
+
+
+def _escape(match: re.Match[str]) -> str:
+    return "".join(f"%{byte:02X}" for byte in match[0].encode())
+
+
+def _unescape(text: str) -> str:
+    return bytes.fromhex(text.replace("%", "")).decode()
 
 
 def module_of(op_name: str) -> str:

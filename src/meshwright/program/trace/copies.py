@@ -22,7 +22,7 @@ _UNRESOLVED = re.compile(rf"/?{re.escape(MODULE_MARK)}\?[^/():;]*")
 
 def class_name(cls: type) -> str:
     """Return a class's name without characters that scope names cannot hold."""
-    return path_text([cls.__name__]).replace(".", "_")
+    return path_text([cls.__name__])
 
 
 def provisional_path(cls: type, number: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -69,9 +70,11 @@ class ModelLeaves:
 
     Attributes:
         leaves: description of every leaf.
+        classes: the classes of its modules.
     """
 
     leaves: tuple[Leaf, ...]
+    classes: tuple[type, ...]
     _graphdef: Any
     _entries: tuple[_Entry, ...]
 
@@ -122,22 +125,25 @@ def split_model(model: Any, trainable: Any = nnx.Param) -> ModelLeaves:
         for number, array in enumerate(arrays):
             suffix = (number,) if len(arrays) > 1 else ()
             leaves.append(_describe(path + suffix, value, array, trained=trained))
+    _check_paths([leaf.path for leaf in leaves])
     if not any(leaf.role == "param" for leaf in leaves):
         raise UserError(
             "the model has no trainable parameters",
             why=f"none of its {len(leaves)} leaves matches the filter {trainable!r}",
             fix="pass trainable= with an NNX filter that matches what should be trained",
         )
-    return ModelLeaves(tuple(leaves), nnx.graphdef(model), tuple(entries))
+    classes = dict.fromkeys(type(module) for _, module in nnx.iter_modules(model))
+    return ModelLeaves(tuple(leaves), tuple(classes), nnx.graphdef(model), tuple(entries))
 
 
-def build_unplaced(build: Callable[[], Any]) -> Any:
-    """Build a model without placing its annotated variables.
-
-    By default Flax shards them when they are created, which needs a mesh already here.
-    """
-    with nnx.use_eager_sharding(False):
-        return build()
+def _check_paths(paths: Sequence[str]) -> None:
+    twice = next((path for path, count in Counter(paths).items() if count > 1), None)
+    if twice is not None:
+        raise UserError(
+            f"two arrays of the model have the path `{twice}`",
+            why="keys of a dict that print alike, such as 0 and '0', cannot be told apart",
+            fix="rename one of the keys",
+        )
 
 
 def _without_intermediates(model: Any) -> Any:
@@ -161,7 +167,7 @@ def _describe(path: tuple[Any, ...], value: Any, array: Any, *, trained: bool) -
         shape=tuple(array.shape),
         dtype=array.dtype,
         role="param" if trained and has_gradient else "state",
-        variable=type(value).__name__,
+        variable=type(value).__name__ if isinstance(value, nnx.Variable) else "Array",
         annotation=names if any(names) else None,
         is_weight=has_gradient and (trained or isinstance(value, nnx.Param)),
     )

@@ -13,14 +13,23 @@ from jax import Array
 from meshwright.errors import UserError
 from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.jaxpr.names import path_text
+from meshwright.program.trace.device_reads import device_reads
 from meshwright.program.trace.layout import Layout, plain_layout
 from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.normalize import normalize
 from meshwright.program.trace.precision_policy import cast_floats, follow_policy
+from meshwright.program.trace.python_state import (
+    Change,
+    PythonState,
+    apply_changes,
+    describe_changes,
+    refuse_effect,
+    refuse_kept_arrays,
+)
 from meshwright.program.trace.requested_layouts import recorded_layouts
 from meshwright.program.trace.scopes import module_scopes
 from meshwright.trees import Batch, check_num_samples
-from meshwright.user_code import doing
+from meshwright.user_code import doing, explaining_axis_names
 from meshwright.weighted import Weighted
 
 Model = Any
@@ -72,12 +81,14 @@ class TracedLoss:
         layout: the leaves the program runs on, and which of the model's leaves they hold.
         batch: the batch's leaves.
         metric_names: names of the metrics, in the program's order.
+        remarks: what the loss did while it was traced that the program does not repeat.
     """
 
     closed: ClosedJaxpr
     layout: Layout
     batch: tuple[BatchLeaf, ...]
     metric_names: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -112,8 +123,10 @@ def trace_loss(
         weighted = [objective, *metrics.values()]
         return [x for w in weighted for x in (w.total, w.weight)]
 
-    traced = trace_function(results, model_leaves, batch, compute_dtype)
-    return replace(traced, metric_names=tuple(names))
+    with device_reads(loss, *model_leaves.classes) as reads:
+        traced = trace_function(results, model_leaves, batch, compute_dtype)
+    remarks = (*reads, *traced.remarks)
+    return replace(traced, metric_names=tuple(names), remarks=remarks)
 
 
 def trace_function(
@@ -129,6 +142,8 @@ def trace_function(
     paths_by_class: dict[str, Sequence[str]] = {}
     weights = {i for i, leaf in enumerate(model_leaves.leaves) if leaf.is_weight}
     count = len(model_leaves.leaves)
+    python_changes: list[Change] = []
+    written: dict[str, None] = {}
 
     def program(*inputs: Any) -> list[Any]:
         values = [
@@ -137,11 +152,17 @@ def trace_function(
         ]
         model = model_leaves.merge(values)
         follow_policy(model, compute_dtype)
+        apply_changes(model, python_changes)
+        before = PythonState(model)
         with module_scopes(model, compute_dtype) as paths:
             paths_by_class.update(paths)
-            with doing("tracing the loss"), recorded_layouts():
+            with doing("tracing the loss"), explaining_axis_names(), recorded_layouts():
                 results = function(model, jax.tree.unflatten(batch_tree, inputs[count:]))
+        python_changes[:] = before.changes()
+        refuse_kept_arrays(python_changes)
         after = model_leaves.values(model)
+        params = [i for i in model_leaves.indices("param") if after[i] is not values[i]]
+        written.update({model_leaves.leaves[i].path: None for i in params})
         changed.update(i for i in model_leaves.indices("state") if after[i] is not values[i])
         state = [
             after[i].astype(model_leaves.leaves[i].dtype) if i in changed else inputs[i]
@@ -152,11 +173,20 @@ def trace_function(
     structs = [leaf.struct for leaf in model_leaves.leaves]
     structs += [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in batch_leaves]
     traced = jax.make_jaxpr(program)(*structs)
+    remarks = _describe_written(list(written))
+    if python_changes:
+        first = list(python_changes)
+        again = jax.make_jaxpr(lambda *inputs: program(*inputs))(*structs)
+        if str(again) != str(traced):
+            refuse_effect(first)
+        remarks += describe_changes(python_changes)
+        python_changes.clear()
     if compute_dtype is not None and changed & weights:
         # Weights that the loss changes (a moving average) must not be rounded.
         traced = jax.make_jaxpr(lambda *inputs: program(*inputs))(*structs)
     closed = normalize(traced, [leaf.path for leaf in model_leaves.leaves], paths_by_class)
-    return TracedLoss(closed, plain_layout(model_leaves.leaves), batch_leaves, ())
+    layout = plain_layout(model_leaves.leaves)
+    return TracedLoss(closed, layout, batch_leaves, (), tuple(remarks))
 
 
 def read_loss(out: Any) -> tuple[Weighted, dict[str, Weighted]]:
@@ -167,6 +197,17 @@ def read_loss(out: Any) -> tuple[Weighted, dict[str, Weighted]]:
     return _weighted("the loss", out), {
         k: _weighted(f"metric `{k}`", v) for k, v in metrics.items()
     }
+
+
+def _describe_written(paths: Sequence[str]) -> list[str]:
+    if not paths:
+        return []
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return [
+        f"the model writes to `{paths[0]}`{more} in its call, which is also trained; the written "
+        "value is used in that call only, and the update starts from the value before it (nnx.jit "
+        "keeps the written one); make it another kind of variable than nnx.Param to keep it"
+    ]
 
 
 def _weighted(name: str, value: Any) -> Weighted:

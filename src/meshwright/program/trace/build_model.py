@@ -1,0 +1,154 @@
+"""Building a model from its source: its structure without computing weights, and initial values.
+
+What a constructor computes without random numbers (tables, masks, sizes) is computed at once where
+the structure is read. The model may therefore keep it anywhere, also in closures and static
+attributes, and read it as Python numbers, as if it were built outside of a trace.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
+from unittest import mock
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+from meshwright.program.trace.model_leaves import ModelLeaves, split_model
+from meshwright.trees import is_key
+
+ModelSource = Callable[[nnx.Rngs], Any]
+"""Builds the model from its random streams."""
+
+NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""What JAX raises if Python code reads the value of an array that is only traced."""
+
+_Result = TypeVar("_Result")
+
+
+def describe_model(source: ModelSource, trainable: Any = nnx.Param) -> ModelLeaves:
+    """Return the structure and leaves of a model, without computing its random weights.
+
+    Args:
+        source: builds the model.
+        trainable: an NNX filter that says which variables are trained.
+    """
+    found: list[ModelLeaves] = []
+
+    def describe(data: Any) -> None:
+        with jax.ensure_compile_time_eval(), _traced_seeds(data):
+            found.append(split_model(_build(source, jax.random.wrap_key_data(data)), trainable))
+
+    data = _key_data(0)
+    try:
+        jax.eval_shape(describe, data)
+    except NEEDS_VALUES:
+        return split_model(_build(source, jax.random.wrap_key_data(data)), trainable)
+    return found[0]
+
+
+def abstract_model(source: ModelSource) -> Any:
+    """Return a model whose arrays have shapes and no values, with its Python parts as they are."""
+    graphs: list[Any] = []
+
+    def build(data: Any) -> Any:
+        with jax.ensure_compile_time_eval(), _traced_seeds(data):
+            graph, state = nnx.split(_build(source, jax.random.wrap_key_data(data)))
+        graphs.append(graph)
+        return state
+
+    data = _key_data(0)
+    try:
+        state = jax.eval_shape(build, data)
+    except NEEDS_VALUES:
+        return _build(source, jax.random.wrap_key_data(data))
+    return nnx.merge(graphs[0], state)
+
+
+def initialize(
+    source: ModelSource,
+    leaves: ModelLeaves,
+    seed: int,
+    finish: Callable[[list[Any]], _Result],
+    start: Callable[[list[Any]], _Result],
+    **jit_options: Any,
+) -> _Result:
+    """Build a model inside a compiled program, and return what is made of its leaf values.
+
+    Args:
+        source: builds the model.
+        leaves: its structure.
+        seed: the seed of its random streams.
+        finish: from leaf values to the result, inside the program.
+        start: the same outside, for models that can only be built outside of a program.
+        jit_options: passed to `jax.jit`.
+    """
+    data = _key_data(seed)
+    # Constants are part of the program only if they have to be: the compiler would store them.
+    for context in (nullcontext, jax.ensure_compile_time_eval):
+
+        def create(data: Any, context: Any = context) -> _Result:
+            with context():
+                values = leaves.values(_build(source, jax.random.wrap_key_data(data)))
+            return finish(values)
+
+        try:
+            # The key is an argument: XLA would spend minutes folding what follows from a constant.
+            return jax.jit(create, **jit_options)(data)
+        except NEEDS_VALUES:
+            continue
+    return start(leaves.values(_build(source, jax.random.wrap_key_data(data))))
+
+
+def _build(source: ModelSource, key: Any) -> Any:
+    # By default Flax shards annotated variables when they are created, which needs a mesh already.
+    with nnx.use_eager_sharding(False):
+        model = source(nnx.Rngs(key))
+    _declare_arrays(model)
+    return model
+
+
+def _declare_arrays(model: Any) -> None:
+    """Declare arrays in plain attributes as data: inside a trace Flax takes them for static."""
+    for _, node in list(nnx.iter_graph(model)):
+        if isinstance(node, nnx.Pytree):
+            for name, value in list(vars(node).items()):
+                if isinstance(value, Tracer):
+                    setattr(node, name, nnx.data(value))
+
+
+def _key_data(seed: int) -> Any:
+    return np.asarray(jax.random.key_data(jax.random.key(seed)))
+
+
+@contextmanager
+def _traced_seeds(traced: Any) -> Generator[None]:
+    """Trace what follows from a seed that the model chooses itself, instead of computing it."""
+    thread = threading.get_ident()
+
+    def replacement(make: Callable[..., Any]) -> Callable[..., Any]:
+        def seeded(*args: Any, **kwargs: Any) -> Any:
+            key = make(*args, **kwargs)
+            if threading.get_ident() != thread or isinstance(key, Tracer):
+                return key
+            zero = traced.ravel()[0] * 0
+            if not is_key(key.dtype):
+                return key + zero
+            words = jax.random.key_data(key) + zero
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(key))
+
+        return seeded
+
+    with (
+        mock.patch.object(jax.random, "key", replacement(jax.random.key)),
+        mock.patch.object(jax.random, "PRNGKey", replacement(jax.random.PRNGKey)),
+    ):
+        yield
