@@ -50,7 +50,9 @@ def test_what_is_not_broken_is_certified():
 
 def test_a_proof_in_several_processes_is_refused(monkeypatch):
     monkeypatch.setattr(run, "process_count", lambda: 2)
-    with pytest.raises(UserError, match=r"verify cannot run in 2 processes(.|\n)*mw.simulate_devices\(8\)"):
+    with pytest.raises(
+        UserError, match=r"verify cannot run in 2 processes(.|\n)*mw.simulate_devices\(8\)"
+    ):
         certify({"data": 2})
 
 
