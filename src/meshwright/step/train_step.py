@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,19 +93,22 @@ class TrainStep:
         if pipeline is None:
             self._forward = planned_forward(traced, decision, plan, mesh, wide=wide)
         self.shardings = self._make_shardings()
-        self._jitted = jax.jit(
+        compiled = functools.partial(
+            jax.jit,
             self._update,
             donate_argnums=0,
             in_shardings=(self.shardings.state, self.shardings.batch),
             out_shardings=(self.shardings.state, NamedSharding(mesh, PartitionSpec())),
-            compiler_options=quick_options() if wide else None,
         )
+        # JAX takes compiler options only where the step is not part of another program.
+        self._traceable = compiled()
+        self._jitted = compiled(compiler_options=quick_options()) if wide else self._traceable
 
     def __call__(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:
         """Run one update on a batch's leaves; the old state is donated."""
         inside = any(isinstance(leaf, Tracer) for leaf in batch)
         if self.pipeline is None or inside:
-            return self._jitted(state, list(batch))
+            return (self._traceable if inside else self._jitted)(state, list(batch))
         # A proof also runs the step on a state in float64.
         kinds = tuple((leaf.shape, str(leaf.dtype)) for leaf in (*state.params[:1], *batch))
         if kinds not in self._checked:

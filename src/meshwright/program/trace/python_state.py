@@ -113,6 +113,8 @@ def _attributes(model: Any) -> list[tuple[tuple[tuple[Any, ...], str], Any]]:
     return [
         ((tuple(path), name), value)
         for path, module in nnx.iter_modules(model)
+        # The bridge to Linen writes a module's variables to attributes in every call.
+        if not isinstance(module, nnx.bridge.ToNNX)
         for name, value in vars(module).items()
         if not name.startswith("_pytree__")
         and (isinstance(value, Tracer) or not isinstance(value, _DATA))
