@@ -292,7 +292,9 @@ def test_statistics_that_the_trace_drops(monkeypatch):
 
 def test_initial_values_that_are_not_those_of_one_device(monkeypatch):
     right = assemble.Assembled.init
-    monkeypatch.setattr(assemble.Assembled, "init", lambda self, seed: right(self, seed + 1))
+    monkeypatch.setattr(
+        assemble.Assembled, "init", lambda self, seed, **how: right(self, seed + 1, **how)
+    )
     broken = failures(certify({"fsdp": 2}, model=Plain))
     assert broken["own_precision initial values"].first_different == "down.kernel"
 
