@@ -105,6 +105,7 @@ benchmarks: setup
 	@$(BIN)/python benchmarks/data_pipeline.py
 	@$(BIN)/python benchmarks/trainer_overhead.py
 	@$(BIN)/python benchmarks/pipeline.py
+	@$(BIN)/python benchmarks/verify_time.py
 	@$(BIN)/python benchmarks/page.py
 
 format: setup
