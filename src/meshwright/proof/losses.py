@@ -104,7 +104,7 @@ class WrittenGradient:
         # A call may change the structure of a model, such as a number that it keeps.
         structure = nnx.graphdef(self._model)
         if structure not in self._compiled:
-            lowered = self._gradient.lower(*arguments)
+            lowered: Any = self._gradient.lower(*arguments)
             self._compiled[structure] = lowered.compile(compiler_options=quick_options())
         return self._compiled[structure](*arguments)
 
