@@ -110,6 +110,7 @@ benchmarks: setup
 	@$(BIN)/python benchmarks/trainer_overhead.py
 	@$(BIN)/python benchmarks/checkpoint_checksums.py
 	@$(BIN)/python benchmarks/pipeline.py
+	@$(BIN)/python benchmarks/verify_time.py
 	@$(BIN)/python benchmarks/page.py
 
 format: setup

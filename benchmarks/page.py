@@ -97,6 +97,17 @@ def compile_time(record: dict[str, Any]) -> list[str]:
     return table(("mesh", *(f"{count} devices" for count in counts), "ratio"), rows)
 
 
+def verify_time(record: dict[str, Any]) -> list[str]:
+    """One row for each mesh."""
+    rows = [
+        [name]
+        + [f"{c['seconds'][label]:.1f} s ({c['cpu_seconds'][label]:.1f})" for label in LABELS]
+        + [f"{c['ratio']:.2f}"]
+        for name, c in record["cases"].items()
+    ]
+    return table(("", f"commit {record['earlier']}", "now", "ratio of CPU time"), rows)
+
+
 def data_pipeline(record: dict[str, Any]) -> list[str]:
     """One row for each way to read."""
     heads = ("source", "time waiting", "waits of 1 ms or more", "median wait", "longest wait")
@@ -155,6 +166,8 @@ def pipeline(record: dict[str, Any]) -> list[str]:
     return table(heads, rows)
 
 
+LABELS = ("earlier", "now")
+
 TABLES = {
     "host_overhead": host_overhead,
     "memory_depth": memory_depth,
@@ -163,6 +176,7 @@ TABLES = {
     "trainer_overhead": trainer_overhead,
     "checkpoint_checksums": checkpoint_checksums,
     "pipeline": pipeline,
+    "verify_time": verify_time,
 }
 
 

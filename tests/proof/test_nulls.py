@@ -67,6 +67,7 @@ def test_the_part_of_a_leaf_that_has_no_gradient():
     assert "up.bias (8 elements)" in str(certificate)
 
 
+@pytest.mark.full
 def test_a_gradient_in_the_part_of_a_leaf_that_should_have_none(monkeypatch):
     leaves = ["down.bias", "down.kernel", "up.bias", "up.kernel"]
     change_gradient(monkeypatch, leaves.index("up.bias"), lambda g: g.at[9].add(1e-6))

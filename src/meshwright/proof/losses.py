@@ -86,6 +86,7 @@ class WrittenGradient:
             return objective, gradients
 
         self._gradient = gradient
+        self._compiled: dict[Any, Any] = {}
 
     def __call__(
         self, params: dict[str, Any], state: list[Any], batch: list[Any], scale: float
@@ -95,11 +96,19 @@ class WrittenGradient:
         values = [params[x.path] if x.role == "param" else next(rest) for x in self._leaves]
         self._assign(values)
         arrays = jax.tree.unflatten(self._tree, batch)
-        objective, gradients = self._gradient(self._model, arrays, scale)
+        objective, gradients = self._run(self._model, arrays, scale)
         named = _flat(nnx.State(gradients) if isinstance(gradients, dict) else gradients)
         after = [x for _, value in _flat(_state(self._model)) for x in jax.tree.leaves(value)]
         changed = [x for x, leaf in zip(after, self._leaves, strict=True) if leaf.role == "state"]
         return objective, fetch(_by_path(named)), changed
+
+    def _run(self, *arguments: Any) -> Any:
+        # A call may change the structure of a model, such as a number that it keeps.
+        structure = nnx.graphdef(self._model)
+        if structure not in self._compiled:
+            lowered: Any = self._gradient.lower(*arguments)
+            self._compiled[structure] = lowered.compile(compiler_options=quick_options())
+        return self._compiled[structure](*arguments)
 
     def _assign(self, values: Sequence[Any]) -> None:
         rest = iter(values)
