@@ -42,7 +42,7 @@ def step_program(
     stages = plan.size("pipe") if staged else 1
     if stages == 1:
         return unstaged_program(traced, plan)
-    rolled = roll_program(traced)
+    rolled = roll_program(traced, evenly_joined=True)
     cut = ordered_by_stage(cut_blocks(rolled.traced, rolled.remarks), stages, plan.num_chunks)
     return StepProgram(cut.traced, cut, rolled.remarks)
 

@@ -239,13 +239,7 @@ def _name_operands(
     Returns:
         the first block's equations with these names, and what each name is in every block.
     """
-    columns: dict[tuple[int, int], Column] = {}
-    computed = set(results_of(bodies[0]))
-    for number, eqns in enumerate(zip(*bodies, strict=True)):
-        for position, atoms in enumerate(zip(*(eqn.invars for eqn in eqns), strict=True)):
-            same = all(same_literal(atoms[0], atom) for atom in atoms)
-            if not same and (isinstance(atoms[0], Literal) or atoms[0] not in computed):
-                columns[number, position] = atoms
+    columns = outer_columns(bodies)
     names = _names(list(columns.values()))
     renamed: list[Equation] = []
     for number, eqn in enumerate(bodies[0]):
@@ -255,6 +249,18 @@ def _name_operands(
         ]
         renamed.append(eqn if operands == eqn.invars else eqn.replace(invars=operands))
     return renamed, {names[_key(atoms)]: atoms for atoms in columns.values()}
+
+
+def outer_columns(bodies: Sequence[Sequence[Equation]]) -> dict[tuple[int, int], Column]:
+    """Return, by equation and position, the operands that blocks read from outside."""
+    columns: dict[tuple[int, int], Column] = {}
+    computed = set(results_of(bodies[0]))
+    for number, eqns in enumerate(zip(*bodies, strict=True)):
+        for position, atoms in enumerate(zip(*(eqn.invars for eqn in eqns), strict=True)):
+            same = all(same_literal(atoms[0], atom) for atom in atoms)
+            if not same and (isinstance(atoms[0], Literal) or atoms[0] not in computed):
+                columns[number, position] = atoms
+    return columns
 
 
 def _names(columns: Sequence[Column]) -> dict[tuple[int, ...], Name]:

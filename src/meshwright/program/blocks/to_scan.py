@@ -16,6 +16,7 @@ from meshwright.program.blocks.block_lists import (
     pattern_of,
     why_no_list,
 )
+from meshwright.program.blocks.joints import even_joints
 from meshwright.program.blocks.prove_equal import Name, RolledBlockList, roll_block_list
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (
@@ -60,13 +61,21 @@ class RollResult:
     remarks: tuple[str, ...]
 
 
-def roll_program(traced: TracedLoss) -> RollResult:
-    """Replace every list of equal blocks by a scan over their stacked leaves."""
+def roll_program(traced: TracedLoss, *, evenly_joined: bool = False) -> RollResult:
+    """Replace every list of equal blocks by a scan over their stacked leaves.
+
+    Args:
+        traced: the program.
+        evenly_joined: also roll blocks between which the model computes different things, at the
+            cost of passing on all values that are read later (`even_joints`).
+    """
+    even = even_joints(traced, partial(_same_leaves, traced.layout)) if evenly_joined else None
+    traced, apart = (even.traced, even.apart) if even else (traced, frozenset[str]())
     jaxpr = traced.closed.jaxpr
     rolled_lists: list[RolledBlockList] = []
     remarks: list[str] = []
     for blocks in find_block_lists(jaxpr.eqns):
-        rolled = roll_block_list(jaxpr, blocks, partial(_same_leaves, traced.layout))
+        rolled = roll_block_list(jaxpr, blocks, partial(_same_leaves, traced.layout, apart))
         if isinstance(rolled, str):
             remarks.append(rolled)
             continue
@@ -83,13 +92,13 @@ def roll_program(traced: TracedLoss) -> RollResult:
     return RollResult(builder.program(), (*remarks, *builder.remarks()))
 
 
-def _same_leaves(layout: Layout, one: str, other: str) -> bool:
-    """Whether two modules have the same leaves, trained or not."""
+def _same_leaves(layout: Layout, apart: frozenset[str], one: str, other: str) -> bool:
+    """Whether two modules have the same leaves, trained or not; those `apart` do not count."""
     roles = [
         {
             leaf.path.removeprefix(path): leaf.role
             for leaf in layout.leaves
-            if leaf.path.startswith(f"{path}.")
+            if leaf.path.startswith(f"{path}.") and leaf.path not in apart
         }
         for path in (one, other)
     ]
