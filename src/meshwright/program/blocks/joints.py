@@ -259,12 +259,12 @@ class _Writer:
 
     def _body(self, number: int) -> list[Equation]:
         """Return the equations of a block, which read what its joint passes to it by name."""
-        return [
-            eqn.replace(
-                invars=[self.name_at.get((n, place), a) for place, a in enumerate(eqn.invars)]
-            )
-            for n, eqn in enumerate(self.joined.bodies[number])
-        ]
+        eqns: list[Equation] = []
+        for n, eqn in enumerate(self.joined.bodies[number]):
+            places = enumerate(eqn.invars)
+            operands: list[Any] = [self.name_at.get((n, place), atom) for place, atom in places]
+            eqns.append(eqn.replace(invars=operands))
+        return eqns
 
     def _branch(self, number: int) -> Callable[..., tuple[list[Any], list[Any]]]:
         """Return a joint: from results of the last block, slots and constants to what follows."""

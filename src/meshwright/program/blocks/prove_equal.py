@@ -112,7 +112,7 @@ def roll_block_list(
         if all(same_leaves(a, b) for a, b in pairwise(paths)):
             return whole
     for part in repeating_parts(jaxpr, blocks, same_leaves):
-        run = _roll_with_shifts(jaxpr, part)
+        run = roll_with_shifts(jaxpr, part)
         if isinstance(run, RolledBlockList):
             return run
     return whole
@@ -120,18 +120,18 @@ def roll_block_list(
 
 def _roll_with_periods(jaxpr: Jaxpr, blocks: BlockList) -> RolledBlockList | str:
     """Roll blocks, or groups of blocks if several kinds alternate."""
-    rolled = _roll_with_shifts(jaxpr, blocks)
+    rolled = roll_with_shifts(jaxpr, blocks)
     for period in range(2, blocks.num_blocks // 2 + 1):
         if isinstance(rolled, RolledBlockList):
             break
         grouped = blocks.grouped(period) if blocks.num_blocks % period == 0 else None
         if grouped and grouped.has_unique_patterns:
-            groups = _roll_with_shifts(jaxpr, grouped)
+            groups = roll_with_shifts(jaxpr, grouped)
             rolled = groups if isinstance(groups, RolledBlockList) else rolled
     return rolled
 
 
-def _roll_with_shifts(jaxpr: Jaxpr, blocks: BlockList) -> RolledBlockList | str:
+def roll_with_shifts(jaxpr: Jaxpr, blocks: BlockList) -> RolledBlockList | str:
     """Roll blocks; the parent's equations between two count as part of either."""
     starts = [start for start, _ in blocks.ranges]
     length = starts[1] - starts[0]

@@ -17,7 +17,8 @@ from meshwright.program.blocks.block_lists import (
     why_no_list,
 )
 from meshwright.program.blocks.joints import even_joints
-from meshwright.program.blocks.prove_equal import Name, RolledBlockList, roll_block_list
+from meshwright.program.blocks.prove_equal import Column, Name, RolledBlockList, roll_block_list
+from meshwright.program.blocks.rows import RowBlocks, Rows, array_of, roll_rows
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (
     Atom,
@@ -87,7 +88,12 @@ def roll_program(traced: TracedLoss, *, evenly_joined: bool = False) -> RollResu
         else:
             rolled_lists.append(rolled)
     if not rolled_lists:
-        return RollResult(traced, tuple(remarks) or _why_no_list(jaxpr))
+        in_rows = roll_rows(traced)
+        if not isinstance(in_rows, RowBlocks):
+            remarks += [in_rows] if in_rows else []
+            return RollResult(traced, tuple(remarks) or _why_no_list(jaxpr))
+        builder = _Builder(in_rows.traced, [in_rows.rolled], in_rows.rows)
+        return RollResult(builder.program(), ())
     builder = _Builder(traced, rolled_lists)
     return RollResult(builder.program(), (*remarks, *builder.remarks()))
 
@@ -126,9 +132,12 @@ def _why_no_list(jaxpr: Jaxpr) -> tuple[str, ...]:
 class _Builder:
     """Re-traces a program with its equal blocks rolled."""
 
-    def __init__(self, traced: TracedLoss, rolled_lists: Sequence[RolledBlockList]) -> None:
+    def __init__(
+        self, traced: TracedLoss, rolled_lists: Sequence[RolledBlockList], rows: Rows | None = None
+    ) -> None:
         self.traced = traced
         self.rolled_lists = rolled_lists
+        self.rows = rows or {}
         self.jaxpr = traced.closed.jaxpr
         count = len(traced.layout.leaves)
         self.leaf_of = {v: i for i, v in enumerate(self.jaxpr.invars[:count])}
@@ -277,7 +286,9 @@ class _Builder:
         read = {self.groups.get(name) for name in rolled.varying}
         return [self.numbers[state.leaves] for state in written if state.leaves not in read]
 
-    def _stack(self, name: Name, atoms: Sequence[Atom], env: _LazyValues) -> Any:
+    def _stack(self, name: Name, atoms: Column, env: _LazyValues) -> Any:
+        if array := array_of(atoms, self.rows):
+            return env[array]
         if name not in self.groups:
             return jnp.stack([_read(atom, env) for atom in atoms])
         stacked = env.leaves[self.numbers[self.groups[name]]]
