@@ -43,7 +43,7 @@ def step_program(
     if stages == 1:
         program = unstaged_program(traced, plan)
         return replace(program, remarks=(*traced.remarks, *program.remarks))
-    rolled = roll_program(traced)
+    rolled = roll_program(traced, evenly_joined=True)
     cut = ordered_by_stage(cut_blocks(rolled.traced, rolled.remarks), stages, plan.num_chunks)
     return StepProgram(cut.traced, cut, (*traced.remarks, *rolled.remarks))
 

@@ -112,7 +112,7 @@ def roll_block_list(
         if all(same_leaves(a, b) for a, b in pairwise(paths)):
             return whole
     for part in repeating_parts(jaxpr, blocks, same_leaves):
-        run = _roll_with_shifts(jaxpr, part)
+        run = roll_with_shifts(jaxpr, part)
         if isinstance(run, RolledBlockList):
             return run
     return whole
@@ -120,18 +120,18 @@ def roll_block_list(
 
 def _roll_with_periods(jaxpr: Jaxpr, blocks: BlockList) -> RolledBlockList | str:
     """Roll blocks, or groups of blocks if several kinds alternate."""
-    rolled = _roll_with_shifts(jaxpr, blocks)
+    rolled = roll_with_shifts(jaxpr, blocks)
     for period in range(2, blocks.num_blocks // 2 + 1):
         if isinstance(rolled, RolledBlockList):
             break
         grouped = blocks.grouped(period) if blocks.num_blocks % period == 0 else None
         if grouped and grouped.has_unique_patterns:
-            groups = _roll_with_shifts(jaxpr, grouped)
+            groups = roll_with_shifts(jaxpr, grouped)
             rolled = groups if isinstance(groups, RolledBlockList) else rolled
     return rolled
 
 
-def _roll_with_shifts(jaxpr: Jaxpr, blocks: BlockList) -> RolledBlockList | str:
+def roll_with_shifts(jaxpr: Jaxpr, blocks: BlockList) -> RolledBlockList | str:
     """Roll blocks; the parent's equations between two count as part of either."""
     starts = [start for start, _ in blocks.ranges]
     length = starts[1] - starts[0]
@@ -239,13 +239,7 @@ def _name_operands(
     Returns:
         the first block's equations with these names, and what each name is in every block.
     """
-    columns: dict[tuple[int, int], Column] = {}
-    computed = set(results_of(bodies[0]))
-    for number, eqns in enumerate(zip(*bodies, strict=True)):
-        for position, atoms in enumerate(zip(*(eqn.invars for eqn in eqns), strict=True)):
-            same = all(same_literal(atoms[0], atom) for atom in atoms)
-            if not same and (isinstance(atoms[0], Literal) or atoms[0] not in computed):
-                columns[number, position] = atoms
+    columns = outer_columns(bodies)
     names = _names(list(columns.values()))
     renamed: list[Equation] = []
     for number, eqn in enumerate(bodies[0]):
@@ -255,6 +249,18 @@ def _name_operands(
         ]
         renamed.append(eqn if operands == eqn.invars else eqn.replace(invars=operands))
     return renamed, {names[_key(atoms)]: atoms for atoms in columns.values()}
+
+
+def outer_columns(bodies: Sequence[Sequence[Equation]]) -> dict[tuple[int, int], Column]:
+    """Return, by equation and position, the operands that blocks read from outside."""
+    columns: dict[tuple[int, int], Column] = {}
+    computed = set(results_of(bodies[0]))
+    for number, eqns in enumerate(zip(*bodies, strict=True)):
+        for position, atoms in enumerate(zip(*(eqn.invars for eqn in eqns), strict=True)):
+            same = all(same_literal(atoms[0], atom) for atom in atoms)
+            if not same and (isinstance(atoms[0], Literal) or atoms[0] not in computed):
+                columns[number, position] = atoms
+    return columns
 
 
 def _names(columns: Sequence[Column]) -> dict[tuple[int, ...], Name]:

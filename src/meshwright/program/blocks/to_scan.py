@@ -16,7 +16,9 @@ from meshwright.program.blocks.block_lists import (
     pattern_of,
     why_no_list,
 )
-from meshwright.program.blocks.prove_equal import Name, RolledBlockList, roll_block_list
+from meshwright.program.blocks.joints import even_joints
+from meshwright.program.blocks.prove_equal import Column, Name, RolledBlockList, roll_block_list
+from meshwright.program.blocks.rows import RowBlocks, Rows, array_of, roll_rows
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.jaxpr.equations import (
     Atom,
@@ -60,13 +62,21 @@ class RollResult:
     remarks: tuple[str, ...]
 
 
-def roll_program(traced: TracedLoss) -> RollResult:
-    """Replace every list of equal blocks by a scan over their stacked leaves."""
+def roll_program(traced: TracedLoss, *, evenly_joined: bool = False) -> RollResult:
+    """Replace every list of equal blocks by a scan over their stacked leaves.
+
+    Args:
+        traced: the program.
+        evenly_joined: also roll blocks between which the model computes different things, at the
+            cost of passing on all values that are read later (`even_joints`).
+    """
+    even = even_joints(traced, partial(_same_leaves, traced.layout)) if evenly_joined else None
+    traced, apart = (even.traced, even.apart) if even else (traced, frozenset[str]())
     jaxpr = traced.closed.jaxpr
     rolled_lists: list[RolledBlockList] = []
     remarks: list[str] = []
     for blocks in find_block_lists(jaxpr.eqns):
-        rolled = roll_block_list(jaxpr, blocks, partial(_same_leaves, traced.layout))
+        rolled = roll_block_list(jaxpr, blocks, partial(_same_leaves, traced.layout, apart))
         if isinstance(rolled, str):
             remarks.append(rolled)
             continue
@@ -78,18 +88,23 @@ def roll_program(traced: TracedLoss) -> RollResult:
         else:
             rolled_lists.append(rolled)
     if not rolled_lists:
-        return RollResult(traced, tuple(remarks) or _why_no_list(jaxpr))
+        in_rows = roll_rows(traced)
+        if not isinstance(in_rows, RowBlocks):
+            remarks += [in_rows] if in_rows else []
+            return RollResult(traced, tuple(remarks) or _why_no_list(jaxpr))
+        builder = _Builder(in_rows.traced, [in_rows.rolled], in_rows.rows)
+        return RollResult(builder.program(), ())
     builder = _Builder(traced, rolled_lists)
     return RollResult(builder.program(), (*remarks, *builder.remarks()))
 
 
-def _same_leaves(layout: Layout, one: str, other: str) -> bool:
-    """Whether two modules have the same leaves, trained or not."""
+def _same_leaves(layout: Layout, apart: frozenset[str], one: str, other: str) -> bool:
+    """Whether two modules have the same leaves, trained or not; those `apart` do not count."""
     roles = [
         {
             leaf.path.removeprefix(path): leaf.role
             for leaf in layout.leaves
-            if leaf.path.startswith(f"{path}.")
+            if leaf.path.startswith(f"{path}.") and leaf.path not in apart
         }
         for path in (one, other)
     ]
@@ -117,9 +132,12 @@ def _why_no_list(jaxpr: Jaxpr) -> tuple[str, ...]:
 class _Builder:
     """Re-traces a program with its equal blocks rolled."""
 
-    def __init__(self, traced: TracedLoss, rolled_lists: Sequence[RolledBlockList]) -> None:
+    def __init__(
+        self, traced: TracedLoss, rolled_lists: Sequence[RolledBlockList], rows: Rows | None = None
+    ) -> None:
         self.traced = traced
         self.rolled_lists = rolled_lists
+        self.rows = rows or {}
         self.jaxpr = traced.closed.jaxpr
         count = len(traced.layout.leaves)
         self.leaf_of = {v: i for i, v in enumerate(self.jaxpr.invars[:count])}
@@ -268,7 +286,9 @@ class _Builder:
         read = {self.groups.get(name) for name in rolled.varying}
         return [self.numbers[state.leaves] for state in written if state.leaves not in read]
 
-    def _stack(self, name: Name, atoms: Sequence[Atom], env: _LazyValues) -> Any:
+    def _stack(self, name: Name, atoms: Column, env: _LazyValues) -> Any:
+        if array := array_of(atoms, self.rows):
+            return env[array]
         if name not in self.groups:
             return jnp.stack([_read(atom, env) for atom in atoms])
         stacked = env.leaves[self.numbers[self.groups[name]]]

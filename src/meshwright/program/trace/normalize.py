@@ -126,13 +126,17 @@ class _Normalizer(Evaluator):
         """Return the scope of the module inside a checkpoint, if there is exactly one.
 
         A checkpoint is one equation, which would otherwise have the scope of the module around it.
+        Of several modules, such as a block and the dropout that all blocks share, it is the only
+        one that is an element of a list.
         """
         if eqn.primitive.name not in REMATS:
             return nullcontext()
         owners = self._owners(called_jaxpr(eqn).jaxpr, paths, self._originals[-1])
-        if len(owners) != 1 or owners & set(modules_of(self.scope(eqn))):
+        if owners & set(modules_of(self.scope(eqn))):
             return nullcontext()
-        return jax.named_scope(MODULE_MARK + owners.pop())
+        if len(owners) > 1:
+            owners = {path for path in owners if path[-1].isdigit()}
+        return jax.named_scope(MODULE_MARK + owners.pop()) if len(owners) == 1 else nullcontext()
 
     def _owners(
         self, jaxpr: Jaxpr, paths: Sequence[str | None], originals: Mapping[str, str]

@@ -1,0 +1,290 @@
+"""Equal blocks that are joined unequally, such as by skips, rewritten so that all joints are equal.
+
+What the model computes between two blocks is their joint. The rewritten program runs the same
+switch before every block: branch b is the joint before block b, and values that are read later
+than by the next block travel with the activation, in slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshwright.program.blocks.block_lists import BlockList, find_block_lists
+from meshwright.program.blocks.differences import (
+    equation_difference,
+    first_difference,
+    results_of,
+    shapes,
+)
+from meshwright.program.blocks.joint_values import JointValues, joint_values
+from meshwright.program.blocks.prove_equal import (
+    Column,
+    Placeholder,
+    RolledBlockList,
+    outer_columns,
+    roll_block_list,
+)
+from meshwright.program.evaluate.dependencies import (
+    dependent_variables,
+    inputs_of,
+    needed_equations,
+    variables_read,
+)
+from meshwright.program.evaluate.evaluator import Evaluator
+from meshwright.program.jaxpr.equations import (
+    WITHOUT_RESULT,
+    Atom,
+    Equation,
+    Jaxpr,
+    Literal,
+    Var,
+    aval_of,
+    structs_of,
+)
+from meshwright.program.jaxpr.names import MODULE_MARK
+from meshwright.program.trace.layout import Layout
+from meshwright.program.trace.traced_loss import TracedLoss
+
+_LARGEST_SHARE = 1 / 3
+"""The largest share of a list's weights that joints may read: every stage holds these."""
+
+
+@dataclass(frozen=True)
+class EvenProgram:
+    """A traced loss whose blocks are all joined by the same operations.
+
+    Attributes:
+        traced: the program.
+        apart: paths of the leaves in the list of blocks that only joints read.
+    """
+
+    traced: TracedLoss
+    apart: frozenset[str] = frozenset()
+
+
+def even_joints(
+    traced: TracedLoss, same_leaves: Callable[[frozenset[str], str, str], bool]
+) -> EvenProgram:
+    """Return a program in which the blocks of its longest list are joined equally, if possible.
+
+    Args:
+        traced: the loss.
+        same_leaves: whether two modules have the same leaves, some paths aside.
+    """
+    jaxpr = traced.closed.jaxpr
+    lists = find_block_lists(jaxpr.eqns)
+    if not lists:
+        return EvenProgram(traced)
+    blocks = max(lists, key=lambda blocks: blocks.num_blocks)
+    none: frozenset[str] = frozenset()
+    rolled = roll_block_list(jaxpr, blocks, lambda a, b: same_leaves(none, a, b))
+    if isinstance(rolled, RolledBlockList) and rolled.blocks.elements == blocks.elements:
+        return EvenProgram(traced)
+    joined = _joined_blocks(jaxpr, blocks)
+    if joined is None:
+        return EvenProgram(traced)
+    apart = _leaves_of_joints(traced, joined)
+    paths = [blocks.block_path(n) for n in range(blocks.num_blocks)]
+    alike = all(same_leaves(apart, paths[0], path) for path in paths)
+    in_all = any(_in_all(traced.layout, paths, leaf) for leaf in apart)
+    if not alike or in_all or _share(traced.layout, blocks, apart) > _LARGEST_SHARE:
+        return EvenProgram(traced)
+    return EvenProgram(_Writer(traced, joined).program(), apart)
+
+
+@dataclass(frozen=True)
+class JoinedBlocks:
+    """Equal blocks and the joints before them.
+
+    Attributes:
+        blocks: the list of modules.
+        bodies: the equations of each block.
+        joints: the equations before each block and after the previous one; none for the first.
+        start: first equation of the first block.
+        stop: first equation after the last block.
+    """
+
+    blocks: BlockList
+    bodies: list[Sequence[Equation]]
+    joints: list[Sequence[Equation]]
+    start: int
+    stop: int
+
+
+def _joined_blocks(jaxpr: Jaxpr, blocks: BlockList) -> JoinedBlocks | None:
+    """Separate blocks from joints; what blocks have in common is at their ends."""
+    stops = [stop for _, stop in blocks.ranges]
+    modules: list[Sequence[Equation]] = [jaxpr.eqns[start:stop] for start, stop in blocks.ranges]
+    length = _common_length(modules)
+    if 2 * length < max(map(len, modules)):
+        return None
+    starts = [stop - length for stop in stops]
+    befores = [starts[0], *stops[:-1]]
+    joints: list[Sequence[Equation]] = [
+        jaxpr.eqns[before:start] for before, start in zip(befores, starts, strict=True)
+    ]
+    if any(eqn.primitive.name in WITHOUT_RESULT for joint in joints for eqn in joint):
+        return None
+    bodies = [module[-length:] for module in modules]
+    return JoinedBlocks(blocks, bodies, joints, starts[0], stops[-1])
+
+
+def _common_length(modules: Sequence[Sequence[Equation]]) -> int:
+    """Return how many equations at their ends all blocks have in common."""
+    first, shortest = modules[0], min(map(len, modules))
+    length = shortest
+    for other in modules[1:]:
+        ends = zip(reversed(first), reversed(other), strict=False)
+        equal = (n for n, pair in enumerate(ends) if not _alike(*pair))
+        length = min(length, next(equal, shortest))
+    while length and any(first_difference(first[-length:], m[-length:]) for m in modules):
+        length -= 1
+    return length
+
+
+def _alike(one: Equation, other: Equation) -> bool:
+    return equation_difference(one, other) is None and shapes(one) == shapes(other)
+
+
+def _leaves_of_joints(traced: TracedLoss, joined: JoinedBlocks) -> frozenset[str]:
+    """Return the paths of the leaves that only joints read, not blocks."""
+    leaves = {
+        variable: step.leaf.path
+        for variable, step in zip(
+            traced.closed.jaxpr.invars, traced.layout.step_leaves, strict=False
+        )
+    }
+    for eqn in traced.closed.jaxpr.eqns:
+        source = eqn.invars[0] if eqn.primitive.name == "convert_element_type" else None
+        if isinstance(source, Var) and source in leaves:
+            leaves[eqn.outvars[0]] = leaves[source]
+    in_joints, in_blocks = (
+        {leaves[v] for eqns in parts for v in variables_read(eqns) if v in leaves}
+        for parts in (joined.joints, joined.bodies)
+    )
+    return frozenset(in_joints - in_blocks)
+
+
+def _in_all(layout: Layout, paths: Sequence[str], leaf: str) -> bool:
+    """Whether a leaf is in a block, and all blocks have one of that name: it belongs to blocks."""
+    names = [leaf.removeprefix(f"{path}.") for path in paths if leaf.startswith(f"{path}.")]
+    known = {other.path for other in layout.leaves}
+    return bool(names) and all(f"{path}.{names[0]}" in known for path in paths)
+
+
+def _share(layout: Layout, blocks: BlockList, paths: frozenset[str]) -> float:
+    """Return the share of a list's weights that some leaves are."""
+    heads = tuple(f"{element}." for element in blocks.elements)
+    weights = [leaf for leaf in layout.leaves if leaf.is_weight and leaf.path.startswith(heads)]
+    total = sum(leaf.size for leaf in weights)
+    return sum(leaf.size for leaf in weights if leaf.path in paths) / max(total, 1)
+
+
+class _Writer:
+    """Re-traces a program with its joints as branches of one switch."""
+
+    def __init__(self, traced: TracedLoss, joined: JoinedBlocks) -> None:
+        self.traced, self.joined = traced, joined
+        self.jaxpr = traced.closed.jaxpr
+        moving = set(results_of(self.jaxpr.eqns[joined.start : joined.stop]))
+        columns = outer_columns(joined.bodies)
+        # Positions that read the same value in every block share a name.
+        keys = {place: tuple(map(id, atoms)) for place, atoms in columns.items()}
+        received: dict[tuple[int, ...], Column] = {}
+        for place, atoms in columns.items():
+            if any(isinstance(atom, Var) and atom in moving for atom in atoms):
+                received.setdefault(keys[place], atoms)
+        self.received = list(received.values())
+        self.names = {key: Placeholder(aval_of(atoms[0])) for key, atoms in received.items()}
+        self.name_at = {place: self.names[key] for place, key in keys.items() if key in received}
+        self.joints = [self._first_joint(), *joined.joints[1:]]
+        self.values: JointValues = joint_values(
+            self.jaxpr,
+            len(traced.layout.step_leaves),
+            (joined.start, joined.stop),
+            joined.bodies,
+            self.joints,
+            self.received,
+        )
+        self.branches = [self._branch(number) for number in range(len(joined.bodies))]
+
+    def _first_joint(self) -> list[Equation]:
+        """Return what the first block receives, computed from values that later joints read too.
+
+        Both would otherwise have to travel, or be computed by every stage.
+        """
+        before = self.jaxpr.eqns[: self.joined.start]
+        computed = set(results_of(before))
+        joints = [eqn for joint in self.joined.joints[1:] for eqn in joint]
+        read = {v for v in inputs_of(joints) if v in computed}
+        dependent = dependent_variables(before, read) - read
+        eqns = [eqn for eqn in before if not dependent.isdisjoint(eqn.outvars)]
+        return needed_equations(eqns, [atoms[0] for atoms in self.received])
+
+    def program(self) -> TracedLoss:
+        """Return the re-traced program."""
+        closed = jax.make_jaxpr(self._run)(*structs_of(self.jaxpr.invars))
+        return replace(self.traced, closed=closed)
+
+    def _run(self, *inputs: Any) -> list[Any]:
+        evaluator, joined, values = Evaluator(), self.joined, self.values
+        env: dict[Any, Any] = dict(
+            zip(self.jaxpr.constvars, self.traced.closed.consts, strict=True)
+        )
+        env.update(zip(self.jaxpr.invars, inputs, strict=True))
+        evaluator.extend(env, self.jaxpr.eqns[: joined.start])
+        slots = [jnp.zeros(aval.shape, aval.dtype) for aval in values.slots]
+        latest = [
+            jnp.zeros(aval_of(result).shape, aval_of(result).dtype) if v is None else env[v]
+            for v, result in zip(values.before, values.results[0], strict=True)
+        ]
+        constants = [env[v] for v in values.constants]
+        for number in range(len(joined.bodies)):
+            with jax.named_scope(MODULE_MARK + joined.blocks.block_path(number)):
+                received, slots = jax.lax.switch(
+                    np.int32(number), self.branches, latest, slots, constants
+                )
+            env.update(zip(self.names.values(), received, strict=True))
+            evaluator.extend(env, self._body(number))
+            latest = [env[v] for v in values.results[number]]
+        env.update((v, slots[values.slot_of[v]]) for v in values.kept[-1])
+        evaluator.extend(env, self.jaxpr.eqns[joined.stop :])
+        return [_read(atom, env) for atom in self.jaxpr.outvars]
+
+    def _body(self, number: int) -> list[Equation]:
+        """Return the equations of a block, which read what its joint passes to it by name."""
+        eqns: list[Equation] = []
+        for n, eqn in enumerate(self.joined.bodies[number]):
+            places = enumerate(eqn.invars)
+            operands: list[Any] = [self.name_at.get((n, place), atom) for place, atom in places]
+            eqns.append(eqn.replace(invars=operands))
+        return eqns
+
+    def _branch(self, number: int) -> Callable[..., tuple[list[Any], list[Any]]]:
+        """Return a joint: from results of the last block, slots and constants to what follows."""
+        values = self.values
+
+        def joint(
+            latest: list[Any], slots: list[Any], constants: list[Any]
+        ) -> tuple[list[Any], list[Any]]:
+            env: dict[Any, Any] = dict(zip(values.constants, constants, strict=True))
+            env.update((v, slots[values.slot_of[v]]) for v in values.kept[number])
+            before = values.results[number - 1] if number else values.before
+            env.update(zip(before, latest, strict=True))
+            Evaluator().extend(env, self.joints[number])
+            after = list(slots)
+            for variable in values.kept[number + 1]:
+                after[values.slot_of[variable]] = env[variable]
+            return [_read(atoms[number], env) for atoms in self.received], after
+
+        return joint
+
+
+def _read(atom: Atom, env: dict[Any, Any]) -> Any:
+    return jnp.asarray(atom.val, aval_of(atom).dtype) if isinstance(atom, Literal) else env[atom]
