@@ -13,7 +13,7 @@ import jax
 from meshwright.compiled.hlo import CompiledProgram, compile_program
 from meshwright.compiled.memory import MemoryUse, memory_of
 from meshwright.errors import CheckFailed, EnvironmentProblem
-from meshwright.ledger import Ledger, lower_step, read_ledger
+from meshwright.ledgers import Ledger, lower_step, read_ledger
 from meshwright.step.assemble import Assembled
 
 WARN_FROM_BYTES = 2**20
