@@ -27,7 +27,7 @@ from meshwright.compiled.collectives import Collective, read_collectives
 from meshwright.compiled.hlo import compile_program
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
-from meshwright.ledger.minimum import needed_collectives
+from meshwright.ledgers.minimum import needed_collectives
 from meshwright.models import build_model
 from meshwright.plan import Plan
 from meshwright.step.assemble import assemble

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from meshwright.data.arrays import ArraySource
     from meshwright.data.samples import Samples
     from meshwright.errors import UserError
+    from meshwright.ledgers import ledger
     from meshwright.mesh.build import abstract_mesh, build_mesh
     from meshwright.mesh.inspect import inspect_sharding, visualize_mesh
     from meshwright.mesh.simulate import simulate_devices
@@ -48,6 +49,7 @@ _NAMES = {
     "build_mesh": "meshwright.mesh.build",
     "export_safetensors": "meshwright.checkpoint",
     "inspect_sharding": "meshwright.mesh.inspect",
+    "ledger": "meshwright.ledgers.make_ledger",
     "load_model": "meshwright.trainer.load_model",
     "read_params": "meshwright.checkpoint",
     "shard_fsdp": "meshwright.sharding.shard",
@@ -75,6 +77,7 @@ __all__ = [
     "build_mesh",
     "export_safetensors",
     "inspect_sharding",
+    "ledger",
     "load_model",
     "pipeline",
     "read_params",

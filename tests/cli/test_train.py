@@ -190,8 +190,8 @@ def test_mistakes_exit_2_before_anything_is_written(run, tmp_path, overrides, me
 
 
 def test_strict_refuses_a_program_that_sends_more_than_its_plan(run, monkeypatch):
-    monkeypatch.setattr("meshwright.ledger.ledger.HIGHEST", 0.0)
-    monkeypatch.setattr("meshwright.ledger.ledger.LOWEST", -1.0)
+    monkeypatch.setattr("meshwright.ledgers.ledger_records.HIGHEST", 0.0)
+    monkeypatch.setattr("meshwright.ledgers.ledger_records.LOWEST", -1.0)
     code, _, err = run(
         "model.kind=own_train:Net",
         "task.kind=own_train:loss",

@@ -91,7 +91,7 @@ def test_a_step_on_four_devices_equals_one_device(name):
     value, params = jax.jit(traced.step, **QUICK)(traced.leaves, batch())
     divided_value, divided = step(*args)
     np.testing.assert_allclose(divided_value, value, rtol=1e-10)
-    for leaf, one, four in zip(traced.classes.params, params, divided, strict=True):
+    for leaf, one, four in zip(traced.classes.weights, params, divided, strict=True):
         error = np.abs(np.asarray(four) - np.asarray(one)).max()
         assert error <= 1e-10 * np.abs(one).max(), leaf.path
 

@@ -10,7 +10,7 @@ from program.programs import quick
 import meshwright as mw
 from meshwright.config.batch import solve_batch
 from meshwright.errors import UserError
-from meshwright.ledger import make_ledger
+from meshwright.ledgers import make_ledger
 from meshwright.plan import Plan
 from meshwright.step.assemble import assemble
 

@@ -8,15 +8,13 @@ from rich.text import Text
 from meshwright.cli.request import Request
 from meshwright.columns import Columns, Indented
 from meshwright.errors import CheckFailed, ExitCode
-from meshwright.ledger import Ledger, make_ledger
+from meshwright.ledgers import Ledger, make_ledger
+from meshwright.ledgers.ledger_text import explanations
 from meshwright.mesh.axes import describe_sizes
 from meshwright.recipe import make_recipe
 from meshwright.units import human_bytes
 
-_STAGES_NOTE = (
-    "With pipeline stages, these are the bytes of the stage that sends most; the minimum is not "
-    "known."
-)
+_STAGES_NOTE = "With pipeline stages, these are the bytes of the stage that sends most."
 
 
 def run(request: Request) -> int:
@@ -56,10 +54,11 @@ def _picture(ledger: Ledger) -> RenderableType:
         ),
         _axes(ledger),
     ]
-    if not ledger.known:
+    if ledger.mesh.get("pipe", 1) > 1:
         parts.append(Text(_STAGES_NOTE))
     for axis, own in ledger.axes.items():
         parts += [Indented(f"beyond the minimum on {axis}: {line}", 2) for line in own.excess]
+    parts += [Indented(line, 2) for line in explanations(ledger)]
     parts += [Text(), _lines(ledger), Text(), Text(_memory(ledger))]
     return Group(*parts)
 
@@ -70,7 +69,7 @@ def _axes(ledger: Ledger) -> Columns:
             axis,
             str(own.size),
             human_bytes(own.sent_bytes),
-            human_bytes(own.minimum_bytes) if own.known else "not known",
+            human_bytes(own.minimum_bytes),
             Text(
                 "–" if own.ratio is None else f"{own.ratio:.3f}",
                 style="bold red" if own.suspicious else "green",

@@ -11,10 +11,13 @@ from jax.sharding import PartitionSpec
 from meshwright.config.schema import ShardingConfig
 from meshwright.mesh.axes import AXES, resolve_alias
 from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
+from meshwright.program.dims.classes import LeafRole
 from meshwright.program.evaluate.gather import GatherSpecs
 from meshwright.program.jaxpr.equations import Var
+from meshwright.program.on_mesh.local_ops import LocalOp, find_local_ops
 from meshwright.program.on_mesh.model_layouts import find_model_layouts
 from meshwright.program.on_mesh.pins import find_pins, find_weights
+from meshwright.program.on_mesh.shared_inputs import SharedInput, find_shared_inputs
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.program.trace.traced_loss import TracedLoss
@@ -42,6 +45,8 @@ class Decision:
         gradients: placement of the reduced gradient of each step leaf.
         gathers: by number, the step leaves that are gathered before use.
         pins: layouts of activations.
+        local_ops: operations that devices run on their own samples.
+        shared_inputs: activations whose gradients several products add up.
         weights: variables of the program that depend on weights alone.
         batch: partition spec of a batch.
         classes: the dim classes of the program.
@@ -54,6 +59,8 @@ class Decision:
     gradients: tuple[Placement, ...]
     gathers: Mapping[int, GatherSpecs]
     pins: Mapping[Var, PartitionSpec]
+    local_ops: Mapping[Var, LocalOp]
+    shared_inputs: Mapping[Var, SharedInput]
     weights: frozenset[Var]
     batch: PartitionSpec
     classes: DimClasses
@@ -110,6 +117,15 @@ def decide(
         gradients=tensor_only if sharding.zero == 1 else divided,
         gathers=_gathers(traced.layout.step_leaves, divided) if sharding.zero == 3 else {},
         pins={**pins, **of_model.pins},
+        local_ops=find_local_ops(
+            classes,
+            batch_axes=axes,
+            tensor_dim=tensor.sharded_dim,
+            tensor_size=tensor.size,
+        ),
+        shared_inputs=find_shared_inputs(
+            classes, divided=tensor.ways, batch_axes=axes, tensor_dim=tensor.sharded_dim
+        ),
         weights=find_weights(classes),
         batch=PartitionSpec(tuple(axes)) if axes else PartitionSpec(),
         classes=classes,
@@ -125,9 +141,13 @@ def batch_axes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def dim_classes(traced: TracedLoss) -> DimClasses:
     """Find the dim classes of a traced loss."""
-    labels = [LeafLabel(leaf.role, leaf.path) for leaf in traced.leaves]
+    labels = [LeafLabel(_role(leaf), leaf.path) for leaf in traced.leaves]
     labels += [LeafLabel("batch", leaf.path) for leaf in traced.batch]
     return find_dim_classes(traced.closed, labels)
+
+
+def _role(leaf: Leaf) -> LeafRole:
+    return "frozen" if leaf.is_weight and leaf.role == "state" else leaf.role
 
 
 def _place(

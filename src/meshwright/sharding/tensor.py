@@ -115,7 +115,7 @@ def check_tensor_size(classes: DimClasses, choice: TensorChoice) -> None:
     """Raise a `UserError` if the tensor axis is too large for the model."""
     if choice.size == 1:
         return
-    for leaf in classes.params:
+    for leaf in classes.weights:
         if leaf.is_kernel and choice.dim_of(leaf.path) is None:
             _check_heads(classes, leaf, choice)
     if all(leaf.dim is None for leaf in choice.leaves.values()):

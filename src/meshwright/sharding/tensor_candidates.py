@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from meshwright.program.dims import Atom, DimClasses, LeafDims
+from meshwright.program.dims.classes import WEIGHTS
 
 Dim = tuple[Atom, ...]
 
@@ -80,7 +81,7 @@ class Candidate:
     def bytes_of(self, leaves: Iterable[int]) -> int:
         """Bytes of the parameters at these positions of the program's inputs."""
         chosen = (self.classes.leaves[i] for i in leaves)
-        return sum(leaf.nbytes for leaf in chosen if leaf.role == "param")
+        return sum(leaf.nbytes for leaf in chosen if leaf.role in WEIGHTS)
 
     @cached_property
     def reductions(self) -> frozenset[int]:
@@ -95,7 +96,7 @@ def reductions_of(classes: DimClasses, name: int) -> frozenset[int]:
 
 def find_candidates(classes: DimClasses, size: int) -> list[Candidate]:
     """Return every candidate that has a kernel, in the order of the program's inputs."""
-    kernel_dims = [dim for leaf in classes.params if leaf.is_kernel for dim in leaf.dims if dim]
+    kernel_dims = [dim for leaf in classes.weights if leaf.is_kernel for dim in leaf.dims if dim]
     sizes = {atom.id: atom.size for dim in kernel_dims for atom in dim}
     single = [((name, size),) for name in sizes if name not in classes.batch]
     several = [tuple(ways.items()) for ways in _composites(classes, kernel_dims, size)]
@@ -140,7 +141,7 @@ def _candidate(
     classes: DimClasses, ways: Mapping[int, int], sizes: Mapping[int, int], size: int
 ) -> Candidate:
     leaves = [(i, classes.leaves[i]) for i in classes.leaves_with(ways)]
-    touched = [i for i, leaf in leaves if leaf.role == "param"]
+    touched = [i for i, leaf in leaves if leaf.role in WEIGHTS]
     placed = {
         i: dim
         for i, leaf in leaves

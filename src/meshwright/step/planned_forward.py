@@ -24,6 +24,8 @@ def planned_forward(
         remat,
         wide=wide,
         pins=decision.pins,
+        local_ops=decision.local_ops,
+        shared_inputs=decision.shared_inputs,
         weight_only=decision.weights,
     )
     return Forward(traced, evaluator, remat)

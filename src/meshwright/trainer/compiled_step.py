@@ -14,7 +14,7 @@ from meshwright.activity import activity
 from meshwright.compiled.hlo import CompiledProgram, compile_program
 from meshwright.compiled.memory import MemoryUse, memory_of
 from meshwright.errors import CheckFailed, EnvironmentProblem
-from meshwright.ledger import Ledger, lower_step, read_ledger
+from meshwright.ledgers import Ledger, lower_step, read_ledger
 from meshwright.step.assemble import Assembled
 
 WARN_FROM_BYTES = 2**20

@@ -22,7 +22,7 @@ from step.runs import filled, on_mesh, on_one_device
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError
-from meshwright.ledger import make_ledger
+from meshwright.ledgers import make_ledger
 from meshwright.plan import Plan
 from meshwright.step.assemble import assemble
 

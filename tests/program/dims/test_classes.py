@@ -77,7 +77,7 @@ def test_sharding_columns_costs_a_reduction_backward_where_the_input_has_a_gradi
 def test_sharding_the_batch_reduces_every_gradient_once():
     classes = mlp()
     spread = [event for event in classes.events_of(classes.batch) if event.kind == "spread"]
-    weights = sum(leaf.nbytes for leaf in classes.params)
+    weights = sum(leaf.nbytes for leaf in classes.weights)
     assert sum(event.total for event in spread) == weights
     # The scalar loss is the only other thing that is reduced.
     assert classes.traffic(classes.batch) == 2 * (weights + FLOAT)
@@ -143,7 +143,7 @@ def test_what_is_only_added_is_no_kernel():
         param_positions=(1, INPUTS),
         batch_x=(SAMPLES, INPUTS),
     )
-    assert [leaf.path for leaf in classes.params if leaf.is_kernel] == ["kernel"]
+    assert [leaf.path for leaf in classes.weights if leaf.is_kernel] == ["kernel"]
 
 
 def test_heads_run_side_by_side_and_their_dims_are_contracted():

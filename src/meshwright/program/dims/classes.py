@@ -13,7 +13,10 @@ from meshwright.program.dims.op import EventKind, KernelUse, Log, LoggedEvent, n
 from meshwright.program.dims.walk import Frame, Walk
 from meshwright.program.jaxpr.equations import ClosedJaxpr
 
-LeafRole = Literal["param", "state", "batch"]
+LeafRole = Literal["param", "frozen", "state", "batch"]
+"""A trained parameter, a frozen one, other state, or a part of the batch."""
+
+WEIGHTS: tuple[LeafRole, ...] = ("param", "frozen")
 
 
 class LeafLabel(NamedTuple):
@@ -28,7 +31,7 @@ class LeafDims:
     """An input of the program and its dims.
 
     Attributes:
-        role: trained parameter, other state, or batch.
+        role: trained or frozen parameter, other state, or batch.
         path: canonical path, such as ``blocks.0.mlp.up.kernel``.
         shape: its shape.
         nbytes: its bytes.
@@ -82,6 +85,10 @@ class Event:
         path: its module; empty if unknown.
         source: the array that is spread or gathered; partial results for one array are merged
             before they are sent, so events with the same source cost once. -1 if it has none.
+        kept: the classes of the array that is reduced. If one of them is sharded as well, each
+            device needs only its own part.
+        weight: for a product of the batch itself, which is whole on every device, the bytes of
+            the weight: gathering it is the alternative. 0 for other events.
     """
 
     kind: EventKind
@@ -91,6 +98,8 @@ class Event:
     primitive: str
     path: str
     source: int
+    kept: frozenset[int] = frozenset()
+    weight: int = 0
 
     @property
     def total(self) -> int:
@@ -127,9 +136,9 @@ class DimClasses:
     events: tuple[Event, ...]
 
     @cached_property
-    def params(self) -> tuple[LeafDims, ...]:
-        """The trained parameters."""
-        return tuple(leaf for leaf in self.leaves if leaf.role == "param")
+    def weights(self) -> tuple[LeafDims, ...]:
+        """The parameters, trained or frozen."""
+        return tuple(leaf for leaf in self.leaves if leaf.role in WEIGHTS)
 
     @cached_property
     def vocabularies(self) -> frozenset[int]:
@@ -203,7 +212,8 @@ def find_dim_classes(program: ClosedJaxpr, labels: Sequence[LeafLabel]) -> DimCl
     inputs = [
         walk.input(
             variable.aval,
-            leaf=position if label.role == "param" else None,
+            leaf=position if label.role in WEIGHTS else None,
+            trained=label.role == "param",
             has_data=label.role == "batch",
         )
         for position, (variable, label) in enumerate(zip(program.jaxpr.invars, labels, strict=True))
@@ -272,6 +282,8 @@ def _final(event: LoggedEvent) -> Event:
         primitive=event.primitive,
         path=event.path,
         source=event.source,
+        kept=_class_ids(event.kept),
+        weight=event.weight,
     )
 
 

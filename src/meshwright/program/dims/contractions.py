@@ -35,8 +35,10 @@ def _dot(op: Op, numbers: Any, stack: Sequence[int] = ()) -> Dims:
     left, right = op.dims(0), op.dims(1)
     for pair in (contracted, batch):
         op.unify_all(pick(left, pair[0]), pick(right, pair[1]))
-    op.note("contract", pick(left, contracted[0]), op.out_nbytes())
     free = [without(left, contracted[0], batch[0]), without(right, contracted[1], batch[1], stack)]
+    kept = pick(left, batch[0]) + free[0] + free[1]
+    weight = _weight_of_batch(op)
+    op.note("contract", pick(left, contracted[0]), op.out_nbytes(), kept=kept, weight=weight)
     for side in (0, 1):
         op.spread(side, free[1 - side])
         if op.operands[1 - side].has_data:
@@ -44,10 +46,19 @@ def _dot(op: Op, numbers: Any, stack: Sequence[int] = ()) -> Dims:
             op.use(side, "column", free[side])
             op.use(side, "batched", pick(op.dims(side), batch[side]))
     op.use(1, "batched", pick(right, stack))
-    shared = pick(left, batch[0])
     if op.operands[0].has_data and op.operands[1].has_data:
+        shared = pick(left, batch[0])
         op.log.products.append(Product(shared, pick(left, contracted[0]), free[0] + free[1]))
-    return shared + free[0] + free[1]
+    return kept
+
+
+def _weight_of_batch(op: Op) -> int:
+    """Return the bytes of a weight that multiplies data which no parameter comes before."""
+    for side in (0, 1):
+        weight, data = op.operands[side], op.operands[1 - side]
+        if weight.params and data.has_data and not data.has_grad:
+            return op.nbytes(side)
+    return 0
 
 
 def convolution(op: Op) -> list[Dims]:
@@ -64,7 +75,7 @@ def convolution(op: Op) -> list[Dims]:
     op.unify(group + kernel[inputs], image[channels])
     op.unify(group + within, kernel[outputs])
 
-    op.note("contract", [kernel[inputs]], op.out_nbytes())
+    op.note("contract", [kernel[inputs]], op.out_nbytes(), kept=(kernel[outputs],))
     op.distinguish(pick(kernel, window), 1)
     op.spread(0, [within])
     op.spread(1, [image[batch]])

@@ -62,6 +62,8 @@ class LoggedEvent(NamedTuple):
     primitive: str
     path: str
     source: int
+    kept: Dims = ()
+    weight: int = 0
 
 
 class LoggedUse(NamedTuple):
@@ -168,16 +170,25 @@ class Op:
         for a, b in zip(left, right, strict=True):
             self.factors.unify(a, b)
 
-    def note(self, kind: EventKind, dims: Iterable[Dim], nbytes: int, source: int = -1) -> None:
-        """Log an event for the classes of these dims."""
+    def note(
+        self,
+        kind: EventKind,
+        dims: Iterable[Dim],
+        nbytes: int,
+        source: int = -1,
+        **details: Any,
+    ) -> None:
+        """Log an event for the classes of these dims; the details are fields of `Event`."""
         whole = tuple(dim for dim in dims if dim)
         if whole:
-            event = LoggedEvent(kind, whole, nbytes, self.times, self.name, self.path, source)
+            event = LoggedEvent(
+                kind, whole, nbytes, self.times, self.name, self.path, source, **details
+            )
             self.log.events.append(event)
 
-    def reduce(self, dims: Iterable[Dim]) -> None:
+    def reduce(self, dims: Iterable[Dim], kept: Dims = ()) -> None:
         """Log that the results are sums, maxima or picks over these dims."""
-        self.note("reduce", dims, sum(map(nbytes_of, self.out_avals)))
+        self.note("reduce", dims, sum(map(nbytes_of, self.out_avals)), kept=kept)
 
     def gather(self, dims: Iterable[Dim], operand: int = 0) -> None:
         """Log that the operation needs these dims of an operand whole."""
@@ -196,7 +207,7 @@ class Op:
         """Log that an operand is used for every index of dims it does not have."""
         value = self.operands[operand]
         if value.has_grad:
-            self.note("spread", dims, self.nbytes(operand), value.source)
+            self.note("spread", dims, self.nbytes(operand), value.source, kept=value.dims)
 
     def use(self, operand: int, use: KernelUse, dims: Iterable[Dim]) -> None:
         """Log how the parameters behind an operand are used."""

@@ -14,8 +14,9 @@ def reduction(op: Op) -> list[Dims]:
     results = len(op.out_avals)
     for value in op.operands[1:results]:
         op.unify_all(op.dims(), value.dims)
-    op.reduce(pick(op.dims(), axes))
-    return [without(op.dims(), axes)] * results
+    kept = without(op.dims(), axes)
+    op.reduce(pick(op.dims(), axes), kept)
+    return [kept] * results
 
 
 def cumulative(op: Op) -> list[Dims]:
@@ -64,7 +65,9 @@ def fourier(op: Op) -> list[Dims]:
     first = len(op.dims()) - len(op.params["fft_lengths"])
     op.gather(op.dims()[first:])
     frequencies = op.fresh()[first:]
-    op.make(frequencies)
+    if any(value.has_grad for value in op.operands):
+        # Often only the real part of a spectrum has a gradient.
+        op.note("gather", frequencies, op.out_nbytes() // 2)
     return [op.dims()[:first] + frequencies]
 
 

@@ -63,13 +63,15 @@ class Walk:
         self.log = Log()
         self._sources = count()
 
-    def input(self, aval: Any, *, leaf: int | None = None, has_data: bool = False) -> Value:
-        """Return a new value: a trained leaf, data, or neither."""
+    def input(
+        self, aval: Any, *, leaf: int | None = None, trained: bool = False, has_data: bool = False
+    ) -> Value:
+        """Return a new value: a parameter, trained or not, data, or neither."""
         return Value(
             dims=self.factors.dims(shape_of(aval)),
             params=frozenset() if leaf is None else frozenset([leaf]),
             has_data=has_data,
-            has_grad=leaf is not None and is_inexact(aval),
+            has_grad=trained and is_inexact(aval),
             source=next(self._sources),
         )
 

@@ -63,6 +63,7 @@ class Environment:
         prepared: weights cast and gathered for use, by variable. Each nested program and each block
             has another environment, so that a gathered weight is freed after the block that reads
             it.
+        copies: copies of values that rules made, by variable.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Environment:
         self.evaluator = evaluator
         self.values = values
         self.prepared: dict[Var, Value] = dict(prepared or {})
+        self.copies: dict[Var, Value] = {}
         self._replaced: tuple[Equation, list[Value]] | None = None
 
     def value(self, atom: Atom) -> Value:

@@ -16,6 +16,7 @@ from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.weights import Weights, WeightUse
 from meshwright.program.evaluate.widen import WIDE_RULES, Float64
 from meshwright.program.jaxpr.equations import Value, Var, aval_of
+from meshwright.program.on_mesh.local_ops import LocalOp, LocalOps
 from meshwright.program.on_mesh.mesh_rules import (
     GroupedConvolutions,
     LayerScans,
@@ -25,6 +26,7 @@ from meshwright.program.on_mesh.mesh_rules import (
     rearrange_weight,
 )
 from meshwright.program.on_mesh.remat import Remat
+from meshwright.program.on_mesh.shared_inputs import SharedInput, SharedInputs
 from meshwright.program.trace.traced_loss import LossValue, TracedLoss
 
 
@@ -91,6 +93,8 @@ def mesh_evaluator(
     *,
     wide: bool,
     pins: Mapping[Var, PartitionSpec] | None = None,
+    local_ops: Mapping[Var, LocalOp] | None = None,
+    shared_inputs: Mapping[Var, SharedInput] | None = None,
     weight_only: Collection[Var] = (),
     first: Sequence[Rule] = (),
     lookups: bool = True,
@@ -103,6 +107,8 @@ def mesh_evaluator(
         remat: what layers of a stack save for their backward pass.
         wide: compute in float64.
         pins: layouts of activations.
+        local_ops: operations that devices run on their own samples.
+        shared_inputs: activations that several products share.
         weight_only: variables that hold weights and no data.
         first: rules that come before those of the mesh.
         lookups: whether the gradients of lookups need a layout.
@@ -110,7 +116,9 @@ def mesh_evaluator(
     rules = [
         *first,
         cast_leaf,
-        GroupedConvolutions(mesh),
+        GroupedConvolutions(mesh, frozenset(local_ops or ())),
+        LocalOps(mesh, local_ops or {}),
+        SharedInputs(mesh, shared_inputs or {}),
         rearrange_weight,
         WeightGradients(mesh, lookups),
         add_weight,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -19,6 +19,7 @@ from meshwright.program.jaxpr.equations import (
     Equation,
     Literal,
     Value,
+    Var,
     aval_of,
     bind,
     scan_counts,
@@ -79,14 +80,20 @@ def add_weight(eqn: Equation, env: Environment) -> list[Value] | None:
 
 @dataclass(frozen=True)
 class GroupedConvolutions:
-    """Divides grouped convolutions over every mesh axis; see `grouped_convolutions`."""
+    """Divides grouped convolutions over every mesh axis; see `grouped_convolutions`.
+
+    Attributes:
+        mesh: where the program runs.
+        local: results of operations that devices run on their own samples instead.
+    """
 
     mesh: MeshView
+    local: Collection[Var] = ()
 
     def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
         """Evaluate a grouped convolution, its operands and results constrained."""
         layout = GroupedLayout(eqn, self.mesh) if is_grouped(eqn) else None
-        if layout is None or not layout.needed:
+        if layout is None or not layout.needed or eqn.outvars[0] in self.local:
             return None
         operands = layout.constrain_operands(env.operands(eqn, operands_in_param_dtype(eqn, env)))
         results = env.evaluator.continue_after(self, eqn, env.with_operands(eqn, operands))

@@ -32,7 +32,7 @@ def find_pins(
     pins: dict[Var, PartitionSpec] = {}
     for frame in all_frames(classes.root):
         for variable in _crossing(frame):
-            spec = _spec(frame, variable, classes.batch, batch_axes, tensor_dim)
+            spec = activation_spec(frame, variable, classes.batch, batch_axes, tensor_dim)
             if spec is not None:
                 pins[variable] = spec
     return pins
@@ -68,13 +68,22 @@ def _float_results(eqn: Equation) -> list[Var]:
     return [v for v in eqn.outvars if jnp.issubdtype(aval_of(v).dtype, jnp.inexact)]
 
 
-def _spec(
+def activation_spec(
     frame: Frame,
     variable: Var,
     batch: frozenset[int],
     batch_axes: Mapping[str, int],
     tensor_dim: TensorDim,
 ) -> PartitionSpec | None:
+    """Return the layout of an activation; None if it has no dim of samples that can be divided.
+
+    Args:
+        frame: the call in which it is a variable.
+        variable: the activation.
+        batch: the classes of samples.
+        batch_axes: the mesh axes samples are divided over, and their sizes.
+        tensor_dim: which dim is divided over the tensor axis.
+    """
     dims = frame.dims(variable)
     replicas = math.prod(batch_axes.values())
     entries: list[str | tuple[str, ...] | None] = [None] * len(dims)

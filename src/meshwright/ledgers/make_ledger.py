@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -15,120 +15,48 @@ from meshwright.activity import activity
 from meshwright.compiled.collectives import Collective, read_collectives, ring_bytes
 from meshwright.compiled.hlo import CompiledProgram, compile_program
 from meshwright.compiled.memory import memory_of
-from meshwright.config.base import Frozen
-from meshwright.ledger.minimum import Needed, needed_collectives
-from meshwright.mesh.axes import describe_sizes
+from meshwright.data.batches import read_batch
+from meshwright.errors import UserError
+from meshwright.ledgers.ledger_records import (
+    AxisLedger,
+    Explanation,
+    Ledger,
+    Line,
+    ModuleLedger,
+)
+from meshwright.ledgers.minimum import Needed, needed_collectives
+from meshwright.ledgers.stage_minimum import needed_by_stage
 from meshwright.pipeline.execute.op_counts import count_operations
 from meshwright.step.assemble import Assembled
-from meshwright.units import human_bytes
-
-LOWEST, HIGHEST = 0.98, 1.05
-"""Ratios outside this range are suspicious: above it something is sent needlessly, below it
-something that must be sent is missing."""
 
 
-class Line(Frozen):
-    """Collectives of one kind, axis and module.
+class Assembles(Protocol):
+    """Whatever builds a step for a batch, as a `Trainer` does."""
 
-    Attributes:
-        axes: mesh axes they run over.
-        kind: all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute.
-        module: the module they belong to.
-        phase: forward, backward or update.
-        count: collectives per update.
-        payload_bytes: bytes of the exchanged arrays, per update.
-        sent_bytes: bytes each device sends, per update.
+    def assemble(self, batch: Any) -> Assembled:
+        """Build the step for batches of this shape."""
+        ...
+
+
+def ledger(trainer: Assembles, batch: Any) -> Ledger:
+    """Compile a trainer's step without running it, and list what it sends.
+
+    Args:
+        trainer: the `Trainer`.
+        batch: a global batch, or its shapes as `jax.ShapeDtypeStruct`.
+
+    Returns:
+        the bytes sent over each mesh axis and by each module, next to the theoretical minimum;
+        ``print`` shows them as tables.
     """
-
-    axes: list[str]
-    kind: str
-    module: str
-    phase: str
-    count: int
-    payload_bytes: int
-    sent_bytes: int
-
-
-class AxisLedger(Frozen):
-    """One mesh axis.
-
-    Attributes:
-        size: devices along the axis.
-        sent_bytes: bytes each device sends over it per update; with pipeline stages, in the stage
-            that sends most.
-        minimum_bytes: bytes the plan needs to send; 0 if not known.
-        ratio: sent over minimum bytes; null if nothing needs to be sent, or if not known.
-        excess: bytes sent beyond the minimum, by module.
-        known: whether the minimum is known. On a mesh with pipeline stages it is not.
-    """
-
-    size: int
-    sent_bytes: int
-    minimum_bytes: int
-    ratio: float | None
-    excess: list[str]
-    known: bool = True
-
-    @property
-    def suspicious(self) -> bool:
-        """Whether the axis deviates from its minimum."""
-        if not self.known:
-            return False
-        if self.ratio is None:
-            return self.sent_bytes > 0
-        return not LOWEST <= self.ratio <= HIGHEST
-
-
-class Ledger(Frozen):
-    """The collectives of a compiled step.
-
-    Attributes:
-        mesh: axis sizes.
-        known: whether the minimum is known; see `AxisLedger`.
-        ratio: sent over minimum bytes, over all axes; null if not known.
-        sent_bytes: bytes each device sends per update; with pipeline stages, in the stage that
-            sends most.
-        minimum_bytes: bytes the plan needs to send; 0 if not known.
-        axes: the ledger of each axis.
-        lines: all collectives, grouped; with pipeline stages, of a stage that has them.
-        argument_bytes: memory of state and batch per device.
-        temp_bytes: memory of temporaries per device.
-        compile_seconds: compilation time.
-    """
-
-    mesh: dict[str, int]
-    known: bool = True
-    ratio: float | None
-    sent_bytes: int
-    minimum_bytes: int
-    axes: dict[str, AxisLedger]
-    lines: list[Line]
-    argument_bytes: int
-    temp_bytes: int
-    compile_seconds: float
-
-    def __str__(self) -> str:
-        """Return what each device sends per update over each axis, and the minimum."""
-        lines = [f"{describe_sizes(self.mesh)}: {human_bytes(self.sent_bytes)} sent per update"]
-        for axis, own in self.axes.items():
-            needed = (
-                f"{human_bytes(own.minimum_bytes)} needed" if own.known else "minimum not known"
-            )
-            ratio = "" if own.ratio is None else f", ratio {own.ratio:.3f}"
-            lines.append(f"  {axis}={own.size}: {human_bytes(own.sent_bytes)}, {needed}{ratio}")
-            lines += [f"    {line}" for line in own.excess]
-        return "\n".join(lines)
-
-    def __repr__(self) -> str:
-        return (
-            f"Ledger(mesh={self.mesh}, sent_bytes={self.sent_bytes}, "
-            f"minimum_bytes={self.minimum_bytes}, ratio={self.ratio}, {len(self.lines)} lines)"
+    if not callable(getattr(trainer, "assemble", None)):
+        raise UserError(
+            f"the ledger is asked of a {type(trainer).__name__}",
+            why="the step that it compiles is built by a trainer",
+            fix="write mw.ledger(mw.Trainer(model=…, loss=…, optimizer=…, mesh=…), batch)",
         )
-
-    @property
-    def suspicious(self) -> list[str]:
-        """The axes that deviate from their minimum."""
-        return [axis for axis, ledger in self.axes.items() if ledger.suspicious]
+    batch = read_batch(batch)
+    return make_ledger(trainer.assemble(batch), batch)
 
 
 @activity("compiling the step")
@@ -154,18 +82,16 @@ def read_ledger(
 ) -> Ledger:
     """List what a compiled step sends."""
     mesh = dict(assembled.mesh.shape)
-    stages = _by_stage(read_collectives(program.partitioned, mesh), assembled)
-    needed = needed_collectives(assembled)
+    stages, needed = _by_stage(read_collectives(program.partitioned, mesh), assembled)
     memory = memory_of(program.compiled)
     axes = {
         axis: _axis(axis, size, mesh, stages, needed) for axis, size in mesh.items() if size > 1
     }
-    known = mesh.get("pipe", 1) == 1
-    sent = max(sum(c.sent_bytes for c in stage) for stage in stages)
-    minimum = sum(n.sent_bytes for n in needed) if known else 0.0
+    totals = [sum(c.sent_bytes for c in stage) for stage in stages]
+    sent = max(totals)
+    minimum = sum(n.sent_bytes for n in needed[totals.index(sent)])
     return Ledger(
         mesh=assembled.plan.mesh,
-        known=known,
         ratio=_ratio(sent, minimum),
         sent_bytes=round(sent),
         minimum_bytes=round(minimum),
@@ -182,39 +108,43 @@ def _axis(
     size: int,
     mesh: dict[str, int],
     stages: Sequence[Sequence[Collective]],
-    needed: Sequence[Needed],
+    needed: Sequence[Sequence[Needed]],
 ) -> AxisLedger:
     minimum_by_module: dict[tuple[str, str], float] = defaultdict(float)
     by_stage = [_sent_over(axis, mesh, stage) for stage in stages]
-    sent = max(by_stage, key=lambda stage: sum(stage.values()))
-    for need in needed:
-        if need.axis == axis:
+    totals = [sum(stage.values()) for stage in by_stage]
+    largest = totals.index(max(totals))
+    sent = by_stage[largest]
+    own = [need for need in needed[largest] if need.axis == axis]
+    for need in own:
+        if not need.reason:
             minimum_by_module[_part(need.module), _family(need.kind)] += need.sent_bytes
     total, minimum = sum(sent.values()), sum(minimum_by_module.values())
-    if mesh.get("pipe", 1) > 1:
-        return AxisLedger(
-            size=size, sent_bytes=round(total), minimum_bytes=0, ratio=None, excess=[], known=False
-        )
     return AxisLedger(
         size=size,
         sent_bytes=round(total),
         minimum_bytes=round(minimum),
         ratio=_ratio(total, minimum),
         excess=_excess(sent, minimum_by_module, minimum),
+        modules=_modules(sent, minimum_by_module, own),
+        explained_bytes=round(sum(need.sent_bytes for need in own if need.reason)),
     )
 
 
-def _by_stage(collectives: list[Collective], assembled: Assembled) -> list[list[Collective]]:
-    """Return the collectives of each pipeline stage; one list if there are no stages."""
+def _by_stage(
+    collectives: list[Collective], assembled: Assembled
+) -> tuple[list[list[Collective]], list[list[Needed]]]:
+    """Return what each pipeline stage sends and needs to; one list each without stages."""
     pipeline, plan = assembled.step.pipeline, assembled.plan
     if pipeline is None:
-        return [collectives]
+        return [collectives], [needed_collectives(assembled)]
     rounds = plan.batch.gradient_accumulation_steps // plan.num_microbatches
     counts = count_operations(pipeline.schedule, plan.num_microbatches, plan.size("pipe"), rounds)
-    return [
+    sent = [
         [replace(c, count=counts.times(c.op_name, c.count, stage)) for c in collectives]
         for stage in range(counts.num_stages)
     ]
+    return sent, needed_by_stage(assembled, pipeline, counts)
 
 
 def _sent_over(
@@ -265,6 +195,39 @@ def _excess(
         f"{module or 'outside modules'}: {kind} of {value:,.0f} bytes beyond the minimum"
         for (module, kind), value in ordered
     ]
+
+
+def _modules(
+    sent: dict[tuple[str, str], float],
+    minimum: dict[tuple[str, str], float],
+    needed: Sequence[Needed],
+) -> dict[str, ModuleLedger]:
+    """Return what each module sends, largest first."""
+    reasons: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for need in needed:
+        if need.reason:
+            reasons[_part(need.module)][need.reason] += need.sent_bytes
+    over: dict[str, dict[str, int]] = defaultdict(dict)
+    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for module, kind in dict.fromkeys([*sent, *minimum]):
+        here, least = sent.get((module, kind), 0.0), minimum.get((module, kind), 0.0)
+        totals[module][0] += here
+        totals[module][1] += least
+        if round(here - least):
+            over[module][kind] = round(here - least)
+    return {
+        module: ModuleLedger(
+            sent_bytes=round(here),
+            minimum_bytes=round(least),
+            kinds=over[module],
+            explained=[
+                Explanation(sent_bytes=round(size), reason=reason)
+                for reason, size in reasons[module].items()
+            ],
+        )
+        for module, (here, least) in sorted(totals.items(), key=lambda item: -item[1][0])
+        if round(here) or round(least)
+    }
 
 
 def _lines(collectives: Iterable[Collective]) -> list[Line]:

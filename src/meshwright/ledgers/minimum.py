@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.compiled.collectives import ring_bytes
+from meshwright.plan import Plan
 from meshwright.program.backward import weights_in_backward
 from meshwright.program.blocks.segments import Outside, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
+from meshwright.program.dims import Event
 from meshwright.program.evaluate.dependencies import variables_read
 from meshwright.program.jaxpr.equations import Literal
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
@@ -25,12 +27,14 @@ class Needed:
         kind: all-gather, reduce-scatter or all-reduce.
         sent_bytes: bytes each device sends per update.
         module: the module it belongs to.
+        reason: for bytes beyond the minimum, why they are sent; empty for the minimum itself.
     """
 
     axis: str
     kind: str
     sent_bytes: float
     module: str
+    reason: str = ""
 
 
 def needed_collectives(assembled: Assembled) -> list[Needed]:
@@ -55,15 +59,23 @@ def _weights(assembled: Assembled) -> Iterator[Needed]:
             sent = ring_bytes("all-gather", use, plan.size("fsdp"))
             yield Needed("fsdp", "all-gather", times * gathers * sent, module)
         if step.leaf.role == "param":
-            yield from _reduction(placed, whole, assembled, module)
+            yield from reduction(placed, whole, plan, module)
 
 
-def _reduction(
-    placed: Placement, whole: float, assembled: Assembled, module: str
+def reduction(
+    placed: Placement, whole: float, plan: Plan, module: str, times: int | None = None
 ) -> Iterator[Needed]:
-    """Yield how one gradient is reduced over the devices that have other samples."""
-    plan = assembled.plan
-    times = plan.batch.gradient_accumulation_steps // plan.batch.sync_gradients_every
+    """Yield how one gradient is reduced over the devices that have other samples.
+
+    Args:
+        placed: the placement of its optimizer state.
+        whole: its bytes, those of a device's part if the tensor axis divides it.
+        plan: the plan.
+        module: the module of the parameter.
+        times: reductions per update; by default as the plan says.
+    """
+    if times is None:
+        times = plan.batch.gradient_accumulation_steps // plan.batch.sync_gradients_every
     fsdp, data = plan.size("fsdp"), plan.size("data")
     divided = "fsdp" in placed.axes() and plan.sharding.zero > 1
     if fsdp > 1:
@@ -79,20 +91,29 @@ def _reduction(
 
 
 def _activations(assembled: Assembled) -> Iterator[Needed]:
-    """Yield the reductions tensor parallelism needs: one per half block and direction."""
+    times = assembled.plan.batch.gradient_accumulation_steps
+    for _, need in activations(assembled):
+        yield replace(need, sent_bytes=times * need.sent_bytes)
+
+
+def activations(assembled: Assembled) -> Iterator[tuple[Event, Needed]]:
+    """Yield what tensor parallelism needs per microbatch: one reduction per half block and way."""
     plan, classes, tensor = assembled.plan, assembled.decision.classes, assembled.decision.tensor
     if tensor.size == 1:
         return
-    times = plan.batch.gradient_accumulation_steps
     seen: set[tuple[str, int]] = set()
     for event in classes.events_of(tensor.ways):
         key = (event.kind, event.source)
         if event.source >= 0 and key in seen:
             continue
         seen.add(key)
-        kind = "all-gather" if event.blocking else "all-reduce"
+        kept = bool(event.kept & tensor.ways.keys())
+        kind = "all-gather" if event.blocking else "reduce-scatter" if kept else "all-reduce"
         sent = ring_bytes(kind, event.total / plan.batch.replicas, tensor.size)
-        yield Needed("tensor", kind, times * sent, event.path)
+        if event.weight:
+            gathered = ring_bytes("all-gather", event.weight * event.times, tensor.size)
+            sent, kind = min((sent, kind), (gathered, "all-gather"))
+        yield event, Needed("tensor", kind, sent, event.path)
 
 
 def _gathered_once(assembled: Assembled) -> set[int]:

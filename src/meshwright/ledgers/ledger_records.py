@@ -1,0 +1,140 @@
+"""The records of a ledger: collectives by module, and what each axis and module sends."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from meshwright.config.base import Frozen
+from meshwright.ledgers.ledger_text import ledger_text
+
+LOWEST, HIGHEST = 0.98, 1.05
+"""Ratios outside this range are suspicious: above it something is sent needlessly, below it
+something that must be sent is missing."""
+
+
+class Line(Frozen):
+    """Collectives of one kind, axis and module.
+
+    Attributes:
+        axes: mesh axes they run over.
+        kind: all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute.
+        module: the module they belong to.
+        phase: forward, backward or update.
+        count: collectives per update.
+        payload_bytes: bytes of the exchanged arrays, per update.
+        sent_bytes: bytes each device sends, per update.
+    """
+
+    axes: list[str]
+    kind: str
+    module: str
+    phase: str
+    count: int
+    payload_bytes: int
+    sent_bytes: int
+
+
+class Explanation(Frozen):
+    """Why a module sends more than the minimum.
+
+    Attributes:
+        sent_bytes: bytes each device sends per update for this reason.
+        reason: the reason.
+    """
+
+    sent_bytes: int
+    reason: str
+
+
+class ModuleLedger(Frozen):
+    """What one module sends over one axis.
+
+    Attributes:
+        sent_bytes: bytes each device sends per update.
+        minimum_bytes: bytes the plan needs to send.
+        kinds: bytes beyond the minimum by kind of collective, ``reduce`` being all-reduces and
+            reduce-scatters; negative where less is sent.
+        explained: why more than the minimum is sent, where it is known.
+    """
+
+    sent_bytes: int
+    minimum_bytes: int
+    kinds: dict[str, int] = Field(default_factory=dict[str, int])
+    explained: list[Explanation] = Field(default_factory=list[Explanation])
+
+
+class AxisLedger(Frozen):
+    """One mesh axis.
+
+    Attributes:
+        size: devices along the axis.
+        sent_bytes: bytes each device sends over it per update; with pipeline stages, in the stage
+            that sends most.
+        minimum_bytes: bytes the plan needs to send.
+        ratio: sent over minimum bytes; null if nothing needs to be sent.
+        excess: bytes sent beyond the minimum, by module.
+        modules: what each module sends, and its minimum.
+        known: whether the minimum is known.
+        explained_bytes: bytes beyond the minimum that are sent for a known reason; `modules` has
+            the reasons.
+    """
+
+    size: int
+    sent_bytes: int
+    minimum_bytes: int
+    ratio: float | None
+    excess: list[str]
+    modules: dict[str, ModuleLedger] = Field(default_factory=dict[str, ModuleLedger])
+    known: bool = True
+    explained_bytes: int = 0
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether the axis deviates from its minimum without a known reason."""
+        if not self.known:
+            return False
+        if self.ratio is None:
+            return self.sent_bytes > self.explained_bytes
+        unexplained = self.ratio - self.explained_bytes / self.minimum_bytes
+        return self.ratio < LOWEST or unexplained > HIGHEST
+
+
+class Ledger(Frozen):
+    """The collectives of a compiled step, compared with the theoretical minimum.
+
+    Attributes:
+        mesh: axis sizes.
+        known: whether the minimum is known.
+        ratio: sent over minimum bytes, over all axes; null if nothing needs to be sent.
+        sent_bytes: bytes each device sends per update; with pipeline stages, in the stage that
+            sends most.
+        minimum_bytes: bytes the plan needs to send.
+        axes: the ledger of each axis.
+        lines: all collectives, grouped; with pipeline stages, of a stage that has them.
+        argument_bytes: memory of state and batch per device.
+        temp_bytes: memory of temporaries per device.
+        compile_seconds: compilation time.
+    """
+
+    mesh: dict[str, int]
+    known: bool = True
+    ratio: float | None
+    sent_bytes: int
+    minimum_bytes: int
+    axes: dict[str, AxisLedger]
+    lines: list[Line]
+    argument_bytes: int
+    temp_bytes: int
+    compile_seconds: float
+
+    @property
+    def suspicious(self) -> list[str]:
+        """The axes that deviate from their minimum."""
+        return [axis for axis, ledger in self.axes.items() if ledger.suspicious]
+
+    def __str__(self) -> str:
+        """Return what each axis and each module sends, next to the minimum."""
+        return ledger_text(self)
+
+    def __repr__(self) -> str:
+        return f"Ledger(mesh={self.mesh}, sent_bytes={self.sent_bytes}, ratio={self.ratio})"

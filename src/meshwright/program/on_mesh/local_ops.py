@@ -1,0 +1,129 @@
+"""Operations that every device runs on its own samples, because XLA would gather them first.
+
+XLA's partitioner replicates the operands of Fourier transforms and of top-k, although samples are
+independent there. The gradient of a grouped convolution's kernel is summed over axes that divide
+nothing (see `grouped_convolutions`). Inside a `jax.shard_map` neither happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import PartitionSpec
+
+from meshwright.program.dims import DimClasses, Frame, all_frames
+from meshwright.program.evaluate.evaluator import Environment
+from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.jaxpr.equations import Equation, Literal, Value, Var, aval_of
+from meshwright.program.on_mesh.grouped_convolutions import is_grouped
+from meshwright.program.on_mesh.mesh_rules import operands_in_param_dtype
+from meshwright.program.on_mesh.pins import TensorDim, activation_spec
+
+
+@dataclass(frozen=True)
+class LocalOp:
+    """The layouts of the operands and results of an operation that devices run by themselves."""
+
+    operands: tuple[PartitionSpec, ...]
+    results: tuple[PartitionSpec, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that divide the first operand."""
+        entries = (entry for entry in self.operands[0] if entry is not None)
+        return tuple(
+            a for entry in entries for a in ((entry,) if isinstance(entry, str) else entry)
+        )
+
+
+def find_local_ops(
+    classes: DimClasses,
+    *,
+    batch_axes: Mapping[str, int],
+    tensor_dim: TensorDim,
+    tensor_size: int,
+) -> dict[Var, LocalOp]:
+    """Return, by first result, the operations that devices run on their own samples.
+
+    Args:
+        classes: the dims of the program's variables.
+        batch_axes: the mesh axes samples are divided over, and their sizes.
+        tensor_dim: which dim of an activation is divided over the tensor axis.
+        tensor_size: the size of the tensor axis.
+    """
+    found: dict[Var, LocalOp] = {}
+    for frame, eqn in _candidates(classes) if batch_axes else ():
+        operand, whole = eqn.invars[0], _whole_dims(eqn)
+        if isinstance(operand, Literal):
+            continue
+        specs = [
+            activation_spec(frame, variable, classes.batch, batch_axes, tensor_dim)
+            for variable in (operand, *eqn.outvars)
+        ]
+        layouts = [_without(spec, whole) for spec in specs if spec is not None]
+        if len(layouts) < len(specs) or not all(_has_samples(x, batch_axes) for x in layouts):
+            continue
+        if is_grouped(eqn) and (tensor_size == 1 or any("tensor" in x for x in layouts)):
+            continue
+        others = [PartitionSpec()] * (len(eqn.invars) - 1)
+        found[eqn.outvars[0]] = LocalOp((layouts[0], *others), tuple(layouts[1:]))
+    return found
+
+
+def _candidates(classes: DimClasses) -> Iterator[tuple[Frame, Equation]]:
+    for frame in all_frames(classes.root):
+        for eqn in frame.jaxpr.eqns:
+            if eqn.primitive.name in ("fft", "top_k") or (
+                is_grouped(eqn) and eqn.params["batch_group_count"] == 1
+            ):
+                yield frame, eqn
+
+
+def _whole_dims(eqn: Equation) -> Sequence[int]:
+    """Return the dims along which the operation mixes what it is given."""
+    rank = len(aval_of(eqn.outvars[0]).shape)
+    if eqn.primitive.name == "fft":
+        return range(rank - len(eqn.params["fft_lengths"]), rank)
+    if eqn.primitive.name == "top_k":
+        return [eqn.params.get("axis", -1) % rank]
+    return []
+
+
+def _without(spec: PartitionSpec, dims: Sequence[int]) -> PartitionSpec:
+    return PartitionSpec(*(None if d in dims else axes for d, axes in enumerate(spec)))
+
+
+def _has_samples(spec: PartitionSpec, batch_axes: Mapping[str, int]) -> bool:
+    # JAX writes an entry of one axis as the axis itself.
+    one = tuple(batch_axes) if len(batch_axes) > 1 else next(iter(batch_axes))
+    return PartitionSpec(one)[0] in spec
+
+
+@dataclass(frozen=True, eq=False)
+class LocalOps:
+    """Runs operations inside a `jax.shard_map`, each device on its own samples.
+
+    Attributes:
+        mesh: where the program runs.
+        ops: the operations, by their first result.
+    """
+
+    mesh: MeshView
+    ops: Mapping[Var, LocalOp]
+
+    def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Evaluate one of the operations; None for other equations."""
+        op = self.ops.get(eqn.outvars[0]) if eqn.outvars else None
+        if op is None:
+            return None
+
+        def run(samples: Value, *weights: Value) -> tuple[Value, ...]:
+            # The gradient of a weight is summed over the devices that have other samples.
+            varying = [jax.lax.pcast(weight, op.axes, to="varying") for weight in weights]
+            inner = env.with_operands(eqn, [samples, *varying])
+            return tuple(env.evaluator.continue_after(self, eqn, inner))
+
+        mapped = jax.shard_map(run, mesh=self.mesh.mesh, in_specs=op.operands, out_specs=op.results)
+        return list(mapped(*env.operands(eqn, operands_in_param_dtype(eqn, env))))

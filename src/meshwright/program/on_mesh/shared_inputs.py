@@ -1,0 +1,108 @@
+"""Inputs that several products share: their gradients are added up before anything else is.
+
+The gradient of an activation that a residual connection also reads is a sum like
+((r + v) + k) + q, of which query, key and value are partial sums on each device of the tensor axis.
+The compiler can only merge reductions that are added to each other directly. The products
+therefore read one copy of the activation, so that the sum becomes r + ((v + k) + q).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import PartitionSpec
+
+from meshwright.program.dims import DimClasses, Frame, all_frames
+from meshwright.program.evaluate.evaluator import Environment
+from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.jaxpr.equations import Equation, Literal, Value, Var
+from meshwright.program.on_mesh.mesh_rules import operands_in_param_dtype
+from meshwright.program.on_mesh.pins import TensorDim, activation_spec
+
+
+@dataclass(frozen=True)
+class SharedInput:
+    """An activation that several products read, and its layout."""
+
+    variable: Var
+    spec: PartitionSpec
+
+
+def find_shared_inputs(
+    classes: DimClasses,
+    *,
+    divided: Collection[int],
+    batch_axes: Mapping[str, int],
+    tensor_dim: TensorDim,
+) -> dict[Var, SharedInput]:
+    """Return, by first result of each product, the activation it shares with others.
+
+    Args:
+        classes: the dims of the program's variables, and its events.
+        divided: the classes that the tensor axis divides.
+        batch_axes: the mesh axes samples are divided over, and their sizes.
+        tensor_dim: which dim of an activation is divided over the tensor axis.
+    """
+    shared: dict[Var, SharedInput] = {}
+    for frame in all_frames(classes.root) if divided else ():
+        for variable, products in _shared(classes, frame, frozenset(divided)):
+            spec = activation_spec(frame, variable, classes.batch, batch_axes, tensor_dim)
+            if spec is not None:
+                one = SharedInput(variable, spec)
+                shared.update((eqn.outvars[0], one) for eqn in products)
+    return shared
+
+
+def _shared(
+    classes: DimClasses, frame: Frame, divided: frozenset[int]
+) -> Iterator[tuple[Var, list[Equation]]]:
+    """Yield the variables that several products read and other equations as well."""
+    products, others = defaultdict[Var, list[Equation]](list), set[Var]()
+    for number, eqn in enumerate(frame.jaxpr.eqns):
+        events = [classes.events[n] for n in frame.noted.get(number, ())]
+        spread = {e.source for e in events if e.kind == "spread" and e.classes & divided}
+        for atom in eqn.invars:
+            if isinstance(atom, Literal):
+                continue
+            if eqn.primitive.name == "dot_general" and frame.values[atom].source in spread:
+                products[atom].append(eqn)
+            else:
+                others.add(atom)
+    others.update(atom for atom in frame.jaxpr.outvars if not isinstance(atom, Literal))
+    for variable, eqns in products.items():
+        if len(eqns) > 1 and variable in others:
+            yield variable, eqns
+
+
+@dataclass(frozen=True, eq=False)
+class SharedInputs:
+    """Lets the products that share an input read one copy of it.
+
+    Attributes:
+        mesh: where the program runs.
+        inputs: by first result of each product, what it shares with others.
+    """
+
+    mesh: MeshView
+    inputs: Mapping[Var, SharedInput]
+
+    def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Evaluate a product with the copy; None for other equations."""
+        one = self.inputs.get(eqn.outvars[0]) if eqn.outvars else None
+        if one is None:
+            return None
+        if one.variable not in env.copies:
+            # A constraint is an operation of its own, with a gradient of its own.
+            env.copies[one.variable] = jax.lax.with_sharding_constraint(
+                env.value(one.variable), self.mesh.sharding(one.spec)
+            )
+        operands = [
+            env.copies[one.variable] if atom is one.variable else value
+            for atom, value in zip(
+                eqn.invars, env.operands(eqn, operands_in_param_dtype(eqn, env)), strict=True
+            )
+        ]
+        return env.evaluator.continue_after(self, eqn, env.with_operands(eqn, operands))
