@@ -51,6 +51,13 @@ def walked(params):
     }
 
 
+def first_block(params):
+    """Label by the number of a block, which is an integer as in NNX."""
+    flat = traverse_util.flatten_dict(params)
+    labels = {path: "big" if path[:2] == ("blocks", 0) else "small" for path in flat}
+    return traverse_util.unflatten_dict(labels)
+
+
 def flattened(params):
     flat = traverse_util.flatten_dict(params)
     labels = {path: "big" if path[-1] == "kernel" else "small" for path in flat}
@@ -60,6 +67,7 @@ def flattened(params):
 PARTS = {"big": optax.adam(0.01), "small": optax.sgd(0.01)}
 FURTHER = {
     "lbfgs": lambda: optax.lbfgs(),
+    "first_block": lambda: optax.multi_transform(PARTS, first_block),
     "flattened": lambda: optax.multi_transform(PARTS, flattened),
     "prefix": lambda: optax.multi_transform(PARTS, {"blocks": "big", "head": "small"}),
     "backtracking": lambda: optax.chain(

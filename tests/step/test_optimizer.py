@@ -29,7 +29,7 @@ def by_path(params):
 
 
 def by_block(params):
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[1].key == "0", params)
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[1].key == 0, params)
 
 
 def warmup(count):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import ItemsView, Mapping
+from collections.abc import ItemsView
 from typing import Any
 
 import jax
 
-from meshwright.program.jaxpr.names import key_of
+from meshwright.program.jaxpr.names import nest
 
 _READS_NESTED = "flax.nnx"
 
@@ -28,20 +28,6 @@ class ArraysByPath(dict[str, Any]):
         caller = "" if before is None else str(before.f_globals.get("__name__"))
         asked_by_nnx = caller == _READS_NESTED or caller.startswith(f"{_READS_NESTED}.")
         return nest(self).items() if asked_by_nnx else super().items()
-
-
-def nest(arrays: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return arrays by path as nested dicts; the numbers of lists are integers."""
-    root: dict[Any, Any] = {}
-    for path in arrays:
-        *parents, last = (
-            int(part) if part.isdecimal() else key_of(part) for part in path.split(".")
-        )
-        inner = root
-        for part in parents:
-            inner = inner.setdefault(part, {})
-        inner[last] = arrays[path]
-    return root
 
 
 # JAX takes a subclass of dict for a leaf unless told otherwise.

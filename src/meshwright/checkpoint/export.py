@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.checkpoint.by_path import ArraysByPath, nest
+from meshwright.checkpoint.by_path import ArraysByPath
 from meshwright.checkpoint.reader import CheckpointReader, find_store
 from meshwright.config.argument_checks import check_count, check_path
 from meshwright.errors import UserError
+from meshwright.program.jaxpr.names import nest
 
 Arrays = dict[str, NDArray[Any]]
 """NumPy arrays by canonical path."""

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from meshwright.compiled.quick_options import quick_options
 from meshwright.program.jaxpr.equations import ClosedJaxpr
+from meshwright.program.jaxpr.names import flatten, nest
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.proof.compare import global_norm
 from meshwright.proof.losses import Gradient
@@ -38,9 +38,9 @@ class LossAt:
         value, gradients = self.evaluate(params)
         known = {
             "value": jnp.asarray(value),
-            "grad": _nested(_as_arrays(gradients)),
+            "grad": nest(_as_arrays(gradients), escaped=True),
             "value_fn": self._of_tree,
-            "grad_fn": lambda tree, _=None: _nested(self._at(flatten_dict(tree, sep="."))[1]),
+            "grad_fn": lambda tree, _=None: nest(self._at(flatten(tree))[1], escaped=True),
         }
         return {name: known[name] for name in names}
 
@@ -50,7 +50,7 @@ class LossAt:
             return self._at(params)[0]
 
         loss.defvjp(self._at, lambda gradients, ct: ({k: g * ct for k, g in gradients.items()},))
-        return loss(flatten_dict(tree, sep="."))
+        return loss(flatten(tree))
 
     def _at(self, params: Any) -> tuple[Any, dict[str, Any]]:
         with jax.disable_jit(disable=False):
@@ -66,7 +66,7 @@ class OptaxUpdate:
         self._looks_at_loss: bool | None = None
         options = quick_options()
         self._init = jax.jit(
-            lambda params: optimizer.init(_nested(params)), compiler_options=options
+            lambda params: optimizer.init(nest(params, escaped=True)), compiler_options=options
         )
         self._update = jax.jit(self._updated, compiler_options=options)
 
@@ -112,10 +112,12 @@ class OptaxUpdate:
 
     def _updated(self, params: Any, moments: Any, gradients: Any, **extra: Any) -> Any:
         # As nested dicts, by whose paths some optimizers choose what to apply.
-        tree = _nested(params)
-        updates, moments = self._optimizer.update(_nested(gradients), moments, tree, **extra)
+        tree = nest(params, escaped=True)
+        updates, moments = self._optimizer.update(
+            nest(gradients, escaped=True), moments, tree, **extra
+        )
         changed: Any = optax.apply_updates(tree, updates)
-        return flatten_dict(changed, sep="."), moments
+        return flatten(changed), moments
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,3 @@ def _clipped(gradients: Leaves, clip_norm: float | None) -> Leaves:
 
 def _as_arrays(leaves: Leaves) -> dict[str, Any]:
     return {path: jnp.asarray(value) for path, value in leaves.items()}
-
-
-def _nested(params: dict[str, Any]) -> Any:
-    return unflatten_dict(params, sep=".")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import optax
 
+from meshwright.program.jaxpr.names import flatten, nest
 from meshwright.program.trace.layout import Layout, StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.sharding.placement import Placement, add_fsdp, add_pipe
@@ -112,10 +113,10 @@ class FlatOptimizer:
     def _initial(self, params: Sequence[Any]) -> Any:
         return self._transformation.init(self._tree(params))
 
-    def _tree(self, values: Sequence[Any]) -> dict[str, Any]:
+    def _tree(self, values: Sequence[Any]) -> dict[Any, Any]:
         """Return leaves as optax gets them: nested dicts by path."""
         pairs = (self._pieces(step, v) for step, v in zip(self._params, values, strict=True))
-        return _nested(pair for pieces in pairs for pair in pieces)
+        return nest(dict(pair for pieces in pairs for pair in pieces), escaped=True)
 
     def _pieces(self, step: StepLeaf, value: Any) -> list[tuple[str, Any]]:
         if not (self._unstack and step.stacked):
@@ -125,15 +126,14 @@ class FlatOptimizer:
             for row, source in zip(step.source_rows, step.sources, strict=True)
         ]
 
-    def _flat(self, tree: Mapping[str, Any]) -> list[Any]:
-        values: list[Any] = []
-        for step in self._params:
-            if self._unstack and step.stacked:
-                pieces = [_lookup(tree, self._leaves[source].path) for source in step.sources]
-                values.append(step.join(pieces))
-            else:
-                values.append(_lookup(tree, step.leaf.path))
-        return values
+    def _flat(self, tree: Mapping[Any, Any]) -> list[Any]:
+        by_path = flatten(tree)
+        return [
+            step.join([by_path[self._leaves[source].path] for source in step.sources])
+            if self._unstack and step.stacked
+            else by_path[step.leaf.path]
+            for step in self._params
+        ]
 
     def _owners(self, abstract: Any) -> list[int | None]:
         """Return, for each leaf of the optimizer state, the number of its parameter."""
@@ -151,8 +151,10 @@ class FlatOptimizer:
 
         return treats_stacks_alike(
             self._transformation,
-            stacked=_nested((s.leaf.path, x) for s, x in zip(steps, structs, strict=True)),
-            single=_nested(single),
+            stacked=nest(
+                {s.leaf.path: x for s, x in zip(steps, structs, strict=True)}, escaped=True
+            ),
+            single=nest(dict(single), escaped=True),
             stack_of=stack_of,
         )
 
@@ -181,30 +183,12 @@ class FlatOptimizer:
         return OptimizerLeaf(text, tuple(leaf.shape), leaf.dtype, placement, owner)
 
 
-def _nested(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, value in pairs:
-        *folders, name = path.split(".")
-        place = tree
-        for folder in folders:
-            place = place.setdefault(folder, {})
-        place[name] = value
-    return tree
-
-
 def _slice(value: Any, number: int) -> Any:
     if isinstance(value, Name):
         return value
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape[1:], value.dtype)
     return value[number]
-
-
-def _lookup(tree: Mapping[str, Any], path: str) -> Any:
-    node: Any = tree
-    for part in path.split("."):
-        node = node[part]
-    return node
 
 
 def _fits(dims: Sequence[Sequence[str]], shape: Sequence[int], sizes: Mapping[str, int]) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 MODULE_MARK = "~"
 """Opens the scope name of a module call: ``jax.named_scope(MODULE_MARK + "blocks.0.mlp")``.
@@ -33,6 +33,46 @@ def path_text(path: Iterable[Any]) -> str:
 def key_of(part: str) -> str:
     """Return the key that a part of a path stands for: ``a.b`` for ``a%2Eb``."""
     return _ESCAPED.sub(lambda match: _unescape(match[0]), part)
+
+
+def nest(values: Mapping[str, Any], *, escaped: bool = False) -> dict[Any, Any]:
+    """Return values by path as nested dicts, as NNX has them: the numbers of lists are integers.
+
+    Args:
+        values: values by path.
+        escaped: whether other keys stay as they are in paths, so that `flatten` finds the paths.
+    """
+    root: dict[Any, Any] = {}
+    for path, value in values.items():
+        *parents, last = path.split(".")
+        inner = root
+        for part in parents:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return _with_keys(root, str if escaped else key_of)
+
+
+def flatten(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the values of nested dicts with escaped keys by path."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            inner = flatten(cast(dict[Any, Any], value))
+            flat |= {f"{key}.{path}": leaf for path, leaf in inner.items()}
+        else:
+            flat[str(key)] = value
+    return flat
+
+
+def _with_keys(tree: dict[str, Any], key: Callable[[str], str]) -> dict[Any, Any]:
+    # JAX sorts the keys of a dict, so they are all numbers or all texts.
+    numbers = all(part.isdecimal() for part in tree)
+    return {
+        int(part) if numbers else key(part): _with_keys(cast(dict[str, Any], value), key)
+        if isinstance(value, dict)
+        else value
+        for part, value in tree.items()
+    }
 
 
 def older_path(path: str) -> str:
