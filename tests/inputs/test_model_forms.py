@@ -9,6 +9,12 @@ from odd_models import MODELS, Blocks, Containers, Table, batch, loss, plain_los
 
 import meshwright as mw
 
+# What models did with Flax before 0.12 still works, and newer releases warn about it.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The 'split' argument of 'fork':DeprecationWarning"),
+]
+
 OPTIMIZER = optax.sgd(0.05)
 STEPS = 3
 

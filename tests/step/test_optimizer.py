@@ -113,7 +113,8 @@ def nested(paths, leaves):
     tree = {}
     for path, leaf in zip(paths, leaves, strict=True):
         place = tree
-        *folders, last = path.split(".")
+        # As in NNX, the numbers of lists are integers.
+        *folders, last = (int(part) if part.isdecimal() else part for part in path.split("."))
         for folder in folders:
             place = place.setdefault(folder, {})
         place[last] = leaf

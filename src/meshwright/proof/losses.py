@@ -51,6 +51,15 @@ def traced_gradient(traced: TracedLoss, *, wide: bool) -> Gradient:
     return gradient
 
 
+def taken_by_nnx_jit(model: Any) -> bool:
+    """Whether `nnx.jit` takes a model: its static attributes, unlike lists, must be hashable."""
+    try:
+        hash(nnx.graphdef(model))
+    except TypeError:
+        return False
+    return True
+
+
 class WrittenGradient:
     """The gradient of a loss as its author would compute it: `nnx.value_and_grad` in `nnx.jit`.
 

@@ -38,7 +38,12 @@ from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
 from meshwright.proof.certificate import Certificate, Comparison
 from meshwright.proof.compare import Gaps, exact_gaps, judge, loss_gaps, null_leaves
-from meshwright.proof.losses import Gradient, WrittenGradient, traced_gradient
+from meshwright.proof.losses import (
+    Gradient,
+    WrittenGradient,
+    taken_by_nnx_jit,
+    traced_gradient,
+)
 from meshwright.proof.mesh_run import recording_gradients, train_on_mesh, updates_on_mesh
 from meshwright.proof.nulls import masks_of_step, null_parts
 from meshwright.proof.observed import Masks, ObservedRun, fetch
@@ -73,6 +78,11 @@ may be rounded differently, such as the decomposition behind an orthogonal matri
 NOT_COMPARED = (
     "parameters in the plan's precision: the optimizer looks at the loss itself, and rounding may "
     "change what it decides"
+)
+
+NOT_WRITTEN = (
+    "the loss as its author wrote it: nnx.jit does not take a model with static attributes that "
+    "cannot be hashed, such as lists"
 )
 
 
@@ -140,13 +150,7 @@ def verify(
             traced_in_float32=traced
             if plan.precision == "no"
             else _trace(loss, assembled, global_batches[0], "no"),
-            written=WrittenGradient(
-                abstract_model(model),
-                loss,
-                trainable,
-                traced.leaves,
-                global_batches[0],
-            ),
+            written=_written(abstract_model(model), loss, trainable, traced, global_batches[0]),
             initial_values=_initial_values(model, assembled, seed),
             batches=global_batches,
             optimizer=optimizer,
@@ -173,7 +177,8 @@ class _Proof:
         assemble_wide: assembles the same step in float64 with another optimizer.
         traced: the loss traced for one microbatch, before any pass.
         traced_in_float32: the same without the plan's half precision.
-        written: the gradient of the loss as its author wrote it.
+        written: the gradient of the loss as its author wrote it; None if `nnx.jit` does not take
+            the model.
         initial_values: the model's initial leaf values, created on one device.
         batches: the global batch of every update.
         optimizer: the user's optimizer.
@@ -185,7 +190,7 @@ class _Proof:
     assemble_wide: Callable[[optax.GradientTransformation], Assembled]
     traced: TracedLoss
     traced_in_float32: TracedLoss
-    written: Gradient
+    written: Gradient | None
     initial_values: list[Any]
     batches: list[Batch]
     optimizer: optax.GradientTransformation
@@ -221,7 +226,10 @@ class _Proof:
             null_parts=null_parts(expected.gradients),
             own_precision=own_precision,
             as_written=as_written,
-            not_compared=[] if _compares(own_precision, "parameters") else [NOT_COMPARED],
+            not_compared=[
+                *([] if _compares(own_precision, "parameters") else [NOT_COMPARED]),
+                *([] if as_written else [NOT_WRITTEN]),
+            ],
             warnings=list(self.assembled.remarks),
             versions={name: version(name) for name in ("meshwright", "jax", "flax", "optax")},
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -291,8 +299,8 @@ class _Proof:
             how="the mesh against one device, relative to each leaf's largest value",
         )
         # Without a cast in the plan, the loss as written has the plan's own precision.
-        plain = self.assembled.plan.precision == "no"
-        narrow = self.written if plain else traced_gradient(self.traced, wide=False)
+        plain = self.written if self.assembled.plan.precision == "no" else None
+        narrow = plain or traced_gradient(self.traced, wide=False)
         own = OwnPrecision(
             self.reference(narrow),
             self.wide,
@@ -304,6 +312,8 @@ class _Proof:
 
     def as_written(self) -> list[Comparison]:
         """Compare the reference with the loss as its author wrote it, called without tracing."""
+        if self.written is None:
+            return []
         traced, wide = self.traced_in_float32, self.wide
         if random_draws(traced.closed) != random_draws(self.traced.closed):
             # A draw in the format of an activation gives other numbers in half precision.
@@ -361,6 +371,14 @@ def _initial_values(model: ModelSource, assembled: Assembled, seed: int) -> list
     )
     # From the host they go to one device or to many without a compiled program.
     return [v if is_key(v) else np.asarray(v) for v in values]
+
+
+def _written(
+    model: Any, loss: Loss, trainable: Filter, traced: TracedLoss, batch: Batch
+) -> Gradient | None:
+    if not taken_by_nnx_jit(model):
+        return None
+    return WrittenGradient(model, loss, trainable, traced.leaves, batch)
 
 
 def _compares(comparisons: Sequence[Comparison], what: str) -> bool:

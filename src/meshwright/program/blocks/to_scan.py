@@ -90,8 +90,9 @@ def roll_program(traced: TracedLoss, *, evenly_joined: bool = False) -> RollResu
     if not rolled_lists:
         in_rows = roll_rows(traced)
         if not isinstance(in_rows, RowBlocks):
-            remarks += [in_rows] if in_rows else []
-            return RollResult(traced, tuple(remarks) or _why_no_list(jaxpr))
+            # Lists of modules are what people look for first.
+            reasons = (*(remarks or _why_no_list(jaxpr)), *([in_rows] if in_rows else []))
+            return RollResult(traced, reasons)
         builder = _Builder(in_rows.traced, [in_rows.rolled], in_rows.rows)
         return RollResult(builder.program(), ())
     builder = _Builder(traced, rolled_lists)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 MODULE_MARK = "~"
@@ -49,7 +49,7 @@ def nest(values: Mapping[str, Any], *, escaped: bool = False) -> dict[Any, Any]:
         for part in parents:
             inner = inner.setdefault(part, {})
         inner[last] = value
-    return _with_keys(root, str if escaped else key_of)
+    return _with_keys(root, escaped=escaped)
 
 
 def flatten(tree: Mapping[Any, Any]) -> dict[str, Any]:
@@ -64,15 +64,15 @@ def flatten(tree: Mapping[Any, Any]) -> dict[str, Any]:
     return flat
 
 
-def _with_keys(tree: dict[str, Any], key: Callable[[str], str]) -> dict[Any, Any]:
-    # JAX sorts the keys of a dict, so they are all numbers or all texts.
-    numbers = all(part.isdecimal() for part in tree)
-    return {
-        int(part) if numbers else key(part): _with_keys(cast(dict[str, Any], value), key)
-        if isinstance(value, dict)
-        else value
-        for part, value in tree.items()
-    }
+def _with_keys(tree: dict[str, Any], *, escaped: bool) -> dict[Any, Any]:
+    # JAX sorts the keys of dicts that it flattens, so that they are all numbers or all texts.
+    texts = escaped and not all(part.isdecimal() for part in tree)
+    keyed: dict[Any, Any] = {}
+    for part, value in tree.items():
+        key = part if texts else int(part) if part.isdecimal() else key_of(part)
+        inner = isinstance(value, dict)
+        keyed[key] = _with_keys(value, escaped=escaped) if inner else value
+    return keyed
 
 
 def older_path(path: str) -> str:
