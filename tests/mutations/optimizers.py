@@ -110,7 +110,7 @@ MUTATIONS = (
         "weight decay is missing",
         _other(lambda _: optax.adam(1e-2)),
         MASKED,
-        ("float64 parameters", "own_precision parameters"),
+        ("own_precision parameters", "float64 parameters"),
         names="down.kernel",
     ),
     Mutation(

@@ -45,11 +45,12 @@ def _skip_tick(rows):
 
 
 def _one_slot(rows):
-    """Let all activations that arrive share a slot, whoever still waits for it."""
-    forward = dataclasses.replace(rows.forward, reads=np.minimum(rows.forward.reads, 0))
-    return dataclasses.replace(
-        rows, forward=forward, activation_in=np.minimum(rows.activation_in, 0)
-    )
+    """Let all forward passes save their values in one slot, whoever still needs it."""
+    ops = {
+        name: dataclasses.replace(getattr(rows, name), saved=np.minimum(op.saved, 0))
+        for name, op in (("forward", rows.forward), ("backward", rows.backward))
+    }
+    return dataclasses.replace(rows, **ops)
 
 
 def _other_cut(rows):
@@ -70,8 +71,8 @@ def _unweighted(right):
     def head_gradient(self, message, number):
         found = right(self, message, number)
         weight = found.losses.objective.weight
-        scaled = jax.tree.map(lambda g: g / weight * 10, (found.outer, found.back))
-        return dataclasses.replace(found, outer=scaled[0], back=scaled[1])
+        scaled = jax.tree.map(lambda g: g / weight * 40, (found.outer, found.back))
+        return found._replace(outer=scaled[0], back=scaled[1])
 
     return head_gradient
 
@@ -137,10 +138,9 @@ MUTATIONS = (
         ("float64 gradients", "own_precision gradients"),
     ),
     _mutation(
-        "an activation is overwritten before it is read",
+        "what a forward pass saves is overwritten before its backward pass",
         _rows(_one_slot),
-        ("float64 loss", "float64 gradients"),
-        check=CHUNKS,
+        ("float64 gradients", "own_precision gradients"),
     ),
     _mutation(
         "microbatches of a pipeline count the same although their weights differ",

@@ -82,7 +82,7 @@ MUTATIONS = (
         "one leaf is never updated",
         new_parameters(lambda path, before, after: before if path == "up.bias" else after),
         FSDP_PLAIN,
-        ("float64 parameters", "own_precision parameters"),
+        ("own_precision parameters", "float64 parameters"),
         seen="parameters that are in no group of the optimizer",
         names="up.bias",
     ),
