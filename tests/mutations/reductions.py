@@ -143,6 +143,7 @@ MUTATIONS = (
         ("float64 gradients", "own_precision gradients"),
         seen="averaging in ZeRO's reduce-scatter",
         names="down.bias",
+        everyday=True,
     ),
     Mutation(
         "one of eight replicas is left out, in bfloat16",

@@ -58,7 +58,6 @@ MUTATIONS = (
         ("float64 loss", "float64 gradients", "float64 state", "own_precision gradients"),
         seen="data parallelism without synchronized batch normalization",
         names="update 0",
-        everyday=True,
     ),
     Mutation(
         "running statistics are those of one device's samples",

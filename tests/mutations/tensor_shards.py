@@ -2,7 +2,7 @@
 
 from mutations.models import HEADS, VOCABULARY, WIDTH
 from mutations.mutation import Mutation
-from mutations.proofs_of import TENSOR
+from mutations.proofs_of import DATA_TENSOR, TENSOR
 from mutations.sabotage import equation
 
 
@@ -40,13 +40,13 @@ def _own_vocabulary(run, x):
     return run(x.at[..., VOCABULARY // 2 :].set(0))
 
 
-def _mutation(does, break_it, *, names="update 0", seen="", everyday=False):
+def _mutation(does, break_it, *, check=TENSOR, seen="", everyday=False):
     return Mutation(
         does,
         break_it,
-        TENSOR,
+        check,
         ("float64 loss", "float64 gradients", "own_precision gradients"),
-        names=names,
+        names="update 0",
         seen=seen,
         everyday=everyday,
     )
@@ -55,7 +55,8 @@ def _mutation(does, break_it, *, names="update 0", seen="", everyday=False):
 MUTATIONS = (
     _mutation(
         "partial sums of tensor devices are not added",
-        equation("dot_general", "blocks.0.down", _first_partial_sum),
+        equation("dot_general", "down", _first_partial_sum),
+        check=DATA_TENSOR,
         everyday=True,
     ),
     _mutation(
