@@ -15,7 +15,7 @@ class Comparison(Frozen):
     """One quantity compared with its expected value.
 
     Attributes:
-        what: loss, gradients, parameters, state or initial values.
+        what: loss, metrics, gradients, parameters, state or initial values.
         equal: whether every difference is within its tolerance.
         tolerance: the largest difference allowed for the leaf that is named.
         worst: the leaf or update with the largest difference.
@@ -72,9 +72,9 @@ class Certificate(Frozen):
         plan: the whole plan.
         steps: number of updates compared in float64.
         parameters: number of trained parameters.
-        float64: one device against the mesh, all floats being float64: the loss of every update,
-            the gradients of the first update, and the parameters and other state of the model
-            after the last.
+        float64: one device against the mesh, all floats being float64: loss and metrics of
+            every update, the gradients of the first update, and the parameters and other state of
+            the model after the last.
         null_leaves: leaves whose true gradient is zero, so that the computed one is rounding
             noise. They are compared relative to the global norm, and both optimizers get zeros
             for them.

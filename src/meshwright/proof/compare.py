@@ -85,6 +85,23 @@ def loss_gaps(expected: Sequence[float], actual: Sequence[float]) -> Gaps:
     return exact_gaps(_by_update(expected), _by_update(actual))
 
 
+def metric_gaps(
+    expected: Sequence[Mapping[str, float]], actual: Sequence[Mapping[str, float]]
+) -> Gaps:
+    """Return the error of each metric, relative to its largest value in any update.
+
+    A metric may be undefined for a batch, such as the mean of nothing: where both are not finite,
+    they are equal.
+    """
+    names = list(expected[0]) if expected else []
+    runs = [
+        np.array([[update[name] for update in run] for name in names]) for run in (expected, actual)
+    ]
+    undefined = ~np.isfinite(runs[0]) & ~np.isfinite(runs[1]) if names else np.zeros(0, bool)
+    rows = [dict(zip(names, np.where(undefined, 0.0, run), strict=True)) for run in runs]
+    return exact_gaps(*rows)
+
+
 def _by_update(losses: Sequence[float]) -> Leaves:
     return {f"update {number}": np.asarray(loss) for number, loss in enumerate(losses)}
 

@@ -18,13 +18,10 @@ from meshwright.program.trace.model_leaves import Leaf
 from meshwright.program.trace.requested_layouts import recorded_layouts
 from meshwright.program.trace.traced_loss import Loss, LossValue, TracedLoss, read_loss
 from meshwright.proof.observed import fetch
-from meshwright.weighted import Weighted
 
-Gradient = Callable[
-    [dict[str, Any], list[Any], list[Any], float], tuple[Weighted, dict[str, Any], list[Any]]
-]
-"""From parameters, other leaves, the leaves of one microbatch and a factor on the loss to the loss,
-the gradients of its mean (with the factor) and the new other leaves."""
+Gradient = Callable[[dict[str, Any], list[Any], list[Any], float], tuple[LossValue, dict[str, Any]]]
+"""From parameters, other leaves, the leaves of one microbatch and a factor on the loss to the loss
+(with its metrics and the new other leaves) and the gradients of its mean (with the factor)."""
 
 
 def traced_gradient(traced: TracedLoss, *, wide: bool) -> Gradient:
@@ -44,9 +41,9 @@ def traced_gradient(traced: TracedLoss, *, wide: bool) -> Gradient:
 
     def gradient(
         params: dict[str, Any], state: list[Any], batch: list[Any], scale: float
-    ) -> tuple[Weighted, dict[str, Any], list[Any]]:
+    ) -> tuple[LossValue, dict[str, Any]]:
         (_, value), gradients = compiled(params, state, batch, scale)
-        return value.objective, fetch(gradients), value.state
+        return value, fetch(gradients)
 
     return gradient
 
@@ -82,34 +79,34 @@ class WrittenGradient:
 
         @nnx.jit
         def gradient(model: Any, batch: Any, scale: Any) -> Any:
-            def mean_loss(model: Any, batch: Any) -> tuple[Any, Weighted]:
+            def mean_loss(model: Any, batch: Any) -> tuple[Any, Any]:
                 with recorded_layouts():  # On one device, sharding constraints have no effect.
-                    objective, _ = read_loss(loss(model, batch))
-                return objective.mean * scale, objective
+                    objective, metrics = read_loss(loss(model, batch))
+                return objective.mean * scale, (objective, metrics)
 
             differentiate = nnx.value_and_grad(
                 mean_loss, argnums=nnx.DiffState(0, trained), has_aux=True
             )
-            (_, objective), gradients = differentiate(model, batch)
+            (_, values), gradients = differentiate(model, batch)
             nnx.pop(model, nnx.Intermediate)
-            return objective, gradients
+            return values, gradients
 
         self._gradient = gradient
         self._compiled: dict[Any, Any] = {}
 
     def __call__(
         self, params: dict[str, Any], state: list[Any], batch: list[Any], scale: float
-    ) -> tuple[Weighted, dict[str, Any], list[Any]]:
-        """Return loss, gradients and the new other leaves."""
+    ) -> tuple[LossValue, dict[str, Any]]:
+        """Return the loss, with the new other leaves, and its gradients."""
         rest = iter(state)
         values = [params[x.path] if x.role == "param" else next(rest) for x in self._leaves]
         self._assign(values)
         arrays = jax.tree.unflatten(self._tree, batch)
-        objective, gradients = self._run(self._model, arrays, scale)
+        (objective, metrics), gradients = self._run(self._model, arrays, scale)
         named = _flat(nnx.State(gradients) if isinstance(gradients, dict) else gradients)
         after = [x for _, value in _flat(_state(self._model)) for x in jax.tree.leaves(value)]
         changed = [x for x, leaf in zip(after, self._leaves, strict=True) if leaf.role == "state"]
-        return objective, fetch(_by_path(named)), changed
+        return LossValue(objective, metrics, changed), fetch(_by_path(named))
 
     def _run(self, *arguments: Any) -> Any:
         # A call may change the structure of a model, such as a number that it keeps.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,6 +58,7 @@ class MeshUpdate:
         gradients: gradients before clipping.
         clipped: gradients as the optimizer got them.
         loss_scale: factor on the loss before differentiation.
+        metrics: everything else that the step reports.
     """
 
     before: Leaves
@@ -66,6 +67,7 @@ class MeshUpdate:
     gradients: Leaves
     clipped: Leaves
     loss_scale: float
+    metrics: Mapping[str, float]
 
 
 def updates_on_mesh(
@@ -88,6 +90,7 @@ def updates_on_mesh(
             gradients={path: g / factor for path, g in clipped.items()},
             clipped=clipped,
             loss_scale=scale,
+            metrics={name: float(value) for name, value in metrics.items()},
         )
         before = after
 
@@ -107,6 +110,7 @@ def train_on_mesh(
         updates[0].gradients,
         parameters={path: value for path, value in values.items() if path in trained},
         state={path: value for path, value in values.items() if path not in trained},
+        metrics=[update.metrics for update in updates],
     )
 
 

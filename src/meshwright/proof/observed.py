@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ class ObservedRun:
         state: the model's other leaves after the last update.
         withheld: elements whose gradient was rounding noise in every update; the optimizer got
             zeros for them.
+        metrics: the metrics of every update: those of the loss, and the norm of the gradients.
     """
 
     losses: list[float]
@@ -36,6 +37,7 @@ class ObservedRun:
     parameters: Leaves
     state: Leaves
     withheld: Masks = field(default_factory=dict[str, np.ndarray[Any, Any]])
+    metrics: Sequence[Mapping[str, float]] = ()
 
 
 def fetch(values: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,10 @@ from meshwright.proof.losses import Gradient
 from meshwright.proof.nulls import NoiseMasks, within
 from meshwright.proof.observed import Leaves, Masks, ObservedRun, fetch
 from meshwright.step.objective import accepted
+from meshwright.weighted import Weighted
+
+GRAD_NORM = "grad_norm"
+"""The metric that a step adds to those of the loss."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,32 @@ class OptaxUpdate:
         return flatten(changed), moments
 
 
+@dataclass
+class _Mean:
+    """A mean of parts that may differ in weight."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    def add(self, part: Weighted) -> None:
+        self.total += float(part.total)
+        self.weight += float(part.weight)
+
+    @property
+    def value(self) -> float:
+        return self.total / (self.weight or 1.0)
+
+
+@dataclass(frozen=True)
+class _BatchGradient:
+    """The mean loss, metrics and gradients of one batch, and the state after it."""
+
+    loss: float
+    metrics: dict[str, float]
+    gradients: Leaves
+    state: list[Any]
+
+
 @dataclass(frozen=True)
 class Reference:
     """Training on one device: microbatches one after another, then an optax update.
@@ -139,8 +171,8 @@ class Reference:
     ) -> ObservedRun:
         """Return loss, gradients and state after one batch, without an update."""
         params, state = self._split(values)
-        loss, gradients, state = self._batch_gradient(params, state, batch, loss_scale)
-        return ObservedRun([loss], gradients, fetch(params), self._named(state))
+        found = self._batch_gradient(params, state, batch, loss_scale)
+        return ObservedRun([found.loss], found.gradients, fetch(params), self._named(found.state))
 
     def run(
         self,
@@ -181,44 +213,52 @@ class Reference:
         """Train with some gradients withheld; also return what was noise in every update."""
         params, state = self._split(values)
         moments = update.init(params)
-        losses: list[float] = []
-        first: Leaves = {}
+        found: list[_BatchGradient] = []
         noise = NoiseMasks()
         for batch in batches:
-            before = state
-            loss, gradients, state = self._batch_gradient(params, state, batch, 1.0)
-            losses.append(loss)
-            first = first or gradients
+            at = LossAt(functools.partial(self._loss_at, state=state, batch=batch))
+            found.append(self._batch_gradient(params, state, batch, 1.0))
+            state, gradients = found[-1].state, found[-1].gradients
             noise.add(gradients)
             visible = _clipped(_without(gradients, withheld), clip_norm)
-            at = LossAt(functools.partial(self._loss_at, state=before, batch=batch))
             params, moments = update(params, moments, visible, at)
-        run = ObservedRun(losses, first, fetch(params), self._named(state), withheld=withheld)
+        run = ObservedRun(
+            [each.loss for each in found],
+            found[0].gradients,
+            fetch(params),
+            self._named(state),
+            withheld=withheld,
+            metrics=[each.metrics for each in found],
+        )
         return run, noise
 
     def _loss_at(
         self, params: Leaves, *, state: list[Any], batch: Sequence[Any]
     ) -> tuple[float, Leaves]:
-        return self._batch_gradient(params, state, batch, 1.0)[:2]
+        found = self._batch_gradient(params, state, batch, 1.0)
+        return found.loss, found.gradients
 
     def _batch_gradient(
         self, params: Leaves, state: list[Any], batch: Sequence[Any], scale: float
-    ) -> tuple[float, Leaves, list[Any]]:
-        """Return mean loss, gradients and new state for a batch, summed in float64 on the host."""
-        total, weight = np.float64(0), np.float64(0)
+    ) -> _BatchGradient:
+        """Return what one batch gives, summed in float64 on the host."""
+        losses, metrics = _Mean(), defaultdict[str, _Mean](_Mean)
         sums: dict[str, Any] = {}
         for number in range(self.microbatches):
             # Strided microbatches like those of the step, written independently of it.
             micro = [np.asarray(leaf)[number :: self.microbatches] for leaf in batch]
-            objective, gradients, state = self.gradient(dict(params), state, micro, scale)
-            share = np.float64(objective.weight)
-            total, weight = total + np.float64(objective.total), weight + share
+            value, gradients = self.gradient(dict(params), state, micro, scale)
+            state, share = value.state, np.float64(value.objective.weight)
+            losses.add(value.objective)
+            for name, metric in value.metrics.items():
+                metrics[name].add(metric)
             for path, gradient in gradients.items():
                 wide = np.complex128 if np.iscomplexobj(gradient) else np.float64
                 part = gradient.astype(wide) * (share / scale)
                 sums[path] = sums[path] + part if path in sums else part
-        weight = weight or np.float64(1)
-        return float(total / weight), {path: s / weight for path, s in sums.items()}, state
+        mean = {path: s / (losses.weight or 1) for path, s in sums.items()}
+        reported = {name: metric.value for name, metric in metrics.items()}
+        return _BatchGradient(losses.value, reported | {GRAD_NORM: _norm(mean)}, mean, state)
 
     def _split(self, values: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
         pairs = list(zip(self.leaves, values, strict=True))
@@ -242,6 +282,10 @@ def _clipped(gradients: Leaves, clip_norm: float | None) -> Leaves:
     if clip_norm is None or norm <= clip_norm:
         return gradients
     return {path: gradient * (clip_norm / norm) for path, gradient in gradients.items()}
+
+
+def _norm(gradients: Leaves) -> float:
+    return math.sqrt(sum(float((np.abs(g) ** 2).sum()) for g in gradients.values()))
 
 
 def _as_arrays(leaves: Leaves) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from meshwright.program.trace.build_model import ModelSource, abstract_model, in
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
 from meshwright.proof.certificate import Certificate, Comparison
-from meshwright.proof.compare import Gaps, exact_gaps, judge, loss_gaps, null_leaves
+from meshwright.proof.compare import Gaps, exact_gaps, judge, loss_gaps, metric_gaps, null_leaves
 from meshwright.proof.losses import (
     Gradient,
     WrittenGradient,
@@ -254,6 +254,7 @@ class _Proof:
             nulls = null_leaves(expected.gradients)
             return {
                 "loss": loss_gaps(expected.losses, actual.losses),
+                "metrics": metric_gaps(expected.metrics, actual.metrics),
                 "gradients": exact_gaps(expected.gradients, actual.gradients, nulls=nulls),
                 "parameters": exact_gaps(expected.parameters, actual.parameters, nulls=nulls),
                 "state": exact_gaps(expected.state, actual.state),
