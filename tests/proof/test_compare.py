@@ -12,6 +12,7 @@ from meshwright.proof.compare import (
     global_norm,
     judge,
     loss_gaps,
+    metric_gaps,
     null_leaves,
     rough_gaps,
 )
@@ -118,6 +119,21 @@ def test_losses_are_compared_update_by_update():
     assert (comparison.first_different, comparison.worst) == ("update 1", "update 2")
     assert comparison.first_difference == pytest.approx(5e-10)
     assert compare_losses([-4.0], [-4.0], 1e-10).equal
+
+
+def test_metrics_are_compared_with_their_largest_value_of_any_update():
+    expected = [{"accuracy": 0.0, "norm": 4.0}, {"accuracy": 0.5, "norm": 2.0}]
+    found = [{"accuracy": 0.05, "norm": 4.0, "skipped": 1.0}, {"accuracy": 0.5, "norm": 2.0}]
+    assert metric_gaps(expected, found) == {"accuracy": pytest.approx(0.1), "norm": 0.0}
+    assert metric_gaps([], []) == {}
+
+
+@pytest.mark.parametrize("bad", NOT_NUMBERS)
+def test_a_metric_may_be_undefined_but_only_on_both_sides(bad):
+    fine, undefined = [{"a": 1.0}, {"a": 2.0}], [{"a": 1.0}, {"a": bad}]
+    assert judge("metrics", metric_gaps(undefined, undefined), 1e-10).equal
+    for expected, found in ((fine, undefined), (undefined, fine)):
+        assert not judge("metrics", metric_gaps(expected, found), 1e-10).equal
 
 
 def test_rough_comparison_adds_a_leaf_norm_and_its_share_of_the_global_norm():

@@ -93,11 +93,13 @@ def metric_gaps(
     A metric may be undefined for a batch, such as the mean of nothing: where both are not finite,
     they are equal.
     """
-    names = list(expected[0]) if expected else []
+    if not expected:
+        return {}
+    names = list(expected[0])
     runs = [
         np.array([[update[name] for update in run] for name in names]) for run in (expected, actual)
     ]
-    undefined = ~np.isfinite(runs[0]) & ~np.isfinite(runs[1]) if names else np.zeros(0, bool)
+    undefined = ~np.isfinite(runs[0]) & ~np.isfinite(runs[1])
     rows = [dict(zip(names, np.where(undefined, 0.0, run), strict=True)) for run in runs]
     return exact_gaps(*rows)
 
