@@ -115,22 +115,14 @@ def verify(
         devices: devices of the mesh; all by default.
         say: called with the name of each phase when it starts.
     """
+    optimizer = optax.adamw(1e-3) if optimizer is None else optimizer
     _check_single_process()
-    check_takes("model", model, ("rngs",))
-    check_loss(loss)
-    check_kind("plan", plan, Plan, "write an mw.Plan")
-    check_takes("batches", batches, ("update",))
-    check_count("steps", steps)
-    check_clip_norm(clip_norm)
-    check_trainable(trainable)
-    check_devices(devices)
-    if optimizer is not None:
-        check_optimizer(optimizer)
+    _check_problem(model, loss, plan, batches)
+    _check_settings(optimizer, steps, clip_norm, trainable, devices)
     # In 64-bit mode the model itself would differ; only the evaluation is widened.
     with show_on_terminal(), jax.enable_x64(False):
         with activity("reading the data"):
             global_batches = [read_batch(batches(n)) for n in range(steps)]
-        optimizer = optax.adamw(1e-3) if optimizer is None else optimizer
         make = functools.partial(
             assemble,
             model,
@@ -157,6 +149,23 @@ def verify(
             clip_norm=clip_norm,
             seed=seed,
         ).certify(say)
+
+
+def _check_problem(model: Any, loss: Any, plan: Any, batches: Any) -> None:
+    check_takes("model", model, ("rngs",))
+    check_loss(loss)
+    check_kind("plan", plan, Plan, "write an mw.Plan")
+    check_takes("batches", batches, ("update",))
+
+
+def _check_settings(
+    optimizer: Any, steps: Any, clip_norm: Any, trainable: Any, devices: Any
+) -> None:
+    check_optimizer(optimizer)
+    check_count("steps", steps)
+    check_clip_norm(clip_norm)
+    check_trainable(trainable)
+    check_devices(devices)
 
 
 def _check_single_process() -> None:

@@ -105,18 +105,13 @@ def decide(
     )
     tensor_only = tuple(_tensor_only(placement) for placement in divided)
     axes = batch_axes(sizes)
-    pins = (
-        find_pins(classes, batch_axes=axes, tensor_dim=tensor.sharded_dim)
-        if axes or tensor.size > 1
-        else {}
-    )
     of_model = find_model_layouts(classes, sizes=sizes, batch_axes=list(axes))
     return Decision(
         at_rest=divided if sharding.zero == 3 else tensor_only,
         optimizer=divided,
         gradients=tensor_only if sharding.zero == 1 else divided,
         gathers=_gathers(traced.layout.step_leaves, divided) if sharding.zero == 3 else {},
-        pins={**pins, **of_model.pins},
+        pins={**_pins(classes, axes, tensor), **of_model.pins},
         local_ops=find_local_ops(
             classes,
             batch_axes=axes,
@@ -132,6 +127,14 @@ def decide(
         tensor=tensor,
         ignored=of_model.ignored,
     )
+
+
+def _pins(
+    classes: DimClasses, axes: Mapping[str, int], tensor: TensorChoice
+) -> dict[Var, PartitionSpec]:
+    if not axes and tensor.size == 1:
+        return {}
+    return find_pins(classes, batch_axes=axes, tensor_dim=tensor.sharded_dim)
 
 
 def batch_axes(sizes: Mapping[str, int]) -> dict[str, int]:
