@@ -62,6 +62,7 @@ def test_a_save_that_fails_ends_the_run_at_once(tmp_path, how, reason):
     )
     assert time.monotonic() - started < 60
     assert done.returncode == 1
+    assert done.stdout, done.stderr
     what, why, fix = done.stdout.splitlines()
     assert what == "the state after 8 updates could not be saved"
     assert reason in why
