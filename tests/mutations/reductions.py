@@ -173,6 +173,6 @@ MUTATIONS = (
         DATA_PLAIN,
         ("float64 loss", "own_precision loss"),
         seen="logging on the main process without a reduction",
-        names="update 0",
+        names="update 1",
     ),
 )

@@ -45,7 +45,7 @@ MUTATIONS = (
         FSDP_PLAIN,
         ("float64 loss", "float64 parameters", "own_precision loss"),
         seen="weights gathered ahead and not invalidated",
-        names="update 1",
+        names="update 2",
         everyday=True,
     ),
     Mutation(
@@ -54,7 +54,7 @@ MUTATIONS = (
         STAGES,
         ("float64 loss", "float64 parameters"),
         seen="pipelines without a flush",
-        names="update 1",
+        names="update 2",
     ),
     Mutation(
         "tied weights get the gradient of one of their uses",

@@ -91,7 +91,7 @@ def test_what_is_not_finite_on_both_sides_is_not_equal():
         *("float64 loss", "float64 parameters", "float64 state"),
     }
     for part in ("float64", "own_precision"):
-        assert broken[f"{part} loss"].first_different == "update 1"
+        assert broken[f"{part} loss"].first_different == "update 2"
 
 
 def test_a_first_loss_that_is_not_finite_is_a_mistake_of_the_user():

@@ -132,6 +132,24 @@ def test_a_line_search_sees_the_loss_of_the_whole_batch():
     np.testing.assert_allclose(own, losses, rtol=1e-5)
 
 
+class Normed(nnx.Module):
+    """Its statistics come before its parameters, and a table before all of them."""
+
+    def __init__(self):
+        self.a_table = nnx.Variable(jnp.ones((8,)))
+        self.head = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.head(self.norm(x * self.a_table))
+
+
+def test_a_line_search_trains_a_model_with_other_leaves_than_parameters():
+    search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=8)
+    losses = fit(optax.chain(optax.sgd(1.0), search), "fsdp=4,tensor=2", Normed())
+    assert losses[0] > losses[1] > losses[2]
+
+
 def test_an_optimizer_gets_the_loss_and_parameters_as_nested_dicts():
     plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.9)
     optimizer = optax.chain(optax.multi_transform(PARTS, walked), plateau)

@@ -25,11 +25,13 @@ class SequenceData:
         batches: the batches.
         cycle: begin again after the last one instead of ending.
         own_epochs: items beyond the length are those of further epochs, as in Grain.
+        training: a short last batch is left out, since a step is compiled for one size.
     """
 
     batches: Sequence[Any]
     cycle: bool = False
     own_epochs: bool = False
+    training: bool = False
 
     @property
     def num_samples(self) -> int | None:
@@ -47,7 +49,7 @@ class SequenceData:
     @cached_property
     def num_dropped(self) -> int:
         """Samples of a short last batch, which is not trained on; 0 if it is not short."""
-        if not self.own_epochs or self.endless or len(self.batches) < 2:
+        if self.endless or len(self.batches) < 2:
             return 0
         last, first = (count_samples(self.batches[at]) for at in (len(self.batches) - 1, 0))
         return last if last < first else 0
@@ -62,8 +64,9 @@ class SequenceData:
 
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> Any:
         """Return the batch of this step, or these rows of it."""
-        if not self.cycle and step >= len(self.batches):
-            raise OutOfData(f"{len(self.batches)} batches were passed")
+        last = self._per_epoch if self.training else len(self.batches)
+        if not self.cycle and step >= last:
+            raise OutOfData(f"{last} batches were passed")
         at = step
         if self.cycle:
             epoch, at = divmod(step, self._per_epoch)

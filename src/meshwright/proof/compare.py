@@ -105,7 +105,7 @@ def metric_gaps(
 
 
 def _by_update(losses: Sequence[float]) -> Leaves:
-    return {f"update {number}": np.asarray(loss) for number, loss in enumerate(losses)}
+    return {f"update {number}": np.asarray(loss) for number, loss in enumerate(losses, start=1)}
 
 
 def worst_of(parts: Iterable[Gaps]) -> Gaps:

@@ -162,7 +162,7 @@ def perturbed(values: Sequence[Any], unit: float, seed: int) -> list[Any]:
 
 
 def _numbered(parts: Any) -> Gaps:
-    return {f"update {number}": gaps["update 0"] for number, gaps in enumerate(parts)}
+    return {f"update {number}": gaps["update 1"] for number, gaps in enumerate(parts, start=1)}
 
 
 def _smaller(gaps: Gaps, others: Gaps) -> Gaps:

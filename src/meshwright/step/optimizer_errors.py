@@ -31,8 +31,8 @@ def refusing(call: str) -> Generator[None]:
         raise UserError(
             f"the optimizer's {call} failed: {first_line(error)}",
             why="an optimizer gets gradients, its state and params, and what it takes of value, "
-            "grad, value_fn and grad_fn",
-            fix="choose an optimizer that needs no more than these",
+            "grad, value_fn and grad_fn; masks and labels get params as nested dicts",
+            fix="choose an optimizer that needs no more than these, and masks and labels that fit",
         ) from error
 
 

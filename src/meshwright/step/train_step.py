@@ -227,9 +227,7 @@ class TrainStep:
         """Return the loss and gradients of a batch as a function of the parameters."""
 
         def evaluate(params: Sequence[Any]) -> tuple[Array, list[Any]]:
-            placed = self._constrain(
-                params, [self.decision.at_rest[n] for n in self._param_numbers]
-            )
+            placed = self._constrain(params, self.decision.at_rest)
             gradients = self._gradients(replace(state, params=placed), batch)
             return gradients.loss, self._reduced(gradients.values)
 

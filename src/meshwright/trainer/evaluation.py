@@ -16,7 +16,7 @@ from meshwright.data.protocols import Data
 from meshwright.data.user_data import as_data
 from meshwright.errors import UserError
 from meshwright.step.state import TrainState
-from meshwright.trainer.every_sample import EverySample, PlacedBatch, no_data
+from meshwright.trainer.every_sample import EverySample, no_data
 from meshwright.trainer.programs import Programs
 
 EVAL_SAMPLES = "eval_samples"
@@ -53,7 +53,7 @@ class Evaluator:
         sums, num_samples = _Sums(), 0
         leaves = self._programs.assembled.step.leaf_values(state)
         for batch in self.samples:
-            self._check_structure(batch)
+            self._check_structure(batch.arrays)
             arrays = jax.tree.leaves(batch.arrays)
             run = self._programs.evaluation(arrays, batch.num_microbatches, warn)
             sums.add(run(leaves, arrays))
@@ -62,13 +62,26 @@ class Evaluator:
             raise no_data()
         return {**sums.means(), EVAL_SAMPLES: num_samples}
 
-    def _check_structure(self, batch: PlacedBatch) -> None:
+    def check(self) -> None:
+        """Raise if the data are not like what the loss was traced with."""
+        first = self.samples.first()
+        self._check_structure(first)
+        trained = self._programs.assembled.traced.batch
+        for leaf, array in zip(trained, jax.tree.leaves(first), strict=True):
+            if np.dtype(leaf.dtype).kind != np.asarray(array).dtype.kind:
+                raise UserError(
+                    f"`{leaf.path}` of the data to evaluate on is {np.asarray(array).dtype}",
+                    why=f"the loss was trained on {np.dtype(leaf.dtype)}",
+                    fix="give arrays of the same type",
+                )
+
+    def _check_structure(self, batch: Any) -> None:
         expected = self._programs.assembled.batch_tree
-        if jax.tree.structure(batch.arrays) != expected:
+        if jax.tree.structure(batch) != expected:
             needed = form_of(jax.tree.unflatten(expected, [np.zeros(1)] * expected.num_leaves))
             raise UserError(
                 "the data to evaluate on has other arrays than the training data",
-                why=f"it has {', '.join(form_of(batch.arrays).arrays)}; the loss was trained on "
+                why=f"it has {', '.join(form_of(batch).arrays)}; the loss was trained on "
                 f"{', '.join(needed.arrays)}",
                 fix="give the same arrays, or compute predictions with predict(…)",
             )

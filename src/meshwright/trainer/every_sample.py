@@ -95,6 +95,16 @@ class EverySample:
             f"{Setting('training.eval_batches', self._limit)}"
         )
 
+    def first(self) -> Any:
+        """Return the first batch, or one sample, on the host; raise if there is none."""
+        if isinstance(self.data, SequenceData | IterableData):
+            first = self.data.first()
+        else:
+            first = self.data.batch(0, 1) if self.num_samples else None
+        if first is None:
+            raise no_data()
+        return read_batch(first)
+
     def __iter__(self) -> Iterator[PlacedBatch]:
         """Read ahead and place batch after batch."""
         if self.num_samples is None:

@@ -144,8 +144,14 @@ def check_assembled(assembled: Any) -> None:
         check_kind("assembled", assembled, Assembled, "write the result of trainer.assemble(batch)")
 
 
-def check_evaluation(every: Any, batches: Any) -> None:
-    """Refuse numbers of evaluations that are none."""
+def check_evaluation(data: Any, every: Any, batches: Any) -> None:
+    """Refuse numbers of evaluations that are none, or without data to evaluate on."""
+    if data is None and (every is not None or batches is not None):
+        name = "eval_every" if every is not None else "eval_batches"
+        raise UserError(
+            f"{name} is given, and there is no data to evaluate on",
+            fix="write eval_data=… with held-out data, or leave it out",
+        )
     if every is not None:
         check_count("eval_every", every)
     if batches is not None:

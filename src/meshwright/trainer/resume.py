@@ -198,8 +198,8 @@ def _refuse_mixing(run_dir: Path | None) -> None:
     used = folder is not None and is_main() and folder.is_dir() and any(folder.iterdir())
     if broadcast(used):
         raise UserError(
-            f"{Setting('resume', 'never')}, and the folder holds the checkpoints of another run",
-            why=f"the two would be mixed in {run_dir}",
+            f"the folder {run_dir} holds the checkpoints of another run",
+            why="a run that starts over would be mixed with it",
             fix=f"write {Setting('hydra.run.dir', ANY)} with a new folder, or remove this one "
             "first",
         )

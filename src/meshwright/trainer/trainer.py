@@ -241,7 +241,7 @@ class Trainer:
         if result.stop.reason is StopReason.OUT_OF_BATCHES:
             _warn_ran_out(result.stop.text)
         elif result.updates == spec.updates_done:
-            _warn_nothing_done(result.updates)
+            _warn_nothing_done(result.updates, steps or result.updates)
         if dropped := getattr(given, "num_dropped", 0):
             _warn_dropped(dropped, form_of(first).num_samples)
         raise_interrupted(result)
@@ -367,8 +367,9 @@ class Trainer:
             read = as_data(data, self.seed, expected=expected)
             before = self._memory.data = (data, read)
         read = before[1]
-        if isinstance(read, SequenceData) and duration.epochs is not None:
-            return replace(read, cycle=True)
+        if isinstance(read, SequenceData):
+            cycle = read.cycle or duration.epochs is not None
+            return replace(read, cycle=cycle, training=True)
         return read
 
     def _read_once(self, data: Any, of: Any) -> Any:
@@ -432,7 +433,7 @@ class Trainer:
     def _evaluation(
         self, data: Any, every: int | None, batches: int | None, like: Any
     ) -> EvaluationSpec:
-        check_evaluation(every, batches)
+        check_evaluation(data, every, batches)
         expected = Expected(like=like, training=False)
         held_out = None if data is None else as_data(data, self.seed, expected=expected)
         return EvaluationSpec(data=held_out, every=every, batches=batches)
@@ -504,10 +505,10 @@ class Trainer:
             )
 
 
-def _warn_nothing_done(done: int) -> None:
+def _warn_nothing_done(done: int, asked: int) -> None:
     warnings.warn(
         f"this trainer had already done {done} updates, and nothing was trained. The length of a "
-        f"training counts from its first update: write steps={2 * done} to do as many again, or "
+        f"training counts from its first update: write steps={done + asked} to do {asked} more, or "
         "restart=True to begin anew",
         UserWarning,
         stacklevel=3,

@@ -310,7 +310,9 @@ class TrainingRun:
         evaluation = self._spec.evaluation
         if evaluation.data is None:
             return None
-        return Evaluator(self._programs, evaluation.data, limit=evaluation.batches)
+        evaluator = Evaluator(self._programs, evaluation.data, limit=evaluation.batches)
+        evaluator.check()
+        return evaluator
 
     def _make_profiling(self, compiled: CompiledStep) -> NoProfiling:
         if not self._spec.output.profile or self._run_dir is None:

@@ -194,9 +194,36 @@ def read_loss(out: Any) -> tuple[Weighted, dict[str, Weighted]]:
     metrics: Mapping[str, Any] = {}
     if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping):
         out, metrics = out
+    _check_metrics(metrics)
+    _check_differentiable(out)
     return _weighted("the loss", out), {
         k: _weighted(f"metric `{k}`", v) for k, v in metrics.items()
     }
+
+
+RESERVED_METRICS = ("loss", "grad_norm", "learning_rate", "eval_samples")
+"""Metrics that every training reports itself."""
+
+
+def _check_metrics(metrics: Mapping[str, Any]) -> None:
+    for name in metrics:
+        if name in RESERVED_METRICS:
+            raise UserError(
+                f"the loss returns a metric named `{name}`",
+                why=f"training reports its own `{name}` under this name",
+                fix=f"give it another name, such as `my_{name}`, or leave it out",
+            )
+
+
+def _check_differentiable(out: Any) -> None:
+    total = out.total if isinstance(out, Weighted) else out
+    dtype = getattr(total, "dtype", None)
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.inexact):
+        raise UserError(
+            f"the loss is of type {dtype}",
+            why="whole numbers have no gradient, so nothing would be trained",
+            fix="return what is minimised, such as a cross entropy, and counts as metrics",
+        )
 
 
 def _describe_written(paths: Sequence[str]) -> list[str]:
