@@ -37,6 +37,11 @@ class MeshwrightError(Exception):
         self.fix = fix
         super().__init__("\n".join(part for part in (what, why, fix) if part))
 
+    def add_note(self, note: str, /) -> None:
+        """Add a note, except JAX's about its own frames: the message is what should come last."""
+        if not note.startswith("---"):
+            super().add_note(note)
+
 
 class UserError(MeshwrightError, ValueError):
     """A mistake in the user's input."""

@@ -66,3 +66,14 @@ def test_a_short_last_batch_of_a_list_is_left_out_with_a_warning():
     with pytest.warns(UserWarning, match="the last batch of the data has 4 samples instead of 8"):
         result = fit(batches, batch_size=None, steps=None, epochs=2)
     assert result.updates == 4
+
+
+def test_a_loss_that_no_parameter_changes_is_warned_about():
+    with pytest.warns(UserWarning, match="the gradient of the first update is zero"):
+        fit(DATA, lambda model, batch: (model(batch["x"]) > 0).mean())
+
+
+def test_an_error_ends_with_its_own_message():
+    with pytest.raises(mw.UserError) as caught:
+        fit(DATA, lambda model, batch: model(batch["x"]))
+    assert not getattr(caught.value, "__notes__", [])

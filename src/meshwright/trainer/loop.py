@@ -27,6 +27,13 @@ from meshwright.trainer.stop import ALL_DONE, Stop, out_of_batches
 Metrics = dict[str, float]
 
 
+NO_GRADIENT = (
+    "the gradient of the first update is zero: no trained parameter changes the loss; a loss of "
+    "argmax, of counts or of comparisons has no gradient"
+)
+"""Said once, since training would go on without changing anything."""
+
+
 @dataclass
 class Progress:
     """The progress of a run.
@@ -155,6 +162,8 @@ class Loop:
         self.checkpointer.poll()
         self.context.metrics = values
         self.tracker.log("train", update, values)
+        if update == 1 and values["grad_norm"] == 0:
+            self.tracker.event("warning", update, NO_GRADIENT, {})
         self.callbacks.on_log(update, values)
 
     def _evaluate_and_save(self, state: TrainState, progress: Progress) -> bool:
