@@ -12,7 +12,7 @@ COVERING = (
     ("Fourier operator", "fsdp=8"),
     ("tied autoencoder", "fsdp=4,tensor=2"),
     ("hypernetwork", "tensor=4,data=2"),
-    ("normalizing flow", STAGES),
+    ("graph network", STAGES),
 )
 
 
