@@ -1,7 +1,7 @@
 """What the zoo needs to know about a model: how it is built, its loss, its batches."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ class Entry:
     model: Callable[..., nnx.Module]
     loss: Callable[..., Any]
     batch: Callable[[np.random.Generator], dict[str, np.ndarray]]
-    optimizer: optax.GradientTransformation = optax.adam(1e-3)
+    optimizer: optax.GradientTransformation = field(default_factory=lambda: optax.adam(1e-3))
     trainable: Any = nnx.Param
     blocks: bool = False
 

@@ -80,7 +80,10 @@ class Quantizer(nnx.Module):
         distances = (x**2).sum(-1, keepdims=True) - 2 * x @ codes.T + (codes**2).sum(-1)
         nearest = jax.nn.one_hot(distances.argmin(-1), len(codes))
         quantized = nearest @ codes
-        flat, member = jax.lax.stop_gradient(x).reshape(-1, x.shape[-1]), nearest.reshape(-1, len(codes))
+        flat, member = (
+            jax.lax.stop_gradient(x).reshape(-1, x.shape[-1]),
+            nearest.reshape(-1, len(codes)),
+        )
         self.counts[...] = self.decay * self.counts + (1 - self.decay) * member.sum(0)
         self.sums[...] = self.decay * self.sums + (1 - self.decay) * member.T @ flat
         self.codes[...] = self.sums / (self.counts[...] + 1e-5)[:, None]
