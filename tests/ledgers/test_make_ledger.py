@@ -231,3 +231,27 @@ def test_frozen_weights_are_divided_over_tensor_and_send_the_minimum():
 def test_the_ledger_of_something_else_names_what_to_write():
     with pytest.raises(mw.UserError, match=r"mw.ledger\(mw.Trainer"):
         mw.ledger("gpt", {"x": np.ones((2, 2))})
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_weight_that_several_products_read_has_its_gradients_reduced_once(precision):
+    """Read twice as it is, and once transposed, as in a tied autoencoder of two views."""
+
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.encoder = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            hidden = jax.numpy.tanh(self.encoder(x)) + jax.numpy.tanh(self.encoder(2 * x))
+            return hidden @ self.encoder.kernel.T
+
+    trainer = mw.Trainer(
+        model=Tied,
+        loss=square_loss,
+        optimizer=optax.sgd(0.1),
+        mesh="data=2,fsdp=4",
+        precision=precision,
+        sharding=ShardingConfig(min_shard_size=64),
+    )
+    axes = mw.ledger(trainer, vectors()).axes
+    assert {axis: round(own.ratio, 2) for axis, own in axes.items()} == {"data": 1, "fsdp": 1}

@@ -66,12 +66,9 @@ def picked(eqn: Equation, operand: Array, indices: Array) -> Array:
 
 
 def in_whole_dims(eqn: Equation, args: list[Array], mesh: Mesh | AbstractMesh) -> list[Array]:
-    """Evaluate a lookup or scatter with the dims it indexes whole on every device."""
-    numbers = eqn.params["dimension_numbers"]
-    scatters = eqn.primitive.name in SCATTERS
-    indexed = numbers.scatter_dims_to_operand_dims if scatters else numbers.start_index_map
-    results = bind(eqn, [make_whole(args[0], mesh, indexed), *args[1:]])
-    return [make_whole(a, mesh, indexed) for a in results] if scatters else results
+    """Evaluate a lookup with the dims it indexes whole on every device."""
+    indexed = eqn.params["dimension_numbers"].start_index_map
+    return bind(eqn, [make_whole(args[0], mesh, indexed), *args[1:]])
 
 
 def _takes_rows(eqn: Equation) -> bool:

@@ -13,7 +13,7 @@ from meshwright.pipeline.divide.lookups import (
     picked,
     picks_one,
 )
-from meshwright.pipeline.divide.moving_dims import all_whole, moving_dims
+from meshwright.pipeline.divide.moving_dims import all_whole, make_whole, moving_dims
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import Equation, Literal, Value, aval_of
@@ -38,10 +38,19 @@ class WithinStage:
         if math.prod(self.mesh.auto_axes.values()) == 1:
             return None
         if eqn.primitive.name in SCATTERS:
-            return in_whole_dims(eqn, env.operands(eqn), self.mesh.for_constraints)
+            return self._scattered(eqn, env)
         if dims := moving_dims(eqn):
             return self._moved(eqn, env, dims)
         return self._looked_up(eqn, env) if eqn.primitive.name == "gather" else None
+
+    def _scattered(self, eqn: Equation, env: Environment) -> list[Value]:
+        mesh = self.mesh.for_constraints
+        indexed = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+        target, *others = env.operands(eqn)
+        whole = env.with_operands(eqn, [make_whole(target, mesh, indexed), *others])
+        # By the rules that follow: in float64, how a scatter combines is widened as well.
+        results = env.evaluator.continue_after(self, eqn, whole)
+        return [make_whole(a, mesh, indexed) for a in results]
 
     def _moved(self, eqn: Equation, env: Environment, dims: tuple[int, ...]) -> list[Value]:
         mesh = self.mesh.for_constraints

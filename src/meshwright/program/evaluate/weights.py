@@ -26,6 +26,7 @@ class WeightUse:
         specs: how it is gathered; None if it is already whole.
         whole: its layout when gathered.
         trained: whether it has a gradient.
+        shared: whether several products read it.
     """
 
     leaf: Var
@@ -33,6 +34,7 @@ class WeightUse:
     specs: GatherSpecs | None
     whole: PartitionSpec
     trained: bool
+    shared: bool = False
 
 
 @dataclass(frozen=True)

@@ -103,8 +103,6 @@ def _combiners(
 
 def _widened(program: Any, env: Environment, consts: Sequence[Any] = ()) -> ClosedJaxpr:
     closed = program if isinstance(program, ClosedJaxpr) else ClosedJaxpr(program, tuple(consts))
-    structs = [
-        jax.ShapeDtypeStruct(aval.shape, wider(aval.dtype) or aval.dtype)
-        for aval in closed.in_avals
-    ]
+    avals = [aval_of(variable) for variable in closed.jaxpr.invars]
+    structs = [jax.ShapeDtypeStruct(a.shape, wider(a.dtype) or a.dtype) for a in avals]
     return jax.make_jaxpr(lambda *operands: env.run(closed, operands))(*structs)

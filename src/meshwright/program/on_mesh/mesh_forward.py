@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from meshwright.program.evaluate.gather import GatherSpecs
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.weights import Weights, WeightUse
 from meshwright.program.evaluate.widen import WIDE_RULES, Float64
-from meshwright.program.jaxpr.equations import Value, Var, aval_of
+from meshwright.program.jaxpr.equations import Literal, Value, Var, aval_of
 from meshwright.program.on_mesh.local_ops import LocalOp, LocalOps
 from meshwright.program.on_mesh.mesh_rules import (
     GroupedConvolutions,
@@ -155,6 +156,12 @@ def weight_uses(
         if step.leaf.is_weight
     }
     casts = casts_of(jaxpr.eqns, set(uses))
-    return uses | {
-        cast: replace(uses[leaf], dtype=aval_of(cast).dtype) for cast, leaf in casts.items()
-    }
+    uses |= {cast: replace(uses[leaf], dtype=aval_of(cast).dtype) for cast, leaf in casts.items()}
+    reads = Counter(
+        uses[atom].leaf
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "dot_general"
+        for atom in eqn.invars
+        if not isinstance(atom, Literal) and atom in uses
+    )
+    return {variable: replace(use, shared=reads[use.leaf] > 1) for variable, use in uses.items()}

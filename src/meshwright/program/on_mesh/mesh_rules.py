@@ -104,6 +104,9 @@ class GroupedConvolutions:
 class WeightGradients:
     """Sums the gradients of weights in float32 where they are used in half precision.
 
+    The gradients of a weight that several products read are computed in its own order of dims, so
+    that they can be added before they are reduced.
+
     Attributes:
         mesh: where the program runs.
         lookups: whether lookups need a layout for their gradient.
@@ -213,7 +216,7 @@ def operands_in_param_dtype(eqn: Equation, env: Environment) -> set[int]:
 
 
 def weight_operand(eqn: Equation, env: Environment) -> int | None:
-    """Return which operand of a lookup or a half-precision product is the weight."""
+    """Return which operand of a lookup or product is the weight, if its gradient needs care."""
     weights = env.evaluator.weights
     if not weights.casts:
         return None
@@ -224,7 +227,7 @@ def weight_operand(eqn: Equation, env: Environment) -> int | None:
         repeated = [n for n in scales if aval_of(eqn.invars[n]).shape != shape]
         return repeated[0] if len(scales) == len(repeated) == 1 else None
     in_half = name in PRODUCTS and aval_of(eqn.outvars[0]).dtype in HALF
-    if name != "gather" and not in_half:
+    if name != "gather" and not in_half and not _reads_shared_weight(eqn, env):
         return None
     numbers = [
         number
@@ -232,6 +235,15 @@ def weight_operand(eqn: Equation, env: Environment) -> int | None:
         if not isinstance(atom, Literal) and (atom in weights.weight_only or env.is_weight(atom))
     ]
     return numbers[0] if len(numbers) == 1 else None
+
+
+def _reads_shared_weight(eqn: Equation, env: Environment) -> bool:
+    """Whether a product in float32 reads a weight that other products read as well."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    uses = env.evaluator.weights.uses
+    shared = [not isinstance(a, Literal) and a in uses and uses[a].shared for a in eqn.invars]
+    return any(shared) and all(aval_of(atom).dtype == jnp.float32 for atom in eqn.invars)
 
 
 def _stack(atom: Atom, use: WeightUse, env: Environment) -> Value:

@@ -1,7 +1,8 @@
-"""Products, factors and lookups whose weight gradients are summed in float32."""
+"""Products, factors and lookups whose weight gradients are summed in float32, in one order."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -91,6 +92,12 @@ def _weight_gradient(
     cotangent = cotangent if is_product else cotangent.astype(dtype)
     others = [x.astype(dtype) if x.dtype in HALF else x for x in operands]
 
+    direct = _in_order_of_weight(eqn, weight)
+    if direct is not None:
+        pair = (others[1 - weight], cotangent)
+        wide = _wide_product(direct, [x.astype(jnp.float32) for x in pair] if widen_first else pair)
+        return wide[0].astype(value.dtype)
+
     def of_weight(array: Any) -> Any:
         return bind(eqn, [*others[:weight], array, *others[weight + 1 :]])[0]
 
@@ -99,6 +106,28 @@ def _weight_gradient(
     rule = _wide_products_on_cpu if widen_first else _wide_products
     (wide,) = Evaluator([rule]).run(pullback, [cotangent])
     return wide.astype(value.dtype)
+
+
+def _in_order_of_weight(eqn: Equation, weight: int) -> Equation | None:
+    """Return the product of other operand and cotangent that has the weight's own order of dims.
+
+    JAX would compute some gradients in another order and transpose them. Reductions over devices
+    come before the transposes, and cannot be merged with those of the weight's other gradients.
+    """
+    if eqn.primitive.name != "dot_general":
+        return None
+    contracting, batch = eqn.params["dimension_numbers"]
+    ranks = [len(aval_of(atom).shape) for atom in eqn.invars]
+    of_weight, of_other = contracting[weight], contracting[1 - weight]
+    kept = [d for d in range(ranks[weight]) if d not in of_weight]
+    order = [of_weight[of_other.index(d)] for d in sorted(of_other)] + kept
+    if any(batch) or order != sorted(order):
+        return None
+    summed = tuple(d for d in range(ranks[1 - weight]) if d not in of_other)
+    # The cotangent has the free dims of the left operand, then those of the right one.
+    first = 0 if weight == 1 else len(kept)
+    numbers = ((summed, tuple(range(first, first + len(summed)))), ((), ()))
+    return eqn.replace(params={**eqn.params, "dimension_numbers": numbers, "out_sharding": None})
 
 
 def _wide_products(eqn: Equation, env: Environment) -> list[Value] | None:
@@ -113,6 +142,6 @@ def _wide_products_on_cpu(eqn: Equation, env: Environment) -> list[Value] | None
     return _wide_product(eqn, [x.astype(jnp.float32) for x in env.operands(eqn)])
 
 
-def _wide_product(eqn: Equation, operands: list[Value]) -> list[Value]:
+def _wide_product(eqn: Equation, operands: Sequence[Value]) -> list[Value]:
     params = {**eqn.params, "preferred_element_type": jnp.dtype(jnp.float32)}
-    return bind(eqn.replace(params=params), operands)
+    return bind(eqn.replace(params=params), list(operands))

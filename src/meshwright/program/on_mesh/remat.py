@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from meshwright.program.evaluate.gather import GATHERED
 
@@ -30,12 +31,12 @@ def choose_remat(kind: str, *, keep_gathered: bool) -> Remat:
     if kind == "full":
         return Remat(policies.nothing_saveable, not keep_gathered)
     if kind == "dots":
-        return Remat(policies.dots_with_no_batch_dims_saveable, not keep_gathered)
+        return Remat(_but_complex(policies.dots_with_no_batch_dims_saveable), not keep_gathered)
     if kind != "none":
-        return Remat(getattr(policies, kind), not keep_gathered)
+        return Remat(_but_complex(getattr(policies, kind)), not keep_gathered)
     if keep_gathered:
         return Remat()
-    return Remat(_all_but_gathered, gather_per_block=True)
+    return Remat(_but_complex(_all_but_gathered), gather_per_block=True)
 
 
 def _all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
@@ -49,3 +50,26 @@ def _all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
     if primitive.name == "convert_element_type":
         return params["new_dtype"].itemsize <= inputs[0].dtype.itemsize
     return primitive.name != "sharding_constraint"
+
+
+def _but_complex(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a policy that saves no complex numbers.
+
+    JAX rounds what a checkpoint saves by `reduce_precision`, which does not take complex numbers.
+    """
+
+    def saves(primitive: Any, *inputs: Any, **params: Any) -> Any:
+        return not _may_be_complex(primitive, inputs, params) and policy(
+            primitive, *inputs, **params
+        )
+
+    return saves
+
+
+def _may_be_complex(primitive: Any, inputs: Sequence[Any], params: Mapping[str, Any]) -> bool:
+    """Whether an operation can have complex results: it reads or makes complex numbers."""
+    dtypes = [getattr(value, "dtype", None) for value in inputs]
+    return primitive.name in ("complex", "fft") or any(
+        dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+        for dtype in (*dtypes, params.get("new_dtype"))
+    )
