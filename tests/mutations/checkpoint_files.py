@@ -57,7 +57,7 @@ def _mutation(does, change, *, everyday=False):
 
 
 MUTATIONS = (
-    _mutation("one bit of a checkpoint is flipped", _flipped, everyday=True),
+    _mutation("one bit of a checkpoint is flipped", _flipped),
     _mutation("a leaf is written transposed", _transposed),
     _mutation("two leaves of the same shape are written in each other's place", _swapped),
     _mutation("parameters are written in bfloat16 precision", _rounded),

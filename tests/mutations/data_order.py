@@ -80,7 +80,6 @@ MUTATIONS = (
         ORDER,
         ("rows of processes",),
         seen="loaders without a distributed sampler",
-        everyday=True,
     ),
     Mutation(
         "the order depends on the number of devices",

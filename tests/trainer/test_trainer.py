@@ -173,8 +173,8 @@ def test_no_batches_and_later_batches_of_another_form_are_refused(assembled):
     with pytest.raises(UserError, match="there are no batches"):
         trainer().fit([], steps=1)
     with pytest.raises(UserError, match="batch 1 differs") as caught:
-        trainer().fit([*batches(1), *batches(1, samples=12)], steps=2, assembled=assembled)
-    assert "12 samples, and the first batch had 16" in caught.value.why
+        trainer().fit([*batches(1), *batches(1, samples=24)], steps=2, assembled=assembled)
+    assert "24 samples, and the first batch had 16" in caught.value.why
 
 
 def plan(samples: int = 16) -> mw.Plan:
