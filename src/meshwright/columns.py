@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 GAP = "  "
@@ -129,6 +130,14 @@ class Indented:
                 space = self.indent
                 if not rest.plain:
                     break
+
+
+def as_text(renderable: RenderableType) -> str:
+    """Return a table or text as it would be in a file."""
+    console = Console(file=io.StringIO(), width=FILE_WIDTH, color_system=None, highlight=False)
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get().rstrip("\n")
 
 
 def stream_width(stream: TextIO) -> int | None:

@@ -77,3 +77,15 @@ def test_an_error_ends_with_its_own_message():
     with pytest.raises(mw.UserError) as caught:
         fit(DATA, lambda model, batch: model(batch["x"]))
     assert not getattr(caught.value, "__notes__", [])
+
+
+def test_samples_to_evaluate_on_may_have_numbers():
+    def samples():
+        for x, y in zip(X, Y, strict=True):
+            yield {"x": x, "y": float(y[0])}
+
+    def loss(model, batch):
+        return jnp.mean((model(batch["x"])[:, 0] - batch["y"]) ** 2)
+
+    result = fit({"x": X, "y": Y[:, 0]}, loss, eval_data=samples)
+    assert result.eval[2]["eval_samples"] == len(X)

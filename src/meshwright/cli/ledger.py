@@ -9,7 +9,7 @@ from meshwright.cli.request import Request
 from meshwright.columns import Columns, Indented
 from meshwright.errors import CheckFailed, ExitCode
 from meshwright.ledgers import Ledger, make_ledger
-from meshwright.ledgers.ledger_text import explanations
+from meshwright.ledgers.ledger_text import axes_table, beyond_minimum
 from meshwright.mesh.axes import describe_sizes
 from meshwright.recipe import make_recipe
 from meshwright.units import human_bytes
@@ -52,33 +52,13 @@ def _picture(ledger: Ledger) -> RenderableType:
         Text.assemble(
             (describe_sizes(ledger.mesh), "bold"), ", bytes each device sends per update"
         ),
-        _axes(ledger),
+        axes_table(ledger),
     ]
     if ledger.mesh.get("pipe", 1) > 1:
         parts.append(Text(_STAGES_NOTE))
-    for axis, own in ledger.axes.items():
-        parts += [Indented(f"beyond the minimum on {axis}: {line}", 2) for line in own.excess]
-    parts += [Indented(line, 2) for line in explanations(ledger)]
+    parts += [Indented(line, 2) for line in beyond_minimum(ledger)]
     parts += [Text(), _lines(ledger), Text(), Text(_memory(ledger))]
     return Group(*parts)
-
-
-def _axes(ledger: Ledger) -> Columns:
-    rows = [
-        (
-            axis,
-            str(own.size),
-            human_bytes(own.sent_bytes),
-            human_bytes(own.minimum_bytes),
-            Text(
-                "–" if own.ratio is None else f"{own.ratio:.3f}",
-                style="bold red" if own.suspicious else "green",
-            ),
-        )
-        for axis, own in ledger.axes.items()
-    ]
-    head = ("axis", "devices", "sent", "needed", "ratio")
-    return Columns(head, rows, right=head[1:])
 
 
 def _lines(ledger: Ledger, shown: int = 24) -> Columns:

@@ -182,18 +182,14 @@ def _stream(
     once: bool = False,
     again: str = READ_AGAIN,
 ) -> IterableData:
-    name = f"the {type(given).__name__}"
     read = IterableData(
         open=opener,
-        name=name,
+        name=f"the {type(given).__name__}",
         once=once,
         repeat=not once,
         again=again,
     )
-    first = None if batches or samples else read.first()
-    if samples or (first is not None and expected.are_samples(first, name)):
-        read.samples = True
-    return read
+    return read if batches else read.with_elements(expected, samples=samples)
 
 
 def _is_loader(given: Any) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.data.elements import Expected
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.given_batches import count_samples, select_rows
 from meshwright.data.protocols import OutOfData, Rows
@@ -64,6 +65,17 @@ class IterableData:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     num_samples = None
+
+    def with_elements(self, expected: Expected, *, samples: bool) -> IterableData:
+        """Look whether the elements are samples or batches, unless that is known; return itself.
+
+        Args:
+            expected: what is known about the elements.
+            samples: whether the user says that they are samples.
+        """
+        first = None if samples else self.first()
+        self.samples = samples or (first is not None and expected.are_samples(first, self.name))
+        return self
 
     def first(self) -> Any:
         """Return the first element, whatever its size; None if there is none."""

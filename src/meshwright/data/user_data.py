@@ -210,7 +210,7 @@ def _iterable_data(given: Iterable[Any], expected: Expected, *, samples: bool) -
             if name.isidentifier()
             else "give a function without parameters that returns the generator"
         )
-    return _of_elements(read, expected, samples=samples)
+    return read.with_elements(expected, samples=samples)
 
 
 def _iterator_function(
@@ -230,13 +230,7 @@ def _iterator_function(
         return iter(made)
 
     read = IterableData(open=open_, name=f"the function {name}", repeat=True)
-    return _of_elements(read, expected, samples=samples)
-
-
-def _of_elements(read: IterableData, expected: Expected, *, samples: bool) -> IterableData:
-    first = None if samples else read.first()
-    read.samples = samples or (first is not None and expected.are_samples(first, read.name))
-    return read
+    return read.with_elements(expected, samples=samples)
 
 
 def _check_processes(read: IterableData, num_processes: int) -> None:

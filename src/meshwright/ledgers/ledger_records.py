@@ -74,7 +74,6 @@ class AxisLedger(Frozen):
         ratio: sent over minimum bytes; null if nothing needs to be sent.
         excess: bytes sent beyond the minimum, by module.
         modules: what each module sends, and its minimum.
-        known: whether the minimum is known.
         explained_bytes: bytes beyond the minimum that are sent for a known reason; `modules` has
             the reasons.
     """
@@ -85,14 +84,11 @@ class AxisLedger(Frozen):
     ratio: float | None
     excess: list[str]
     modules: dict[str, ModuleLedger] = Field(default_factory=dict[str, ModuleLedger])
-    known: bool = True
     explained_bytes: int = 0
 
     @property
     def suspicious(self) -> bool:
         """Whether the axis deviates from its minimum without a known reason."""
-        if not self.known:
-            return False
         if self.ratio is None:
             return self.sent_bytes > self.explained_bytes
         unexplained = self.ratio - self.explained_bytes / self.minimum_bytes
@@ -104,7 +100,6 @@ class Ledger(Frozen):
 
     Attributes:
         mesh: axis sizes.
-        known: whether the minimum is known.
         ratio: sent over minimum bytes, over all axes; null if nothing needs to be sent.
         sent_bytes: bytes each device sends per update; with pipeline stages, in the stage that
             sends most.
@@ -117,7 +112,6 @@ class Ledger(Frozen):
     """
 
     mesh: dict[str, int]
-    known: bool = True
     ratio: float | None
     sent_bytes: int
     minimum_bytes: int

@@ -1,4 +1,8 @@
-"""The reference: plain training on one device, sharing no code with the step it is compared to."""
+"""The reference: plain training on one device.
+
+With the step it is compared to, it shares only how optax is called: which arguments an update
+takes, and parameters as nested dicts.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +35,23 @@ GRAD_NORM = "grad_norm"
 
 @dataclass(frozen=True)
 class LossAt:
-    """The loss of one batch as a function of the parameters, computed on the host.
+    """The loss of one batch, computed on the host.
 
     Attributes:
+        value: the loss at the current parameters.
+        gradients: its gradients there, before clipping.
         evaluate: from parameters by path to the loss and its gradients.
     """
 
+    value: float
+    gradients: Leaves
     evaluate: Callable[[Leaves], tuple[float, Leaves]]
 
-    def arguments(self, names: Sequence[str], params: Leaves) -> dict[str, Any]:
-        """Return optax's extra arguments of these names, at these parameters."""
-        value, gradients = self.evaluate(params)
+    def arguments(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return optax's extra arguments of these names."""
         known = {
-            "value": jnp.asarray(value),
-            "grad": nest(_as_arrays(gradients), escaped=True),
+            "value": jnp.asarray(self.value),
+            "grad": nest(_as_arrays(self.gradients), escaped=True),
             "value_fn": self._of_tree,
             "grad_fn": lambda tree, _=None: nest(self._at(flatten(tree))[1], escaped=True),
         }
@@ -97,7 +104,7 @@ class OptaxUpdate:
             assert loss is not None, "the optimizer looks at the loss"
             # Operation by operation, so that the loss can be computed on the host.
             with jax.disable_jit():
-                extra = loss.arguments(accepted(self._optimizer), params)
+                extra = loss.arguments(accepted(self._optimizer))
                 changed, moments = self._updated(dict(params), moments, dict(gradients), **extra)
         return fetch(changed), moments
 
@@ -216,11 +223,13 @@ class Reference:
         found: list[_BatchGradient] = []
         noise = NoiseMasks()
         for batch in batches:
-            at = LossAt(functools.partial(self._loss_at, state=state, batch=batch))
-            found.append(self._batch_gradient(params, state, batch, 1.0))
-            state, gradients = found[-1].state, found[-1].gradients
-            noise.add(gradients)
-            visible = _clipped(_without(gradients, withheld), clip_norm)
+            one = self._batch_gradient(params, state, batch, 1.0)
+            evaluate = functools.partial(self._loss_at, state=state, batch=batch)
+            found.append(one)
+            state = one.state
+            noise.add(one.gradients)
+            visible = _clipped(_without(one.gradients, withheld), clip_norm)
+            at = LossAt(one.loss, one.gradients, evaluate)
             params, moments = update(params, moments, visible, at)
         run = ObservedRun(
             [each.loss for each in found],

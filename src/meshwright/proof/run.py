@@ -219,7 +219,7 @@ class _Proof:
         with _phase("float64: the mesh", say):
             actual = self.mesh_in_float64(expected.withheld)
         nulls = null_leaves(expected.gradients)
-        float64 = self.compare_in_float64(expected, actual)
+        float64 = self.compare_in_float64(expected, actual, nulls)
         with _phase(f"precision {plan.precision}: the mesh", say):
             own_precision = self.own_precision()
         with _phase("as written: one device", say):
@@ -256,11 +256,12 @@ class _Proof:
             state = wide.start(widened(self.initial_values))
             return train_on_mesh(wide, state, self.leaves, self.clip_norm)
 
-    def compare_in_float64(self, expected: ObservedRun, actual: ObservedRun) -> list[Comparison]:
+    def compare_in_float64(
+        self, expected: ObservedRun, actual: ObservedRun, nulls: Sequence[str]
+    ) -> list[Comparison]:
         """Compare the two runs; if they differ, measure what rounding changes in float64."""
 
         def gaps(actual: ObservedRun) -> dict[str, Gaps]:
-            nulls = null_leaves(expected.gradients)
             return {
                 "loss": loss_gaps(expected.losses, actual.losses),
                 "metrics": metric_gaps(expected.metrics, actual.metrics),

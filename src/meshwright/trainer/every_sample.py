@@ -97,7 +97,9 @@ class EverySample:
 
     def first(self) -> Any:
         """Return the first batch, or one sample, on the host; raise if there is none."""
-        if isinstance(self.data, SequenceData | IterableData):
+        if isinstance(self.data, IterableData):
+            first = self.data.first_batch(1)
+        elif isinstance(self.data, SequenceData):
             first = self.data.first()
         else:
             first = self.data.batch(0, 1) if self.num_samples else None

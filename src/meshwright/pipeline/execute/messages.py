@@ -35,11 +35,6 @@ class MessageSplit:
         leaves, tree = jax.tree.flatten(message)
         return cls(tuple(differentiable and is_float(leaf) for leaf in leaves), tree)
 
-    @property
-    def num_floats(self) -> int:
-        """How many leaves have a gradient."""
-        return sum(self.has_gradient)
-
     def split(self, message: PyTree) -> tuple[list[Array], list[Array]]:
         """Return the leaves with a gradient, and the others."""
         pairs = list(zip(jax.tree.leaves(message), self.has_gradient, strict=True))
