@@ -8,12 +8,15 @@ permuting a class wherever it occurs in the inputs: the outputs must be permuted
 import string
 
 import jax
+import jax.extend.core.primitives
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
 from meshwright.program.dims import LeafLabel, find_dim_classes
+from meshwright.program.dims.calls import RULES as CALL_RULES
+from meshwright.program.dims.walk import RULES
 
 KEY = np.random.default_rng(0)
 
@@ -274,3 +277,24 @@ def test_elementwise_operations_do_not_fall_to_the_unknown_rule():
     for name, args in calls:
         _, classes = analyse(getattr(lax, name), args)
         assert not [event for event in classes.events if event.blocking], name
+
+
+WITHOUT_A_RULE = """
+after_all all_gather all_to_all call cholesky closed_call custom_jvp_call custom_lin
+custom_linear_solve custom_vjp_call eig eigh eval_jaxpr get hessenberg householder_product jit lu
+qr ragged_all_to_all remat2 schur select_and_scatter svd swap triangular_solve tridiagonal
+tridiagonal_solve
+"""
+"""Calls, which are walked through, and operations that need their operands whole."""
+
+
+def test_every_operation_that_a_release_of_jax_adds_is_looked_at():
+    public = vars(jax.extend.core.primitives)
+    named = {value.name for name, value in public.items() if name.endswith("_p")}
+    assert not named - set(RULES) - set(CALL_RULES) - set(WITHOUT_A_RULE.split())
+
+
+def test_the_derivative_of_tanh_keeps_dims_apart():
+    """JAX 0.11 and later write it as an operation of its own."""
+    _, classes = analyse(jax.grad(lambda x: jnp.tanh(x).sum()), (f(3, 4),))
+    assert not [event for event in classes.events if event.blocking]
