@@ -33,7 +33,7 @@ from meshwright.inputs.checks import check_loss, check_trainable
 from meshwright.mesh.build import Device, check_devices
 from meshwright.plan import Plan
 from meshwright.processes import process_count
-from meshwright.program.trace.build_model import ModelSource, abstract_model, initialize
+from meshwright.program.trace.build_model import ModelSource, abstract_model, initial_values
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
 from meshwright.proof.certificate import Certificate, Comparison
@@ -377,9 +377,8 @@ def _trace(loss: Loss, assembled: Assembled, batch: Batch, precision: Precision)
 
 def _initial_values(model: ModelSource, assembled: Assembled, seed: int) -> list[Any]:
     """Return the model's initial leaf values, created in its own precision on one device."""
-    values = initialize(
-        model, assembled.model_leaves, seed, list, list, compiler_options=quick_options()
-    )
+    options = quick_options()
+    values = initial_values(model, assembled.model_leaves, seed, compiler_options=options)
     # From the host they go to one device or to many without a compiled program.
     return [v if is_key(v) else np.asarray(v) for v in values]
 

@@ -13,7 +13,6 @@ from flax.nnx.filterlib import Filter
 from jax.sharding import Mesh, NamedSharding
 
 from meshwright.activity import activity
-from meshwright.compiled.quick_options import quick_options
 from meshwright.config.batch import GLOBAL_BATCH_SIZE
 from meshwright.errors import Setting, UserError
 from meshwright.mesh.build import Device, build_mesh
@@ -26,12 +25,18 @@ from meshwright.program.evaluate.dependencies import select_outputs
 from meshwright.program.on_mesh.local_forward import LocalDraws, local_forward
 from meshwright.program.on_mesh.mesh_forward import Forward
 from meshwright.program.on_mesh.remat import choose_remat
-from meshwright.program.trace.build_model import ModelSource, describe_model, initialize
+from meshwright.program.trace.build_model import (
+    ModelSource,
+    build_values,
+    describe_model,
+    trace_values,
+)
 from meshwright.program.trace.device_reads import device_reads
 from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.traced_loss import Loss, Model, TracedLoss
 from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
 from meshwright.sharding.placement import to_spec
+from meshwright.step.initial_state import draw_leaves, start_from
 from meshwright.step.place_batch import place_batch
 from meshwright.step.planned_forward import planned_remat
 from meshwright.step.state import TrainState
@@ -77,19 +82,12 @@ class Assembled:
 
         ``quickly`` compiles for a single run instead of for speed.
         """
-
-        def fresh(values: list[Any]) -> TrainState:
-            return self.step.fresh_state(self.traced.layout.from_canonical(values))
-
-        return initialize(
-            self._build,
-            self.model_leaves,
-            seed,
-            fresh,
-            self.start,
-            out_shardings=self.step.shardings.state,
-            compiler_options=quick_options() if quickly else None,
-        )
+        traced = trace_values(self._build, self.model_leaves, seed)
+        if traced is None:
+            return self.start(build_values(self._build, self.model_leaves, seed))
+        shardings = self.step.leaf_values(self.step.shardings.state)
+        leaves = draw_leaves(*traced, self.traced.layout, shardings, quickly=quickly)
+        return start_from(self.step, leaves)
 
     def adopt(self, model: Model) -> TrainState:
         """Start from an existing model, its leaves placed on the mesh."""

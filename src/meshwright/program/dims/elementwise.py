@@ -17,8 +17,9 @@ ELEMENTWISE = primitives(
     not one_minus_square or philox2x32 philox4x32 polygamma polynomial population_count pow
     random_gamma_grad real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient
-    sub tan tanh threefry2x32 threefry4x32 xor zeta layout_constraint mesh_cast name reshard sharding_constraint random_fold_in
-    random_clone random_seed tie xla_metadata_value pvary pcast to_edtype from_edtype
+    sub tan tanh threefry2x32 threefry4x32 xor zeta layout_constraint mesh_cast name
+    reshard sharding_constraint random_fold_in random_clone random_seed tie
+    xla_metadata_value pvary pcast to_edtype from_edtype
     """
 )
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
 
+from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.trace.model_leaves import ModelLeaves, split_model
 from meshwright.trees import is_key
 
@@ -30,8 +32,6 @@ NEEDS_VALUES = (
     jax.errors.TracerIntegerConversionError,
 )
 """What JAX raises if Python code reads the value of an array that is only traced."""
-
-_Result = TypeVar("_Result")
 
 
 def describe_model(source: ModelSource, trainable: Any = nnx.Param) -> ModelLeaves:
@@ -73,39 +73,48 @@ def abstract_model(source: ModelSource) -> Any:
     return nnx.merge(graphs[0], state)
 
 
-def initialize(
-    source: ModelSource,
-    leaves: ModelLeaves,
-    seed: int,
-    finish: Callable[[list[Any]], _Result],
-    start: Callable[[list[Any]], _Result],
-    **jit_options: Any,
-) -> _Result:
-    """Build a model inside a compiled program, and return what is made of its leaf values.
+def trace_values(
+    source: ModelSource, leaves: ModelLeaves, seed: int
+) -> tuple[ClosedJaxpr, Any] | None:
+    """Return the program from the words of a random key to leaf values, and the seed's words.
+
+    None for models that can only be built outside of a program.
 
     Args:
         source: builds the model.
         leaves: its structure.
         seed: the seed of its random streams.
-        finish: from leaf values to the result, inside the program.
-        start: the same outside, for models that can only be built outside of a program.
-        jit_options: passed to `jax.jit`.
     """
-    data = _key_data(seed)
+    words = _key_data(seed)
     # Constants are part of the program only if they have to be: the compiler would store them.
     for context in (nullcontext, jax.ensure_compile_time_eval):
 
-        def create(data: Any, context: Any = context) -> _Result:
+        def create(words: Any, context: Any = context) -> list[Any]:
             with context():
-                values = leaves.values(_build(source, jax.random.wrap_key_data(data)))
-            return finish(values)
+                return leaves.values(_build(source, jax.random.wrap_key_data(words)))
 
         try:
-            # The key is an argument: XLA would spend minutes folding what follows from a constant.
-            return jax.jit(create, **jit_options)(data)
+            return jax.make_jaxpr(create)(words), words
         except NEEDS_VALUES:
             continue
-    return start(leaves.values(_build(source, jax.random.wrap_key_data(data))))
+    return None
+
+
+def initial_values(
+    source: ModelSource, leaves: ModelLeaves, seed: int, **jit_options: Any
+) -> list[Any]:
+    """Return initial leaf values, computed by one compiled program if the model allows it."""
+    traced = trace_values(source, leaves, seed)
+    if traced is None:
+        return build_values(source, leaves, seed)
+    closed, words = traced
+    # The key is an argument: XLA would spend minutes folding what follows from a constant.
+    return jax.jit(jaxpr_as_fun(closed), **jit_options)(words)
+
+
+def build_values(source: ModelSource, leaves: ModelLeaves, seed: int) -> list[Any]:
+    """Build a model outside of any program, and return its leaf values."""
+    return leaves.values(_build(source, jax.random.wrap_key_data(_key_data(seed))))
 
 
 def _build(source: ModelSource, key: Any) -> Any:
