@@ -80,7 +80,7 @@ def roll_program(traced: TracedLoss, *, evenly_joined: bool = False) -> RollResu
         if isinstance(rolled, str):
             remarks.append(rolled)
             continue
-        if remark := _unrolled_blocks(blocks, rolled.blocks):
+        if remark := _unrolled_blocks(blocks, rolled):
             remarks.append(remark)
         if rolled_lists and rolled.start < rolled_lists[-1].stop:
             before = rolled_lists[-1].blocks.path
@@ -112,8 +112,9 @@ def _same_leaves(layout: Layout, apart: frozenset[str], one: str, other: str) ->
     return roles[0] == roles[1]
 
 
-def _unrolled_blocks(blocks: BlockList, rolled: BlockList) -> str:
-    """Say which of a list's modules are not rolled; empty if all are."""
+def _unrolled_blocks(blocks: BlockList, whole: RolledBlockList) -> str:
+    """Say which of a list's modules are not rolled, and why; empty if all are."""
+    rolled = whole.blocks
     others = [path for path in blocks.elements if path not in rolled.elements]
     if not others:
         return ""
@@ -122,6 +123,7 @@ def _unrolled_blocks(blocks: BlockList, rolled: BlockList) -> str:
     alike = "are equal blocks" if rolled.period == 1 else f"repeat every {rolled.period} blocks"
     return (
         f"in `{blocks.path}`, only `{first}` to `{last}` {alike} and are trained alike, not {few}"
+        + (f": {whole.why_not_all}" if whole.why_not_all else "")
     )
 
 
