@@ -39,6 +39,31 @@ class Normed(nnx.Module):
         return self.layer(x)
 
 
+class Written(nnx.Module):
+    """Parameters that a call writes to: normalized ones, and one that follows the samples."""
+
+    def __init__(self, rngs):
+        self.up = nnx.WeightNorm(nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs), rngs=rngs)
+        self.down = nnx.WeightNorm(nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs), rngs=rngs)
+        self.center = nnx.Param(jnp.zeros(WIDTH))
+
+    def __call__(self, x):
+        self.center[...] = 0.9 * self.center[...] + 0.1 * x.mean(0)
+        return self.down(nnx.relu(self.up(x - self.center)))
+
+
+class NormedBlocks(nnx.Module):
+    """Repeated blocks that write to their kernels, with nothing that mixes samples."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List(Normed(rngs) for _ in range(4))
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = x + nnx.tanh(block(x))
+        return x
+
+
 class Block(nnx.Module):
     """A block with a table of its own."""
 
@@ -202,6 +227,8 @@ MODELS = {
     for model in (
         Table,
         Normed,
+        Written,
+        NormedBlocks,
         Blocks,
         Containers,
         Shared,

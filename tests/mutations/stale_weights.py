@@ -4,8 +4,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import odd_models
 from mutations.mutation import Mutation
-from mutations.proofs_of import FSDP_PLAIN, FSDP_TOKENS, STAGES
+from mutations.proofs_of import FSDP_PLAIN, FSDP_TOKENS, STAGES, Verify
 from mutations.sabotage import equation, new_parameters, replace
 
 from meshwright.pipeline.execute.executor import StageExecutor
@@ -37,6 +38,19 @@ def _stale(is_stale):
 
     return replace(train_step.TrainStep, "__call__", make)
 
+
+def _not_written(right):
+    """Let the optimizer update parameters as they were before the model wrote to them."""
+
+    def compute(function, params, *rest):
+        return dataclasses.replace(right(function, params, *rest), params=list(params))
+
+    return compute
+
+
+FSDP_WRITTEN = Verify(
+    "fsdp=4", odd_models.Written, odd_models.loss, lambda update: odd_models.batch()
+)
 
 MUTATIONS = (
     Mutation(
@@ -85,5 +99,12 @@ MUTATIONS = (
         ("own_precision parameters", "float64 parameters"),
         seen="parameters that are in no group of the optimizer",
         names="up.bias",
+    ),
+    Mutation(
+        "what a model writes to its parameters is lost",
+        replace(train_step, "compute_gradients", _not_written),
+        FSDP_WRITTEN,
+        ("own_precision state", "float64 parameters"),
+        seen="normalized weights",
     ),
 )

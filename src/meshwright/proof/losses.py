@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
@@ -20,8 +21,9 @@ from meshwright.program.trace.traced_loss import Loss, LossValue, TracedLoss, re
 from meshwright.proof.observed import fetch
 
 Gradient = Callable[[dict[str, Any], list[Any], list[Any], float], tuple[LossValue, dict[str, Any]]]
-"""From parameters, other leaves, the leaves of one microbatch and a factor on the loss to the loss
-(with its metrics and the new other leaves) and the gradients of its mean (with the factor)."""
+"""From parameters (in the order of the leaves), other leaves, the leaves of one microbatch and a
+factor on the loss to the loss (with its metrics and new values of leaves) and the gradients of its
+mean (with the factor)."""
 
 
 def traced_gradient(traced: TracedLoss, *, wide: bool) -> Gradient:
@@ -105,8 +107,14 @@ class WrittenGradient:
         (objective, metrics), gradients = self._run(self._model, arrays, scale)
         named = _flat(nnx.State(gradients) if isinstance(gradients, dict) else gradients)
         after = [x for _, value in _flat(_state(self._model)) for x in jax.tree.leaves(value)]
-        changed = [x for x, leaf in zip(after, self._leaves, strict=True) if leaf.role == "state"]
-        return LossValue(objective, metrics, changed), fetch(_by_path(named))
+        by_role: dict[str, list[Any]] = {"param": [], "state": []}
+        for leaf, value in zip(self._leaves, after, strict=True):
+            by_role[leaf.role].append(value)
+        # What was written shows by its value: `nnx.jit` returns every parameter.
+        pairs = zip(params.values(), by_role["param"], strict=True)
+        written = {n: x for n, (old, x) in enumerate(pairs) if not np.array_equal(old, x)}
+        value = LossValue(objective, metrics, by_role["state"], written)
+        return value, fetch(_by_path(named))
 
     def _run(self, *arguments: Any) -> Any:
         # A call may change the structure of a model, such as a number that it keeps.

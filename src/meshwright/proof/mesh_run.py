@@ -19,30 +19,41 @@ from meshwright.step.train_step import Metrics
 
 
 class RecordedGradients(NamedTuple):
-    """The state of `recording_gradients`: the gradients of the latest update."""
+    """The state of `recording_gradients`: the gradients of the latest update.
+
+    ``params`` are the parameters it started from; None if they are not recorded.
+    """
 
     gradients: Any
+    params: Any = None
 
 
-_RECORDED = "0.gradients."
-"""The path prefix of the gradients in the optimizer state: recording is the first in a chain."""
+_GRADIENTS, _PARAMS = "0.gradients.", "0.params."
+"""Path prefixes in the optimizer state: recording is the first in a chain."""
 
 
 def recording_gradients(
-    optimizer: optax.GradientTransformation, withheld: Masks | None = None
+    optimizer: optax.GradientTransformation,
+    withheld: Masks | None = None,
+    *,
+    params_too: bool = False,
 ) -> optax.GradientTransformation:
     """Return the optimizer with the gradients of each update recorded in its state.
 
     They are the gradients that the compiled step itself passed to its optimizer. Elements of
-    ``withheld`` are recorded as well, but the optimizer gets zeros.
+    ``withheld`` are recorded as well, but the optimizer gets zeros. ``params_too`` also records the
+    parameters that it updates, which differ from those before the update if the model writes to
+    them.
     """
 
     def init(params: Any) -> RecordedGradients:
-        return RecordedGradients(jax.tree.map(jnp.zeros_like, params))
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return RecordedGradients(zeros, zeros if params_too else None)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, RecordedGradients]:
-        del state, params
-        return withhold(updates, withheld or {}), RecordedGradients(updates)
+        del state
+        recorded = RecordedGradients(updates, params if params_too else None)
+        return withhold(updates, withheld or {}), recorded
 
     return optax.chain(optax.GradientTransformation(init, update), optimizer)
 
@@ -54,6 +65,7 @@ class MeshUpdate:
     Attributes:
         before: the model's leaves before it, by canonical path.
         after: the model's leaves after it.
+        start: the parameters that the optimizer got.
         loss: the mean loss.
         gradients: gradients before clipping.
         clipped: gradients as the optimizer got them.
@@ -63,6 +75,7 @@ class MeshUpdate:
 
     before: Leaves
     after: Leaves
+    start: Leaves
     loss: float
     gradients: Leaves
     clipped: Leaves
@@ -80,12 +93,14 @@ def updates_on_mesh(
     before = canonical_values(assembled, state)
     for batch in batches:
         state, metrics, scale = _update(assembled, state, batch)
-        clipped = recorded_gradients(assembled, state)
+        clipped = recorded(assembled, state, _GRADIENTS)
+        start = recorded(assembled, state, _PARAMS) or {path: before[path] for path in clipped}
         factor = _clip_factor(float(metrics["grad_norm"]), clip_norm)
         after = canonical_values(assembled, state)
         yield MeshUpdate(
             before,
             after,
+            start,
             loss=float(metrics["loss"]),
             gradients={path: g / factor for path, g in clipped.items()},
             clipped=clipped,
@@ -124,20 +139,20 @@ def canonical_values(assembled: Assembled, state: TrainState) -> Leaves:
     return {leaf.path: value for leaf, value in zip(layout.leaves, canonical, strict=True)}
 
 
-def recorded_gradients(assembled: Assembled, state: TrainState) -> Leaves:
-    """Return the gradients of the latest update by canonical path."""
+def recorded(assembled: Assembled, state: TrainState, prefix: str = _GRADIENTS) -> Leaves:
+    """Return what was recorded of the latest update by canonical path; empty if nothing was."""
     layout = assembled.traced.layout
     pairs = zip(assembled.step.optimizer.leaves, state.optimizer, strict=True)
-    recorded = fetch({leaf.path: value for leaf, value in pairs if leaf.path.startswith(_RECORDED)})
-    gradients: dict[str, Any] = {}
-    for step in layout.select("param"):
+    found = fetch({leaf.path: value for leaf, value in pairs if leaf.path.startswith(prefix)})
+    values: dict[str, Any] = {}
+    for step in layout.select("param") if found else ():
         paths = [layout.leaves[source].path for source in step.sources]
-        stack = recorded.get(_RECORDED + step.leaf.path)
+        stack = found.get(prefix + step.leaf.path)
         if step.stacked and stack is not None:
-            gradients |= dict(zip(paths, step.split(stack), strict=True))
+            values |= dict(zip(paths, step.split(stack), strict=True))
         else:
-            gradients |= {path: recorded[_RECORDED + path] for path in paths}
-    return gradients
+            values |= {path: found[prefix + path] for path in paths}
+    return values
 
 
 def _update(

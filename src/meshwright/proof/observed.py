@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +25,12 @@ class ObservedRun:
     Attributes:
         losses: the mean loss of every update.
         gradients: gradients of the first update, before clipping.
-        parameters: parameters after the last update.
+        parameters: parameters after the last update, or as one call of the loss leaves them.
         state: the model's other leaves after the last update.
         withheld: elements whose gradient was rounding noise in every update; the optimizer got
             zeros for them.
         metrics: the metrics of every update: those of the loss, and the norm of the gradients.
+        written: paths of the parameters that the model writes to in its call.
     """
 
     losses: list[float]
@@ -38,6 +39,11 @@ class ObservedRun:
     state: Leaves
     withheld: Masks = field(default_factory=dict[str, np.ndarray[Any, Any]])
     metrics: Sequence[Mapping[str, float]] = ()
+    written: frozenset[str] = frozenset()
+
+    def kept(self, written: Iterable[str]) -> Leaves:
+        """Return the state, and the parameters that some run has written to."""
+        return {**self.state, **{path: self.parameters[path] for path in sorted(written)}}
 
 
 def fetch(values: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:

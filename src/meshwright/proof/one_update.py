@@ -109,13 +109,14 @@ class ComparedUpdate:
             loss = _smaller(loss, loss_gaps(exact.losses, actual.losses))
         nulls = () if exact is None else null_leaves(self.exact.gradients)
         gradients = None if exact is None else exact.gradients
-        state = None if exact is None else exact.state
+        written = expected.written | actual.written
+        state = None if exact is None else exact.kept(written)
         return {
             "loss": loss,
             "gradients": rough_gaps(
                 expected.gradients, actual.gradients, exact=gradients, nulls=nulls
             ),
-            "state": rough_gaps(expected.state, actual.state, exact=state),
+            "state": rough_gaps(expected.kept(written), actual.kept(written), exact=state),
         }
 
 

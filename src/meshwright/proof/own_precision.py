@@ -67,7 +67,7 @@ class OwnPrecision:
         values = self._leaf_values(update.before)
         expected = self.narrow.first_update(values, batch, update.loss_scale)
         state = {path: update.after[path] for path in expected.state}
-        actual = ObservedRun([update.loss], update.gradients, {}, state)
+        actual = ObservedRun([update.loss], update.gradients, update.start, state)
         return ComparedUpdate(values, batch, expected, actual, self.wide)
 
     def _leaf_values(self, named: Leaves) -> list[Any]:
@@ -93,7 +93,7 @@ class OwnPrecision:
         gaps: list[Gaps] = []
         measured: list[Gaps] = []
         for update in updates:
-            before = {path: update.before[path] for path in paths}
+            before = {path: update.start[path] for path in paths}
             after = {path: update.after[path] for path in paths}
             expected, moments = self.update(before, moments, update.clipped)
             with jax.enable_x64(True):

@@ -151,12 +151,17 @@ class _Mean:
 
 @dataclass(frozen=True)
 class _BatchGradient:
-    """The mean loss, metrics and gradients of one batch, and the state after it."""
+    """The mean loss, metrics and gradients of one batch, and state and parameters after it.
+
+    Parameters whose paths are in ``written`` were written to by the model.
+    """
 
     loss: float
     metrics: dict[str, float]
     gradients: Leaves
     state: list[Any]
+    params: dict[str, Any]
+    written: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,13 @@ class Reference:
         """Return loss, gradients and state after one batch, without an update."""
         params, state = self._split(values)
         found = self._batch_gradient(params, state, batch, loss_scale)
-        return ObservedRun([found.loss], found.gradients, fetch(params), self._named(found.state))
+        return ObservedRun(
+            [found.loss],
+            found.gradients,
+            fetch(found.params),
+            self._named(found.state),
+            written=found.written,
+        )
 
     def run(
         self,
@@ -226,7 +237,7 @@ class Reference:
             one = self._batch_gradient(params, state, batch, 1.0)
             evaluate = functools.partial(self._loss_at, state=state, batch=batch)
             found.append(one)
-            state = one.state
+            state, params = one.state, one.params
             noise.add(one.gradients)
             visible = _clipped(_without(one.gradients, withheld), clip_norm)
             at = LossAt(one.loss, one.gradients, evaluate)
@@ -253,11 +264,15 @@ class Reference:
         """Return what one batch gives, summed in float64 on the host."""
         losses, metrics = _Mean(), defaultdict[str, _Mean](_Mean)
         sums: dict[str, Any] = {}
+        params, paths, written = dict(params), list(params), set[str]()
         for number in range(self.microbatches):
             # Strided microbatches like those of the step, written independently of it.
             micro = [np.asarray(leaf)[number :: self.microbatches] for leaf in batch]
             value, gradients = self.gradient(dict(params), state, micro, scale)
             state, share = value.state, np.float64(value.objective.weight)
+            new = {paths[position]: x for position, x in value.written.items()}
+            params |= new
+            written |= set(new)
             losses.add(value.objective)
             for name, metric in value.metrics.items():
                 metrics[name].add(metric)
@@ -267,7 +282,14 @@ class Reference:
                 sums[path] = sums[path] + part if path in sums else part
         mean = {path: s / (losses.weight or 1) for path, s in sums.items()}
         reported = {name: metric.value for name, metric in metrics.items()}
-        return _BatchGradient(losses.value, reported | {GRAD_NORM: _norm(mean)}, mean, state)
+        return _BatchGradient(
+            losses.value,
+            reported | {GRAD_NORM: _norm(mean)},
+            mean,
+            state,
+            params,
+            frozenset(written),
+        )
 
     def _split(self, values: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
         pairs = list(zip(self.leaves, values, strict=True))

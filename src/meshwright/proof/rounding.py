@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from meshwright.program.jaxpr.equations import ClosedJaxpr, Equation, Jaxpr, aval_of
+from meshwright.program.jaxpr.equations import ClosedJaxpr, Equation, Jaxpr, Var, aval_of
 
 MARGIN = 2.0
 """The tolerance as a multiple of the typical error."""
@@ -104,6 +104,21 @@ def gradient_rounding(formats: Iterable[Any]) -> float:
     return max(
         (_unit_roundoff(dtype) for dtype in formats if jnp.dtype(dtype).itemsize < 4), default=0.0
     )
+
+
+def formats_read(closed: ClosedJaxpr, inputs: Collection[int]) -> list[Any]:
+    """Return the formats that a program casts these of its inputs to.
+
+    Their gradients are rounded to them, unless the mesh sums them in float32.
+    """
+    variables = {closed.jaxpr.invars[number] for number in inputs}
+    return [
+        aval_of(eqn.outvars[0]).dtype
+        for eqn in closed.jaxpr.eqns
+        if eqn.primitive.name == "convert_element_type"
+        and isinstance(eqn.invars[0], Var)
+        and eqn.invars[0] in variables
+    ]
 
 
 def random_draws(closed: ClosedJaxpr) -> list[tuple[Any, ...]]:

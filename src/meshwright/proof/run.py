@@ -57,6 +57,7 @@ from meshwright.proof.one_update import (
 from meshwright.proof.own_precision import OwnPrecision
 from meshwright.proof.reference import OptaxUpdate, Reference
 from meshwright.proof.rounding import (
+    formats_read,
     gradient_rounding,
     largest_unit,
     random_draws,
@@ -135,6 +136,8 @@ def verify(
         )
         assembled = make(optimizer=recording_gradients(optimizer))
         traced = _trace(loss, assembled, global_batches[0], plan.precision)
+        if traced.written:
+            assembled = make(optimizer=recording_gradients(optimizer, params_too=True))
         return _Proof(
             assembled=assembled,
             assemble_wide=lambda optimizer: make(optimizer=optimizer, wide=True),
@@ -345,10 +348,12 @@ class _Proof:
         matmul = self.assembled.plan.matmul
         platform = self.assembled.mesh.devices.flat[0].platform
         tolerance = rounding_tolerance(traced.closed, matmul=matmul, platform=platform, casts=casts)
-        trained = [leaf.dtype for leaf in traced.leaves if leaf.role == "param"]
+        trained = {n: leaf.dtype for n, leaf in enumerate(traced.leaves) if leaf.role == "param"}
+        # Products in the same format round more than the cast; without any, the cast remains.
+        cast = gradient_rounding(formats_read(traced.closed, trained))
         return Rounding(
             loss=tolerance,
-            gradients=tolerance + gradient_rounding(trained),
+            gradients=max(tolerance + gradient_rounding(trained.values()), cast),
             unit=largest_unit(traced.closed, matmul=matmul, platform=platform),
         )
 

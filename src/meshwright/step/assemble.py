@@ -224,8 +224,7 @@ def _few_samples(traced: TracedLoss, plan: Plan) -> list[str]:
 def _batch_statistic(traced: TracedLoss) -> str | None:
     """Return the path of a statistic that depends on the batch, if the model has one."""
     states = [step.leaf for step in traced.layout.step_leaves if step.leaf.role == "state"]
-    outputs = len(traced.closed.jaxpr.outvars) - len(states)
-    for number, leaf in enumerate(states, start=outputs):
+    for number, leaf in enumerate(states, start=traced.num_results):
         if leaf.variable == "BatchStat":
             _, read = select_outputs(traced.closed, [number])
             if any(n >= len(traced.layout.step_leaves) for n in read):

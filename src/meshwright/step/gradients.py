@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,14 @@ class Gradients:
         loss: the mean loss.
         metrics: means of the metrics the loss reports.
         model_state: the model's other leaves after the forward pass.
+        params: the parameters after the forward pass, which a model may write to.
     """
 
     values: list[Any]
     loss: Array
     metrics: dict[str, Array]
     model_state: list[Any]
+    params: list[Any]
 
 
 def compute_gradients(
@@ -50,6 +52,7 @@ def compute_gradients(
         loss=value.objective.mean,
         metrics={name: metric.mean for name, metric in value.metrics.items()},
         model_state=value.state,
+        params=replaced(params, value.written),
     )
 
 
@@ -60,25 +63,29 @@ def accumulate_gradients(
     microbatches: Sequence[Any],
     scale: Array | None = None,
     constrain: Callable[[list[Any]], list[Any]] = lambda gradients: gradients,
+    written: Sequence[int] = (),
 ) -> Gradients:
     """Return the gradients of stacked microbatches [count, …], computed one after another.
 
     Each microbatch counts with its weight, so the result is the gradient of the mean over the
-    whole batch. ``constrain`` fixes the sharding of the running sums.
+    whole batch. ``constrain`` fixes the sharding of the running sums. Each microbatch starts from
+    the state and the ``written`` parameters of the one before.
     """
     grad = value_and_grad(function)
 
     def accumulate(carry: Any, microbatch: list[Any]) -> tuple[Any, Any]:
-        model_state, sums = carry
-        (_, value), grads = grad(list(params), model_state, microbatch, scale)
+        model_state, new, sums = carry
+        (_, value), grads = grad(replaced(params, new), model_state, microbatch, scale)
         weight = value.objective.weight
         sums = constrain([s + g * weight for s, g in zip(sums, grads, strict=True)])
-        return (value.state, sums), (value.objective, value.metrics)
+        return (value.state, value.written, sums), (value.objective, value.metrics)
 
     zeros = constrain(zeros_for_sums(params))
-    (model_state, sums), (objectives, metrics) = jax.lax.scan(
-        accumulate, (list(model_state), zeros), list(microbatches)
+    start = (list(model_state), {n: params[n] for n in written}, zeros)
+    (model_state, new, sums), (objectives, metrics) = jax.lax.scan(
+        accumulate, start, list(microbatches)
     )
+    params = replaced(params, new)
     return finish_gradients(params, sums, objectives, metrics, list(model_state), scale)
 
 
@@ -92,7 +99,8 @@ def finish_gradients(
 ) -> Gradients:
     """Divide the weighted sums of all microbatches by the total weight.
 
-    Gradients are cast back to the dtype of their parameters.
+    Gradients are cast back to the dtype of their parameters, which are those after the last
+    microbatch.
     """
     objective = _sum(objectives)
     weight = jnp.where(objective.weight == 0, 1, objective.weight)
@@ -103,7 +111,13 @@ def finish_gradients(
         loss=objective.mean,
         metrics={name: _sum(metric).mean for name, metric in metrics.items()},
         model_state=model_state,
+        params=list(params),
     )
+
+
+def replaced(params: Sequence[Any], new: Mapping[int, Any]) -> list[Any]:
+    """Return parameters with new values of some, by position."""
+    return [new.get(number, value) for number, value in enumerate(params)]
 
 
 def value_and_grad(function: LossFunction) -> Callable[..., Any]:

@@ -10,7 +10,13 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from meshwright.program.trace.precision_policy import zeros_for_sums
-from meshwright.step.gradients import Gradients, LossFunction, finish_gradients, value_and_grad
+from meshwright.step.gradients import (
+    Gradients,
+    LossFunction,
+    finish_gradients,
+    replaced,
+    value_and_grad,
+)
 
 
 def accumulate_locally(
@@ -23,29 +29,34 @@ def accumulate_locally(
     mesh: Mesh,
     batch_axes: Mapping[str, int],
     scale: Array | None = None,
+    written: Sequence[int] = (),
 ) -> Gradients:
     """Return the gradients of stacked microbatches [count, …], reduced once per ``every`` of them.
 
     ``function`` gets one device's samples. Each device adds up its own weighted gradients; the
-    sums are reduced over devices at the end of each group.
+    sums are reduced over devices at the end of each group. The state and the ``written`` parameters
+    do not depend on the samples, so every device computes the same.
     """
     grad = value_and_grad(function)
     axes = tuple(batch_axes)
 
     def group_sums(
-        params: list[Any], model_state: list[Any], group: list[Any], scale: Array | None
+        params: list[Any],
+        kept: tuple[list[Any], dict[int, Any]],
+        group: list[Any],
+        scale: Array | None,
     ) -> Any:
         def accumulate(carry: Any, microbatch: list[Any]) -> tuple[Any, Any]:
-            model_state, sums = carry
-            (_, value), grads = grad(params, model_state, microbatch, scale)
+            (model_state, new), sums = carry
+            (_, value), grads = grad(replaced(params, new), model_state, microbatch, scale)
             weight = value.objective.weight
             sums = [s + g * weight for s, g in zip(sums, grads, strict=True)]
-            return (value.state, sums), (value.objective, value.metrics)
+            return ((value.state, value.written), sums), (value.objective, value.metrics)
 
-        start = (model_state, zeros_for_sums(params))
-        (model_state, sums), parts = jax.lax.scan(accumulate, start, group)
+        start = (kept, zeros_for_sums(params))
+        (kept, sums), parts = jax.lax.scan(accumulate, start, group)
         totals = jax.tree.map(lambda part: part.sum(), parts)
-        return model_state, *jax.lax.psum((sums, totals), axes)
+        return kept, *jax.lax.psum((sums, totals), axes)
 
     replicated, divided = PartitionSpec(), PartitionSpec(None, axes)
     mapped = jax.shard_map(
@@ -58,11 +69,12 @@ def accumulate_locally(
     )
 
     def next_group(carry: Any, group: list[Any]) -> tuple[Any, Any]:
-        model_state, sums = carry
-        model_state, more, totals = mapped(list(params), model_state, group, scale)
-        return (model_state, [a + b for a, b in zip(sums, more, strict=True)]), totals
+        kept, sums = carry
+        kept, more, totals = mapped(list(params), kept, group, scale)
+        return (kept, [a + b for a, b in zip(sums, more, strict=True)]), totals
 
     groups = [a.reshape(a.shape[0] // every, every, *a.shape[1:]) for a in microbatches]
-    start = (list(model_state), zeros_for_sums(params))
-    (model_state, sums), (objectives, metrics) = jax.lax.scan(next_group, start, groups)
+    start = ((list(model_state), {n: params[n] for n in written}), zeros_for_sums(params))
+    ((model_state, new), sums), (objectives, metrics) = jax.lax.scan(next_group, start, groups)
+    params = replaced(params, new)
     return finish_gradients(params, sums, objectives, metrics, list(model_state), scale)

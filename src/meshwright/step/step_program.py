@@ -43,9 +43,25 @@ def step_program(
     if stages == 1:
         program = unstaged_program(traced, plan)
         return replace(program, remarks=(*traced.remarks, *program.remarks))
+    _refuse_written(traced, stages)
     rolled = roll_program(traced, evenly_joined=True)
     cut = ordered_by_stage(cut_blocks(rolled.traced, rolled.remarks), stages, plan.num_chunks)
     return StepProgram(cut.traced, cut, (*traced.remarks, *rolled.remarks))
+
+
+def _refuse_written(traced: TracedLoss, stages: int) -> None:
+    if not traced.written:
+        return
+    paths = [traced.leaves[number].path for number in traced.written]
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    raise UserError(
+        f"the model writes to the parameter `{paths[0]}`{more} in its call, and cannot be divided "
+        "into stages",
+        why="each stage has several microbatches under way, and all of them must read the same "
+        "parameters",
+        fix=f"leave out {Setting('mesh.pipe', stages)}, or compute the value in the call without "
+        "writing it to the parameter",
+    )
 
 
 def unstaged_program(traced: TracedLoss, plan: Plan) -> StepProgram:
@@ -84,4 +100,5 @@ def _check_mean(loss: Loss, model_leaves: ModelLeaves, micro: Batch, plan: Plan)
     twice = resize_batch(micro, 2 * jax.tree.leaves(micro)[0].shape[0])
     compute = COMPUTE_DTYPES[plan.precision]
     first, second = (trace_loss(loss, model_leaves, samples, compute) for samples in (micro, twice))
-    check_mean(dim_classes(first), dim_classes(second), first.metric_names)
+    names = first.metric_names
+    check_mean(dim_classes(first), dim_classes(second), names, first.kept_paths)

@@ -181,7 +181,7 @@ class TrainStep:
             metrics = {"loss": gradients.loss, **gradients.metrics, "grad_norm": norm}
             objective = Objective(gradients.loss, values, self._evaluate(state, batch))
             values = self._clip(values, norm)
-            params = self._constrain(state.params, self.decision.optimizer)
+            params = self._constrain(gradients.params, self.decision.optimizer)
             params, optimizer = self.optimizer.update(values, state.optimizer, params, objective)
             after = replace(
                 state,
@@ -216,9 +216,16 @@ class TrainStep:
                 mesh=self.mesh,
                 batch_axes=batch_axes(self.plan.mesh),
                 scale=scale,
+                written=self.traced.written_positions,
             )
         return accumulate_gradients(
-            self._loss, state.params, state.model_state, microbatches, scale, self._reduced
+            self._loss,
+            state.params,
+            state.model_state,
+            microbatches,
+            scale,
+            self._reduced,
+            self.traced.written_positions,
         )
 
     def _evaluate(
@@ -236,7 +243,12 @@ class TrainStep:
     def _loss(
         self, params: Sequence[Any], model_state: Sequence[Any], batch: Sequence[Any]
     ) -> LossValue:
-        return self._forward(self._join(params, model_state), batch)
+        value = self._forward(self._join(params, model_state), batch)
+        written = {
+            position: jax.lax.with_sharding_constraint(new, self.shardings.state.params[position])
+            for position, new in value.written.items()
+        }
+        return replace(value, written=written)
 
     def _join(self, params: Sequence[Any], model_state: Sequence[Any]) -> list[Any]:
         """Return parameters and model state in layout order."""

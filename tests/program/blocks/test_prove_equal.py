@@ -330,7 +330,7 @@ class Different(nnx.Module):
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("shape", "dot_general has operands of another shape"),
+        ("shape", "dot_general in `blocks."),
         ("operation", "sin against cos|cos against sin"),
         ("length", "`blocks.1` differs from `blocks.0`"),
     ],

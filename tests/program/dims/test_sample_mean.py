@@ -134,7 +134,8 @@ def check(name, losses):
 
     half = parts_of(BATCH)[0]
     first, second = (trace(Net, loss, samples)[1] for samples in (half, BATCH))
-    check_mean(dim_classes(first), dim_classes(second), first.metric_names)
+    classes = dim_classes(first), dim_classes(second)
+    check_mean(*classes, first.metric_names, first.kept_paths)
 
 
 @pytest.mark.parametrize("name", MEANS)
@@ -164,7 +165,8 @@ class Inside(Net):
 def check_inside(compute, loss=lambda model, batch: (model(batch["x"]) ** 2).mean()):
     build = lambda: Inside(compute)  # noqa: E731
     first, second = (trace(build, loss, b)[1] for b in (parts_of(BATCH)[0], BATCH))
-    check_mean(dim_classes(first), dim_classes(second), first.metric_names)
+    classes = dim_classes(first), dim_classes(second)
+    check_mean(*classes, first.metric_names, first.kept_paths)
 
 
 def test_a_model_that_returns_the_mean_itself_is_accepted():

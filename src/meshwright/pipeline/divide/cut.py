@@ -19,9 +19,10 @@ from meshwright.pipeline.divide.block_cut import (
 )
 from meshwright.pipeline.divide.block_names import path_of_blocks
 from meshwright.pipeline.divide.division import Division, divide_blocks
+from meshwright.program.blocks.crossing import describe_operation, user_of
 from meshwright.program.blocks.to_scan import casts_of
 from meshwright.program.evaluate.dependencies import inputs_of, needed_equations, select_outputs
-from meshwright.program.jaxpr.equations import Atom, Literal
+from meshwright.program.jaxpr.equations import Atom, Equation, Literal
 from meshwright.program.trace.traced_loss import TracedLoss
 
 _FSDP, _TENSOR = Setting("mesh.fsdp"), Setting("mesh.tensor")
@@ -123,11 +124,17 @@ class _Cutter:
         read = inputs_of(eqns, wanted)
         for number in sorted(set(self.stack_of.values())):
             if self.jaxpr.invars[number] in read:
-                path = self.steps[number].leaf.path
-                raise _cannot_cut(f"`{path}` is read outside of the blocks too", self.traced)
+                raise self.read_outside(number, eqns)
         return Region(
             tuple(wanted), tuple(eqns), tuple(leaf for leaf in outer if leaf.variable in read)
         )
+
+    def read_outside(self, number: int, eqns: Sequence[Equation]) -> UserError:
+        leaf = self.steps[number].leaf
+        reader = user_of(eqns, self.jaxpr.invars[number])
+        where = f", by {describe_operation(reader)}" if reader else ""
+        what = f"`{leaf.path}` {list(leaf.shape)} is read outside of the blocks too{where}"
+        return _cannot_cut(what, self.traced)
 
     def stack(self, number: int) -> BlockStack:
         step = self.steps[number]

@@ -7,6 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.program.blocks.crossing import (
+    describe_operands,
+    describe_operation,
+    describe_value,
+)
 from meshwright.program.jaxpr.derivatives import CUSTOM_DERIVATIVES, derivative_of
 from meshwright.program.jaxpr.equations import WITHOUT_RESULT, Equation, Literal, Var, aval_of
 
@@ -43,10 +48,11 @@ def first_difference(first: Sequence[Equation], other: Sequence[Equation]) -> st
         if reason := equation_difference(a, b):
             return reason
         if shapes(a) != shapes(b):
-            return f"{a.primitive.name} has operands of another shape or dtype"
+            return f"{describe_operands(b)}, but {describe_operands(a)}"
         for left, right in zip(a.invars, b.invars, strict=True):
             if _result_number(left, first_results) != _result_number(right, other_results):
-                return f"{a.primitive.name} reads another result"
+                read = describe_value(other, right), describe_value(first, left)
+                return f"{describe_operation(b)} reads {read[0]}, not {read[1]}"
     return None
 
 

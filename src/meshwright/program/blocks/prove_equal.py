@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from meshwright.program.blocks.block_lists import BlockList
+from meshwright.program.blocks.crossing import describe_jump, describe_operation
 from meshwright.program.blocks.differences import (
     equation_difference,
     first_difference,
@@ -24,9 +25,7 @@ from meshwright.program.jaxpr.equations import (
     Literal,
     Var,
     aval_of,
-    name_stack,
 )
-from meshwright.program.jaxpr.names import module_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +79,7 @@ class RolledBlockList:
         varying: by name, the value that each block reads.
         results: by result of the first block that is read outside, its counterpart in each block;
             what only the last block returns is in ``carries``.
+        why_not_all: why other blocks of a longer list are not part of it, if that is known.
     """
 
     blocks: BlockList
@@ -91,6 +91,7 @@ class RolledBlockList:
     carries: tuple[Carry, ...]
     varying: dict[Name, Column]
     results: dict[Var, tuple[Var, ...]]
+    why_not_all: str = ""
 
 
 def roll_block_list(
@@ -114,7 +115,7 @@ def roll_block_list(
     for part in repeating_parts(jaxpr, blocks, same_leaves):
         run = roll_with_shifts(jaxpr, part)
         if isinstance(run, RolledBlockList):
-            return run
+            return replace(run, why_not_all=whole if isinstance(whole, str) else "")
     return whole
 
 
@@ -157,18 +158,14 @@ def _different_lengths(jaxpr: Jaxpr, blocks: BlockList) -> str:
     differ = (n for n in range(shorter) if first[n].primitive is not other[n].primitive)
     number = next(differ, shorter)
     operations = [
-        _operation(eqns[number]) if number < len(eqns) else "nothing" for eqns in (other, first)
+        describe_operation(eqns[number]) if number < len(eqns) else "nothing"
+        for eqns in (other, first)
     ]
     return (
         f"`{blocks.block_path(index)}` differs from `{blocks.block_path(0)}`: it runs "
         f"{len(other)} operations, not {len(first)}; the first to differ is "
         f"{operations[0]} against {operations[1]}"
     )
-
-
-def _operation(eqn: Equation) -> str:
-    module = module_of(name_stack(eqn))
-    return f"{eqn.primitive.name} in `{module}`" if module else eqn.primitive.name
 
 
 def _roll_at(
@@ -187,8 +184,10 @@ def _roll_at(
             return f"`{blocks.block_path(index)}` differs from `{first_path}`: {reason}"
     eqns, columns = _name_operands(bodies)
     operands = _classify(columns, [_counterparts(bodies[0], body) for body in bodies])
-    if operands is None:
-        return f"the blocks of `{blocks.path}` use each other's results out of order"
+    if not isinstance(operands, _Operands):
+        paths = [blocks.block_path(index) for index in range(len(bodies))]
+        jump = describe_jump(paths, bodies, operands)
+        return f"the blocks of `{blocks.path}` use each other's results out of order: {jump}"
     span = (starts[0], starts[-1] + length)
     read = _read_outside(jaxpr, span) - {carry.final for carry in operands.carries}
     results = {
@@ -299,10 +298,10 @@ class _Operands(NamedTuple):
 
 def _classify(
     columns: dict[Name, Column], counterparts: Sequence[dict[Var, Var]]
-) -> _Operands | None:
+) -> _Operands | Column:
     """Divide operands into constants, values passed from block to block, and varying values.
 
-    None if a block reads a result of another block in any other way.
+    If a block reads a result of another block in any other way, return what each block reads there.
     """
     inside = {variable for results in counterparts for variable in results}
     constants: list[Var] = []
@@ -316,7 +315,7 @@ def _classify(
         else:
             passed = _passed_result(atoms, counterparts) or _passed_operand(atoms, columns)
             if passed is None:
-                return None
+                return atoms
             carries.append(Carry(atoms[0], name, *passed))
     return _Operands(tuple(constants), tuple(carries), varying)
 

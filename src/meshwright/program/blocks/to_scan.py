@@ -80,7 +80,7 @@ def roll_program(traced: TracedLoss, *, evenly_joined: bool = False) -> RollResu
         if isinstance(rolled, str):
             remarks.append(rolled)
             continue
-        if remark := _unrolled_blocks(blocks, rolled.blocks):
+        if remark := _unrolled_blocks(blocks, rolled):
             remarks.append(remark)
         if rolled_lists and rolled.start < rolled_lists[-1].stop:
             before = rolled_lists[-1].blocks.path
@@ -112,8 +112,9 @@ def _same_leaves(layout: Layout, apart: frozenset[str], one: str, other: str) ->
     return roles[0] == roles[1]
 
 
-def _unrolled_blocks(blocks: BlockList, rolled: BlockList) -> str:
-    """Say which of a list's modules are not rolled; empty if all are."""
+def _unrolled_blocks(blocks: BlockList, whole: RolledBlockList) -> str:
+    """Say which of a list's modules are not rolled, and why; empty if all are."""
+    rolled = whole.blocks
     others = [path for path in blocks.elements if path not in rolled.elements]
     if not others:
         return ""
@@ -122,6 +123,7 @@ def _unrolled_blocks(blocks: BlockList, rolled: BlockList) -> str:
     alike = "are equal blocks" if rolled.period == 1 else f"repeat every {rolled.period} blocks"
     return (
         f"in `{blocks.path}`, only `{first}` to `{last}` {alike} and are trained alike, not {few}"
+        + (f": {whole.why_not_all}" if whole.why_not_all else "")
     )
 
 
@@ -155,7 +157,8 @@ class _Builder:
         structs = [step.leaf.struct for step in self.layout.step_leaves]
         structs += [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in self.traced.batch]
         closed = jax.make_jaxpr(self._run)(*structs)
-        return TracedLoss(closed, self.layout, self.traced.batch, self.traced.metric_names)
+        traced = self.traced
+        return TracedLoss(closed, self.layout, traced.batch, traced.metric_names, self._kept()[1])
 
     def remarks(self) -> list[str]:
         """Name the blocks whose weights are not stacked because only some are trained."""
@@ -211,10 +214,10 @@ class _Builder:
         return len(kinds) == len(depths) == 1 and len(set(numbers)) == len(numbers)
 
     def _written_state(self, rolled: RolledBlockList) -> list[_WrittenState]:
-        """Return the state leaves that all blocks write, whether they read them or not."""
-        state = [i for i, leaf in enumerate(self.traced.layout.leaves) if leaf.role == "state"]
-        outputs = self.jaxpr.outvars[len(self.jaxpr.outvars) - len(state) :]
-        after = {i: v for i, v in zip(state, outputs, strict=True) if not isinstance(v, Literal)}
+        """Return the leaves that all blocks write, whether they read them or not."""
+        outputs = self.jaxpr.outvars[self.traced.num_results :]
+        pairs = zip(self.traced.kept, outputs, strict=True)
+        after = {i: v for i, v in pairs if not isinstance(v, Literal)}
         casts = casts_of(self.jaxpr.eqns[rolled.stop :], _results(rolled))
         leaves_of: dict[Var, list[int]] = {}
         for number, output in after.items():
@@ -296,17 +299,24 @@ class _Builder:
         dtype = aval_of(name).dtype
         return stacked if stacked.dtype == dtype else stacked.astype(dtype)
 
+    def _kept(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the numbers of the step leaves that are state, and of written parameters."""
+        steps = list(enumerate(self.layout.step_leaves))
+        written = set(self.traced.written)
+        return (
+            tuple(n for n, step in steps if step.leaf.role == "state"),
+            tuple(n for n, step in steps if written & set(step.sources)),
+        )
+
     def _outputs(self, env: _LazyValues, inputs: Sequence[Any]) -> list[Any]:
         pairs = self.traced.num_results
         outvars = self.jaxpr.outvars
         values = [_read(atom, env) for atom in outvars[:pairs]]
-        state = [i for i, leaf in enumerate(self.traced.layout.leaves) if leaf.role == "state"]
-        after = dict(zip(state, outvars[pairs:], strict=True))
-        for number, step in enumerate(self.layout.step_leaves):
-            if step.leaf.role != "state":
-                continue
-            atoms = tuple(after[source] for source in step.sources)
+        after = dict(zip(self.traced.kept, outvars[pairs:], strict=True))
+        for number in (number for numbers in self._kept() for number in numbers):
+            step = self.layout.step_leaves[number]
             before = tuple(self.jaxpr.invars[source] for source in step.sources)
+            atoms = tuple(after.get(s, v) for s, v in zip(step.sources, before, strict=True))
             are_variables = not any(isinstance(atom, Literal) for atom in atoms)
             if are_variables and atoms == before:
                 values.append(inputs[number])

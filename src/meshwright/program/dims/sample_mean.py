@@ -12,21 +12,23 @@ from meshwright.program.dims.sample_values import MixedSamplesError, SampleValue
 _SYNC = "training.sync_gradients_every"
 
 
-def check_mean(first: DimClasses, second: DimClasses, metrics: Sequence[str]) -> None:
+def check_mean(
+    first: DimClasses, second: DimClasses, metrics: Sequence[str], kept: Sequence[str]
+) -> None:
     """Refuse a loss that is neither a mean over samples nor a ratio of sums over them.
 
     Args:
         first: the loss of some samples.
         second: the same loss of another number of samples.
         metrics: names of its metrics.
+        kept: paths of the leaves whose new values are its last outputs.
     """
     names = ["the loss", *(f"metric `{name}`" for name in metrics)]
-    states = [leaf.path for leaf in first.leaves if leaf.role == "state"]
-    outputs = ProgramPair(first, second).outputs()
+    outputs = ProgramPair(first, second).outputs(2 * len(names))
     for name, total, weight in zip(names, outputs[::2], outputs[1::2], strict=False):
         if error := total.error or weight.error or _not_divided(total, weight):
             raise _refusal(name, error)
-    for path, value in zip(states, outputs[2 * len(names) :], strict=True):
+    for path, value in zip(kept, outputs[2 * len(names) :], strict=True):
         if value.kind != "independent" or not same_factor(value.factor, 1.0):
             raise UserError(
                 f"{Setting(_SYNC)} cannot be used: `{path}` depends on the samples of a microbatch",

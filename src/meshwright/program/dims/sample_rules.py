@@ -48,14 +48,13 @@ class ProgramPair:
         self._first, self._second = first, second
         self._ratio = _num_samples(second) / _num_samples(first)
 
-    def outputs(self) -> list[SampleValue]:
-        """Return what is known about the outputs; totals and weights as sums over devices."""
+    def outputs(self, num_sums: int) -> list[SampleValue]:
+        """Return what is known about the outputs; the first ones as sums over devices."""
         roles = [leaf.role for leaf in self._first.leaves]
         inputs = [SampleValue("per_sample" if r == "batch" else "independent") for r in roles]
         outputs = self._walk(self._first.root, self._second.root, inputs)
-        count = len(outputs) - roles.count("state")
-        sums = [replace(value, factor=self._sum_factor(value)) for value in outputs[:count]]
-        return [*sums, *outputs[count:]]
+        sums = [replace(value, factor=self._sum_factor(value)) for value in outputs[:num_sums]]
+        return [*sums, *outputs[num_sums:]]
 
     def _sum_factor(self, value: SampleValue) -> float | None:
         """Return a value's factor in a sum over devices, all of which add independent values."""

@@ -70,7 +70,15 @@ def abstract_model(source: ModelSource) -> Any:
         state = jax.eval_shape(build, data)
     except NEEDS_VALUES:
         return _build(source, jax.random.wrap_key_data(data))
-    return nnx.merge(graphs[0], state)
+    arrays = [(path, _stand_in(value)) for path, value in nnx.to_flat_state(state)]
+    return nnx.merge(graphs[0], nnx.from_flat_state(arrays))
+
+
+def _stand_in(value: Any) -> Any:
+    """Return an array without memory for a plain array: Flax finds no shapes in a dict or list."""
+    if not isinstance(value, jax.ShapeDtypeStruct) or is_key(value):
+        return value
+    return np.broadcast_to(np.zeros((), value.dtype), value.shape)
 
 
 def trace_values(

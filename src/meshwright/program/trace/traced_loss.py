@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,21 +15,10 @@ from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.jaxpr.names import path_text
 from meshwright.program.trace.device_reads import device_reads
 from meshwright.program.trace.layout import Layout, plain_layout
-from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
+from meshwright.program.trace.model_leaves import Leaf, ModelLeaves, Role
+from meshwright.program.trace.model_program import ModelProgram
 from meshwright.program.trace.normalize import normalize
-from meshwright.program.trace.precision_policy import cast_floats, follow_policy
-from meshwright.program.trace.python_state import (
-    Change,
-    PythonState,
-    apply_changes,
-    describe_changes,
-    refuse_effect,
-    refuse_kept_arrays,
-)
-from meshwright.program.trace.requested_layouts import recorded_layouts
-from meshwright.program.trace.scopes import module_scopes
 from meshwright.trees import Batch, check_num_samples
-from meshwright.user_code import doing, explaining_axis_names
 from meshwright.weighted import Weighted
 
 Model = Any
@@ -63,11 +52,14 @@ class LossValue:
         objective: total and weight of the loss that is minimised.
         metrics: totals and weights of the reported metrics.
         state: the new state, in the order of the model's state leaves.
+        written: the new values of parameters that the model writes to, by their position among
+            the parameter leaves.
     """
 
     objective: Weighted
     metrics: dict[str, Weighted]
     state: list[Any]
+    written: dict[int, Any] = field(default_factory=dict[int, Any])
 
 
 @dataclass(frozen=True)
@@ -77,10 +69,11 @@ class TracedLoss:
     Attributes:
         closed: the program. Its inputs are the layout's step leaves, then the batch leaves. Its
             outputs are the objective's total and weight, each metric's total and weight, and the
-            new values of the step leaves with role ``state``.
+            new values of the `kept` step leaves.
         layout: the leaves the program runs on, and which of the model's leaves they hold.
         batch: the batch's leaves.
         metric_names: names of the metrics, in the program's order.
+        written: numbers of the step's parameter leaves that the model writes to in its call.
         remarks: what the loss did while it was traced that the program does not repeat.
     """
 
@@ -88,6 +81,7 @@ class TracedLoss:
     layout: Layout
     batch: tuple[BatchLeaf, ...]
     metric_names: tuple[str, ...]
+    written: tuple[int, ...] = ()
     remarks: tuple[str, ...] = ()
 
     @property
@@ -96,16 +90,37 @@ class TracedLoss:
         return [step.leaf for step in self.layout.step_leaves]
 
     @property
+    def kept(self) -> list[int]:
+        """Numbers of the step leaves with a new value: all state, then written parameters."""
+        return [*self._numbers("state"), *self.written]
+
+    @property
+    def kept_paths(self) -> list[str]:
+        """Paths of the `kept` step leaves."""
+        return [self.leaves[number].path for number in self.kept]
+
+    @property
     def num_results(self) -> int:
-        """How many outputs come before the new state."""
-        return len(self.closed.jaxpr.outvars) - len(self.layout.select("state"))
+        """How many outputs come before the new values of leaves."""
+        return len(self.closed.jaxpr.outvars) - len(self.kept)
+
+    @property
+    def written_positions(self) -> list[int]:
+        """Positions of the written parameters among the parameter leaves."""
+        params = self._numbers("param")
+        return [params.index(number) for number in self.written]
 
     def read_outputs(self, outputs: Sequence[Any]) -> LossValue:
         """Return the program's outputs by name."""
         pairs = self.num_results
         totals = [Weighted(outputs[i], outputs[i + 1]) for i in range(0, pairs, 2)]
         metrics = dict(zip(self.metric_names, totals[1:], strict=True))
-        return LossValue(totals[0], metrics, list(outputs[pairs:]))
+        written = len(outputs) - len(self.written)
+        after = dict(zip(self.written_positions, outputs[written:], strict=True))
+        return LossValue(totals[0], metrics, list(outputs[pairs:written]), after)
+
+    def _numbers(self, role: Role) -> list[int]:
+        return [n for n, leaf in enumerate(self.leaves) if leaf.role == role]
 
 
 def trace_loss(
@@ -136,57 +151,15 @@ def trace_function(
     compute_dtype: Any = None,
 ) -> TracedLoss:
     """Trace ``function(model, batch)``, whose list of arrays becomes the program's results."""
-    batch_tree = jax.tree.structure(batch)
     batch_leaves = _describe_batch(batch)
-    changed: set[int] = set()
-    paths_by_class: dict[str, Sequence[str]] = {}
-    weights = {i for i, leaf in enumerate(model_leaves.leaves) if leaf.is_weight}
-    count = len(model_leaves.leaves)
-    python_changes: list[Change] = []
-    written: dict[str, None] = {}
-
-    def program(*inputs: Any) -> list[Any]:
-        values = [
-            cast_floats(value, jnp.float32, compute_dtype) if i in weights - changed else value
-            for i, value in enumerate(inputs[:count])
-        ]
-        model = model_leaves.merge(values)
-        follow_policy(model, compute_dtype)
-        apply_changes(model, python_changes)
-        before = PythonState(model)
-        with module_scopes(model, compute_dtype) as paths:
-            paths_by_class.update(paths)
-            with doing("tracing the loss"), explaining_axis_names(), recorded_layouts():
-                results = function(model, jax.tree.unflatten(batch_tree, inputs[count:]))
-        python_changes[:] = before.changes()
-        refuse_kept_arrays(python_changes)
-        after = model_leaves.values(model)
-        params = [i for i in model_leaves.indices("param") if after[i] is not values[i]]
-        written.update({model_leaves.leaves[i].path: None for i in params})
-        changed.update(i for i in model_leaves.indices("state") if after[i] is not values[i])
-        state = [
-            after[i].astype(model_leaves.leaves[i].dtype) if i in changed else inputs[i]
-            for i in model_leaves.indices("state")
-        ]
-        return [*results, *state]
-
+    program = ModelProgram(function, model_leaves, jax.tree.structure(batch), compute_dtype)
     structs = [leaf.struct for leaf in model_leaves.leaves]
     structs += [jax.ShapeDtypeStruct(b.shape, b.dtype) for b in batch_leaves]
-    traced = jax.make_jaxpr(program)(*structs)
-    remarks = _describe_written(list(written))
-    if python_changes:
-        first = list(python_changes)
-        again = jax.make_jaxpr(lambda *inputs: program(*inputs))(*structs)
-        if str(again) != str(traced):
-            refuse_effect(first)
-        remarks += describe_changes(python_changes)
-        python_changes.clear()
-    if compute_dtype is not None and changed & weights:
-        # Weights that the loss changes (a moving average) must not be rounded.
-        traced = jax.make_jaxpr(lambda *inputs: program(*inputs))(*structs)
-    closed = normalize(traced, [leaf.path for leaf in model_leaves.leaves], paths_by_class)
+    traced = program.trace(structs)
+    paths = [leaf.path for leaf in model_leaves.leaves]
+    closed = normalize(traced, paths, program.paths_by_class)
     layout = plain_layout(model_leaves.leaves)
-    return TracedLoss(closed, layout, batch_leaves, (), tuple(remarks))
+    return TracedLoss(closed, layout, batch_leaves, (), program.written, tuple(program.remarks))
 
 
 def read_loss(out: Any) -> tuple[Weighted, dict[str, Weighted]]:
@@ -224,17 +197,6 @@ def _check_differentiable(out: Any) -> None:
             why="whole numbers have no gradient, so nothing would be trained",
             fix="return what is minimised, such as a cross entropy, and counts as metrics",
         )
-
-
-def _describe_written(paths: Sequence[str]) -> list[str]:
-    if not paths:
-        return []
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    return [
-        f"the model writes to `{paths[0]}`{more} in its call, which is also trained; the written "
-        "value is used in that call only, and the update starts from the value before it (nnx.jit "
-        "keeps the written one); make it another kind of variable than nnx.Param to keep it"
-    ]
 
 
 def _weighted(name: str, value: Any) -> Weighted:
