@@ -1,0 +1,40 @@
+"""A callback with which a run trains in turns; see gpu_peers.py."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+import jax
+from flax import nnx
+from gpu_peers import since_start, tell, told_to_go
+
+import meshwright as mw
+
+
+class Turns(mw.Callback):
+    """Waits for its turn after every logged update, and tells how long the last turn took."""
+
+    def __init__(self) -> None:
+        self._start: float | None = None
+
+    def on_log(self, update: int, values: Mapping[str, float]) -> None:
+        """Tell what was measured, and wait for the next turn."""
+        now = time.perf_counter()
+        if update == 1:
+            tell(first_update=since_start())
+            return
+        if self._start is not None:
+            stats = jax.local_devices()[0].memory_stats() or {}
+            params = nnx.state(self.context.model, nnx.Param)
+            tell(
+                seconds=now - self._start,
+                updates=int(os.environ["GPU_PEERS_UPDATES"]),
+                peak=stats.get("peak_bytes_in_use", 0),
+                loss=values["loss"],
+                parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
+            )
+        if not told_to_go():
+            self.context.stop("the comparison is over")
+        self._start = time.perf_counter()
