@@ -232,9 +232,9 @@ def test_processes_of_torchrun_train_like_one_device(one_device, tmp_path):
 def test_large_models_are_laid_out(tmp_path, model, sizes, micro):
     count = sizes[0] * sizes[1]
     words = [f"model={model}", shape(*sizes), f"training.micro_batch_size={micro}"]
+    words += [f"simulate={count}", "data=synthetic", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "meshwright", "inspect", *words, f"simulate={count}"]
-        + ["data=synthetic", "--json"],
+        [sys.executable, "-m", "meshwright", "inspect", *words],
         cwd=tmp_path,
         capture_output=True,
         text=True,
