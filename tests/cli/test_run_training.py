@@ -20,7 +20,7 @@ __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
 
 SCRIPT = Path(__file__).parents[2] / "run_training.py"
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 540
 SHAPES = ((1, 1), (4, 1), (1, 4), (2, 2), (8, 1), (8, 2))
 SMALL = (
     *("model=gemma3_tiny", "model.num_blocks=2", "model.hidden_size=64", "model.mlp_size=128"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -114,7 +115,8 @@ class ResNet(nnx.Module):
     def __call__(self, image: Array) -> Array:
         """Return class logits [B, num_classes] for images [B, H, W, channels_in]."""
         x = jax.nn.relu(self.norm(self.stem(image)))
-        x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+        margins = ((0, 0), (1, 1), (1, 1), (0, 0))
+        x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), margins)
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(axis=(1, 2)))
