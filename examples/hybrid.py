@@ -56,4 +56,4 @@ for mesh in ("data=8", "fsdp=4,data=2", "fsdp=4,tensor=2", "pipe=2,fsdp=2,tensor
     sent, gap = mw.ledger(here, batch).sent_bytes, abs(result.losses[3] - alone.losses[3])
     print(f"{mesh:24} {held:10,} {sent:10,}  {gap:.1e}")
 proof = trainer("fsdp=4,tensor=2", devices).verify([batch] * 2, steps=2)
-print(f"fsdp=4,tensor=2 is {'proven equal' if proof.passed else 'NOT equal'} to one device")
+print(f"fsdp=4,tensor=2 is {'proven equal' if proof.equal else 'NOT equal'} to one device")
