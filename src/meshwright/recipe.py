@@ -281,13 +281,19 @@ def _model_class(config: Config) -> Builder:
 
 
 def _shared_sizes(config: Config) -> dict[str, Any]:
-    """Return the model's arguments, defaults included, with rows of at most `LONGEST_ROW`."""
+    """Return the model's arguments, defaults included, with the shape of its images.
+
+    Rows have at most `LONGEST_ROW` tokens.
+    """
     parameters = parameters_of(_model_class(config)).values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     sizes = {**defaults, **config.model.arguments()}
     context = sizes.get("context_length")
     if isinstance(context, int):
         sizes["context_length"] = min(context, LONGEST_ROW)
+    side, channels = sizes.get("image_size"), sizes.get("channels_in")
+    if isinstance(side, int) and isinstance(channels, int):
+        sizes.setdefault("input_shape", (side, side, channels))
     return sizes
 
 
