@@ -9,14 +9,8 @@ import optax
 import pytest
 from flax import nnx
 
-from meshwright.models.gpt import (
-    GPT,
-    Attention,
-    FeedForward,
-    attend,
-    causal_mask,
-    residual_std,
-)
+from meshwright.models.attention import attend, causal_mask, residual_std
+from meshwright.models.gpt import GPT, Attention, FeedForward
 
 SIZES = {
     "vocab_size": 32,

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 _BUILDERS = {
     "gpt": ("gpt", "GPT"),
+    "gemma3": ("gemma3", "Gemma3"),
+    "llama3": ("llama3", "Llama3"),
+    "qwen3": ("qwen3", "Qwen3"),
     "stacked_gpt": ("stacked", "StackedGPT"),
     "moe": ("moe", "MoEGPT"),
     "lstm": ("lstm", "LSTM"),

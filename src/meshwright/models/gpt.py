@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Literal
 
@@ -11,60 +10,26 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from meshwright.models.attention import (
+    INIT_STD,
+    attend,
+    causal_mask,
+    check_groups,
+    check_length,
+    residual_std,
+)
+
 QKV = Literal["separate", "fused"]
 """Three layers for queries, keys and values, or one with a kernel [D, 3, heads, head_dim]."""
 
-INIT_STD = 0.02
 _init = nnx.initializers.normal(INIT_STD)
-
-
-def residual_std(num_blocks: int) -> float:
-    """Initial standard deviation of layers that write to the residual stream, two per block."""
-    return INIT_STD / math.sqrt(2 * num_blocks)
-
-
-def causal_mask(length: int, segment_ids: Array | None = None) -> Array:
-    """Return which keys each query may attend to: bool [1 or B, T, T].
-
-    A position attends to itself and earlier positions, within its own document if `segment_ids`
-    [B, T] number the documents packed into a row.
-    """
-    causal = jnp.tril(jnp.ones((length, length), dtype=bool))[None]
-    if segment_ids is None:
-        return causal
-    return causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
-
-
-def attend(query: Array, key: Array, value: Array, mask: Array) -> Array:
-    """softmax(Q·Kᵀ/√C)·V for each head; every group of query heads shares one key/value head.
-
-    Args:
-        query: [B, T, H, C].
-        key: [B, S, K, C], where K divides H.
-        value: [B, S, K, C].
-        mask: bool [1 or B, T, S], true where a query may attend.
-
-    Returns:
-        [B, T, H, C].
-    """
-    batch, length, num_heads, head_dim = query.shape
-    num_kv_heads = key.shape[2]
-    query = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = jnp.einsum("btkgc,bskc->bkgts", query, key) / math.sqrt(head_dim)
-    # Half precision would lose the small weights of a long row; float64 stays float64.
-    scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
-    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(scores.dtype).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    mixed = jnp.einsum("bkgts,bskc->btkgc", weights, value)
-    return mixed.reshape(batch, length, num_heads, head_dim)
 
 
 def check_heads(*, hidden_size: int, num_heads: int, num_kv_heads: int, qkv: QKV) -> None:
     """Refuse head counts that do not divide, and a fused kernel for unequal head counts."""
     if hidden_size % num_heads:
         raise ValueError(f"hidden_size={hidden_size} does not divide by num_heads={num_heads}.")
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_heads={num_heads} does not divide by num_kv_heads={num_kv_heads}.")
+    check_groups(num_heads=num_heads, num_kv_heads=num_kv_heads)
     if qkv == "fused" and num_kv_heads != num_heads:
         raise ValueError(
             f"qkv='fused' needs as many key/value heads as query heads, but num_kv_heads="
@@ -193,11 +158,7 @@ class Vocabulary(nnx.Module):
     def encode(self, tokens: Array, positions: Array | None = None) -> Array:
         """Embed tokens [B, T] and their positions [B, T], by default 0 to T - 1: [B, T, D]."""
         length = tokens.shape[1]
-        if length > self.context_length:
-            raise ValueError(
-                f"The model knows {self.context_length} positions, but the batch has {length} "
-                f"tokens a row; build it with context_length={length} or shorten the rows."
-            )
+        check_length(length, self.context_length)
         positions = jnp.arange(length) if positions is None else positions
         return self.dropout(self.tokens(tokens) + self.positions(positions))
 

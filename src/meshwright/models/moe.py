@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from meshwright.models.gpt import INIT_STD, Attention, Vocabulary, causal_mask, residual_std
+from meshwright.models.attention import INIT_STD, causal_mask, residual_std
+from meshwright.models.gpt import Attention, Vocabulary
 
 
 class Experts(nnx.Module):

@@ -7,7 +7,8 @@ from functools import partial
 from flax import nnx
 from jax import Array
 
-from meshwright.models.gpt import QKV, Block, Vocabulary, causal_mask, residual_std
+from meshwright.models.attention import causal_mask, residual_std
+from meshwright.models.gpt import QKV, Block, Vocabulary
 
 
 class StackedGPT(nnx.Module):

@@ -19,7 +19,8 @@ from small_models import (
     vectors,
 )
 
-from meshwright.models.gpt import Attention, causal_mask
+from meshwright.models.attention import causal_mask
+from meshwright.models.gpt import Attention
 from meshwright.program.evaluate.widen import is_narrow, wide_evaluator, widen
 
 

@@ -1,0 +1,76 @@
+"""What the language models share: masks, attention, initial sizes and checks."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+INIT_STD = 0.02
+"""Initial standard deviation of embeddings and kernels."""
+
+
+def residual_std(num_blocks: int) -> float:
+    """Initial standard deviation of layers that write to the residual stream, two per block."""
+    return INIT_STD / math.sqrt(2 * num_blocks)
+
+
+def causal_mask(
+    length: int, segment_ids: Array | None = None, *, window: int | None = None
+) -> Array:
+    """Return which keys each query may attend to: bool [1 or B, T, T].
+
+    A position attends to itself and earlier positions: to the `window` last ones if it is given,
+    and within its own document if `segment_ids` [B, T] number the documents packed into a row.
+    """
+    ones = jnp.ones((length, length), dtype=bool)
+    mask = jnp.tril(ones)[None]
+    if window is not None:
+        mask = mask & ~jnp.tril(ones, -window)
+    if segment_ids is None:
+        return mask
+    return mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
+
+
+def attend(
+    query: Array, key: Array, value: Array, mask: Array, *, scale: float | None = None
+) -> Array:
+    """softmax(Q·Kᵀ/√scale)·V for each head; every group of query heads shares one key/value head.
+
+    Args:
+        query: [B, T, H, C].
+        key: [B, S, K, C], where K divides H.
+        value: [B, S, K, C].
+        mask: bool [1 or B, T, S], true where a query may attend.
+        scale: scores are divided by its square root; None means C.
+
+    Returns:
+        [B, T, H, C].
+    """
+    batch, length, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    query = query.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    scores = jnp.einsum("btkgc,bskc->bkgts", query, key) / math.sqrt(scale or head_dim)
+    # Half precision would lose the small weights of a long row; float64 stays float64.
+    scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(scores.dtype).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    mixed = jnp.einsum("bkgts,bskc->btkgc", weights, value)
+    return mixed.reshape(batch, length, num_heads, head_dim)
+
+
+def check_groups(*, num_heads: int, num_kv_heads: int) -> None:
+    """Refuse query heads that do not divide into groups, one per key/value head."""
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads={num_heads} does not divide by num_kv_heads={num_kv_heads}.")
+
+
+def check_length(length: int, context_length: int) -> None:
+    """Refuse rows of more tokens than the model has positions."""
+    if length > context_length:
+        raise ValueError(
+            f"The model knows {context_length} positions, but the batch has {length} "
+            f"tokens a row; build it with context_length={length} or shorten the rows."
+        )

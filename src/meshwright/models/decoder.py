@@ -1,0 +1,189 @@
+"""What decoders with rotary positions share: norm, rotary, grouped-query attention, gated MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from meshwright.models.attention import (
+    INIT_STD,
+    attend,
+    causal_mask,
+    check_groups,
+    check_length,
+)
+
+embedding = partial(nnx.Embed, embedding_init=nnx.initializers.normal(INIT_STD))
+"""A table of vectors by token, with its initial values."""
+
+
+def linear(size: int, out_size: int, *, std: float = INIT_STD, rngs: nnx.Rngs) -> nnx.Linear:
+    """Return a layer without bias."""
+    init = nnx.initializers.normal(std)
+    return nnx.Linear(size, out_size, use_bias=False, kernel_init=init, rngs=rngs)
+
+
+def row_positions(tokens: Array, positions: Array | None, context_length: int) -> Array:
+    """Return the position of each token, [T] or [B, T]: as given, or counted from 0."""
+    check_length(tokens.shape[1], context_length)
+    return jnp.arange(tokens.shape[1]) if positions is None else positions
+
+
+class RMSNorm(nnx.Module):
+    """x / √(mean(x²) + ε) · (offset + scale), over the last dim, computed in float32.
+
+    Initially, offset + scale is 1.
+    """
+
+    def __init__(self, size: int, *, epsilon: float, offset: float = 0.0) -> None:
+        self.epsilon = epsilon
+        self.offset = offset
+        self.scale = nnx.Param(jnp.full((size,), 1.0 - offset, jnp.float32))
+
+    def __call__(self, x: Array) -> Array:
+        """Normalize x [..., size]; the result has its dtype."""
+        y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        y = y / jnp.sqrt(jnp.square(y).mean(axis=-1, keepdims=True) + self.epsilon)
+        return (y * (self.offset + self.scale[...])).astype(x.dtype)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions: pairs of dims (i, i + C/2) are rotated by position · frequency.
+
+    Attributes:
+        base: the frequencies are base^(-2i/C).
+        factor: by how much they are divided, for rows longer than those of pretraining.
+    """
+
+    base: float
+    factor: float = 1.0
+
+    def frequencies(self, head_dim: int) -> Array:
+        """Return the angle from one position to the next for each pair: float32 [C/2]."""
+        exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+        return 1.0 / self.base**exponents / self.factor
+
+    def __call__(self, x: Array, positions: Array) -> Array:
+        """Rotate x [B, T, H, C] by its positions [T] or [B, T]; the angles are in float32."""
+        frequencies = self.frequencies(x.shape[-1])
+        angles = positions[..., None, None].astype(frequencies.dtype) * frequencies
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, cos.dtype)), 2, axis=-1)
+        rotated = (first * cos - second * sin, second * cos + first * sin)
+        return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+class GroupedAttention(nnx.Module):
+    """Causal self-attention with rotary positions. [B, T, D] → [B, T, D].
+
+    Args:
+        hidden_size: D.
+        num_heads: H, query heads.
+        num_kv_heads: K, key/value heads, each for H / K query heads.
+        head_dim: C.
+        rotary: rotates queries and keys.
+        norm: makes the norms of queries and keys from their size; None for no norms.
+        window: the number of positions a query sees, its own included; None for all.
+        scale: scores are divided by its square root; None means C.
+        out_std: initial standard deviation of the output layer.
+        rngs: stream ``params``.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rotary: Rotary,
+        norm: Callable[[int], RMSNorm] | None = None,
+        window: int | None = None,
+        scale: float | None = None,
+        out_std: float,
+        rngs: nnx.Rngs,
+    ) -> None:
+        check_groups(num_heads=num_heads, num_kv_heads=num_kv_heads)
+        self.head_dim = head_dim
+        self.rotary = rotary
+        self.window = window
+        self.scale = scale
+        self.query = linear(hidden_size, num_heads * head_dim, rngs=rngs)
+        self.key = linear(hidden_size, num_kv_heads * head_dim, rngs=rngs)
+        self.value = linear(hidden_size, num_kv_heads * head_dim, rngs=rngs)
+        self.out = linear(num_heads * head_dim, hidden_size, std=out_std, rngs=rngs)
+        self.query_norm = norm(head_dim) if norm else None
+        self.key_norm = norm(head_dim) if norm else None
+
+    def __call__(self, x: Array, positions: Array, segment_ids: Array | None) -> Array:
+        """Mix the positions of x [B, T, D], within documents if `segment_ids` are given."""
+        query, key, value = (
+            layer(x).reshape(*x.shape[:2], -1, self.head_dim)
+            for layer in (self.query, self.key, self.value)
+        )
+        if self.query_norm and self.key_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = self.rotary(query, positions), self.rotary(key, positions)
+        # The mask is made here, from sizes alone, so that a window is part of the block's program.
+        mask = causal_mask(x.shape[1], segment_ids, window=self.window)
+        mixed = attend(query, key, value, mask, scale=self.scale)
+        return self.out(mixed.reshape(*x.shape[:2], -1))
+
+
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x)) · up(x)) with F dims inside. [B, T, D] → [B, T, D]."""
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        mlp_size: int,
+        activation: Callable[[Array], Array],
+        out_std: float,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.activation = activation
+        self.gate = linear(hidden_size, mlp_size, rngs=rngs)
+        self.up = linear(hidden_size, mlp_size, rngs=rngs)
+        self.down = linear(mlp_size, hidden_size, std=out_std, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """Transform each position of x [B, T, D] independently."""
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+class DecoderBlock(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), as in Llama and Qwen. [B, T, D] → [B, T, D].
+
+    Args:
+        attention: makes the attention.
+        mlp: makes the MLP.
+        norm: makes a norm from its size.
+        hidden_size: D.
+        rngs: stream ``params``.
+    """
+
+    def __init__(
+        self,
+        *,
+        attention: Callable[..., GroupedAttention],
+        mlp: Callable[..., GatedMLP],
+        norm: Callable[[int], RMSNorm],
+        hidden_size: int,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.attention_norm = norm(hidden_size)
+        self.attention = attention(hidden_size=hidden_size, rngs=rngs)
+        self.mlp_norm = norm(hidden_size)
+        self.mlp = mlp(hidden_size=hidden_size, rngs=rngs)
+
+    def __call__(self, x: Array, positions: Array, segment_ids: Array | None) -> Array:
+        """Add both halves to the residual stream x [B, T, D]."""
+        x = x + self.attention(self.attention_norm(x), positions, segment_ids)
+        return x + self.mlp(self.mlp_norm(x))

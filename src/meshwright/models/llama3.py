@@ -1,0 +1,129 @@
+"""Llama3: the decoder of Llama 3.1 and 3.2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from meshwright.models.attention import residual_std
+from meshwright.models.decoder import (
+    DecoderBlock,
+    GatedMLP,
+    GroupedAttention,
+    RMSNorm,
+    Rotary,
+    embedding,
+    linear,
+    row_positions,
+)
+
+
+@dataclass(frozen=True)
+class Llama3Rotary(Rotary):
+    """Rotary positions whose slow frequencies alone are divided by `factor`.
+
+    Between `low_frequency` and `high_frequency` turns per `original_context` positions, the two
+    are blended.
+    """
+
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+    original_context: int = 8192
+
+    def frequencies(self, head_dim: int) -> Array:
+        """Return the angle from one position to the next for each pair: float32 [C/2]."""
+        fast = Rotary(self.base).frequencies(head_dim)
+        turns = self.original_context * fast / (2 * jnp.pi)
+        keep = (turns - self.low_frequency) / (self.high_frequency - self.low_frequency)
+        keep = jnp.clip(keep, 0.0, 1.0)
+        return keep * fast + (1.0 - keep) * fast / self.factor
+
+
+class Llama3(nnx.Module):
+    """Decoder-only language model; the default sizes are those of ``llama3_tiny``.
+
+    Args:
+        vocab_size: V, tokens in the vocabulary.
+        context_length: the longest row of tokens.
+        num_blocks: transformer blocks.
+        hidden_size: D, width of the residual stream.
+        num_heads: H, query heads.
+        num_kv_heads: K, key/value heads, each for H / K query heads.
+        head_dim: C, dims of a head.
+        mlp_size: F, dims inside the MLP.
+        norm_epsilon: added to the mean square in norms.
+        rope_base: base of the rotary frequencies.
+        rope_factor: by how much slow frequencies are divided; None or 1 for not at all.
+        rope_low_frequency: turns per original context below which a frequency is slow.
+        rope_high_frequency: turns per original context above which it is kept.
+        rope_original_context: longest row before the context was extended.
+        tied_embeddings: whether the token embedding is also the output layer.
+        rngs: stream ``params``.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 1024,
+        context_length: int = 128,
+        num_blocks: int = 4,
+        hidden_size: int = 256,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        head_dim: int = 64,
+        mlp_size: int = 768,
+        norm_epsilon: float = 1e-5,
+        rope_base: float = 500_000.0,
+        rope_factor: float | None = 8.0,
+        rope_low_frequency: float = 1.0,
+        rope_high_frequency: float = 4.0,
+        rope_original_context: int = 32,
+        tied_embeddings: bool = True,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.context_length = context_length
+        rotary = Llama3Rotary(
+            base=rope_base,
+            factor=rope_factor or 1.0,
+            low_frequency=rope_low_frequency,
+            high_frequency=rope_high_frequency,
+            original_context=rope_original_context,
+        )
+        norm = partial(RMSNorm, epsilon=norm_epsilon)
+        out_std = residual_std(num_blocks)
+        attention = partial(
+            GroupedAttention,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rotary=rotary,
+            out_std=out_std,
+        )
+        mlp = partial(GatedMLP, mlp_size=mlp_size, activation=jax.nn.silu, out_std=out_std)
+        block = partial(
+            DecoderBlock, attention=attention, mlp=mlp, norm=norm, hidden_size=hidden_size
+        )
+        self.tokens = embedding(vocab_size, hidden_size, rngs=rngs)
+        self.blocks = nnx.List([block(rngs=rngs) for _ in range(num_blocks)])
+        self.norm = norm(hidden_size)
+        self.head = None if tied_embeddings else linear(hidden_size, vocab_size, rngs=rngs)
+
+    def __call__(
+        self, tokens: Array, *, segment_ids: Array | None = None, positions: Array | None = None
+    ) -> Array:
+        """Return next-token logits [B, T, V] for tokens [B, T], T at most `context_length`.
+
+        `segment_ids` [B, T] keep documents packed into one row from attending to each other, and
+        `positions` [B, T] let each start at 0.
+        """
+        positions = row_positions(tokens, positions, self.context_length)
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x, positions, segment_ids)
+        x = self.norm(x)
+        return self.tokens.attend(x) if self.head is None else self.head(x)
