@@ -278,10 +278,14 @@ def _model_class(config: Config) -> Builder:
 
 
 def _model_sizes(config: Config) -> dict[str, Any]:
-    """Return the model's arguments, defaults included."""
+    """Return the model's arguments, defaults included, and the shape of its images."""
     parameters = parameters_of(_model_class(config)).values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    return {**defaults, **config.model.arguments()}
+    sizes = {**defaults, **config.model.arguments()}
+    side, channels = sizes.get("image_size"), sizes.get("channels_in")
+    if isinstance(side, int) and isinstance(channels, int):
+        sizes.setdefault("input_shape", (side, side, channels))
+    return sizes
 
 
 def _accepted(builder: Builder, values: Mapping[str, Any]) -> dict[str, Any]:

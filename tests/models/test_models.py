@@ -15,6 +15,7 @@ from meshwright.models import MODEL_KINDS, build_model, find_builder
 
 TOKENS = jax.ShapeDtypeStruct((2, 16), jnp.int32)
 IMAGES = jax.ShapeDtypeStruct((2, 28, 28, 1), jnp.float32)
+COLOR_IMAGES = jax.ShapeDtypeStruct((2, 224, 224, 3), jnp.float32)
 SHAPES = {
     "gpt": (TOKENS, (2, 16, 1024)),
     "stacked_gpt": (TOKENS, (2, 16, 1024)),
@@ -23,6 +24,7 @@ SHAPES = {
     "mlp": (IMAGES, (2, 10)),
     "linen_mlp": (IMAGES, (2, 10)),
     "conv": (IMAGES, (2, 10)),
+    "resnet": (COLOR_IMAGES, (2, 1000)),
     "vit": (IMAGES, (2, 10)),
     "vae": (IMAGES, (2, 784)),
 }

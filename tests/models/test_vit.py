@@ -1,5 +1,7 @@
 """ViT: patches cut where they should be, classified in any size that divides."""
 
+import math
+
 import numpy as np
 import pytest
 from flax import nnx
@@ -32,3 +34,61 @@ def test_without_positions_the_order_of_patches_does_not_matter(fill):
 def test_patches_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="image_size=28 does not divide by patch_size=8"):
         nnx.eval_shape(lambda: ViT(patch_size=8, rngs=nnx.Rngs(0)))
+
+
+def test_the_published_form_equals_numpy(fill):
+    sizes = {"image_size": 6, "patch_size": 3, "channels_in": 2, "hidden_size": 8, "num_heads": 2}
+    published = {"mlp_size": 12, "class_token": True, "norm_epsilon": 1e-3, "exact_gelu": True}
+    model = fill(lambda: ViT(**sizes, **published, num_classes=5, rngs=nnx.Rngs(0)))
+    model.eval()
+    image = np.random.default_rng(1).normal(size=(3, 6, 6, 2)).astype(np.float32)
+    found = nnx.jit(lambda model, image: model(image))(model, image)
+    np.testing.assert_allclose(found, published_vit(params_of(model), image), rtol=2e-5, atol=2e-5)
+
+
+def params_of(model):
+    paths = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(map(str, path)): np.float64(leaf[...]) for path, leaf in paths}
+
+
+def published_vit(params, image):
+    """Follow the paper line by line, in float64: one image, patch, block and head at a time."""
+    erf = np.vectorize(math.erf)
+
+    def norm(x, name):
+        centered = x - x.mean(-1, keepdims=True)
+        deviation = np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-3)
+        return centered / deviation * params[f"{name}.scale"] + params[f"{name}.bias"]
+
+    def attend(x, name):
+        total = params[f"{name}.out.bias"]
+        for head in range(2):
+            query, key, value = (
+                x @ params[f"{name}.{part}.kernel"][:, head] + params[f"{name}.{part}.bias"][head]
+                for part in ("query", "key", "value")
+            )
+            weights = np.exp(query @ key.T / np.sqrt(4))
+            weights /= weights.sum(-1, keepdims=True)
+            total = total + weights @ value @ params[f"{name}.out.kernel"][head]
+        return total
+
+    def dense(x, name):
+        return x @ params[f"{name}.kernel"] + params[f"{name}.bias"]
+
+    logits = []
+    for one in image:
+        corners = [(row, column) for row in (0, 3) for column in (0, 3)]
+        patches = np.stack([one[r : r + 3, c : c + 3].ravel() for r, c in corners])
+        x = np.concatenate([params["class_token"], dense(patches, "embed")]) + params["positions"]
+        for block in ("blocks.0", "blocks.1"):
+            x = x + attend(norm(x, f"{block}.attention_norm"), f"{block}.attention")
+            wide = dense(norm(x, f"{block}.mlp_norm"), f"{block}.up")
+            x = x + dense(wide * (1 + erf(wide / np.sqrt(2))) / 2, f"{block}.down")
+        logits.append(dense(norm(x, "norm")[0], "head"))
+    return np.stack(logits)
+
+
+def test_todays_form_has_no_class_token():
+    model = nnx.eval_shape(lambda: ViT(rngs=nnx.Rngs(0)))
+    assert model.class_token is None
+    assert model.positions.shape == (16, 64)

@@ -20,6 +20,7 @@ _BUILDERS = {
     "mlp": ("mlp", "MLP"),
     "linen_mlp": ("linen_mlp", "linen_mlp"),
     "conv": ("conv", "ConvNet"),
+    "resnet": ("resnet", "ResNet"),
     "vit": ("vit", "ViT"),
     "vae": ("vae", "VAE"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -22,23 +23,37 @@ class EncoderBlock(nnx.Module):
     [B, N, D] → [B, N, D].
     """
 
-    def __init__(self, *, hidden_size: int, num_heads: int, dropout: float, rngs: nnx.Rngs) -> None:
-        self.attention_norm = nnx.LayerNorm(hidden_size, rngs=rngs)
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        mlp_size: int,
+        norm_epsilon: float,
+        exact_gelu: bool,
+        dropout: float,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.attention_norm = nnx.LayerNorm(hidden_size, epsilon=norm_epsilon, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(num_heads, hidden_size, decode=False, rngs=rngs)
-        self.mlp_norm = nnx.LayerNorm(hidden_size, rngs=rngs)
-        self.up = nnx.Linear(hidden_size, 4 * hidden_size, rngs=rngs)
-        self.down = nnx.Linear(4 * hidden_size, hidden_size, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(hidden_size, epsilon=norm_epsilon, rngs=rngs)
+        self.up = nnx.Linear(hidden_size, mlp_size, rngs=rngs)
+        self.down = nnx.Linear(mlp_size, hidden_size, rngs=rngs)
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.exact_gelu = exact_gelu
 
     def __call__(self, x: Array) -> Array:
         """Add both halves to x [B, N, D]."""
         x = x + self.dropout(self.attention(self.attention_norm(x)))
-        y = self.down(jax.nn.gelu(self.up(self.mlp_norm(x))))
-        return x + self.dropout(y)
+        y = jax.nn.gelu(self.up(self.mlp_norm(x)), approximate=not self.exact_gelu)
+        return x + self.dropout(self.down(y))
 
 
 class ViT(nnx.Module):
-    """Patches, learned positions, transformer encoder, mean over patches, linear head.
+    """Patches, learned positions, transformer encoder, linear head.
+
+    The head reads the mean over patches or, in the published form, a class token that attends to
+    them.
 
     Args:
         image_size: height and width of the images, divisible by `patch_size`.
@@ -47,7 +62,11 @@ class ViT(nnx.Module):
         num_blocks: transformer blocks.
         hidden_size: D, width of the residual stream.
         num_heads: attention heads.
+        mlp_size: hidden width of the MLP in a block; None for 4·D.
         num_classes: outputs.
+        class_token: put a learned token before the patches, and classify by it.
+        norm_epsilon: added to the variance by every norm.
+        exact_gelu: use the exact GELU instead of its tanh approximation.
         dropout: rate on both branches of every block.
         rngs: streams ``params`` and ``dropout``.
     """
@@ -61,31 +80,48 @@ class ViT(nnx.Module):
         num_blocks: int = 2,
         hidden_size: int = 64,
         num_heads: int = 4,
+        mlp_size: int | None = None,
         num_classes: int = 10,
+        class_token: bool = False,
+        norm_epsilon: float = 1e-6,
+        exact_gelu: bool = False,
         dropout: float = 0.1,
         rngs: nnx.Rngs,
     ) -> None:
         if image_size % patch_size:
             raise ValueError(f"image_size={image_size} does not divide by patch_size={patch_size}.")
         self.patch_size = patch_size
-        num_patches = (image_size // patch_size) ** 2
+        length = (image_size // patch_size) ** 2 + class_token
+        normal = nnx.initializers.normal(0.02)
         self.embed = nnx.Linear(patch_size * patch_size * channels_in, hidden_size, rngs=rngs)
-        positions = nnx.initializers.normal(0.02)(rngs.params(), (num_patches, hidden_size))
-        self.positions = nnx.Param(positions)
+        self.positions = nnx.Param(normal(rngs.params(), (length, hidden_size)))
+        token = normal(rngs.params(), (1, hidden_size)) if class_token else None
+        self.class_token = None if token is None else nnx.Param(token)
         self.blocks = nnx.List(
             [
                 EncoderBlock(
-                    hidden_size=hidden_size, num_heads=num_heads, dropout=dropout, rngs=rngs
+                    hidden_size=hidden_size,
+                    num_heads=num_heads,
+                    mlp_size=4 * hidden_size if mlp_size is None else mlp_size,
+                    norm_epsilon=norm_epsilon,
+                    exact_gelu=exact_gelu,
+                    dropout=dropout,
+                    rngs=rngs,
                 )
                 for _ in range(num_blocks)
             ]
         )
-        self.norm = nnx.LayerNorm(hidden_size, rngs=rngs)
+        self.norm = nnx.LayerNorm(hidden_size, epsilon=norm_epsilon, rngs=rngs)
         self.head = nnx.Linear(hidden_size, num_classes, rngs=rngs)
 
     def __call__(self, image: Array) -> Array:
         """Return class logits [B, num_classes] for images [B, H, W, channels_in]."""
-        x = self.embed(patchify(image, self.patch_size)) + self.positions[...]
+        x = self.embed(patchify(image, self.patch_size))
+        if self.class_token is not None:
+            token = jnp.broadcast_to(self.class_token[...], (x.shape[0], 1, x.shape[2]))
+            x = jnp.concatenate([token, x], axis=1)
+        x = x + self.positions[...]
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x).mean(axis=1))
+        x = self.norm(x)
+        return self.head(x.mean(axis=1) if self.class_token is None else x[:, 0])

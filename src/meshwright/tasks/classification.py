@@ -50,8 +50,8 @@ class Classification:
         """Return one fixed random pattern per class under noise of the same strength."""
         random = np.random.default_rng(seed)
         label = random.integers(self.num_classes, size=batch_size)
-        # Independent of `seed`: every batch must have the same classes.
-        patterns = np.random.default_rng(0).normal(size=(self.num_classes, *self.input_shape))
-        noise = random.normal(size=(batch_size, *self.input_shape))
-        inputs = (patterns[label] + noise).astype(np.float32)
+        inputs = random.standard_normal((batch_size, *self.input_shape), np.float32)
+        for sample, number in zip(inputs, label, strict=True):
+            # From the class alone: every batch must have the same classes, of which it may see few.
+            sample += np.random.default_rng(number).standard_normal(self.input_shape, np.float32)
         return {self.input_name: inputs, "label": label.astype(np.int32)}
