@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from meshwright.trainer import Callback, EarlyStopping, StopReason, Trainer
     from meshwright.trainer.load_model import load_model
     from meshwright.weighted import Weighted
+    from meshwright.weights.hf_model import hf_model
 
 _NAMES = {
     "ArraySource": "meshwright.data.arrays",
@@ -48,6 +49,7 @@ _NAMES = {
     "abstract_mesh": "meshwright.mesh.build",
     "build_mesh": "meshwright.mesh.build",
     "export_safetensors": "meshwright.checkpoint",
+    "hf_model": "meshwright.weights.hf_model",
     "inspect_sharding": "meshwright.mesh.inspect",
     "ledger": "meshwright.ledgers.make_ledger",
     "load_model": "meshwright.trainer.load_model",
@@ -76,6 +78,7 @@ __all__ = [
     "abstract_mesh",
     "build_mesh",
     "export_safetensors",
+    "hf_model",
     "inspect_sharding",
     "ledger",
     "load_model",

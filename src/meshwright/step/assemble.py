@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -104,6 +104,52 @@ class Assembled:
         # Onto the mesh first: they may be on other devices.
         placed = jax.device_put(list(values), self._canonical_shardings())
         return jax.jit(place, out_shardings=self.step.shardings.state)(placed)
+
+    def init_around(self, leaves: Mapping[int, Any], seed: int) -> TrainState:
+        """Initialize what is not given; random values of what is given are never computed.
+
+        Args:
+            leaves: arrays of some of the step's leaves, placed as the step has them, by number.
+            seed: the seed of the others.
+        """
+        layout, placements = self.traced.layout, self.decision.at_rest
+        others = [n for n in range(len(layout.step_leaves)) if n not in leaves]
+        shardings = [NamedSharding(self.mesh, placements[n].spec) for n in others]
+
+        def rest(values: list[Any]) -> list[Any]:
+            joined = layout.from_canonical(values)
+            return [joined[n] for n in others]
+
+        made: list[Any] = []
+        if others:
+            made = initialize(
+                self._build,
+                self.model_leaves,
+                seed,
+                rest,
+                lambda values: jax.device_put(rest(values), shardings),
+                out_shardings=shardings,
+            )
+        whole = {**leaves, **dict(zip(others, made, strict=True))}
+        return self._around([whole[n] for n in range(len(whole))])
+
+    def _around(self, leaves: list[Any]) -> TrainState:
+        """Return the initial state that holds these arrays themselves, not copies."""
+
+        def rest(leaves: list[Any]) -> TrainState:
+            return replace(self.step.fresh_state(leaves), params=[], model_state=[])
+
+        shardings = replace(self.step.shardings.state, params=[], model_state=[])
+        state = jax.jit(rest, out_shardings=shardings)(leaves)
+        by_role = {
+            role: [
+                leaf
+                for step, leaf in zip(self.traced.layout.step_leaves, leaves, strict=True)
+                if step.leaf.role == role
+            ]
+            for role in ("param", "state")
+        }
+        return replace(state, params=by_role["param"], model_state=by_role["state"])
 
     def _canonical_shardings(self) -> list[NamedSharding]:
         shardings: dict[int, NamedSharding] = {}

@@ -18,25 +18,32 @@ from meshwright.config.argument_checks import check_path
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
 from meshwright.inputs.user_model import model_source
-from meshwright.program.trace.build_model import ModelSource, describe_model
-from meshwright.program.trace.model_leaves import Leaf
+from meshwright.program.trace.build_model import ModelSource, describe_model, initialize
+from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.recipe import make_model_source
 from meshwright.step.assemble import set_eval_mode
-from meshwright.trainer.warm_start import describe_differences
 from meshwright.trees import is_key
+from meshwright.weights.differences import describe_differences
+from meshwright.weights.folder import is_hf_folder, open_folder
+from meshwright.weights.hf_model import hf_model
+from meshwright.weights.match import find_weights
 
 
 def load_model(run: str | Path, *, model: Any = None, update: int | None = None) -> Any:
     """Load the model of a run with its trained parameters, in evaluation mode.
 
     Args:
-        run: a run folder, its checkpoint folder, or a single checkpoint.
+        run: a run folder, its checkpoint folder, a single checkpoint, or a Hugging Face folder.
         model: an NNX model of the same structure, which stays as it is, or a function that
-            builds it; not needed for runs started from the command line.
+            builds it; not needed for runs started from the command line or from weights of
+            Hugging Face.
         update: which checkpoint; by default the newest that is not damaged, with a warning about
             those that are.
     """
-    folder, named = find_store(check_path("run", run))
+    path = check_path("run", run)
+    if is_hf_folder(path):
+        return _load_hf(path, model)
+    folder, named = find_store(path)
     asked = named if update is None else update
     if asked is not None:
         return _load(folder, asked, model)
@@ -71,6 +78,32 @@ def _load(folder: Path, update: int, model: Any) -> Any:
     loaded = parts.merge([_read(saved[leaf.path], leaf) for leaf in parts.leaves])
     set_eval_mode(loaded)
     return loaded
+
+
+def _load_hf(path: Path, model: Any) -> Any:
+    source = hf_model(path) if model is None else _given(model)
+    parts = describe_model(source, ...)
+    shapes = {leaf.path: leaf.shape for leaf in parts.leaves if leaf.is_weight}
+    weights = find_weights(open_folder(path), shapes)
+    numbers = {n: leaf for n, leaf in enumerate(parts.leaves) if not leaf.is_weight}
+    others = dict(zip(numbers, _initial(source, parts, list(numbers)), strict=True))
+    loaded = parts.merge(
+        [
+            others[n] if n in others else jnp.asarray(weights.read_whole(leaf.path, leaf.dtype))
+            for n, leaf in enumerate(parts.leaves)
+        ]
+    )
+    set_eval_mode(loaded)
+    return loaded
+
+
+def _initial(source: ModelSource, parts: ModelLeaves, numbers: Sequence[int]) -> list[Any]:
+    """Return the initial values of some leaves of a model, without computing the others."""
+
+    def chosen(values: list[Any]) -> list[Any]:
+        return [values[n] for n in numbers]
+
+    return initialize(source, parts, 0, chosen, chosen) if numbers else []
 
 
 def _warn_damaged(folder: Path, damaged: Sequence[Damage], used: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.weights.family import Row
+from meshwright.weights.family import HfConfig, Row
 from meshwright.weights.views import MATRIX, TRANSPOSED, VECTOR
 
 ROWS = (
@@ -63,6 +63,9 @@ def common_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     return {argument: values[key] for argument, key in _KEYS.items()}
 
 
-def common_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def common_config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
     """Return the values of config.json that the families share."""
-    return {key: arguments[argument] for argument, key in _KEYS.items()}
+    values = {key: arguments[argument] for argument, key in _KEYS.items()}
+    # Training on shorter rows does not shorten what the model can read.
+    longest = max(values["max_position_embeddings"], kept.get("max_position_embeddings") or 0)
+    return {**values, "max_position_embeddings": longest}

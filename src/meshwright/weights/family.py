@@ -43,7 +43,8 @@ class Family:
         model_type: the other name in its config.json.
         rows: which array of the model is in which tensor.
         arguments: from config.json to the arguments of the model.
-        config: from the arguments of the model to config.json.
+        config: from the arguments of the model, and the config.json that its weights came with if
+            any, to config.json.
         computes: keys of config.json of which the model computes only these values; a key that is
             missing has the first.
         other_architectures: further architectures whose weights are read.
@@ -51,7 +52,6 @@ class Family:
             call them.
         ignored: patterns of names without values that the model needs.
         skipped: patterns of names of a part that is left out, and what it is called.
-        text_config: whether config.json may hold the model's own config in ``text_config``.
         free: arguments that may differ from the folder's.
         sizes: named dims of views that only the arguments tell.
     """
@@ -61,7 +61,7 @@ class Family:
     model_type: str
     rows: tuple[Row, ...]
     arguments: Callable[[HfConfig], dict[str, Any]]
-    config: Callable[[Mapping[str, Any]], dict[str, Any]]
+    config: Callable[[Mapping[str, Any], HfConfig], dict[str, Any]]
     computes: Mapping[str, tuple[Any, ...]]
     other_architectures: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()

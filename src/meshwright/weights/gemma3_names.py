@@ -91,11 +91,11 @@ def _layer_types(every: int, count: int) -> list[str]:
     return [_LOCAL if number % every else _GLOBAL for number in range(1, count + 1)]
 
 
-def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
     every, factor = arguments["global_every"], arguments["rope_factor"]
     scale = arguments.get("query_scale")
     return {
-        **common_config(arguments),
+        **common_config(arguments, kept),
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": arguments["head_dim"] if scale is None else scale,
         "sliding_window": arguments["sliding_window"],

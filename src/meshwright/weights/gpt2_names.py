@@ -83,7 +83,7 @@ def _arguments(config: HfConfig) -> dict[str, Any]:
     }
 
 
-def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _config(arguments: Mapping[str, Any], _: HfConfig) -> dict[str, Any]:
     heads = arguments["num_heads"]
     if arguments.get("num_kv_heads") not in (None, heads):
         raise UserError(

@@ -50,11 +50,11 @@ def _arguments(config: HfConfig) -> dict[str, Any]:
     }
 
 
-def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
     factor = arguments.get("rope_factor")
     scaling = {key: arguments[argument] for argument, key in _SCALING.items()}
     return {
-        **common_config(arguments),
+        **common_config(arguments, kept),
         "hidden_act": "silu",
         "rope_theta": arguments["rope_base"],
         "rope_scaling": None if factor in (None, 1) else {"rope_type": "llama3", **scaling},

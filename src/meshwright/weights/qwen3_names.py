@@ -38,9 +38,9 @@ def _arguments(config: HfConfig) -> dict[str, Any]:
     return {**common_arguments(values), "rope_base": settings["rope_theta"]}
 
 
-def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
     return {
-        **common_config(arguments),
+        **common_config(arguments, kept),
         "hidden_act": "silu",
         "attention_bias": False,
         "use_sliding_window": False,

@@ -90,7 +90,7 @@ def _side(values: Mapping[str, Any], key: str) -> int:
     return sides[0]
 
 
-def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
     if not arguments["class_token"]:
         raise UserError(
             "this model is not a published ViT",
@@ -98,7 +98,9 @@ def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
             fix="train with model.class_token=true for an export",
         )
     width, mlp = arguments["hidden_size"], arguments.get("mlp_size")
-    labels = {str(n): f"LABEL_{n}" for n in range(arguments["num_classes"])}
+    labels = kept.get("id2label") or {}
+    if len(labels) != arguments["num_classes"]:
+        labels = {str(n): f"LABEL_{n}" for n in range(arguments["num_classes"])}
     return {
         "image_size": arguments["image_size"],
         "patch_size": arguments["patch_size"],
