@@ -48,7 +48,13 @@ def main(target: Path) -> None:
 def gpt2(folder: Path) -> None:
     """Tied embeddings, one file, a tokenizer and a generation config."""
     config = hf.GPT2Config(
-        vocab_size=320, n_positions=32, n_embd=16, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+        vocab_size=320,
+        n_positions=32,
+        n_embd=16,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     save(hf.GPT2LMHeadModel(config), folder)
     tokenizer = ByteLevelBPETokenizer()
@@ -78,7 +84,10 @@ def gemma3_multimodal(folder: Path) -> None:
         "patch_size": 14,
     }
     config = hf.Gemma3Config(
-        text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4, image_token_index=95
+        text_config=text.to_dict(),
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=95,
     )
     model = hf.Gemma3ForConditionalGeneration(config)
     save(model, folder, torch.bfloat16)
@@ -142,7 +151,9 @@ def save(model: Any, folder: Path, dtype: Any = torch.float32, shard: str = "1GB
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             is_norm = "norm" in name or "ln_" in name
-            scale_at_one = is_norm and name.endswith("weight") and "Gemma3" not in type(model).__name__
+            scale_at_one = (
+                is_norm and name.endswith("weight") and "Gemma3" not in type(model).__name__
+            )
             parameter.copy_(noise * 0.1 + 1 if scale_at_one else noise * (0.1 if is_norm else 0.25))
     model.eval().to(dtype).save_pretrained(folder, max_shard_size=shard)
     # Read again, because a conversion would also have rounded tables that are not in the files.

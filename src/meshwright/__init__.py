@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from meshwright.proof import verify
     from meshwright.sharding.shard import shard_fsdp
     from meshwright.trainer import Callback, EarlyStopping, StopReason, Trainer
+    from meshwright.trainer.export_hf import export_hf
     from meshwright.trainer.load_model import load_model
     from meshwright.weighted import Weighted
     from meshwright.weights.hf_model import hf_model
@@ -48,6 +49,7 @@ _NAMES = {
     "Weighted": "meshwright.weighted",
     "abstract_mesh": "meshwright.mesh.build",
     "build_mesh": "meshwright.mesh.build",
+    "export_hf": "meshwright.trainer.export_hf",
     "export_safetensors": "meshwright.checkpoint",
     "hf_model": "meshwright.weights.hf_model",
     "inspect_sharding": "meshwright.mesh.inspect",
@@ -77,6 +79,7 @@ __all__ = [
     "Weighted",
     "abstract_mesh",
     "build_mesh",
+    "export_hf",
     "export_safetensors",
     "hf_model",
     "inspect_sharding",

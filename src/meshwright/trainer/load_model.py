@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,14 +19,17 @@ from meshwright.config.argument_checks import check_path
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
 from meshwright.inputs.user_model import model_source
+from meshwright.models import find_builder
 from meshwright.program.trace.build_model import ModelSource, describe_model, initialize
 from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.recipe import make_model_source
 from meshwright.step.assemble import set_eval_mode
 from meshwright.trees import is_key
 from meshwright.weights.differences import describe_differences
-from meshwright.weights.folder import is_hf_folder, open_folder
+from meshwright.weights.families import read_architecture
+from meshwright.weights.hf_folder import CONFIG, is_hf_folder, open_folder
 from meshwright.weights.hf_model import hf_model
+from meshwright.weights.kept import read_kept
 from meshwright.weights.match import find_weights
 
 
@@ -129,6 +133,11 @@ def _given(model: Any) -> ModelSource:
 
 def _from_config(folder: Path, update: int) -> ModelSource:
     config = CheckpointReader(folder).metadata(update).config
+    kept = read_kept(folder.parent) if not config else {}
+    if CONFIG in kept:
+        found = read_architecture(json.loads(kept[CONFIG]), str(folder.parent))
+        builder = find_builder(found.family.kind)
+        return lambda rngs: builder(**found.arguments, rngs=rngs)
     if not config:
         raise UserError(
             f"how to build the model of {folder.parent} is not known",

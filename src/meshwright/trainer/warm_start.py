@@ -13,7 +13,7 @@ from meshwright.sharding.rules import matches
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.weights.differences import describe_differences
-from meshwright.weights.folder import listed
+from meshwright.weights.hf_folder import listed
 
 
 def warm_start(

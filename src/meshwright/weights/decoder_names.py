@@ -8,35 +8,29 @@ from typing import Any
 from meshwright.weights.family import HfConfig, Row
 from meshwright.weights.views import MATRIX, TRANSPOSED, VECTOR
 
+_LAYER = "model.layers.{n}."
+
 ROWS = (
     Row("tokens.embedding", "model.embed_tokens.weight", MATRIX),
     Row("norm.scale", "model.norm.weight", VECTOR),
     Row("head.kernel", "lm_head.weight", TRANSPOSED),
-    Row("blocks.{n}.attention_norm.scale", "model.layers.{n}.input_layernorm.weight", VECTOR),
-    Row(
-        "blocks.{n}.attention.query.kernel",
-        "model.layers.{n}.self_attn.q_proj.weight",
-        TRANSPOSED,
-    ),
-    Row("blocks.{n}.attention.key.kernel", "model.layers.{n}.self_attn.k_proj.weight", TRANSPOSED),
-    Row(
-        "blocks.{n}.attention.value.kernel",
-        "model.layers.{n}.self_attn.v_proj.weight",
-        TRANSPOSED,
-    ),
-    Row("blocks.{n}.attention.out.kernel", "model.layers.{n}.self_attn.o_proj.weight", TRANSPOSED),
-    Row("blocks.{n}.mlp.gate.kernel", "model.layers.{n}.mlp.gate_proj.weight", TRANSPOSED),
-    Row("blocks.{n}.mlp.up.kernel", "model.layers.{n}.mlp.up_proj.weight", TRANSPOSED),
-    Row("blocks.{n}.mlp.down.kernel", "model.layers.{n}.mlp.down_proj.weight", TRANSPOSED),
+    Row("blocks.{n}.attention_norm.scale", _LAYER + "input_layernorm.weight", VECTOR),
+    Row("blocks.{n}.attention.query.kernel", _LAYER + "self_attn.q_proj.weight", TRANSPOSED),
+    Row("blocks.{n}.attention.key.kernel", _LAYER + "self_attn.k_proj.weight", TRANSPOSED),
+    Row("blocks.{n}.attention.value.kernel", _LAYER + "self_attn.v_proj.weight", TRANSPOSED),
+    Row("blocks.{n}.attention.out.kernel", _LAYER + "self_attn.o_proj.weight", TRANSPOSED),
+    Row("blocks.{n}.mlp.gate.kernel", _LAYER + "mlp.gate_proj.weight", TRANSPOSED),
+    Row("blocks.{n}.mlp.up.kernel", _LAYER + "mlp.up_proj.weight", TRANSPOSED),
+    Row("blocks.{n}.mlp.down.kernel", _LAYER + "mlp.down_proj.weight", TRANSPOSED),
 )
 """Norms around the MLP differ between the families; see each."""
 
 HEAD_NORMS = (
-    Row("blocks.{n}.attention.query_norm.scale", "model.layers.{n}.self_attn.q_norm.weight", VECTOR),
-    Row("blocks.{n}.attention.key_norm.scale", "model.layers.{n}.self_attn.k_norm.weight", VECTOR),
+    Row("blocks.{n}.attention.query_norm.scale", _LAYER + "self_attn.q_norm.weight", VECTOR),
+    Row("blocks.{n}.attention.key_norm.scale", _LAYER + "self_attn.k_norm.weight", VECTOR),
 )
 
-MLP_NORM = Row("blocks.{n}.mlp_norm.scale", "model.layers.{n}.post_attention_layernorm.weight", VECTOR)
+MLP_NORM = Row("blocks.{n}.mlp_norm.scale", _LAYER + "post_attention_layernorm.weight", VECTOR)
 
 SPELLINGS = ((r"^(?=(layers|embed_tokens|norm)\.)", "model."),)
 """Files of a model without its head leave out the prefix."""

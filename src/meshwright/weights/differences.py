@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from meshwright.weights.folder import listed
+from meshwright.weights.hf_folder import listed
 
 
 def describe_differences(

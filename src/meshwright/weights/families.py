@@ -71,7 +71,13 @@ def text_model(config: HfConfig) -> HfConfig:
     return {**outer, **inner}
 
 
-_OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "pad_token_id", "torch_dtype", "tie_word_embeddings")
+_OF_THE_WHOLE = (
+    "eos_token_id",
+    "bos_token_id",
+    "pad_token_id",
+    "torch_dtype",
+    "tie_word_embeddings",
+)
 """Keys that a multimodal config.json has for the text model too."""
 
 

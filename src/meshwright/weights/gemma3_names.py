@@ -37,18 +37,12 @@ _DEFAULTS = {
 _PATTERN = 6
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
+_LAYER = "model.layers.{n}."
+
 _NORMS = (
-    Row(
-        "blocks.{n}.attention_out_norm.scale",
-        "model.layers.{n}.post_attention_layernorm.weight",
-        VECTOR,
-    ),
-    Row("blocks.{n}.mlp_norm.scale", "model.layers.{n}.pre_feedforward_layernorm.weight", VECTOR),
-    Row(
-        "blocks.{n}.mlp_out_norm.scale",
-        "model.layers.{n}.post_feedforward_layernorm.weight",
-        VECTOR,
-    ),
+    Row("blocks.{n}.attention_out_norm.scale", _LAYER + "post_attention_layernorm.weight", VECTOR),
+    Row("blocks.{n}.mlp_norm.scale", _LAYER + "pre_feedforward_layernorm.weight", VECTOR),
+    Row("blocks.{n}.mlp_out_norm.scale", _LAYER + "post_feedforward_layernorm.weight", VECTOR),
 )
 
 

@@ -28,38 +28,33 @@ def _entries(part: int) -> View:
     return View("(3 e) -> e", part)
 
 
+_FUSED, _FUSED_BIAS = View("d (k h c) -> d k h c"), View("(k h c) -> k h c")
+_LAYER = "transformer.h.{n}."
+
 ROWS = (
     Row("vocabulary.tokens.embedding", "transformer.wte.weight", MATRIX),
     Row("vocabulary.positions.embedding", "transformer.wpe.weight", MATRIX),
     Row("vocabulary.norm.scale", "transformer.ln_f.weight", VECTOR),
     Row("vocabulary.norm.bias", "transformer.ln_f.bias", VECTOR),
     Row("vocabulary.head.kernel", "lm_head.weight", TRANSPOSED),
-    Row("blocks.{n}.attention_norm.scale", "transformer.h.{n}.ln_1.weight", VECTOR),
-    Row("blocks.{n}.attention_norm.bias", "transformer.h.{n}.ln_1.bias", VECTOR),
-    Row("blocks.{n}.attention.query.kernel", "transformer.h.{n}.attn.c_attn.weight", _columns(0)),
-    Row("blocks.{n}.attention.key.kernel", "transformer.h.{n}.attn.c_attn.weight", _columns(1)),
-    Row("blocks.{n}.attention.value.kernel", "transformer.h.{n}.attn.c_attn.weight", _columns(2)),
-    Row("blocks.{n}.attention.query.bias", "transformer.h.{n}.attn.c_attn.bias", _entries(0)),
-    Row("blocks.{n}.attention.key.bias", "transformer.h.{n}.attn.c_attn.bias", _entries(1)),
-    Row("blocks.{n}.attention.value.bias", "transformer.h.{n}.attn.c_attn.bias", _entries(2)),
-    Row(
-        "blocks.{n}.attention.qkv.kernel",
-        "transformer.h.{n}.attn.c_attn.weight",
-        View("d (k h c) -> d k h c"),
-    ),
-    Row(
-        "blocks.{n}.attention.qkv.bias",
-        "transformer.h.{n}.attn.c_attn.bias",
-        View("(k h c) -> k h c"),
-    ),
-    Row("blocks.{n}.attention.out.kernel", "transformer.h.{n}.attn.c_proj.weight", MATRIX),
-    Row("blocks.{n}.attention.out.bias", "transformer.h.{n}.attn.c_proj.bias", VECTOR),
-    Row("blocks.{n}.mlp_norm.scale", "transformer.h.{n}.ln_2.weight", VECTOR),
-    Row("blocks.{n}.mlp_norm.bias", "transformer.h.{n}.ln_2.bias", VECTOR),
-    Row("blocks.{n}.mlp.up.kernel", "transformer.h.{n}.mlp.c_fc.weight", MATRIX),
-    Row("blocks.{n}.mlp.up.bias", "transformer.h.{n}.mlp.c_fc.bias", VECTOR),
-    Row("blocks.{n}.mlp.down.kernel", "transformer.h.{n}.mlp.c_proj.weight", MATRIX),
-    Row("blocks.{n}.mlp.down.bias", "transformer.h.{n}.mlp.c_proj.bias", VECTOR),
+    Row("blocks.{n}.attention_norm.scale", _LAYER + "ln_1.weight", VECTOR),
+    Row("blocks.{n}.attention_norm.bias", _LAYER + "ln_1.bias", VECTOR),
+    Row("blocks.{n}.attention.query.kernel", _LAYER + "attn.c_attn.weight", _columns(0)),
+    Row("blocks.{n}.attention.key.kernel", _LAYER + "attn.c_attn.weight", _columns(1)),
+    Row("blocks.{n}.attention.value.kernel", _LAYER + "attn.c_attn.weight", _columns(2)),
+    Row("blocks.{n}.attention.query.bias", _LAYER + "attn.c_attn.bias", _entries(0)),
+    Row("blocks.{n}.attention.key.bias", _LAYER + "attn.c_attn.bias", _entries(1)),
+    Row("blocks.{n}.attention.value.bias", _LAYER + "attn.c_attn.bias", _entries(2)),
+    Row("blocks.{n}.attention.qkv.kernel", _LAYER + "attn.c_attn.weight", _FUSED),
+    Row("blocks.{n}.attention.qkv.bias", _LAYER + "attn.c_attn.bias", _FUSED_BIAS),
+    Row("blocks.{n}.attention.out.kernel", _LAYER + "attn.c_proj.weight", MATRIX),
+    Row("blocks.{n}.attention.out.bias", _LAYER + "attn.c_proj.bias", VECTOR),
+    Row("blocks.{n}.mlp_norm.scale", _LAYER + "ln_2.weight", VECTOR),
+    Row("blocks.{n}.mlp_norm.bias", _LAYER + "ln_2.bias", VECTOR),
+    Row("blocks.{n}.mlp.up.kernel", _LAYER + "mlp.c_fc.weight", MATRIX),
+    Row("blocks.{n}.mlp.up.bias", _LAYER + "mlp.c_fc.bias", VECTOR),
+    Row("blocks.{n}.mlp.down.kernel", _LAYER + "mlp.c_proj.weight", MATRIX),
+    Row("blocks.{n}.mlp.down.bias", _LAYER + "mlp.c_proj.bias", VECTOR),
 )
 
 

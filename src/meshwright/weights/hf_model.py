@@ -13,7 +13,8 @@ from meshwright import models
 from meshwright.config.argument_checks import check_path
 from meshwright.config.builders import build, check_arguments
 from meshwright.weights.families import read_architecture
-from meshwright.weights.folder import Folder, open_folder
+from meshwright.weights.hf_folder import Folder, open_folder
+from meshwright.weights.kept import published_config
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class HfModel:
         """Build the model."""
         builder = models.find_builder(self.kind)
         return build("model", self.kind, builder, {**self.arguments, "rngs": rngs})
+
+    def config(self) -> dict[str, Any]:
+        """Return the config.json of the model, whose arguments may differ from the folder's."""
+        return published_config(self.kind, self.arguments, self.folder.config)
 
 
 def hf_model(folder: str | Path, *, pretrained: bool = True, **changes: Any) -> HfModel:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
-from meshwright.weights.folder import Folder
+from meshwright.weights.hf_folder import Folder
 from meshwright.weights.match import Weights, find_weights
 from meshwright.weights.views import Range
 
@@ -49,7 +49,9 @@ def _load_leaf(
     shape = step.leaf.shape
     devices: dict[tuple[Range, ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        ranges = tuple(each.indices(size)[:2] for each, size in zip(index or (), shape, strict=True))
+        ranges = tuple(
+            each.indices(size)[:2] for each, size in zip(index or (), shape, strict=True)
+        )
         devices.setdefault(ranges, []).append(device)
     pieces: list[jax.Array] = []
     for ranges, holders in devices.items():

@@ -14,7 +14,7 @@ from meshwright.errors import ANY, Setting, UserError
 from meshwright.weights.differences import describe_differences
 from meshwright.weights.families import Architecture, read_architecture
 from meshwright.weights.family import Row
-from meshwright.weights.folder import Folder, listed
+from meshwright.weights.hf_folder import Folder, listed
 from meshwright.weights.safetensors_format import DTYPES, Tensor
 from meshwright.weights.views import Range, View
 
@@ -102,7 +102,7 @@ def find_weights(folder: Folder, shapes: Shapes) -> Weights:
 
 
 def place_arrays(architecture: Architecture, paths: Iterable[str]) -> dict[str, Place]:
-    """Return where arrays of a model are, by canonical path; those that are nowhere are left out."""
+    """Return where arrays of a model are, by path; those that are nowhere are left out."""
     rows = architecture.family.rows
     found = {path: _place(rows, path) for path in paths}
     return {path: place for path, place in found.items() if place is not None}

@@ -1,5 +1,4 @@
-"""The safetensors format: where each tensor of a file is, slices read alone, and files written
-tensor by tensor.
+"""The safetensors format: slices of tensors read alone, and files written tensor by tensor.
 
 A file is the length of its header (8 bytes), the header as JSON, and the tensors one after another.
 It is read here and not through its own package because a slice must not hold more than itself in
@@ -145,6 +144,4 @@ def _tensor(name: str, entry: Mapping[str, Any], file: Path, begin: int) -> Tens
 
 
 def _damaged(file: Path, why: str) -> UserError:
-    return UserError(
-        f"{file} is not a complete safetensors file", why=why, fix="download it again"
-    )
+    return UserError(f"{file} is not a complete safetensors file", why=why, fix="download it again")

@@ -72,7 +72,10 @@ class View:
         inner = [slice(*(n - read[name][0] for n in chosen[name])) for d in stored for name in d]
         block = self._ordered(block[tuple(inner)])
         whole = [math.prod(_length(chosen[name]) for name in dim) for dim in wanted]
-        cut = [slice(*each) if len(dim) > 1 else slice(None) for dim, each in zip(wanted, ranges)]
+        cut = [
+            slice(*each) if len(dim) > 1 else slice(None)
+            for dim, each in zip(wanted, ranges, strict=True)
+        ]
         return block.reshape(whole)[tuple(cut)]
 
     def put(self, array: NDArray[Any], tensor: NDArray[Any], sizes: Mapping[str, int]) -> None:
@@ -98,7 +101,8 @@ class View:
 
     def _ordered(self, block: NDArray[Any]) -> NDArray[Any]:
         """Return a block of the tensor's named dims with the order of the array's."""
-        numbered = [n for n, name in enumerate(sum(self._dims[0], [])) if name.isdecimal()]
+        every = (name for dim in self._dims[0] for name in dim)
+        numbered = [n for n, name in enumerate(every) if name.isdecimal()]
         order = [self._names.index(name) for dim in self._dims[1] for name in dim]
         return np.squeeze(block, tuple(numbered)).transpose(order)
 
