@@ -25,7 +25,7 @@ from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.recipe import make_model_source
 from meshwright.step.assemble import set_eval_mode
 from meshwright.trees import is_key
-from meshwright.weights.differences import describe_differences
+from meshwright.weights.array_differences import describe_differences
 from meshwright.weights.families import read_architecture
 from meshwright.weights.hf_folder import CONFIG, is_hf_folder, open_folder
 from meshwright.weights.hf_model import hf_model

@@ -12,7 +12,7 @@ from meshwright.errors import ANY, Setting, UserError
 from meshwright.sharding.rules import matches
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
-from meshwright.weights.differences import describe_differences
+from meshwright.weights.array_differences import describe_differences
 from meshwright.weights.hf_folder import listed
 
 

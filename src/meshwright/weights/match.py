@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.errors import ANY, Setting, UserError
-from meshwright.weights.differences import describe_differences
+from meshwright.weights.array_differences import describe_differences
 from meshwright.weights.families import Architecture, read_architecture
 from meshwright.weights.family import Row
 from meshwright.weights.hf_folder import Folder, listed
