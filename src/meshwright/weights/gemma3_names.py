@@ -87,11 +87,12 @@ def _layer_types(every: int, count: int) -> list[str]:
 
 def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
     every, factor = arguments["global_every"], arguments["rope_factor"]
-    scale = arguments.get("query_scale")
+    scale = float(arguments.get("query_scale") or arguments["head_dim"])
     return {
         **common_config(arguments, kept),
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": arguments["head_dim"] if scale is None else scale,
+        # transformers refuses 256.0 for 256.
+        "query_pre_attn_scalar": int(scale) if scale.is_integer() else scale,
         "sliding_window": arguments["sliding_window"],
         "sliding_window_pattern": every,
         "layer_types": _layer_types(every, arguments["num_blocks"]),
