@@ -224,3 +224,13 @@ def test_any_environment_is_read_or_refused_politely(environ):
     assert config.rank < config.world_size
     if "master_addr" in read_environment(environ):
         assert config.master_addr.strip()
+
+
+@pytest.mark.parametrize(
+    ("listens", "port", "expected"),
+    [("True", "29500", 29501), ("True", "65535", 65534), ("False", "29500", 29500)],
+)
+def test_torchrun_may_listen_on_the_port_itself(listens, port, expected):
+    environ = {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": port}
+    found = read_environment({**environ, "TORCHELASTIC_USE_AGENT_STORE": listens})
+    assert found["master_port"] == expected

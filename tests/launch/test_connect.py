@@ -18,7 +18,7 @@ from meshwright.launch.connect import (
     explain_lost_peer,
     is_main,
 )
-from meshwright.launch.environments import free_port
+from meshwright.launch.whole_run import free_port
 
 LIMIT_SECONDS = 120
 

@@ -7,7 +7,15 @@ import pytest
 
 from meshwright.cli.main import main
 
-OTHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_PROCID", "SLURM_NTASKS", "JAX_PROCESS_ID")
+OTHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "LOCAL_RANK",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "JAX_PROCESS_ID",
+)
 
 
 @pytest.fixture
@@ -28,7 +36,8 @@ def launch(monkeypatch, capfd):
 @pytest.mark.parametrize(
     "environ",
     [
-        {"MASTER_ADDR": "10.0.0.1", "RANK": "2", "WORLD_SIZE": "4"},
+        {"MASTER_ADDR": "10.0.0.1", "RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"},
+        {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "4"},
         {"WORLD_SIZE": "2"},
         {"RANK": "1"},
         {"MASTER_ADDR": "node7.example.org"},
@@ -46,7 +55,8 @@ def test_it_names_both_sources(launch, environ):
     code, err = launch(**environ)
     assert code == 2
     assert "--nprocs 2 describe different processes" in err
-    assert all(f"{name}={text}" in err for name, text in environ.items())
+    shown = {name: text for name, text in environ.items() if name != "LOCAL_RANK"}
+    assert all(f"{name}={text}" in err for name, text in shown.items())
     assert "run `unset " in err
     assert "Traceback" not in err
 
@@ -70,10 +80,10 @@ def test_variables_of_one_process_are_no_obstacle(launch, environ):
 
 
 def test_the_module_refuses_as_well():
-    environ = {"PATH": "", "RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}
+    environ = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "LOCAL_RANK": "0"}
     done = subprocess.run(
         [sys.executable, "-m", "meshwright.launch", "--nprocs=2", "doctor"],
-        env={**environ, "PYTHONPATH": ":".join(sys.path)},
+        env={"PATH": "", **environ, "PYTHONPATH": ":".join(sys.path)},
         capture_output=True,
         text=True,
         check=False,

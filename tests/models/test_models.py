@@ -18,6 +18,9 @@ IMAGES = jax.ShapeDtypeStruct((2, 28, 28, 1), jnp.float32)
 COLOR_IMAGES = jax.ShapeDtypeStruct((2, 224, 224, 3), jnp.float32)
 SHAPES = {
     "gpt": (TOKENS, (2, 16, 1024)),
+    "gemma3": (TOKENS, (2, 16, 1024)),
+    "llama3": (TOKENS, (2, 16, 1024)),
+    "qwen3": (TOKENS, (2, 16, 1024)),
     "stacked_gpt": (TOKENS, (2, 16, 1024)),
     "moe": (TOKENS, (2, 16, 1024)),
     "lstm": (TOKENS, (2, 16, 1024)),
@@ -49,7 +52,7 @@ def test_sizes_reach_the_model():
 
 
 def test_unknown_kind_lists_the_kinds():
-    with pytest.raises(ValueError, match=r"no model kind 'gtp'; the kinds are gpt, stacked_gpt"):
+    with pytest.raises(ValueError, match=r"no model kind 'gtp'; the kinds are gpt, gemma3"):
         find_builder("gtp")
 
 

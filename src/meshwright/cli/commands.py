@@ -75,6 +75,7 @@ COMMANDS = {
             "train a model on a mesh of devices",
             "meshwright.cli.train",
             "meshwright train simulate=8 mesh.fsdp=4 mesh.tensor=2",
+            flags=(Flag("--distributed", "stop if this is the only process"),),
         ),
         Command(
             "verify",

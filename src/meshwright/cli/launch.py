@@ -9,12 +9,14 @@ from meshwright.launch.environments import environments
 from meshwright.launch.options import parse_launch
 from meshwright.launch.outer_launcher import refuse_outer_launcher
 from meshwright.launch.supervise import Supervisor
+from meshwright.launch.whole_run import find_run
 
 
 def launch(words: Sequence[str]) -> int:
     """Start the processes and return the exit code of the first failure, or 0."""
     options = parse_launch(words)
-    refuse_outer_launcher(options.nprocs, os.environ)
+    is_shared = find_run(options.nprocs, os.environ).is_shared
+    refuse_outer_launcher(options.nprocs, os.environ, is_shared=is_shared)
     environs = environments(options, os.environ)
     # The file descriptor, because `sys.stderr` may have been replaced by a text-only stream.
     with open(2, "wb", buffering=0, closefd=False) as stderr:

@@ -24,7 +24,7 @@ from meshwright.errors import ExitCode, UserError
 from meshwright.interrupt import current_interrupt
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.plan import Plan, make_plan, unused_settings
-from meshwright.processes import broadcast
+from meshwright.processes import broadcast, process_count
 from meshwright.recipe import Recipe, make_recipe
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
@@ -41,6 +41,8 @@ from meshwright.weights.kept import end_tokens, keep_files
 
 def run(request: Request) -> int:
     """Train, and print a summary."""
+    if request.arguments.has("--distributed"):
+        _check_distributed()
     folder = Path(broadcast(str(request.composed.run_dir.absolute())))
     point = find_resume_point(request.config.resume, folder)
     config = _keep_batch(request.config, point)
@@ -90,6 +92,16 @@ def run(request: Request) -> int:
     result = training_run.run()
     _print_result(request, plan, result)
     return ExitCode.PREEMPTED if result.interrupted else ExitCode.DONE
+
+
+def _check_distributed() -> None:
+    if process_count() == 1:
+        raise UserError(
+            "--distributed: this process would train alone",
+            why="the environment names no other processes",
+            fix="export MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK in each of them, or write "
+            "meshwright launch --nprocs N -- train …",
+        )
 
 
 def _warnings(

@@ -35,6 +35,8 @@ _OPEN_MPI = {
 }
 _JAX = {"world_size": ("JAX_NUM_PROCESSES",), "rank": ("JAX_PROCESS_ID",)}
 _JAX_ADDRESS = "JAX_COORDINATOR_ADDRESS"
+_TORCHRUN_LISTENS = "TORCHELASTIC_USE_AGENT_STORE"
+"""Set by torchrun if it listens on MASTER_PORT itself, which is then not free for process 0."""
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -50,6 +52,8 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             # A full set of variables replaces the launcher's, whose node counts may not match.
             settings = {k: v for k, v in settings.items() if k.startswith("master_")}
         settings |= own
+    if "master_port" in settings and environ.get(_TORCHRUN_LISTENS) == "True":
+        settings["master_port"] = _next_port(settings["master_port"])
     _refuse_incomplete(settings, environ)
     if address := _first(("MASTER_ADDR",), environ)[1]:
         settings["master_addr"] = address
@@ -113,6 +117,10 @@ def _refuse_incomplete(settings: Mapping[str, Any], environ: Mapping[str, str]) 
         fix=f"export {' '.join(f'{name}=…' for name in missing)} in each process, "
         f"or run `unset {' '.join(given)}` to train in this process alone",
     )
+
+
+def _next_port(port: int) -> int:
+    return port + 1 if port < 65535 else port - 1
 
 
 def _first(variables: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:

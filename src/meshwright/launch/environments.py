@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
 from meshwright.errors import UserError
 from meshwright.launch.options import LaunchOptions
+from meshwright.launch.whole_run import find_run
 from meshwright.units import counted
 
 _OTHER_LAUNCHERS = re.compile(r"SLURM_(PROCID|LOCALID)|OMPI_COMM_WORLD_\w+")
@@ -23,15 +23,16 @@ _FORCED_COUNT = re.compile(r"\s*--xla_force_host_platform_device_count=\S*")
 def environments(
     launch: LaunchOptions, environ: Mapping[str, str], root: Path = Path("/")
 ) -> list[dict[str, str]]:
-    """Return the environment of each process, in the order of their ranks."""
+    """Return the environment of each process of this machine, in the order of their ranks."""
+    run = find_run(launch.nprocs, environ)
     base = {key: value for key, value in environ.items() if not _OTHER_LAUNCHERS.fullmatch(key)}
-    port = free_port()
-    base |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+    if run.address.startswith("127."):
         # By default JAX listens on every network interface.
-        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
-        "WORLD_SIZE": str(launch.nprocs),
+        base["JAX_COORDINATOR_BIND_ADDRESS"] = f"{run.address}:{run.port}"
+    base |= {
+        "MASTER_ADDR": run.address,
+        "MASTER_PORT": str(run.port),
+        "WORLD_SIZE": str(run.world_size),
         "LOCAL_WORLD_SIZE": str(launch.nprocs),
         # Lines appear when they are printed, not when a buffer is full.
         "PYTHONUNBUFFERED": "1",
@@ -40,16 +41,9 @@ def environments(
     base.setdefault("JAX_ENABLE_PREEMPTION_SERVICE", "false")
     devices = _devices(launch, base, root)
     return [
-        {**base, "RANK": str(rank), "LOCAL_RANK": str(rank), **own}
-        for rank, own in enumerate(devices)
+        {**base, "RANK": str(run.first_rank + number), "LOCAL_RANK": str(number), **own}
+        for number, own in enumerate(devices)
     ]
-
-
-def free_port() -> int:
-    """Return an unused port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def count_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:

@@ -30,8 +30,9 @@ class _Source:
     applies: Callable[[Mapping[str, str]], bool] = lambda _: True
 
 
+_ENVIRONMENT = _Source("the environment", ("WORLD_SIZE",), ("RANK",), ("MASTER_ADDR",))
 _SOURCES = (
-    _Source("the environment", ("WORLD_SIZE",), ("RANK",), ("MASTER_ADDR",)),
+    _ENVIRONMENT,
     _Source(
         "SLURM",
         ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
@@ -44,13 +45,17 @@ _SOURCES = (
 )
 
 
-def refuse_outer_launcher(nprocs: int, environ: Mapping[str, str]) -> None:
+def refuse_outer_launcher(
+    nprocs: int, environ: Mapping[str, str], *, is_shared: bool = False
+) -> None:
     """Raise if the environment says that this launch is one of several processes.
 
     The launch would overwrite the variables, and each group of processes would train a model of
-    its own.
+    its own. If the run ``is_shared``, the launch follows MASTER_ADDR, RANK and WORLD_SIZE.
     """
     for source in _SOURCES:
+        if is_shared and source is _ENVIRONMENT:
+            continue
         given = _variables(source, environ)
         if not given or not _says_more(source, given):
             continue
@@ -59,9 +64,10 @@ def refuse_outer_launcher(nprocs: int, environ: Mapping[str, str]) -> None:
             f"{source.name} and --nprocs {nprocs} describe different processes",
             why=f"{shown} says that this is one process among others, and --nprocs {nprocs} starts "
             f"{counted(nprocs, 'process', 'processes')} that know nothing of them: each launch "
-            "would train a model of its own. A launch works on one machine only",
+            "would train a model of its own",
             fix="leave launch out, and start the command itself as each of these processes; or, "
-            f"for processes on this machine only, run `unset {' '.join(given)}` first",
+            f"for processes on this machine only, run `unset {' '.join(given)}` first; or, for a "
+            "launch on each of several machines, export MASTER_ADDR, RANK and WORLD_SIZE alone",
         )
 
 

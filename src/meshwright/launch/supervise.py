@@ -35,7 +35,7 @@ class Supervisor:
         self._command = list(command)
         self._grace = grace_seconds
         self._merged = MergedOutput(stderr)
-        self._workers: list[subprocess.Popen[bytes]] = []
+        self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._pumps: list[threading.Thread] = []
         self._running: set[int] = set()
         self._ends: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
@@ -47,8 +47,8 @@ class Supervisor:
     def run(self, environments: Sequence[Mapping[str, str]]) -> int:
         """Start one process per environment and return the exit code of the first failure, or 0."""
         with _guarded_group() as group, self._listening():
-            for rank, environ in enumerate(environments):
-                self._start(rank, environ, group)
+            for environ in environments:
+                self._start(int(environ["RANK"]), environ, group)
             while self._running:
                 self._forward_signals()
                 self._handle_exit()
@@ -68,7 +68,7 @@ class Supervisor:
             stderr=subprocess.PIPE,
             process_group=group,
         )
-        self._workers.append(worker)
+        self._workers[rank] = worker
         self._running.add(rank)
         for stream in filter(None, (worker.stdout, worker.stderr)):
             pump = threading.Thread(target=self._merged.pump, args=(rank, stream), daemon=True)
