@@ -41,6 +41,9 @@ from meshwright.user_code import doing, explaining_axis_names, whole_traceback
 _SHARED_SIZES = ("vocab_size", "context_length", "input_name", "input_shape", "num_classes")
 """Sizes that the data take from the task or, if it has none, from the model."""
 
+LONGEST_ROW = 2048
+"""Longest row of tokens unless the config asks for more: models know up to 131,072 positions."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -149,13 +152,13 @@ def model_builder(config: Config) -> ModelSource:
 def make_task(config: Config) -> HasLoss:
     """Return the task; sizes it shares with the model default to the model's."""
     builder = find_builder("task", config.task.kind, tasks.TASK_KINDS, tasks.find_task)
-    shared = _accepted(builder, _model_sizes(config))
+    shared = _accepted(builder, _shared_sizes(config))
     return read_task(config.task.kind, builder, {**shared, **config.task.arguments()})
 
 
 def find_data(config: Config, task: HasLoss) -> ConfigData:
     """Return the data of a config, not read yet."""
-    sizes = _model_sizes(config)
+    sizes = _shared_sizes(config)
     shared = {name: getattr(task, name, sizes.get(name)) for name in _SHARED_SIZES}
     shared["sequence_length"] = shared["context_length"]
     known = {name: value for name, value in shared.items() if value is not None}
@@ -277,11 +280,17 @@ def _model_class(config: Config) -> Builder:
     return find_builder("model", config.model.kind, models.MODEL_KINDS, models.find_builder)
 
 
-def _model_sizes(config: Config) -> dict[str, Any]:
-    """Return the model's arguments, defaults included, and the shape of its images."""
+def _shared_sizes(config: Config) -> dict[str, Any]:
+    """Return the model's arguments, defaults included, and the shape of its images.
+
+    Rows have at most `LONGEST_ROW` tokens.
+    """
     parameters = parameters_of(_model_class(config)).values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     sizes = {**defaults, **config.model.arguments()}
+    context = sizes.get("context_length")
+    if isinstance(context, int):
+        sizes["context_length"] = min(context, LONGEST_ROW)
     side, channels = sizes.get("image_size"), sizes.get("channels_in")
     if isinstance(side, int) and isinstance(channels, int):
         sizes.setdefault("input_shape", (side, side, channels))

@@ -57,6 +57,21 @@ def test_prompts_longer_than_the_context_keep_their_end(model):
     np.testing.assert_array_equal(got[:, :-8], long)
 
 
+def test_the_model_sees_no_more_than_the_tokens_there_are():
+    def count(tokens):
+        lengths.append(tokens.shape[1])
+        return jax.nn.one_hot((tokens + 1) % 16, 16)
+
+    class Counting(nnx.Module):
+        def __call__(self, tokens):
+            return count(tokens)
+
+    lengths: list[int] = []
+    got = generate(Counting(), PROMPT, num_tokens=3, context_length=131_072)
+    np.testing.assert_array_equal(got[:, 5:], [[6, 7, 8]] * 2)
+    assert set(lengths) == {8}
+
+
 def test_model_is_left_as_it_was(model):
     before = jax.tree.leaves(nnx.state(model))
     generate(model, PROMPT, num_tokens=8, context_length=CONTEXT)

@@ -116,7 +116,7 @@ PUBLISHED = {
     "gemma3_1b": GEMMA3_1B,
     "gemma3_4b": GEMMA3_4B,
     "llama3_1b": LLAMA_1B,
-    "qwen3_0_6b": QWEN3_06B,
+    "qwen3_0.6b": QWEN3_06B,
     "vit_b": VIT_B,
     "gpt2_medium": GPT2_MEDIUM,
 }
@@ -158,7 +158,7 @@ def test_shorter_rows_do_not_shorten_the_exported_model():
     [
         ("llama3_1b", {"attention_bias": True}, "attention_bias=True"),
         ("llama3_1b", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "type yarn"),
-        ("qwen3_0_6b", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("qwen3_0.6b", {"use_sliding_window": True}, "use_sliding_window=True"),
         ("gemma3_1b", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         ("gemma3_1b", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("gpt2_medium", {"n_inner": 100}, "n_inner=100"),

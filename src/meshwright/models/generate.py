@@ -42,8 +42,10 @@ def generate(
     tokens = np.asarray(prompt, dtype=np.int32)
     if tokens.ndim != 2 or not tokens.shape[1]:
         raise ValueError(f"A prompt is [rows, at least one token], but has shape {tokens.shape}.")
-    recent = tokens[:, -context_length:]
-    window = np.pad(recent, ((0, 0), (0, context_length - recent.shape[1])))
+    # No longer than needed: models may see 131,072 tokens, and each step runs the whole window.
+    length = min(context_length, tokens.shape[1] + num_tokens)
+    recent = tokens[:, -length:]
+    window = np.pad(recent, ((0, 0), (0, length - recent.shape[1])))
     graphdef, state = nnx.split(model)
     new = _continue(
         graphdef,
