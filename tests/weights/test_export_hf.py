@@ -121,6 +121,17 @@ def test_a_run_has_the_kind_and_sizes_written_out_and_stays_loadable(run):
     np.testing.assert_array_equal(table, saved_tensors(GPT2)["transformer.wte.weight"])
 
 
+@pytest.mark.full
+def test_a_run_resumes_without_the_folder(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    words = ["training.steps=2", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert main(["train", "--config", str(run / "config.yaml"), *words]) == 0
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "continuing after update 1" in log
+    assert mw.export_hf(tmp_path / "run", tmp_path / "out") is not None
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
 def test_the_command_takes_a_number_format_and_tells_in_json(run, tmp_path, capfd):
     words = ["export", str(run), "--to", "hf", str(tmp_path / "out"), "--dtype", "bfloat16"]
     assert main([*words, "--json"]) == 0

@@ -30,13 +30,13 @@ from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.trainer.callbacks import Callback, EarlyStopping
 from meshwright.trainer.fit_result import FitResult
-from meshwright.trainer.initial import find_initial
+from meshwright.trainer.initial import find_initial, remembered_files
 from meshwright.trainer.resume import ResumePoint, find_resume_point
 from meshwright.trainer.run_spec import EvaluationSpec, LoadingSpec, OutputSpec, RunSpec
 from meshwright.trainer.schedule_warnings import schedule_warnings
 from meshwright.trainer.training_run import TrainingRun
-from meshwright.weights.hf_folder import open_folder
-from meshwright.weights.kept import end_tokens, keep_files
+from meshwright.weights.hf_folder import TOKENIZER, open_folder
+from meshwright.weights.kept import HF_FOLDER, end_tokens, keep_files
 
 
 def run(request: Request) -> int:
@@ -47,7 +47,7 @@ def run(request: Request) -> int:
     point = find_resume_point(request.config.resume, folder)
     config = _keep_batch(request.config, point)
     plan = make_plan(config, jax.device_count())
-    recipe = make_recipe(config, plan.batch.global_batch_size)
+    recipe = make_recipe(_with_tokenizer(config, point, folder), plan.batch.global_batch_size)
     # Mistakes in the model, the task or the data show here, before a file is written.
     example = recipe.example_batch(plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, example)
@@ -60,7 +60,7 @@ def run(request: Request) -> int:
         init_patterns=config.model.init_patterns,
         resumed=point is not None,
     )
-    hf_files = _hf_files(config)
+    hf_files = remembered_files(point, folder, lambda: _hf_files(config))
     training_run = TrainingRun(
         RunSpec(
             assembled=assembled,
@@ -166,6 +166,17 @@ def _keep_batch(config: Config, point: ResumePoint | None) -> Config:
     size = point.metadata.global_batch_size
     training = config.training.model_copy(update={"global_batch_size": size})
     return config.model_copy(update={"training": training})
+
+
+def _with_tokenizer(config: Config, point: ResumePoint | None, folder: Path) -> Config:
+    """Return the config with the tokenizer a resumed run remembers, if the file itself is gone."""
+    named = config.data.arguments().get("tokenizer")
+    kept = folder / HF_FOLDER / TOKENIZER
+    resumed = point is not None and point.same_run
+    if not resumed or not isinstance(named, str) or Path(named).exists() or not kept.is_file():
+        return config
+    data = config.data.model_copy(update={"tokenizer": str(kept)})
+    return config.model_copy(update={"data": data})
 
 
 def _files(request: Request, config: Config, plan: Plan) -> dict[str, str]:

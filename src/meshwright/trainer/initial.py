@@ -10,8 +10,10 @@ from meshwright.activity import activity
 from meshwright.errors import Setting, UserError
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
+from meshwright.trainer.resume import ResumePoint
 from meshwright.trainer.warm_start import warm_start
 from meshwright.weights.hf_folder import open_folder
+from meshwright.weights.kept import read_kept
 from meshwright.weights.load import load_state, weights_of
 
 
@@ -26,6 +28,21 @@ class Initial:
 
     state: Callable[[], TrainState]
     remarks: tuple[str, ...] = ()
+
+
+def remembered_files(
+    point: ResumePoint | None, run_dir: Path | None, keep: Callable[[], dict[str, str]]
+) -> dict[str, str]:
+    """Return what a run remembers for exports; a resumed run has it already.
+
+    Args:
+        point: the checkpoint the run resumes from; None if it does not.
+        run_dir: the run folder; None if it has none.
+        keep: reads it from the folder of the weights and the tokenizer of the data.
+    """
+    if point is not None and point.same_run and run_dir is not None:
+        return read_kept(run_dir)
+    return keep()
 
 
 def find_initial(

@@ -79,7 +79,7 @@ from meshwright.trainer.fit_arguments import (
     read_resume,
 )
 from meshwright.trainer.fit_result import FitResult
-from meshwright.trainer.initial import find_initial
+from meshwright.trainer.initial import find_initial, remembered_files
 from meshwright.trainer.optax_rate import find_schedule
 from meshwright.trainer.programs import Programs
 from meshwright.trainer.resume import check_fits, find_resume_point, restore
@@ -430,7 +430,9 @@ class Trainer:
             updates_done=0 if result is None else result.updates,
             resume_point=point,
             evaluation=evaluation,
-            output=replace(output, hf_files=self._hf_files()),
+            output=replace(
+                output, hf_files=remembered_files(point, output.run_dir, self._hf_files)
+            ),
             callbacks=callbacks,
             learning_rate=find_schedule(self.optimizer),
             warnings=[
