@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from meshwright.proof import verify
     from meshwright.sharding.shard import shard_fsdp
     from meshwright.trainer import Callback, EarlyStopping, StopReason, Trainer
+    from meshwright.trainer.export_hf import export_hf
     from meshwright.trainer.load_model import load_model
     from meshwright.weighted import Weighted
+    from meshwright.weights.hf_model import hf_model
 
 _NAMES = {
     "ArraySource": "meshwright.data.arrays",
@@ -47,7 +49,9 @@ _NAMES = {
     "Weighted": "meshwright.weighted",
     "abstract_mesh": "meshwright.mesh.build",
     "build_mesh": "meshwright.mesh.build",
+    "export_hf": "meshwright.trainer.export_hf",
     "export_safetensors": "meshwright.checkpoint",
+    "hf_model": "meshwright.weights.hf_model",
     "inspect_sharding": "meshwright.mesh.inspect",
     "ledger": "meshwright.ledgers.make_ledger",
     "load_model": "meshwright.trainer.load_model",
@@ -75,7 +79,9 @@ __all__ = [
     "Weighted",
     "abstract_mesh",
     "build_mesh",
+    "export_hf",
     "export_safetensors",
+    "hf_model",
     "inspect_sharding",
     "ledger",
     "load_model",

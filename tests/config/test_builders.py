@@ -96,7 +96,8 @@ def test_a_builder_without_a_signature_is_a_user_error():
 def test_an_argument_that_a_file_may_have_set_says_how_to_leave_it_out():
     with pytest.raises(UserError) as caught:
         check_arguments("model", Model, {"blocks": 8}, supplied=("rngs",))
-    assert caught.value.why == "`model` has: size, rate, kind, mesh_shape, init_from, init_patterns"
+    own = "kind, mesh_shape, weights, init_from, init_patterns"
+    assert caught.value.why == f"`model` has: size, rate, {own}"
     assert caught.value.fix == "where a file sets it, ~model.blocks leaves it out"
 
 

@@ -55,6 +55,7 @@ def test_ones_own_kind_is_an_override_and_what_it_left_out_is_gone():
         "model.kind",
         "model.mesh_shape",
         "model.width",
+        "model.weights",
     }
 
 

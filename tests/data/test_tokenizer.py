@@ -45,7 +45,7 @@ def test_a_tokenizer_larger_than_the_models_vocabulary_is_refused(tokenizer_file
     with pytest.raises(UserError, match="the tokenizer does not fit the model") as caught:
         check_vocabulary(large, 100)
     assert f"it has {large.vocab_size} tokens, the model's vocabulary 100" in caught.value.why
-    assert caught.value.fix == f"write model.vocab_size={large.vocab_size}, or more"
+    assert f"model.vocab_size={large.vocab_size} or more" in caught.value.fix
     with pytest.raises(UserError, match="does not fit"):
         check_vocabulary(ByteTokenizer(), 255)
 

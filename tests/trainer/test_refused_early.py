@@ -87,5 +87,5 @@ def test_samples_to_evaluate_on_may_have_numbers():
     def loss(model, batch):
         return jnp.mean((model(batch["x"])[:, 0] - batch["y"]) ** 2)
 
-    result = fit({"x": X, "y": Y[:, 0]}, loss, eval_data=samples)
-    assert result.eval[2]["eval_samples"] == len(X)
+    result = fit({"x": X, "y": Y[:, 0]}, loss, eval_data=samples, eval_batches=2)
+    assert result.eval[2]["eval_samples"] == 2 * 8

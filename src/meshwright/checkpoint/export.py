@@ -61,7 +61,21 @@ def read_groups(
     path: str | Path, groups: Sequence[str], *, update: int | None = None
 ) -> dict[str, Arrays]:
     """Read arrays of a checkpoint by group (params, state, optimizer) and canonical path."""
-    folder, named = find_store(check_path("path", path))
+    reader, wanted = choose_checkpoint(check_path("path", path), update)
+    shapes = reader.shapes(wanted)
+    return reader.read(
+        wanted, {group: list(shapes[group]) for group in groups if shapes.get(group)}
+    )
+
+
+def choose_checkpoint(path: Path, update: int | None) -> tuple[CheckpointReader, int]:
+    """Return what reads the checkpoints of a run, and the update of the one that is meant.
+
+    Args:
+        path: a run folder, its checkpoint folder, or a single checkpoint.
+        update: which checkpoint; the newest by default.
+    """
+    folder, named = find_store(path)
     if update is not None:
         check_count("update", update)
     reader = CheckpointReader(folder)
@@ -71,10 +85,7 @@ def read_groups(
             f"there is no checkpoint of update {wanted} in {folder}",
             why=f"checkpoints: {', '.join(map(str, reader.updates())) or 'none'}",
         )
-    shapes = reader.shapes(wanted)
-    return reader.read(
-        wanted, {group: list(shapes[group]) for group in groups if shapes.get(group)}
-    )
+    return reader, wanted
 
 
 def export_safetensors(

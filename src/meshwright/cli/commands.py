@@ -133,11 +133,17 @@ COMMANDS = {
         ),
         Command(
             "export",
-            "write the parameters of a run's checkpoint to a safetensors file",
+            "write a run's parameters to a safetensors file or a Hugging Face folder",
             "meshwright.cli.export",
             "meshwright export outputs/meshwright/2026-01-31/12-00-00 model.safetensors",
-            flags=(Flag("--update", "which checkpoint (default: the newest)", "N"),),
-            usage="RUN FILE [flags]",
+            flags=(
+                Flag("--update", "which checkpoint (default: the newest)", "N"),
+                Flag("--to", "hf writes a Hugging Face folder", "FORMAT"),
+                Flag(
+                    "--dtype", "number format of the folder's weights: float32, bfloat16, …", "NAME"
+                ),
+            ),
+            usage="RUN FILE [flags], or RUN --to hf FOLDER [flags]",
             needs_devices=False,
             composes=False,
         ),

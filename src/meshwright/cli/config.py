@@ -9,7 +9,7 @@ import yaml
 
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
-from meshwright.cli.request import Request
+from meshwright.cli.request import Request, compose
 from meshwright.columns import Columns
 from meshwright.config.describe import describe_keys
 from meshwright.config.origins import Origin, trace_origins
@@ -40,15 +40,14 @@ def _print_keys(output: Output) -> int:
 
 def print_composed(arguments: Arguments, output: Output) -> int:
     """Print the composed config as YAML, as Hydra's ``--cfg`` does."""
-    from meshwright.config.compose import compose_config, compose_yaml
+    from meshwright.config.compose import compose_yaml
 
     part = arguments.flags["--cfg"]
     if part not in ("job", "hydra", "all"):
         raise UserError(
             f"--cfg {part} is not known", fix="write --cfg job, --cfg hydra or --cfg all"
         )
-    composed = compose_config(arguments.overrides, arguments.config_dir, arguments.config_file)
-    text = compose_yaml(composed, part)
+    text = compose_yaml(compose(arguments), part)
     if output.as_json:
         output.result(yaml.safe_load(text))
     else:

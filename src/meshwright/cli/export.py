@@ -1,8 +1,9 @@
-"""`meshwright export`: the parameters of a checkpoint as a safetensors file."""
+"""`meshwright export`: the parameters of a run as a safetensors file or a Hugging Face folder."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 from meshwright.activity import activity
 from meshwright.checkpoint import export_safetensors
@@ -12,7 +13,11 @@ from meshwright.errors import ExitCode, UserError
 
 
 def run(arguments: Arguments, output: Output) -> int:
-    """Write the file and print a summary."""
+    """Write the file or the folder, and print a summary."""
+    if arguments.has("--to"):
+        return _to_hf(arguments, output)
+    if arguments.has("--dtype"):
+        raise UserError("--dtype is for folders", fix="write --to hf FOLDER too")
     words = arguments.overrides
     if len(words) != 2:
         raise UserError(
@@ -29,6 +34,32 @@ def run(arguments: Arguments, output: Output) -> int:
         output.result({"file": words[1], "parameters": count, "tensors": listed})
     else:
         output.text(f"{words[1]}: {len(shapes)} tensors, {count:,} parameters")
+    return ExitCode.DONE
+
+
+def _to_hf(arguments: Arguments, output: Output) -> int:
+    words, to = arguments.overrides, arguments.flags["--to"]
+    if to != "hf":
+        raise UserError(f"--to {to} is not known", fix="write --to hf FOLDER")
+    if len(words) != 2:
+        raise UserError(
+            "export --to hf takes a run and a folder",
+            why=f"given: {' '.join(words) or 'nothing'}",
+            fix="write meshwright export outputs/<project>/<date>/<time> --to hf FOLDER",
+        )
+    from meshwright.trainer.export_hf import export_hf
+
+    dtype, update = arguments.flags.get("--dtype"), _update(arguments)
+    with activity(f"writing {words[1]}"):
+        exported = export_hf(*words, update=update, dtype=dtype)
+    assert exported is not None, "one process exports"
+    if output.as_json:
+        output.result({**asdict(exported), "folder": words[1]})
+    else:
+        output.text(
+            f"{words[1]}: {exported.architecture}, {len(exported.tensors)} tensors, "
+            f"{exported.parameters:,} parameters in {exported.dtype}"
+        )
     return ExitCode.DONE
 
 

@@ -12,6 +12,7 @@ from meshwright.config.compose import Composed, compose_config, validate
 from meshwright.config.schema import Config
 from meshwright.handshake import compare_processes
 from meshwright.versions import package_versions
+from meshwright.weights.resolve import resolve_weights
 
 if TYPE_CHECKING:
     from meshwright.plan import Plan
@@ -55,13 +56,20 @@ class Request:
 
 def make_request(arguments: Arguments, output: Output) -> Request:
     """Compose and validate the config, then prepare its devices."""
-    composed = compose_config(arguments.overrides, arguments.config_dir, arguments.config_file)
+    composed = compose(arguments)
     config = validate(composed)
     if arguments.command.needs_devices:
         composed = prepare_devices(config, composed)
         facts = {"command": arguments.command.name, **config.model_dump(mode="json")}
         compare_processes({**facts, "version": package_versions()})
     return Request(arguments, composed, config, output)
+
+
+def compose(arguments: Arguments) -> Composed:
+    """Compose the config, and complete it from the folder that model.weights names."""
+    composed = compose_config(arguments.overrides, arguments.config_dir, arguments.config_file)
+    resolved = resolve_weights(composed.values, saved=composed.config_file is not None)
+    return replace(composed, values=resolved.values, read_from=resolved.origins)
 
 
 def prepare_devices(config: Config, composed: Composed) -> Composed:

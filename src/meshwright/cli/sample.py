@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.activity import activity
+from meshwright.data.tokenizer import Tokens
 from meshwright.models.generate import generate
 from meshwright.recipe import Recipe
 from meshwright.step.assemble import Assembled
@@ -21,9 +23,22 @@ TEMPERATURE = 0.8
 
 @activity("generating a sample of text")
 def generate_sample(
-    recipe: Recipe, assembled: Assembled, state: TrainState, *, num_tokens: int
+    recipe: Recipe,
+    assembled: Assembled,
+    state: TrainState,
+    *,
+    num_tokens: int,
+    ends: Sequence[int] = (),
 ) -> str | None:
-    """Continue the beginning of a held-out text; None if the model does not generate text."""
+    """Continue the beginning of a held-out text; None if the model does not generate text.
+
+    Args:
+        recipe: the objects of the run.
+        assembled: the step.
+        state: its state.
+        num_tokens: number of tokens to add.
+        ends: tokens that end the text.
+    """
     tokenizer: Any = getattr(recipe.data, "tokenizer", None)
     if not num_tokens or tokenizer is None or not isinstance(recipe.task, LanguageModeling):
         return None
@@ -40,8 +55,15 @@ def generate_sample(
         sharding=NamedSharding(assembled.mesh, PartitionSpec()),
     )
     # The model's vocabulary may be larger than the tokenizer's.
-    known = tokens[0][tokens[0] < tokenizer.vocab_size]
+    text = until_end(tokens[0], prompt.shape[1], ends)
+    known = text[text < tokenizer.vocab_size]
     return _printable(str(tokenizer.decode(known)))
+
+
+def until_end(tokens: Tokens, start: int, ends: Sequence[int]) -> Tokens:
+    """Return tokens up to the first from `start` on that ends a text."""
+    found = np.flatnonzero(np.isin(tokens[start:], ends))
+    return tokens[: start + int(found[0])] if found.size else tokens
 
 
 def _printable(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,13 @@ from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.trainer.callbacks import Callback, EarlyStopping
 from meshwright.trainer.fit_result import FitResult
+from meshwright.trainer.initial import find_initial, remembered_files
 from meshwright.trainer.resume import ResumePoint, find_resume_point
 from meshwright.trainer.run_spec import EvaluationSpec, LoadingSpec, OutputSpec, RunSpec
 from meshwright.trainer.schedule_warnings import schedule_warnings
 from meshwright.trainer.training_run import TrainingRun
-from meshwright.trainer.warm_start import warm_start
+from meshwright.weights.hf_folder import TOKENIZER, open_folder
+from meshwright.weights.kept import HF_FOLDER, end_tokens, keep_files
 
 
 def run(request: Request) -> int:
@@ -45,11 +47,20 @@ def run(request: Request) -> int:
     point = find_resume_point(request.config.resume, folder)
     config = _keep_batch(request.config, point)
     plan = make_plan(config, jax.device_count())
-    recipe = make_recipe(config, plan.batch.global_batch_size)
+    recipe = make_recipe(_with_tokenizer(config, point, folder), plan.batch.global_batch_size)
     # Mistakes in the model, the task or the data show here, before a file is written.
     example = recipe.example_batch(plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, example)
-    warm = warm_start(config.model.init_from, config.model.init_patterns, assembled)
+    initial = find_initial(
+        assembled,
+        config.run.seed,
+        lambda: assembled.init(config.run.seed),
+        weights=config.model.weights,
+        init_from=config.model.init_from,
+        init_patterns=config.model.init_patterns,
+        resumed=point is not None,
+    )
+    hf_files = remembered_files(point, folder, lambda: _hf_files(config))
     training_run = TrainingRun(
         RunSpec(
             assembled=assembled,
@@ -58,7 +69,7 @@ def run(request: Request) -> int:
             data=recipe.data,
             duration=recipe.duration,
             seed=config.run.seed,
-            initial_state=lambda: warm(assembled.init(config.run.seed)),
+            initial_state=initial.state,
             resume_point=point,
             evaluation=EvaluationSpec(
                 data=recipe.eval_data,
@@ -67,13 +78,13 @@ def run(request: Request) -> int:
                 batches=config.training.eval_batches,
             ),
             loading=LoadingSpec(workers=config.data.workers, prefetch=config.data.prefetch),
-            output=_output(config, folder, _files(request, config, plan)),
+            output=_output(config, folder, _files(request, config, plan), hf_files),
             callbacks=_callbacks(config),
             config=config.model_dump(mode="json"),
             learning_rate=recipe.learning_rate,
             strict=config.strict,
-            extra_results=partial(_sample, config, recipe, assembled),
-            warnings=_warnings(request, config, plan, recipe, point),
+            extra_results=partial(_sample, config, recipe, assembled, end_tokens(hf_files)),
+            warnings=[*_warnings(request, config, plan, recipe, point), *initial.remarks],
             interrupt=current_interrupt(),
         )
     )
@@ -110,10 +121,13 @@ def _warnings(
     ]
 
 
-def _output(config: Config, folder: Path, files: Mapping[str, str]) -> OutputSpec:
+def _output(
+    config: Config, folder: Path, files: Mapping[str, str], hf_files: Mapping[str, str]
+) -> OutputSpec:
     return OutputSpec(
         run_dir=folder,
         files=files,
+        hf_files=hf_files,
         project=config.run.project,
         name=config.run.name,
         log_every=config.tracking.log_every,
@@ -124,10 +138,17 @@ def _output(config: Config, folder: Path, files: Mapping[str, str]) -> OutputSpe
 
 
 def _sample(
-    config: Config, recipe: Recipe, assembled: Assembled, state: TrainState
+    config: Config, recipe: Recipe, assembled: Assembled, ends: Sequence[int], state: TrainState
 ) -> dict[str, Any]:
     tokens = config.training.sample_tokens
-    return {"sample": generate_sample(recipe, assembled, state, num_tokens=tokens)}
+    return {"sample": generate_sample(recipe, assembled, state, num_tokens=tokens, ends=ends)}
+
+
+def _hf_files(config: Config) -> dict[str, str]:
+    """Return what the run remembers for an export; nothing of a folder that is gone."""
+    path, tokenizer = config.model.weights, config.data.arguments().get("tokenizer")
+    folder = None if path is None or not Path(path).is_dir() else open_folder(path)
+    return keep_files(folder, tokenizer=tokenizer if isinstance(tokenizer, str) else None)
 
 
 def _show_mesh(request: Request, assembled: Assembled) -> None:
@@ -145,6 +166,17 @@ def _keep_batch(config: Config, point: ResumePoint | None) -> Config:
     size = point.metadata.global_batch_size
     training = config.training.model_copy(update={"global_batch_size": size})
     return config.model_copy(update={"training": training})
+
+
+def _with_tokenizer(config: Config, point: ResumePoint | None, folder: Path) -> Config:
+    """Return the config with the tokenizer a resumed run remembers, if the file itself is gone."""
+    named = config.data.arguments().get("tokenizer")
+    kept = folder / HF_FOLDER / TOKENIZER
+    resumed = point is not None and point.same_run
+    if not resumed or not isinstance(named, str) or Path(named).exists() or not kept.is_file():
+        return config
+    data = config.data.model_copy(update={"tokenizer": str(kept)})
+    return config.model_copy(update={"data": data})
 
 
 def _files(request: Request, config: Config, plan: Plan) -> dict[str, str]:

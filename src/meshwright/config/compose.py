@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Composed:
         hydra: Hydra's own settings.
         config_dir: the user's own config directory, if any.
         config_file: the saved config that the overrides change, if any.
+        read_from: the file that a value was read from after composing, by key.
     """
 
     values: dict[str, Any]
@@ -51,6 +52,7 @@ class Composed:
     hydra: dict[str, Any]
     config_dir: Path | None = None
     config_file: Path | None = None
+    read_from: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def compose_config(

@@ -42,6 +42,8 @@ def trace_origins(config: Config, composed: Composed) -> list[Origin]:
     }
 
     def origin(key: str, value: Any) -> Origin:
+        if key in composed.read_from:
+            return Origin(key, value, "file", composed.read_from[key])
         if key not in composed_keys:
             return Origin(key, value, "default", "")
         if match := _longest_prefix(key, from_overrides):

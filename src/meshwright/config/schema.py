@@ -51,11 +51,13 @@ class ModelConfig(KindConfig):
     Attributes:
         kind: gpt, mlp, conv, … or ``package.module:Class``; further keys are its arguments.
         mesh_shape: the mesh as ``[[4, 2], ["fsdp", "tp"]]``, another spelling of ``mesh``.
+        weights: a Hugging Face folder whose weights training starts from.
         init_from: a run or a checkpoint whose parameters training starts from.
         init_patterns: path patterns of the parameters to take from it; null takes all.
     """
 
     mesh_shape: tuple[tuple[AxisSize, ...], tuple[str, ...]] | None = None
+    weights: str | None = None
     init_from: str | None = None
     init_patterns: list[str] | None = None
 

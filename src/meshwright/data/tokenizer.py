@@ -119,7 +119,8 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> None:
     raise UserError(
         "the tokenizer does not fit the model",
         why=f"it has {tokenizer.vocab_size:,} tokens, the model's vocabulary {vocab_size:,}",
-        fix=f"write {Setting('model.vocab_size', tokenizer.vocab_size)}, or more",
+        fix=f"choose the tokenizer that the model was trained with, or train a new model with "
+        f"{Setting('model.vocab_size', tokenizer.vocab_size)} or more",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,17 +77,29 @@ class Assembled:
     batch_tree: Any
     _build: ModelSource
 
-    def init(self, seed: int, *, quickly: bool = False) -> TrainState:
+    def init(
+        self, seed: int, *, given: Mapping[int, Any] | None = None, quickly: bool = False
+    ) -> TrainState:
         """Initialize the model and the optimizer state, each leaf with its sharding.
 
-        ``quickly`` compiles for a single run instead of for speed.
+        Args:
+            seed: the seed of random values.
+            given: arrays of some of the step's leaves, placed as the step has them, by number;
+                random values of these are never computed.
+            quickly: compile for a single run instead of for speed.
         """
-        traced = trace_values(self._build, self.model_leaves, seed)
-        if traced is None:
-            return self.start(build_values(self._build, self.model_leaves, seed))
+        given, layout = given or {}, self.traced.layout
         shardings = self.step.leaf_values(self.step.shardings.state)
-        leaves = draw_leaves(*traced, self.traced.layout, shardings, quickly=quickly)
-        return start_from(self.step, leaves)
+        traced = trace_values(self._build, self.model_leaves, seed)
+        if traced is not None:
+            leaves = draw_leaves(*traced, layout, shardings, given=given, quickly=quickly)
+            return start_from(self.step, leaves)
+        values = build_values(self._build, self.model_leaves, seed)
+        if not given:
+            return self.start(values)
+        joined = layout.from_canonical(values)
+        placed = [given.get(n, jax.device_put(joined[n], s)) for n, s in enumerate(shardings)]
+        return start_from(self.step, placed)
 
     def adopt(self, model: Model) -> TrainState:
         """Start from an existing model, its leaves placed on the mesh."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,14 +22,11 @@ from meshwright.program.jaxpr.equations import (
     aval_of,
     bind,
 )
-from meshwright.program.trace.layout import Layout
+from meshwright.program.trace.layout import Layout, StepLeaf
 from meshwright.step.compile_by_kind import ProgramsByKind, repeat_little
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import TrainStep
 from meshwright.trees import is_key
-
-FEW_ELEMENTS = 2**22
-"""A model with fewer elements is drawn sooner than fast code for it would be compiled."""
 
 SMALL = 64
 """Random keys and counters of at most this many elements are computed at once."""
@@ -41,6 +38,7 @@ def draw_leaves(
     layout: Layout,
     shardings: Sequence[NamedSharding],
     *,
+    given: Mapping[int, Any],
     quickly: bool = False,
 ) -> list[Any]:
     """Return the step's leaves, each computed by a small program, or by one if they share much.
@@ -50,31 +48,49 @@ def draw_leaves(
         words: the words.
         layout: which of the model's leaves each of the step's leaves holds.
         shardings: of the step's leaves.
+        given: leaves that are not computed, by number.
         quickly: compile for a single run instead of for speed.
     """
     known, rest = _compute_keys(closed, words)
-    outputs = closed.jaxpr.outvars
-    parts = parts_of(rest, outputs)
-    num_elements = sum(math.prod(aval_of(atom).shape) for atom in outputs)
-    options = quick_options() if quickly or num_elements < FEW_ELEMENTS else None
-    if not repeat_little(parts):
-        create = jaxpr_as_fun(closed)
-        # The key is an argument: XLA would spend minutes folding what follows from a constant.
-        return jax.jit(
-            lambda words: layout.from_canonical(create(words)),
-            out_shardings=list(shardings),
-            compiler_options=options,
-        )(words)
+    parts = parts_of(rest, closed.jaxpr.outvars)
+    steps = [step for n, step in enumerate(layout.step_leaves) if n not in given]
+    options = quick_options() if quickly else None
+    if not repeat_little([parts[source] for step in steps for source in step.sources]):
+        return _draw_together(closed, words, layout, shardings, given, options)
     programs = ProgramsByKind(closed.jaxpr, known, options)
-    leaves: list[Any] = []
-    for step, sharding in zip(layout.step_leaves, shardings, strict=True):
+
+    def draw(step: StepLeaf, sharding: NamedSharding) -> Any:
         held = [parts[source] for source in step.sources]
-        if step.stacked:
-            rows = [held[n] for n in step.rows] if step.rows else held
-            leaves.append(_stacked(programs, rows, sharding))
-        else:
-            leaves.append(programs.compute(held[0], sharding))
-    return leaves
+        if not step.stacked:
+            return programs.compute(held[0], sharding)
+        return _stacked(programs, [held[n] for n in step.rows] if step.rows else held, sharding)
+
+    return [
+        given[n] if n in given else draw(step, sharding)
+        for n, (step, sharding) in enumerate(zip(layout.step_leaves, shardings, strict=True))
+    ]
+
+
+def _draw_together(
+    closed: ClosedJaxpr,
+    words: Any,
+    layout: Layout,
+    shardings: Sequence[NamedSharding],
+    given: Mapping[int, Any],
+    options: Any,
+) -> list[Any]:
+    """Return the step's leaves, those that are not given computed by one program."""
+    create, count = jaxpr_as_fun(closed), len(layout.step_leaves)
+    wanted = [n for n in range(count) if n not in given]
+
+    def run(words: Any) -> list[Any]:
+        leaves = layout.from_canonical(create(words))
+        return [leaves[n] for n in wanted]
+
+    # The key is an argument: XLA would spend minutes folding what follows from a constant.
+    compiled = jax.jit(run, out_shardings=[shardings[n] for n in wanted], compiler_options=options)
+    whole = {**given, **dict(zip(wanted, compiled(words), strict=True))}
+    return [whole[n] for n in range(count)]
 
 
 def start_from(step: TrainStep, leaves: Sequence[Any]) -> TrainState:

@@ -37,14 +37,15 @@ from meshwright.user_code import doing
 MOST_SEED = 2**32 - 1
 
 
-def check_start(sharding: Any, seed: Any, init_from: Any, init_patterns: Any) -> None:
+def check_start(sharding: Any, seed: Any, weights: Any, init_from: Any, init_patterns: Any) -> None:
     """Check how arrays are sharded, and where a training starts from."""
     check_kind("sharding", sharding, ShardingConfig, "write sharding=mw.ShardingConfig(zero=3)")
     whole = isinstance(seed, int | np.integer) and not isinstance(seed, bool)
     if not whole or not 0 <= seed <= MOST_SEED:
         raise wrong_kind("seed", seed, f"write a whole number from 0 to {MOST_SEED}")
-    if init_from is not None:
-        check_path("init_from", init_from)
+    for name, path in {"weights": weights, "init_from": init_from}.items():
+        if path is not None:
+            check_path(name, path)
     if init_patterns is None:
         return
     listed = isinstance(init_patterns, Sequence) and not isinstance(init_patterns, str | bytes)

@@ -24,9 +24,11 @@ from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.trainer.evaluation import Evaluator, predict, prediction_inputs
+from meshwright.trainer.folder import write_files
 from meshwright.trainer.programs import Programs
 from meshwright.trainer.stop import Stop, StopReason
 from meshwright.units import counted
+from meshwright.weights.kept import HF_FOLDER
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,6 +45,7 @@ class FitResult:
         programs: the compiled programs of the step.
         metadata: what a checkpoint of the final state records about the run.
         run_dir: the run folder; None for a run without one.
+        hf_files: what an export to Hugging Face's format needs, by file name.
         extra: further results of whoever started the run, such as a sample of text.
     """
 
@@ -55,6 +58,7 @@ class FitResult:
     programs: Programs
     metadata: CheckpointMetadata
     run_dir: Path | None = None
+    hf_files: Mapping[str, str] = field(default_factory=dict[str, str])
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __repr__(self) -> str:
@@ -134,6 +138,7 @@ class FitResult:
             raise EnvironmentProblem(
                 f"the state could not be saved in {path}", why=first_line(saved.error)
             )
+        write_files(folder.parent / HF_FOLDER, self.hf_files)
 
     @property
     def eval_loss(self) -> float | None:

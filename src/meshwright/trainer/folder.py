@@ -23,9 +23,12 @@ def make_run_folder(folder: Path) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Write files into the folder on process 0, by name."""
+    """Write files into the folder on process 0, by name; no files, no folder."""
+    if not files:
+        return
 
     def write() -> None:
+        folder.mkdir(exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
 

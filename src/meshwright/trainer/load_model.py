@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,25 +19,35 @@ from meshwright.config.argument_checks import check_path
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
 from meshwright.inputs.user_model import model_source
-from meshwright.program.trace.build_model import ModelSource, describe_model
+from meshwright.models import find_builder
+from meshwright.program.trace.build_model import ModelSource, describe_model, initial_values
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.recipe import make_model_source
 from meshwright.step.assemble import set_eval_mode
-from meshwright.trainer.warm_start import describe_differences
 from meshwright.trees import is_key
+from meshwright.weights.array_differences import describe_differences
+from meshwright.weights.families import read_architecture
+from meshwright.weights.hf_folder import CONFIG, is_hf_folder, open_folder
+from meshwright.weights.hf_model import hf_model
+from meshwright.weights.kept import read_kept
+from meshwright.weights.match import find_weights
 
 
 def load_model(run: str | Path, *, model: Any = None, update: int | None = None) -> Any:
     """Load the model of a run with its trained parameters, in evaluation mode.
 
     Args:
-        run: a run folder, its checkpoint folder, or a single checkpoint.
+        run: a run folder, its checkpoint folder, a single checkpoint, or a Hugging Face folder.
         model: an NNX model of the same structure, which stays as it is, or a function that
-            builds it; not needed for runs started from the command line.
+            builds it; not needed for runs started from the command line or from weights of
+            Hugging Face.
         update: which checkpoint; by default the newest that is not damaged, with a warning about
             those that are.
     """
-    folder, named = find_store(check_path("run", run))
+    path = check_path("run", run)
+    if is_hf_folder(path):
+        return _load_hf(path, model)
+    folder, named = find_store(path)
     asked = named if update is None else update
     if asked is not None:
         return _load(folder, asked, model)
@@ -73,6 +84,24 @@ def _load(folder: Path, update: int, model: Any) -> Any:
     return loaded
 
 
+def _load_hf(path: Path, model: Any) -> Any:
+    source = hf_model(path) if model is None else _given(model)
+    parts = describe_model(source, ...)
+    shapes = {leaf.path: leaf.shape for leaf in parts.leaves if leaf.is_weight}
+    weights = find_weights(open_folder(path), shapes)
+    numbers = {n: leaf for n, leaf in enumerate(parts.leaves) if not leaf.is_weight}
+    initial = initial_values(source, parts, 0, only=list(numbers))
+    others = dict(zip(numbers, initial, strict=True))
+    loaded = parts.merge(
+        [
+            others[n] if n in others else jnp.asarray(weights.read_whole(leaf.path, leaf.dtype))
+            for n, leaf in enumerate(parts.leaves)
+        ]
+    )
+    set_eval_mode(loaded)
+    return loaded
+
+
 def _warn_damaged(folder: Path, damaged: Sequence[Damage], used: int) -> None:
     for each in damaged:
         warnings.warn(
@@ -96,6 +125,11 @@ def _given(model: Any) -> ModelSource:
 
 def _from_config(folder: Path, update: int) -> ModelSource:
     config = CheckpointReader(folder).metadata(update).config
+    kept = read_kept(folder.parent) if not config else {}
+    if CONFIG in kept:
+        found = read_architecture(json.loads(kept[CONFIG]), str(folder.parent))
+        builder = find_builder(found.family.kind)
+        return lambda rngs: builder(**found.arguments, rngs=rngs)
     if not config:
         raise UserError(
             f"how to build the model of {folder.parent} is not known",

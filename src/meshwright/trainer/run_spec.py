@@ -56,6 +56,7 @@ class OutputSpec:
     Attributes:
         run_dir: the run folder; None for a run that writes nothing.
         files: files to write into the run folder before training, by name.
+        hf_files: what to remember for exports to Hugging Face's format, by name.
         project: the name of the project.
         name: the name of the run; None for the end of the run folder's path.
         log_every: updates between two logged updates.
@@ -67,6 +68,7 @@ class OutputSpec:
 
     run_dir: Path | None = None
     files: Mapping[str, str] = field(default_factory=dict[str, str])
+    hf_files: Mapping[str, str] = field(default_factory=dict[str, str])
     project: str = "meshwright"
     name: str | None = None
     log_every: int = 10

@@ -79,14 +79,17 @@ from meshwright.trainer.fit_arguments import (
     read_resume,
 )
 from meshwright.trainer.fit_result import FitResult
+from meshwright.trainer.initial import find_initial, remembered_files
 from meshwright.trainer.optax_rate import find_schedule
 from meshwright.trainer.programs import Programs
 from meshwright.trainer.resume import check_fits, find_resume_point, restore
 from meshwright.trainer.run_spec import EvaluationSpec, OutputSpec, RunSpec
 from meshwright.trainer.stop import Stop, StopReason
 from meshwright.trainer.training_run import TrainingRun
-from meshwright.trainer.warm_start import warm_start
 from meshwright.trees import Batch, resize_batch
+from meshwright.weights.hf_folder import open_folder
+from meshwright.weights.hf_model import HfModel
+from meshwright.weights.kept import keep_files
 
 
 @dataclass(kw_only=True)
@@ -112,6 +115,8 @@ class Trainer:
         pipeline: the schedule of a mesh with pipeline stages: its name, such as ``"zb_h1"``, a
             mapping, or a `PipelineConfig`.
         trainable: NNX filter of what is trained.
+        weights: a Hugging Face folder whose weights training starts from; by default that of a
+            model from `hf_model`.
         init_from: a run or a checkpoint whose parameters training starts from.
         init_patterns: path patterns of the parameters to take from it, such as ``blocks.**``;
             all by default.
@@ -134,6 +139,7 @@ class Trainer:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     pipeline: PipelineConfig | Mapping[str, Any] | str = field(default_factory=PipelineConfig)
     trainable: Filter = nnx.Param
+    weights: str | Path | None = None
     init_from: str | Path | None = None
     init_patterns: Sequence[str] | None = None
     seed: int = 0
@@ -155,7 +161,7 @@ class Trainer:
         check_clip_norm(self.clip_norm)
         check_trainable(self.trainable)
         check_devices(self.devices)
-        check_start(self.sharding, self.seed, self.init_from, self.init_patterns)
+        check_start(self.sharding, self.seed, self.weights, self.init_from, self.init_patterns)
         read_pipeline(self.pipeline)
 
     def fit(
@@ -401,7 +407,15 @@ class Trainer:
         assembled = programs.assembled
         point = find_resume_point(resume, output.run_dir)
         point, result = choose_start(point, self._memory.result, resume)
-        warm = warm_start(self.init_from, self.init_patterns, assembled)
+        initial = find_initial(
+            assembled,
+            self.seed,
+            lambda: self._initial_state(assembled),
+            weights=self._weights_folder(),
+            init_from=self.init_from,
+            init_patterns=self.init_patterns,
+            resumed=point is not None or result is not None,
+        )
         return RunSpec(
             assembled=assembled,
             programs=programs,
@@ -411,17 +425,20 @@ class Trainer:
             duration=duration,
             seed=self.seed,
             initial_state=lambda: (
-                warm(self._initial_state(assembled))
-                if result is None
-                else continued_state(result, assembled)
+                initial.state() if result is None else continued_state(result, assembled)
             ),
             updates_done=0 if result is None else result.updates,
             resume_point=point,
             evaluation=evaluation,
-            output=output,
+            output=replace(
+                output, hf_files=remembered_files(point, output.run_dir, self._hf_files)
+            ),
             callbacks=callbacks,
             learning_rate=find_schedule(self.optimizer),
-            warnings=unused_pipeline(read_pipeline(self.pipeline), assembled.plan),
+            warnings=[
+                *unused_pipeline(read_pipeline(self.pipeline), assembled.plan),
+                *initial.remarks,
+            ],
             settings={
                 "optimizer": optimizer_settings(self.optimizer),
                 "loss": comparable(self.loss),
@@ -448,6 +465,19 @@ class Trainer:
     def _batch_size(self, given: int | None) -> int | None:
         planned = self.mesh.batch.global_batch_size if isinstance(self.mesh, Plan) else None
         return planned if given is None else given
+
+    def _weights_folder(self) -> str | Path | None:
+        model = self.model
+        if self.weights is None and isinstance(model, HfModel) and model.pretrained:
+            # Parameters of another run replace the folder's.
+            return model.folder.path if self.init_from is None else None
+        return self.weights
+
+    def _hf_files(self) -> dict[str, str]:
+        if isinstance(self.model, HfModel):
+            return keep_files(self.model.folder, config=self.model.config())
+        folder = None if self.weights is None else Path(self.weights)
+        return keep_files(None if folder is None or not folder.is_dir() else open_folder(folder))
 
     def _initial_state(self, assembled: Assembled) -> TrainState:
         return assembled.adopt(self.model) if exists(self.model) else assembled.init(self.seed)

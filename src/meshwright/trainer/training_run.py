@@ -58,6 +58,7 @@ from meshwright.trainer.run_lock import RunLock
 from meshwright.trainer.run_spec import EvaluationSpec, RunSpec
 from meshwright.trainer.start_warnings import other_microbatches, repeated_samples
 from meshwright.versions import package_versions
+from meshwright.weights.kept import HF_FOLDER
 
 
 class TrainingRun:
@@ -96,6 +97,7 @@ class TrainingRun:
         try:
             check_newest(self._point, self._run_dir)
             write_files(self._run_dir, self._spec.output.files)
+            write_files(self._run_dir / HF_FOLDER, self._spec.output.hf_files)
             self._set_damaged_aside()
             return self._run()
         finally:
@@ -264,6 +266,7 @@ class TrainingRun:
             programs=self._programs,
             metadata=self._metadata_at(progress.update),
             run_dir=self._run_dir,
+            hf_files=self._spec.output.hf_files,
             extra={} if stop.interrupted else self._spec.extra_results(state),
         )
 

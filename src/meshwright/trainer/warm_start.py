@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ from meshwright.errors import ANY, Setting, UserError
 from meshwright.sharding.rules import matches
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
-
-SHOWN = 4
-"""Paths that a message lists of each kind."""
+from meshwright.weights.array_differences import describe_differences
+from meshwright.weights.hf_folder import listed
 
 
 def warm_start(
@@ -60,26 +59,6 @@ def warm_start(
     return replaced
 
 
-def describe_differences(
-    have: Mapping[str, Sequence[int]], need: Mapping[str, Sequence[int]]
-) -> list[str]:
-    """Describe how saved arrays differ from those of a model: missing, further, other shapes."""
-    missing = [f"`{path}`" for path in need if path not in have]
-    further = [f"`{path}`" for path in have if path not in need]
-    shapes = [
-        f"`{path}` is {list(have[path])} and should be {list(need[path])}"
-        for path in need
-        if path in have and tuple(have[path]) != tuple(need[path])
-    ]
-    kinds = {"not in the checkpoint": missing, "not in the model": further, "other shapes": shapes}
-    return [f"{kind}: {_listed(paths)}" for kind, paths in kinds.items() if paths]
-
-
-def _listed(paths: Sequence[str]) -> str:
-    more = len(paths) - SHOWN
-    return ", ".join(paths[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 def _chosen(paths: set[str], patterns: Sequence[str] | None, run: Any) -> set[str]:
     if patterns is None:
         return paths
@@ -89,7 +68,7 @@ def _chosen(paths: set[str], patterns: Sequence[str] | None, run: Any) -> set[st
         if not matched:
             raise UserError(
                 f"the pattern `{pattern}` matches no parameter",
-                why=f"neither the model nor {run} has one; there are {_listed(sorted(paths))}",
+                why=f"neither the model nor {run} has one; there are {listed(sorted(paths))}",
             )
         chosen |= matched
     return chosen

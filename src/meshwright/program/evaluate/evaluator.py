@@ -9,7 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from meshwright.program.evaluate.control_flow import enter
-from meshwright.program.evaluate.weights import NO_WEIGHTS, Weights
+from meshwright.program.evaluate.weight_uses import NO_WEIGHTS, Weights
 from meshwright.program.jaxpr.equations import (
     Atom,
     ClosedJaxpr,

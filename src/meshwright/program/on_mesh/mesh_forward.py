@@ -14,7 +14,7 @@ from meshwright.program.blocks.to_scan import casts_of
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
 from meshwright.program.evaluate.gather import GatherSpecs
 from meshwright.program.evaluate.mesh_view import MeshView
-from meshwright.program.evaluate.weights import Weights, WeightUse
+from meshwright.program.evaluate.weight_uses import Weights, WeightUse
 from meshwright.program.evaluate.widen import WIDE_RULES, Float64
 from meshwright.program.jaxpr.equations import Literal, Value, Var, aval_of
 from meshwright.program.on_mesh.local_ops import LocalOp, LocalOps

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from meshwright.program.evaluate.control_flow import ScanBody, run_scan, scan_body
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
-from meshwright.program.evaluate.weights import HALF, WeightUse
+from meshwright.program.evaluate.weight_uses import HALF, WeightUse
 from meshwright.program.jaxpr.equations import (
     REARRANGES,
     Atom,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from meshwright.program.evaluate.evaluator import Environment, Evaluator
-from meshwright.program.evaluate.weights import HALF
+from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import Equation, Value, aval_of, bind
 
 PRODUCTS = ("dot_general", "conv_general_dilated")

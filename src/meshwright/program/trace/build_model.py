@@ -8,7 +8,7 @@ attributes, and read it as Python numbers, as if it were built outside of a trac
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -109,15 +109,34 @@ def trace_values(
 
 
 def initial_values(
-    source: ModelSource, leaves: ModelLeaves, seed: int, **jit_options: Any
+    source: ModelSource,
+    leaves: ModelLeaves,
+    seed: int,
+    only: Sequence[int] | None = None,
+    **jit_options: Any,
 ) -> list[Any]:
-    """Return initial leaf values, computed by one compiled program if the model allows it."""
+    """Return initial leaf values, computed by one compiled program if the model allows it.
+
+    Args:
+        source: builds the model.
+        leaves: its structure.
+        seed: the seed of its random streams.
+        only: the leaves to compute, by number; all by default.
+        jit_options: passed to `jax.jit`.
+    """
+    numbers = range(len(leaves.leaves)) if only is None else only
     traced = trace_values(source, leaves, seed)
     if traced is None:
-        return build_values(source, leaves, seed)
-    closed, words = traced
+        values = build_values(source, leaves, seed)
+        return [values[n] for n in numbers]
+    create = jaxpr_as_fun(traced[0])
+
+    def chosen(words: Any) -> list[Any]:
+        values = create(words)
+        return [values[n] for n in numbers]
+
     # The key is an argument: XLA would spend minutes folding what follows from a constant.
-    return jax.jit(jaxpr_as_fun(closed), **jit_options)(words)
+    return jax.jit(chosen, **jit_options)(traced[1])
 
 
 def build_values(source: ModelSource, leaves: ModelLeaves, seed: int) -> list[Any]:

@@ -1,0 +1,1 @@
+"""Weights of Hugging Face folders: read into sharded arrays, and written back."""

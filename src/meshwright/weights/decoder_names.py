@@ -1,0 +1,65 @@
+"""Names and values of config.json that Llama, Qwen 3 and Gemma 3 share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.weights.family import HfConfig, Row
+from meshwright.weights.views import MATRIX, TRANSPOSED, VECTOR
+
+_LAYER = "model.layers.{n}."
+
+ROWS = (
+    Row("tokens.embedding", "model.embed_tokens.weight", MATRIX),
+    Row("norm.scale", "model.norm.weight", VECTOR),
+    Row("head.kernel", "lm_head.weight", TRANSPOSED),
+    Row("blocks.{n}.attention_norm.scale", _LAYER + "input_layernorm.weight", VECTOR),
+    Row("blocks.{n}.attention.query.kernel", _LAYER + "self_attn.q_proj.weight", TRANSPOSED),
+    Row("blocks.{n}.attention.key.kernel", _LAYER + "self_attn.k_proj.weight", TRANSPOSED),
+    Row("blocks.{n}.attention.value.kernel", _LAYER + "self_attn.v_proj.weight", TRANSPOSED),
+    Row("blocks.{n}.attention.out.kernel", _LAYER + "self_attn.o_proj.weight", TRANSPOSED),
+    Row("blocks.{n}.mlp.gate.kernel", _LAYER + "mlp.gate_proj.weight", TRANSPOSED),
+    Row("blocks.{n}.mlp.up.kernel", _LAYER + "mlp.up_proj.weight", TRANSPOSED),
+    Row("blocks.{n}.mlp.down.kernel", _LAYER + "mlp.down_proj.weight", TRANSPOSED),
+)
+"""Norms around the MLP differ between the families; see each."""
+
+HEAD_NORMS = (
+    Row("blocks.{n}.attention.query_norm.scale", _LAYER + "self_attn.q_norm.weight", VECTOR),
+    Row("blocks.{n}.attention.key_norm.scale", _LAYER + "self_attn.k_norm.weight", VECTOR),
+)
+
+MLP_NORM = Row("blocks.{n}.mlp_norm.scale", _LAYER + "post_attention_layernorm.weight", VECTOR)
+
+SPELLINGS = ((r"^(?=(layers|embed_tokens|norm)\.)", "model."),)
+"""Files of a model without its head leave out the prefix."""
+
+IGNORED = (r".*\.rotary_emb\.inv_freq",)
+
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "num_blocks": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_size": "intermediate_size",
+    "norm_epsilon": "rms_norm_eps",
+    "tied_embeddings": "tie_word_embeddings",
+}
+"""Keys of config.json by argument."""
+
+
+def common_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that the families share, from the values of config.json."""
+    return {argument: values[key] for argument, key in _KEYS.items()}
+
+
+def common_config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
+    """Return the values of config.json that the families share."""
+    values = {key: arguments[argument] for argument, key in _KEYS.items()}
+    # Training on shorter rows does not shorten what the model can read.
+    longest = max(values["max_position_embeddings"], kept.get("max_position_embeddings") or 0)
+    return {**values, "max_position_embeddings": longest}

@@ -1,0 +1,97 @@
+"""The families of published models, found by config.json or by the model's kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.weights.family import Family, HfConfig
+from meshwright.weights.gemma3_names import GEMMA3
+from meshwright.weights.gpt2_names import GPT2
+from meshwright.weights.llama_names import LLAMA
+from meshwright.weights.qwen3_names import QWEN3
+from meshwright.weights.vit_names import VIT
+
+FAMILIES = {family.kind: family for family in (GPT2, GEMMA3, LLAMA, QWEN3, VIT)}
+"""By the model's kind."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a config.json describes.
+
+    Attributes:
+        family: the family.
+        arguments: the arguments of its model.
+    """
+
+    family: Family
+    arguments: Mapping[str, Any]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Named dims of views that only the arguments tell."""
+        return self.family.sizes(self.arguments)
+
+
+def read_architecture(config: HfConfig, where: str) -> Architecture:
+    """Return what a config.json describes.
+
+    Args:
+        config: its content.
+        where: its folder, for messages.
+    """
+    names = [str(name) for name in config.get("architectures") or ()]
+    family = next((each for each in FAMILIES.values() if _describes(each, names, config)), None)
+    if family is None:
+        named = ", ".join(names) or f"of the model_type {config.get('model_type')}"
+        raise UserError(
+            f"the model in {where} is not known",
+            why=f"its config.json says it is {named}; known: "
+            + ", ".join(each.architecture for each in FAMILIES.values()),
+        )
+    own = text_model(config)
+    try:
+        return Architecture(family, family.read_config(own))
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise UserError(
+            f"the config.json in {where} cannot be read",
+            why=f"{type(error).__name__}: {error}",
+        ) from error
+
+
+def text_model(config: HfConfig) -> HfConfig:
+    """Return the config of the text model, which multimodal models have inside theirs."""
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        return config
+    outer = {key: value for key, value in config.items() if key in _OF_THE_WHOLE}
+    return {**outer, **inner}
+
+
+_OF_THE_WHOLE = (
+    "eos_token_id",
+    "bos_token_id",
+    "pad_token_id",
+    "torch_dtype",
+    "tie_word_embeddings",
+)
+"""Keys that a multimodal config.json has for the text model too."""
+
+
+def find_family(kind: str) -> Family:
+    """Return the family of a model kind; refuse kinds that are published by nobody."""
+    if kind in FAMILIES:
+        return FAMILIES[kind]
+    raise UserError(
+        f"model.kind={kind} has no published form",
+        why=f"weights of Hugging Face are read and written for {', '.join(FAMILIES)}",
+    )
+
+
+def _describes(family: Family, names: list[str], config: HfConfig) -> bool:
+    if names:
+        return any(name in (family.architecture, *family.other_architectures) for name in names)
+    return config.get("model_type") == family.model_type

@@ -1,0 +1,148 @@
+"""A Hugging Face folder: its config, its tensors by name, and its other files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import Setting, UserError, first_line
+from meshwright.weights.family import HfConfig
+from meshwright.weights.safetensors_format import DTYPES, Tensor, read_header
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+
+TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
+
+KEPT = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    GENERATION,
+    "preprocessor_config.json",
+)
+"""Files that a run remembers besides config.json, so that an export has them."""
+
+SHOWN = 4
+"""Names that a message lists of each kind."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder with the weights of a published model.
+
+    Attributes:
+        path: the folder.
+        config: its config.json.
+    """
+
+    path: Path
+    config: HfConfig
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by name; only the headers of its files are read."""
+        if (self.path / INDEX).is_file():
+            return self._indexed()
+        if (self.path / SINGLE).is_file():
+            return read_header(self.path / SINGLE)
+        others = sorted(p.name for p in self.path.iterdir() if p.suffix in (".bin", ".pt", ".h5"))
+        raise UserError(
+            f"there are no weights in {self.path}",
+            why=f"it has neither {SINGLE} nor {INDEX}"
+            + (f", only {listed(others)}" if others else ""),
+            fix="save them as safetensors first: model.save_pretrained(folder)" if others else "",
+        )
+
+    @cached_property
+    def dtype(self) -> str:
+        """The number format of most of its tensors, as NumPy names it."""
+        counts = Counter(tensor.dtype for tensor in self.tensors.values() if tensor.shape)
+        name = next((name for name, _ in counts.most_common() if name in DTYPES), "F32")
+        return DTYPES[name].name
+
+    def text(self, name: str) -> str | None:
+        """Return the content of a text file; None if the folder does not have it."""
+        try:
+            return (self.path / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read {self.path / name}", why=first_line(error)) from error
+
+    def kept_files(self) -> dict[str, str]:
+        """Return what a run remembers of the folder, by file name."""
+        config = {key: value for key, value in self.config.items() if key != "dtype"}
+        files = {CONFIG: json.dumps({**config, "torch_dtype": self.dtype}, indent=2)}
+        return files | {name: text for name in KEPT if (text := self.text(name)) is not None}
+
+    def _indexed(self) -> dict[str, Tensor]:
+        index = self.path / INDEX
+        files = _read_json(index).get("weight_map")
+        if not isinstance(files, dict) or not files:
+            raise UserError(f"{index} is not an index", why="it has no weight_map")
+        names = sorted({str(file) for file in files.values()})
+        missing = [name for name in names if not (self.path / name).is_file()]
+        if missing:
+            raise UserError(
+                f"{len(missing)} of the {len(names)} files of weights are missing in {self.path}",
+                why=f"{INDEX} names {listed(missing)}",
+                fix="download the folder again",
+            )
+        found = {name: t for file in names for name, t in read_header(self.path / file).items()}
+        absent = [name for name in files if name not in found]
+        if absent:
+            raise UserError(
+                f"the files in {self.path} do not have all tensors of {INDEX}",
+                why=f"not found: {listed(absent)}",
+                fix="download the folder again",
+            )
+        return found
+
+
+def open_folder(path: str | Path) -> Folder:
+    """Open a folder and read its config.json."""
+    folder = Path(path).expanduser()
+    setting = Setting("model.weights", str(path))
+    if not folder.is_dir():
+        raise UserError(
+            f"{setting} is not a folder",
+            why=f"{folder.absolute()} is a file" if folder.exists() else f"there is no {folder}",
+            fix="download the model first, and name its folder",
+        )
+    if not (folder / CONFIG).is_file():
+        raise UserError(
+            f"{setting} is not the folder of a model",
+            why=f"it has no {CONFIG}",
+            fix="name a folder with config.json and model.safetensors; a run's own parameters are "
+            f"taken with {Setting('model.init_from')}",
+        )
+    return Folder(folder, _read_json(folder / CONFIG))
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Whether a folder is a published model's, and not a run's."""
+    files = (INDEX, SINGLE)
+    return (path / CONFIG).is_file() and any((path / name).is_file() for name in files)
+
+
+def listed(names: Sequence[str], quote: str = "`") -> str:
+    """Return the first names of a list, and how many more there are."""
+    more = len(names) - SHOWN
+    shown = ", ".join(f"{quote}{name}{quote}" for name in names[:SHOWN])
+    return shown + (f" and {more} more" if more > 0 else "")
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {file}", why=first_line(error)) from error
+    if not isinstance(values, dict):
+        raise UserError(f"cannot read {file}", why=f"it holds a {type(values).__name__}")
+    return values

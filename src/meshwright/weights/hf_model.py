@@ -1,0 +1,62 @@
+"""The model of a Hugging Face folder, as a function that builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from meshwright import models
+from meshwright.config.argument_checks import check_path
+from meshwright.config.builders import build, check_arguments
+from meshwright.weights.families import read_architecture
+from meshwright.weights.hf_folder import Folder, open_folder
+from meshwright.weights.kept import published_config
+
+
+@dataclass(frozen=True)
+class HfModel:
+    """Builds the model of a folder, with random weights; `Trainer` then loads the folder's.
+
+    Attributes:
+        folder: the folder.
+        kind: the model's kind.
+        arguments: its arguments.
+        pretrained: whether training starts from the folder's weights.
+    """
+
+    folder: Folder
+    kind: str
+    arguments: Mapping[str, Any]
+    pretrained: bool = True
+
+    def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
+        """Build the model."""
+        builder = models.find_builder(self.kind)
+        return build("model", self.kind, builder, {**self.arguments, "rngs": rngs})
+
+    def config(self) -> dict[str, Any]:
+        """Return the config.json of the model, whose arguments may differ from the folder's."""
+        return published_config(self.kind, self.arguments, self.folder.config)
+
+
+def hf_model(folder: str | Path, *, pretrained: bool = True, **changes: Any) -> HfModel:
+    """Return what builds the model of a Hugging Face folder; nothing but config.json is read.
+
+    ``mw.Trainer(model=mw.hf_model(folder), …)`` trains from the folder's weights, and
+    ``mw.load_model(folder)`` returns the model with them.
+
+    Args:
+        folder: a folder with config.json and weights in safetensors files.
+        pretrained: False to train the same model from random weights.
+        changes: other arguments of the model, such as ``context_length=2048`` or ``dropout=0.0``.
+    """
+    opened = open_folder(check_path("folder", folder))
+    architecture = read_architecture(opened.config, str(opened.path))
+    kind = architecture.family.kind
+    arguments = {**architecture.arguments, **changes}
+    checked = check_arguments("model", models.find_builder(kind), arguments, supplied=("rngs",))
+    return HfModel(opened, kind, checked, pretrained)

@@ -1,0 +1,83 @@
+"""What a run remembers of the folder its weights came from, so that an export has it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.config.builders import parameters_of
+from meshwright.models import find_builder
+from meshwright.weights.families import find_family, text_model
+from meshwright.weights.family import HfConfig
+from meshwright.weights.hf_folder import CONFIG, GENERATION, KEPT, TOKENIZER, Folder
+
+HF_FOLDER = "hf"
+"""The folder for these files in a run folder."""
+
+KeptFiles = Mapping[str, str]
+"""Contents of files by name."""
+
+_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+_RESPELLED = ("rope_parameters", "dtype", "_sliding_window_pattern")
+"""Keys of transformers 5 that an export writes in the spelling that transformers 4 reads too."""
+
+
+def keep_files(
+    folder: Folder | None, *, tokenizer: str | None = None, config: HfConfig | None = None
+) -> dict[str, str]:
+    """Return the files to remember, by name.
+
+    Args:
+        folder: the folder of the weights; None without any.
+        tokenizer: the tokenizer of the data: a file or its folder.
+        config: the config.json of the model that is trained, if it is not the folder's.
+    """
+    files = {} if folder is None else folder.kept_files()
+    if config is not None:
+        files[CONFIG] = json.dumps({**json.loads(files.get(CONFIG, "{}")), **config}, indent=2)
+    if tokenizer is None:
+        return files
+    path = Path(tokenizer)
+    text = (path / TOKENIZER if path.is_dir() else path).read_text(encoding="utf-8")
+    if text != files.get(TOKENIZER):
+        files = {name: own for name, own in files.items() if name not in _TOKENIZER_FILES}
+    return {**files, TOKENIZER: text}
+
+
+def read_kept(folder: Path) -> dict[str, str]:
+    """Read the files that a run remembers from its run folder."""
+    paths = (folder / HF_FOLDER / name for name in (CONFIG, *KEPT))
+    return {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
+
+
+def published_config(kind: str, arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
+    """Return the config.json of a model.
+
+    Args:
+        kind: the model's kind.
+        arguments: its arguments; others have their defaults.
+        kept: the config.json that its weights came with, if any.
+    """
+    family = find_family(kind)
+    before = {k: v for k, v in text_model(kept).items() if k not in _RESPELLED}
+    own = family.config(with_defaults(kind, arguments), before)
+    names = {"architectures": [family.architecture], "model_type": family.model_type}
+    return {**before, **own, **names}
+
+
+def with_defaults(kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a model with the defaults of those that are not given."""
+    parameters = parameters_of(find_builder(kind)).values()
+    return {**{p.name: p.default for p in parameters if p.default is not p.empty}, **arguments}
+
+
+def end_tokens(files: KeptFiles) -> tuple[int, ...]:
+    """Return the tokens that end a text, as the folder's generation config says."""
+    for name in (GENERATION, CONFIG):
+        found = json.loads(files.get(name, "{}")).get("eos_token_id")
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()

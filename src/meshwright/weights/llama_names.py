@@ -1,0 +1,76 @@
+"""Llama: its names and its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.weights.decoder_names import (
+    IGNORED,
+    MLP_NORM,
+    ROWS,
+    SPELLINGS,
+    common_arguments,
+    common_config,
+)
+from meshwright.weights.family import Family, HfConfig, given
+from meshwright.weights.rotary_config import refuse_other_scaling, rotary
+
+_DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+
+_SCALING = {
+    "rope_factor": "factor",
+    "rope_low_frequency": "low_freq_factor",
+    "rope_high_frequency": "high_freq_factor",
+    "rope_original_context": "original_max_position_embeddings",
+}
+
+
+def _arguments(config: HfConfig) -> dict[str, Any]:
+    values = given(config, _DEFAULTS)
+    values.setdefault("num_key_value_heads", values["num_attention_heads"])
+    values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    settings = rotary(values, 10_000.0)
+    refuse_other_scaling(settings, "default", "llama3")
+    scaled = {} if settings["rope_type"] == "default" else _SCALING
+    return {
+        **common_arguments(values),
+        "rope_base": settings["rope_theta"],
+        "rope_factor": 1.0,
+        **{argument: settings[key] for argument, key in scaled.items()},
+    }
+
+
+def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
+    factor = arguments.get("rope_factor")
+    scaling = {key: arguments[argument] for argument, key in _SCALING.items()}
+    return {
+        **common_config(arguments, kept),
+        "hidden_act": "silu",
+        "rope_theta": arguments["rope_base"],
+        "rope_scaling": None if factor in (None, 1) else {"rope_type": "llama3", **scaling},
+    }
+
+
+LLAMA = Family(
+    kind="llama3",
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    rows=(*ROWS, MLP_NORM),
+    arguments=_arguments,
+    config=_config,
+    computes={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+    other_architectures=("LlamaModel",),
+    spellings=SPELLINGS,
+    ignored=IGNORED,
+    free=("context_length",),
+)

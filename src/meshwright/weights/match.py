@@ -1,0 +1,147 @@
+"""Which tensors of a folder hold which arrays of a model, checked before anything is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.errors import ANY, Setting, UserError
+from meshwright.weights.array_differences import describe_differences
+from meshwright.weights.families import Architecture, read_architecture
+from meshwright.weights.family import Row
+from meshwright.weights.hf_folder import Folder, listed
+from meshwright.weights.safetensors_format import DTYPES, Tensor
+from meshwright.weights.views import Range, View
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of arrays by canonical path, or of tensors by name."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an array of the model is in the tensors of a family.
+
+    Attributes:
+        name: the tensor's name, as the family spells it.
+        view: how the array is found in it.
+    """
+
+    name: str
+    view: View
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a folder for a model, of which slices can be read.
+
+    Attributes:
+        folder: the folder.
+        shapes: the shapes of the model's arrays, by canonical path.
+        skipped: what of the folder is left out, in one line; empty for nothing.
+    """
+
+    folder: Folder
+    shapes: Shapes
+    skipped: str
+    _places: Mapping[str, Place]
+    _tensors: Mapping[str, Tensor]
+    _sizes: Mapping[str, int]
+
+    def read(self, path: str, ranges: Sequence[Range], dtype: Any) -> NDArray[Any]:
+        """Read a slice of one of the model's arrays."""
+        place = self._places[path]
+        tensor = self._tensors[place.name]
+        found = place.view.read(tensor, ranges, self.shapes[path], self._sizes)
+        return np.ascontiguousarray(found, dtype)
+
+    def read_whole(self, path: str, dtype: Any) -> NDArray[Any]:
+        """Read one of the model's arrays."""
+        return self.read(path, [(0, size) for size in self.shapes[path]], dtype)
+
+
+def find_weights(folder: Folder, shapes: Shapes) -> Weights:
+    """Find a model's arrays in a folder; refuse a folder that does not fit the model.
+
+    Args:
+        folder: the folder.
+        shapes: the shapes of the model's arrays, by canonical path.
+    """
+    architecture = read_architecture(folder.config, str(folder.path))
+    family = architecture.family
+    places = place_arrays(architecture, shapes)
+    tensors = {family.spell(name): tensor for name, tensor in folder.tensors.items()}
+    skipped = _matching(tensors, [family.skipped[0]] if family.skipped else [])
+    have = {name: t for name, t in tensors.items() if name not in skipped}
+    for name in _matching(have, _not_needed(architecture)):
+        del have[name]
+    need = tensor_shapes(places, shapes, architecture.sizes)
+    unknown = {path: shape for path, shape in shapes.items() if path not in places}
+    differences = describe_differences(
+        {name: tensor.shape for name, tensor in have.items()}, {**need, **unknown}, "in the folder"
+    )
+    if differences:
+        raise UserError(
+            f"the weights in {folder.path} do not fit the model",
+            why="; ".join(differences),
+            fix="build the model of the folder: model=hf on the command line, mw.hf_model(folder) "
+            "in Python",
+        )
+    _refuse_formats(folder, have.values())
+    remark = ""
+    if skipped and family.skipped:
+        remark = (
+            f"of {folder.path}, only the text model is used: {len(skipped)} tensors of the "
+            f"{family.skipped[1]} model are skipped"
+        )
+    return Weights(folder, shapes, remark, places, have, architecture.sizes)
+
+
+def place_arrays(architecture: Architecture, paths: Iterable[str]) -> dict[str, Place]:
+    """Return where arrays of a model are, by path; those that are nowhere are left out."""
+    rows = architecture.family.rows
+    found = {path: _place(rows, path) for path in paths}
+    return {path: place for path, place in found.items() if place is not None}
+
+
+def tensor_shapes(
+    places: Mapping[str, Place], shapes: Shapes, sizes: Mapping[str, int]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that hold a model's arrays, by name."""
+    return {
+        place.name: place.view.tensor_shape(shapes[path], sizes) for path, place in places.items()
+    }
+
+
+def _place(rows: Sequence[Row], path: str) -> Place | None:
+    for row in rows:
+        name = row.match(path)
+        if name is not None:
+            return Place(name, row.view)
+    return None
+
+
+def _not_needed(architecture: Architecture) -> list[str]:
+    tied = architecture.arguments.get("tied_embeddings")
+    # Some files have the output layer although it is the embedding.
+    return [*architecture.family.ignored, *([r"lm_head\.weight"] if tied else [])]
+
+
+def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    patterns = list(patterns)
+    return [name for name in names if any(re.fullmatch(p, name) for p in patterns)]
+
+
+def _refuse_formats(folder: Folder, tensors: Iterable[Tensor]) -> None:
+    others = {tensor.dtype: tensor.name for tensor in tensors if tensor.dtype not in DTYPES}
+    if others:
+        raise UserError(
+            f"the weights in {folder.path} have number formats that are not read",
+            why=listed([f"{name} is {dtype}" for dtype, name in others.items()], quote=""),
+            fix=f"write {Setting('model.weights', ANY)} with weights in "
+            f"{', '.join(dtype.name for dtype in DTYPES.values())}",
+        )

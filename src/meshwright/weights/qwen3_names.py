@@ -1,0 +1,68 @@
+"""Qwen 3: its names and its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.weights.decoder_names import (
+    HEAD_NORMS,
+    IGNORED,
+    MLP_NORM,
+    ROWS,
+    SPELLINGS,
+    common_arguments,
+    common_config,
+)
+from meshwright.weights.family import Family, HfConfig, given
+from meshwright.weights.rotary_config import refuse_other_scaling, rotary
+
+_DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+
+
+def _arguments(config: HfConfig) -> dict[str, Any]:
+    values = given(config, _DEFAULTS)
+    settings = rotary(values, 10_000.0)
+    refuse_other_scaling(settings, "default")
+    return {**common_arguments(values), "rope_base": settings["rope_theta"]}
+
+
+def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
+    return {
+        **common_config(arguments, kept),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "rope_theta": arguments["rope_base"],
+        "rope_scaling": None,
+    }
+
+
+QWEN3 = Family(
+    kind="qwen3",
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    rows=(*ROWS, *HEAD_NORMS, MLP_NORM),
+    arguments=_arguments,
+    config=_config,
+    computes={
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "use_sliding_window": (False,),
+    },
+    other_architectures=("Qwen3Model",),
+    spellings=SPELLINGS,
+    ignored=IGNORED,
+    free=("context_length",),
+)

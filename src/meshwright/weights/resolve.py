@@ -1,0 +1,123 @@
+"""Completing a config from the folder that model.weights names, before JAX starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.errors import ANY, Setting, UserError
+from meshwright.weights.families import Architecture, find_family, read_architecture
+from meshwright.weights.hf_folder import CONFIG, TOKENIZER, Folder, open_folder
+
+KIND = "hf"
+"""The kind of a model whose folder says what it is."""
+
+_TOKENIZED = ("text", "tokens", "jsonl", "parquet", "array_record")
+"""Kinds of data that take a tokenizer."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A config completed from a folder.
+
+    Attributes:
+        values: the config.
+        origins: the file that each added value comes from, by key.
+    """
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+
+
+def resolve_weights(values: Mapping[str, Any], *, saved: bool) -> Resolved:
+    """Complete a config from the folder that ``model.weights`` names, if any.
+
+    The model's kind and sizes are written out, so that the run can be loaded without the folder.
+
+    Args:
+        values: the composed config, not validated yet.
+        saved: whether it is that of an earlier run, whose folder may be gone.
+    """
+    section = values.get("model")
+    model: dict[str, Any] = dict(section) if isinstance(section, Mapping) else {}
+    path, kind = model.get("weights"), str(model.get("kind"))
+    if path is None:
+        if kind == KIND:
+            raise UserError(
+                f"model={KIND} needs the folder of a model",
+                why=f"{Setting('model.weights')} is not set",
+                fix=f"write {Setting('model.weights', ANY)}, or choose another model",
+            )
+        return Resolved(dict(values), {})
+    if model.get("init_from") is not None:
+        raise UserError(
+            f"{Setting('model.weights')} and {Setting('model.init_from')} are both set",
+            why="training can start from one of them only",
+        )
+    if kind != KIND:
+        find_family(kind)
+    try:
+        folder = open_folder(str(path))
+    except UserError:
+        if saved and kind != KIND:
+            return Resolved(dict(values), {})
+        raise
+    architecture = read_architecture(folder.config, str(folder.path))
+    _refuse_contradictions(model, architecture, folder)
+    return _completed(values, model, architecture, folder)
+
+
+def _completed(
+    values: Mapping[str, Any], model: dict[str, Any], architecture: Architecture, folder: Folder
+) -> Resolved:
+    given = {key: value for key, value in model.items() if value is not None}
+    found = {**architecture.arguments, **given, "kind": architecture.family.kind}
+    file = str(folder.path / CONFIG)
+    origins = {f"model.{key}": file for key in found if found[key] != model.get(key)}
+    completed = {**values, "model": found}
+    data: Any = values.get("data")
+    if isinstance(data, Mapping) and data.get("kind") in _TOKENIZED and "tokenizer" not in data:
+        tokenizer = folder.path / TOKENIZER
+        if tokenizer.is_file():
+            completed["data"] = {**data, "tokenizer": str(tokenizer)}
+            origins["data.tokenizer"] = str(tokenizer)
+    return Resolved(completed, origins)
+
+
+def _refuse_contradictions(
+    model: Mapping[str, Any], architecture: Architecture, folder: Folder
+) -> None:
+    family, file = architecture.family, folder.path / CONFIG
+    if model["kind"] not in (KIND, family.kind):
+        raise UserError(
+            f"{Setting('model.weights', str(folder.path))} is another kind of model",
+            why=f"the config has model.kind={model['kind']}, and {file} describes "
+            f"{family.architecture}, which is model.kind={family.kind}",
+            fix=f"write model={KIND} to take the kind and the sizes from the folder",
+        )
+    differing = [
+        f"{key} is {model[key]} in the config and {value} in {CONFIG}"
+        for key, value in architecture.arguments.items()
+        if key not in family.free and model.get(key) is not None and model[key] != value
+    ]
+    if differing:
+        raise UserError(
+            f"the model is not the one in {folder.path}",
+            why="; ".join(differing),
+            fix=f"write model={KIND} to take all sizes from the folder, and leave these out",
+        )
+    _refuse_longer_rows(model, architecture, folder)
+
+
+def _refuse_longer_rows(
+    model: Mapping[str, Any], architecture: Architecture, folder: Folder
+) -> None:
+    """Refuse rows of more tokens than the published model reads."""
+    asked, longest = model.get("context_length"), architecture.arguments.get("context_length")
+    if isinstance(asked, int) and isinstance(longest, int) and asked > longest:
+        raise UserError(
+            f"{Setting('model.context_length', asked)} is longer than the model reads",
+            why=f"{folder.path / CONFIG} says {longest}",
+            fix=f"write {Setting('model.context_length', longest)}, or less",
+        )

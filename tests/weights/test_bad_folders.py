@@ -1,0 +1,157 @@
+"""Folders that are not what they should be: one clear message each, exit code 2."""
+
+import json
+
+import numpy as np
+import optax
+import pytest
+from hf_folders import GPT2, HF, change_config, copy_folder, saved_tensors
+
+import meshwright as mw
+from meshwright.cli.main import main
+from meshwright.data.tokenizer import FileTokenizer
+from meshwright.errors import UserError
+from meshwright.weights.safetensors_format import write_file
+
+
+def rewrite(folder, change):
+    """Write the tensors of a folder again after a change."""
+    tensors = saved_tensors(folder)
+    change(tensors)
+    shapes = {name: array.shape for name, array in tensors.items()}
+    write_file(folder / "model.safetensors", shapes, "float32", iter(tensors.values()))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["model=hf"], ["model=hf needs the folder of a model", "model.weights=…"]),
+        (["model=hf", "model.weights=nowhere"], ["is not a folder", "there is no nowhere"]),
+        (["model=hf", "model.weights=file"], ["model.weights=file is not a folder"]),
+        (["model=hf", "model.weights=empty"], ["it has no config.json"]),
+        (["model=hf", "model.weights=mistral"], ["MistralForCausalLM", "Gemma3ForCausalLM"]),
+        (["model=hf", "model.weights=broken"], ["cannot read", "config.json"]),
+        (
+            ["model=gpt2", "model.weights=gpt2"],
+            ["num_blocks is 12 in the config and 2 in config.json", "model=hf"],
+        ),
+        (["model=gemma3_1b", "model.weights=gpt2"], ["model.kind=gemma3", "GPT2LMHeadModel"]),
+        (["model=hf", "model.weights=gpt2", "model.num_heads=8"], ["num_heads is 8", "and 4 in"]),
+        (["model=hf", "model.weights=gpt2", "model.hidden=8"], ["there is no `model.hidden`"]),
+        (
+            ["model=hf", "model.weights=llama", "model.context_length=128"],
+            ["model.context_length=128 is longer", "says 64"],
+        ),
+        (
+            ["model.kind=own:Net", "model.weights=gpt2"],
+            ["model.kind=own:Net has no published form"],
+        ),
+        (["model=moe_tiny", "model.weights=gpt2"], ["model.kind=moe", "gpt, gemma3, llama3"]),
+        (["model=hf", "model.weights=gpt2", "model.init_from=run"], ["are both set"]),
+    ],
+)
+def test_a_config_that_contradicts_its_folder_is_refused(
+    tmp_path, monkeypatch, capsys, words, told
+):
+    monkeypatch.chdir(tmp_path)
+    copy_folder("gpt2", tmp_path / "gpt2")
+    copy_folder("llama", tmp_path / "llama")
+    configs = {"mistral": {"architectures": ["MistralForCausalLM"]}, "broken": []}
+    for name, config in configs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    assert main(["config", *words]) == 2
+    error = capsys.readouterr().err
+    assert all(text in error for text in told), error
+
+
+def test_rows_may_be_shorter_than_the_model_reads(capfd):
+    words = ["model=hf", f"model.weights={HF / 'llama'}", "model.context_length=16"]
+    assert main(["config", *words, "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["model.context_length"]["value"] == 16
+    assert told["model.num_blocks"]["from"] == str(HF / "llama" / "config.json")
+
+
+def test_names_and_shapes_that_differ_are_listed(tmp_path):
+    folder = copy_folder("gpt2", tmp_path / "gpt2")
+
+    def change(tensors):
+        del tensors["transformer.h.1.ln_1.weight"]
+        tensors["transformer.h.1.extra"] = np.zeros(3, np.float32)
+        tensors["transformer.wpe.weight"] = np.zeros((31, 16), np.float32)
+
+    rewrite(folder, change)
+    with pytest.raises(UserError, match="do not fit the model") as error:
+        mw.load_model(folder)
+    assert "not in the folder: `transformer.h.1.ln_1.weight`" in error.value.why
+    assert "not in the model: `transformer.h.1.extra`" in error.value.why
+    assert "`transformer.wpe.weight` is [31, 16] and should be [32, 16]" in error.value.why
+
+
+def test_an_own_model_that_is_another_lists_what_is_missing():
+    from meshwright.models.mlp import MLP
+
+    trainer = mw.Trainer(
+        model=lambda rngs: MLP(widths=(4, 4), rngs=rngs),
+        loss=lambda model, batch: model(batch["x"]).mean(),
+        optimizer=optax.sgd(0.1),
+        weights=GPT2,
+    )
+    with pytest.raises(UserError, match="do not fit the model") as error:
+        trainer.fit({"x": np.ones((8, 4), np.float32)}, steps=1, batch_size=8)
+    assert "not in the folder" in error.value.why
+    assert "not in the model: `transformer.h.0.attn.c_attn.bias`" in error.value.why
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    file = copy_folder("gpt2", tmp_path / "gpt2") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match="is not a complete safetensors file") as error:
+        mw.load_model(tmp_path / "gpt2")
+    assert f"{file.stat().st_size:,} bytes" in error.value.why
+
+
+def test_missing_files_and_tensors_of_an_index_are_listed(tmp_path):
+    folder = copy_folder("llama", tmp_path / "llama")
+    index = folder / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    values["weight_map"]["model.more"] = "model-00001-of-00005.safetensors"
+    index.write_text(json.dumps(values))
+    with pytest.raises(UserError, match="do not have all tensors") as error:
+        mw.load_model(folder)
+    assert "`model.more`" in error.value.why
+    (folder / "model-00002-of-00005.safetensors").unlink()
+    with pytest.raises(UserError, match="1 of the 5 files of weights are missing") as error:
+        mw.load_model(folder)
+    assert "`model-00002-of-00005.safetensors`" in error.value.why
+    index.write_text("{}")
+    with pytest.raises(UserError, match="is not an index"):
+        mw.load_model(folder)
+
+
+def test_a_folder_without_safetensors_says_what_it_has(tmp_path):
+    folder = copy_folder("gpt2", tmp_path / "gpt2")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    trainer = mw.Trainer(
+        model=mw.hf_model(folder),
+        loss=lambda model, batch: model(batch["x"]).mean(),
+        optimizer=optax.sgd(0.1),
+    )
+    with pytest.raises(UserError, match="there are no weights") as error:
+        trainer.fit({"x": np.zeros((8, 4), np.int32)}, steps=1, batch_size=8)
+    assert "pytorch_model.bin" in error.value.why
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, capsys):
+    folder = copy_folder("gpt2", tmp_path / "gpt2")
+    change_config(folder, vocab_size=200)
+    size = FileTokenizer(str(folder)).vocab_size
+    (tmp_path / "text").write_text("the cat sat on the mat. " * 400)
+    words = ["model=hf", f"model.weights={folder}", f"data.path={tmp_path / 'text'}"]
+    run = f"hydra.run.dir={tmp_path / 'run'}"
+    assert main(["train", *words, run]) == 2
+    assert f"it has {size} tokens, the model's vocabulary 200" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

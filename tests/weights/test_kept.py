@@ -1,0 +1,33 @@
+"""What a run remembers of a folder: its tokenizer, and where texts end."""
+
+import numpy as np
+from hf_folders import GPT2
+
+from meshwright.cli.sample import until_end
+from meshwright.weights.hf_folder import open_folder
+from meshwright.weights.kept import end_tokens, keep_files
+
+
+def test_the_generation_config_says_where_texts_end():
+    config = '{"eos_token_id": 1}'
+    assert end_tokens(keep_files(open_folder(GPT2))) == (0,)
+    both = {"config.json": config, "generation_config.json": '{"eos_token_id": [1, 106]}'}
+    assert end_tokens(both) == (1, 106)
+    assert end_tokens({"config.json": config, "generation_config.json": "{}"}) == (1,)
+    assert end_tokens({}) == ()
+
+
+def test_a_sample_ends_there_but_not_inside_its_prompt():
+    tokens = np.array([5, 1, 7, 8, 106, 9, 1])
+    np.testing.assert_array_equal(until_end(tokens, 2, (1, 106)), tokens[:4])
+    np.testing.assert_array_equal(until_end(tokens, 2, (1,)), tokens[:6])
+    np.testing.assert_array_equal(until_end(tokens, 2, ()), tokens)
+
+
+def test_the_tokenizer_of_the_data_replaces_that_of_the_folder(tmp_path):
+    (tmp_path / "mine.json").write_text("{}")
+    files = keep_files(open_folder(GPT2), tokenizer=str(tmp_path / "mine.json"))
+    assert files["tokenizer.json"] == "{}"
+    assert keep_files(None, tokenizer=str(GPT2)) == {
+        "tokenizer.json": (GPT2 / "tokenizer.json").read_text()
+    }
