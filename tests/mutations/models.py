@@ -51,6 +51,21 @@ class Deep(Transformer):
         super().__init__(2, rngs=rngs)
 
 
+class Grown(nnx.Module):
+    """Each layer appends its channels to those before it, as in a DenseNet."""
+
+    def __init__(self, *, rngs):
+        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(n * WIDTH, WIDTH, rngs=rngs) for n in (1, 2)])
+        self.last = nnx.Linear(3 * WIDTH, WIDTH // 2, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = jnp.concatenate([x, jax.nn.relu(layer(x))], axis=-1)
+        return self.last(x)
+
+
 class Layer(nnx.Module):
     """x + dropout(down(tanh(up(x))))."""
 

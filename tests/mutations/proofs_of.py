@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import optax
-from mutations.models import Deep, Staged, Transformer, tokens_loss, tokens_of
+from mutations.models import Deep, Grown, Staged, Transformer, tokens_loss, tokens_of
 from mutations.mutation import Patch
 from proof.proofs import SAMPLES, Net, Plain, batch_of, certify, plan_of, weighted_loss
 
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
-from meshwright.ledgers import make_ledger
+from meshwright.ledgers import Ledger, make_ledger
+from meshwright.ledgers.ledger_records import HIGHEST
 from meshwright.mesh.axes import parse_mesh
 from meshwright.plan import Plan
 from meshwright.proof import run
@@ -84,28 +85,52 @@ class LedgerOf:
     """The ledger of one configuration: an axis fails that sends more or less than it needs."""
 
     mesh: str
+    model: type = Plain
+    loss: Callable[..., Any] = weighted_loss
+    batches: Callable[[int], Any] = batch_of
     options: dict[str, Any] = field(default_factory=dict)
     name: str = "ledger"
 
     def failures(self, *, everything: bool) -> dict[str, str]:
         del everything
+        return {
+            f"{axis} below the minimum"
+            if own.ratio is not None and own.ratio < 1
+            else f"{axis} above the minimum": axis
+            for axis, own in self.ledger().axes.items()
+            if own.suspicious
+        }
+
+    def ledger(self) -> Ledger:
+        """Compile the step and return its ledger."""
         mesh = parse_mesh(self.mesh)
-        batch = batch_of(0)
+        batch = self.batches(0)
         assembled = assemble(
-            lambda rngs: Plain(rngs=rngs),
-            weighted_loss,
+            lambda rngs: self.model(rngs=rngs),
+            self.loss,
             optax.sgd(0.1),
             plan_of(mesh, **self.options),
             batch,
             devices=jax.devices()[: plan_of(mesh).num_devices],
         )
-        ledger = make_ledger(assembled, batch)
+        return make_ledger(assembled, batch)
+
+
+@dataclass(eq=False)
+class LedgersOf(LedgerOf):
+    """Ledgers of one configuration: an axis fails that sends more than in the first of them."""
+
+    name: str = "ledgers compared"
+    _first: dict[str, int] = field(default_factory=dict)
+
+    def failures(self, *, everything: bool) -> dict[str, str]:
+        del everything
+        sent = {axis: own.sent_bytes for axis, own in self.ledger().axes.items()}
+        first = self._first = self._first or sent
         return {
-            f"{axis} below the minimum"
-            if own.ratio is not None and own.ratio < 1
-            else f"{axis} above": axis
-            for axis, own in ledger.axes.items()
-            if own.suspicious
+            f"more sent over {axis}": axis
+            for axis, size in sent.items()
+            if size > HIGHEST * first[axis]
         }
 
 
@@ -147,3 +172,8 @@ STAGES = _tokens("pipe=2,data=2", Staged, plan=staged_plan())
 CHUNKS = _tokens("pipe=2,data=2", Staged, plan=staged_plan("interleaved", 2))
 SPLIT_BACKWARD = _tokens("pipe=2,data=2", Staged, plan=staged_plan("zb_h1"))
 LEDGER = LedgerOf("data=2", options={"accumulation": 2, "sync": 2})
+# The smallest model found in which the layouts of activations alone matter: it divides the channels
+# that it concatenates anew, which is more than the minimum in any case.
+LEDGERS_GROWN = LedgersOf("fsdp=4,tensor=2", Grown)
+# A model of two layers is compiled alike with and without layouts: there is nothing to move.
+LEDGER_TOKENS = LedgerOf("fsdp=4", Transformer, tokens_loss, tokens_of)

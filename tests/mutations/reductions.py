@@ -15,12 +15,15 @@ from mutations.proofs_of import (
     FSDP_BF16,
     FSDP_PLAIN,
     LEDGER,
+    LEDGER_TOKENS,
+    LEDGERS_GROWN,
     TENSOR,
 )
 from mutations.sabotage import equation, gradient_values, gradients, replace
 
 from meshwright.program.evaluate import weights
 from meshwright.program.on_mesh import products
+from meshwright.sharding import decide
 from meshwright.step import local_accumulation as local
 
 PARAMS = ["down.bias", "down.kernel", "norm.bias", "norm.scale", "up.bias", "up.kernel"]
@@ -73,6 +76,30 @@ def _divided_again(right):
         return used / 2 + jax.lax.stop_gradient(used / 2)
 
     return prepare
+
+
+def _gradient_as_it_is(right):
+    """Gather weights as always; their gradients get no layout."""
+
+    def prepare(value, mesh, *, dtype, specs, trained):
+        def gather(weight):
+            return right(weight, mesh, dtype=dtype, specs=specs, trained=False)
+
+        use = jax.custom_vjp(gather)
+        use.defvjp(lambda weight: (gather(weight), None), lambda _, cotangent: (cotangent,))
+        return use(value) if trained else gather(value)
+
+    return prepare
+
+
+_no_activation_is_pinned = replace(
+    decide, "find_pins", lambda right: lambda *arguments, **options: {}
+)
+
+
+def _nothing_is_pinned(patch):
+    _no_activation_is_pinned(patch)
+    replace(weights, "prepare_weight", lambda right: lambda value, *a, **k: value)(patch)
 
 
 MUTATIONS = (
@@ -144,6 +171,29 @@ MUTATIONS = (
         seen="averaging in ZeRO's reduce-scatter",
         names="down.bias",
         everyday=True,
+    ),
+    Mutation(
+        "gradients of gathered weights get no layout, and the compiler chooses one",
+        replace(weights, "prepare_weight", _gradient_as_it_is),
+        LEDGER_TOKENS,
+        ("fsdp above the minimum",),
+        names="fsdp",
+        everyday=True,
+    ),
+    Mutation(
+        "activations get no layout, and the compiler chooses one",
+        _no_activation_is_pinned,
+        LEDGERS_GROWN,
+        ("more sent over tensor",),
+        names="tensor",
+    ),
+    Mutation(
+        "neither activations nor gathered weights get a layout",
+        _nothing_is_pinned,
+        LEDGER_TOKENS,
+        ("fsdp above the minimum",),
+        seen="parameters that are sharded in programs that are left to the compiler",
+        names="fsdp",
     ),
     Mutation(
         "one of eight replicas is left out, in bfloat16",

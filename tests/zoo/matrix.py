@@ -15,6 +15,8 @@ import pytest
 from quick import compile_quickly
 from zoo import densities, equations, images, representations, sequences, structures
 
+from meshwright.ledgers.ledger_text import beyond_minimum
+
 ZOO = {
     name: entry
     for part in (images, sequences, representations, densities, equations, structures)
@@ -92,9 +94,8 @@ def row(name, mesh):
     seconds = time.perf_counter() - started
     lines = [f"| {name} | {mesh} | {verdict} | {worst:.0e} | {ratios} | {seconds:.0f} s |"]
     lines += [f"    {failure.sentence()}" for failure in certificate.failures()]
-    lines += [
-        f"    {axis}: {line}" for axis in ledger.suspicious for line in ledger.axes[axis].excess
-    ]
+    if ledger.suspicious:
+        lines += [f"    {line}" for line in beyond_minimum(ledger)]
     return "\n".join(lines)
 
 

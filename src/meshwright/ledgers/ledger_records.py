@@ -40,10 +40,13 @@ class Explanation(Frozen):
     Attributes:
         sent_bytes: bytes each device sends per update for this reason.
         reason: the reason.
+        planned: whether the plan makes it so, and the axis is not flagged for it; False for what
+            the program shows, which may be worth changing.
     """
 
     sent_bytes: int
     reason: str
+    planned: bool = False
 
 
 class ModuleLedger(Frozen):
@@ -74,8 +77,8 @@ class AxisLedger(Frozen):
         ratio: sent over minimum bytes; null if nothing needs to be sent.
         excess: bytes sent beyond the minimum, by module.
         modules: what each module sends, and its minimum.
-        explained_bytes: bytes beyond the minimum that are sent for a known reason; `modules` has
-            the reasons.
+        explained_bytes: bytes beyond the minimum that the plan itself makes necessary; `modules`
+            has the reasons.
     """
 
     size: int
@@ -88,7 +91,7 @@ class AxisLedger(Frozen):
 
     @property
     def suspicious(self) -> bool:
-        """Whether the axis deviates from its minimum without a known reason."""
+        """Whether the axis deviates from its minimum by more than the plan makes necessary."""
         if self.ratio is None:
             return self.sent_bytes > self.explained_bytes
         unexplained = self.ratio - self.explained_bytes / self.minimum_bytes

@@ -17,6 +17,7 @@ from meshwright.compiled.hlo import CompiledProgram, compile_program
 from meshwright.compiled.memory import memory_of
 from meshwright.data.batches import read_batch
 from meshwright.errors import UserError
+from meshwright.ledgers.excess_reasons import Reason, Reasons, explain
 from meshwright.ledgers.ledger_records import (
     AxisLedger,
     Explanation,
@@ -27,7 +28,11 @@ from meshwright.ledgers.ledger_records import (
 from meshwright.ledgers.minimum import Needed, needed_collectives
 from meshwright.ledgers.stage_minimum import needed_by_stage
 from meshwright.pipeline.execute.op_counts import count_operations
+from meshwright.program.weight_reads import weight_reads
 from meshwright.step.assemble import Assembled
+
+_Explained = Sequence[tuple[Collective, Reason | None]]
+"""The collectives of a stage, and why they are sent where it is not for the minimum."""
 
 
 class Assembles(Protocol):
@@ -84,8 +89,10 @@ def read_ledger(
     mesh = dict(assembled.mesh.shape)
     stages, needed = _by_stage(read_collectives(program.partitioned, mesh), assembled)
     memory = memory_of(program.compiled)
+    reasons = Reasons(weight_reads(assembled.traced), mesh)
+    explained = [reasons.of(stage) for stage in stages]
     axes = {
-        axis: _axis(axis, size, mesh, stages, needed) for axis, size in mesh.items() if size > 1
+        axis: _axis(axis, size, mesh, explained, needed) for axis, size in mesh.items() if size > 1
     }
     totals = [sum(c.sent_bytes for c in stage) for stage in stages]
     sent = max(totals)
@@ -107,11 +114,11 @@ def _axis(
     axis: str,
     size: int,
     mesh: dict[str, int],
-    stages: Sequence[Sequence[Collective]],
+    stages: Sequence[_Explained],
     needed: Sequence[Sequence[Needed]],
 ) -> AxisLedger:
     minimum_by_module: dict[tuple[str, str], float] = defaultdict(float)
-    by_stage = [_sent_over(axis, mesh, stage) for stage in stages]
+    by_stage = [_sent_over(axis, mesh, (c for c, _ in stage)) for stage in stages]
     totals = [sum(stage.values()) for stage in by_stage]
     largest = totals.index(max(totals))
     sent = by_stage[largest]
@@ -126,7 +133,11 @@ def _axis(
         minimum_bytes=round(minimum),
         ratio=_ratio(total, minimum),
         excess=_excess(sent, minimum_by_module, minimum),
-        modules=_modules(sent, minimum_by_module, own),
+        modules=_modules(
+            sent,
+            minimum_by_module,
+            _planned(own) + _found(axis, mesh, stages[largest], own),
+        ),
         explained_bytes=round(sum(need.sent_bytes for need in own if need.reason)),
     )
 
@@ -189,7 +200,7 @@ def _excess(
 ) -> list[str]:
     """Describe the bytes that modules send beyond the minimum, largest first."""
     over = {key: value - minimum_by_module.get(key, 0.0) for key, value in sent.items()}
-    large = {key: value for key, value in over.items() if value > max(minimum, 1.0) * 1e-3}
+    large = {key: value for key, value in over.items() if value > _negligible(minimum)}
     ordered = sorted(large.items(), key=lambda item: -item[1])
     return [
         f"{module or 'outside modules'}: {kind} of {value:,.0f} bytes beyond the minimum"
@@ -197,16 +208,51 @@ def _excess(
     ]
 
 
+def _negligible(minimum: float) -> float:
+    """Return the bytes of a module that are not worth a line."""
+    return max(minimum, 1.0) * 1e-3
+
+
+def _planned(needed: Iterable[Needed]) -> list[tuple[str, Explanation]]:
+    """Return what the plan itself sends beyond the minimum, by module."""
+    sizes: dict[tuple[str, str], float] = defaultdict(float)
+    for need in needed:
+        if need.reason:
+            sizes[_part(need.module), need.reason] += need.sent_bytes
+    return [
+        (module, Explanation(sent_bytes=round(size), reason=reason, planned=True))
+        for (module, reason), size in sizes.items()
+    ]
+
+
+def _found(
+    axis: str, mesh: dict[str, int], collectives: _Explained, needed: Iterable[Needed]
+) -> list[tuple[str, Explanation]]:
+    """Return why modules send more than the plan needs, as the program shows it."""
+    parts: dict[tuple[str, str], list[tuple[Reason | None, float]]] = defaultdict(list)
+    for collective, reason in collectives:
+        share = shares(collective, mesh).get(axis, 0.0)
+        parts[_part(collective.module), _family(collective.kind)].append((reason, share))
+    least: dict[tuple[str, str], float] = defaultdict(float)
+    for need in needed:
+        least[_part(need.module), _family(need.kind)] += need.sent_bytes
+    negligible = _negligible(sum(least.values()))
+    return [
+        (module, Explanation(sent_bytes=round(size), reason=reason))
+        for (module, family), sent in parts.items()
+        for reason, size in explain(sent, least[module, family], negligible).items()
+    ]
+
+
 def _modules(
     sent: dict[tuple[str, str], float],
     minimum: dict[tuple[str, str], float],
-    needed: Sequence[Needed],
+    explanations: Iterable[tuple[str, Explanation]],
 ) -> dict[str, ModuleLedger]:
     """Return what each module sends, largest first."""
-    reasons: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for need in needed:
-        if need.reason:
-            reasons[_part(need.module)][need.reason] += need.sent_bytes
+    explained: dict[str, list[Explanation]] = defaultdict(list)
+    for module, explanation in explanations:
+        explained[module].append(explanation)
     over: dict[str, dict[str, int]] = defaultdict(dict)
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for module, kind in dict.fromkeys([*sent, *minimum]):
@@ -220,10 +266,7 @@ def _modules(
             sent_bytes=round(here),
             minimum_bytes=round(least),
             kinds=over[module],
-            explained=[
-                Explanation(sent_bytes=round(size), reason=reason)
-                for reason, size in reasons[module].items()
-            ],
+            explained=explained[module],
         )
         for module, (here, least) in sorted(totals.items(), key=lambda item: -item[1][0])
         if round(here) or round(least)
