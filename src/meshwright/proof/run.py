@@ -33,6 +33,7 @@ from meshwright.inputs.checks import check_loss, check_trainable
 from meshwright.mesh.build import Device, check_devices
 from meshwright.plan import Plan
 from meshwright.processes import process_count
+from meshwright.program.flops import count_flops
 from meshwright.program.trace.build_model import ModelSource, abstract_model, initialize
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
@@ -123,26 +124,28 @@ def verify(
     with show_on_terminal(), jax.enable_x64(False):
         with activity("reading the data"):
             global_batches = [read_batch(batches(n)) for n in range(steps)]
-        make = functools.partial(
-            assemble,
+        assembled = assemble(
             model,
             loss,
-            plan=plan,
-            batch=global_batches[0],
+            recording_gradients(optimizer),
+            plan,
+            global_batches[0],
             clip_norm=clip_norm,
             trainable=trainable,
             devices=devices,
+            runs=steps,
         )
-        assembled = make(optimizer=recording_gradients(optimizer))
         traced = _trace(loss, assembled, global_batches[0], plan.precision)
+        flops = steps * plan.batch.gradient_accumulation_steps * count_flops(traced)
+        written = _written(abstract_model(model), loss, trainable, traced, global_batches[0], flops)
         return _Proof(
             assembled=assembled,
-            assemble_wide=lambda optimizer: make(optimizer=optimizer, wide=True),
             traced=traced,
             traced_in_float32=traced
             if plan.precision == "no"
             else _trace(loss, assembled, global_batches[0], "no"),
-            written=_written(abstract_model(model), loss, trainable, traced, global_batches[0]),
+            written=written,
+            flops=flops,
             initial_values=_initial_values(model, assembled, seed),
             batches=global_batches,
             optimizer=optimizer,
@@ -183,11 +186,11 @@ class _Proof:
 
     Attributes:
         assembled: the step in the plan's precision.
-        assemble_wide: assembles the same step in float64 with another optimizer.
         traced: the loss traced for one microbatch, before any pass.
         traced_in_float32: the same without the plan's half precision.
         written: the gradient of the loss as its author wrote it; None if `nnx.jit` does not take
             the model.
+        flops: floating-point operations of all updates together.
         initial_values: the model's initial leaf values, created on one device.
         batches: the global batch of every update.
         optimizer: the user's optimizer.
@@ -196,10 +199,10 @@ class _Proof:
     """
 
     assembled: Assembled
-    assemble_wide: Callable[[optax.GradientTransformation], Assembled]
     traced: TracedLoss
     traced_in_float32: TracedLoss
     written: Gradient | None
+    flops: float
     initial_values: list[Any]
     batches: list[Batch]
     optimizer: optax.GradientTransformation
@@ -246,14 +249,13 @@ class _Proof:
 
     def reference_in_float64(self) -> ObservedRun:
         with jax.enable_x64(True):
-            values = widened(self.initial_values)
-            return self.wide.run(values, self.leaves, self.update, self.clip_norm)
+            return self.wide.run(self.wide_values, self.leaves, self.update, self.clip_norm)
 
     def mesh_in_float64(self, withheld: Masks) -> ObservedRun:
         masks = masks_of_step(withheld, self.assembled.traced.layout)
-        wide = self.assemble_wide(recording_gradients(self.optimizer, masks))
+        wide = self.assembled.in_float64(recording_gradients(self.optimizer, masks))
         with jax.enable_x64(True):
-            state = wide.start(widened(self.initial_values))
+            state = wide.start(self.wide_values)
             return train_on_mesh(wide, state, self.leaves, self.clip_norm)
 
     def compare_in_float64(
@@ -310,10 +312,9 @@ class _Proof:
             how="the mesh against one device, relative to each leaf's largest value",
         )
         # Without a cast in the plan, the loss as written has the plan's own precision.
-        plain = self.written if self.assembled.plan.precision == "no" else None
-        narrow = plain or traced_gradient(self.traced, wide=False)
+        plain = self.plain if self.assembled.plan.precision == "no" else None
         own = OwnPrecision(
-            self.reference(narrow),
+            plain or self.traced_reference(self.traced, wide=False),
             self.wide,
             self.update,
             self.rounding(self.traced),
@@ -323,20 +324,19 @@ class _Proof:
 
     def as_written(self) -> list[Comparison]:
         """Compare the reference with the loss as its author wrote it, called without tracing."""
-        if self.written is None:
+        if self.plain is None:
             return []
         traced, wide = self.traced_in_float32, self.wide
         if random_draws(traced.closed) != random_draws(self.traced.closed):
             # A draw in the format of an activation gives other numbers in half precision.
-            wide = self.reference(traced_gradient(traced, wide=True))
+            wide = self.traced_reference(traced, wide=True)
         values, batch = self.initial_values, self.leaves[0]
         with jax.enable_x64(True):
-            exact = wide.first_update(widened(values), batch)
-        actual = self.reference(self.written).first_update(values, batch)
+            exact = wide.first_update(self.wide_values, batch)
+        actual = self.plain.first_update(values, batch)
 
         def in_float32() -> ObservedRun:
-            narrow = self.reference(traced_gradient(traced, wide=False))
-            return narrow.first_update(values, batch)
+            return self.traced_reference(traced, wide=False).first_update(values, batch)
 
         update = ComparedUpdate(values, batch, exact, actual, wide, in_float32)
         return compare_updates([update], self.rounding(traced, casts=True), HOW_WRITTEN)
@@ -354,7 +354,16 @@ class _Proof:
 
     @cached_property
     def wide(self) -> Reference:
-        return self.reference(traced_gradient(self.traced, wide=True))
+        return self.traced_reference(self.traced, wide=True)
+
+    @cached_property
+    def plain(self) -> Reference | None:
+        """The reference of the loss as its author wrote it."""
+        return None if self.written is None else self.reference(self.written)
+
+    @cached_property
+    def wide_values(self) -> list[Any]:
+        return widened(self.initial_values)
 
     @cached_property
     def update(self) -> OptaxUpdate:
@@ -363,6 +372,9 @@ class _Proof:
     @cached_property
     def leaves(self) -> list[list[Any]]:
         return [jax.tree.leaves(batch) for batch in self.batches]
+
+    def traced_reference(self, traced: TracedLoss, *, wide: bool) -> Reference:
+        return self.reference(traced_gradient(traced, wide=wide, flops=self.flops))
 
     def reference(self, gradient: Gradient) -> Reference:
         count = self.assembled.plan.batch.gradient_accumulation_steps
@@ -385,11 +397,11 @@ def _initial_values(model: ModelSource, assembled: Assembled, seed: int) -> list
 
 
 def _written(
-    model: Any, loss: Loss, trainable: Filter, traced: TracedLoss, batch: Batch
+    model: Any, loss: Loss, trainable: Filter, traced: TracedLoss, batch: Batch, flops: float
 ) -> Gradient | None:
     if not taken_by_nnx_jit(model):
         return None
-    return WrittenGradient(model, loss, trainable, traced.leaves, batch)
+    return WrittenGradient(model, loss, trainable, traced.leaves, batch, flops)
 
 
 def _compares(comparisons: Sequence[Comparison], what: str) -> bool:

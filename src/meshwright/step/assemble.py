@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -71,6 +72,7 @@ class Assembled:
     pipeline_report: PipelineReport | None
     batch_tree: Any
     _build: ModelSource
+    _make_step: Callable[..., TrainStep]
 
     def init(self, seed: int, *, quickly: bool = False) -> TrainState:
         """Initialize the model and the optimizer state, each leaf with its sharding.
@@ -90,6 +92,10 @@ class Assembled:
             out_shardings=self.step.shardings.state,
             compiler_options=quick_options() if quickly else None,
         )
+
+    def in_float64(self, optimizer: optax.GradientTransformation) -> Assembled:
+        """Return the same with a step that computes in float64, and with another optimizer."""
+        return replace(self, step=self._make_step(optimizer=optimizer, wide=True))
 
     def adopt(self, model: Model) -> TrainState:
         """Start from an existing model, its leaves placed on the mesh."""
@@ -157,7 +163,7 @@ def assemble(
     clip_norm: float | None = None,
     trainable: Filter = nnx.Param,
     devices: Sequence[Device] | None = None,
-    wide: bool = False,
+    runs: int | None = None,
 ) -> Assembled:
     """Trace the loss, choose placements and build the step; nothing is compiled yet.
 
@@ -170,7 +176,7 @@ def assemble(
         clip_norm: largest global gradient norm.
         trainable: NNX filter of what is trained.
         devices: devices of the mesh; all by default.
-        wide: compute in float64, for proofs.
+        runs: how often the step will run, if only a few times.
     """
     mesh = build_mesh(plan.mesh, devices)
     with doing("building the model"), device_reads(model, loss) as reads:
@@ -180,19 +186,41 @@ def assemble(
     local_program = per_device_program(loss, model_leaves, micro, plan)
     traced = program.traced
     remarks = (*dict.fromkeys([*reads, *program.remarks]), *_few_samples(traced, plan))
-    local = pipeline = report = None
     if program.cut is not None:
         decision = decide_stages(program.cut, plan.mesh, plan.sharding, plan.num_chunks)
-        pipeline = _pipeline(program, local_program, decision, plan, mesh, wide=wide)
-        report = pipeline_report(pipeline)
-        remarks = (*remarks, *report.warnings)
     else:
         decision = decide(traced, plan.mesh, plan.sharding)
-        if local_program is not None:
-            local = _local_forward(local_program.traced, decision, plan, mesh, wide=wide)
-    remarks = (*remarks, *decision.ignored)
-    step = TrainStep(
-        traced,
+    make_step = functools.partial(
+        _step, program, local_program, decision, plan, mesh, clip_norm=clip_norm, runs=runs
+    )
+    step = make_step(optimizer=optimizer, wide=False)
+    report = None if step.pipeline is None else pipeline_report(step.pipeline)
+    remarks = (*remarks, *(report.warnings if report else ()), *decision.ignored)
+    tree = jax.tree.structure(batch)
+    return Assembled(
+        step, model_leaves, traced, decision, plan, mesh, remarks, report, tree, model, make_step
+    )
+
+
+def _step(
+    program: StepProgram,
+    local_program: StepProgram | None,
+    decision: Decision,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    optimizer: optax.GradientTransformation,
+    clip_norm: float | None,
+    wide: bool,
+    runs: int | None,
+) -> TrainStep:
+    local = pipeline = None
+    if program.cut is not None:
+        pipeline = _pipeline(program, local_program, decision, plan, mesh, wide=wide)
+    elif local_program is not None:
+        local = _local_forward(local_program.traced, decision, plan, mesh, wide=wide)
+    return TrainStep(
+        program.traced,
         decision,
         plan,
         mesh,
@@ -201,9 +229,8 @@ def assemble(
         local=local,
         pipeline=pipeline,
         wide=wide,
+        runs=runs,
     )
-    tree = jax.tree.structure(batch)
-    return Assembled(step, model_leaves, traced, decision, plan, mesh, remarks, report, tree, model)
 
 
 def _few_samples(traced: TracedLoss, plan: Plan) -> list[str]:

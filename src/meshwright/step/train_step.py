@@ -18,6 +18,7 @@ from meshwright.compiled.quick_options import quick_options
 from meshwright.pipeline.execute.exchange_check import check_exchanges
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.plan import Plan
+from meshwright.program.flops import count_flops
 from meshwright.program.trace.traced_loss import LossValue, TracedLoss
 from meshwright.sharding.decide import Decision, batch_axes
 from meshwright.sharding.placement import Placement
@@ -65,7 +66,9 @@ class TrainStep:
         clip_norm: largest global gradient norm; None for no clipping.
         local: the loss of one device's samples, if gradients are not reduced at every microbatch.
         pipeline: the loss and its gradients by stages, on a mesh with a pipe axis.
-        wide: compute in float64, for proofs, and compile quickly.
+        wide: compute in float64, for proofs.
+        runs: how often it will run, if only a few times: a small model's step is then compiled
+            quickly.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class TrainStep:
         local: LossOfLeaves | None = None,
         pipeline: PipelinedLoss | None = None,
         wide: bool = False,
+        runs: int | None = None,
     ) -> None:
         self.traced, self.decision, self.plan, self.mesh = traced, decision, plan, mesh
         self._clip_norm = clip_norm
@@ -102,7 +106,8 @@ class TrainStep:
         )
         # JAX takes compiler options only where the step is not part of another program.
         self._traceable = compiled()
-        self._jitted = compiled(compiler_options=quick_options()) if wide else self._traceable
+        options = self._quick_options(runs) if runs else {}
+        self._jitted = compiled(compiler_options=options) if options else self._traceable
 
     def __call__(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:
         """Run one update on a batch's leaves; the old state is donated."""
@@ -154,6 +159,10 @@ class TrainStep:
             abstract,
             self.shardings.state,
         )
+
+    def _quick_options(self, runs: int) -> dict[str, int | bool]:
+        microbatches = self.plan.batch.gradient_accumulation_steps
+        return quick_options(runs * microbatches * count_flops(self.traced))
 
     def _make_shardings(self) -> StepShardings:
         at_rest = self.decision.at_rest
