@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -216,15 +217,20 @@ class _Proof:
 
     def _certify(self, say: Callable[[str], None]) -> Certificate:
         plan = self.assembled.plan
-        with _phase("float64: one device", say):
-            expected = self.reference_in_float64()
-        _check_finite(expected.losses[0])
-        with _phase("float64: the mesh", say):
-            actual = self.mesh_in_float64(expected.withheld)
+        # Steps are compiled in another thread, while this one runs other programs.
+        with ThreadPoolExecutor(max_workers=1) as threads:
+            step, batch = self.assembled.step, self.assembled.put_batch(self.leaves[0])
+            step.compile_ahead(step.abstract_state(), batch, threads)
+            with _phase("float64: one device", say):
+                expected = self.reference_in_float64()
+            _check_finite(expected.losses[0])
+            train_in_float64 = self.mesh_in_float64(expected.withheld, threads)
+            with _phase(f"precision {plan.precision}: the mesh", say):
+                own_precision = self.own_precision()
+            with _phase("float64: the mesh", say):
+                actual = train_in_float64()
         nulls = null_leaves(expected.gradients)
         float64 = self.compare_in_float64(expected, actual, nulls)
-        with _phase(f"precision {plan.precision}: the mesh", say):
-            own_precision = self.own_precision()
         with _phase("as written: one device", say):
             as_written = self.as_written()
         return Certificate(
@@ -251,12 +257,20 @@ class _Proof:
         with jax.enable_x64(True):
             return self.wide.run(self.wide_values, self.leaves, self.update, self.clip_norm)
 
-    def mesh_in_float64(self, withheld: Masks) -> ObservedRun:
+    def mesh_in_float64(self, withheld: Masks, threads: Executor) -> Callable[[], ObservedRun]:
+        """Start to compile the step in float64, and return what trains with it."""
         masks = masks_of_step(withheld, self.assembled.traced.layout)
         wide = self.assembled.in_float64(recording_gradients(self.optimizer, masks))
         with jax.enable_x64(True):
-            state = wide.start(self.wide_values)
-            return train_on_mesh(wide, state, self.leaves, self.clip_norm)
+            batch = wide.put_batch(self.leaves[0])
+            wide.step.compile_ahead(wide.abstract_start(self.wide_values), batch, threads)
+
+        def train() -> ObservedRun:
+            with jax.enable_x64(True):
+                state = wide.start(self.wide_values)
+                return train_on_mesh(wide, state, self.leaves, self.clip_norm)
+
+        return train
 
     def compare_in_float64(
         self, expected: ObservedRun, actual: ObservedRun, nulls: Sequence[str]

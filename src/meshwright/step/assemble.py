@@ -79,15 +79,11 @@ class Assembled:
 
         ``quickly`` compiles for a single run instead of for speed.
         """
-
-        def fresh(values: list[Any]) -> TrainState:
-            return self.step.fresh_state(self.traced.layout.from_canonical(values))
-
         return initialize(
             self._build,
             self.model_leaves,
             seed,
-            fresh,
+            self._fresh,
             self.start,
             out_shardings=self.step.shardings.state,
             compiler_options=quick_options() if quickly else None,
@@ -103,13 +99,20 @@ class Assembled:
 
     def start(self, values: Sequence[Any]) -> TrainState:
         """Start from values of the model's leaves in canonical order."""
-
-        def place(values: list[Any]) -> TrainState:
-            return self.step.fresh_state(self.traced.layout.from_canonical(values))
-
         # Onto the mesh first: they may be on other devices.
         placed = jax.device_put(list(values), self._canonical_shardings())
+
+        def place(values: list[Any]) -> TrainState:
+            return self._fresh(values)
+
         return jax.jit(place, out_shardings=self.step.shardings.state)(placed)
+
+    def abstract_start(self, values: Sequence[Any]) -> TrainState:
+        """Return the shapes and formats of what `start` returns."""
+        return jax.eval_shape(lambda values: self._fresh(values), list(values))
+
+    def _fresh(self, values: list[Any]) -> TrainState:
+        return self.step.fresh_state(self.traced.layout.from_canonical(values))
 
     def _canonical_shardings(self) -> list[NamedSharding]:
         shardings: dict[int, NamedSharding] = {}
