@@ -13,7 +13,7 @@ def test_only_what_computes_little_is_compiled_quickly():
 
 
 def test_the_same_program_is_partitioned_the_same_way():
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
     rows = jax.NamedSharding(mesh, jax.P("data"))
     whole = jax.NamedSharding(mesh, jax.P())
     x = jax.device_put(np.ones((8, 4), np.float32), rows)
