@@ -102,10 +102,10 @@ def verify_time(record: dict[str, Any]) -> list[str]:
     rows = [
         [name]
         + [f"{c['seconds'][label]:.1f} s ({c['cpu_seconds'][label]:.1f})" for label in LABELS]
-        + [f"{c['ratio']:.2f}"]
+        + [f"{c['ratio']:.2f} ({c['cpu_ratio']:.2f})"]
         for name, c in record["cases"].items()
     ]
-    return table(("", f"commit {record['earlier']}", "now", "ratio of CPU time"), rows)
+    return table(("", f"commit {record['earlier']}", "now", "ratio"), rows)
 
 
 def data_pipeline(record: dict[str, Any]) -> list[str]:

@@ -4,12 +4,14 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from proof.proofs import Plain, batch_of, certify, failures
 
 from meshwright.errors import UserError
-from meshwright.proof import run
+from meshwright.proof import reference, run
 from meshwright.step import train_step
 
 PARAMS = ["down.bias", "down.kernel", "norm.bias", "norm.scale", "up.bias", "up.kernel"]
@@ -39,6 +41,47 @@ def with_leaf(gradients, path, change):
 
 def test_what_is_not_broken_is_certified():
     assert certify({"data": 2, "fsdp": 2, "tensor": 2}, clip_norm=0.5).equal
+
+
+@pytest.fixture
+def gradients_on_one_device(monkeypatch):
+    """The gradients of batches as one device computed them, in order."""
+    computed = []
+    right = reference.Reference._batch_gradient
+
+    def recorded(self, params, state, batch, scale):
+        found = right(self, params, state, batch, scale)
+        computed.append({path: value.copy() for path, value in found.gradients.items()})
+        return found
+
+    monkeypatch.setattr(reference.Reference, "_batch_gradient", recorded)
+    return computed
+
+
+def test_one_device_computes_every_gradient_once(gradients_on_one_device):
+    """In float64 and in float32, of two updates each; float32 is also the loss as written."""
+    assert certify({"data": 2}, model=Plain, optimizer=optax.sgd(0.1)).equal
+    first, again, *_ = [found["up.kernel"] for found in gradients_on_one_device]
+    assert len(gradients_on_one_device) == 4
+    assert not np.allclose(first, again)
+
+
+def moments_that_become_float32():
+    """Return momentum whose state starts in bfloat16 and is float32 after the first update."""
+
+    def init(params):
+        return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.bfloat16), params)
+
+    def update(updates, state, params=None):
+        moments = jax.tree.map(lambda m, u: 0.5 * m + u, state, updates)
+        return jax.tree.map(lambda m: -0.1 * m, moments), moments
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_an_optimizer_whose_state_changes_its_format():
+    """The step was compiled for the first update; it is compiled again for the second."""
+    assert certify({"fsdp": 2}, model=Plain, optimizer=moments_that_become_float32()).equal
 
 
 def test_a_proof_in_several_processes_is_refused(monkeypatch):

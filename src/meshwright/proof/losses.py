@@ -26,8 +26,11 @@ factor on the loss to the loss (with its metrics and new values of leaves) and t
 mean (with the factor)."""
 
 
-def traced_gradient(traced: TracedLoss, *, wide: bool) -> Gradient:
-    """Return the gradient of a traced program as it is, in float64 if ``wide``."""
+def traced_gradient(traced: TracedLoss, *, wide: bool, flops: float) -> Gradient:
+    """Return the gradient of a traced program as it is, in float64 if ``wide``.
+
+    ``flops`` is how much it will compute in all.
+    """
     evaluator = wide_evaluator() if wide else Evaluator()
     leaves = traced.leaves
 
@@ -37,9 +40,9 @@ def traced_gradient(traced: TracedLoss, *, wide: bool) -> Gradient:
         value = traced.read_outputs(evaluator.run(traced.closed, [*values, *batch]))
         return value.objective.mean * scale, value
 
-    # Few optimizations: it runs a few times. Outside of float64 they matter to the rounding.
-    options = quick_options() if wide else None
-    compiled = jax.jit(jax.value_and_grad(mean_loss, has_aux=True), compiler_options=options)
+    compiled = jax.jit(
+        jax.value_and_grad(mean_loss, has_aux=True), compiler_options=quick_options(flops)
+    )
 
     def gradient(
         params: dict[str, Any], state: list[Any], batch: list[Any], scale: float
@@ -70,13 +73,21 @@ class WrittenGradient:
         trainable: NNX filter of what is trained.
         leaves: the names and roles of the model's leaves.
         batch: an example batch.
+        flops: how much it will compute in all.
     """
 
     def __init__(
-        self, model: Any, loss: Loss, trainable: Filter, leaves: Sequence[Leaf], batch: Any
+        self,
+        model: Any,
+        loss: Loss,
+        trainable: Filter,
+        leaves: Sequence[Leaf],
+        batch: Any,
+        flops: float,
     ) -> None:
         self._model, self._leaves = model, leaves
         self._tree = jax.tree.structure(batch)
+        self._options = quick_options(flops)
         trained = nnx.All(trainable, _has_gradient)
 
         @nnx.jit
@@ -121,7 +132,7 @@ class WrittenGradient:
         structure = nnx.graphdef(self._model)
         if structure not in self._compiled:
             lowered: Any = self._gradient.lower(*arguments)
-            self._compiled[structure] = lowered.compile(compiler_options=quick_options())
+            self._compiled[structure] = lowered.compile(compiler_options=self._options)
         return self._compiled[structure](*arguments)
 
     def _assign(self, values: Sequence[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,7 @@ from meshwright.inputs.checks import check_loss, check_trainable
 from meshwright.mesh.build import Device, check_devices
 from meshwright.plan import Plan
 from meshwright.processes import process_count
+from meshwright.program.flops import count_flops
 from meshwright.program.trace.build_model import ModelSource, abstract_model, initial_values
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
@@ -124,28 +126,31 @@ def verify(
     with show_on_terminal(), jax.enable_x64(False):
         with activity("reading the data"):
             global_batches = [read_batch(batches(n)) for n in range(steps)]
-        make = functools.partial(
-            assemble,
+        assembled = assemble(
             model,
             loss,
-            plan=plan,
-            batch=global_batches[0],
+            recording_gradients(optimizer),
+            plan,
+            global_batches[0],
             clip_norm=clip_norm,
             trainable=trainable,
             devices=devices,
+            runs=steps,
         )
-        assembled = make(optimizer=recording_gradients(optimizer))
         traced = _trace(loss, assembled, global_batches[0], plan.precision)
         if traced.written:
-            assembled = make(optimizer=recording_gradients(optimizer, params_too=True))
+            recording = recording_gradients(optimizer, params_too=True)
+            assembled = assembled.with_optimizer(recording)
+        flops = steps * plan.batch.gradient_accumulation_steps * count_flops(traced)
+        written = _written(abstract_model(model), loss, trainable, traced, global_batches[0], flops)
         return _Proof(
             assembled=assembled,
-            assemble_wide=lambda optimizer: make(optimizer=optimizer, wide=True),
             traced=traced,
             traced_in_float32=traced
             if plan.precision == "no"
             else _trace(loss, assembled, global_batches[0], "no"),
-            written=_written(abstract_model(model), loss, trainable, traced, global_batches[0]),
+            written=written,
+            flops=flops,
             initial_values=_initial_values(model, assembled, seed),
             batches=global_batches,
             optimizer=optimizer,
@@ -186,11 +191,11 @@ class _Proof:
 
     Attributes:
         assembled: the step in the plan's precision.
-        assemble_wide: assembles the same step in float64 with another optimizer.
         traced: the loss traced for one microbatch, before any pass.
         traced_in_float32: the same without the plan's half precision.
         written: the gradient of the loss as its author wrote it; None if `nnx.jit` does not take
             the model.
+        flops: floating-point operations of all updates together.
         initial_values: the model's initial leaf values, created on one device.
         batches: the global batch of every update.
         optimizer: the user's optimizer.
@@ -199,10 +204,10 @@ class _Proof:
     """
 
     assembled: Assembled
-    assemble_wide: Callable[[optax.GradientTransformation], Assembled]
     traced: TracedLoss
     traced_in_float32: TracedLoss
     written: Gradient | None
+    flops: float
     initial_values: list[Any]
     batches: list[Batch]
     optimizer: optax.GradientTransformation
@@ -216,15 +221,20 @@ class _Proof:
 
     def _certify(self, say: Callable[[str], None]) -> Certificate:
         plan = self.assembled.plan
-        with _phase("float64: one device", say):
-            expected = self.reference_in_float64()
-        _check_finite(expected.losses[0])
-        with _phase("float64: the mesh", say):
-            actual = self.mesh_in_float64(expected.withheld)
+        # Steps are compiled in another thread, while this one runs other programs.
+        with ThreadPoolExecutor(max_workers=1) as threads:
+            step, batch = self.assembled.step, self.assembled.put_batch(self.leaves[0])
+            step.compile_ahead(step.abstract_state(), batch, threads)
+            with _phase("float64: one device", say):
+                expected = self.reference_in_float64()
+            _check_finite(expected.losses[0])
+            train_in_float64 = self.mesh_in_float64(expected.withheld, threads)
+            with _phase(f"precision {plan.precision}: the mesh", say):
+                own_precision = self.own_precision()
+            with _phase("float64: the mesh", say):
+                actual = train_in_float64()
         nulls = null_leaves(expected.gradients)
         float64 = self.compare_in_float64(expected, actual, nulls)
-        with _phase(f"precision {plan.precision}: the mesh", say):
-            own_precision = self.own_precision()
         with _phase("as written: one device", say):
             as_written = self.as_written()
         return Certificate(
@@ -249,15 +259,23 @@ class _Proof:
 
     def reference_in_float64(self) -> ObservedRun:
         with jax.enable_x64(True):
-            values = widened(self.initial_values)
-            return self.wide.run(values, self.leaves, self.update, self.clip_norm)
+            return self.wide.run(self.wide_values, self.leaves, self.update, self.clip_norm)
 
-    def mesh_in_float64(self, withheld: Masks) -> ObservedRun:
+    def mesh_in_float64(self, withheld: Masks, threads: Executor) -> Callable[[], ObservedRun]:
+        """Start to compile the step in float64, and return what trains with it."""
         masks = masks_of_step(withheld, self.assembled.traced.layout)
-        wide = self.assemble_wide(recording_gradients(self.optimizer, masks))
+        recording = recording_gradients(self.optimizer, masks)
+        wide = self.assembled.with_optimizer(recording, wide=True)
         with jax.enable_x64(True):
-            state = wide.start(widened(self.initial_values))
-            return train_on_mesh(wide, state, self.leaves, self.clip_norm)
+            batch = wide.put_batch(self.leaves[0])
+            wide.step.compile_ahead(wide.abstract_start(self.wide_values), batch, threads)
+
+        def train() -> ObservedRun:
+            with jax.enable_x64(True):
+                state = wide.start(self.wide_values)
+                return train_on_mesh(wide, state, self.leaves, self.clip_norm)
+
+        return train
 
     def compare_in_float64(
         self, expected: ObservedRun, actual: ObservedRun, nulls: Sequence[str]
@@ -313,10 +331,9 @@ class _Proof:
             how="the mesh against one device, relative to each leaf's largest value",
         )
         # Without a cast in the plan, the loss as written has the plan's own precision.
-        plain = self.written if self.assembled.plan.precision == "no" else None
-        narrow = plain or traced_gradient(self.traced, wide=False)
+        plain = self.plain if self.assembled.plan.precision == "no" else None
         own = OwnPrecision(
-            self.reference(narrow),
+            plain or self.traced_reference(self.traced, wide=False),
             self.wide,
             self.update,
             self.rounding(self.traced),
@@ -326,20 +343,19 @@ class _Proof:
 
     def as_written(self) -> list[Comparison]:
         """Compare the reference with the loss as its author wrote it, called without tracing."""
-        if self.written is None:
+        if self.plain is None:
             return []
         traced, wide = self.traced_in_float32, self.wide
         if random_draws(traced.closed) != random_draws(self.traced.closed):
             # A draw in the format of an activation gives other numbers in half precision.
-            wide = self.reference(traced_gradient(traced, wide=True))
+            wide = self.traced_reference(traced, wide=True)
         values, batch = self.initial_values, self.leaves[0]
         with jax.enable_x64(True):
-            exact = wide.first_update(widened(values), batch)
-        actual = self.reference(self.written).first_update(values, batch)
+            exact = wide.first_update(self.wide_values, batch)
+        actual = self.plain.first_update(values, batch)
 
         def in_float32() -> ObservedRun:
-            narrow = self.reference(traced_gradient(traced, wide=False))
-            return narrow.first_update(values, batch)
+            return self.traced_reference(traced, wide=False).first_update(values, batch)
 
         update = ComparedUpdate(values, batch, exact, actual, wide, in_float32)
         return compare_updates([update], self.rounding(traced, casts=True), HOW_WRITTEN)
@@ -359,7 +375,16 @@ class _Proof:
 
     @cached_property
     def wide(self) -> Reference:
-        return self.reference(traced_gradient(self.traced, wide=True))
+        return self.traced_reference(self.traced, wide=True)
+
+    @cached_property
+    def plain(self) -> Reference | None:
+        """The reference of the loss as its author wrote it."""
+        return None if self.written is None else self.reference(self.written)
+
+    @cached_property
+    def wide_values(self) -> list[Any]:
+        return widened(self.initial_values)
 
     @cached_property
     def update(self) -> OptaxUpdate:
@@ -368,6 +393,9 @@ class _Proof:
     @cached_property
     def leaves(self) -> list[list[Any]]:
         return [jax.tree.leaves(batch) for batch in self.batches]
+
+    def traced_reference(self, traced: TracedLoss, *, wide: bool) -> Reference:
+        return self.reference(traced_gradient(traced, wide=wide, flops=self.flops))
 
     def reference(self, gradient: Gradient) -> Reference:
         count = self.assembled.plan.batch.gradient_accumulation_steps
@@ -389,11 +417,11 @@ def _initial_values(model: ModelSource, assembled: Assembled, seed: int) -> list
 
 
 def _written(
-    model: Any, loss: Loss, trainable: Filter, traced: TracedLoss, batch: Batch
+    model: Any, loss: Loss, trainable: Filter, traced: TracedLoss, batch: Batch, flops: float
 ) -> Gradient | None:
     if not taken_by_nnx_jit(model):
         return None
-    return WrittenGradient(model, loss, trainable, traced.leaves, batch)
+    return WrittenGradient(model, loss, trainable, traced.leaves, batch, flops)
 
 
 def _compares(comparisons: Sequence[Comparison], what: str) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -76,6 +77,7 @@ class Assembled:
     pipeline_report: PipelineReport | None
     batch_tree: Any
     _build: ModelSource
+    _make_step: Callable[..., TrainStep]
 
     def init(
         self, seed: int, *, given: Mapping[int, Any] | None = None, quickly: bool = False
@@ -101,19 +103,32 @@ class Assembled:
         placed = [given.get(n, jax.device_put(joined[n], s)) for n, s in enumerate(shardings)]
         return start_from(self.step, placed)
 
+    def with_optimizer(
+        self, optimizer: optax.GradientTransformation, *, wide: bool = False
+    ) -> Assembled:
+        """Return the same with a step of another optimizer; ``wide`` computes in float64."""
+        return replace(self, step=self._make_step(optimizer=optimizer, wide=wide))
+
     def adopt(self, model: Model) -> TrainState:
         """Start from an existing model, its leaves placed on the mesh."""
         return self.start(self.model_leaves.values(model))
 
     def start(self, values: Sequence[Any]) -> TrainState:
         """Start from values of the model's leaves in canonical order."""
-
-        def place(values: list[Any]) -> TrainState:
-            return self.step.fresh_state(self.traced.layout.from_canonical(values))
-
         # Onto the mesh first: they may be on other devices.
         placed = jax.device_put(list(values), self._canonical_shardings())
+
+        def place(values: list[Any]) -> TrainState:
+            return self._fresh(values)
+
         return jax.jit(place, out_shardings=self.step.shardings.state)(placed)
+
+    def abstract_start(self, values: Sequence[Any]) -> TrainState:
+        """Return the shapes and formats of what `start` returns."""
+        return jax.eval_shape(lambda values: self._fresh(values), list(values))
+
+    def _fresh(self, values: list[Any]) -> TrainState:
+        return self.step.fresh_state(self.traced.layout.from_canonical(values))
 
     def _canonical_shardings(self) -> list[NamedSharding]:
         shardings: dict[int, NamedSharding] = {}
@@ -167,7 +182,7 @@ def assemble(
     clip_norm: float | None = None,
     trainable: Filter = nnx.Param,
     devices: Sequence[Device] | None = None,
-    wide: bool = False,
+    runs: int | None = None,
 ) -> Assembled:
     """Trace the loss, choose placements and build the step; nothing is compiled yet.
 
@@ -180,7 +195,7 @@ def assemble(
         clip_norm: largest global gradient norm.
         trainable: NNX filter of what is trained.
         devices: devices of the mesh; all by default.
-        wide: compute in float64, for proofs.
+        runs: how often the step will run, if only a few times.
     """
     mesh = build_mesh(plan.mesh, devices)
     with doing("building the model"), device_reads(model, loss) as reads:
@@ -190,19 +205,41 @@ def assemble(
     local_program = per_device_program(loss, model_leaves, micro, plan)
     traced = program.traced
     remarks = (*dict.fromkeys([*reads, *program.remarks]), *_few_samples(traced, plan))
-    local = pipeline = report = None
     if program.cut is not None:
         decision = decide_stages(program.cut, plan.mesh, plan.sharding, plan.num_chunks)
-        pipeline = _pipeline(program, local_program, decision, plan, mesh, wide=wide)
-        report = pipeline_report(pipeline)
-        remarks = (*remarks, *report.warnings)
     else:
         decision = decide(traced, plan.mesh, plan.sharding)
-        if local_program is not None:
-            local = _local_forward(local_program.traced, decision, plan, mesh, wide=wide)
-    remarks = (*remarks, *decision.ignored)
-    step = TrainStep(
-        traced,
+    make_step = functools.partial(
+        _step, program, local_program, decision, plan, mesh, clip_norm=clip_norm, runs=runs
+    )
+    step = make_step(optimizer=optimizer, wide=False)
+    report = None if step.pipeline is None else pipeline_report(step.pipeline)
+    remarks = (*remarks, *(report.warnings if report else ()), *decision.ignored)
+    tree = jax.tree.structure(batch)
+    return Assembled(
+        step, model_leaves, traced, decision, plan, mesh, remarks, report, tree, model, make_step
+    )
+
+
+def _step(
+    program: StepProgram,
+    local_program: StepProgram | None,
+    decision: Decision,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    optimizer: optax.GradientTransformation,
+    clip_norm: float | None,
+    wide: bool,
+    runs: int | None,
+) -> TrainStep:
+    local = pipeline = None
+    if program.cut is not None:
+        pipeline = _pipeline(program, local_program, decision, plan, mesh, wide=wide)
+    elif local_program is not None:
+        local = _local_forward(local_program.traced, decision, plan, mesh, wide=wide)
+    return TrainStep(
+        program.traced,
         decision,
         plan,
         mesh,
@@ -211,9 +248,8 @@ def assemble(
         local=local,
         pipeline=pipeline,
         wide=wide,
+        runs=runs,
     )
-    tree = jax.tree.structure(batch)
-    return Assembled(step, model_leaves, traced, decision, plan, mesh, remarks, report, tree, model)
 
 
 def _few_samples(traced: TracedLoss, plan: Plan) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from meshwright.compiled.quick_options import quick_options
 from meshwright.pipeline.execute.exchange_check import check_exchanges
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.plan import Plan
+from meshwright.program.flops import count_flops
 from meshwright.program.trace.traced_loss import LossValue, TracedLoss
 from meshwright.sharding.decide import Decision, batch_axes
 from meshwright.sharding.placement import Placement
@@ -65,7 +67,9 @@ class TrainStep:
         clip_norm: largest global gradient norm; None for no clipping.
         local: the loss of one device's samples, if gradients are not reduced at every microbatch.
         pipeline: the loss and its gradients by stages, on a mesh with a pipe axis.
-        wide: compute in float64, for proofs, and compile quickly.
+        wide: compute in float64, for proofs.
+        runs: how often it will run, if only a few times: a small model's step is then compiled
+            quickly.
     """
 
     def __init__(
@@ -80,11 +84,13 @@ class TrainStep:
         local: LossOfLeaves | None = None,
         pipeline: PipelinedLoss | None = None,
         wide: bool = False,
+        runs: int | None = None,
     ) -> None:
         self.traced, self.decision, self.plan, self.mesh = traced, decision, plan, mesh
         self._clip_norm = clip_norm
         self._local, self.pipeline = local, pipeline
         self._checked: dict[Any, Any] = {}
+        self._ahead: tuple[Any, Future[Any]] | None = None
         steps = traced.layout.step_leaves
         self._param_numbers = [n for n, s in enumerate(steps) if s.leaf.role == "param"]
         self._state_numbers = [n for n, s in enumerate(steps) if s.leaf.role == "state"]
@@ -102,19 +108,37 @@ class TrainStep:
         )
         # JAX takes compiler options only where the step is not part of another program.
         self._traceable = compiled()
-        self._jitted = compiled(compiler_options=quick_options()) if wide else self._traceable
+        options = self._quick_options(runs) if runs else {}
+        self._jitted = compiled(compiler_options=options) if options else self._traceable
 
     def __call__(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:
         """Run one update on a batch's leaves; the old state is donated."""
         inside = any(isinstance(leaf, Tracer) for leaf in batch)
-        if self.pipeline is None or inside:
-            return (self._traceable if inside else self._jitted)(state, list(batch))
+        if inside:
+            return self._traceable(state, list(batch))
+        # An optimizer's first update may change the formats of its state.
+        if self._ahead and self._ahead[0] == _kinds(state, batch):
+            return self._ahead[1].result()(state, list(batch))
+        if self.pipeline is None:
+            return self._jitted(state, list(batch))
         # A proof also runs the step on a state in float64.
         kinds = tuple((leaf.shape, str(leaf.dtype)) for leaf in (*state.params[:1], *batch))
         if kinds not in self._checked:
-            self._checked[kinds] = self._jitted.lower(state, list(batch)).compile()
-            self.check(self._checked[kinds])
+            self._checked[kinds] = self._compile(self._jitted.lower(state, list(batch)))
         return self._checked[kinds](state, list(batch))
+
+    def compile_ahead(self, state: TrainState, batch: Sequence[Any], threads: Executor) -> None:
+        """Trace the step now and compile it in another thread, for states and batches like these.
+
+        Calls wait for it.
+        """
+        lowered = self._jitted.lower(state, list(batch))
+        self._ahead = _kinds(state, batch), threads.submit(self._compile, lowered)
+
+    def _compile(self, lowered: Any) -> Any:
+        compiled = lowered.compile()
+        self.check(compiled)
+        return compiled
 
     def check(self, compiled: Any) -> None:
         """Raise if the stages of a compiled step would deadlock."""
@@ -154,6 +178,10 @@ class TrainStep:
             abstract,
             self.shardings.state,
         )
+
+    def _quick_options(self, runs: int) -> dict[str, int | bool]:
+        microbatches = self.plan.batch.gradient_accumulation_steps
+        return quick_options(runs * microbatches * count_flops(self.traced))
 
     def _make_shardings(self) -> StepShardings:
         at_rest = self.decision.at_rest
@@ -286,6 +314,10 @@ class TrainStep:
         )
         metrics |= {"loss_scale": scale.scale, "skipped": scale.skipped}
         return replace(chosen, loss_scale=scale), metrics
+
+
+def _kinds(*values: Any) -> list[tuple[Any, ...]]:
+    return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(values)]
 
 
 def _matmul(plan: Plan) -> Any:

@@ -1,0 +1,24 @@
+"""Which programs are compiled without optimizing their machine code."""
+
+import jax
+import numpy as np
+
+from meshwright.compiled.quick_options import WORTH_POLISHING, quick_options
+
+
+def test_only_what_computes_little_is_compiled_quickly():
+    assert quick_options()["xla_backend_optimization_level"] == 0
+    assert quick_options(WORTH_POLISHING / 2) == quick_options()
+    assert quick_options(WORTH_POLISHING) == {}
+
+
+def test_the_same_program_is_partitioned_the_same_way():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    whole = jax.NamedSharding(mesh, jax.P())
+    x = jax.device_put(np.ones((8, 4), np.float32), rows)
+    lowered = jax.jit(lambda x: x.T @ x, out_shardings=whole).lower(x)
+    quick, polished = (
+        lowered.compile(compiler_options=options).as_text() for options in (quick_options(), {})
+    )
+    assert quick.count(" all-reduce(") == polished.count(" all-reduce(") == 1
