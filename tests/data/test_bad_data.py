@@ -43,7 +43,7 @@ MISTAKES = {
     ),
     "tokenizer larger than the model": (
         ["data.tokenizer=tokenizer.json", "model.vocab_size=200"],
-        "  write model.vocab_size=",
+        "or train a new model with model.vocab_size=",
     ),
     "tokens beyond the vocabulary": (
         ["data=tokens", "data.path=wide.npy"],

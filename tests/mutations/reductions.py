@@ -21,7 +21,7 @@ from mutations.proofs_of import (
 )
 from mutations.sabotage import equation, gradient_values, gradients, replace
 
-from meshwright.program.evaluate import weights
+from meshwright.program.evaluate import weight_uses
 from meshwright.program.on_mesh import products
 from meshwright.sharding import decide
 from meshwright.step import local_accumulation as local
@@ -99,7 +99,7 @@ _no_activation_is_pinned = replace(
 
 def _nothing_is_pinned(patch):
     _no_activation_is_pinned(patch)
-    replace(weights, "prepare_weight", lambda right: lambda value, *a, **k: value)(patch)
+    replace(weight_uses, "prepare_weight", lambda right: lambda value, *a, **k: value)(patch)
 
 
 MUTATIONS = (
@@ -165,7 +165,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients of gathered weights are divided by the devices once more",
-        replace(weights, "prepare_weight", _divided_again),
+        replace(weight_uses, "prepare_weight", _divided_again),
         FSDP_PLAIN,
         ("float64 gradients", "own_precision gradients"),
         seen="averaging in ZeRO's reduce-scatter",
@@ -174,7 +174,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients of gathered weights get no layout, and the compiler chooses one",
-        replace(weights, "prepare_weight", _gradient_as_it_is),
+        replace(weight_uses, "prepare_weight", _gradient_as_it_is),
         LEDGER_TOKENS,
         ("fsdp above the minimum",),
         names="fsdp",

@@ -182,6 +182,7 @@ def assemble(
     clip_norm: float | None = None,
     trainable: Filter = nnx.Param,
     devices: Sequence[Device] | None = None,
+    wide: bool = False,
     runs: int | None = None,
 ) -> Assembled:
     """Trace the loss, choose placements and build the step; nothing is compiled yet.
@@ -195,6 +196,7 @@ def assemble(
         clip_norm: largest global gradient norm.
         trainable: NNX filter of what is trained.
         devices: devices of the mesh; all by default.
+        wide: compute in float64, for proofs.
         runs: how often the step will run, if only a few times.
     """
     mesh = build_mesh(plan.mesh, devices)
@@ -212,7 +214,7 @@ def assemble(
     make_step = functools.partial(
         _step, program, local_program, decision, plan, mesh, clip_norm=clip_norm, runs=runs
     )
-    step = make_step(optimizer=optimizer, wide=False)
+    step = make_step(optimizer=optimizer, wide=wide)
     report = None if step.pipeline is None else pipeline_report(step.pipeline)
     remarks = (*remarks, *(report.warnings if report else ()), *decision.ignored)
     tree = jax.tree.structure(batch)
