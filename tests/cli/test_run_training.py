@@ -73,6 +73,7 @@ def finish(*started):
     return json.loads(printed[0][0])
 
 
+@pytest.mark.full
 def test_fsdp_with_a_batch_for_each_device(train):
     result, _ = train(shape(8, 1), "training.micro_batch_size=4")
     assert result["mesh"] == {"fsdp": 8}
