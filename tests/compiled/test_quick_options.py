@@ -2,7 +2,10 @@
 
 import jax
 import numpy as np
+import optax
+from proof.proofs import Plain, certify
 
+from meshwright.compiled import quick_options as module
 from meshwright.compiled.quick_options import WORTH_POLISHING, quick_options
 
 
@@ -22,3 +25,11 @@ def test_the_same_program_is_partitioned_the_same_way():
         lowered.compile(compiler_options=options).as_text() for options in (quick_options(), {})
     )
     assert quick.count(" all-reduce(") == polished.count(" all-reduce(") == 1
+
+
+def test_a_large_model_is_certified_with_a_schedule_that_rounds(monkeypatch):
+    """The warmup computes in float32, where polished code rounds in another way."""
+    monkeypatch.setattr(module, "WORTH_POLISHING", 1)
+    warmup = optax.linear_schedule(0.0, 0.1, 10)
+    schedule = optax.join_schedules([warmup, optax.cosine_decay_schedule(0.1, 600)], [10])
+    assert certify({"fsdp": 2}, model=Plain, steps=4, optimizer=optax.adam(schedule)).equal

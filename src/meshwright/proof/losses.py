@@ -40,9 +40,8 @@ def traced_gradient(traced: TracedLoss, *, wide: bool, flops: float) -> Gradient
         value = traced.read_outputs(evaluator.run(traced.closed, [*values, *batch]))
         return value.objective.mean * scale, value
 
-    compiled = jax.jit(
-        jax.value_and_grad(mean_loss, has_aux=True), compiler_options=quick_options(flops)
-    )
+    options = quick_options(0 if wide else flops)
+    compiled = jax.jit(jax.value_and_grad(mean_loss, has_aux=True), compiler_options=options)
 
     def gradient(
         params: dict[str, Any], state: list[Any], batch: list[Any], scale: float

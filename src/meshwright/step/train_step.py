@@ -67,9 +67,9 @@ class TrainStep:
         clip_norm: largest global gradient norm; None for no clipping.
         local: the loss of one device's samples, if gradients are not reduced at every microbatch.
         pipeline: the loss and its gradients by stages, on a mesh with a pipe axis.
-        wide: compute in float64, for proofs.
+        wide: compute in float64, for proofs, and compile quickly.
         runs: how often it will run, if only a few times: a small model's step is then compiled
-            quickly.
+            quickly too.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TrainStep:
         )
         # JAX takes compiler options only where the step is not part of another program.
         self._traceable = compiled()
-        options = self._quick_options(runs) if runs else {}
+        options = self._quick_options(runs, wide=wide)
         self._jitted = compiled(compiler_options=options) if options else self._traceable
 
     def __call__(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:
@@ -179,7 +179,12 @@ class TrainStep:
             self.shardings.state,
         )
 
-    def _quick_options(self, runs: int) -> dict[str, int | bool]:
+    def _quick_options(self, runs: int | None, *, wide: bool) -> dict[str, int | bool]:
+        if wide:
+            # Like the reference: schedules compute in float32, where both must round alike.
+            return quick_options()
+        if runs is None:
+            return {}
         microbatches = self.plan.batch.gradient_accumulation_steps
         return quick_options(runs * microbatches * count_flops(self.traced))
 
