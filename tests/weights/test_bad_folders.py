@@ -11,6 +11,7 @@ import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.data.tokenizer import FileTokenizer
 from meshwright.errors import UserError
+from meshwright.models import build_model
 from meshwright.weights.safetensors_format import write_file
 
 
@@ -29,6 +30,7 @@ def rewrite(folder, change):
         (["model=hf", "model.weights=nowhere"], ["is not a folder", "there is no nowhere"]),
         (["model=hf", "model.weights=file"], ["model.weights=file is not a folder"]),
         (["model=hf", "model.weights=empty"], ["it has no config.json"]),
+        (["model=hf", "model.weights=quantized"], ["are quantized", "quant_method=gptq"]),
         (["model=hf", "model.weights=mistral"], ["MistralForCausalLM", "Gemma3ForCausalLM"]),
         (["model=hf", "model.weights=broken"], ["cannot read", "config.json"]),
         (
@@ -56,7 +58,12 @@ def test_a_config_that_contradicts_its_folder_is_refused(
     monkeypatch.chdir(tmp_path)
     copy_folder("gpt2", tmp_path / "gpt2")
     copy_folder("llama", tmp_path / "llama")
-    configs = {"mistral": {"architectures": ["MistralForCausalLM"]}, "broken": []}
+    llama = {"architectures": ["LlamaForCausalLM"]}
+    configs = {
+        "mistral": {"architectures": ["MistralForCausalLM"]},
+        "quantized": {**llama, "quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "broken": [],
+    }
     for name, config in configs.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
@@ -155,3 +162,32 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, capsys
     assert main(["train", *words, run]) == 2
     assert f"it has {size} tokens, the model's vocabulary 200" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    folder = copy_folder("gpt2", tmp_path / "gpt2")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (folder / "model.safetensors").write_text(pointer)
+    with pytest.raises(UserError, match="pointer of Git LFS"):
+        mw.load_model(folder)
+
+
+def test_arguments_that_change_what_a_pretrained_model_computes_are_refused():
+    with pytest.raises(UserError, match=r"rope_base=5.0, and config.json says"):
+        mw.hf_model(HF / "llama", rope_base=5.0)
+    assert mw.hf_model(HF / "llama", rope_base=5.0, pretrained=False).arguments["rope_base"] == 5.0
+    assert mw.hf_model(HF / "llama", context_length=32).arguments["context_length"] == 32
+
+
+@pytest.mark.parametrize("change", [{"rope_base": 5.0}, {"norm_epsilon": 0.1}])
+def test_a_built_in_model_with_other_numbers_than_its_folder_is_refused(change):
+    published = mw.hf_model(HF / "llama", pretrained=False)
+    arguments = {**published.arguments, **change}
+    trainer = mw.Trainer(
+        model=lambda rngs: build_model(published.kind, rngs=rngs, **arguments),
+        loss=lambda model, batch: model(batch["tokens"]).mean(),
+        optimizer=optax.sgd(0.1),
+        weights=HF / "llama",
+    )
+    with pytest.raises(UserError, match="is not the one in"):
+        trainer.fit({"tokens": np.zeros((8, 8), np.int32)}, batch_size=8, steps=1)

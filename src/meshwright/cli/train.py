@@ -37,6 +37,7 @@ from meshwright.trainer.schedule_warnings import schedule_warnings
 from meshwright.trainer.training_run import TrainingRun
 from meshwright.weights.hf_folder import TOKENIZER, open_folder
 from meshwright.weights.kept import HF_FOLDER, end_tokens, keep_files
+from meshwright.weights.resolve import without_tokenizer
 
 
 def run(request: Request) -> int:
@@ -70,6 +71,7 @@ def run(request: Request) -> int:
             duration=recipe.duration,
             seed=config.run.seed,
             initial_state=initial.state,
+            weights=initial.source,
             resume_point=point,
             evaluation=EvaluationSpec(
                 data=recipe.eval_data,
@@ -84,7 +86,11 @@ def run(request: Request) -> int:
             learning_rate=recipe.learning_rate,
             strict=config.strict,
             extra_results=partial(_sample, config, recipe, assembled, end_tokens(hf_files)),
-            warnings=[*_warnings(request, config, plan, recipe, point), *initial.remarks],
+            warnings=[
+                *_warnings(request, config, plan, recipe, point),
+                *initial.remarks,
+                *without_tokenizer(config),
+            ],
             interrupt=current_interrupt(),
         )
     )

@@ -14,6 +14,8 @@ INIT_STD = 0.02
 
 def residual_std(num_blocks: int) -> float:
     """Initial standard deviation of layers that write to the residual stream, two per block."""
+    if num_blocks < 1:
+        raise ValueError(f"num_blocks={num_blocks}: a model has at least one block.")
     return INIT_STD / math.sqrt(2 * num_blocks)
 
 

@@ -66,6 +66,8 @@ class Rotary:
 
     def frequencies(self, head_dim: int) -> Array:
         """Return the angle from one position to the next for each pair: float32 [C/2]."""
+        if head_dim % 2:
+            raise ValueError(f"head_dim={head_dim} is odd, but positions rotate pairs of dims.")
         exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
         return 1.0 / self.base**exponents / self.factor
 

@@ -28,6 +28,7 @@ from meshwright.program.on_mesh.mesh_forward import Forward
 from meshwright.program.on_mesh.remat import choose_remat
 from meshwright.program.trace.build_model import (
     ModelSource,
+    abstract_model,
     build_values,
     describe_model,
     trace_values,
@@ -91,6 +92,8 @@ class Assembled:
             quickly: compile for a single run instead of for speed.
         """
         given, layout = given or {}, self.traced.layout
+        if len(given) == len(layout.step_leaves):
+            return start_from(self.step, [given[n] for n in range(len(given))])
         shardings = self.step.leaf_values(self.step.shardings.state)
         traced = trace_values(self._build, self.model_leaves, seed)
         if traced is not None:
@@ -108,6 +111,10 @@ class Assembled:
     ) -> Assembled:
         """Return the same with a step of another optimizer; ``wide`` computes in float64."""
         return replace(self, step=self._make_step(optimizer=optimizer, wide=wide))
+
+    def abstract_model(self) -> Model:
+        """Return the model with shapes instead of arrays."""
+        return abstract_model(self._build)
 
     def adopt(self, model: Model) -> TrainState:
         """Start from an existing model, its leaves placed on the mesh."""

@@ -14,7 +14,7 @@ from meshwright.tracking.metric_text import format_metrics
 from meshwright.tracking.tracker import NullTracker
 from meshwright.units import human_bytes, human_count, human_seconds
 
-SHOWN_EVENTS = ("start", "resume", "checkpoint", "warning", "note", "profile", "stop")
+SHOWN_EVENTS = ("start", "weights", "resume", "checkpoint", "warning", "note", "profile", "stop")
 """Events that are shown; an evaluation is shown by its metrics."""
 
 

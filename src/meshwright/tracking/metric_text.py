@@ -27,7 +27,7 @@ def format_metrics(values: Mapping[str, float]) -> list[str]:
 
 _FORMATS: dict[str, tuple[int, Callable[[float], str]]] = {
     "loss": (12, lambda v: f"loss {v:.4f}"),
-    "eval_samples": (12, lambda v: f"{v:,.0f} samples"),
+    "eval_samples": (12, lambda v: f"{v:,.0f} sample{'' if v == 1 else 's'}"),
     "learning_rate": (10, lambda v: f"lr {v:.2e}"),
     "grad_norm": (10, lambda v: f"grad {v:.3g}"),
     "samples_per_second": (15, lambda v: f"{human_count(v)} samples/s"),

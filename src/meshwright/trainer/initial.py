@@ -15,6 +15,7 @@ from meshwright.trainer.warm_start import warm_start
 from meshwright.weights.hf_folder import open_folder
 from meshwright.weights.kept import read_kept
 from meshwright.weights.load import load_state, weights_of
+from meshwright.weights.same_model import check_numbers
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,12 @@ class Initial:
     Attributes:
         state: makes it.
         remarks: what of a folder is not used.
+        source: where the weights come from, in one line; empty if they are random or a run's.
     """
 
     state: Callable[[], TrainState]
     remarks: tuple[str, ...] = ()
+    source: str = ""
 
 
 def remembered_files(
@@ -76,10 +79,12 @@ def find_initial(
         )
     if resumed:
         return Initial(fresh)
-    found = weights_of(open_folder(weights), assembled)
+    folder = open_folder(weights)
+    found = weights_of(folder, assembled)
+    check_numbers(assembled.abstract_model(), folder)
 
     def load() -> TrainState:
         with activity(f"reading the weights in {weights}"):
             return load_state(found, assembled, seed)
 
-    return Initial(load, (found.skipped,) if found.skipped else ())
+    return Initial(load, (found.skipped,) if found.skipped else (), found.summary)

@@ -90,6 +90,7 @@ class RunSpec:
         duration: how long to train.
         seed: the seed of the run.
         initial_state: returns the state to start from without a checkpoint.
+        weights: where the weights of that state come from, in one line; empty if random.
         updates_done: the updates of that state.
         resume_point: the checkpoint to resume from.
         evaluation: when to evaluate, and on what.
@@ -113,6 +114,7 @@ class RunSpec:
     duration: Duration
     seed: int
     initial_state: Callable[[], TrainState]
+    weights: str = ""
     updates_done: int = 0
     resume_point: ResumePoint | None = None
     evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)

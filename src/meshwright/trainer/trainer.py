@@ -427,6 +427,7 @@ class Trainer:
             initial_state=lambda: (
                 initial.state() if result is None else continued_state(result, assembled)
             ),
+            weights=initial.source,
             updates_done=0 if result is None else result.updates,
             resume_point=point,
             evaluation=evaluation,

@@ -206,6 +206,8 @@ class TrainingRun:
             done = progress.update = self._spec.updates_done
             if done:
                 tracker.event("resume", done, f"continuing after update {done}", {})
+            elif self._spec.weights:
+                tracker.event("weights", 0, self._spec.weights, {})
             with activity("initializing the state"):
                 return self._spec.initial_state()
         with activity(f"restoring update {self._point.update}"):

@@ -50,9 +50,20 @@ def read_architecture(config: HfConfig, where: str) -> Architecture:
         raise UserError(
             f"the model in {where} is not known",
             why=f"its config.json says it is {named}; known: "
-            + ", ".join(each.architecture for each in FAMILIES.values()),
+            + ", ".join(
+                name
+                for each in FAMILIES.values()
+                for name in (each.architecture, *each.other_architectures)
+            ),
         )
     own = text_model(config)
+    quantized = config.get("quantization_config") or own.get("quantization_config")
+    if isinstance(quantized, Mapping):
+        raise UserError(
+            f"the weights in {where} are quantized",
+            why=f"its config.json says quant_method={quantized.get('quant_method')}",
+            fix="choose the folder of the model before it was quantized",
+        )
     try:
         return Architecture(family, family.read_config(own))
     except (KeyError, TypeError, ZeroDivisionError) as error:

@@ -113,7 +113,8 @@ def open_folder(path: str | Path) -> Folder:
         raise UserError(
             f"{setting} is not a folder",
             why=f"{folder.absolute()} is a file" if folder.exists() else f"there is no {folder}",
-            fix="download the model first, and name its folder",
+            fix="download the model first (hf download NAME --local-dir FOLDER), and name its "
+            "folder; a run that started from it resumes with --config RUN/config.yaml",
         )
     if not (folder / CONFIG).is_file():
         raise UserError(

@@ -12,8 +12,9 @@ from flax import nnx
 from meshwright import models
 from meshwright.config.argument_checks import check_path
 from meshwright.config.builders import build, check_arguments
-from meshwright.weights.families import read_architecture
-from meshwright.weights.hf_folder import Folder, open_folder
+from meshwright.errors import UserError
+from meshwright.weights.families import Architecture, read_architecture
+from meshwright.weights.hf_folder import CONFIG, Folder, open_folder
 from meshwright.weights.kept import published_config
 
 
@@ -52,11 +53,31 @@ def hf_model(folder: str | Path, *, pretrained: bool = True, **changes: Any) -> 
     Args:
         folder: a folder with config.json and weights in safetensors files.
         pretrained: False to train the same model from random weights.
-        changes: other arguments of the model, such as ``context_length=2048`` or ``dropout=0.0``.
+        changes: other arguments of the model. With the folder's weights, only those that leave
+            what it computes as it was: ``context_length``, and ``dropout`` where it has one.
     """
     opened = open_folder(check_path("folder", folder))
     architecture = read_architecture(opened.config, str(opened.path))
     kind = architecture.family.kind
     arguments = {**architecture.arguments, **changes}
+    if pretrained:
+        _refuse_contradictions(architecture, changes, opened)
     checked = check_arguments("model", models.find_builder(kind), arguments, supplied=("rngs",))
     return HfModel(opened, kind, checked, pretrained)
+
+
+def _refuse_contradictions(
+    architecture: Architecture, changes: Mapping[str, Any], folder: Folder
+) -> None:
+    arguments, free = architecture.arguments, architecture.family.free
+    differing = [
+        f"{name}={changes[name]}, and {CONFIG} says {arguments[name]}"
+        for name in changes
+        if name in arguments and name not in free and changes[name] != arguments[name]
+    ]
+    if differing:
+        raise UserError(
+            f"the weights in {folder.path} are those of another model",
+            why="; ".join(differing),
+            fix="leave these out, or write pretrained=False to train from random weights",
+        )

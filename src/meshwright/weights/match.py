@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.errors import ANY, Setting, UserError
+from meshwright.units import counted
 from meshwright.weights.array_differences import describe_differences
 from meshwright.weights.families import Architecture, read_architecture
 from meshwright.weights.family import Row
@@ -52,6 +53,12 @@ class Weights:
     _tensors: Mapping[str, Tensor]
     _sizes: Mapping[str, int]
 
+    @property
+    def summary(self) -> str:
+        """What is read, in one line."""
+        count, dtype = len(self._tensors), self.folder.dtype
+        return f"{counted(count, 'tensor')} in {dtype} from {self.folder.path}"
+
     def read(self, path: str, ranges: Sequence[Range], dtype: Any) -> NDArray[Any]:
         """Read a slice of one of the model's arrays."""
         place = self._places[path]
@@ -89,7 +96,7 @@ def find_weights(folder: Folder, shapes: Shapes) -> Weights:
             f"the weights in {folder.path} do not fit the model",
             why="; ".join(differences),
             fix="build the model of the folder: model=hf on the command line, mw.hf_model(folder) "
-            "in Python",
+            "in Python, without other sizes. If it is, the files do not belong to this config.json",
         )
     _refuse_formats(folder, have.values())
     remark = ""

@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.config.schema import Config
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.weights.families import Architecture, find_family, read_architecture
 from meshwright.weights.hf_folder import CONFIG, TOKENIZER, Folder, open_folder
 
 KIND = "hf"
 """The kind of a model whose folder says what it is."""
+
+_TEXT = ("text", "jsonl", "parquet", "array_record")
+"""Kinds of data whose text is read as bytes without a tokenizer."""
 
 _TOKENIZED = ("text", "tokens", "jsonl", "parquet", "array_record")
 """Kinds of data that take a tokenizer."""
@@ -66,6 +70,17 @@ def resolve_weights(values: Mapping[str, Any], *, saved: bool) -> Resolved:
     architecture = read_architecture(folder.config, str(folder.path))
     _refuse_contradictions(model, architecture, folder)
     return _completed(values, model, architecture, folder)
+
+
+def without_tokenizer(config: Config) -> list[str]:
+    """Warn if text is read as bytes for a model that was trained on other tokens."""
+    weights, data = config.model.weights, config.data
+    if weights is None or data.kind not in _TEXT or data.arguments().get("tokenizer") is not None:
+        return []
+    return [
+        f"{weights} has no {TOKENIZER}, so every byte of the text is a token, which is not what "
+        f"the model was trained on; write {Setting('data.tokenizer', ANY)} with its tokenizer"
+    ]
 
 
 def _completed(

@@ -81,12 +81,23 @@ class Tensor:
         return found
 
 
+_LFS_POINTER = b"version "
+"""How the pointers begin that a clone without Git LFS has instead of large files."""
+
+
 def read_header(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a file by name, without reading them."""
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+            start = opened.read(_LENGTH_BYTES)
+            if start == _LFS_POINTER:
+                raise UserError(
+                    f"{file} is not the file itself",
+                    why="it is a pointer of Git LFS to it",
+                    fix="run git lfs pull in its folder, or download it with hf download",
+                )
+            length = int.from_bytes(start, "little")
             if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _LARGEST_HEADER):
                 raise _damaged(file, f"it has {size:,} bytes, and its header would have {length:,}")
             header = json.loads(opened.read(length))
