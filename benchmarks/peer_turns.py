@@ -18,10 +18,13 @@ class Turns(mw.Callback):
 
     def __init__(self) -> None:
         self._start: float | None = None
+        self._over = False
 
     def on_log(self, update: int, values: Mapping[str, float]) -> None:
         """Tell what was measured, and wait for the next turn."""
         now = time.perf_counter()
+        if self._over:
+            return
         if update == 1:
             tell(first_update=since_start())
             return
@@ -36,5 +39,6 @@ class Turns(mw.Callback):
                 parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
             )
         if not told_to_go():
+            self._over = True
             self.context.stop("the comparison is over")
         self._start = time.perf_counter()
