@@ -137,7 +137,17 @@ def test_the_covering_cells_cover():
     assert {case.variant for case in COVERING} == set(VARIANTS)
 
 
-@pytest.mark.parametrize("case", COVERING, ids=str)
+SLOW = ("stacked_gpt", "moe", "vit")
+"""Kinds whose cells take longest; the zoo has others of their sort every day."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[pytest.mark.full] * (case.kind in SLOW))
+        for case in COVERING
+    ],
+)
 def test_a_mesh_trains_like_one_device(case, assert_equal):
     assert_equal(case)
 
