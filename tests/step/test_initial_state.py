@@ -104,3 +104,15 @@ def test_two_rows_of_a_stack_are_two_draws():
     values = step.canonical(step.init(0))
     first, second = (np.asarray(values[f"blocks.{n}.up.kernel"]) for n in (0, 1))
     assert np.abs(first - second).max() > 0.1
+
+
+def test_jax_may_have_accelerators_only(monkeypatch):
+    step = assembled(OneDraw, {"data": 8})
+    expected = step.init(0)
+
+    def no_cpu(*args, **kwargs):
+        raise RuntimeError("Unknown backend cpu")
+
+    monkeypatch.setattr(jax, "local_devices", no_cpu)
+    for value, other in zip(step.init(0).params, expected.params, strict=True):
+        np.testing.assert_array_equal(value, other)

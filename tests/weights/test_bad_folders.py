@@ -191,3 +191,10 @@ def test_a_built_in_model_with_other_numbers_than_its_folder_is_refused(change):
     )
     with pytest.raises(UserError, match="is not the one in"):
         trainer.fit({"tokens": np.zeros((8, 8), np.int32)}, batch_size=8, steps=1)
+
+
+def test_a_model_is_not_loaded_from_pickled_weights(tmp_path):
+    folder = copy_folder("gpt2", tmp_path / "gpt2")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"only `pytorch_model.bin`"):
+        mw.load_model(folder)

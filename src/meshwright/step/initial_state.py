@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -131,8 +132,7 @@ def _compute_keys(closed: ClosedJaxpr, words: Any) -> tuple[dict[Var, Any], list
     known: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     known[jaxpr.invars[0]] = words
     rest: list[Equation] = []
-    # The integers are the same on every device, and a CPU starts each operation soonest.
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with _on_cpu():
         for eqn in jaxpr.eqns:
             is_known = all(isinstance(a, Literal) or a in known for a in eqn.invars)
             if is_known and all(map(_is_small, eqn.outvars)):
@@ -141,6 +141,15 @@ def _compute_keys(closed: ClosedJaxpr, words: Any) -> tuple[dict[Var, Any], list
             else:
                 rest.append(eqn)
     return known, rest
+
+
+def _on_cpu() -> AbstractContextManager[Any]:
+    """Compute on a CPU, which starts each operation soonest: integers are the same everywhere."""
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:
+        # JAX was told to use accelerators only, such as by JAX_PLATFORMS=cuda.
+        return nullcontext()
 
 
 def _is_small(variable: Var) -> bool:

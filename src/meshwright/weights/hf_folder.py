@@ -128,8 +128,7 @@ def open_folder(path: str | Path) -> Folder:
 
 def is_hf_folder(path: Path) -> bool:
     """Whether a folder is a published model's, and not a run's."""
-    files = (INDEX, SINGLE)
-    return (path / CONFIG).is_file() and any((path / name).is_file() for name in files)
+    return (path / CONFIG).is_file() and not (path / "checkpoints").is_dir()
 
 
 def listed(names: Sequence[str], quote: str = "`") -> str:
