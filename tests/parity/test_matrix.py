@@ -137,7 +137,7 @@ def test_the_covering_cells_cover():
     assert {case.variant for case in COVERING} == set(VARIANTS)
 
 
-SLOW = ("stacked_gpt", "moe", "vit")
+SLOW = ("stacked_gpt", "moe", "vit", "conv", "lstm")
 """Kinds whose cells take longest; the zoo has others of their sort every day."""
 
 
