@@ -35,7 +35,7 @@ def rewrite(folder, change):
         (["model=hf", "model.weights=broken"], ["cannot read", "config.json"]),
         (
             ["model=gpt2", "model.weights=gpt2"],
-            ["num_blocks is 12 in the config and 2 in config.json", "model=hf"],
+            ["num_blocks is 12 here and 2 in config.json", "model=hf"],
         ),
         (["model=gemma3_1b", "model.weights=gpt2"], ["model.kind=gemma3", "GPT2LMHeadModel"]),
         (["model=hf", "model.weights=gpt2", "model.num_heads=8"], ["num_heads is 8", "and 4 in"]),
@@ -173,7 +173,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path):
 
 
 def test_arguments_that_change_what_a_pretrained_model_computes_are_refused():
-    with pytest.raises(UserError, match=r"rope_base=5.0, and config.json says"):
+    with pytest.raises(UserError, match=r"rope_base is 5.0 here and"):
         mw.hf_model(HF / "llama", rope_base=5.0)
     assert mw.hf_model(HF / "llama", rope_base=5.0, pretrained=False).arguments["rope_base"] == 5.0
     assert mw.hf_model(HF / "llama", context_length=32).arguments["context_length"] == 32

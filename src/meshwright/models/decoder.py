@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -189,3 +189,53 @@ class DecoderBlock(nnx.Module):
         """Add both halves to the residual stream x [B, T, D]."""
         x = x + self.attention(self.attention_norm(x), positions, segment_ids)
         return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nnx.Module):
+    """A decoder-only language model: embedding, blocks, norm, output layer.
+
+    Args:
+        blocks: makes each block.
+        vocab_size: V, tokens in the vocabulary.
+        context_length: the longest row of tokens.
+        hidden_size: D, width of the residual stream.
+        norm: makes the last norm from its size.
+        tied_embeddings: whether the token embedding is also the output layer.
+        rngs: stream ``params``.
+    """
+
+    def __init__(
+        self,
+        *,
+        blocks: Sequence[Callable[..., nnx.Module]],
+        vocab_size: int,
+        context_length: int,
+        hidden_size: int,
+        norm: Callable[[int], RMSNorm],
+        tied_embeddings: bool,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.context_length = context_length
+        self.tokens = embedding(vocab_size, hidden_size, rngs=rngs)
+        self.blocks = nnx.List([block(rngs=rngs) for block in blocks])
+        self.norm = norm(hidden_size)
+        self.head = None if tied_embeddings else linear(hidden_size, vocab_size, rngs=rngs)
+
+    def __call__(
+        self, tokens: Array, *, segment_ids: Array | None = None, positions: Array | None = None
+    ) -> Array:
+        """Return next-token logits [B, T, V] for tokens [B, T], T at most `context_length`.
+
+        `segment_ids` [B, T] keep documents packed into one row from attending to each other, and
+        `positions` [B, T] let each start at 0.
+        """
+        positions = row_positions(tokens, positions, self.context_length)
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, positions, segment_ids)
+        x = self.norm(x)
+        return self.tokens.attend(x) if self.head is None else self.head(x)
+
+    def embed(self, tokens: Array) -> Array:
+        """Return the vectors [B, T, D] of tokens [B, T]."""
+        return self.tokens(tokens)

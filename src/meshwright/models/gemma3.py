@@ -13,13 +13,11 @@ from jax import Array
 
 from meshwright.models.attention import residual_std
 from meshwright.models.decoder import (
+    Decoder,
     GatedMLP,
     GroupedAttention,
     RMSNorm,
     Rotary,
-    embedding,
-    linear,
-    row_positions,
 )
 
 
@@ -57,7 +55,7 @@ class Gemma3Block(nnx.Module):
         return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))
 
 
-class Gemma3(nnx.Module):
+class Gemma3(Decoder):
     """Decoder-only language model; the default sizes are those of ``gemma3_tiny``.
 
     Args:
@@ -101,7 +99,6 @@ class Gemma3(nnx.Module):
         tied_embeddings: bool = True,
         rngs: nnx.Rngs,
     ) -> None:
-        self.context_length = context_length
         # Scales are stored as their difference from 1.
         norm = partial(RMSNorm, epsilon=norm_epsilon, offset=1.0)
         out_std = residual_std(num_blocks)
@@ -119,24 +116,18 @@ class Gemma3(nnx.Module):
         kinds = [local if n % global_every else whole for n in range(1, num_blocks + 1)]
         mlp = partial(GatedMLP, mlp_size=mlp_size, activation=jax.nn.gelu, out_std=out_std)
         block = partial(Gemma3Block, mlp=mlp, norm=norm, hidden_size=hidden_size)
-        self.tokens = embedding(vocab_size, hidden_size, rngs=rngs)
-        self.blocks = nnx.List([block(attention=kind, rngs=rngs) for kind in kinds])
-        self.norm = norm(hidden_size)
-        self.head = None if tied_embeddings else linear(hidden_size, vocab_size, rngs=rngs)
+        super().__init__(
+            blocks=[partial(block, attention=kind) for kind in kinds],
+            vocab_size=vocab_size,
+            context_length=context_length,
+            hidden_size=hidden_size,
+            norm=norm,
+            tied_embeddings=tied_embeddings,
+            rngs=rngs,
+        )
 
-    def __call__(
-        self, tokens: Array, *, segment_ids: Array | None = None, positions: Array | None = None
-    ) -> Array:
-        """Return next-token logits [B, T, V] for tokens [B, T], T at most `context_length`.
-
-        `segment_ids` [B, T] keep documents packed into one row from attending to each other, and
-        `positions` [B, T] let each start at 0.
-        """
-        positions = row_positions(tokens, positions, self.context_length)
+    def embed(self, tokens: Array) -> Array:
+        """Return the vectors [B, T, D] of tokens [B, T], scaled by √D."""
         x = self.tokens(tokens)
         # Rounded like the embedding, as the published weights expect.
-        x = x * jnp.asarray(math.sqrt(x.shape[-1]), x.dtype)
-        for block in self.blocks:
-            x = block(x, positions, segment_ids)
-        x = self.norm(x)
-        return self.tokens.attend(x) if self.head is None else self.head(x)
+        return x * jnp.asarray(math.sqrt(x.shape[-1]), x.dtype)

@@ -6,22 +6,19 @@ from functools import partial
 
 import jax
 from flax import nnx
-from jax import Array
 
 from meshwright.models.attention import residual_std
 from meshwright.models.decoder import (
+    Decoder,
     DecoderBlock,
     GatedMLP,
     GroupedAttention,
     RMSNorm,
     Rotary,
-    embedding,
-    linear,
-    row_positions,
 )
 
 
-class Qwen3(nnx.Module):
+class Qwen3(Decoder):
     """Decoder-only language model; the default sizes are those of ``qwen3_tiny``.
 
     Args:
@@ -55,7 +52,6 @@ class Qwen3(nnx.Module):
         tied_embeddings: bool = True,
         rngs: nnx.Rngs,
     ) -> None:
-        self.context_length = context_length
         norm = partial(RMSNorm, epsilon=norm_epsilon)
         out_std = residual_std(num_blocks)
         attention = partial(
@@ -71,22 +67,12 @@ class Qwen3(nnx.Module):
         block = partial(
             DecoderBlock, attention=attention, mlp=mlp, norm=norm, hidden_size=hidden_size
         )
-        self.tokens = embedding(vocab_size, hidden_size, rngs=rngs)
-        self.blocks = nnx.List([block(rngs=rngs) for _ in range(num_blocks)])
-        self.norm = norm(hidden_size)
-        self.head = None if tied_embeddings else linear(hidden_size, vocab_size, rngs=rngs)
-
-    def __call__(
-        self, tokens: Array, *, segment_ids: Array | None = None, positions: Array | None = None
-    ) -> Array:
-        """Return next-token logits [B, T, V] for tokens [B, T], T at most `context_length`.
-
-        `segment_ids` [B, T] keep documents packed into one row from attending to each other, and
-        `positions` [B, T] let each start at 0.
-        """
-        positions = row_positions(tokens, positions, self.context_length)
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x, positions, segment_ids)
-        x = self.norm(x)
-        return self.tokens.attend(x) if self.head is None else self.head(x)
+        super().__init__(
+            blocks=[block] * num_blocks,
+            vocab_size=vocab_size,
+            context_length=context_length,
+            hidden_size=hidden_size,
+            norm=norm,
+            tied_embeddings=tied_embeddings,
+            rngs=rngs,
+        )

@@ -57,6 +57,7 @@ def find_initial(
     init_from: str | Path | None,
     init_patterns: Sequence[str] | None,
     resumed: bool,
+    compare: bool = False,
 ) -> Initial:
     """Return the initial state; what does not fit the model is refused before anything compiles.
 
@@ -68,6 +69,7 @@ def find_initial(
         init_from: a run or a checkpoint; None for none.
         init_patterns: path patterns of the parameters to take from it; None takes all.
         resumed: whether a checkpoint of the run itself replaces the initial state.
+        compare: whether the model may have other numbers than the folder's config.json.
     """
     if weights is None:
         warm = warm_start(init_from, init_patterns, assembled)
@@ -81,7 +83,8 @@ def find_initial(
         return Initial(fresh)
     folder = open_folder(weights)
     found = weights_of(folder, assembled)
-    check_numbers(assembled.abstract_model(), folder)
+    if compare:
+        check_numbers(assembled.abstract_model(), folder)
 
     def load() -> TrainState:
         with activity(f"reading the weights in {weights}"):

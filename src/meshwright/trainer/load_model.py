@@ -15,6 +15,7 @@ from meshwright.checkpoint import CheckpointReader, find_store
 from meshwright.checkpoint.damage import Damage, DamagedCheckpoint, all_damaged
 from meshwright.checkpoint.export import read_groups
 from meshwright.checkpoint.older_paths import as_named_now
+from meshwright.checkpoint.reader import FOLDER
 from meshwright.config.argument_checks import check_path
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
@@ -45,7 +46,7 @@ def load_model(run: str | Path, *, model: Any = None, update: int | None = None)
             those that are.
     """
     path = check_path("run", run)
-    if is_hf_folder(path):
+    if is_hf_folder(path) and not (path / FOLDER).is_dir():
         return _load_hf(path, model)
     folder, named = find_store(path)
     asked = named if update is None else update

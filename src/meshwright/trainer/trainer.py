@@ -415,6 +415,8 @@ class Trainer:
             init_from=self.init_from,
             init_patterns=self.init_patterns,
             resumed=point is not None or result is not None,
+            # What hf_model builds was compared when it was made.
+            compare=self.weights is not None,
         )
         return RunSpec(
             assembled=assembled,

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.weights.family import Family, HfConfig
 from meshwright.weights.gemma3_names import GEMMA3
 from meshwright.weights.gpt2_names import GPT2
+from meshwright.weights.hf_folder import CONFIG
 from meshwright.weights.llama_names import LLAMA
 from meshwright.weights.qwen3_names import QWEN3
 from meshwright.weights.vit_names import VIT
@@ -29,6 +30,31 @@ class Architecture:
 
     family: Family
     arguments: Mapping[str, Any]
+
+    def refuse_contradictions(self, given: Mapping[str, Any], where: str, fix: str) -> None:
+        """Refuse arguments that differ from config.json where they may not.
+
+        Args:
+            given: arguments of the model; None stands for what config.json says.
+            where: its folder, for messages.
+            fix: what to write instead.
+        """
+        differing = [
+            f"{name} is {given[name]} here and {value} in {CONFIG}"
+            for name, value in self.arguments.items()
+            if name not in self.family.free and given.get(name) not in (None, value)
+        ]
+        if differing:
+            raise UserError(
+                f"the model is not the one in {where}", why="; ".join(differing), fix=fix
+            )
+        asked, longest = given.get("context_length"), self.arguments.get("context_length")
+        if isinstance(asked, int) and isinstance(longest, int) and asked > longest:
+            raise UserError(
+                f"{Setting('model.context_length', asked)} is longer than the model reads",
+                why=f"the {CONFIG} in {where} says {longest}",
+                fix=f"write {Setting('model.context_length', longest)}, or less",
+            )
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -127,8 +127,8 @@ def open_folder(path: str | Path) -> Folder:
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Whether a folder is a published model's, and not a run's."""
-    return (path / CONFIG).is_file() and not (path / "checkpoints").is_dir()
+    """Whether a folder has the config.json of a published model; a run's folder may have it too."""
+    return (path / CONFIG).is_file()
 
 
 def listed(names: Sequence[str], quote: str = "`") -> str:

@@ -12,9 +12,8 @@ from flax import nnx
 from meshwright import models
 from meshwright.config.argument_checks import check_path
 from meshwright.config.builders import build, check_arguments
-from meshwright.errors import UserError
-from meshwright.weights.families import Architecture, read_architecture
-from meshwright.weights.hf_folder import CONFIG, Folder, open_folder
+from meshwright.weights.families import read_architecture
+from meshwright.weights.hf_folder import Folder, open_folder
 from meshwright.weights.kept import published_config
 
 
@@ -61,23 +60,7 @@ def hf_model(folder: str | Path, *, pretrained: bool = True, **changes: Any) -> 
     kind = architecture.family.kind
     arguments = {**architecture.arguments, **changes}
     if pretrained:
-        _refuse_contradictions(architecture, changes, opened)
+        fix = "leave these out, or write pretrained=False to train from random weights"
+        architecture.refuse_contradictions(changes, str(opened.path), fix)
     checked = check_arguments("model", models.find_builder(kind), arguments, supplied=("rngs",))
     return HfModel(opened, kind, checked, pretrained)
-
-
-def _refuse_contradictions(
-    architecture: Architecture, changes: Mapping[str, Any], folder: Folder
-) -> None:
-    arguments, free = architecture.arguments, architecture.family.free
-    differing = [
-        f"{name}={changes[name]}, and {CONFIG} says {arguments[name]}"
-        for name in changes
-        if name in arguments and name not in free and changes[name] != arguments[name]
-    ]
-    if differing:
-        raise UserError(
-            f"the weights in {folder.path} are those of another model",
-            why="; ".join(differing),
-            fix="leave these out, or write pretrained=False to train from random weights",
-        )

@@ -111,28 +111,5 @@ def _refuse_contradictions(
             f"{family.architecture}, which is model.kind={family.kind}",
             fix=f"write model={KIND} to take the kind and the sizes from the folder",
         )
-    differing = [
-        f"{key} is {model[key]} in the config and {value} in {CONFIG}"
-        for key, value in architecture.arguments.items()
-        if key not in family.free and model.get(key) is not None and model[key] != value
-    ]
-    if differing:
-        raise UserError(
-            f"the model is not the one in {folder.path}",
-            why="; ".join(differing),
-            fix=f"write model={KIND} to take all sizes from the folder, and leave these out",
-        )
-    _refuse_longer_rows(model, architecture, folder)
-
-
-def _refuse_longer_rows(
-    model: Mapping[str, Any], architecture: Architecture, folder: Folder
-) -> None:
-    """Refuse rows of more tokens than the published model reads."""
-    asked, longest = model.get("context_length"), architecture.arguments.get("context_length")
-    if isinstance(asked, int) and isinstance(longest, int) and asked > longest:
-        raise UserError(
-            f"{Setting('model.context_length', asked)} is longer than the model reads",
-            why=f"{folder.path / CONFIG} says {longest}",
-            fix=f"write {Setting('model.context_length', longest)}, or less",
-        )
+    fix = f"write model={KIND} to take all sizes from the folder, and leave these out"
+    architecture.refuse_contradictions(model, str(folder.path), fix)
