@@ -19,6 +19,7 @@ from meshwright.config.microbatches import (
 )
 from meshwright.config.schema import (
     Config,
+    KernelChoice,
     PipelineConfig,
     Precision,
     ShardingConfig,
@@ -48,6 +49,7 @@ class Plan(Frozen):
         num_chunks: pieces of the model on each pipeline stage.
         precision: compute format: no (float32), bf16 or fp16.
         matmul: precision of float32 matrix products.
+        kernels: what evaluates known parts of the model, such as attention.
     """
 
     mesh: dict[str, int]
@@ -58,6 +60,7 @@ class Plan(Frozen):
     num_chunks: int = Field(default=1, ge=1)
     precision: Precision = "no"
     matmul: str = "default"
+    kernels: KernelChoice = "auto"
 
     @field_validator("mesh")
     @classmethod
@@ -181,6 +184,7 @@ def make_plan(config: Config, num_devices: int) -> Plan:
         sharding=config.sharding,
         precision=precision(config),
         matmul=config.precision.matmul,
+        kernels=config.kernels,
         **pipeline_fields(config.pipeline, sizes, batch),
     )
 

@@ -26,6 +26,7 @@ from meshwright.pipeline.schedule.timeline import Timeline
 from meshwright.pipeline.schedule.timeline_drawing import render_timeline
 from meshwright.pipeline.schedule.timeline_svg import timeline_svg
 from meshwright.plan import Plan, unused_settings
+from meshwright.program.kernels.substitution import describe
 from meshwright.recipe import make_recipe
 from meshwright.sharding.explain import LeafReport, explain
 from meshwright.step.assemble import Assembled
@@ -54,6 +55,7 @@ def run(request: Request) -> int:
         "parameters": [asdict(leaf) for leaf in leaves],
         "totals": _totals(assembled, leaves),
         "remarks": remarks,
+        "kernels": [asdict(use) for use in assembled.decision.kernels.uses],
     }
     if assembled.pipeline_report is not None:
         report["pipeline"] = asdict(assembled.pipeline_report)
@@ -122,6 +124,7 @@ def _picture(
         *(Indented(f"remark: {remark}", first=0) for remark in report["remarks"]),
         Text(),
         *(() if pipeline is None else _pipeline(assembled, pipeline)),
+        *_kernels(assembled),
         _rows(leaves),
     ]
     return Group(*parts)
@@ -142,6 +145,15 @@ def _pipeline(assembled: Assembled, found: PipelineReport) -> Iterator[Renderabl
     yield render_timeline(_timeline(assembled.plan))
     yield Text(found.waiting())
     yield Text()
+
+
+def _kernels(assembled: Assembled) -> Iterator[RenderableType]:
+    """Yield which parts of the model kernels evaluate."""
+    lines = describe(assembled.decision.kernels.uses)
+    if lines:
+        yield Text("kernels")
+        yield from (Indented(line, 4, first=2) for line in lines)
+        yield Text()
 
 
 def _timeline(plan: Plan) -> Timeline:

@@ -40,7 +40,11 @@ def run(request: Request) -> int:
 
 def _picture(certificate: Certificate, path: Path) -> RenderableType:
     style = "bold green" if certificate.equal else "bold red"
-    notes = [certificate.null_leaves_note(), *certificate.not_compared_notes()]
+    notes = [
+        certificate.null_leaves_note(),
+        *certificate.not_compared_notes(),
+        *certificate.kernel_notes(),
+    ]
     return Group(
         Text.assemble((certificate.configuration(), "bold"), ": ", (certificate.verdict(), style)),
         *(line for section in certificate.sections() for line in _section(*section)),

@@ -14,6 +14,9 @@ from meshwright.hardware import parse_hardware
 from meshwright.mesh.axes import INFER, resolve_alias
 
 Precision = Literal["no", "bf16", "fp16"]
+KernelChoice = Literal["auto", "xla", "none"]
+"""Kernels of the platform; their forms for any device, to prove them; or none."""
+
 # YAML reads a bare `no` as false.
 PrecisionKey = Annotated[
     Precision | None, BeforeValidator(lambda value: "no" if value is False else value)
@@ -338,6 +341,8 @@ class Config(Frozen):
     Attributes:
         simulate: number of virtual CPU devices to use.
         hardware: the hardware a plan is for, such as 8xA100-40GB; null is this machine's.
+        kernels: what evaluates known parts of the model, such as attention: auto, the kernels of
+            this platform; xla, their forms for any device; none, the model as written.
         strict: make a program that deviates from its plan an error.
         resume: auto resumes from the newest checkpoint in the run folder, if there is one; must
             requires one; never starts from scratch; a path names a run or a checkpoint to resume.
@@ -357,6 +362,7 @@ class Config(Frozen):
     run: RunConfig = RunConfig()
     simulate: int | None = Field(default=None, ge=1, le=1024)
     hardware: str | None = None
+    kernels: KernelChoice = "auto"
     strict: bool = False
     resume: str = Field(default="auto", min_length=1)
 

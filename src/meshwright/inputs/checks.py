@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from meshwright.config.argument_checks import check_takes, wrong_kind
 from meshwright.config.base import shorten
-from meshwright.config.schema import Precision
+from meshwright.config.schema import KernelChoice, Precision
 from meshwright.errors import UserError
 from meshwright.mesh.axes import parse_mesh
 
@@ -65,6 +65,18 @@ def check_run_name(name: object) -> None:
         why="it stands in one line of reports and trackers",
         fix='write a short text, such as run_name="baseline, lr 3e-4"',
     )
+
+
+def check_kernels(choice: object) -> None:
+    """Refuse an unknown choice of kernels."""
+    known = get_args(KernelChoice)
+    if not isinstance(choice, str) or choice not in known:
+        raise UserError(
+            f"there are no kernels {shorten(repr(choice))}",
+            why='"auto" uses those of the platform, "xla" their forms for any device, "none" the '
+            "model as written",
+            fix=f"write kernels={' or '.join(repr(name) for name in known)}",
+        )
 
 
 def check_precision(precision: object) -> None:

@@ -16,6 +16,7 @@ from meshwright.pipeline.execute.forward_only import PipelinedForward
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.program.evaluate.gather import GatherSpecs
+from meshwright.program.kernels.find_kernels import KernelSearch
 from meshwright.program.on_mesh.local_forward import LocalDraws
 from meshwright.program.on_mesh.remat import Remat
 from meshwright.sharding.decide import Decision, batch_axes, decide
@@ -24,10 +25,15 @@ from meshwright.sharding.reasons import OnEachStage
 
 
 def decide_stages(
-    cut: BlockCut, sizes: Mapping[str, int], sharding: ShardingConfig, num_chunks: int
+    cut: BlockCut,
+    sizes: Mapping[str, int],
+    sharding: ShardingConfig,
+    num_chunks: int,
+    search: KernelSearch | None = None,
 ) -> Decision:
     """Decide the placement of every leaf: blocks on their stages, others divided over all."""
-    decision = decide(cut.traced, sizes, sharding, staged=[stack.number for stack in cut.stacks])
+    staged = [stack.number for stack in cut.stacks]
+    decision = decide(cut.traced, sizes, sharding, staged=staged, search=search)
     division = divide_blocks(cut.num_blocks, sizes[PIPE], num_chunks)
     reason = OnEachStage(division.most * num_chunks, division.even)
     numbers = {stack.number for stack in cut.stacks}
@@ -85,7 +91,7 @@ def decide_per_device(
     axes = batch_axes(sizes)
     others = {axis: size for axis, size in sizes.items() if axis not in axes}
     unsharded = sharding.model_copy(update={"zero": 1})
-    local = decide_stages(cut, others, unsharded, num_chunks)
+    local = decide_stages(cut, others, unsharded, num_chunks, decision.search)
     return PerDeviceLoss(cut, local, LocalDraws(decision.classes, local.classes, axes))
 
 
@@ -134,6 +140,7 @@ def _stage_context(decision: Decision, mesh: Mesh, remat: Remat, *, wide: bool) 
         mesh=mesh,
         pins=decision.pins,
         weights=decision.weights,
+        kernels=decision.kernels,
         gathers={
             number: GatherSpecs(
                 decision.at_rest[number].without("fsdp", PIPE),

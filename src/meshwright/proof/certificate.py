@@ -87,6 +87,9 @@ class Certificate(Frozen):
             device by `nnx.jit` and `nnx.value_and_grad` in float32: loss, gradients and state of
             the first update.
         not_compared: what cannot be compared for this model or optimizer, and why.
+        kernels: which parts of the program kernels evaluate, and why others are as written. In
+            float64 their forms for any device are compared with the program as written; in the
+            plan's precision, the kernels themselves.
         warnings: what training warns about, such as a loss that reads the number of devices.
         versions: versions of Meshwright, JAX, Flax and Optax.
         date: when the certificate was made.
@@ -103,6 +106,7 @@ class Certificate(Frozen):
     own_precision: list[Comparison]
     as_written: list[Comparison]
     not_compared: list[str] = Field(default_factory=list[str])
+    kernels: list[str] = Field(default_factory=list[str])
     warnings: list[str] = Field(default_factory=list[str])
     versions: dict[str, str]
     date: str
@@ -115,6 +119,7 @@ class Certificate(Frozen):
         if note := self.null_leaves_note():
             lines.append(note)
         lines += self.not_compared_notes()
+        lines += self.kernel_notes()
         lines += [f"warning: {warning}" for warning in self.warnings]
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return "\n".join([*lines, f"{versions}, {self.date}"])
@@ -128,6 +133,10 @@ class Certificate(Frozen):
             return "NOT equal to one device"
         unjudged = self.not_compared or any(c.not_judged for c in self.comparisons())
         return "equal to one device" + (", as far as can be judged" if unjudged else "")
+
+    def kernel_notes(self) -> list[str]:
+        """Return a line for each kind of kernel that was compared with the program as written."""
+        return [f"kernel: {line}" for line in self.kernels]
 
     def not_compared_notes(self) -> list[str]:
         """Return a line for each thing that could not be compared."""

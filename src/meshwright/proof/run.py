@@ -35,6 +35,7 @@ from meshwright.mesh.build import Device, check_devices
 from meshwright.plan import Plan
 from meshwright.processes import process_count
 from meshwright.program.flops import count_flops
+from meshwright.program.kernels.substitution import describe
 from meshwright.program.trace.build_model import ModelSource, abstract_model, initial_values
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
@@ -252,6 +253,7 @@ class _Proof:
                 *([] if _compares(own_precision, "parameters") else [NOT_COMPARED]),
                 *([] if as_written else [NOT_WRITTEN]),
             ],
+            kernels=describe(self.assembled.decision.kernels.uses),
             warnings=list(self.assembled.remarks),
             versions={name: version(name) for name in ("meshwright", "jax", "flax", "optax")},
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -10,13 +10,19 @@ from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import ShardingConfig
 from meshwright.mesh.axes import AXES, resolve_alias
-from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
+from meshwright.program.dims import DimClasses, Frame, LeafLabel, find_dim_classes
 from meshwright.program.dims.classes import LeafRole
 from meshwright.program.evaluate.gather import GatherSpecs
 from meshwright.program.jaxpr.equations import Var
+from meshwright.program.kernels.find_kernels import (
+    NO_KERNELS,
+    Kernels,
+    KernelSearch,
+    find_kernels,
+)
 from meshwright.program.on_mesh.local_ops import LocalOp, find_local_ops
 from meshwright.program.on_mesh.model_layouts import find_model_layouts
-from meshwright.program.on_mesh.pins import find_pins, find_weights
+from meshwright.program.on_mesh.pins import activation_spec, find_pins, find_weights
 from meshwright.program.on_mesh.shared_inputs import SharedInput, find_shared_inputs
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
@@ -52,6 +58,8 @@ class Decision:
         classes: the dim classes of the program.
         tensor: the dims that the tensor axis divides.
         ignored: sharding constraints in the model that are not followed, a sentence each.
+        kernels: regions of the program that kernels evaluate.
+        search: which kernels were asked for.
     """
 
     at_rest: tuple[Placement, ...]
@@ -66,6 +74,8 @@ class Decision:
     classes: DimClasses
     tensor: TensorChoice
     ignored: tuple[str, ...] = ()
+    kernels: Kernels = NO_KERNELS
+    search: KernelSearch | None = None
 
 
 def decide(
@@ -74,6 +84,7 @@ def decide(
     sharding: ShardingConfig,
     *,
     staged: Collection[int] = (),
+    search: KernelSearch | None = None,
 ) -> Decision:
     """Decide how leaves, gradients, optimizer state and activations are placed on a mesh.
 
@@ -83,6 +94,7 @@ def decide(
         sharding: the sharding config.
         staged: numbers of the step leaves that hold blocks of pipeline stages; the others belong
             to no stage and are divided over all of them.
+        search: which kernels may evaluate known parts of the program; none by default.
     """
     classes = dim_classes(traced)
     tensor = choose_tensor_dims(classes, sizes.get("tensor", 1))
@@ -126,7 +138,27 @@ def decide(
         classes=classes,
         tensor=tensor,
         ignored=of_model.ignored,
+        kernels=_kernels(traced, classes, axes, tensor, search),
+        search=search,
     )
+
+
+def _kernels(
+    traced: TracedLoss,
+    classes: DimClasses,
+    axes: Mapping[str, int],
+    tensor: TensorChoice,
+    search: KernelSearch | None,
+) -> Kernels:
+    if search is None:
+        return NO_KERNELS
+
+    def layout(frame: Frame, variable: Var) -> PartitionSpec | None:
+        if not axes and tensor.size == 1:
+            return None
+        return activation_spec(frame, variable, classes.batch, axes, tensor.sharded_dim)
+
+    return find_kernels(traced, classes, layout, search)
 
 
 def _pins(

@@ -40,7 +40,7 @@ from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
 from meshwright.sharding.placement import to_spec
 from meshwright.step.initial_state import draw_leaves, start_from
 from meshwright.step.place_batch import place_batch
-from meshwright.step.planned_forward import planned_remat
+from meshwright.step.planned_forward import kernel_search, planned_remat
 from meshwright.step.state import TrainState
 from meshwright.step.step_program import StepProgram, per_device_program, step_program
 from meshwright.step.train_step import TrainStep
@@ -215,9 +215,10 @@ def assemble(
     traced = program.traced
     remarks = (*dict.fromkeys([*reads, *program.remarks]), *_few_samples(traced, plan))
     if program.cut is not None:
-        decision = decide_stages(program.cut, plan.mesh, plan.sharding, plan.num_chunks)
+        search = kernel_search(plan, mesh)
+        decision = decide_stages(program.cut, plan.mesh, plan.sharding, plan.num_chunks, search)
     else:
-        decision = decide(traced, plan.mesh, plan.sharding)
+        decision = decide(traced, plan.mesh, plan.sharding, search=kernel_search(plan, mesh))
     make_step = functools.partial(
         _step, program, local_program, decision, plan, mesh, clip_norm=clip_norm, runs=runs
     )

@@ -20,7 +20,7 @@ from meshwright.program.trace.traced_loss import Loss, LossOutput, Model, trace_
 from meshwright.sharding.decide import decide
 from meshwright.step.assemble import Assembled, set_eval_mode
 from meshwright.step.microbatch import split_strided
-from meshwright.step.planned_forward import planned_forward, planned_remat
+from meshwright.step.planned_forward import kernel_search, planned_forward, planned_remat
 from meshwright.step.step_program import StepProgram, step_program, unstaged_program
 from meshwright.trees import Batch, divide_batch
 from meshwright.weighted import Weighted
@@ -131,7 +131,8 @@ _Place = Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
 def _on_mesh(assembled: Assembled, program: StepProgram) -> tuple[Forward, _Place]:
     """Return a program on the mesh, and how leaves and batches are laid out for it."""
     plan, traced = assembled.plan, program.traced
-    decision = decide(traced, plan.mesh, plan.sharding)
+    search = kernel_search(plan, assembled.mesh)
+    decision = decide(traced, plan.mesh, plan.sharding, search=search)
     forward = planned_forward(traced, decision, plan, assembled.mesh)
     translate = _Translation(assembled.traced.layout, traced.layout)
     sharding = NamedSharding(assembled.mesh, decision.batch)
@@ -157,7 +158,8 @@ def _unstaged(assembled: Assembled, program: StepProgram) -> Evaluate:
 def _staged(assembled: Assembled, program: StepProgram, count: int) -> Evaluate:
     plan, mesh, cut = assembled.plan, assembled.mesh, program.cut
     assert cut is not None
-    decision = decide_stages(cut, plan.mesh, plan.sharding, plan.num_chunks)
+    search = kernel_search(plan, mesh)
+    decision = decide_stages(cut, plan.mesh, plan.sharding, plan.num_chunks, search)
     forward = pipelined_forward(
         cut, decision, mesh, plan.num_chunks, remat=planned_remat(decision, plan)
     )

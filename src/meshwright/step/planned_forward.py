@@ -6,6 +6,7 @@ from jax.sharding import Mesh
 
 from meshwright.plan import Plan
 from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.kernels.find_kernels import KernelSearch
 from meshwright.program.on_mesh.mesh_forward import Forward, mesh_evaluator, weight_uses
 from meshwright.program.on_mesh.remat import Remat, choose_remat
 from meshwright.program.trace.traced_loss import TracedLoss
@@ -27,8 +28,16 @@ def planned_forward(
         local_ops=decision.local_ops,
         shared_inputs=decision.shared_inputs,
         weight_only=decision.weights,
+        kernels=decision.kernels,
     )
     return Forward(traced, evaluator, remat)
+
+
+def kernel_search(plan: Plan, mesh: Mesh) -> KernelSearch:
+    """Return which kernels the plan asks for on the devices of the mesh."""
+    platform = mesh.devices.flat[0].platform
+    # The gradient of a weight is not saved from one tick of a pipeline to another.
+    return KernelSearch(plan.kernels, platform, fused_loss=plan.size("pipe") == 1)
 
 
 def planned_remat(decision: Decision, plan: Plan) -> Remat:

@@ -15,6 +15,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshwright.compiled.gpu_options import gpu_options
 from meshwright.compiled.quick_options import quick_options
 from meshwright.pipeline.execute.exchange_check import check_exchanges
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
@@ -108,7 +109,10 @@ class TrainStep:
         )
         # JAX takes compiler options only where the step is not part of another program.
         self._traceable = compiled()
-        options = self._quick_options(runs, wide=wide)
+        options = {
+            **gpu_options(mesh.devices.flat[0].platform),
+            **self._quick_options(runs, wide=wide),
+        }
         self._jitted = compiled(compiler_options=options) if options else self._traceable
 
     def __call__(self, state: TrainState, batch: Sequence[Any]) -> tuple[TrainState, Metrics]:

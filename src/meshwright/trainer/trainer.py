@@ -25,6 +25,7 @@ from meshwright.config.duration import Duration
 from meshwright.config.microbatches import solve_pipeline_batch
 from meshwright.config.schema import (
     CheckpointConfig,
+    KernelChoice,
     PipelineConfig,
     Precision,
     ShardingConfig,
@@ -38,6 +39,7 @@ from meshwright.data.streams import IterableData
 from meshwright.data.user_data import UserData, as_data
 from meshwright.errors import UserError
 from meshwright.inputs.checks import (
+    check_kernels,
     check_loss,
     check_precision,
     check_run_name,
@@ -108,6 +110,7 @@ class Trainer:
         mesh: ``"fsdp=4,tensor=2"``, a mapping of axis sizes, or a whole `Plan`; ``"auto"`` and an
             empty string put all devices on ``data``.
         precision: no (float32), bf16 or fp16.
+        kernels: what evaluates known parts of the model, such as attention: auto, xla or none.
         gradient_accumulation_steps: microbatches per update.
         sync_gradients_every: microbatches between two gradient reductions.
         clip_norm: largest global gradient norm.
@@ -133,6 +136,7 @@ class Trainer:
     eval_loss: Loss | None = None
     mesh: str | Mapping[str, int] | Plan = "auto"
     precision: Precision = "no"
+    kernels: KernelChoice = "auto"
     gradient_accumulation_steps: int = 1
     sync_gradients_every: int = 1
     clip_norm: float | None = None
@@ -155,6 +159,7 @@ class Trainer:
         check_run_name(self.run_name)
         check_optimizer(self.optimizer)
         check_precision(self.precision)
+        check_kernels(self.kernels)
         check_count("gradient_accumulation_steps", self.gradient_accumulation_steps)
         check_count("sync_gradients_every", self.sync_gradients_every)
         check_count("log_every", self.log_every)
@@ -509,6 +514,7 @@ class Trainer:
             batch=batch,
             sharding=self.sharding,
             precision=self.precision,
+            kernels=self.kernels,
             **pipeline_fields(pipeline, sizes, batch),
         )
 
@@ -516,6 +522,7 @@ class Trainer:
         batch = plan.batch
         beside: dict[str, tuple[Any, Any, Any]] = {
             "precision": (self.precision, "no", plan.precision),
+            "kernels": (self.kernels, "auto", plan.kernels),
             "sharding": (self.sharding, ShardingConfig(), plan.sharding),
             "pipeline": (read_pipeline(self.pipeline), PipelineConfig(), PipelineConfig()),
             **{

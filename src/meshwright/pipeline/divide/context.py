@@ -11,6 +11,7 @@ from meshwright.mesh.axes import PIPE
 from meshwright.program.evaluate.gather import GatherSpecs
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import Var
+from meshwright.program.kernels.find_kernels import Kernels
 from meshwright.program.on_mesh.local_forward import LocalDraws
 from meshwright.program.on_mesh.remat import Remat
 
@@ -25,6 +26,7 @@ class StageContext:
         weights: variables that depend on weights alone.
         gathers: by number of the step leaf, the layouts of weights divided over fsdp, on one stage.
         whole: by number of the step leaf, its layout when gathered, on one stage.
+        kernels: regions that kernels evaluate.
         remat: what blocks save for their backward pass.
         wide: compute in float64.
         draws: the random draws of a loss of one device's samples; None for one of all samples.
@@ -35,6 +37,7 @@ class StageContext:
     weights: Collection[Var]
     gathers: Mapping[int, GatherSpecs]
     whole: Sequence[PartitionSpec]
+    kernels: Kernels
     remat: Remat
     wide: bool
     draws: LocalDraws | None = None

@@ -174,6 +174,7 @@ class Stages:
             wide=where.wide,
             pins=where.pins,
             weight_only=where.weights,
+            kernels=where.kernels,
             first=[*draws, WithinStage(mesh)],
         )
 

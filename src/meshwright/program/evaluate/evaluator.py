@@ -207,12 +207,14 @@ class Evaluator:
 
     def equation(self, eqn: Equation, env: Environment) -> list[Value]:
         """Evaluate one equation and pin its results."""
-        return [
-            jax.lax.with_sharding_constraint(result, self._pins[variable])
-            if variable in self._pins
-            else result
-            for variable, result in zip(eqn.outvars, self._apply_rules(eqn, env, 0), strict=True)
-        ]
+        results = self._apply_rules(eqn, env, 0)
+        return [self.pinned(v, result) for v, result in zip(eqn.outvars, results, strict=True)]
+
+    def pinned(self, variable: Var, value: Value) -> Value:
+        """Return the value of a variable with its pin, if it has one."""
+        if variable not in self._pins:
+            return value
+        return jax.lax.with_sharding_constraint(value, self._pins[variable])
 
     def continue_after(self, rule: Rule, eqn: Equation, env: Environment) -> list[Value]:
         """Evaluate an equation by the rules that come after ``rule``, which wraps them."""

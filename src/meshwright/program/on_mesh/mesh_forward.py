@@ -17,6 +17,8 @@ from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.weight_uses import Weights, WeightUse
 from meshwright.program.evaluate.widen import WIDE_RULES, Float64
 from meshwright.program.jaxpr.equations import Literal, Value, Var, aval_of
+from meshwright.program.kernels.find_kernels import NO_KERNELS, Kernels
+from meshwright.program.on_mesh.kernel_rule import KernelRule
 from meshwright.program.on_mesh.local_ops import LocalOp, LocalOps
 from meshwright.program.on_mesh.mesh_rules import (
     GroupedConvolutions,
@@ -97,6 +99,7 @@ def mesh_evaluator(
     local_ops: Mapping[Var, LocalOp] | None = None,
     shared_inputs: Mapping[Var, SharedInput] | None = None,
     weight_only: Collection[Var] = (),
+    kernels: Kernels = NO_KERNELS,
     first: Sequence[Rule] = (),
     lookups: bool = True,
 ) -> Evaluator:
@@ -111,27 +114,30 @@ def mesh_evaluator(
         local_ops: operations that devices run on their own samples.
         shared_inputs: activations that several products share.
         weight_only: variables that hold weights and no data.
+        kernels: regions that kernels evaluate.
         first: rules that come before those of the mesh.
         lookups: whether the gradients of lookups need a layout.
     """
     rules = [
         *first,
+        KernelRule(mesh, kernels),
         cast_leaf,
         GroupedConvolutions(mesh, frozenset(local_ops or ())),
         LocalOps(mesh, local_ops or {}),
         SharedInputs(mesh, shared_inputs or {}),
         rearrange_weight,
-        WeightGradients(mesh, lookups),
+        WeightGradients(mesh, lookups, rows=kernels.rows),
         add_weight,
         LayerScans(remat),
     ]
+    skipped = kernels.interior | kernels.postponed
     return Evaluator(
         [*rules, *WIDE_RULES] if wide else rules,
         numerics=Float64() if wide else None,
         weights=Weights(
             uses, weight_only, mesh, gather_per_block=remat.gather_per_block, casts=not wide
         ),
-        pins={variable: mesh.sharding(spec) for variable, spec in (pins or {}).items()},
+        pins={v: mesh.sharding(spec) for v, spec in (pins or {}).items() if v not in skipped},
     )
 
 

@@ -25,7 +25,7 @@ from meshwright.program.jaxpr.equations import (
     scan_counts,
 )
 from meshwright.program.on_mesh.grouped_convolutions import GroupedLayout, is_grouped
-from meshwright.program.on_mesh.products import PRODUCTS, use_weight
+from meshwright.program.on_mesh.products import PRODUCTS, use_weight, use_weight_by_rows
 from meshwright.program.on_mesh.remat import Remat
 
 _ADDS = frozenset({"add", "sub"})
@@ -110,10 +110,12 @@ class WeightGradients:
     Attributes:
         mesh: where the program runs.
         lookups: whether lookups need a layout for their gradient.
+        rows: whether products join all dims of activations but their features.
     """
 
     mesh: MeshView
     lookups: bool = True
+    rows: bool = False
 
     def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
         """Evaluate a product, factor or lookup of a weight."""
@@ -126,7 +128,8 @@ class WeightGradients:
         whole = self.mesh.sharding(use.whole) if is_lookup and use is not None else None
         # Rows that do not depend on data, such as those of positions, are still weights.
         is_weight = is_lookup and eqn.outvars[0] in weights.weight_only
-        results = use_weight(
+        use_weights = use_weight_by_rows if self.rows else use_weight
+        results = use_weights(
             eqn,
             env.operands(eqn, in_param_dtype={number}),
             number,

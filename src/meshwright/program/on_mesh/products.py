@@ -16,6 +16,41 @@ from meshwright.program.jaxpr.equations import Equation, Value, aval_of, bind
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
+def use_weight_by_rows(eqn: Equation, args: list[Any], weight: int, **options: Any) -> list[Any]:
+    """Evaluate a product of activations with a weight, all dims but their features joined.
+
+    Compilers choose transposed layouts for activations [B, T, D] around the gradients of weights,
+    and write copies of them; rows [B·T, D] stay as they are. See `use_weight` for the arguments.
+    """
+    lead = _row_dims(eqn, weight)
+    if lead < 2:
+        return use_weight(eqn, args, weight, **options)
+    other = args[1 - weight]
+    rows = other.reshape(-1, *other.shape[lead:])
+    contracting, batch = eqn.params["dimension_numbers"]
+    joined = list(contracting)
+    joined[1 - weight] = tuple(d - lead + 1 for d in contracting[1 - weight])
+    params = {**eqn.params, "dimension_numbers": (tuple(joined), batch)}
+    flat_args = [rows, args[1]]
+    structs = [
+        jax.ShapeDtypeStruct(x.shape, aval_of(atom).dtype)
+        for x, atom in zip(flat_args, eqn.invars, strict=True)
+    ]
+    traced = jax.make_jaxpr(lambda *x: bind(eqn.replace(params=params), x))(*structs)
+    (result,) = use_weight(traced.jaxpr.eqns[0], flat_args, weight, **options)
+    return [result.reshape(*other.shape[:lead], *result.shape[1:])]
+
+
+def _row_dims(eqn: Equation, weight: int) -> int:
+    """Return how many leading dims of the activations only count rows; 0 if others are between."""
+    if eqn.primitive.name != "dot_general" or weight != 1:
+        return 0
+    (contracting, _), (batch, _) = eqn.params["dimension_numbers"]
+    rank = len(aval_of(eqn.invars[0]).shape)
+    lead = rank - len(contracting)
+    return 0 if batch or tuple(contracting) != tuple(range(lead, rank)) else lead
+
+
 def use_weight(
     eqn: Equation,
     args: list[Any],

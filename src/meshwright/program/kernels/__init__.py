@@ -1,0 +1,1 @@
+"""Known regions of a program, and the faster code that replaces them."""

@@ -1,0 +1,320 @@
+"""The last projection and its loss, a part of the rows at a time, so that logits are never whole.
+
+If gradients only come from one total, they are computed together with it: its gradient is known up
+to a factor. Otherwise the backward pass computes the logits of each part again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshwright.program.evaluate.evaluator import Environment
+from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.jaxpr.equations import Equation, Literal, Value, Var, aval_of, name_stack
+from meshwright.program.kernels.local import axes_of, run_locally
+from meshwright.program.kernels.match_loss import LossMatch
+from meshwright.program.kernels.regions import Region
+
+ENTRIES = 2**29
+"""Logits held at a time, at most."""
+
+UNROLLED = 8
+"""Parts that are unrolled; more run in a loop."""
+
+
+@dataclass(frozen=True)
+class LossKernel:
+    """Evaluates a last projection and its loss in parts.
+
+    Attributes:
+        match: the equations.
+        trained: the inputs other than rows and weight that gradients flow to.
+        graded: which outputs gradients come from.
+        fused: whether gradients are computed together with the loss.
+        layout: how the rows are divided over the mesh; None if they are not.
+    """
+
+    match: LossMatch
+    trained: frozenset[Var]
+    graded: tuple[bool, ...]
+    fused: bool
+    layout: PartitionSpec | None
+
+    @property
+    def name(self) -> str:
+        """How gradients are computed."""
+        return "with its gradients" if self.fused else "recomputed"
+
+    def __call__(self, region: Region, env: Environment, mesh: MeshView) -> list[Value]:
+        """Return the outputs."""
+        match = self.match
+        weight = env.in_param_dtype(match.kernel)
+        work = _Work(self, env, mesh)
+        others = [env.read(v) for v in (*match.whole, *match.by_row)]
+        return list(work.function()(env.read(match.hidden), weight, *others))
+
+
+class _Work:
+    """The computation on one device's rows, and its gradients."""
+
+    def __init__(self, kernel: LossKernel, env: Environment, mesh: MeshView) -> None:
+        self.kernel, self.match, self.mesh = kernel, kernel.match, mesh
+        self._numerics = env.evaluator.numerics
+        self._casts = env.evaluator.weights.casts
+        self._axes = tuple(
+            a for a in mesh.mesh.axis_names if a in axes_of([kernel.layout]) - mesh.manual_axes
+        )
+
+    def function(self) -> Callable[..., Any]:
+        """Return the outputs as a function of rows, weight and the other inputs."""
+        run = jax.custom_vjp(lambda *operands: self._mapped(self._values, operands)[0])
+        if self.kernel.fused:
+            run.defvjp(self._with_gradients, self._scaled)
+        else:
+            run.defvjp(lambda *operands: (run(*operands), operands), self._again)
+        return run
+
+    def _with_gradients(self, *operands: Any) -> tuple[Any, Any]:
+        outputs, gradients = self._mapped(self._values_and_gradients, operands)
+        return outputs, gradients
+
+    def _scaled(self, gradients: Any, cotangents: Any) -> tuple[Any, ...]:
+        (factor,) = (c for c, graded in zip(cotangents, self.kernel.graded, strict=True) if graded)
+        return self._arranged([g * factor.astype(g.dtype) for g in gradients])
+
+    def _again(self, operands: Any, cotangents: Any) -> tuple[Any, ...]:
+        # Without a barrier the compiler would save the logits instead of computing them again.
+        operands = list(lax.optimization_barrier(tuple(operands)))
+        wanted = [c for c, graded in zip(cotangents, self.kernel.graded, strict=True) if graded]
+        _, gradients = self._mapped(self._gradients, [*operands, *wanted])
+        return self._arranged(gradients)
+
+    def _arranged(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the gradients of all operands; None for those that have none."""
+        others = iter(gradients[2:])
+        inputs = (*self.match.whole, *self.match.by_row)
+        rest = [next(others) if v in self.kernel.trained else None for v in inputs]
+        return (*gradients[:2], *rest)
+
+    def _mapped(self, run: Callable[..., Any], operands: Sequence[Any]) -> Any:
+        """Run a function of this class on each device's rows."""
+        match = self.match
+        rows = PartitionSpec(*(self.kernel.layout or ())[:1]) if self._axes else None
+        by_row = [False, *(False for _ in match.whole), *(True for _ in match.by_row)]
+        graded = [v for v, g in zip(match.outputs, self.kernel.graded, strict=True) if g]
+        extra = [bool(aval_of(v).shape) for v in graded][: len(operands) - len(by_row) - 1]
+        specs = [rows if has_rows else None for has_rows in (True, *by_row, *extra)]
+        outputs = tuple(rows if aval_of(v).shape else None for v in match.outputs)
+        trained = [v for v in (*match.whole, *match.by_row) if v in self.kernel.trained]
+        gradients = (rows, None, *(rows if v in match.by_row else None for v in trained))
+        whole = PartitionSpec()
+        out = (
+            tuple(spec or whole for spec in outputs) if run != self._gradients else (),
+            tuple(spec or whole for spec in gradients) if run != self._values else (),
+        )
+        return run_locally(run, operands, specs, out, self.mesh)
+
+    # What one device computes.
+
+    def _values(self, *operands: Any) -> tuple[tuple[Any, ...], tuple[()]]:
+        def part(hidden: Any, weight: Any, others: list[Any], _: list[Any]) -> Any:
+            return self._outputs(self._logits(hidden, weight), others), []
+
+        outputs, _ = self._loop(part, operands, [])
+        return self._summed(outputs), ()
+
+    def _values_and_gradients(self, *operands: Any) -> Any:
+        ones = [
+            jnp.ones((), aval_of(v).dtype if self._casts else jnp.float64)
+            for v, graded in zip(self.match.outputs, self.kernel.graded, strict=True)
+            if graded
+        ]
+        outputs, gradients = self._loop(self._differentiated, operands, ones)
+        return self._summed(outputs), self._reduced(gradients)
+
+    def _gradients(self, *operands: Any) -> Any:
+        count = 2 + len(self.match.whole) + len(self.match.by_row)
+        _, gradients = self._loop(self._differentiated, operands[:count], list(operands[count:]))
+        return (), self._reduced(gradients)
+
+    def _differentiated(
+        self, hidden: Any, weight: Any, others: list[Any], cotangents: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        inputs = (*self.match.whole, *self.match.by_row)
+        trained = [n for n, v in enumerate(inputs) if v in self.kernel.trained]
+
+        def outputs(logits: Any, chosen: list[Any]) -> Any:
+            given = dict(zip(trained, chosen, strict=True))
+            return self._outputs(logits, [given.get(n, x) for n, x in enumerate(others)])
+
+        results, pullback = jax.vjp(
+            outputs, self._logits(hidden, weight), [others[n] for n in trained]
+        )
+        following = iter(cotangents)
+        of_results = [
+            next(following).astype(r.dtype)
+            if graded
+            else jnp.zeros(r.shape, r.dtype)
+            if jnp.issubdtype(r.dtype, jnp.inexact)
+            else jnp.zeros(r.shape, jax.dtypes.float0)
+            for r, graded in zip(results, self.kernel.graded, strict=True)
+        ]
+        of_logits, of_others = pullback(of_results)
+        return results, [*self._product_gradients(hidden, weight, of_logits), *of_others]
+
+    def _logits(self, hidden: Any, weight: Any) -> Any:
+        dtype = aval_of(self.match.kernel).dtype
+        used = weight.astype(dtype) if self._casts else weight
+        return self._numerics.bind(self.match.product, [hidden, used])[0]
+
+    def _product_gradients(self, hidden: Any, weight: Any, of_logits: Any) -> list[Any]:
+        """Return the gradients of rows and weight; that of the weight is summed in float32."""
+        (_, (row_dim,)), _ = self.match.product.params["dimension_numbers"]
+        used = weight.astype(of_logits.dtype)
+        of_hidden = lax.dot_general(
+            of_logits, used, (((of_logits.ndim - 1,), (1 - row_dim,)), ((), ()))
+        )
+        left, right = (hidden, of_logits) if row_dim == 0 else (of_logits, hidden)
+        if self.mesh.platform == "cpu":
+            # The CPU runtime has no products of half-precision numbers with float32 results.
+            left, right = left.astype(weight.dtype), right.astype(weight.dtype)
+        summed = tuple(range(hidden.ndim - 1))
+        of_weight = lax.dot_general(
+            left, right, ((summed, summed), ((), ())), preferred_element_type=weight.dtype
+        )
+        return [of_hidden.astype(hidden.dtype), of_weight]
+
+    def _outputs(self, logits: Any, others: Sequence[Any]) -> list[Any]:
+        """Evaluate what follows the logits, for a part of the rows."""
+        match = self.match
+        rows = logits.shape[:-1]
+        values: dict[Var, Any] = {match.product.outvars[0]: logits}
+        values.update(zip((*match.whole, *match.by_row), others, strict=True))
+        for eqn in match.eqns:
+            if eqn is match.product:
+                continue
+            operands = [
+                self._numerics.convert(a.val if isinstance(a, Literal) else values[a])
+                for a in eqn.invars
+            ]
+            with jax.named_scope(name_stack(eqn) or "loss"):
+                results = self._numerics.bind(_resized(eqn, match.rows, rows), operands)
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [values[v] for v in match.outputs]
+
+    # Parts of the rows.
+
+    def _loop(
+        self, part: Callable[..., Any], operands: Sequence[Any], cotangents: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Run a function on parts of the rows; sum what is a sum, join what has rows."""
+        match = self.match
+        hidden, weight, *others = operands
+        num_whole = len(match.whole)
+        dim, count = _division(hidden.shape[:-1], aval_of(match.product.outvars[0]).shape[-1])
+        if count == 1:
+            outputs, gradients = part(hidden, weight, others, cotangents)
+            return list(outputs), list(gradients)
+        size = hidden.shape[dim] // count
+
+        def take(array: Any, index: Any) -> Any:
+            return lax.dynamic_slice_in_dim(array, index * size, size, dim)
+
+        def one(index: Any) -> Any:
+            outputs, gradients = part(
+                take(hidden, index),
+                weight,
+                [x if n < num_whole else take(x, index) for n, x in enumerate(others)],
+                [take(c, index) if c.ndim else c for c in cotangents],
+            )
+            return [*outputs, *gradients]
+
+        shapes = jax.eval_shape(one, jnp.zeros((), jnp.int32))
+        num_outputs = len(match.outputs)
+        trained = [v for v in (*match.whole, *match.by_row) if v in self.kernel.trained]
+        joined = [bool(aval_of(v).shape) for v in match.outputs]
+        joined += [True, False, *(v in match.by_row for v in trained)]
+        joined = joined[: len(shapes)]
+        sums = [jnp.zeros(s.shape, s.dtype) for s, j in zip(shapes, joined, strict=True) if not j]
+
+        def step(carry: list[Any], index: Any) -> tuple[list[Any], list[Any]]:
+            # One part after the other: the compiler would otherwise hold the logits of all.
+            carry, index = lax.optimization_barrier((carry, index))
+            results = one(index)
+            added = [r for r, j in zip(results, joined, strict=True) if not j]
+            carry = [c + a for c, a in zip(carry, added, strict=True)]
+            return carry, [r for r, j in zip(results, joined, strict=True) if j]
+
+        unroll = count if count <= UNROLLED else 1
+        sums, parts = lax.scan(step, sums, jnp.arange(count), unroll=unroll)
+        summed, stacked = iter(sums), iter(parts)
+        results = [_join(next(stacked), dim) if j else next(summed) for j in joined]
+        return results[:num_outputs], results[num_outputs:]
+
+    def _summed(self, outputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Add up totals over the devices."""
+        if not self._axes:
+            return tuple(outputs)
+        return tuple(x if x.ndim else lax.psum(x, self._axes) for x in outputs)
+
+    def _reduced(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """Add up the gradients of what all devices share."""
+        if not self._axes:
+            return tuple(gradients)
+        trained = [v for v in (*self.match.whole, *self.match.by_row) if v in self.kernel.trained]
+        own = [True, False, *(v in self.match.by_row for v in trained)]
+        return tuple(
+            g if is_own else lax.psum(g, self._axes)
+            for g, is_own in zip(gradients, own, strict=True)
+        )
+
+
+def _division(rows: Sequence[int], classes: int) -> tuple[int, int]:
+    """Return which dim of the rows is divided, and into how many parts."""
+    most = max(1024, min(16384, 2 ** int(math.log2(ENTRIES / classes))))
+    needed = -(-math.prod(rows) // most)
+    best = (0, 1)
+    for dim, size in enumerate(rows):
+        count = next((n for n in range(needed, size + 1) if size % n == 0), None)
+        if count is not None and count <= 4 * needed:
+            return dim, count
+        if count is not None and best == (0, 1):
+            best = (dim, count)
+    return best
+
+
+def _join(stacked: Any, dim: int) -> Any:
+    """Return parts [n, …] joined along a dim."""
+    moved = jnp.moveaxis(stacked, 0, dim)
+    shape = moved.shape
+    return moved.reshape(*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
+
+
+def _resized(eqn: Equation, count: int, rows: Sequence[int]) -> Equation:
+    """Return an equation for other numbers of rows."""
+    key = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "gather": "slice_sizes"}.get(
+        eqn.primitive.name
+    )
+    if key is None:
+        return eqn
+    before = eqn.params[key]
+    if key == "slice_sizes" and len(aval_of(eqn.invars[1]).shape) > 1:
+        return eqn
+    if tuple(aval_of(eqn.outvars[0]).shape[:count]) != tuple(before[:count]):
+        return eqn
+    after = (*rows, *before[count:])
+    return eqn.replace(params={**eqn.params, key: after})
+
+
+def is_fused(match: LossMatch, graded: Sequence[bool]) -> bool:
+    """Whether gradients come from a single total."""
+    totals = [v for v, g in zip(match.outputs, graded, strict=True) if g]
+    return len(totals) == 1 and aval_of(totals[0]).shape == ()

@@ -1,0 +1,236 @@
+"""Finds the regions of a traced loss that kernels replace, and says why others stay as written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jax.sharding import PartitionSpec
+
+from meshwright.config.schema import KernelChoice
+from meshwright.program.dims import DimClasses, Frame
+from meshwright.program.jaxpr.equations import Equation, Var
+from meshwright.program.kernels.chunked_loss import LossKernel, is_fused
+from meshwright.program.kernels.fused_attention import AttentionKernel, check_cudnn
+from meshwright.program.kernels.match_attention import (
+    AttentionMatch,
+    AttentionOperands,
+    match_attention,
+    softmaxes,
+)
+from meshwright.program.kernels.match_loss import (
+    is_differentiable,
+    match_loss,
+    projections,
+)
+from meshwright.program.kernels.match_rowwise import (
+    RowwiseMatch,
+    activations,
+    match_activation,
+    match_norm,
+    norms,
+)
+from meshwright.program.kernels.regions import Graph, NotReplaced, Region, module_name
+from meshwright.program.kernels.rowwise import RowwiseKernel
+from meshwright.program.kernels.substitution import Substitution
+from meshwright.program.kernels.surroundings import Scope, scopes
+from meshwright.program.trace.traced_loss import TracedLoss
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The regions of a program that kernels evaluate.
+
+    Attributes:
+        regions: by first result of a region's last equation.
+        interior: the variables that are not computed any more.
+        postponed: results that are computed at the region's last equation, not at their own.
+        uses: all regions that look like known ones, replaced or not.
+        rows: whether products join all dims of activations but their features.
+    """
+
+    regions: Mapping[Var, Region] = field(default_factory=dict[Var, Region])
+    interior: frozenset[Var] = frozenset()
+    postponed: frozenset[Var] = frozenset()
+    uses: tuple[Substitution, ...] = ()
+    rows: bool = False
+
+
+NO_KERNELS = Kernels()
+
+
+@dataclass(frozen=True)
+class KernelSearch:
+    """Which kernels a step may use.
+
+    Attributes:
+        choice: kernels of the platform, their forms for any device, or none.
+        platform: the platform it runs on.
+        fused_loss: whether the gradients of the last projection may be computed with the loss.
+    """
+
+    choice: KernelChoice
+    platform: str
+    fused_loss: bool = True
+
+
+LayoutOf = Callable[[Frame, Var], PartitionSpec | None]
+"""Returns how a variable is divided over the mesh; None if it is not."""
+
+
+def find_kernels(
+    traced: TracedLoss, classes: DimClasses, layout: LayoutOf, search: KernelSearch
+) -> Kernels:
+    """Find the regions of a loss that kernels replace.
+
+    Args:
+        traced: the loss.
+        classes: the dims of its variables.
+        layout: how activations are divided over the mesh.
+        search: which kernels.
+    """
+    if search.choice == "none" or (search.choice == "auto" and search.platform == "cpu"):
+        return NO_KERNELS
+    finder = _Finder(layout, search)
+    consts = dict(zip(traced.closed.jaxpr.constvars, traced.closed.consts, strict=True))
+    for scope in scopes(classes.root, consts):
+        finder.search(scope)
+    interior = [v for region in finder.regions for v in region.interior]
+    return Kernels(
+        {region.last: region for region in finder.regions},
+        frozenset(interior),
+        frozenset(v for r in finder.regions for v in r.outputs if v not in r.eqns[-1].outvars),
+        tuple(finder.uses),
+        rows=True,
+    )
+
+
+class _Finder:
+    def __init__(self, layout: LayoutOf, search: KernelSearch) -> None:
+        self.layout = layout
+        self.choice, self.platform = search.choice, search.platform
+        self.fused_loss = search.fused_loss
+        self.regions: list[Region] = []
+        self.uses: list[Substitution] = []
+        self._taken: set[Var] = set()
+
+    def search(self, scope: Scope) -> None:
+        """Add the regions of one program."""
+        graph = Graph(scope.frame.jaxpr)
+        for division in softmaxes(graph):
+            self._try("attention", [division], lambda d=division: self._attention(graph, scope, d))
+        for product, weight in projections(graph, scope.frame):
+            self._try(
+                "loss", [product], lambda p=product, w=weight: self._loss(graph, scope.frame, p, w)
+            )
+        for root in norms(graph):
+            self._try("norm", [root], lambda r=root: _rowwise("norm", match_norm(graph, r)))
+        for anchor in activations(graph):
+            self._try(
+                "activation",
+                [anchor],
+                lambda a=anchor: _rowwise("activation", match_activation(graph, a)),
+            )
+
+    def _try(self, kind: str, eqns: Sequence[Equation], make: Callable[[], Region | None]) -> None:
+        module = module_name(eqns)
+        try:
+            region = make()
+        except NotReplaced as refusal:
+            self.uses.append(Substitution(kind, module, "", reason=str(refusal)))
+            return
+        if region is None:
+            return
+        made = {v for eqn in region.eqns for v in eqn.outvars}
+        if made & self._taken:
+            return
+        self._taken |= made
+        self.regions.append(region)
+        self.uses.append(Substitution(kind, region.module, region.kernel.name, region.detail))
+
+    def _attention(self, graph: Graph, scope: Scope, division: Equation) -> Region | None:
+        match = match_attention(graph, scope, division)
+        if match is None:
+            return None
+        operands = match.operands
+        layouts = self._attention_layouts(scope.frame, match)
+        if self.choice == "auto":
+            check_cudnn(operands, self.platform)
+        name = "cudnn" if self.choice == "auto" else "xla"
+        inputs = (operands.query, operands.key, operands.value)
+        inputs = inputs if operands.mask is None else (*inputs, operands.mask)
+        return Region(
+            "attention",
+            module_name(match.eqns),
+            match.eqns,
+            inputs,
+            (match.output,),
+            AttentionKernel(name, operands, layouts),
+            str(operands.allowed),
+        )
+
+    def _attention_layouts(self, frame: Frame, match: AttentionMatch) -> dict[Var, PartitionSpec]:
+        operands = match.operands
+        variables = [operands.query, operands.key, operands.value, match.output]
+        variables += [] if operands.mask is None else [operands.mask]
+        found = {v: self.layout(frame, v) for v in variables}
+        specs = {v: spec for v, spec in found.items() if spec is not None}
+        if specs:
+            _check_layouts(operands, match.output, specs)
+        return specs
+
+    def _loss(self, graph: Graph, frame: Frame, product: Equation, weight: int) -> Region:
+        match = match_loss(graph, product, weight)
+        if self.choice == "auto" and self.platform == "cpu":
+            raise NotReplaced("on CPUs it is not faster")
+        graded = tuple(is_differentiable(frame, v) for v in match.outputs)
+        inputs = (*match.whole, *match.by_row)
+        trained = frozenset(v for v in inputs if is_differentiable(frame, v))
+        fused = self.fused_loss and is_fused(match, graded)
+        layout = self.layout(frame, match.hidden)
+        return Region(
+            "loss",
+            module_name([product]),
+            match.eqns,
+            (match.hidden, match.kernel, *inputs),
+            match.outputs,
+            LossKernel(match, trained, graded, fused, layout),
+        )
+
+
+def _rowwise(kind: str, match: RowwiseMatch | None) -> Region | None:
+    if match is None:
+        return None
+    return Region(
+        kind,
+        module_name(match.eqns),
+        match.skipped,
+        (*match.activations, *match.vectors),
+        (match.output,),
+        RowwiseKernel(match),
+    )
+
+
+def _check_layouts(
+    operands: AttentionOperands, output: Var, specs: Mapping[Var, PartitionSpec]
+) -> None:
+    """Raise unless only samples and heads are divided, alike for all operands."""
+    ordered = {
+        "query": _entries(specs.get(operands.query), operands.query_dims),
+        "key": _entries(specs.get(operands.key), operands.key_dims),
+        "value": _entries(specs.get(operands.value), operands.value_dims),
+    }
+    inverse = [operands.output_dims.index(n) for n in range(len(operands.output_dims))]
+    ordered["output"] = _entries(specs.get(output), inverse)
+    count = operands.num_batch
+    first = ordered["query"][:count]
+    for name, entries in ordered.items():
+        if entries[:count] != first or any(entries[count:]):
+            raise NotReplaced(
+                f"the mesh divides its {name} along other dims than samples and heads"
+            )
+
+
+def _entries(spec: PartitionSpec | None, dims: Sequence[int]) -> list[object]:
+    padded = [*(spec or ()), *[None] * len(dims)]
+    return [padded[d] for d in dims]

@@ -1,0 +1,195 @@
+"""Attention: cuDNN's kernel on GPUs, and a form for any device that saves no scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from meshwright.program.evaluate.evaluator import Environment
+from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.evaluate.weight_uses import HALF
+from meshwright.program.jaxpr.equations import Value, Var, aval_of
+from meshwright.program.kernels.local import run_locally
+from meshwright.program.kernels.masks import Allowed
+from meshwright.program.kernels.match_attention import AttentionOperands
+from meshwright.program.kernels.regions import NotReplaced, Region
+
+Attend = Callable[..., Any]
+"""(query [B, T, H, C], key and value [B, S, K, C], mask [B, 1, T, S] or None) → [B, T, H, C]."""
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """Evaluates attention by a kernel for query, key and value.
+
+    Attributes:
+        name: ``cudnn`` or ``xla``.
+        operands: what it reads.
+        layouts: by variable, how it is divided over the mesh; empty on one device.
+    """
+
+    name: str
+    operands: AttentionOperands
+    layouts: dict[Var, PartitionSpec]
+
+    def __call__(self, region: Region, env: Environment, mesh: MeshView) -> list[Value]:
+        """Return the result of the second product."""
+        form = cudnn_attention if self.name == "cudnn" and env.evaluator.weights.casts else None
+        attend = (form or xla_attention)(self.operands.allowed, self.operands.scale)
+        run = partial(_run, self.operands, attend)
+        inputs = [env.read(variable) for variable in region.inputs]
+        specs = [self.layouts.get(v) for v in (*region.inputs, *region.outputs)]
+        return [run_locally(run, inputs, specs[:-1], specs[-1], mesh)]
+
+
+def _run(operands: AttentionOperands, attend: Attend, *arrays: Any) -> Any:
+    """Evaluate attention on arrays with the dims of the program."""
+    query, key, value = arrays[:3]
+    count = operands.num_batch
+    query = jnp.transpose(query, operands.query_dims)
+    shape = query.shape
+    head = 1 if count > 1 else 0
+    batch, heads, length = shape[: count - head], shape[count - head : count], shape[count]
+    groups = shape[count + 1 : -1]
+    # (batch…, heads, length, groups…, channels) → (batch…, length, heads, groups…, channels)
+    query = jnp.moveaxis(query, count, count - head)
+    query = query.reshape(math.prod(batch), length, math.prod(heads + groups), shape[-1])
+
+    def of_keys(array: Any, dims: tuple[int, ...]) -> Any:
+        array = jnp.moveaxis(jnp.transpose(array, dims), count, count - head)
+        return array.reshape(math.prod(batch), -1, math.prod(heads), array.shape[-1])
+
+    key, value = of_keys(key, operands.key_dims), of_keys(value, operands.value_dims)
+    mask = None
+    if operands.mask is not None:
+        mask = _rows_and_keys(operands, arrays[3], batch, length)
+    out = attend(query, key, value, mask)
+    out = out.reshape(*batch, length, *heads, *groups, out.shape[-1])
+    return jnp.transpose(jnp.moveaxis(out, count - head, count), operands.output_dims)
+
+
+def _rows_and_keys(
+    operands: AttentionOperands, mask: Any, batch: tuple[int, ...], length: int
+) -> Any:
+    """Return a mask as [B, 1, T, S]."""
+    count, last = operands.num_batch, len(operands.query_dims) - 1
+    dims = operands.mask_dims
+    keys = next(mask.shape[d] for d, at in enumerate(dims) if at == last)
+    kept = sorted((at, d) for d, at in enumerate(dims) if at is not None)
+    ordered = jnp.transpose(
+        mask, [*(d for _, d in kept), *(d for d, at in enumerate(dims) if at is None)]
+    )
+    present = [at for at, _ in kept]
+    wanted = [*range(len(batch)), count, last]
+    shape = [ordered.shape[present.index(at)] if at in present else 1 for at in wanted]
+    full = (*batch, length, keys)
+    return jnp.broadcast_to(ordered.reshape(shape), full).reshape(math.prod(batch), 1, length, keys)
+
+
+def cudnn_attention(allowed: Allowed, scale: float) -> Attend:
+    """Return attention by cuDNN."""
+
+    def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            mask=mask,
+            scale=scale,
+            is_causal=allowed.causal and mask is None,
+            local_window_size=None if allowed.window is None else (allowed.window - 1, 0),
+            implementation="cudnn",
+        )
+
+    return attend
+
+
+def check_cudnn(operands: AttentionOperands, platform: str) -> None:
+    """Raise if cuDNN has no kernel for these operands."""
+    if platform != "gpu":
+        raise NotReplaced("it needs a GPU")
+    query, value = aval_of(operands.query), aval_of(operands.value)
+    if query.dtype not in HALF:
+        raise NotReplaced(f"it needs bf16 or fp16, not {query.dtype}")
+    channels = query.shape[operands.query_dims[-1]]
+    if channels != value.shape[operands.value_dims[-1]]:
+        raise NotReplaced("keys and values have different numbers of channels")
+    if channels % 8 or channels > 256:
+        raise NotReplaced(
+            f"it needs heads of at most 256 channels, a multiple of 8, not {channels}"
+        )
+    length = query.shape[operands.query_dims[operands.num_batch]]
+    keys = aval_of(operands.key).shape[operands.key_dims[-2]]
+    if operands.mask is not None and (length % 2 or keys % 2):
+        raise NotReplaced(f"packed documents need rows of even length, not {length}")
+
+
+def xla_attention(allowed: Allowed, scale: float) -> Attend:
+    """Return attention that saves queries, keys, values and results, and no scores.
+
+    Its gradient computes the scores again, from which the saved sums of exponentials make the
+    weights.
+    """
+
+    def scores(query: Any, key: Any, mask: Any) -> Any:
+        wide = jnp.promote_types(query.dtype, jnp.float32)
+        out = jnp.einsum("btkgc,bskc->bkgts", query, key, preferred_element_type=wide) * scale
+        return jnp.where(_visible(allowed, out.shape[-2:], mask), out, -jnp.inf)
+
+    def forward_pass(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any]:
+        values = scores(query, key, mask)
+        peak = values.max(-1, keepdims=True)
+        exponentials = jnp.exp(values - peak)
+        total = exponentials.sum(-1, keepdims=True)
+        weights = (exponentials / total).astype(value.dtype)
+        mixed = jnp.einsum("bkgts,bskc->btkgc", weights, value)
+        return mixed, peak + jnp.log(total)
+
+    @jax.custom_vjp
+    def grouped(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        return forward_pass(query, key, value, mask)[0]
+
+    def forward(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        out, normalizer = forward_pass(query, key, value, mask)
+        return out, (query, key, value, mask, out, normalizer)
+
+    def backward(saved: Any, cotangent: Any) -> Any:
+        query, key, value, mask, out, normalizer = saved
+        wide = normalizer.dtype
+        weights = jnp.exp(scores(query, key, mask) - normalizer)
+        product = partial(jnp.einsum, preferred_element_type=wide)
+        of_value = product("bkgts,btkgc->bskc", weights.astype(value.dtype), cotangent)
+        of_weights = product("btkgc,bskc->bkgts", cotangent, value)
+        mean = (cotangent.astype(wide) * out.astype(wide)).sum(-1)
+        of_scores = weights * (of_weights - jnp.moveaxis(mean, 1, -1)[..., None]) * scale
+        of_scores = of_scores.astype(query.dtype)
+        of_query = product("bkgts,bskc->btkgc", of_scores, key)
+        of_key = product("bkgts,btkgc->bskc", of_scores, query)
+        gradients = (of_query, of_key, of_value)
+        return (*(g.astype(x.dtype) for g, x in zip(gradients, saved, strict=False)), None)
+
+    grouped.defvjp(forward, backward)
+
+    def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        batch, length, heads, channels = query.shape
+        kv_heads = key.shape[2]
+        query = query.reshape(batch, length, kv_heads, heads // kv_heads, channels)
+        out = grouped(query, key, value, mask)
+        return out.reshape(batch, length, heads, out.shape[-1])
+
+    return attend
+
+
+def _visible(allowed: Allowed, shape: tuple[int, ...], mask: Any) -> Any:
+    if mask is not None:
+        return mask[:, None]
+    distance = jnp.arange(shape[0])[:, None] - jnp.arange(shape[1])[None, :]
+    visible = distance >= 0 if allowed.causal else jnp.ones(shape, bool)
+    return visible if allowed.window is None else visible & (distance < allowed.window)

@@ -1,0 +1,202 @@
+"""Masks of attention: which of them depend on no data, and what they allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshwright.program.evaluate.evaluator import Evaluator
+from meshwright.program.jaxpr.equations import Atom, ClosedJaxpr, Equation, Literal, Var, aval_of
+from meshwright.program.kernels.regions import NotReplaced
+from meshwright.program.kernels.surroundings import Scope
+
+HIDDEN = -1e4
+"""Scores below this count as hidden: their exponential is zero."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Which keys a query may attend to, by how many positions they are before it.
+
+    Attributes:
+        least: keys at least this many positions before the query; None for any.
+        window: keys fewer than this many positions before the query; None for any.
+        documents: only keys of its own document, of several packed into a row.
+    """
+
+    least: int | None = None
+    window: int | None = None
+    documents: bool = False
+
+    @property
+    def causal(self) -> bool:
+        """Whether a query attends to itself and what is before it, not to what follows."""
+        return self.least == 0
+
+    def __str__(self) -> str:
+        parts = ["causal" if self.causal else "full"]
+        parts += [f"window {self.window}"] if self.window is not None else []
+        parts += ["packed documents"] if self.documents else []
+        return ", ".join(parts)
+
+
+_known: dict[str, Allowed | None] = {}
+
+
+def read_mask(
+    scope: Scope, atom: Atom, dims: Sequence[int | None], query: int, key: int, *, added: bool
+) -> list[Allowed]:
+    """Return what a mask allows, one entry per condition that all have to hold.
+
+    Args:
+        scope: where the mask is a variable.
+        atom: the mask: true where a query may attend, or what is added to the scores.
+        dims: for each dim of the mask, the dim of the scores that it is.
+        query: the scores' dim of queries.
+        key: the scores' dim of keys.
+        added: whether the mask is added to the scores.
+
+    Raises:
+        NotReplaced: if it cannot be expressed.
+    """
+    scope, atom = scope.origin(atom)
+    eqn, mapped = scope.maker(atom), list(dims)
+    while eqn is not None and eqn.primitive.name == "broadcast_in_dim":
+        sizes, source = aval_of(eqn.invars[0]).shape, eqn.invars[0]
+        mapped = [
+            mapped[to] if size > 1 else None
+            for to, size in zip(eqn.params["broadcast_dimensions"], sizes, strict=True)
+        ]
+        scope, atom = scope.origin(source)
+        eqn = scope.maker(atom)
+    if eqn is not None and eqn.primitive.name == "and" and not added:
+        return [
+            allowed
+            for part in eqn.invars
+            for allowed in read_mask(scope, part, mapped, query, key, added=False)
+        ]
+    if isinstance(atom, Literal):
+        return _uniform(atom.val, added=added)
+    shape = aval_of(atom).shape
+    if {d for d, size in zip(mapped, shape, strict=True) if size > 1} <= {query, key}:
+        return [_classify(scope, atom, mapped, query, key, added=added)]
+    if eqn is not None and eqn.primitive.name == "eq" and not added:
+        _check_documents(scope, eqn, mapped, query, key)
+        return [Allowed(documents=True)]
+    raise NotReplaced("its mask depends on data")
+
+
+def _uniform(value: Any, *, added: bool) -> list[Allowed]:
+    if bool(value == 0) if added else bool(value):
+        return []
+    raise NotReplaced("its mask hides everything")
+
+
+def _classify(
+    scope: Scope, atom: Var, dims: Sequence[int | None], query: int, key: int, *, added: bool
+) -> Allowed:
+    program = scope.constant(atom)
+    if program is None:
+        raise NotReplaced("its mask depends on data")
+    text = f"{program} {list(dims)} {query} {key} {added}"
+    if text not in _known:
+        _known[text] = _evaluate(program, dims, query, key, added=added)
+    allowed = _known[text]
+    if allowed is None:
+        raise NotReplaced("its mask is neither causal, nor a sliding window, nor full")
+    return allowed
+
+
+def _evaluate(
+    program: ClosedJaxpr, dims: Sequence[int | None], query: int, key: int, *, added: bool
+) -> Allowed | None:
+    """Evaluate a mask without storing it: compilers fuse it into what it is compared with."""
+
+    def facts() -> tuple[Any, Any, Any, Any]:
+        (mask,) = Evaluator().run(program, [])
+        known = ((mask == 0) | (mask <= HIDDEN)).all() if added else jnp.ones((), bool)
+        mask = mask == 0 if added else mask
+        kept = [d for d, dim in enumerate(dims) if dim in (query, key) and mask.shape[d] > 1]
+        mask = mask.reshape([mask.shape[d] for d in kept])
+        if [dims[d] for d in kept] == [key, query]:
+            mask = mask.T
+        if mask.ndim < 2:
+            return known, jnp.zeros((), bool), mask.all(), mask.all()
+        before = jnp.arange(mask.shape[0])[:, None] - jnp.arange(mask.shape[1])[None, :]
+        ahead, behind = mask[0].sum(), mask[-1, ::-1].sum()
+        banded = (before > -ahead) & (before < behind)
+        return known, (mask == banded).all(), ahead, behind
+
+    known, banded, ahead, behind = jax.jit(facts)()
+    sizes = [s for s, dim in zip(program.out_avals[0].shape, dims, strict=True) if dim is not None]
+    if not bool(known):
+        return None
+    if len([s for s in sizes if s > 1]) < 2:
+        return Allowed() if bool(ahead) else None
+    length, keys = (program.out_avals[0].shape[list(dims).index(d)] for d in (query, key))
+    if not bool(banded):
+        return None
+    every = int(ahead) >= keys, int(behind) >= keys
+    if length != keys and not all(every):
+        return None
+    return Allowed(None if every[0] else 1 - int(ahead), None if every[1] else int(behind))
+
+
+def _check_documents(
+    scope: Scope, eqn: Equation, dims: Sequence[int | None], query: int, key: int
+) -> None:
+    """Raise unless an equation compares the documents of queries and keys."""
+    (left_scope, left, of_left), (right_scope, right, of_right) = (
+        _broadcast_source(scope, atom, dims) for atom in eqn.invars
+    )
+    same = left is right and left_scope is right_scope and not isinstance(left, Literal)
+    ends = {of_left[-1] if of_left else None, of_right[-1] if of_right else None}
+    if not same or ends != {query, key} or len(aval_of(left).shape) != 2:
+        raise NotReplaced("its mask compares other values than the documents of a row")
+
+
+def _broadcast_source(
+    scope: Scope, atom: Atom, dims: Sequence[int | None]
+) -> tuple[Scope, Atom, list[int | None]]:
+    mapped, eqn = list(dims), scope.maker(atom)
+    while eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "reshape"):
+        source = eqn.invars[0]
+        if eqn.primitive.name == "reshape":
+            positions = _kept_dims(aval_of(source).shape, aval_of(eqn.outvars[0]).shape)
+        else:
+            positions = list(eqn.params["broadcast_dimensions"])
+        mapped = [mapped[to] for to in positions]
+        scope, atom = scope.origin(source)
+        eqn = scope.maker(atom)
+    return scope, atom, mapped
+
+
+def _kept_dims(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    """Return, for each dim before a reshape that only adds dims of size 1, its position after."""
+    positions: list[int] = []
+    for position, size in enumerate(after):
+        if len(positions) < len(before) and size == before[len(positions)]:
+            positions.append(position)
+        elif size != 1:
+            raise NotReplaced("its mask is reshaped")
+    if len(positions) < len(before):
+        raise NotReplaced("its mask is reshaped")
+    return positions
+
+
+def merge(conditions: Sequence[Allowed]) -> Allowed:
+    """Return the condition that holds where all of several hold."""
+    least = [c.least for c in conditions if c.least is not None]
+    windows = [c.window for c in conditions if c.window is not None]
+    merged = Allowed(
+        least=max(least) if least else None,
+        window=min(windows) if windows else None,
+        documents=any(c.documents for c in conditions),
+    )
+    if merged.least not in (None, 0) or (merged.window is not None and not merged.causal):
+        raise NotReplaced("its mask is neither causal, nor a sliding window, nor full")
+    return merged

@@ -1,0 +1,282 @@
+"""Recognizes the last projection of a model with the loss that is computed from it.
+
+Everything that is computed from the logits is followed, as long as each row (token) is computed
+for itself, until the dim of classes is gone: to one number per row, or to a sum over all rows. What
+the formula is does not matter: cross entropy with or without weights, z-loss, label smoothing,
+distillation, accuracy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from meshwright.program.dims import Frame
+from meshwright.program.dims.elementwise import ELEMENTWISE
+from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
+from meshwright.program.kernels.regions import Graph, NotReplaced
+
+FEWEST_CLASSES = 256
+"""Smaller logits are not worth a region of their own."""
+
+_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin")
+
+
+@dataclass(frozen=True)
+class LossMatch:
+    """The equations from the logits to numbers per row and totals.
+
+    Attributes:
+        product: the last projection.
+        weight: which operand of the product is the weight.
+        eqns: all equations, the product first.
+        rows: how many dims of the logits count rows; the last dim counts classes.
+        whole: inputs that are the same for all rows.
+        by_row: inputs with one entry per row.
+        outputs: the results: one number per row, or scalars that are sums over rows.
+    """
+
+    product: Equation
+    weight: int
+    eqns: tuple[Equation, ...]
+    rows: int
+    whole: tuple[Var, ...]
+    by_row: tuple[Var, ...]
+    outputs: tuple[Var, ...]
+
+    @property
+    def hidden(self) -> Var:
+        """The operand of the product that is no weight."""
+        atom = self.product.invars[1 - self.weight]
+        assert isinstance(atom, Var)
+        return atom
+
+    @property
+    def kernel(self) -> Var:
+        """The weight."""
+        atom = self.product.invars[self.weight]
+        assert isinstance(atom, Var)
+        return atom
+
+
+def projections(graph: Graph, frame: Frame) -> Iterator[tuple[Equation, int]]:
+    """Yield the products of activations with a weight whose results are exponentiated."""
+    for eqn in graph.jaxpr.eqns:
+        if eqn.primitive.name != "dot_general":
+            continue
+        weight = _weight_operand(eqn, frame)
+        if weight is not None and _reaches_sum_of_exponentials(graph, eqn.outvars[0]):
+            yield eqn, weight
+
+
+def match_loss(graph: Graph, product: Equation, weight: int) -> LossMatch:
+    """Return what is computed from a last projection.
+
+    Raises:
+        NotReplaced: if the logits are read by something that mixes rows, or that returns them.
+    """
+    logits = product.outvars[0]
+    shape = aval_of(logits).shape
+    rows = len(shape) - 1
+    if shape[-1] < FEWEST_CLASSES:
+        raise NotReplaced(f"it has {shape[-1]} classes, fewer than {FEWEST_CLASSES}")
+    found = _Follow(graph, shape)
+    found.add(product)
+    eqns = graph.in_order(found.eqns)
+    outputs = tuple(v for eqn in eqns for v in eqn.outvars if v in found.results)
+    if not outputs:
+        raise NotReplaced("nothing is computed from it")
+    graph.check(eqns, outputs)
+    made = {v for eqn in eqns for v in eqn.outvars}
+    inputs = [
+        a for eqn in eqns[1:] for a in eqn.invars if not isinstance(a, Literal) and a not in made
+    ]
+    inputs = list(dict.fromkeys(inputs))
+    by_row = tuple(v for v in inputs if found.has_rows(v))
+    whole = tuple(v for v in inputs if not found.has_rows(v))
+    return LossMatch(product, weight, eqns, rows, whole, by_row, outputs)
+
+
+def _weight_operand(eqn: Equation, frame: Frame) -> int | None:
+    """Return which operand of a product of rows with a matrix is the matrix, a weight."""
+    (_, _), (batch, _) = eqn.params["dimension_numbers"]
+    contracting = eqn.params["dimension_numbers"][0]
+    for number, atom in enumerate(eqn.invars):
+        other = eqn.invars[1 - number]
+        if isinstance(atom, Literal) or isinstance(other, Literal) or batch:
+            continue
+        value = frame.values[atom]
+        is_weight = bool(value.params) and not value.has_data
+        rank = len(aval_of(other).shape)
+        # Rows come first in the result if the activations are the left operand.
+        by_rows = tuple(contracting[0]) == (rank - 1,) and rank > 1 and frame.values[other].has_data
+        if is_weight and number == 1 and len(aval_of(atom).shape) == 2 and by_rows:
+            return number
+    return None
+
+
+def _reaches_sum_of_exponentials(graph: Graph, variable: Var) -> bool:
+    """Whether the last dim of a value is summed after an exponential."""
+    shape, seen, pending = aval_of(variable).shape, {variable}, [variable]
+    while pending:
+        for eqn in graph.read_by(pending.pop()):
+            if eqn.primitive.name == "exp" and any(
+                reader.primitive.name == "reduce_sum"
+                and tuple(reader.params["axes"]) == (len(shape) - 1,)
+                for reader in graph.read_by(eqn.outvars[0])
+            ):
+                return True
+            for out in eqn.outvars:
+                if eqn.primitive.name in ELEMENTWISE and aval_of(out).shape == shape:
+                    pending += [] if out in seen else [out]
+                    seen.add(out)
+    return False
+
+
+class _Follow:
+    """Follows the readers of the logits."""
+
+    def __init__(self, graph: Graph, shape: tuple[int, ...]) -> None:
+        self.graph, self.rows, self.classes = graph, shape[:-1], shape[-1]
+        self.eqns: list[Equation] = []
+        self.results: set[Var] = set()
+        self._numbers: set[int] = set()
+
+    def has_rows(self, variable: Var) -> bool:
+        """Whether a value has an entry for every row."""
+        count = len(self.rows)
+        return tuple(aval_of(variable).shape[:count]) == self.rows and len(
+            aval_of(variable).shape
+        ) in (count, count + 1)
+
+    def add(self, product: Equation) -> None:
+        """Add a product and all that is computed from it."""
+        self._add(product)
+        pending: list[Var] = [product.outvars[0]]
+        while pending:
+            variable = pending.pop()
+            readers = self.graph.read_by(variable)
+            allowed = [self._allowed(eqn, variable) for eqn in readers]
+            wide = self._is_wide(variable)
+            if wide and self.graph.is_returned(variable):
+                raise NotReplaced("the logits are returned")
+            if wide and not all(allowed):
+                name = next(e for e, ok in zip(readers, allowed, strict=True) if not ok).primitive
+                raise NotReplaced(f"the logits are read by {name.name}")
+            if not wide and (not all(allowed) or self.graph.is_returned(variable)):
+                self.results.add(variable)
+                continue
+            for eqn in readers:
+                if self._add(eqn):
+                    self._pull(eqn)
+                    pending += [v for v in eqn.outvars if not self._is_total(v)]
+                    self.results.update(v for v in eqn.outvars if self._is_total(v))
+
+    def _add(self, eqn: Equation) -> bool:
+        number = self.graph.number(eqn)
+        if number in self._numbers:
+            return False
+        self._numbers.add(number)
+        self.eqns.append(eqn)
+        return True
+
+    def _pull(self, reader: Equation) -> None:
+        """Add the equations that only make values as large as the logits for a reader."""
+        first = self.graph.number(self.eqns[0])
+        for atom in reader.invars:
+            eqn = self.graph.made_by(atom)
+            if eqn is None or isinstance(atom, Literal) or self.graph.number(eqn) < first:
+                continue
+            wide = self._is_wide(atom)
+            inside = all(n in self._numbers for n in self.graph.readers[atom])
+            if wide and inside and self._keeps_rows(eqn) and self._add(eqn):
+                self._pull(eqn)
+
+    def _is_wide(self, atom: Atom) -> bool:
+        return tuple(aval_of(atom).shape) == (*self.rows, self.classes)
+
+    def _is_total(self, variable: Var) -> bool:
+        return aval_of(variable).shape == () and self.rows != ()
+
+    def _allowed(self, eqn: Equation, variable: Var) -> bool:
+        """Whether an equation computes each row for itself, or adds rows up."""
+        if eqn.effects or self.graph.segments[self.graph.number(eqn)] != self._segment():
+            return False
+        count = len(self.rows)
+        if eqn.primitive.name == "reduce_sum" and not self._is_wide(variable):
+            rank = len(aval_of(variable).shape)
+            return tuple(sorted(int(a) for a in eqn.params["axes"])) == tuple(range(rank))
+        if eqn.primitive.name in _REDUCTIONS:
+            return [int(a) for a in eqn.params["axes"]] == [count]
+        return self._keeps_rows(eqn)
+
+    def _segment(self) -> int:
+        return self.graph.segments[self.graph.number(self.eqns[0])]
+
+    def _keeps_rows(self, eqn: Equation) -> bool:
+        """Whether results have the rows of the operands, in the same order, each for itself."""
+        count, name = len(self.rows), eqn.primitive.name
+        outs = [aval_of(v).shape for v in eqn.outvars]
+        if not all(tuple(s[:count]) == self.rows and len(s) <= count + 1 for s in outs):
+            return False
+        if name in ("broadcast_in_dim", "reshape"):
+            return self._only_adds_dims(eqn)
+        if name == "gather":
+            return _picks_by_row(eqn, count) or _picks_only_entry(eqn, count)
+        if name in ("stop_gradient", "convert_element_type"):
+            return True
+        return name in ELEMENTWISE and all(
+            not aval_of(a).shape
+            or tuple(aval_of(a).shape[:count]) == self.rows
+            or all(s == 1 for s in aval_of(a).shape[:-1])
+            for a in eqn.invars
+        )
+
+    def _only_adds_dims(self, eqn: Equation) -> bool:
+        (source, *others) = eqn.invars
+        before, after = aval_of(source).shape, aval_of(eqn.outvars[0]).shape
+        if others:
+            return False
+        count = len(self.rows)
+        if eqn.primitive.name == "reshape":
+            return [s for s in before if s > 1] == [s for s in after if s > 1] and tuple(
+                before[:count]
+            ) == self.rows
+        to = [int(d) for d in eqn.params["broadcast_dimensions"]]
+        if not before or all(s == 1 for s in before):
+            return True
+        has_rows = tuple(before[:count]) == self.rows and to[:count] == list(range(count))
+        # A vector of classes, repeated for all rows.
+        return has_rows or (to[-1] == count and all(s == 1 for s in before[:-1]))
+
+
+def _picks_by_row(eqn: Equation, rows: int) -> bool:
+    """Whether a gather picks one entry of each row."""
+    numbers = eqn.params["dimension_numbers"]
+    batch = tuple(range(rows))
+    return (
+        tuple(numbers.operand_batching_dims) == batch
+        and tuple(numbers.start_indices_batching_dims) == batch
+        and tuple(numbers.collapsed_slice_dims) == (rows,)
+        and tuple(numbers.offset_dims) == ()
+    )
+
+
+def _picks_only_entry(eqn: Equation, rows: int) -> bool:
+    """Whether a gather drops the last dim, of size 1: ``x[..., 0]``."""
+    numbers, shape = eqn.params["dimension_numbers"], aval_of(eqn.invars[0]).shape
+    return (
+        shape[rows:] == (1,)
+        and tuple(numbers.offset_dims) == tuple(range(rows))
+        and tuple(numbers.collapsed_slice_dims) == (rows,)
+        and tuple(numbers.start_index_map) == (rows,)
+        and aval_of(eqn.invars[1]).shape == (1,)
+    )
+
+
+def is_differentiable(frame: Frame, variable: Var) -> bool:
+    """Whether gradients reach the parameters through a value."""
+    value = frame.values[variable]
+    return value.has_grad and jnp.issubdtype(aval_of(variable).dtype, jnp.inexact)

@@ -1,0 +1,101 @@
+"""Norms and activations whose gradient computes them again from their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from meshwright.program.evaluate.evaluator import Environment, Numerics
+from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.jaxpr.equations import Equation, Literal, Value, Var, aval_of
+from meshwright.program.kernels.match_rowwise import RowwiseMatch
+from meshwright.program.kernels.regions import Region
+
+
+@dataclass(frozen=True)
+class RowwiseKernel:
+    """Evaluates equations as written; only their inputs and sums over features are saved."""
+
+    match: RowwiseMatch
+    name: str = "recomputed"
+
+    def __call__(self, region: Region, env: Environment, mesh: MeshView) -> list[Value]:
+        """Return the result."""
+        match, numerics = self.match, env.evaluator.numerics
+        half = [env.is_half_weight(v) for v in match.vectors]
+
+        def evaluate(operands: Sequence[Any], sums: Mapping[Var, Any] | None) -> dict[Var, Any]:
+            inputs = (*match.activations, *match.vectors)
+            values: dict[Var, Any] = dict(zip(inputs, operands, strict=True))
+            rounded = {v for v, is_half in zip(match.vectors, half, strict=True) if is_half}
+            _evaluate(match.eqns, values, rounded, numerics, sums)
+            return values
+
+        sums = [v for eqn in match.eqns if eqn.primitive.name == "reduce_sum" for v in eqn.outvars]
+
+        @jax.custom_vjp
+        def run(*operands: Any) -> Any:
+            return evaluate(operands, None)[match.output]
+
+        def forward(*operands: Any) -> tuple[Any, Any]:
+            values = evaluate(operands, None)
+            return values[match.output], (operands, [values[v] for v in sums])
+
+        def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
+            # Otherwise the compiler would save what it could compute again.
+            operands, known = lax.optimization_barrier(saved)
+            known_sums = dict(zip(sums, known, strict=True))
+            _, pullback = jax.vjp(lambda *x: evaluate(x, known_sums)[match.output], *operands)
+            return pullback(cotangent)
+
+        run.defvjp(forward, backward)
+        operands = [env.read(v) for v in match.activations]
+        return [run(*operands, *(env.in_param_dtype(v) for v in match.vectors))]
+
+
+def _evaluate(
+    eqns: Sequence[Equation],
+    values: dict[Var, Any],
+    rounded: set[Var],
+    numerics: Numerics,
+    sums: Mapping[Var, Any] | None,
+) -> None:
+    """Evaluate equations; weights in half precision are rounded after they are repeated."""
+    for eqn in eqns:
+        shape = aval_of(eqn.outvars[0]).shape
+        operands = [
+            jnp.broadcast_to(values[a], shape).astype(aval_of(a).dtype)
+            if not isinstance(a, Literal) and a in rounded
+            else numerics.convert(a.val if isinstance(a, Literal) else values[a])
+            for a in eqn.invars
+        ]
+        if sums is not None and eqn.outvars[0] in sums:
+            values[eqn.outvars[0]] = _known_sum(eqn, operands[0], sums[eqn.outvars[0]])
+        else:
+            values.update(zip(eqn.outvars, numerics.bind(eqn, operands), strict=True))
+
+
+def _known_sum(eqn: Equation, operand: Any, known: Any) -> Any:
+    """Return a sum that is known already, with the gradient of summing."""
+    axes, shape = tuple(eqn.params["axes"]), operand.shape
+
+    @jax.custom_vjp
+    def total(operand: Any, known: Any) -> Any:
+        del operand
+        return known
+
+    def forward(operand: Any, known: Any) -> tuple[Any, None]:
+        del operand
+        return known, None
+
+    def backward(_: None, cotangent: Any) -> tuple[Any, Any]:
+        kept = [d for d in range(len(shape)) if d not in axes]
+        return lax.broadcast_in_dim(cotangent, shape, kept), jnp.zeros_like(known)
+
+    total.defvjp(forward, backward)
+    return total(operand, known)
