@@ -208,9 +208,9 @@ class Evaluator:
     def equation(self, eqn: Equation, env: Environment) -> list[Value]:
         """Evaluate one equation and pin its results."""
         results = self._apply_rules(eqn, env, 0)
-        return [self.pinned(v, result) for v, result in zip(eqn.outvars, results, strict=True)]
+        return [self._pinned(v, result) for v, result in zip(eqn.outvars, results, strict=True)]
 
-    def pinned(self, variable: Var, value: Value) -> Value:
+    def _pinned(self, variable: Var, value: Value) -> Value:
         """Return the value of a variable with its pin, if it has one."""
         if variable not in self._pins:
             return value

@@ -42,16 +42,16 @@ class Kernels:
     """The regions of a program that kernels evaluate.
 
     Attributes:
-        regions: by first result of a region's last equation.
+        regions: by first result of the equation at whose place a region is evaluated.
         interior: the variables that are not computed any more.
-        postponed: results that are computed at the region's last equation, not at their own.
+        elsewhere: results that are computed at another equation than their own.
         uses: all regions that look like known ones, replaced or not.
         rows: whether products join all dims of activations but their features.
     """
 
     regions: Mapping[Var, Region] = field(default_factory=dict[Var, Region])
     interior: frozenset[Var] = frozenset()
-    postponed: frozenset[Var] = frozenset()
+    elsewhere: frozenset[Var] = frozenset()
     uses: tuple[Substitution, ...] = ()
     rows: bool = False
 
@@ -97,9 +97,9 @@ def find_kernels(
         finder.search(scope)
     interior = [v for region in finder.regions for v in region.interior]
     return Kernels(
-        {region.last: region for region in finder.regions},
+        {region.place.eqn.outvars[0]: region for region in finder.regions},
         frozenset(interior),
-        frozenset(v for r in finder.regions for v in r.outputs if v not in r.eqns[-1].outvars),
+        frozenset(v for r in finder.regions for v in r.outputs if v not in r.place.eqn.outvars),
         tuple(finder.uses),
         rows=True,
     )
@@ -124,12 +124,12 @@ class _Finder:
                 "loss", [product], lambda p=product, w=weight: self._loss(graph, scope.frame, p, w)
             )
         for root in norms(graph):
-            self._try("norm", [root], lambda r=root: _rowwise("norm", match_norm(graph, r)))
+            self._try("norm", [root], lambda r=root: _rowwise(graph, "norm", match_norm(graph, r)))
         for anchor in activations(graph):
             self._try(
                 "activation",
                 [anchor],
-                lambda a=anchor: _rowwise("activation", match_activation(graph, a)),
+                lambda a=anchor: _rowwise(graph, "activation", match_activation(graph, a)),
             )
 
     def _try(self, kind: str, eqns: Sequence[Equation], make: Callable[[], Region | None]) -> None:
@@ -165,6 +165,7 @@ class _Finder:
             match.eqns,
             inputs,
             (match.output,),
+            graph.place(match.eqns, inputs, [match.output]),
             AttentionKernel(name, operands, layouts),
             str(operands.allowed),
         )
@@ -184,29 +185,33 @@ class _Finder:
         if self.choice == "auto" and self.platform == "cpu":
             raise NotReplaced("on CPUs it is not faster")
         graded = tuple(is_differentiable(frame, v) for v in match.outputs)
-        inputs = (*match.whole, *match.by_row)
-        trained = frozenset(v for v in inputs if is_differentiable(frame, v))
+        others = (*match.whole, *match.by_row)
+        inputs = (match.hidden, match.kernel, *others)
+        trained = frozenset(v for v in others if is_differentiable(frame, v))
         fused = self.fused_loss and is_fused(match, graded)
         layout = self.layout(frame, match.hidden)
         return Region(
             "loss",
             module_name([product]),
             match.eqns,
-            (match.hidden, match.kernel, *inputs),
+            inputs,
             match.outputs,
+            graph.place(match.eqns, inputs, match.outputs),
             LossKernel(match, trained, graded, fused, layout),
         )
 
 
-def _rowwise(kind: str, match: RowwiseMatch | None) -> Region | None:
+def _rowwise(graph: Graph, kind: str, match: RowwiseMatch | None) -> Region | None:
     if match is None:
         return None
+    inputs = (*match.activations, *match.vectors)
     return Region(
         kind,
         module_name(match.eqns),
         match.skipped,
-        (*match.activations, *match.vectors),
+        inputs,
         (match.output,),
+        graph.place(match.skipped, inputs, [match.output]),
         RowwiseKernel(match),
     )
 

@@ -82,7 +82,8 @@ def read_mask(
     if isinstance(atom, Literal):
         return _uniform(atom.val, added=added)
     shape = aval_of(atom).shape
-    if {d for d, size in zip(mapped, shape, strict=True) if size > 1} <= {query, key}:
+    varies = {d for d, size in zip(mapped, shape, strict=True) if size > 1}
+    if varies <= {query, key} or scope.constant(atom) is not None:
         return [_classify(scope, atom, mapped, query, key, added=added)]
     if eqn is not None and eqn.primitive.name == "eq" and not added:
         _check_documents(scope, eqn, mapped, query, key)
@@ -121,7 +122,9 @@ def _evaluate(
         known = ((mask == 0) | (mask <= HIDDEN)).all() if added else jnp.ones((), bool)
         mask = mask == 0 if added else mask
         kept = [d for d, dim in enumerate(dims) if dim in (query, key) and mask.shape[d] > 1]
-        mask = mask.reshape([mask.shape[d] for d in kept])
+        first = mask[tuple(slice(None) if d in kept else slice(1) for d in range(mask.ndim))]
+        known &= (mask == first).all()
+        mask = first.reshape([mask.shape[d] for d in kept])
         if [dims[d] for d in kept] == [key, query]:
             mask = mask.T
         if mask.ndim < 2:
@@ -132,10 +135,12 @@ def _evaluate(
         return known, (mask == banded).all(), ahead, behind
 
     known, banded, ahead, behind = jax.jit(facts)()
-    sizes = [s for s, dim in zip(program.out_avals[0].shape, dims, strict=True) if dim is not None]
     if not bool(known):
         return None
-    if len([s for s in sizes if s > 1]) < 2:
+    varies = [
+        d for d, s in zip(dims, program.out_avals[0].shape, strict=True) if d is not None and s > 1
+    ]
+    if not {query, key} <= set(varies):
         return Allowed() if bool(ahead) else None
     length, keys = (program.out_avals[0].shape[list(dims).index(d)] for d in (query, key))
     if not bool(banded):

@@ -253,7 +253,6 @@ class _Match:
             weights = eqn.outvars[0]
         eqns = graph.in_order(self.eqns)
         operands = self._operands(product, eqn, weights, side, key_dim, roles)
-        graph.check(eqns, eqn.outvars)
         return AttentionMatch(eqns, eqn.outvars[0], operands)
 
     def _operands(

@@ -88,7 +88,6 @@ def match_loss(graph: Graph, product: Equation, weight: int) -> LossMatch:
     outputs = tuple(v for eqn in eqns for v in eqn.outvars if v in found.results)
     if not outputs:
         raise NotReplaced("nothing is computed from it")
-    graph.check(eqns, outputs)
     made = {v for eqn in eqns for v in eqn.outvars}
     inputs = [
         a for eqn in eqns[1:] for a in eqn.invars if not isinstance(a, Literal) and a not in made
@@ -146,10 +145,7 @@ class _Follow:
 
     def has_rows(self, variable: Var) -> bool:
         """Whether a value has an entry for every row."""
-        count = len(self.rows)
-        return tuple(aval_of(variable).shape[:count]) == self.rows and len(
-            aval_of(variable).shape
-        ) in (count, count + 1)
+        return tuple(aval_of(variable).shape[: len(self.rows)]) == self.rows
 
     def add(self, product: Equation) -> None:
         """Add a product and all that is computed from it."""
@@ -173,6 +169,38 @@ class _Follow:
                     self._pull(eqn)
                     pending += [v for v in eqn.outvars if not self._is_total(v)]
                     self.results.update(v for v in eqn.outvars if self._is_total(v))
+        self._combine_totals()
+
+    def _combine_totals(self) -> None:
+        """Add sums and multiples of totals, which are totals too."""
+        changed = True
+        while changed:
+            changed = False
+            for total in [v for v in self.results if self._is_total(v)]:
+                readers = self.graph.read_by(total)
+                if self.graph.is_returned(total) or not all(map(self._is_linear, readers)):
+                    continue
+                for eqn in readers:
+                    self._add(eqn)
+                    self.results.update(eqn.outvars)
+                self.results.discard(total)
+                changed = True
+
+    def _is_linear(self, eqn: Equation) -> bool:
+        """Whether an equation adds or scales totals of these rows."""
+        if self.graph.segments[self.graph.number(eqn)] != self._segment():
+            return False
+        known = [isinstance(a, Literal) for a in eqn.invars]
+        totals = [
+            not isinstance(a, Literal) and self.graph.maker.get(a) in self._numbers
+            for a in eqn.invars
+        ]
+        name = eqn.primitive.name
+        if name in ("add", "sub", "neg", "convert_element_type", "add_any"):
+            return all(totals)
+        return (name == "mul" and sorted(totals) == [False, True] and any(known)) or (
+            name == "div" and totals == [True, False] and known[1]
+        )
 
     def _add(self, eqn: Equation) -> bool:
         number = self.graph.number(eqn)

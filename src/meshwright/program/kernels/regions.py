@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from meshwright.program.blocks.segments import cut_segments
+from meshwright.program.evaluate.dependencies import dependent_variables, needed_equations
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import (
@@ -49,6 +50,7 @@ class Region:
         eqns: the equations that are not evaluated as written, in program order.
         inputs: the variables they read from outside that the kernel reads too.
         outputs: the variables that are read outside, or returned.
+        place: where they are evaluated.
         kernel: evaluates them.
         detail: what is special about this one, such as ``causal``.
     """
@@ -58,18 +60,27 @@ class Region:
     eqns: tuple[Equation, ...]
     inputs: tuple[Var, ...]
     outputs: tuple[Var, ...]
+    place: Place
     kernel: Kernel
     detail: str = ""
-
-    @property
-    def last(self) -> Var:
-        """The first result of the last equation, where the region is evaluated."""
-        return self.eqns[-1].outvars[0]
 
     @property
     def interior(self) -> set[Var]:
         """The variables that are not computed any more."""
         return {v for eqn in self.eqns for v in eqn.outvars} - set(self.outputs)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a region is evaluated.
+
+    Attributes:
+        eqn: the equation at whose place it is evaluated.
+        ahead: later equations that make its inputs, which are evaluated before.
+    """
+
+    eqn: Equation
+    ahead: tuple[Equation, ...] = ()
 
 
 @dataclass
@@ -127,20 +138,31 @@ class Graph:
         """Return equations in program order, each once."""
         return tuple(self.jaxpr.eqns[n] for n in sorted({self.number(eqn) for eqn in eqns}))
 
-    def check(self, eqns: Sequence[Equation], outputs: Sequence[Var]) -> None:
-        """Raise unless equations can be evaluated together, at the place of the last one."""
+    def place(
+        self, eqns: Sequence[Equation], inputs: Sequence[Var], outputs: Sequence[Var]
+    ) -> Place:
+        """Return where equations can be evaluated together: before anything reads a result.
+
+        Raises:
+            NotReplaced: if they cannot.
+        """
         numbers = {self.number(eqn) for eqn in eqns}
         if len({self.segments[n] for n in numbers}) > 1:
             raise NotReplaced("its equations belong to several blocks")
-        last = max(numbers)
-        for eqn in eqns:
-            for variable in eqn.outvars:
-                outside = [n for n in self.readers.get(variable, ()) if n not in numbers]
-                if variable not in outputs and (outside or self.is_returned(variable)):
-                    reader = self.jaxpr.eqns[outside[0]].primitive.name if outside else "the caller"
-                    raise NotReplaced(f"a value inside is read elsewhere, by {reader}")
-                if any(n < last for n in outside):
-                    raise NotReplaced("a result is read before the last one is computed")
+        made = [v for eqn in eqns for v in eqn.outvars]
+        readers = {v: [n for n in self.readers.get(v, ()) if n not in numbers] for v in made}
+        for variable in set(made) - set(outputs):
+            if readers[variable] or self.is_returned(variable):
+                outside = [self.jaxpr.eqns[n].primitive.name for n in readers[variable]]
+                raise NotReplaced(f"a value inside is read by {[*outside, 'the caller'][0]} too")
+        first_read = min((n for v in outputs for n in readers[v]), default=len(self.jaxpr.eqns))
+        before = [n for n in numbers if n < first_read]
+        place = max(before) if before else -1
+        late = [v for v in inputs if self.maker.get(v, -1) > place]
+        ahead = needed_equations(self.jaxpr.eqns[place + 1 :], late)
+        if place < 0 or dependent_variables(ahead, made) & {v for e in ahead for v in e.outvars}:
+            raise NotReplaced("what it reads depends on its own results")
+        return Place(self.jaxpr.eqns[place], tuple(ahead))
 
 
 def module_name(eqns: Sequence[Equation]) -> str:

@@ -120,7 +120,7 @@ def mesh_evaluator(
     """
     rules = [
         *first,
-        KernelRule(mesh, kernels),
+        KernelRule(mesh, kernels, pins or {}),
         cast_leaf,
         GroupedConvolutions(mesh, frozenset(local_ops or ())),
         LocalOps(mesh, local_ops or {}),
@@ -130,7 +130,7 @@ def mesh_evaluator(
         add_weight,
         LayerScans(remat),
     ]
-    skipped = kernels.interior | kernels.postponed
+    skipped = kernels.interior | kernels.elsewhere
     return Evaluator(
         [*rules, *WIDE_RULES] if wide else rules,
         numerics=Float64() if wide else None,
