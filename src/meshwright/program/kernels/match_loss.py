@@ -253,8 +253,8 @@ class _Follow:
             return self._only_adds_dims(eqn)
         if name == "gather":
             return _picks_by_row(eqn, count) or _picks_only_entry(eqn, count)
-        if name in ("stop_gradient", "convert_element_type"):
-            return True
+        if name == "squeeze":
+            return all(int(d) >= count for d in eqn.params["dimensions"])
         return name in ELEMENTWISE and all(
             not aval_of(a).shape
             or tuple(aval_of(a).shape[:count]) == self.rows
