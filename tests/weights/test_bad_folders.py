@@ -50,6 +50,22 @@ def rewrite(folder, change):
         ),
         (["model=moe_tiny", "model.weights=gpt2"], ["model.kind=moe", "gpt, gemma3, llama3"]),
         (["model=hf", "model.weights=gpt2", "model.init_from=run"], ["are both set"]),
+        (
+            ["model=hf", "model.weights=gpt2", "task.context_length=4096"],
+            [
+                "task.context_length=4096 is more than the model has",
+                "32 positions",
+                "write task.context_length=32 or less\n",
+            ],
+        ),
+        (
+            ["model=gpt2_nano", "data.sequence_length=65"],
+            ["64 positions", "write data.sequence_length=64 or less, or model.context_length=65"],
+        ),
+        (
+            ["model=hf", "model.weights=gpt2", "data=synthetic", "task.vocab_size=321"],
+            ["task.vocab_size=321 is more", "320 tokens", "write task.vocab_size=320 or less\n"],
+        ),
     ],
 )
 def test_a_config_that_contradicts_its_folder_is_refused(
@@ -160,7 +176,10 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, capsys
     words = ["model=hf", f"model.weights={folder}", f"data.path={tmp_path / 'text'}"]
     run = f"hydra.run.dir={tmp_path / 'run'}"
     assert main(["train", *words, run]) == 2
-    assert f"it has {size} tokens, the model's vocabulary 200" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"it has {size} tokens, the model's vocabulary 200" in told
+    assert "train a new model" in told
+    assert "published weights keep their vocabulary" in told
     assert not (tmp_path / "run").exists()
 
 
