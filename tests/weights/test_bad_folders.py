@@ -217,3 +217,75 @@ def test_a_model_is_not_loaded_from_pickled_weights(tmp_path):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"only `pytorch_model.bin`"):
         mw.load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "told"),
+    [
+        ("gpt2", "n_embd", "768", 'it is "768", and has to be a whole number, 1 or more'),
+        ("gpt2", "n_layer", [2], "it is [2], and has to be a whole number"),
+        ("gpt2", "n_head", 0, "it is 0, and"),
+        ("gpt2", "n_head", True, "it is true, and"),
+        ("gpt2", "resid_pdrop", -0.5, "it is -0.5, and has to be a number, 0 or more"),
+        ("gpt2", "n_inner", "wide", 'it is "wide", and'),
+        ("gpt2", "tie_word_embeddings", "yes", 'it is "yes", and has to be true or false'),
+        ("gpt2", "architectures", "GPT2LMHeadModel", "has to be a list of names"),
+        ("gpt2", "architectures", 3, "it is 3, and has to be a list of names"),
+        ("llama", "hidden_size", None, "it is null or missing, and has to be a whole number"),
+        ("llama", "hidden_size", 64.5, "it is 64.5, and"),
+        ("llama", "rms_norm_eps", float("nan"), "it is NaN, and has to be a number"),
+        ("llama", "rope_scaling", "linear", 'it is "linear", and has to be an object with keys'),
+        ("llama", "rope_theta", "big", 'it is "big", and has to be a number'),
+        ("gemma3", "layer_types", 3, "it is 3, and has to be a list"),
+        ("gemma3", "rope_parameters", {"full_attention": 1}, "an object with keys"),
+        ("gemma3_multimodal", "text_config", [], "it is [], and has to be an object with keys"),
+        ("vit", "image_size", [], "it is [], and has to be a whole number"),
+        ("vit", "image_size", ["8", "8"], 'it is "8", and has to be a whole number'),
+        ("vit", "id2label", 5, "it is 5, and has to be an object"),
+    ],
+)
+def test_values_of_a_config_that_cannot_be_are_named(tmp_path, capsys, name, key, value, told):
+    folder = copy_folder(name, tmp_path / name)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    assert main(["config", "model=hf", f"model.weights={folder}"]) == 2
+    error = capsys.readouterr().err
+    assert f"`{key}" in error
+    assert f"in {file} is not valid" in error
+    assert told in error
+
+
+def test_numbers_of_scaled_positions_have_to_be_there(tmp_path):
+    folder = copy_folder("llama", tmp_path / "llama")
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    change_config(folder, rope_scaling=scaling, rope_parameters=None)
+    with pytest.raises(UserError, match=r"`rope_scaling.high_freq_factor` in .*config.json"):
+        mw.hf_model(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "\xff", "null"])
+def test_a_config_that_is_not_json_is_named(tmp_path, capsys, text):
+    folder = copy_folder("gpt2", tmp_path / "gpt2")
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    assert main(["config", "model=hf", f"model.weights={folder}"]) == 2
+    error = capsys.readouterr().err
+    assert f"cannot read {folder / 'config.json'}" in error
+    assert "download the folder again" in error
+
+
+def test_sizes_that_a_config_leaves_out_are_named_where_the_weights_do_not_fit(tmp_path):
+    folder = copy_folder("gpt2", tmp_path / "gpt2")
+    change_config(folder, n_embd=None)
+    with pytest.raises(UserError, match="do not fit the model") as error:
+        mw.load_model(folder)
+    assert "config.json leaves out `n_embd`, so the defaults are taken" in error.value.why
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"eos_token_id": "the end"}'])
+def test_a_broken_generation_config_is_named_before_training(tmp_path, capsys, text):
+    folder = copy_folder("gpt2", tmp_path / "gpt2")
+    (folder / "generation_config.json").write_text(text)
+    words = ["model=hf", f"model.weights={folder}", "data=synthetic"]
+    assert main(["train", *words, f"hydra.run.dir={tmp_path / 'run'}"]) == 2
+    assert "generation_config.json of the weights" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
