@@ -50,6 +50,16 @@ def rewrite(folder, change):
         ),
         (["model=moe_tiny", "model.weights=gpt2"], ["model.kind=moe", "gpt, gemma3, llama3"]),
         (["model=hf", "model.weights=gpt2", "model.init_from=run"], ["are both set"]),
+        (["model=./gpt2"], ["is a folder of weights", "write model=hf model.weights=./gpt2"]),
+        (["model=run"], ["`model=run` is a run folder", "model.init_from=run"]),
+        (
+            ["model=google/gemma-3-1b-pt"],
+            ["nothing is downloaded", "hf download google/gemma-3-1b-pt --local-dir gemma-3-1b-pt"],
+        ),
+        (
+            ["model=hf", "model.weights=google/gemma-3-1b-pt"],
+            ["is not a folder", "(hf download google/gemma-3-1b-pt --local-dir gemma-3-1b-pt)"],
+        ),
         (
             ["model=hf", "model.weights=gpt2", "task.context_length=4096"],
             [
@@ -84,6 +94,7 @@ def test_a_config_that_contradicts_its_folder_is_refused(
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "empty").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "file").write_text("")
     assert main(["config", *words]) == 2
     error = capsys.readouterr().err
@@ -127,6 +138,12 @@ def test_an_own_model_that_is_another_lists_what_is_missing():
         trainer.fit({"x": np.ones((8, 4), np.float32)}, steps=1, batch_size=8)
     assert "not in the folder" in error.value.why
     assert "not in the model: `transformer.h.0.attn.c_attn.bias`" in error.value.why
+
+
+@pytest.mark.parametrize("load", [mw.load_model, mw.hf_model])
+def test_names_of_the_hub_are_not_folders(load):
+    with pytest.raises(UserError, match="hf download google/gemma --local-dir gemma"):
+        load("google/gemma")
 
 
 def test_a_truncated_file_is_refused(tmp_path):

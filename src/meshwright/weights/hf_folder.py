@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from meshwright.config.model_folders import download_command
 from meshwright.errors import Setting, UserError, first_line
 from meshwright.weights.family import HfConfig
 from meshwright.weights.safetensors_format import DTYPES, Tensor, read_header
@@ -115,8 +116,8 @@ def open_folder(path: str | Path) -> Folder:
         raise UserError(
             f"{setting} is not a folder",
             why=f"{folder.absolute()} is a file" if folder.exists() else f"there is no {folder}",
-            fix="download the model first (hf download NAME --local-dir FOLDER), and name its "
-            "folder; a run that started from it resumes with --config RUN/config.yaml",
+            fix=f"download the model first ({download_command(str(path))}), and name its folder; a "
+            "run that started from it resumes with --config RUN/config.yaml",
         )
     if not (folder / CONFIG).is_file():
         raise UserError(

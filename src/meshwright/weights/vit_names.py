@@ -83,7 +83,7 @@ def _arguments(values: HfConfig) -> dict[str, Any]:
 
 def _side(values: Mapping[str, Any], key: str) -> int:
     side = values.get(key, _SIDES[key])
-    sides = side if isinstance(side, list) and side else [side]
+    sides: list[Any] = side if isinstance(side, list) and side else [side]
     for each in sides:
         check_value(key, each, _SIDES[key])
     if len(set(sides)) > 1:
