@@ -77,7 +77,7 @@ def choose_checkpoint(path: Path, update: int | None) -> tuple[CheckpointReader,
     """
     folder, named = find_store(path)
     if update is not None:
-        check_count("update", update)
+        check_count("update", update, least=0)
     reader = CheckpointReader(folder)
     wanted = update if update is not None else named if named is not None else reader.latest()
     if wanted is None or wanted not in reader.updates():
