@@ -215,6 +215,25 @@ def test_arguments_that_change_what_a_pretrained_model_computes_are_refused():
     assert mw.hf_model(HF / "llama", context_length=32).arguments["context_length"] == 32
 
 
+def test_weights_come_from_one_folder(tmp_path):
+    other = copy_folder("gpt2", tmp_path / "other")
+
+    def trainer(model):
+        return mw.Trainer(
+            model=model,
+            loss=lambda model, batch: model(batch["tokens"]).mean(),
+            optimizer=optax.sgd(0.1),
+            weights=other,
+        )
+
+    with pytest.raises(UserError, match="the weights come from two folders") as error:
+        trainer(mw.hf_model(GPT2))
+    assert f"the model from {GPT2}, and weights={other}" in error.value.why
+    # The same folder twice is no contradiction, and neither are the sizes of another one.
+    assert trainer(mw.hf_model(other)).weights == other
+    assert trainer(mw.hf_model(GPT2, pretrained=False)).weights == other
+
+
 @pytest.mark.parametrize("change", [{"rope_base": 5.0}, {"norm_epsilon": 0.1}])
 def test_a_built_in_model_with_other_numbers_than_its_folder_is_refused(change):
     published = mw.hf_model(HF / "llama", pretrained=False)
