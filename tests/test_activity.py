@@ -2,8 +2,10 @@
 
 import io
 import json
+import re
 import time
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -98,3 +100,31 @@ def test_the_progress_bar_shows_what_an_update_waits_for(terminal, tmp_path):
     assert "initializing the state … 0.0 s" in captured.get()
     # No second live line fights with the bar for the cursor.
     assert terminal.file.getvalue().count("\x1b[?25l") == 1
+
+
+def test_a_long_evaluation_says_how_far_it_is(monkeypatch, capfd):
+    monkeypatch.setattr("meshwright.activity.STILL_SECONDS", 0.02)
+
+    class Slow:
+        """Samples that take a while to read."""
+
+        def __len__(self):
+            return 40
+
+        def rows(self, ids):
+            time.sleep(0.1)
+            return {"x": np.ones((len(ids), 4), np.float32)}
+
+    trainer = mw.Trainer(
+        model=lambda rngs: nnx.Linear(4, 4, rngs=rngs),
+        loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
+        optimizer=optax.sgd(0.1),
+        devices=jax.devices()[:1],
+    )
+    data = {"x": np.ones((8, 4), np.float32)}
+    trainer.fit(data, steps=0, batch_size=8, eval_data=Slow(), progress=True)
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("evaluating")]
+    assert told
+    # While it goes on only: its metrics say that it is over.
+    pattern = r"evaluating, (0|8|16|24|32|40) of 40 samples … .* so far"
+    assert all(re.fullmatch(pattern, line) for line in told), told

@@ -28,12 +28,14 @@ class _Shared:
 
     Attributes:
         what: the activity; empty between activities.
+        detail: how far it is; empty if it does not tell.
         started: when it started.
         console: where it is shown; None does not show it.
         bar: whether a progress bar has the terminal, and shows it.
     """
 
     what: str = ""
+    detail: str = ""
     started: float = 0.0
     console: Console | None = None
     bar: bool = False
@@ -43,22 +45,34 @@ _now = _Shared()
 
 
 @contextmanager
-def activity(what: str) -> Generator[None]:
+def activity(what: str, *, afterwards: bool = True) -> Generator[Callable[[str], None]]:
     """Tell whoever waits what is being done inside, and afterwards how long it took.
 
     An activity inside another is a part of it and is not mentioned. Also a decorator.
+
+    Args:
+        what: what is done.
+        afterwards: whether to mention it when it is done; not if its result is shown anyway.
+
+    Yields:
+        What takes how far the activity is, as text.
     """
     if _now.what or threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda _: None
         return
-    _now.what, _now.started = what, time.monotonic()
+    _now.what, _now.detail, _now.started = what, "", time.monotonic()
     try:
         with _shown():
-            yield
-        if _now.console is not None and not _now.bar and _elapsed() >= MENTIONED_SECONDS:
+            yield _tell
+        shown = afterwards and _now.console is not None and not _now.bar
+        if shown and _elapsed() >= MENTIONED_SECONDS:
             _print(current_activity())
     finally:
         _now.what = ""
+
+
+def _tell(detail: str) -> None:
+    _now.detail = detail
 
 
 def current_activity() -> str:
@@ -69,9 +83,10 @@ def current_activity() -> str:
     if not _now.what:
         return ""
     seconds = _elapsed()
+    what = ", ".join(filter(None, (_now.what, _now.detail)))
     if seconds < MENTIONED_SECONDS:
-        return f"{_now.what} …"
-    return f"{_now.what} … {human_seconds(seconds) if seconds >= 60 else f'{seconds:.1f} s'}"
+        return f"{what} …"
+    return f"{what} … {human_seconds(seconds) if seconds >= 60 else f'{seconds:.1f} s'}"
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from meshwright.data.batches import read_batch
 from meshwright.data.config_data import ConfigData
 from meshwright.data.protocols import Data
 from meshwright.errors import ANY, MeshwrightError, Setting, UserError
+from meshwright.inputs.row_sizes import check_rows
 from meshwright.inputs.user_model import call_with_rngs, model_source
 from meshwright.inputs.user_task import HasLoss, read_task
 from meshwright.plan import Plan
@@ -159,6 +160,7 @@ def make_task(config: Config) -> HasLoss:
 def find_data(config: Config, task: HasLoss) -> ConfigData:
     """Return the data of a config, not read yet."""
     sizes = _shared_sizes(config)
+    check_rows(config)
     shared = {name: getattr(task, name, sizes.get(name)) for name in _SHARED_SIZES}
     shared["sequence_length"] = shared["context_length"]
     known = {name: value for name, value in shared.items() if value is not None}

@@ -131,10 +131,10 @@ def test_bad_input_exits_2_with_a_suggestion_and_no_traceback(run, argv, message
 
 
 def test_debug_shows_the_traceback_of_a_users_mistake(run):
-    code, _, err = run("config", "training.steps=0", "--debug")
+    code, _, err = run("config", "training.steps=-1", "--debug")
     assert code == 2
     assert "Traceback" in err
-    assert "error: `training.steps=0` is not valid" in err
+    assert "error: `training.steps=-1` is not valid" in err
 
 
 def test_config_shows_every_value_and_its_origin(run, monkeypatch):
@@ -330,8 +330,8 @@ def test_descriptors_are_given_back():
 
 flags = "--json --cfg --cfg=all job --debug --help"
 overrides = (
-    "training.steps=0 model=gpt ~model mesh.fsdp=3 model.kind=nope model.kind=os:path +a=1 [/bold] "
-    "model.dropout=x \udcff=1 model.x=[bold] simulate=8 task=classification data.kind=a:b"
+    "training.steps=-1 model=gpt ~model mesh.fsdp=3 model.kind=nope model.kind=os:path +a=1 "
+    "[/bold] model.dropout=x \udcff=1 model.x=[bold] simulate=8 task=classification data.kind=a:b"
 )
 words = st.sampled_from([*flags.split(), *overrides.split()]) | st.text(max_size=6)
 

@@ -129,9 +129,9 @@ def test_a_sweep_that_cannot_be_composed_starts_no_job(fake_jobs, capfd):
 
 
 def test_jobs_are_real_processes_with_their_own_result(capfd):
-    assert main(["config", "--multirun", "--json", "--cfg=job", "training.steps=5,0"]) == 2
+    assert main(["config", "--multirun", "--json", "--cfg=job", "training.steps=5,-1"]) == 2
     captured = capfd.readouterr()
     good, bad = json.loads(captured.out)
     assert (good["exit_code"], good["result"]["training"]["steps"]) == (0, 5)
     assert (bad["exit_code"], bad["result"]) == (2, None)
-    assert "error: `training.steps=0` is not valid" in captured.err
+    assert "error: `training.steps=-1` is not valid" in captured.err

@@ -163,7 +163,7 @@ def test_an_axis_given_under_two_names_must_agree():
         ("model=null", "`model` can be: "),
         ("training.steps=1,2", "add --multirun"),
         ("mesh.fsdp=true", "should be a number"),
-        ("training.steps=0", "greater than or equal to 1"),
+        ("training.steps=-1", "greater than or equal to 0"),
         ("run.project=../x", "`run.project=../x` is not valid"),
         ("run.project=..", "`run.project=..` is not valid"),
         ("model.mesh_shape=[[4]]", '[[4,2],["fsdp","tp"]]'),

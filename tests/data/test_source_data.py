@@ -1,11 +1,19 @@
 """Where batches come from: the same for the same seed and step, whoever gives them."""
 
+import zlib
+
 import numpy as np
 import pytest
 
+from meshwright.checkpoint import CheckpointMetadata
+from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.source_data import SyntheticData
 from meshwright.data.user_data import as_data, is_batch_function, read_data
 from meshwright.errors import UserError
+from meshwright.tasks.classification import Classification
+from meshwright.tasks.language_modeling import LanguageModeling
+from meshwright.tasks.reconstruction import Reconstruction
+from meshwright.trainer.resume import check_same_run
 
 
 class Rows:
@@ -87,3 +95,34 @@ def test_made_up_batches_depend_on_seed_and_step_only():
 
     np.testing.assert_array_equal(batch(1, 2), batch(1, 2))
     assert len({batch(seed, step)[0] for seed in (0, 1) for step in (0, 1)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("task", "version", "content"),
+    [
+        (Classification(input_shape=(4,)), 2, 2431323794),
+        (LanguageModeling(vocab_size=64, context_length=4), None, 3654202314),
+        (Reconstruction(input_shape=(4,)), None, 602508662),
+    ],
+)
+def test_other_made_up_samples_have_another_fingerprint(task, version, content):
+    """If the content changes, the version has to, or older runs resume on other samples."""
+    batch = task.synthetic_batch(7, 3)
+    arrays = [np.round(1000 * np.asarray(batch[name])).astype(np.int64) for name in sorted(batch)]
+    assert zlib.crc32(b"".join(array.tobytes() for array in arrays)) == content
+    first = fingerprint_of("synthetic", repr(task), ())
+    found = SyntheticData(task.synthetic_batch, 0).fingerprint()
+    assert getattr(task, "synthetic_version", None) == version
+    assert (found == first) == (version is None)
+
+
+def test_a_run_on_earlier_made_up_samples_is_not_resumed_without_a_word():
+    task = Classification()
+    now = SyntheticData(task.synthetic_batch, 0).fingerprint()
+    before = fingerprint_of("synthetic", repr(task), ())
+    saved = CheckpointMetadata(update=5, seed=0, dataset=before, global_batch_size=8)
+    settings = {"dataset": now, "global_batch_size": 8}
+    with pytest.raises(UserError, match="differs from that of the checkpoint") as caught:
+        check_same_run(saved, {}, accept=False, **settings)
+    assert f"fingerprint was {before} and is {now}" in caught.value.why
+    assert len(check_same_run(saved, {}, accept=True, **settings)) == 1

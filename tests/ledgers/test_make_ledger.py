@@ -218,8 +218,7 @@ def test_frozen_weights_are_divided_over_tensor_and_send_the_minimum():
         trainable=nnx.LoRAParam,
         devices=jax.devices()[:4],
     )
-    batch = {"x": np.ones((32, 16), np.float32)}
-    ledger = mw.ledger(trainer, batch)
+    ledger = trainer.ledger({"x": np.ones((96, 16), np.float32)}, batch_size=32)
     # Forward: one output per `down`, and its two columns of rank 2. Backward: the input of the
     # second `up`, and the ranks of both. The first input has no gradient.
     whole, ranks = 32 * 16 * 4, 32 * 2 * 4
@@ -253,5 +252,5 @@ def test_a_weight_that_several_products_read_has_its_gradients_reduced_once(prec
         precision=precision,
         sharding=ShardingConfig(min_shard_size=64),
     )
-    axes = mw.ledger(trainer, vectors()).axes
+    axes = trainer.ledger(vectors()).axes
     assert {axis: round(own.ratio, 2) for axis, own in axes.items()} == {"data": 1, "fsdp": 1}

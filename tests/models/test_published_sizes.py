@@ -9,6 +9,7 @@ from models.published import PUBLISHED
 
 from meshwright.config.compose import compose_config, validate
 from meshwright.config.groups import group_options
+from meshwright.ledgers import lower_step
 from meshwright.plan import make_plan
 from meshwright.recipe import make_recipe, model_builder
 
@@ -122,3 +123,20 @@ def test_published_sizes_are_laid_out_on_every_mesh_without_being_allocated(name
     assembled = check_layout(name, mesh)
     if "pipe" in mesh:
         check_stages(assembled, name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gemma3_4b", "gemma3_12b", "gemma3_27b"])
+def test_the_steps_of_large_models_are_lowered_without_being_allocated(name):
+    before = {id(array) for array in jax.live_arrays()}
+    assembled = assemble(name, "fsdp=8")
+    lowered = lower_step(assembled, make_recipe(config_of(f"model={name}"), 16).example_batch(16))
+    arrays = [array for array in jax.live_arrays() if id(array) not in before]
+    assert sum(array.nbytes for array in arrays) < 1e6
+    # Adam has two numbers for every parameter, and there is little else.
+    inputs = jax.tree.leaves(lowered.args_info)
+    numbers = sum(math.prod(each.shape) for each in inputs)
+    assert numbers == pytest.approx(3 * PUBLISHED[name], rel=1e-4)
+    assert all(each.donated for each in inputs if math.prod(each.shape) > 1e6)
+    # One program of the blocks that repeat, not one for each.
+    assert len(lowered.as_text()) < 4e6

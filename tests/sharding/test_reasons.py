@@ -75,20 +75,20 @@ HEADS = (Factor(4, "heads"), Factor(16))
         (Column(HEADS, "", ""), "column: feeds 4 heads × 16, never summed"),
         (
             Replicated(NotDivisible((Factor(3, "channels"),), 2)),
-            "replicated: 3 channels are not divisible by tensor=2",
+            "not divided over tensor: 3 channels are not divisible by tensor=2",
         ),
         (
             Replicated(NotDivisible((Factor(257, "vocabulary"),), 2)),
-            "replicated: vocabulary 257 is not divisible by tensor=2",
+            "not divided over tensor: vocabulary 257 is not divisible by tensor=2",
         ),
         (
             Replicated(Recurrent("rnn.h")),
-            "replicated: both dims of rnn.h are the same class (recurrent)",
+            "not divided over tensor: both dims of rnn.h are the same class (recurrent)",
         ),
         (
             Replicated(Fused(HEADS[:1], (Factor(3), *HEADS), None)),
-            "replicated: fused: the factor 4 heads is inside its dim (3 × 4 heads × 16), which "
-            "no PartitionSpec can express",
+            "not divided over tensor: fused: the factor 4 heads is inside its dim "
+            "(3 × 4 heads × 16), which no PartitionSpec can express",
         ),
     ],
 )

@@ -122,7 +122,7 @@ def test_the_dim_of_a_head_is_no_substitute_for_heads(length):
     choice = choose(make, batch=tokens(length=length))
     assert not [d for d in dims(choice, prefix="blocks.0.attn.").values() if d is not None]
     reason = str(choice.leaves["blocks.0.attn.attend.value.kernel"].reason)
-    assert reason == "replicated: 3 heads are not divisible by tensor=4"
+    assert reason == "not divided over tensor: 3 heads are not divisible by tensor=4"
     assert choice.dim_of("blocks.0.up.kernel") == 1
 
 
@@ -132,7 +132,7 @@ def test_key_heads_too_few_to_divide_are_replicated_while_query_heads_are_divide
     assert choice.dim_of("blocks.0.attn.out.kernel") == 0
     assert choice.dim_of("blocks.0.attn.k.kernel") is None
     reason = str(choice.leaves["blocks.0.attn.v.kernel"].reason)
-    assert reason == "replicated: 2 heads are not divisible by tensor=4"
+    assert reason == "not divided over tensor: 2 heads are not divisible by tensor=4"
 
 
 def test_enough_key_heads_are_divided_with_the_query_heads():
@@ -235,7 +235,9 @@ def test_a_vocabulary_that_does_not_divide_is_replicated_not_replaced():
     choice = choose(lambda r: Language(r, words=257), batch=tokens(257))
     leaf = choice.leaves["embed.embedding"]
     assert leaf.dim is None
-    assert str(leaf.reason) == "replicated: vocabulary 257 is not divisible by tensor=4"
+    assert (
+        str(leaf.reason) == "not divided over tensor: vocabulary 257 is not divisible by tensor=4"
+    )
     assert dims(choice, prefix="blocks.0.") == BLOCK
 
 
@@ -253,7 +255,8 @@ def test_an_odd_layer_is_avoided_where_its_neighbours_divide():
     assert choice.dim_of("layers.1.kernel") == 1
     assert choice.dim_of("layers.2.kernel") == 0
     assert (
-        str(choice.leaves["layers.0.bias"].reason) == "replicated: 510 is not divisible by tensor=4"
+        str(choice.leaves["layers.0.bias"].reason)
+        == "not divided over tensor: 510 is not divisible by tensor=4"
     )
 
 
@@ -261,9 +264,13 @@ def test_a_shared_block_and_several_outputs():
     choice = choose(Shared, square_loss, numbers(LENGTH, 12))
     assert dims(choice, prefix="block.") == BLOCK
     assert choice.leaves["enter.kernel"].role == "row"
-    assert str(choice.leaves["first.kernel"].reason) == "replicated: 5 is not divisible by tensor=4"
     assert (
-        str(choice.leaves["second.kernel"].reason) == "replicated: 7 is not divisible by tensor=4"
+        str(choice.leaves["first.kernel"].reason)
+        == "not divided over tensor: 5 is not divisible by tensor=4"
+    )
+    assert (
+        str(choice.leaves["second.kernel"].reason)
+        == "not divided over tensor: 7 is not divisible by tensor=4"
     )
 
 

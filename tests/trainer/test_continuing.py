@@ -93,7 +93,9 @@ def test_a_run_folder_and_memory_must_not_disagree(tmp_path):
     given = trainer()
     settings = {"batch_size": 16, "run_dir": tmp_path}
     given.fit(ARRAYS, steps=2, **settings)
-    assert given.fit(ARRAYS, steps=3, **settings).updates == 3
+    continued = given.fit(ARRAYS, steps=3, **settings)
+    assert (continued.updates, continued.updates_before) == (3, 2)
+    assert str(continued).startswith("trained 1 update (3 updates in all) of 16 samples on ")
     given.fit(ARRAYS, steps=4, batch_size=16)
     with pytest.raises(UserError, match="not clear where to continue") as caught:
         given.fit(ARRAYS, steps=5, **settings)

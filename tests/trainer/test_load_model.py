@@ -171,3 +171,7 @@ def test_runs_of_the_command_line_need_no_model_and_start_others(tmp_path, capfd
     told = capfd.readouterr().err
     assert "other shapes: `layers.0.bias` is [16] and should be [32]" in told
     assert not (tmp_path / "third").exists()
+    assert main(["export", f"{tmp_path}/first", "--to", "hf", f"{tmp_path}/hf"]) == 2
+    told = capfd.readouterr().err
+    assert "model.kind=mlp has no published form" in told
+    assert "meshwright export RUN model.safetensors" in told

@@ -157,8 +157,8 @@ def test_what_does_not_fit_the_batch_or_the_devices_is_refused(settings, message
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("steps", [0, -1, 1.5])
-def test_the_number_of_steps_is_whole_and_positive(steps):
+@pytest.mark.parametrize("steps", [-1, 1.5, True])
+def test_the_number_of_steps_is_whole_and_not_negative(steps):
     with pytest.raises(UserError, match=r"steps=.* is not valid"):
         trainer().fit(batches(1), steps=steps)
 

@@ -50,6 +50,32 @@ def rewrite(folder, change):
         ),
         (["model=moe_tiny", "model.weights=gpt2"], ["model.kind=moe", "gpt, gemma3, llama3"]),
         (["model=hf", "model.weights=gpt2", "model.init_from=run"], ["are both set"]),
+        (["model=./gpt2"], ["is a folder of weights", "write model=hf model.weights=./gpt2"]),
+        (["model=run"], ["`model=run` is a run folder", "model.init_from=run"]),
+        (
+            ["model=google/gemma-3-1b-pt"],
+            ["nothing is downloaded", "hf download google/gemma-3-1b-pt --local-dir gemma-3-1b-pt"],
+        ),
+        (
+            ["model=hf", "model.weights=google/gemma-3-1b-pt"],
+            ["is not a folder", "(hf download google/gemma-3-1b-pt --local-dir gemma-3-1b-pt)"],
+        ),
+        (
+            ["model=hf", "model.weights=gpt2", "task.context_length=4096"],
+            [
+                "task.context_length=4096 is more than the model has",
+                "32 positions",
+                "write task.context_length=32 or less\n",
+            ],
+        ),
+        (
+            ["model=gpt2_nano", "data.sequence_length=65"],
+            ["64 positions", "write data.sequence_length=64 or less, or model.context_length=65"],
+        ),
+        (
+            ["model=hf", "model.weights=gpt2", "data=synthetic", "task.vocab_size=321"],
+            ["task.vocab_size=321 is more", "320 tokens", "write task.vocab_size=320 or less\n"],
+        ),
     ],
 )
 def test_a_config_that_contradicts_its_folder_is_refused(
@@ -68,6 +94,7 @@ def test_a_config_that_contradicts_its_folder_is_refused(
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "empty").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "file").write_text("")
     assert main(["config", *words]) == 2
     error = capsys.readouterr().err
@@ -111,6 +138,12 @@ def test_an_own_model_that_is_another_lists_what_is_missing():
         trainer.fit({"x": np.ones((8, 4), np.float32)}, steps=1, batch_size=8)
     assert "not in the folder" in error.value.why
     assert "not in the model: `transformer.h.0.attn.c_attn.bias`" in error.value.why
+
+
+@pytest.mark.parametrize("load", [mw.load_model, mw.hf_model])
+def test_names_of_the_hub_are_not_folders(load):
+    with pytest.raises(UserError, match="hf download google/gemma --local-dir gemma"):
+        load("google/gemma")
 
 
 def test_a_truncated_file_is_refused(tmp_path):
@@ -160,7 +193,10 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, capsys
     words = ["model=hf", f"model.weights={folder}", f"data.path={tmp_path / 'text'}"]
     run = f"hydra.run.dir={tmp_path / 'run'}"
     assert main(["train", *words, run]) == 2
-    assert f"it has {size} tokens, the model's vocabulary 200" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"it has {size} tokens, the model's vocabulary 200" in told
+    assert "train a new model" in told
+    assert "published weights keep their vocabulary" in told
     assert not (tmp_path / "run").exists()
 
 
@@ -177,6 +213,25 @@ def test_arguments_that_change_what_a_pretrained_model_computes_are_refused():
         mw.hf_model(HF / "llama", rope_base=5.0)
     assert mw.hf_model(HF / "llama", rope_base=5.0, pretrained=False).arguments["rope_base"] == 5.0
     assert mw.hf_model(HF / "llama", context_length=32).arguments["context_length"] == 32
+
+
+def test_weights_come_from_one_folder(tmp_path):
+    other = copy_folder("gpt2", tmp_path / "other")
+
+    def trainer(model):
+        return mw.Trainer(
+            model=model,
+            loss=lambda model, batch: model(batch["tokens"]).mean(),
+            optimizer=optax.sgd(0.1),
+            weights=other,
+        )
+
+    with pytest.raises(UserError, match="the weights come from two folders") as error:
+        trainer(mw.hf_model(GPT2))
+    assert f"the model from {GPT2}, and weights={other}" in error.value.why
+    # The same folder twice is no contradiction, and neither are the sizes of another one.
+    assert trainer(mw.hf_model(other)).weights == other
+    assert trainer(mw.hf_model(GPT2, pretrained=False)).weights == other
 
 
 @pytest.mark.parametrize("change", [{"rope_base": 5.0}, {"norm_epsilon": 0.1}])
@@ -198,3 +253,75 @@ def test_a_model_is_not_loaded_from_pickled_weights(tmp_path):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"only `pytorch_model.bin`"):
         mw.load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "told"),
+    [
+        ("gpt2", "n_embd", "768", 'it is "768", and has to be a whole number, 1 or more'),
+        ("gpt2", "n_layer", [2], "it is [2], and has to be a whole number"),
+        ("gpt2", "n_head", 0, "it is 0, and"),
+        ("gpt2", "n_head", True, "it is true, and"),
+        ("gpt2", "resid_pdrop", -0.5, "it is -0.5, and has to be a number, 0 or more"),
+        ("gpt2", "n_inner", "wide", 'it is "wide", and'),
+        ("gpt2", "tie_word_embeddings", "yes", 'it is "yes", and has to be true or false'),
+        ("gpt2", "architectures", "GPT2LMHeadModel", "has to be a list of names"),
+        ("gpt2", "architectures", 3, "it is 3, and has to be a list of names"),
+        ("llama", "hidden_size", None, "it is null or missing, and has to be a whole number"),
+        ("llama", "hidden_size", 64.5, "it is 64.5, and"),
+        ("llama", "rms_norm_eps", float("nan"), "it is NaN, and has to be a number"),
+        ("llama", "rope_scaling", "linear", 'it is "linear", and has to be an object with keys'),
+        ("llama", "rope_theta", "big", 'it is "big", and has to be a number'),
+        ("gemma3", "layer_types", 3, "it is 3, and has to be a list"),
+        ("gemma3", "rope_parameters", {"full_attention": 1}, "an object with keys"),
+        ("gemma3_multimodal", "text_config", [], "it is [], and has to be an object with keys"),
+        ("vit", "image_size", [], "it is [], and has to be a whole number"),
+        ("vit", "image_size", ["8", "8"], 'it is "8", and has to be a whole number'),
+        ("vit", "id2label", 5, "it is 5, and has to be an object"),
+    ],
+)
+def test_values_of_a_config_that_cannot_be_are_named(tmp_path, capsys, name, key, value, told):
+    folder = copy_folder(name, tmp_path / name)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    assert main(["config", "model=hf", f"model.weights={folder}"]) == 2
+    error = capsys.readouterr().err
+    assert f"`{key}" in error
+    assert f"in {file} is not valid" in error
+    assert told in error
+
+
+def test_numbers_of_scaled_positions_have_to_be_there(tmp_path):
+    folder = copy_folder("llama", tmp_path / "llama")
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    change_config(folder, rope_scaling=scaling, rope_parameters=None)
+    with pytest.raises(UserError, match=r"`rope_scaling.high_freq_factor` in .*config.json"):
+        mw.hf_model(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "\xff", "null"])
+def test_a_config_that_is_not_json_is_named(tmp_path, capsys, text):
+    folder = copy_folder("gpt2", tmp_path / "gpt2")
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    assert main(["config", "model=hf", f"model.weights={folder}"]) == 2
+    error = capsys.readouterr().err
+    assert f"cannot read {folder / 'config.json'}" in error
+    assert "download the folder again" in error
+
+
+def test_sizes_that_a_config_leaves_out_are_named_where_the_weights_do_not_fit(tmp_path):
+    folder = copy_folder("gpt2", tmp_path / "gpt2")
+    change_config(folder, n_embd=None)
+    with pytest.raises(UserError, match="do not fit the model") as error:
+        mw.load_model(folder)
+    assert "config.json leaves out `n_embd`, so the defaults are taken" in error.value.why
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"eos_token_id": "the end"}'])
+def test_a_broken_generation_config_is_named_before_training(tmp_path, capsys, text):
+    folder = copy_folder("gpt2", tmp_path / "gpt2")
+    (folder / "generation_config.json").write_text(text)
+    words = ["model=hf", f"model.weights={folder}", "data=synthetic"]
+    assert main(["train", *words, f"hydra.run.dir={tmp_path / 'run'}"]) == 2
+    assert "generation_config.json of the weights" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

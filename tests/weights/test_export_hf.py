@@ -149,6 +149,10 @@ def test_the_command_takes_a_number_format_and_tells_in_json(run, tmp_path, capf
         (["out", "--dtype", "float32"], "--dtype is for folders"),
         (["--to", "hf", "full"], "full exists already"),
         (["--to", "hf", "full/file"], "full/file exists already"),
+        (["--to", "hf", "full/file/in"], "full/file is a file"),
+        (["full"], "name a file, such as full/model.safetensors"),
+        (["full/file/in"], "cannot write full/file/in"),
+        (["--to", "hf", "out", "--update", "7"], "checkpoints: 1"),
     ],
 )
 def test_mistakes_of_the_command_are_told(run, tmp_path, capfd, monkeypatch, words, message):
@@ -158,6 +162,31 @@ def test_mistakes_of_the_command_are_told(run, tmp_path, capfd, monkeypatch, wor
     assert main(["export", str(run), *words]) == 2
     assert message in capfd.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("urn", ["there is no folder", "did you mean `run`?"]),
+        ("run/checkpoint", ["did you mean `checkpoints`?"]),
+        ("run/checkpoints/2", ["there is no 2 in", "a single checkpoint"]),
+        ("run/config.yaml", ["it is a file"]),
+        ("young", ["the run has not saved one yet", "checkpoint.enabled=false"]),
+        ("weights", ["it is a folder of weights, not of a run", "model=hf model.weights="]),
+        ("empty", ["has no subfolder named after an update"]),
+    ],
+)
+def test_what_is_not_a_run_with_checkpoints_is_told(run, tmp_path, capfd, name, told):
+    (tmp_path / "run").symlink_to(run)
+    for folder in ("young", "empty"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "young" / "run.json").write_text("{}")
+    (tmp_path / "weights").symlink_to(GPT2)
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / name), "--to", "hf", str(out)]) == 2
+    error = capfd.readouterr().err
+    assert all(text in error for text in told), error
+    assert not out.exists()
 
 
 @pytest.mark.full

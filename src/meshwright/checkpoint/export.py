@@ -77,7 +77,7 @@ def choose_checkpoint(path: Path, update: int | None) -> tuple[CheckpointReader,
     """
     folder, named = find_store(path)
     if update is not None:
-        check_count("update", update)
+        check_count("update", update, least=0)
     reader = CheckpointReader(folder)
     wanted = update if update is not None else named if named is not None else reader.latest()
     if wanted is None or wanted not in reader.updates():
@@ -102,12 +102,20 @@ def export_safetensors(
         The shapes of its arrays by canonical path.
     """
     try:
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
     except ImportError as error:
         raise UserError(
             "exporting needs the safetensors package", fix="pip install 'meshwright[hf]'"
         ) from error
     target = check_path("out", out)
+    if target.is_dir():
+        raise UserError(
+            f"{target} is a folder",
+            why="parameters are written to one file",
+            fix=f"name a file, such as {target / 'model.safetensors'}, or write a folder for "
+            f"transformers: meshwright export RUN --to hf FOLDER, or mw.export_hf",
+        )
     if not hasattr(run, "host_arrays"):
         run = check_path("run", run)
     if isinstance(run, str | Path):
@@ -118,6 +126,6 @@ def export_safetensors(
         target.parent.mkdir(parents=True, exist_ok=True)
         arrays = {name: np.ascontiguousarray(value) for name, value in params.items()}
         save_file(arrays, target, metadata={"format": "meshwright"})
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {target}", why=str(error)) from error
     return {name: tuple(value.shape) for name, value in params.items()}

@@ -21,6 +21,7 @@ from meshwright.checkpoint.damage import (
     reading_error,
 )
 from meshwright.checkpoint.metadata import FORMAT, CheckpointMetadata
+from meshwright.checkpoint.no_run import missing_folder, no_checkpoint
 from meshwright.checkpoint.quiet import quiet_failures, silence_orbax
 from meshwright.errors import UserError
 from meshwright.processes import gather, is_main, process_index
@@ -213,16 +214,12 @@ def find_store(path: Path) -> tuple[Path, int | None]:
     """
     path = path.absolute()
     if not path.is_dir():
-        raise UserError(f"there is no folder {path}", fix="name a run folder or a checkpoint")
+        raise missing_folder(path)
     if path.parent.name == FOLDER and path.name.isdecimal():
         return path.parent, int(path.name)
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     if not CheckpointReader(folder).updates() and not list_set_aside(folder):
-        raise UserError(
-            f"there is no checkpoint in {path}",
-            why=f"{folder} has no subfolder named after an update",
-            fix="name a run folder, its checkpoint folder, or a single checkpoint",
-        )
+        raise no_checkpoint(path, folder)
     return folder, None
 
 

@@ -37,15 +37,15 @@ def wrong_kind(name: str, value: Any, fix: str) -> UserError:
     return UserError(f"{name}={shorten(repr(value))} is not valid", why=f"{what} {kind}", fix=fix)
 
 
-def check_count(name: str, count: Any, most: int = 2**63 - 1) -> None:
-    """Refuse anything but a whole number from 1 to ``most``."""
+def check_count(name: str, count: Any, most: int = 2**63 - 1, least: int = 1) -> None:
+    """Refuse anything but a whole number from ``least`` to ``most``."""
     whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
-    if not whole or not 1 <= count <= most:
-        size = "it is less than 1" if whole and count < 1 else f"it is more than {most}"
+    if not whole or not least <= count <= most:
+        size = f"it is less than {least}" if whole and count < least else f"it is more than {most}"
         raise UserError(
             f"{name}={shorten(repr(count))} is not valid",
             why=size if whole else f"it is of type {type(count).__name__}",
-            fix=f"write {name} as a whole number, 1 or more",
+            fix=f"write {name} as a whole number, {least} or more",
         )
 
 

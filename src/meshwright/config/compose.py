@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from meshwright.config.base import field_paths, shorten, unknown_key
 from meshwright.config.groups import CONF_DIR, group_options
+from meshwright.config.model_folders import refuse_folder
 from meshwright.config.schema import Config, KindConfig
 from meshwright.config.synonyms import expand_shorthands
 from meshwright.errors import UserError, did_you_mean, first_line
@@ -254,6 +255,8 @@ def _check_known(override: Override, options: dict[str, list[str]]) -> None:
     if key in options:
         value = override.value()
         if not override.is_delete() and value not in options[key]:
+            if key == "model":
+                refuse_folder(str(value))
             hint = did_you_mean(str(value), options[key])
             raise UserError(
                 f"there is no `{key}={shorten(value)}`" + (f": {hint}" if hint else ""),

@@ -127,7 +127,7 @@ class TrainingConfig(Frozen):
     """How long to train, with which batch size, and how often to evaluate.
 
     Attributes:
-        steps: optimizer updates.
+        steps: optimizer updates; 0 trains nothing: the initial model is evaluated and saved.
         max_duration: overrides steps: 1000st (updates), 2ep (epochs), 30min, 12h.
         global_batch_size: samples per update = micro_batch_size × data × fsdp × accumulation.
         micro_batch_size: samples per device and microbatch.
@@ -145,7 +145,7 @@ class TrainingConfig(Frozen):
         profile_communication: profile a few updates, and report where their time goes.
     """
 
-    steps: Count = 600
+    steps: int = Field(default=600, ge=0, lt=2**31)
     max_duration: str | None = None
     global_batch_size: Count | None = None
     micro_batch_size: Count | None = None

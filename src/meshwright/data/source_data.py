@@ -86,8 +86,11 @@ class SyntheticData:
         return take_rows(self.make(int(mixed), batch_size), rows)
 
     def fingerprint(self) -> str:
-        """Return a fingerprint of the task's name and sizes."""
-        return fingerprint_of("synthetic", repr(getattr(self.make, "__self__", "")), self.stream)
+        """Return a fingerprint of the task's name, sizes and ``synthetic_version``, if any."""
+        task = getattr(self.make, "__self__", "")
+        version = getattr(task, "synthetic_version", None)
+        facts = () if version is None else (version,)
+        return fingerprint_of("synthetic", repr(task), self.stream, *facts)
 
     def describe(self) -> str:
         """Say that the samples are synthetic."""

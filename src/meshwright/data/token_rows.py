@@ -168,8 +168,9 @@ def check_tokens(tokens: NDArray[Any], vocab_size: int | None, name: str) -> Non
     raise UserError(
         f"{name} has the token {wrong:,}, which the model does not know",
         why=f"tokens are from 0 to {(vocab_size or 2**31) - 1:,}",
-        fix=f"write {Setting('model.vocab_size', highest + 1)} or more, or check "
-        f"{Setting('data.dtype')}"
+        fix=f"check {Setting('data.dtype')}; if the tokens are right, train a new model with "
+        f"{Setting('model.vocab_size', highest + 1)} or more, because published weights keep "
+        "their vocabulary"
         if lowest >= 0
         else f"check {Setting('data.dtype')} and the file",
     )

@@ -120,7 +120,8 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> None:
         "the tokenizer does not fit the model",
         why=f"it has {tokenizer.vocab_size:,} tokens, the model's vocabulary {vocab_size:,}",
         fix=f"choose the tokenizer that the model was trained with, or train a new model with "
-        f"{Setting('model.vocab_size', tokenizer.vocab_size)} or more",
+        f"{Setting('model.vocab_size', tokenizer.vocab_size)} or more, because published weights "
+        "keep their vocabulary",
     )
 
 

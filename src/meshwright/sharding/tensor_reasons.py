@@ -115,7 +115,7 @@ class Replicated(Reason):
     because: Obstacle
 
     def __str__(self) -> str:
-        return f"replicated: {self.because}"
+        return f"not divided over tensor: {self.because}"
 
 
 class Obstacle(Reason):

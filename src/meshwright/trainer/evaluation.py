@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from meshwright.activity import activity
 from meshwright.data.batches import form_of
 from meshwright.data.elements import Expected
 from meshwright.data.protocols import Data
@@ -52,15 +54,26 @@ class Evaluator:
         """
         sums, num_samples = _Sums(), 0
         leaves = self._programs.assembled.step.leaf_values(state)
-        for batch in self.samples:
-            self._check_structure(batch.arrays)
-            arrays = jax.tree.leaves(batch.arrays)
-            run = self._programs.evaluation(arrays, batch.num_microbatches, warn)
-            sums.add(run(leaves, arrays))
-            num_samples += batch.num_samples
-        if not num_samples:
-            raise no_data()
-        return {**sums.means(), EVAL_SAMPLES: num_samples}
+        with ExitStack() as stack:
+            tell = None
+            for batch in self.samples:
+                self._check_structure(batch.arrays)
+                arrays = jax.tree.leaves(batch.arrays)
+                run = self._programs.evaluation(arrays, batch.num_microbatches, warn)
+                # After the first program is compiled, which is an activity of its own.
+                if tell is None:
+                    tell = stack.enter_context(activity("evaluating", afterwards=False))
+                    tell(self._how_far(0))
+                sums.add(run(leaves, arrays))
+                num_samples += batch.num_samples
+                tell(self._how_far(num_samples))
+            if not num_samples:
+                raise no_data()
+            return {**sums.means(), EVAL_SAMPLES: num_samples}
+
+    def _how_far(self, done: int) -> str:
+        total = self.samples.num_samples
+        return f"{done:,} samples" if total is None else f"{done:,} of {total:,} samples"
 
     def check(self) -> None:
         """Raise if the data are not like what the loss was traced with."""

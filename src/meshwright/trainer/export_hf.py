@@ -116,7 +116,13 @@ def _architecture(config: Mapping[str, Any], kept: KeptFiles) -> tuple[str, Mapp
     """Return the kind and the arguments of the model of a run."""
     if config:
         model = Config.parse(dict(config)).model
-        find_family(model.kind)
+        if model.kind not in FAMILIES:
+            raise UserError(
+                f"model.kind={model.kind} has no published form",
+                why=f"folders for transformers are written of {', '.join(FAMILIES)}",
+                fix="write its parameters by their own names: meshwright export RUN "
+                "model.safetensors, or mw.export_safetensors",
+            )
         return model.kind, model.arguments()
     if CONFIG not in kept:
         raise UserError(

@@ -82,7 +82,7 @@ def read_duration(steps: int | None, max_duration: str | None, epochs: float | N
         return parse_duration(max_duration)
     if epochs is not None:
         return parse_duration(f"{epochs}ep")
-    check_count("steps", steps)
+    check_count("steps", steps, least=0)
     return Duration(updates=steps)
 
 

@@ -39,6 +39,7 @@ class FitResult:
         losses: the mean loss of every logged update, by its number from 1.
         eval: the metrics of every evaluation, by updates done.
         updates: updates done, including those before a resume.
+        updates_before: those of them that were done before, by the run this one resumed.
         seconds: duration, including compilation.
         stop: why the run ended: ``stop.reason`` is a `StopReason`, ``stop.text`` says it.
         state: the final state.
@@ -60,6 +61,7 @@ class FitResult:
     run_dir: Path | None = None
     hf_files: Mapping[str, str] = field(default_factory=dict[str, str])
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    updates_before: int = 0
 
     def __repr__(self) -> str:
         """Show how the run went; states and programs would fill pages."""
@@ -72,15 +74,18 @@ class FitResult:
         plan, done = self.assembled.plan, counted(self.updates, "update")
         if self.stop.reason is StopReason.RESTORED:
             return f"{done}, {self.stopped}"
-        losses = list(self.losses.values())
-        lines = [
-            f"trained {done} of {counted(plan.batch.global_batch_size, 'sample')} on "
+        new = self.updates - self.updates_before
+        samples = f" of {counted(plan.batch.global_batch_size, 'sample')}" if new else ""
+        ended = (
+            f"trained {counted(new, 'update') if new else 'nothing'}"
+            f"{f' ({done} in all)' if self.updates_before else ''}{samples} on "
             f"{counted(plan.num_devices, 'device')} in {self.seconds:.0f} s: {self.stopped}"
-        ]
-        if losses:
-            evaluated = "" if self.eval_loss is None else f", held out {self.eval_loss:.4f}"
-            lines.append(f"loss {losses[0]:.4f} → {losses[-1]:.4f}{evaluated}")
-        return "\n".join(lines)
+        )
+        losses = [f"{loss:.4f}" for loss in self.losses.values()]
+        values = [f"loss {losses[0]} → {losses[-1]}"] if losses else []
+        if self.eval_loss is not None:
+            values.append(f"held out {self.eval_loss:.4f}")
+        return "\n".join(filter(None, (ended, ", ".join(values))))
 
     @property
     def stopped(self) -> str:

@@ -17,6 +17,7 @@ from meshwright.checkpoint.export import read_groups
 from meshwright.checkpoint.older_paths import as_named_now
 from meshwright.checkpoint.reader import FOLDER
 from meshwright.config.argument_checks import check_path
+from meshwright.config.model_folders import is_hub_name
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
 from meshwright.inputs.user_model import model_source
@@ -46,7 +47,8 @@ def load_model(run: str | Path, *, model: Any = None, update: int | None = None)
             those that are.
     """
     path = check_path("run", run)
-    if is_hf_folder(path) and not (path / FOLDER).is_dir():
+    hub_name = is_hub_name(str(path)) and not path.parent.exists()
+    if hub_name or (is_hf_folder(path) and not (path / FOLDER).is_dir()):
         return _load_hf(path, model)
     folder, named = find_store(path)
     asked = named if update is None else update

@@ -22,7 +22,7 @@ from meshwright.trainer.compiled_step import StepFunction
 from meshwright.trainer.finite_check import FiniteCheck
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.meter import Meter
-from meshwright.trainer.stop import ALL_DONE, Stop, out_of_batches
+from meshwright.trainer.stop import ALL_DONE, NONE_ASKED, Stop, out_of_batches
 
 Metrics = dict[str, float]
 
@@ -139,6 +139,8 @@ class Loop:
             self._log(done, metrics | self.state_metrics(state), progress)
         updates = self.limits.updates
         unfinished = updates is None or done < updates
+        if updates == 0 and progress.stop is ALL_DONE:
+            progress.stop = NONE_ASKED
         if progress.stop is ALL_DONE and unfinished and not self.limits.whole_data:
             progress.stop = out_of_batches(done, updates, self.limits.seconds)
         self._end(state, progress)

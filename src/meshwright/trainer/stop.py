@@ -36,6 +36,7 @@ class Stop:
 
 
 ALL_DONE = Stop(StopReason.ALL_UPDATES, "all updates are done")
+NONE_ASKED = Stop(StopReason.ALL_UPDATES, "no updates were asked for")
 
 
 def out_of_batches(done: int, updates: int | None, seconds: float | None) -> Stop:

@@ -47,6 +47,7 @@ from meshwright.inputs.checks import (
     mesh_sizes,
 )
 from meshwright.inputs.user_model import UserModel, exists, model_source
+from meshwright.ledgers import Ledger, ledger
 from meshwright.mesh.axes import shown_sizes
 from meshwright.mesh.build import Device, check_devices
 from meshwright.plan import (
@@ -90,7 +91,7 @@ from meshwright.trainer.stop import Stop, StopReason
 from meshwright.trainer.training_run import TrainingRun
 from meshwright.trees import Batch, resize_batch
 from meshwright.weights.hf_folder import open_folder
-from meshwright.weights.hf_model import HfModel
+from meshwright.weights.hf_model import HfModel, check_one_folder
 from meshwright.weights.kept import keep_files
 
 
@@ -119,7 +120,7 @@ class Trainer:
             mapping, or a `PipelineConfig`.
         trainable: NNX filter of what is trained.
         weights: a Hugging Face folder whose weights training starts from; by default that of a
-            model from `hf_model`.
+            model from `hf_model`, which takes no other.
         init_from: a run or a checkpoint whose parameters training starts from.
         init_patterns: path patterns of the parameters to take from it, such as ``blocks.**``;
             all by default.
@@ -167,6 +168,7 @@ class Trainer:
         check_trainable(self.trainable)
         check_devices(self.devices)
         check_start(self.sharding, self.seed, self.weights, self.init_from, self.init_patterns)
+        check_one_folder(self.model, self.weights)
         read_pipeline(self.pipeline)
 
     def fit(
@@ -205,7 +207,8 @@ class Trainer:
                 or an iterable of global batches (pytrees of arrays, dim 0 being the sample) or of
                 samples; a function of (step, batch_size) or (seed, step, batch_size), or one that
                 returns an iterator; or a source with ``len`` and ``rows(ids)``.
-            steps: number of updates.
+            steps: number of updates; 0 trains nothing: the initial model is evaluated and saved,
+                and is the result.
             max_duration: instead of steps: ``"1000st"``, ``"2ep"``, ``"30min"``.
             epochs: instead of steps: passes over the data.
             batch_size: samples per global batch; given if and only if the data does not come in
@@ -251,7 +254,7 @@ class Trainer:
             result = self._memory.result = TrainingRun(spec).run()
         if result.stop.reason is StopReason.OUT_OF_BATCHES:
             _warn_ran_out(result.stop.text)
-        elif result.updates == spec.updates_done:
+        elif steps != 0 and result.updates == spec.updates_done:
             _warn_nothing_done(result.updates, steps or result.updates)
         if dropped := getattr(given, "num_dropped", 0):
             _warn_dropped(dropped, form_of(first).num_samples)
@@ -339,11 +342,21 @@ class Trainer:
             devices=self.devices,
         )
 
+    def ledger(self, data: Any, *, batch_size: int | None = None) -> Ledger:
+        """Compile the step without running it, and list what it sends; see `meshwright.ledger`.
+
+        Args:
+            data: a global batch, or its shapes; with a batch_size, what `fit` takes.
+            batch_size: samples per global batch; None if the data is one.
+        """
+        return ledger(self, data if batch_size is None else self._by_update(data, batch_size)(0))
+
     def _trained(self, of: FitResult | str | Path | None, data: Any) -> FitResult:
         given = self.result if of is None else of
         if given is None:
             raise UserError(
-                "there is no trained model yet", fix='call fit first, or write of="runs/first"'
+                "there is no trained model yet",
+                fix='call fit first, with steps=0 for the model as it is, or write of="runs/first"',
             )
         if isinstance(given, FitResult):
             return given

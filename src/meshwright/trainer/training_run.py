@@ -262,6 +262,7 @@ class TrainingRun:
             losses=progress.losses,
             eval=progress.eval,
             updates=progress.update,
+            updates_before=self._updates_before,
             seconds=seconds,
             stop=stop,
             state=state,
@@ -370,6 +371,10 @@ class TrainingRun:
         data = self._spec.data
         position = data.position(update) if isinstance(data, IterableData) else None
         return replace(self._metadata, update=update, data_position=position)
+
+    @property
+    def _updates_before(self) -> int:
+        return self._spec.updates_done if self._point is None else self._point.update
 
     @cached_property
     def _form(self) -> CanonicalForm:

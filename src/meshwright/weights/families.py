@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from meshwright.config.base import shorten
 from meshwright.errors import Setting, UserError
+from meshwright.weights.config_values import WrongValue
 from meshwright.weights.family import Family, HfConfig
 from meshwright.weights.gemma3_names import GEMMA3
 from meshwright.weights.gpt2_names import GPT2
@@ -69,7 +73,7 @@ def read_architecture(config: HfConfig, where: str) -> Architecture:
         config: its content.
         where: its folder, for messages.
     """
-    names = [str(name) for name in config.get("architectures") or ()]
+    names = _architectures(config, where)
     family = next((each for each in FAMILIES.values() if _describes(each, names, config)), None)
     if family is None:
         named = ", ".join(names) or f"of the model_type {config.get('model_type')}"
@@ -83,6 +87,8 @@ def read_architecture(config: HfConfig, where: str) -> Architecture:
             ),
         )
     own = text_model(config)
+    if own is config and config.get("text_config") is not None:
+        raise _wrong(WrongValue("text_config", config["text_config"], "an object with keys"), where)
     quantized = config.get("quantization_config") or own.get("quantization_config")
     if isinstance(quantized, Mapping):
         raise UserError(
@@ -92,11 +98,26 @@ def read_architecture(config: HfConfig, where: str) -> Architecture:
         )
     try:
         return Architecture(family, family.read_config(own))
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise UserError(
-            f"the config.json in {where} cannot be read",
-            why=f"{type(error).__name__}: {error}",
-        ) from error
+    except WrongValue as error:
+        raise _wrong(error, where) from None
+
+
+def _architectures(config: HfConfig, where: str) -> list[str]:
+    """Return the classes that a config.json names."""
+    names = config.get("architectures")
+    if isinstance(names, list | None) and all(isinstance(name, str) for name in names or ()):
+        return names or []
+    raise _wrong(WrongValue("architectures", names, "a list of names"), where)
+
+
+def _wrong(error: WrongValue, where: str) -> UserError:
+    """Return the message about a value of a config.json."""
+    found = "null or missing" if error.value is None else shorten(json.dumps(error.value))
+    return UserError(
+        f"`{error.key}` in {Path(where) / CONFIG} is not valid",
+        why=f"it is {found}, and has to be {error.expected}",
+        fix="download the folder again, or correct the file",
+    )
 
 
 def text_model(config: HfConfig) -> HfConfig:

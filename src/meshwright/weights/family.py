@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from meshwright.errors import UserError
+from meshwright.weights.config_values import complete
 from meshwright.weights.views import View
 
 HfConfig = Mapping[str, Any]
@@ -42,11 +43,13 @@ class Family:
         architecture: what its config.json says, and what exports are called.
         model_type: the other name in its config.json.
         rows: which array of the model is in which tensor.
-        arguments: from config.json to the arguments of the model.
+        defaults: the values that config.json may leave out.
+        arguments: from config.json, completed by the defaults, to the arguments of the model.
         config: from the arguments of the model, and the config.json that its weights came with if
             any, to config.json.
         computes: keys of config.json of which the model computes only these values; a key that is
             missing has the first.
+        optional: keys of config.json without a default, each with a value of its type.
         other_architectures: further architectures whose weights are read.
         spellings: patterns of names that are spelled differently in some files, and what the rows
             call them.
@@ -60,9 +63,11 @@ class Family:
     architecture: str
     model_type: str
     rows: tuple[Row, ...]
+    defaults: Mapping[str, Any]
     arguments: Callable[[HfConfig], dict[str, Any]]
     config: Callable[[Mapping[str, Any], HfConfig], dict[str, Any]]
     computes: Mapping[str, tuple[Any, ...]]
+    optional: Mapping[str, Any] = field(default_factory=dict[str, Any])
     other_architectures: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
@@ -86,9 +91,4 @@ class Family:
                     why=f"its config.json says {key}={value}, and model.kind={self.kind} computes "
                     + " or ".join(map(str, allowed)),
                 )
-        return self.arguments(config)
-
-
-def given(config: HfConfig, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the values it leaves out, or has as null."""
-    return {**defaults, **{key: value for key, value in config.items() if value is not None}}
+        return self.arguments(complete(config, self.defaults, self.optional))

@@ -14,8 +14,8 @@ from meshwright.weights.decoder_names import (
     common_arguments,
     common_config,
 )
-from meshwright.weights.family import Family, HfConfig, Row, given
-from meshwright.weights.rotary_config import refuse_other_scaling, rotary
+from meshwright.weights.family import Family, HfConfig, Row
+from meshwright.weights.rotary_config import ROTARY, refuse_other_scaling, rotary, scaling_numbers
 from meshwright.weights.views import VECTOR
 
 _DEFAULTS = {
@@ -29,7 +29,7 @@ _DEFAULTS = {
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
+    "query_pre_attn_scalar": 256.0,
     "sliding_window": 4096,
 }
 """The values of transformers, which multimodal folders leave out."""
@@ -46,20 +46,19 @@ _NORMS = (
 )
 
 
-def _arguments(config: HfConfig) -> dict[str, Any]:
-    values = given(config, _DEFAULTS)
+def _arguments(values: HfConfig) -> dict[str, Any]:
     settings = rotary(values, 1_000_000.0)
     local = rotary(values, 10_000.0, layers=_LOCAL, base_key="rope_local_base_freq")
     refuse_other_scaling(settings, "default", "linear")
     refuse_other_scaling(local, "default")
-    linear = settings["rope_type"] == "linear"
+    numbers = scaling_numbers(settings, ["factor"] if settings["rope_type"] == "linear" else [])
     return {
         **common_arguments(values),
         "sliding_window": values["sliding_window"],
         "global_every": _global_every(values),
         "rope_base": settings["rope_theta"],
         "rope_local_base": local["rope_theta"],
-        "rope_factor": float(settings["factor"]) if linear else 1.0,
+        "rope_factor": float(numbers.get("factor", 1)),
         "query_scale": values["query_pre_attn_scalar"],
     }
 
@@ -107,6 +106,7 @@ GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     rows=(*ROWS, *HEAD_NORMS, *_NORMS),
+    defaults=_DEFAULTS,
     arguments=_arguments,
     config=_config,
     computes={
@@ -115,6 +115,13 @@ GEMMA3 = Family(
         "attn_logit_softcapping": (None,),
         "final_logit_softcapping": (None,),
         "use_bidirectional_attention": (False, None),
+    },
+    optional={
+        "rope_local_base_freq": 10_000.0,
+        "sliding_window_pattern": _PATTERN,
+        "_sliding_window_pattern": _PATTERN,
+        "layer_types": [_LOCAL, _GLOBAL],
+        **ROTARY,
     },
     other_architectures=("Gemma3ForConditionalGeneration", "Gemma3TextModel"),
     spellings=((r"^(model\.language_model\.)", "model."), (r"^language_model\.", ""), *SPELLINGS),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.weights.family import Family, HfConfig, Row, given
+from meshwright.weights.family import Family, HfConfig, Row
 from meshwright.weights.views import MATRIX, TRANSPOSED, VECTOR, View
 
 _DEFAULTS = {
@@ -58,8 +58,7 @@ ROWS = (
 )
 
 
-def _arguments(config: HfConfig) -> dict[str, Any]:
-    values = given(config, _DEFAULTS)
+def _arguments(values: HfConfig) -> dict[str, Any]:
     if values.get("n_inner") not in (None, 4 * values["n_embd"]):
         raise UserError(
             "this GPT2LMHeadModel cannot be computed",
@@ -109,6 +108,7 @@ GPT2 = Family(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
     rows=ROWS,
+    defaults=_DEFAULTS,
     arguments=_arguments,
     config=_config,
     computes={
@@ -118,6 +118,7 @@ GPT2 = Family(
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
     },
+    optional={"n_inner": 3072},
     other_architectures=("GPT2Model",),
     # The first published files leave out the prefix.
     spellings=((r"^(?=(h|wte|wpe|ln_f)\.)", "transformer."),),

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from meshwright.config.model_folders import download_command
 from meshwright.errors import Setting, UserError, first_line
 from meshwright.weights.family import HfConfig
 from meshwright.weights.safetensors_format import DTYPES, Tensor, read_header
@@ -27,6 +28,8 @@ KEPT = (
     "preprocessor_config.json",
 )
 """Files that a run remembers besides config.json, so that an export has them."""
+
+_AGAIN = "download the folder again"
 
 SHOWN = 4
 """Names that a message lists of each kind."""
@@ -92,7 +95,7 @@ class Folder:
             raise UserError(
                 f"{len(missing)} of the {len(names)} files of weights are missing in {self.path}",
                 why=f"{INDEX} names {listed(missing)}",
-                fix="download the folder again",
+                fix=_AGAIN,
             )
         found = {name: t for file in names for name, t in read_header(self.path / file).items()}
         absent = [name for name in files if name not in found]
@@ -100,7 +103,7 @@ class Folder:
             raise UserError(
                 f"the files in {self.path} do not have all tensors of {INDEX}",
                 why=f"not found: {listed(absent)}",
-                fix="download the folder again",
+                fix=_AGAIN,
             )
         return found
 
@@ -113,8 +116,8 @@ def open_folder(path: str | Path) -> Folder:
         raise UserError(
             f"{setting} is not a folder",
             why=f"{folder.absolute()} is a file" if folder.exists() else f"there is no {folder}",
-            fix="download the model first (hf download NAME --local-dir FOLDER), and name its "
-            "folder; a run that started from it resumes with --config RUN/config.yaml",
+            fix=f"download the model first ({download_command(str(path))}), and name its folder; a "
+            "run that started from it resumes with --config RUN/config.yaml",
         )
     if not (folder / CONFIG).is_file():
         raise UserError(
@@ -139,10 +142,12 @@ def listed(names: Sequence[str], quote: str = "`") -> str:
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:
+    """Read a JSON file of a folder, which holds an object."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {file}", why=first_line(error)) from error
+        raise UserError(f"cannot read {file}", why=first_line(error), fix=_AGAIN) from error
     if not isinstance(values, dict):
-        raise UserError(f"cannot read {file}", why=f"it holds a {type(values).__name__}")
+        why = f"it holds a {type(values).__name__} instead of an object with keys"
+        raise UserError(f"cannot read {file}", why=why, fix=_AGAIN)
     return values

@@ -12,6 +12,7 @@ from flax import nnx
 from meshwright import models
 from meshwright.config.argument_checks import check_path
 from meshwright.config.builders import build, check_arguments
+from meshwright.errors import UserError
 from meshwright.weights.families import read_architecture
 from meshwright.weights.hf_folder import Folder, open_folder
 from meshwright.weights.kept import published_config
@@ -41,6 +42,20 @@ class HfModel:
     def config(self) -> dict[str, Any]:
         """Return the config.json of the model, whose arguments may differ from the folder's."""
         return published_config(self.kind, self.arguments, self.folder.config)
+
+
+def check_one_folder(model: Any, weights: str | Path | None) -> None:
+    """Refuse a model with the weights of one folder that is to start from those of another."""
+    if weights is None or not isinstance(model, HfModel) or not model.pretrained:
+        return
+    own, other = model.folder.path, Path(weights)
+    if own.resolve() != other.expanduser().resolve():
+        raise UserError(
+            "the weights come from two folders",
+            why=f"the model from {own}, and weights={other}",
+            fix=f"leave weights out to start from {own}, or write "
+            f'mw.hf_model("{own}", pretrained=False) to start from {other}',
+        )
 
 
 def hf_model(folder: str | Path, *, pretrained: bool = True, **changes: Any) -> HfModel:

@@ -13,8 +13,8 @@ from meshwright.weights.decoder_names import (
     common_arguments,
     common_config,
 )
-from meshwright.weights.family import Family, HfConfig, given
-from meshwright.weights.rotary_config import refuse_other_scaling, rotary
+from meshwright.weights.family import Family, HfConfig
+from meshwright.weights.rotary_config import ROTARY, refuse_other_scaling, rotary, scaling_numbers
 
 _DEFAULTS = {
     "vocab_size": 32000,
@@ -35,18 +35,19 @@ _SCALING = {
 }
 
 
-def _arguments(config: HfConfig) -> dict[str, Any]:
-    values = given(config, _DEFAULTS)
-    values.setdefault("num_key_value_heads", values["num_attention_heads"])
-    values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+def _arguments(values: HfConfig) -> dict[str, Any]:
+    heads = values["num_attention_heads"]
+    sizes = {"num_key_value_heads": heads, "head_dim": values["hidden_size"] // heads}
+    values = {**sizes, **values}
     settings = rotary(values, 10_000.0)
     refuse_other_scaling(settings, "default", "llama3")
     scaled = {} if settings["rope_type"] == "default" else _SCALING
+    numbers = scaling_numbers(settings, scaled.values())
     return {
         **common_arguments(values),
         "rope_base": settings["rope_theta"],
         "rope_factor": 1.0,
-        **{argument: settings[key] for argument, key in scaled.items()},
+        **{argument: numbers[key] for argument, key in scaled.items()},
     }
 
 
@@ -66,9 +67,11 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
     rows=(*ROWS, MLP_NORM),
+    defaults=_DEFAULTS,
     arguments=_arguments,
     config=_config,
     computes={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+    optional={"num_key_value_heads": 8, "head_dim": 128, **ROTARY},
     other_architectures=("LlamaModel",),
     spellings=SPELLINGS,
     ignored=IGNORED,

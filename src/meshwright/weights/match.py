@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.units import counted
 from meshwright.weights.array_differences import describe_differences
-from meshwright.weights.families import Architecture, read_architecture
+from meshwright.weights.families import Architecture, read_architecture, text_model
 from meshwright.weights.family import Row
-from meshwright.weights.hf_folder import Folder, listed
+from meshwright.weights.hf_folder import CONFIG, Folder, listed
 from meshwright.weights.safetensors_format import DTYPES, Tensor
 from meshwright.weights.views import Range, View
 
@@ -92,6 +92,9 @@ def find_weights(folder: Folder, shapes: Shapes) -> Weights:
         {name: tensor.shape for name, tensor in have.items()}, {**need, **unknown}, "in the folder"
     )
     if differences:
+        left_out = [key for key in family.defaults if key not in text_model(folder.config)]
+        if left_out:
+            differences.append(f"{CONFIG} leaves out {listed(left_out)}, so the defaults are taken")
         raise UserError(
             f"the weights in {folder.path} do not fit the model",
             why="; ".join(differences),

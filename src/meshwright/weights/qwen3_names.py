@@ -14,8 +14,8 @@ from meshwright.weights.decoder_names import (
     common_arguments,
     common_config,
 )
-from meshwright.weights.family import Family, HfConfig, given
-from meshwright.weights.rotary_config import refuse_other_scaling, rotary
+from meshwright.weights.family import Family, HfConfig
+from meshwright.weights.rotary_config import ROTARY, refuse_other_scaling, rotary
 
 _DEFAULTS = {
     "vocab_size": 151936,
@@ -31,8 +31,7 @@ _DEFAULTS = {
 }
 
 
-def _arguments(config: HfConfig) -> dict[str, Any]:
-    values = given(config, _DEFAULTS)
+def _arguments(values: HfConfig) -> dict[str, Any]:
     settings = rotary(values, 10_000.0)
     refuse_other_scaling(settings, "default")
     return {**common_arguments(values), "rope_base": settings["rope_theta"]}
@@ -54,6 +53,7 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     rows=(*ROWS, *HEAD_NORMS, MLP_NORM),
+    defaults=_DEFAULTS,
     arguments=_arguments,
     config=_config,
     computes={
@@ -61,6 +61,7 @@ QWEN3 = Family(
         "attention_bias": (False,),
         "use_sliding_window": (False,),
     },
+    optional=ROTARY,
     other_architectures=("Qwen3Model",),
     spellings=SPELLINGS,
     ignored=IGNORED,

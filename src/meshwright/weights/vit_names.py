@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.weights.family import Family, HfConfig, Row, given
+from meshwright.weights.config_values import check_value
+from meshwright.weights.family import Family, HfConfig, Row
 from meshwright.weights.views import TRANSPOSED, VECTOR, View
 
 _DEFAULTS = {
@@ -17,10 +18,11 @@ _DEFAULTS = {
     "hidden_act": "gelu",
     "hidden_dropout_prob": 0.0,
     "layer_norm_eps": 1e-12,
-    "image_size": 224,
-    "patch_size": 16,
     "num_channels": 3,
 }
+
+_SIDES = {"image_size": 224, "patch_size": 16}
+"""Sizes that may be given for both sides, as a list."""
 
 _HEADS = View("(h c) d -> d h c")
 _HEAD_BIAS = View("(h c) -> h c")
@@ -62,8 +64,7 @@ ROWS = (
 )
 
 
-def _arguments(config: HfConfig) -> dict[str, Any]:
-    values = given(config, _DEFAULTS)
+def _arguments(values: HfConfig) -> dict[str, Any]:
     return {
         "image_size": _side(values, "image_size"),
         "patch_size": _side(values, "patch_size"),
@@ -81,7 +82,10 @@ def _arguments(config: HfConfig) -> dict[str, Any]:
 
 
 def _side(values: Mapping[str, Any], key: str) -> int:
-    sides = values[key] if isinstance(values[key], list) else [values[key]]
+    side = values.get(key, _SIDES[key])
+    sides: list[Any] = side if isinstance(side, list) and side else [side]
+    for each in sides:
+        check_value(key, each, _SIDES[key])
     if len(set(sides)) > 1:
         raise UserError(
             "this ViTForImageClassification cannot be computed",
@@ -128,12 +132,14 @@ VIT = Family(
     architecture="ViTForImageClassification",
     model_type="vit",
     rows=ROWS,
+    defaults=_DEFAULTS,
     arguments=_arguments,
     config=_config,
     computes={
         "hidden_act": ("gelu", "gelu_new", "gelu_pytorch_tanh"),
         "qkv_bias": (True,),
     },
+    optional={"id2label": {"0": "LABEL_0"}, "num_labels": 2},
     ignored=(r"vit\.pooler\..*",),
     free=("dropout",),
     sizes=_sizes,

@@ -122,8 +122,17 @@ def check_target(target: Path) -> None:
     elif target.exists() and not target.is_dir():
         why = "it is a file"
     else:
+        _check_parents(target)
         return
     raise UserError(f"{target} exists already", why=why, fix="name a new folder")
+
+
+def _check_parents(target: Path) -> None:
+    file = next((each for each in target.absolute().parents if each.is_file()), None)
+    if file is not None:
+        raise UserError(
+            f"cannot write {target}", why=f"{file} is a file", fix="name a folder elsewhere"
+        )
 
 
 def _check_dtype(dtype: str) -> str:

@@ -1,0 +1,75 @@
+"""Training for no updates: the initial model is evaluated and saved, and the run can continue."""
+
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+from hf_folders import GPT2, expected, saved_tensors
+from quick import quick_module
+
+import meshwright as mw
+from meshwright.cli.main import main
+from meshwright.errors import UserError
+
+__all__ = ["quick_module"]
+pytestmark = pytest.mark.usefixtures("quick_module")
+
+
+def loss(model, batch):
+    logits = model(batch["tokens"])[:, :-1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
+
+
+def published_loss():
+    """Return the loss by the logits of transformers, in float64."""
+    tokens, logits = expected("gpt2")
+    logits = np.asarray(logits, np.float64)[:, :-1]
+    largest = logits.max(-1, keepdims=True)
+    log_sum = np.log(np.exp(logits - largest).sum(-1)) + largest[..., 0]
+    picked = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+    return (log_sum - picked).mean()
+
+
+def test_a_folder_is_evaluated_without_training():
+    tokens, _ = expected("gpt2")
+    data = {"tokens": np.asarray(tokens, np.int32)}
+    one = jax.devices()[:1]
+    trainer = mw.Trainer(model=mw.hf_model(GPT2), loss=loss, optimizer=optax.sgd(0.1), devices=one)
+    result = trainer.fit(data, steps=0, batch_size=len(tokens), eval_data=data)
+    assert (result.updates, result.losses) == (0, {})
+    assert result.stopped == "no updates were asked for"
+    assert result.eval_loss == pytest.approx(published_loss(), rel=1e-5)
+    assert trainer.evaluate(data)["loss"] == result.eval_loss
+    first, second = str(result).splitlines()
+    assert first.startswith("trained nothing on 1 device in ")
+    assert second == f"held out {result.eval_loss:.4f}"
+
+
+def test_fewer_than_no_updates_are_refused():
+    trainer = mw.Trainer(model=mw.hf_model(GPT2), loss=loss, optimizer=optax.sgd(0.1))
+    with pytest.raises(UserError, match="steps=-1 is not valid"):
+        trainer.fit({"tokens": np.zeros((8, 4), np.int32)}, steps=-1, batch_size=8)
+
+
+@pytest.mark.full
+def test_the_command_saves_a_run_that_can_be_used_and_continued(tmp_path, capfd):
+    run = tmp_path / "run"
+    words = ["train", "--json", "model=hf", f"model.weights={GPT2}", "data=synthetic"]
+    words += ["optimizer=sgd", "training.eval_batches=1", f"hydra.run.dir={run}"]
+    assert main([*words, "training.steps=0"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert (told["steps"], told["first_loss"]) == (0, None)
+    assert told["eval_loss"] > 0
+    table = mw.load_model(run, update=0).vocabulary.tokens.embedding[...]
+    np.testing.assert_array_equal(table, saved_tensors(GPT2)["transformer.wte.weight"])
+    assert main(["export", str(run), "--to", "hf", str(tmp_path / "out"), "--update", "0"]) == 0
+    for name, array in saved_tensors(GPT2).items():
+        np.testing.assert_array_equal(saved_tensors(tmp_path / "out")[name], array)
+    assert main([w for w in [*words, "training.steps=2"] if w != "--json"]) == 0
+    told = capfd.readouterr()
+    assert "continuing after update 0" in told.err
+    assert "trained 2 updates of " in told.out
+    assert main([w for w in [*words, "training.steps=3"] if w != "--json"]) == 0
+    assert "trained 1 update (3 updates in all) of " in capfd.readouterr().out
