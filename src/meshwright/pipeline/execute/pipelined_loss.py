@@ -149,8 +149,9 @@ class PipelinedLoss:
             constrain=self._constrain,
         )
         sums = executor.run(jax.tree.map(lambda column: column[:, 0], rows))
+        stacked = executor.work.stacked(sums.weights)
         (weights,) = pullback(
-            {n: total.astype(values.weights[n].dtype) for n, total in sums.weights.items()}
+            {n: total.astype(values.weights[n].dtype) for n, total in stacked.items()}
         )
         axes = self.where.batch_axes
         weights = lax.psum(weights, axes) if axes else weights
@@ -200,9 +201,10 @@ class PipelinedLoss:
         def place(value: Array, number: int) -> Array:
             return lax.with_sharding_constraint(value, NamedSharding(inside, self._sums[number]))
 
-        weights = {
-            row.position: place(sums.weights[row.position], row.stack.number)
-            for row in self._cut.inputs_of("weight")
-        }
+        numbers = {row.position: row.stack.number for row in self._cut.inputs_of("weight")}
+        weights = [
+            {position: place(total, numbers[position]) for position, total in block.items()}
+            for block in sums.weights
+        ]
         outer = {number: place(value, number) for number, value in sums.outer.items()}
         return replace(sums, weights=weights, outer=outer)
