@@ -133,7 +133,7 @@ class StageSums:
     """The sums of a stage over microbatches.
 
     Attributes:
-        weights: for each block of a chunk, weighted sums of its leaves' gradients, each [chunks, …].
+        weights: for each block of a chunk, weighted sums of its gradients, each [chunks, …].
         outer: its share of the outer weights' gradients.
         losses: its share of totals and weights: all of it on the last stage.
         changing: the state of its blocks afterwards.

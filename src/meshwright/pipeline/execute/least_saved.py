@@ -1,4 +1,4 @@
-"""The fewest bytes to save of a program so that some of its values can be computed again cheaply."""
+"""The fewest bytes to save of a program so that its values can be computed again cheaply."""
 
 from __future__ import annotations
 
@@ -9,19 +9,28 @@ from meshwright.program.dims.op import nbytes_of
 from meshwright.program.evaluate.dependencies import variables
 from meshwright.program.jaxpr.equations import Equation, Var, aval_of
 
+# fmt: off
 CHEAP = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh broadcast_in_dim cbrt ceil clamp
-    complex concatenate conj convert_element_type copy cos cosh div eq erf erf_inv erfc exp
-    exp2 expand_dims expm1 floor ge gt imag integer_pow iota is_finite le log log1p logistic lt max
-    min mul name ne neg nextafter not or pad pow real reduce_precision rem reshape rev round rsqrt
-    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt
-    square squeeze stop_gradient sub tan tanh transpose xor
-    """.split()
+    {
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2",
+        "atanh", "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp", "clz",
+        "complex", "concatenate", "conj", "convert_element_type", "copy", "cos", "cosh",
+        "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor",
+        "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "le_to", "log",
+        "log1p", "log2", "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "name",
+        "ne", "neg", "nextafter", "not", "one_minus_square", "or", "pad", "polynomial",
+        "population_count", "pow", "real", "reduce_precision", "rem", "reshape", "rev",
+        "round", "rsqrt", "select_n", "sharding_constraint", "shift_left",
+        "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "slice",
+        "split", "sqrt", "square", "squeeze", "stack", "stop_gradient", "sub", "tan",
+        "tanh", "tile", "transpose", "unstack", "xor", "zeros_like",
+    }
 )
+# fmt: on
 """Primitives that compilers fuse into whatever reads their result, so that running them again
 costs neither memory nor time worth mentioning. Products, reductions, lookups, random numbers and
-whatever communicates are not among them."""
+whatever communicates are not among them. A sharding constraint does not: of two values with the
+same bytes, the later one is saved, so its result is, not its operand."""
 
 _NO_LIMIT = 1 << 62
 
