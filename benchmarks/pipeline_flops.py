@@ -103,7 +103,7 @@ def copied_per_tick(compiled: Any) -> int:
         and count > 1
         and instruction.shape.bytes > message
         # Inside of a fusion, a copy is a change of layout.
-        and (instruction.is_root or not computation.name.startswith("fused"))
+        and not computation.name.startswith("fused")
     )
 
 
