@@ -52,8 +52,6 @@ HIGHER = {
     ("DenseNet", "tensor"): 1.9,
     # The frequencies that a block mixes are divided, and cut out of those of a transform.
     ("Fourier operator", "tensor"): 2.4,
-    # Frozen weights outside the blocks are divided over the stages, and gathered for each update.
-    ("LoRA on a frozen transformer", "pipe"): 1.4,
     # Inside of stages, the compiler gathers the samples that it transforms.
     ("Fourier operator", "data", STAGES): 2.3,
 }

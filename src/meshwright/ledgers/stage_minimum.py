@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from meshwright.compiled.collectives import ring_bytes
 from meshwright.ledgers.minimum import Needed, activations, reduction
 from meshwright.mesh.axes import PIPE
-from meshwright.pipeline.divide.block_cut import Region
+from meshwright.pipeline.divide.block_cut import OuterLeaf, Region
 from meshwright.pipeline.execute.op_counts import OpCounts, TickOp
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.program.backward import weights_in_backward
@@ -17,11 +17,6 @@ from meshwright.program.jaxpr.equations import aval_of
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.step.assemble import Assembled
-
-_SUMMED_WHOLE = (
-    "gradients of weights outside the blocks are summed whole over the stages before they are "
-    "divided"
-)
 
 
 def needed_by_stage(
@@ -114,29 +109,31 @@ class _Stage:
                 module = leaf.step.leaf.path.rpartition(".")[0]
                 whole = self._bytes(leaf.step, leaf.number)
                 yield from self._gather(leaf.number, whole, module, self._runs(operation))
-                yield from reduction(placed, whole, plan, module, times)
+                # Sums of an update cross the stages first, where each keeps its part.
+                parts = plan.size(PIPE) if every > 1 and PIPE in placed.axes() else 1
+                needs = reduction(placed, whole / parts, plan, module, times)
+                yield from (need for need in needs if need.kind != "all-gather")
         for leaf in cut.outer:
-            if leaf.kind == "weight":
-                yield from self._over_stages(leaf.step, leaf.number)
+            if leaf.step.leaf.is_weight:
+                yield from self._over_stages(leaf)
 
-    def _over_stages(self, step: StepLeaf, number: int) -> Iterator[Needed]:
+    def _over_stages(self, leaf: OuterLeaf) -> Iterator[Needed]:
         """Yield the sum of one gradient over the stages, and the gather of the updated weight."""
-        plan = self.assembled.plan
-        placed = self.assembled.decision.optimizer[number]
-        size = self._bytes(step, number)
-        if "fsdp" in placed.axes() and plan.sharding.zero > 1:
-            size /= plan.size("fsdp")
-        stages = plan.size(PIPE)
-        # Sums that also cross the batch axes are divided over those first.
-        synced = plan.batch.sync_gradients_every > 1
-        summed = size / plan.batch.replicas if synced else size
-        if PIPE not in placed.axes():
-            yield Needed(PIPE, "all-reduce", ring_bytes("all-reduce", summed, stages), "")
-            return
-        scatter = ring_bytes("reduce-scatter", summed, stages)
-        yield Needed(PIPE, "reduce-scatter", scatter, "")
-        yield Needed(PIPE, "reduce-scatter", scatter, "", reason=_SUMMED_WHOLE)
-        yield Needed(PIPE, "all-gather", ring_bytes("all-gather", size, stages), "")
+        plan, stages = self.assembled.plan, self.assembled.plan.size(PIPE)
+        decision, trained = self.assembled.decision, leaf.kind == "weight"
+        placed = (decision.optimizer if trained else decision.at_rest)[leaf.number]
+        size = self._bytes(leaf.step, leaf.number)
+        part = size / (plan.size("fsdp") if "fsdp" in placed.axes() else 1)
+        divided = PIPE in placed.axes()
+        if trained:
+            kind = "reduce-scatter" if divided else "all-reduce"
+            summed = part if plan.sharding.zero > 1 else size
+            yield Needed(PIPE, kind, ring_bytes(kind, summed, stages), "")
+            if "fsdp" in placed.axes() and plan.sharding.zero < 3:
+                sent = ring_bytes("all-gather", size, plan.size("fsdp"))
+                yield Needed("fsdp", "all-gather", sent, "")
+        if divided:
+            yield Needed(PIPE, "all-gather", ring_bytes("all-gather", part, stages), "")
 
     def _activations(self) -> Iterator[Needed]:
         """Yield the reductions over tensor, of the stage's own part of the program."""

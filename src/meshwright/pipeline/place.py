@@ -121,10 +121,11 @@ def pipelined_loss(
     inside = decision if per_device is None else per_device.decision
     context = _stage_context(inside, mesh, remat, wide=wide)
     sums = [placement.without(PIPE) for placement in inside.gradients]
+    after = decision.gradients
     if per_device is None:
-        return PipelinedLoss(cut, context, schedule, num_microbatches, sums)
+        return PipelinedLoss(cut, context, schedule, num_microbatches, sums, after)
     context = replace(context, draws=per_device.draws)
-    return PipelinedLoss(cut, context, schedule, num_microbatches, sums, per_device.cut)
+    return PipelinedLoss(cut, context, schedule, num_microbatches, sums, after, per_device.cut)
 
 
 def pipelined_forward(

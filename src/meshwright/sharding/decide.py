@@ -115,13 +115,14 @@ def decide(
         )
         for number, step in enumerate(traced.layout.step_leaves)
     )
-    tensor_only = tuple(_tensor_only(placement) for placement in divided)
+    tensor_only = tuple(_without(placement, "fsdp", "pipe") for placement in divided)
+    without_fsdp = tuple(_without(placement, "fsdp") for placement in divided)
     axes = batch_axes(sizes)
     of_model = find_model_layouts(classes, sizes=sizes, batch_axes=list(axes))
     return Decision(
         at_rest=divided if sharding.zero == 3 else tensor_only,
         optimizer=divided,
-        gradients=tensor_only if sharding.zero == 1 else divided,
+        gradients=without_fsdp if sharding.zero == 1 else divided,
         gathers=_gathers(traced.layout.step_leaves, divided) if sharding.zero == 3 else {},
         pins={**_pins(classes, axes, tensor), **of_model.pins},
         local_ops=find_local_ops(
@@ -258,11 +259,9 @@ def _names_axes(annotation: Sequence[Any]) -> bool:
     return bool(names) and all(resolve_alias(name) in AXES for name in names)
 
 
-def _tensor_only(placement: Placement) -> Placement:
-    """Return the placement with only the tensor axis left."""
-    dims = tuple(
-        tuple(axis for axis in axes if axis not in ("fsdp", "pipe")) for axes in placement.dims
-    )
+def _without(placement: Placement, *removed: str) -> Placement:
+    """Return the placement without some axes."""
+    dims = tuple(tuple(axis for axis in axes if axis not in removed) for axes in placement.dims)
     return Placement(placement.path, dims, placement.reasons)
 
 

@@ -133,13 +133,13 @@ class StageSums:
     """The sums of a stage over microbatches.
 
     Attributes:
-        weights: weighted sums of the gradients of its blocks' leaves.
+        weights: for each block of a chunk, weighted sums of its gradients, each [chunks, …].
         outer: its share of the outer weights' gradients.
         losses: its share of totals and weights: all of it on the last stage.
         changing: the state of its blocks afterwards.
     """
 
-    weights: BlockRow
+    weights: list[BlockRow]
     outer: LeafValues
     losses: Losses
     changing: BlockRow

@@ -18,11 +18,13 @@ from meshwright.pipeline.divide.division import divide_blocks
 from meshwright.pipeline.divide.stage_functions import Losses, Microbatch, StageSums, StageValues
 from meshwright.pipeline.divide.stages import Stages
 from meshwright.pipeline.execute.executor import StageExecutor
+from meshwright.pipeline.execute.outer_sums import OuterSums
 from meshwright.pipeline.execute.tick_rows import SlotCounts, TickRow, table_rows
 from meshwright.pipeline.schedule.operations import Shape
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.program.evaluate.evaluator import Evaluator
 from meshwright.program.evaluate.widen import wide_evaluator
+from meshwright.sharding.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class PipelineSums:
 
 
 _StageResults = tuple[LeafValues, LeafValues, Losses, LeafValues]
-"""Gradients of the stacks and of the outer weights, losses, and the new state of the blocks."""
+"""Gradients of the stacks, the outer weights' sums on each device, losses, and new block state."""
 
 
 class PipelinedLoss:
@@ -54,6 +56,7 @@ class PipelinedLoss:
         schedule: the schedule.
         num_microbatches: microbatches between two flushes.
         sums: by number of the step leaf, the layout of its gradient sum on one stage.
+        gradients: by number of the step leaf, the placement of its gradient afterwards.
         per_device: the same loss for the samples of one device, if each device sums its gradients
             until the end of the update.
     """
@@ -65,6 +68,7 @@ class PipelinedLoss:
         schedule: Schedule,
         num_microbatches: int,
         sums: Sequence[PartitionSpec],
+        gradients: Sequence[Placement],
         per_device: BlockCut | None = None,
     ) -> None:
         self.cut, self.where, self.schedule = cut, where, schedule
@@ -74,6 +78,7 @@ class PipelinedLoss:
         self._cut = per_device or cut
         self._stages = Stages(self._cut, where, self.division)
         self._sums = list(sums)
+        self._outer = OuterSums(where.mesh, where.batch_axes, sums, gradients)
 
     def __call__(
         self,
@@ -97,7 +102,8 @@ class PipelinedLoss:
             states,
             scale,
         )
-        gradients, changed = weights | outer, changing | last_state
+        gradients = weights | self._outer.reduced(outer)
+        changed = changing | last_state
         roles = [(n, step.leaf.role) for n, step in enumerate(self.cut.traced.layout.step_leaves)]
         return PipelineSums(
             [gradients[n] for n, role in roles if role == "param"],
@@ -114,7 +120,7 @@ class PipelinedLoss:
             partial(self._run, shape, slots),
             mesh=self.where.mesh,
             in_specs=(PartitionSpec(None, PIPE), on_stage, whole, samples, whole, whole),
-            out_specs=(on_stage, whole, whole, on_stage),
+            out_specs=(on_stage, self._outer.stacked, whole, on_stage),
             axis_names={PIPE, *axes},
             check_vma=False,
         )
@@ -143,15 +149,17 @@ class PipelinedLoss:
             constrain=self._constrain,
         )
         sums = executor.run(jax.tree.map(lambda column: column[:, 0], rows))
+        stacked = executor.work.stacked(sums.weights)
         (weights,) = pullback(
-            {n: total.astype(values.weights[n].dtype) for n, total in sums.weights.items()}
+            {n: total.astype(values.weights[n].dtype) for n, total in stacked.items()}
         )
         axes = self.where.batch_axes
         weights = lax.psum(weights, axes) if axes else weights
-        summed, losses = lax.psum((sums.outer, sums.losses), (PIPE, *axes))
+        outer = {n: total[None] for n, total in sums.outer.items()}
+        losses = lax.psum(sums.losses, (PIPE, *axes))
         changing = self._cut.inputs_of("changing")
         changed = {row.stack.number: sums.changing[row.position] for row in changing}
-        return weights, summed, losses, changed
+        return weights, outer, losses, changed
 
     def _values(
         self, stacks: LeafValues, outer: LeafValues, microbatches: Microbatch
@@ -193,9 +201,10 @@ class PipelinedLoss:
         def place(value: Array, number: int) -> Array:
             return lax.with_sharding_constraint(value, NamedSharding(inside, self._sums[number]))
 
-        weights = {
-            row.position: place(sums.weights[row.position], row.stack.number)
-            for row in self._cut.inputs_of("weight")
-        }
+        numbers = {row.position: row.stack.number for row in self._cut.inputs_of("weight")}
+        weights = [
+            {position: place(total, numbers[position]) for position, total in block.items()}
+            for block in sums.weights
+        ]
         outer = {number: place(value, number) for number, value in sums.outer.items()}
         return replace(sums, weights=weights, outer=outer)

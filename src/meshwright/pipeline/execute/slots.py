@@ -81,8 +81,10 @@ def looped(needed: Array, update: Callable[[T], T], values: T) -> tuple[Array, T
     return lax.while_loop(lambda carry: carry[0], iteration, (needed, values))
 
 
-def add_row(stack: Array, value: Array, at: Array | int) -> Array:
+def add_row(stack: Array, value: Array, at: Array) -> Array:
     """Return a stack with a value added to one of its rows."""
+    if stack.shape[0] == 1:
+        return stack + value[None]
     before = lax.dynamic_index_in_dim(stack, at, 0, keepdims=False)
     return lax.dynamic_update_index_in_dim(stack, before + value, at, 0)
 

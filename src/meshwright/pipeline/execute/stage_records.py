@@ -46,11 +46,11 @@ class BlockSums:
     """The sums to which gradients of blocks are added.
 
     Attributes:
-        weights: sums for the stage's blocks, each [chunks × blocks, …].
+        weights: for each block of a chunk, its sums, each [chunks, …].
         outer: sums for the weights outside of the blocks.
     """
 
-    weights: BlockRow
+    weights: list[BlockRow]
     outer: LeafValues
 
 

@@ -10,18 +10,17 @@ from typing import NamedTuple
 import jax
 
 from meshwright.pipeline.aliases import Array, TreeDef
+from meshwright.pipeline.execute.least_saved import least_saved, results_to_keep
 from meshwright.program.evaluate.dependencies import (
-    dependent_variables,
     inputs_of,
     needed_equations,
     variables,
 )
-from meshwright.program.evaluate.evaluator import Environment, Evaluator
+from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
 from meshwright.program.jaxpr.equations import (
     REMATS,
     ClosedJaxpr,
     Equation,
-    Literal,
     Value,
     Var,
     called_jaxpr,
@@ -40,8 +39,7 @@ class ForwardValues:
     Attributes:
         y: the result.
         further: results without a gradient.
-        saved: the residuals of the backward pass, except weights and values computed from weights
-            alone.
+        saved: the values from which the residuals of the backward pass are computed.
     """
 
     y: PyTree
@@ -59,8 +57,10 @@ class _Trees(NamedTuple):
 class StageVJP:
     """A function whose backward runs later, from saved values, at once or in two halves.
 
-    Values that depend on weights and fixed values alone (casts, gathered or transposed weights) are
-    not saved but recomputed.
+    What is saved is the least, in bytes, from which all residuals follow without much work: values
+    that depend on weights and fixed values alone (casts, gathered or transposed weights) and what
+    compilers fuse into its consumers (activation functions, normalized values, masks) are computed
+    again.
 
     Args:
         function: from (weights, fixed, x, others) to (y, further results). Gradients are taken
@@ -79,12 +79,10 @@ class StageVJP:
         jaxpr = self._forward.jaxpr
         # The inputs that are the same in forward and backward come first.
         self._num_constant = len(jax.tree.leaves((weights, fixed)))
-        varying = dependent_variables(jaxpr.eqns, set(jaxpr.invars[self._num_constant :]))
         self._residuals = jaxpr.outvars[self._num_results :]
-        # Some values are read by several layers; one copy is saved.
         residuals = variables(self._residuals)
-        self._saved = [v for v in residuals if v in varying]
-        self._recomputed = needed_equations(jaxpr.eqns, [v for v in residuals if v not in varying])
+        self._saved = least_saved(jaxpr.eqns, jaxpr.invars[self._num_constant :], residuals)
+        self._recomputed = needed_equations(jaxpr.eqns, residuals, given=self._saved)
         y, _ = jax.tree.unflatten(self._results, structs_of(jaxpr.outvars[: self._num_results]))
         self._backward = self._trace_backward(trees.pullback, y)
         self._weights_tree = jax.tree.structure(weights)
@@ -102,11 +100,12 @@ class StageVJP:
 
     def forward(self, weights: PyTree, fixed: PyTree, x: PyTree, others: PyTree) -> ForwardValues:
         """Evaluate the function."""
-        out = Evaluator().run(self._forward, jax.tree.leaves((weights, fixed, x, others)))
-        y, further = jax.tree.unflatten(self._results, out[: self._num_results])
-        pairs = zip(self._residuals, out[self._num_results :], strict=True)
-        values = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
-        return ForwardValues(y, further, [values[v] for v in self._saved])
+        evaluator, arguments = Evaluator(), jax.tree.leaves((weights, fixed, x, others))
+        env = evaluator.environment(self._forward, arguments)
+        evaluator.equations(self._forward.jaxpr.eqns, env)
+        out = [env.value(atom) for atom in self._forward.jaxpr.outvars[: self._num_results]]
+        y, further = jax.tree.unflatten(self._results, out)
+        return ForwardValues(y, further, [env.values[v] for v in self._saved])
 
     def backward(
         self, weights: PyTree, fixed: PyTree, saved: Sequence[Array], gradient: PyTree
@@ -159,14 +158,14 @@ class StageVJP:
         return Environment(Evaluator(), values)
 
     def _all_residuals(self, weights: PyTree, fixed: PyTree, saved: Sequence[Array]) -> list[Array]:
-        """Return all residuals; those that depend on weights alone are recomputed."""
+        """Return all residuals, from those that were saved."""
         jaxpr, consts = self._forward.jaxpr, self._forward.consts
         values = dict(zip(jaxpr.constvars, consts, strict=True))
         constant = jax.tree.leaves((weights, fixed))
         values.update(zip(jaxpr.invars[: self._num_constant], constant, strict=True))
+        values.update(zip(self._saved, saved, strict=True))
         env = Environment(Evaluator(), values)
         env.evaluator.equations(self._recomputed, env)
-        values.update(zip(self._saved, saved, strict=True))
         return [env.value(atom) for atom in self._residuals]
 
     def _unflatten_x(self, out: Sequence[Array]) -> PyTree:
@@ -189,7 +188,8 @@ def _trace_forward(
         trees.append(_Trees(results_tree, pullback_tree))
         return [*results, *residuals]
 
-    return jax.make_jaxpr(run)(weights, fixed, x, others), trees[-1]
+    closed = jax.make_jaxpr(run)(weights, fixed, x, others)
+    return _inlined(closed, []), trees[-1]
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class _Halves:
         closed: the whole program, calls and remat inlined.
         cotangents: its inputs that are gradients of the results.
         first: the equations of the gradient with respect to x.
-        second: the further equations of the weight gradient.
+        second: the equations of the weight gradient, given the cut.
         cut: values of the first part that the second one reads.
     """
 
@@ -217,16 +217,17 @@ def split_backward(backward: ClosedJaxpr, num_residuals: int, num_weights: int) 
     The first half propagates the gradient of the result back through the layers; the second
     multiplies these gradients with the inputs of the layers.
     """
-    closed = _inlined(backward)
+    closed = _inlined(backward, [_inline])
     jaxpr = closed.jaxpr
     weight_atoms, x_atoms = jaxpr.outvars[:num_weights], jaxpr.outvars[num_weights:]
     first = needed_equations(jaxpr.eqns, x_atoms)
     done = {id(eqn) for eqn in first}
     rest = [eqn for eqn in needed_equations(jaxpr.eqns, weight_atoms) if id(eqn) not in done]
     cotangents = tuple(jaxpr.invars[num_residuals:])
-    computed = {variable for eqn in first for variable in eqn.outvars} | set(cotangents)
-    cut = [v for v in variables([*_reads_in_order(rest), *weight_atoms]) if v in computed]
-    return _Halves(closed, cotangents, first, rest, cut)
+    wanted = variables([*_reads_in_order(rest), *weight_atoms])
+    cut = least_saved(first, [*cotangents, *results_to_keep(first)], wanted)
+    second = needed_equations(jaxpr.eqns, weight_atoms, given=cut)
+    return _Halves(closed, cotangents, first, second, cut)
 
 
 def _reads_in_order(eqns: Sequence[Equation]) -> list[Var]:
@@ -235,9 +236,10 @@ def _reads_in_order(eqns: Sequence[Equation]) -> list[Var]:
     return [v for v in variables(a for eqn in eqns for a in eqn.invars) if v in outside]
 
 
-def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+def _inlined(closed: ClosedJaxpr, rules: Sequence[Rule]) -> ClosedJaxpr:
+    """Return a program with calls inlined, evaluated by these rules."""
     inputs = structs_of(closed.jaxpr.invars)
-    return jax.make_jaxpr(lambda *args: Evaluator([_inline]).run(closed, args))(*inputs)
+    return jax.make_jaxpr(lambda *args: Evaluator(rules).run(closed, args))(*inputs)
 
 
 def _inline(eqn: Equation, env: Environment) -> list[Value] | None:

@@ -72,7 +72,12 @@ class StageWork:
         """Return the initial sums."""
         losses = zeros_like_shapes(self._losses_shape())
         return StageSums(
-            weights=zeros_for_sums(self.values.weights),
+            weights=[
+                zeros_for_sums(
+                    {n: a[: self.shape.num_chunks] for n, a in self.values.weights.items()}
+                )
+                for _ in range(self.num_blocks)
+            ],
             outer=zeros_for_sums(self.values.outer),
             losses=losses,
             changing=dict(self.values.changing),
@@ -161,11 +166,17 @@ class StageWork:
         self, sums: BlockSums, gradients: BlockWeights, chunk: Array, weight: Array | None
     ) -> BlockSums:
         """Return sums with the gradients of a chunk's weights added."""
-        weights = sums.weights
-        for block, row in enumerate(gradients.rows):
-            at = chunk * self.num_blocks + block if self.shape.num_chunks > 1 else block
-            weights = {n: add_row(a, times(row[n], weight), at) for n, a in weights.items()}
+        weights = [
+            {n: add_row(a, times(row[n], weight), chunk) for n, a in totals.items()}
+            for totals, row in zip(sums.weights, gradients.rows, strict=True)
+        ]
         return BlockSums(weights, added(sums.outer, gradients.outer, weight))
+
+    def stacked(self, weights: list[BlockRow]) -> BlockRow:
+        """Return the sums of all blocks as stacks, in the order of the stage's leaves."""
+        return jax.tree.map(
+            lambda *blocks: jnp.stack(blocks, 1).reshape(-1, *blocks[0].shape[1:]), *weights
+        )
 
     def put_rows(self, stacks: BlockRow, rows: list[BlockRow], chunk: Array) -> BlockRow:
         """Return stacks with a chunk's rows replaced."""

@@ -30,14 +30,23 @@ def variables_read(eqns: Iterable[Equation]) -> list[Var]:
     return variables(atom for eqn in eqns for atom in eqn.invars)
 
 
-def needed_equations(eqns: Sequence[Equation], wanted: Iterable[Atom]) -> list[Equation]:
-    """Return the equations that some values are computed with, in order."""
-    needed_variables = set(variables(wanted))
+def needed_equations(
+    eqns: Sequence[Equation], wanted: Iterable[Atom], given: Collection[Var] = ()
+) -> list[Equation]:
+    """Return the equations that some values are computed with, in order.
+
+    Args:
+        eqns: the program.
+        wanted: the values.
+        given: variables whose values are known.
+    """
+    known = set(given)
+    needed_variables = set(variables(wanted)) - known
     needed: list[Equation] = []
     for eqn in reversed(eqns):
         if not needed_variables.isdisjoint(eqn.outvars):
             needed.append(eqn)
-            needed_variables.update(variables(eqn.invars))
+            needed_variables.update(set(variables(eqn.invars)) - known)
     return needed[::-1]
 
 

@@ -1,0 +1,157 @@
+"""The fewest bytes to save of a program so that its values can be computed again cheaply."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+
+from meshwright.program.dims.op import nbytes_of
+from meshwright.program.evaluate.dependencies import variables
+from meshwright.program.jaxpr.equations import Equation, Var, aval_of
+
+# fmt: off
+CHEAP = frozenset(
+    {
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2",
+        "atanh", "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp", "clz",
+        "complex", "concatenate", "conj", "convert_element_type", "copy", "cos", "cosh",
+        "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor",
+        "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "le_to", "log",
+        "log1p", "log2", "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "name",
+        "ne", "neg", "nextafter", "not", "one_minus_square", "or", "pad", "polynomial",
+        "population_count", "pow", "real", "reduce_precision", "rem", "reshape", "rev",
+        "round", "rsqrt", "select_n", "sharding_constraint", "shift_left",
+        "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "slice",
+        "split", "sqrt", "square", "squeeze", "stack", "stop_gradient", "sub", "tan",
+        "tanh", "tile", "transpose", "unstack", "xor", "zeros_like",
+    }
+)
+# fmt: on
+"""Primitives that compilers fuse into whatever reads their result, so that running them again
+costs neither memory nor time worth mentioning. Products, reductions, lookups, random numbers and
+whatever communicates are not among them. A sharding constraint does not: of two values with the
+same bytes, the later one is saved, so its result is, not its operand."""
+
+_NO_LIMIT = 1 << 62
+
+
+def least_saved(
+    eqns: Sequence[Equation], inputs: Collection[Var], wanted: Iterable[Var]
+) -> list[Var]:
+    """Return the variables to save so that the wanted ones can be computed again.
+
+    They are a smallest cut through the program, in bytes, between what cannot be computed again
+    (inputs, and results of equations that are not cheap) and what is wanted. Of several, the one
+    that leaves the least to compute is taken. Values that do not depend on the inputs need not be
+    saved.
+
+    Args:
+        eqns: the program.
+        inputs: the variables that are not at hand later, from outside or of the program.
+        wanted: the variables that are.
+    """
+    graph = _Flow()
+    # Each variable is an edge from the first node to the second: to save it is to cut the edge.
+    ends: dict[Var, tuple[int, int]] = {}
+
+    def add(variable: Var) -> int:
+        ends[variable] = (graph.node(), graph.node())
+        graph.connect(*ends[variable], max(1, nbytes_of(aval_of(variable))))
+        return ends[variable][0]
+
+    for variable in inputs:
+        graph.connect(graph.source, add(variable))
+    for eqn in eqns:
+        reads = [ends[v][1] for v in variables(eqn.invars) if v in ends]
+        for result in eqn.outvars if reads else ():
+            if result in ends:
+                continue
+            enters = add(result)
+            for leaves in reads if eqn.primitive.name in CHEAP else [graph.source]:
+                graph.connect(leaves, enters)
+    for variable in variables(wanted):
+        if variable in ends:
+            graph.connect(ends[variable][1], graph.sink)
+    after = graph.after_last_cut()
+    return [v for v, (enters, leaves) in ends.items() if leaves in after and enters not in after]
+
+
+def results_to_keep(eqns: Iterable[Equation]) -> list[Var]:
+    """Return the results of equations that are not cheap to run again."""
+    return [v for eqn in eqns if eqn.primitive.name not in CHEAP for v in eqn.outvars]
+
+
+class _Flow:
+    """A network from a source to a sink, and its largest flow (Dinic's algorithm)."""
+
+    def __init__(self) -> None:
+        self._edges: list[list[int]] = []
+        self._ends: list[int] = []
+        self._free: list[int] = []
+        self.source, self.sink = self.node(), self.node()
+
+    def node(self) -> int:
+        self._edges.append([])
+        return len(self._edges) - 1
+
+    def connect(self, start: int, end: int, capacity: int = _NO_LIMIT) -> None:
+        # Each edge is followed by its reverse, so that the partner of edge e is e ^ 1.
+        for node, other, free in ((start, end, capacity), (end, start, 0)):
+            self._edges[node].append(len(self._ends))
+            self._ends.append(other)
+            self._free.append(free)
+
+    def after_last_cut(self) -> set[int]:
+        """Return the nodes between the smallest cut and the sink, for the cut nearest to it."""
+        while (levels := self._levels()) is not None:
+            tried = [0] * len(self._edges)
+            while self._augment(levels, tried):
+                pass
+        after, queue = {self.sink}, deque([self.sink])
+        while queue:
+            for edge in self._edges[queue.popleft()]:
+                start = self._ends[edge]
+                if self._free[edge ^ 1] and start not in after:
+                    after.add(start)
+                    queue.append(start)
+        return after
+
+    def _levels(self) -> list[int] | None:
+        """Return each node's distance from the source; None if the sink cannot be reached."""
+        levels = [-1] * len(self._edges)
+        levels[self.source] = 0
+        queue = deque([self.source])
+        while queue:
+            node = queue.popleft()
+            for edge in self._edges[node]:
+                end = self._ends[edge]
+                if self._free[edge] and levels[end] < 0:
+                    levels[end] = levels[node] + 1
+                    queue.append(end)
+        return levels if levels[self.sink] >= 0 else None
+
+    def _augment(self, levels: Sequence[int], tried: list[int]) -> bool:
+        """Send what one more path to the sink takes; return whether there was one."""
+        path: list[int] = []
+        node = self.source
+        while node != self.sink:
+            edges = self._edges[node]
+            while tried[node] < len(edges):
+                edge = edges[tried[node]]
+                if self._free[edge] and levels[self._ends[edge]] == levels[node] + 1:
+                    break
+                tried[node] += 1
+            else:
+                if not path:
+                    return False
+                # A dead end: go back, and do not try this way again.
+                node = self._ends[path.pop() ^ 1]
+                tried[node] += 1
+                continue
+            path.append(edge)
+            node = self._ends[edge]
+        least = min(self._free[edge] for edge in path)
+        for edge in path:
+            self._free[edge] -= least
+            self._free[edge ^ 1] += least
+        return True
