@@ -24,7 +24,7 @@ jax.config.update("jax_mock_gpu_topology", "1x8x1")
 import optax
 
 from meshwright.compiled.collectives import Collective, read_collectives
-from meshwright.compiled.hlo import compile_program
+from meshwright.compiled.compile_program import compile_program
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.ledgers.minimum import needed_collectives

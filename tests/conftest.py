@@ -20,3 +20,22 @@ def command_line():
     """Let messages spell settings as the command line does."""
     with spelled_for(Spelling.COMMAND_LINE):
         yield
+
+
+@pytest.fixture
+def own_disk_cache(monkeypatch, tmp_path):
+    """Restore what a test sets of the compilation cache, and keep the user's cache out of it."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_enable_compilation_cache",
+        "jax_persistent_cache_min_compile_time_secs",
+    )
+    before = {name: jax.config.values[name] for name in names}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()

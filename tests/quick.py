@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from meshwright.compiled.quick_options import quick_options
+from meshwright.step import compile_by_kind
 
 __all__ = ["quick_options"]
 
@@ -36,4 +37,6 @@ def compile_quickly(monkeypatch):
         return compiled(*args, **{**kwargs, **options})
 
     quick_options()
+    # Initializers compiled before were compiled otherwise, and later ones will be again.
+    monkeypatch.setattr(compile_by_kind, "_functions", {})
     monkeypatch.setattr(jax, "jit", jit)

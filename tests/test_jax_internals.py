@@ -97,6 +97,19 @@ print(state.process_id, state.num_processes, jax_internals.jax_has_started())
         assert ran.stdout.split() == ["0", "1", "False"], ran.stderr
 
 
+def test_a_lowered_program_has_the_compiler_options_of_its_jit():
+    options = {"xla_backend_optimization_level": 0}
+    with relied_on(
+        "compiler_options_of",
+        "interpreters.pxla.MeshComputation",
+        "the options given to jax.jit as pairs, and none without them",
+    ):
+        plain = jax.jit(jnp.sin).lower(1.0)
+        quick = jax.jit(jnp.sin, compiler_options=options).lower(1.0)
+        assert jax_internals.compiler_options_of(plain) == {}
+        assert jax_internals.compiler_options_of(quick) == options
+
+
 def test_the_axes_of_shard_map_and_vmap_are_listed():
     seen = {}
 

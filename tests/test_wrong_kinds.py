@@ -76,7 +76,7 @@ class NotTrained:
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path, monkeypatch):
+def _elsewhere(tmp_path, monkeypatch, own_disk_cache):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trainer_module, "TrainingRun", NotTrained)
     monkeypatch.setattr(trainer_module, "verify", NotTrained)

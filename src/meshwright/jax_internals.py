@@ -43,6 +43,13 @@ def surrounding_axes() -> tuple[str, ...]:
     return tuple(name for name in core.get_axis_env().axis_sizes if isinstance(name, str))
 
 
+def compiler_options_of(lowered: Any) -> dict[str, Any]:
+    """Return the compiler options that were given to `jax.jit`, of what its ``lower`` returned."""
+    # They decide what is compiled, and neither the text of a lowered program nor its public
+    # attributes tell them.
+    return dict(lowered._lowering._compiler_options_kvs)
+
+
 @contextmanager
 def replaced_constraints(replace: Callable[[Any, Any], Any]) -> Generator[None]:
     """Call ``replace(array, sharding)`` for every sharding constraint that this thread traces.

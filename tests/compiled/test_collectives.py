@@ -26,7 +26,7 @@ from meshwright.compiled.collectives import (
     read_collectives,
     ring_bytes,
 )
-from meshwright.compiled.hlo import CompiledProgram, compile_program
+from meshwright.compiled.compile_program import CompiledProgram, compile_program
 from meshwright.errors import UserError
 from meshwright.program.jaxpr.names import MODULE_MARK, module_of
 

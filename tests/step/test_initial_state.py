@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from step.runs import make_plan
 
+from meshwright.compiled.quick_options import quick_options
 from meshwright.program.trace.build_model import build_values
 from meshwright.step import compile_by_kind
 from meshwright.step.assemble import assemble
@@ -86,17 +87,28 @@ def test_the_values_are_those_of_the_model_built_outside_of_a_program(model, mes
 
 
 def test_leaves_that_are_drawn_alike_are_compiled_once(monkeypatch):
+    quick_options()  # finds out once per process what the compiler knows
     compiled = []
     jit = jax.jit
     monkeypatch.setattr(
         compile_by_kind.jax, "jit", lambda *a, **k: compiled.append(1) or jit(*a, **k)
     )
+    compile_by_kind.forget_functions()
     step = assembled(Net, {"fsdp": 8})
     assert len(step.traced.layout.leaves) > 6 * BLOCKS
     step.init(0)
     kinds_of_leaves = 6  # two kernels; scales; biases of two sizes; the table and keys as they are
     kinds_of_moments = 4  # zeros of as many shapes, and a counter
-    assert len(compiled) <= kinds_of_leaves + kinds_of_moments + 4
+    assert 0 < len(compiled) <= kinds_of_leaves + kinds_of_moments + 4
+
+    again = assembled(Net, {"fsdp": 8})
+    compiled.clear()
+    values = again.canonical(again.init(1))
+    assert not compiled, "an equal model uses what this process has compiled"
+    assert np.abs(np.asarray(values["blocks.0.up.kernel"])).max() > 0.1
+    expected = dict(zip(values, build_values(Net, again.model_leaves, 1), strict=True))
+    for path, value in values.items():
+        np.testing.assert_allclose(key_data(value), key_data(expected[path]), atol=1e-6)
 
 
 def test_two_rows_of_a_stack_are_two_draws():

@@ -1,5 +1,8 @@
 """Evaluation and prediction: every sample exactly once, on any mesh."""
 
+import threading
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import optax
@@ -123,3 +126,73 @@ def test_the_trained_model_is_one_object_in_evaluation_mode(result):
     assert not np.array_equal(result.model(x), result.model(x))
     result.model.eval()
     np.testing.assert_array_equal(result.model(x), result.model(x))
+
+
+@pytest.fixture
+def compiled_in(monkeypatch):
+    """The names of the threads that programs are compiled in; those apart can be made to fail."""
+    compile_it, threads = jax.stages.Lowered.compile, []
+
+    def compile_and_note(lowered, *args, **options):
+        threads.append(threading.current_thread().name)
+        if threads[-1].startswith("evaluation") and compiled.fails:
+            raise RuntimeError("out of memory")
+        return compile_it(lowered, *args, **options)
+
+    compiled = SimpleNamespace(threads=threads, fails=False)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_note)
+    return compiled
+
+
+def small_trainer(**settings):
+    return mw.Trainer(
+        model=lambda rngs: nnx.Linear(16, 4, rngs=rngs),
+        loss=mean_loss,
+        optimizer=optax.sgd(0.01),
+        mesh="data=8",
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_evaluations_are_compiled_in_another_thread_after_the_first_update(compiled_in, fails):
+    compiled_in.fails = fails
+    held_out, before = samples(67), []
+    ran = small_trainer().fit(
+        samples(64),
+        steps=2,
+        batch_size=32,
+        eval_data=held_out,
+        on_metrics=lambda update, _: before.append(list(compiled_in.threads)) if update == 1 else 0,
+    )
+    apart = [name for name in compiled_in.threads if name.startswith("evaluation")]
+    in_front = [name for name in compiled_in.threads if name == "MainThread"]
+    # Two full batches of 32, and a remainder of 3.
+    assert len(apart) == 2
+    assert len(in_front) == (3 if fails else 1)
+    assert before[0][0] == "MainThread", "the step comes first"
+    assert ran.eval[2]["eval_samples"] == 67
+    assert ran.eval_loss == pytest.approx(plain(ran.model, held_out)[0], rel=1e-6)
+
+
+def test_without_data_to_evaluate_on_nothing_is_compiled_ahead(compiled_in):
+    small_trainer().fit(samples(64), steps=2, batch_size=32)
+    assert compiled_in.threads == ["MainThread"]
+
+
+def test_a_loss_that_cannot_be_evaluated_is_an_error_when_it_is():
+    def broken(model, batch):
+        raise ZeroDivisionError("in the loss of evaluations")
+
+    trained = []
+    trainer = small_trainer(eval_loss=broken, log_every=1)
+    with pytest.raises(ZeroDivisionError, match="in the loss of evaluations"):
+        trainer.fit(
+            samples(64),
+            steps=3,
+            batch_size=32,
+            eval_data=samples(32),
+            eval_every=2,
+            on_metrics=lambda update, _: trained.append(update),
+        )
+    assert trained == [1]

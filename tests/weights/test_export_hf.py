@@ -88,6 +88,7 @@ def run(tmp_path_factory, quick_module):
         "training.steps=1",
         "training.global_batch_size=8",
         "training.sample_tokens=2",
+        "data.eval_fraction=0",
         "optimizer=sgd",
         "optimizer.schedule=constant",
         "optimizer.warmup_steps=0",

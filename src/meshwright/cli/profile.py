@@ -14,7 +14,6 @@ from meshwright.activity import activity
 from meshwright.cli.output import write_file
 from meshwright.cli.request import Request
 from meshwright.columns import Columns, Indented
-from meshwright.compiled.hlo import optimized_hlo
 from meshwright.errors import ExitCode
 from meshwright.processes import is_main
 from meshwright.profile import Profile, Profiler, read_profile
@@ -67,7 +66,7 @@ def _measure(request: Request, recipe: Recipe, assembled: Assembled, profiler: P
         return read_profile(
             profiler.trace,
             assembled.mesh,
-            optimized_hlo(compiled.run),
+            compiled.text(),
             updates=profiler.updates,
             input_wait_seconds=loader.waited - waited,
         )

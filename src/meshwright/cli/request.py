@@ -60,6 +60,7 @@ def make_request(arguments: Arguments, output: Output) -> Request:
     config = validate(composed)
     if arguments.command.needs_devices:
         composed = prepare_devices(config, composed)
+        _prepare_compiler(config)
         facts = {"command": arguments.command.name, **config.model_dump(mode="json")}
         compare_processes({**facts, "version": package_versions()})
     return Request(arguments, composed, config, output)
@@ -84,3 +85,9 @@ def prepare_devices(config: Config, composed: Composed) -> Composed:
     connect_processes(config.simulate)
     run_dir, sweep_dir = processes.broadcast([str(composed.run_dir), str(composed.sweep_dir)])
     return replace(composed, run_dir=Path(run_dir), sweep_dir=Path(sweep_dir))
+
+
+def _prepare_compiler(config: Config) -> None:
+    from meshwright.compiled.disk_cache import use_disk_cache
+
+    use_disk_cache(config.compilation_cache)

@@ -1,21 +1,14 @@
-"""XLA's program text (HLO): getting it from JAX, and reading it into plain records."""
+"""XLA's program text (HLO), read into plain records."""
 
 from __future__ import annotations
 
 import math
 import re
-import tempfile
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
-import jax
-from jax.experimental.compilation_cache import compilation_cache
-
-from meshwright.errors import EnvironmentProblem, UserError
+from meshwright.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,80 +182,6 @@ def trip_count(program: Program, caller: Computation, loop: Instruction) -> int 
     if limit is None or start is None or step is None:
         return None
     return max(0, -(-(limit - start) // step))
-
-
-@dataclass(frozen=True)
-class CompiledProgram:
-    """A compiled step together with its text from before and after optimization.
-
-    The two texts answer different questions. ``partitioned`` is the program right after the
-    partitioner: every collective on its own, with the dtype the program asked for and its own op
-    name, duplicate and dead code removed. It says *what is sent and why*, on any backend.
-    ``optimized`` is what this backend runs: it says how many launches are left after combining. On
-    CPU it has no reduce-scatter, and bf16 collectives are widened to f32, so its bytes are not
-    those of a GPU.
-    """
-
-    compiled: Any
-    partitioned: str
-
-    @property
-    def optimized(self) -> str:
-        """The text of the program this backend runs."""
-        return optimized_hlo(self.compiled)
-
-
-def compile_program(
-    lowered: Any, compiler_options: Mapping[str, Any] | None = None
-) -> CompiledProgram:
-    """Compile what ``jax.jit(f).lower(...)`` returned, and save the partitioned text."""
-    with tempfile.TemporaryDirectory(prefix="meshwright-hlo-") as folder, _no_compilation_cache():
-        options = {
-            **(compiler_options or {}),
-            "xla_dump_to": folder,
-            "xla_dump_hlo_pass_re": "spmd-partitioning",
-            "xla_dump_hlo_as_text": True,
-            # Tables from device to slice offset are constants that would be elided at > 10 devices.
-            "xla_dump_large_constants": True,
-        }
-        compiled = lowered.compile(compiler_options=options)
-        dumps = sorted(Path(folder).glob("*after_spmd-partitioning*.txt"))
-        text = dumps[-1].read_text() if dumps else _unpartitioned(compiled)
-    return CompiledProgram(compiled, text)
-
-
-def optimized_hlo(compiled: Any) -> str:
-    """The text of the program the backend runs."""
-    return compiled.as_text()
-
-
-def _unpartitioned(compiled: Any) -> str:
-    text = optimized_hlo(compiled)
-    partitions = parse_hlo(text).num_partitions
-    if partitions > 1:
-        raise EnvironmentProblem(
-            f"the compiler did not write the partitioned program of {partitions} devices",
-            why="xla_dump_hlo_pass_re=spmd-partitioning produced no file",
-            fix="read the optimized program, and compare it only with others of this backend",
-        )
-    return text
-
-
-@contextmanager
-def _no_compilation_cache() -> Generator[None]:
-    """Turn JAX's on-disk cache off: its key ignores dump options, and a hit writes no dump."""
-    settings = jax.config.values
-    if not (settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"]):
-        yield
-        return
-    # JAX decides once per process whether the cache is used; a reset makes it decide again.
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", True)
-        compilation_cache.reset_cache()
 
 
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{$")

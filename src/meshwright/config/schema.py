@@ -346,6 +346,8 @@ class Config(Frozen):
         strict: make a program that deviates from its plan an error.
         resume: auto resumes from the newest checkpoint in the run folder, if there is one; must
             requires one; never starts from scratch; a path names a run or a checkpoint to resume.
+        compilation_cache: whether to keep compiled programs on disk for later runs, or a folder for
+            them; null does so on accelerators, in the user's cache folder.
     """
 
     model: ModelConfig
@@ -365,6 +367,7 @@ class Config(Frozen):
     kernels: KernelChoice = "auto"
     strict: bool = False
     resume: str = Field(default="auto", min_length=1)
+    compilation_cache: bool | str | None = None
 
     @field_validator("resume", mode="before")
     @classmethod
@@ -375,6 +378,20 @@ class Config(Frozen):
                 "one), resume=must (the same, and an error without one), resume=never, or the path "
                 "of a run or a checkpoint"
             )
+        return value
+
+    @field_validator("compilation_cache", mode="before")
+    @classmethod
+    def _yes_no_or_a_folder(cls, value: Any) -> Any:
+        folder = isinstance(value, str) and value.strip().lower() not in (
+            "",
+            "yes",
+            "no",
+            "on",
+            "off",
+        )
+        if value is not None and not isinstance(value, bool) and not folder:
+            raise ValueError("write true, false or the path of a folder")
         return value
 
     @field_validator("hardware")

@@ -13,8 +13,7 @@ import jax
 
 from meshwright.activity import activity
 from meshwright.compiled.collectives import Collective, read_collectives, ring_bytes
-from meshwright.compiled.hlo import CompiledProgram, compile_program
-from meshwright.compiled.memory import memory_of
+from meshwright.compiled.compile_program import CompiledProgram, compile_program
 from meshwright.data.batches import read_batch
 from meshwright.errors import UserError
 from meshwright.ledgers.excess_reasons import Reason, Reasons, explain
@@ -88,7 +87,7 @@ def read_ledger(
     """List what a compiled step sends."""
     mesh = dict(assembled.mesh.shape)
     stages, needed = _by_stage(read_collectives(program.partitioned, mesh), assembled)
-    memory = memory_of(program.compiled)
+    memory = program.memory
     reasons = Reasons(weight_reads(assembled.traced), mesh)
     explained = [reasons.of(stage) for stage in stages]
     axes = {

@@ -1,7 +1,8 @@
 """Running a program output by output: what is computed alike is compiled once.
 
 The program that initializes a model draws each parameter by code of its own. Compilers may take
-longer for it than for the step, although most outputs differ in nothing but their random key.
+longer for it than for the step, although most outputs differ in nothing but their random key. Later
+models of the same process use what earlier ones compiled.
 """
 
 from __future__ import annotations
@@ -21,6 +22,16 @@ from meshwright.trees import is_key
 REPEATED = 2
 """Parts that share equations are computed apart if they have at most this many times as many
 equations as the program."""
+
+MOST_KINDS = 512
+"""Kinds of parts whose functions are remembered; beyond, the oldest are forgotten."""
+
+_functions: dict[Hashable, list[tuple[Part, Any]]] = {}
+
+
+def forget_functions() -> None:
+    """Forget all compiled functions, so that parts are compiled anew."""
+    _functions.clear()
 
 
 def repeat_little(parts: Sequence[Part]) -> bool:
@@ -44,7 +55,6 @@ class ProgramsByKind:
     ) -> None:
         self._whole, self._known = whole, known
         self._options = dict(compiler_options or {}) or None
-        self._kinds: dict[Hashable, list[tuple[Part, Any]]] = {}
 
     def compute(self, part: Part, sharding: Sharding) -> Any:
         """Return the output of a part."""
@@ -64,8 +74,10 @@ class ProgramsByKind:
         return np.asarray(jax.random.key_data(value)) if is_key(value.dtype) else value
 
     def _compiled(self, part: Part, sharding: Sharding, rows: int | None = None) -> Any:
-        kind = (part.outline, sharding, rows)
-        for known, function in self._kinds.setdefault(kind, []):
+        formats = tuple(self._format(variable) for variable in part.inputs)
+        options = tuple((self._options or {}).items())
+        kind = (part.outline, formats, sharding, rows, options)
+        for known, function in _functions.get(kind, ()):
             if known.is_like(part):
                 return function
         one = self._function(part)
@@ -75,8 +87,16 @@ class ProgramsByKind:
             out_shardings=sharding,
             compiler_options=self._options,
         )
-        self._kinds[kind].append((part, function))
+        if len(_functions) >= MOST_KINDS:
+            del _functions[next(iter(_functions))]
+        _functions.setdefault(kind, []).append((part, function))
         return function
+
+    def _format(self, variable: Var) -> Hashable:
+        """Return what a function depends on of an input, besides its value."""
+        value = self._known[variable]
+        kind = str(jax.random.key_impl(value)) if is_key(value.dtype) else ""
+        return np.shape(value), str(value.dtype), kind
 
     def _function(self, part: Part) -> Any:
         """Return a function of the inputs, with the words of random keys instead of the keys."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.activity import activity
+from meshwright.compiled.compile_program import compile_program
 from meshwright.errors import UserError
 from meshwright.pipeline.execute.exchange_check import check_exchanges
 from meshwright.pipeline.place import decide_stages, pipelined_forward
@@ -52,17 +53,22 @@ def compile_evaluation(
     if assembled.plan.size("pipe") > 1:
         try:
             staged = _staged(assembled, _program(assembled, loss, batch, count), count)
-            compiled = _compile(assembled, staged, batch)
-            check_exchanges(compiled.as_text(), assembled.mesh)
+            compiled = compile_program(_lower(assembled, staged, batch), partitioned=False)
+            check_exchanges(compiled.optimized, assembled.mesh)
         except UserError as error:
             warn(
                 "evaluation does not run in pipeline stages, and every device gathers all blocks: "
                 f"in eval mode {error.what}, since {error.why}"
             )
         else:
-            return compiled
+            return compiled.compiled
+    return lower_evaluation(assembled, loss, batch).compile()
+
+
+def lower_evaluation(assembled: Assembled, loss: Loss, batch: Sequence[Any]) -> Any:
+    """Lower the evaluation of batches like this one, without pipeline stages."""
     program = _program(assembled, loss, batch, 1, staged=False)
-    return _compile(assembled, _unstaged(assembled, program), batch)
+    return _lower(assembled, _unstaged(assembled, program), batch)
 
 
 @activity("compiling the prediction")
@@ -97,7 +103,7 @@ def compile_prediction(
         outputs = forward.outputs(*place(leaves, samples))
         return jax.tree.unflatten(trees[0], outputs[: forward.traced.num_results])
 
-    return _compile(assembled, run, leaves)
+    return _lower(assembled, run, leaves).compile()
 
 
 def _check_rows(arrays: Sequence[Any], samples: int) -> None:
@@ -111,10 +117,10 @@ def _check_rows(arrays: Sequence[Any], samples: int) -> None:
             )
 
 
-def _compile(assembled: Assembled, run: Callable[..., Any], batch: Sequence[Any]) -> Any:
+def _lower(assembled: Assembled, run: Callable[..., Any], batch: Sequence[Any]) -> Any:
     replicated = NamedSharding(assembled.mesh, PartitionSpec())
     leaves = assembled.step.leaf_values(assembled.step.abstract_state())
-    return jax.jit(run, out_shardings=replicated).lower(leaves, list(batch)).compile()
+    return jax.jit(run, out_shardings=replicated).lower(leaves, list(batch))
 
 
 def _program(

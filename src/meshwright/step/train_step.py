@@ -15,6 +15,7 @@ from jax import Array
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshwright.compiled.compile_program import CompiledProgram, compile_program
 from meshwright.compiled.gpu_options import gpu_options
 from meshwright.compiled.quick_options import quick_options
 from meshwright.pipeline.execute.exchange_check import check_exchanges
@@ -140,14 +141,16 @@ class TrainStep:
         self._ahead = _kinds(state, batch), threads.submit(self._compile, lowered)
 
     def _compile(self, lowered: Any) -> Any:
-        compiled = lowered.compile()
-        self.check(compiled)
-        return compiled
+        if self.pipeline is None:
+            return lowered.compile()
+        program = compile_program(lowered, partitioned=False)
+        self.check(program)
+        return program.compiled
 
-    def check(self, compiled: Any) -> None:
+    def check(self, program: CompiledProgram) -> None:
         """Raise if the stages of a compiled step would deadlock."""
         if self.pipeline is not None:
-            check_exchanges(compiled.as_text(), self.mesh)
+            check_exchanges(program.optimized, self.mesh)
 
     def lower(self, batch: Sequence[Any]) -> Any:
         """Lower the step for compilation without running it."""

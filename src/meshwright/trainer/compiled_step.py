@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
-
-import jax
+from typing import Any, TypeVar
 
 from meshwright.activity import activity
-from meshwright.compiled.hlo import CompiledProgram, compile_program
-from meshwright.compiled.memory import MemoryUse, memory_of
+from meshwright.compiled.compile_program import compile_program
+from meshwright.compiled.memory import MemoryUse
 from meshwright.errors import CheckFailed, EnvironmentProblem
 from meshwright.ledgers import Ledger, lower_step, read_ledger
 from meshwright.step.assemble import Assembled
 
 WARN_FROM_BYTES = 2**20
 """Smaller deviations per update, such as one more scalar, are not worth a warning."""
+
+T = TypeVar("T")
 
 StepFunction = Callable[[Any, list[Any]], tuple[Any, dict[str, Any]]]
 
@@ -59,27 +58,17 @@ class CompiledStep:
 
 @activity("compiling the step")
 def compile_step(assembled: Assembled, batch: Any) -> CompiledStep:
-    """Compile the step for batches of this shape.
-
-    With JAX's compilation cache enabled there is no ledger: a cached program comes without the
-    text that the ledger is read from.
-    """
+    """Compile the step for batches of this shape."""
     lowered = lower_step(assembled, batch)
     started = time.perf_counter()
-    program: CompiledProgram | None = None
-    if not jax.config.values["jax_compilation_cache_dir"]:
-        with suppress(EnvironmentProblem):
-            program = compile_program(lowered)
-    compiled: Any = lowered.compile() if program is None else program.compiled
+    program = compile_program(lowered)
     seconds = time.perf_counter() - started
-    assembled.step.check(compiled)
+    assembled.step.check(program)
     return CompiledStep(
-        run=compiled,
-        text=compiled.as_text,
-        ledger=None
-        if program is None
-        else read_ledger(assembled, program, compile_seconds=seconds),
-        memory=_memory(compiled),
+        run=program.compiled,
+        text=program.optimized_or_none,
+        ledger=_reported(lambda: read_ledger(assembled, program, compile_seconds=seconds)),
+        memory=_reported(lambda: program.memory),
         seconds=seconds,
     )
 
@@ -94,8 +83,9 @@ def refuse_deviations(deviations: list[str]) -> None:
         )
 
 
-def _memory(compiled: Any) -> MemoryUse | None:
+def _reported(read: Callable[[], T]) -> T | None:
+    """Return what is read from a program; None if the compiler does not report it."""
     try:
-        return memory_of(compiled)
+        return read()
     except EnvironmentProblem:
         return None

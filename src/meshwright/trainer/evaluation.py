@@ -44,6 +44,7 @@ class Evaluator:
     def __init__(self, programs: Programs, data: Data, *, limit: int | None) -> None:
         self._programs = programs
         self.samples = EverySample(programs.assembled, data, limit=limit)
+        self._first = self.samples.first()
 
     def __call__(self, state: TrainState, warn: Callable[[str], None]) -> dict[str, float]:
         """Return the mean loss and metrics, and the number of samples as ``eval_samples``.
@@ -75,9 +76,15 @@ class Evaluator:
         total = self.samples.num_samples
         return f"{done:,} samples" if total is None else f"{done:,} of {total:,} samples"
 
+    def compile_ahead(self) -> None:
+        """Begin to compile what evaluations will run, in another thread."""
+        for batch in self.samples.shapes(self._first):
+            leaves = jax.tree.leaves(batch.arrays)
+            self._programs.compile_evaluation_ahead(leaves, batch.num_microbatches)
+
     def check(self) -> None:
         """Raise if the data are not like what the loss was traced with."""
-        first = self.samples.first()
+        first = self._first
         self._check_structure(first)
         trained = self._programs.assembled.traced.batch
         for leaf, array in zip(trained, jax.tree.leaves(first), strict=True):

@@ -107,6 +107,31 @@ class EverySample:
             raise no_data()
         return read_batch(first)
 
+    def shapes(self, first: Any) -> list[PlacedBatch]:
+        """Return the kinds of batches to come, with shapes instead of arrays.
+
+        Args:
+            first: what `first` returned. Without a number of samples, other batches may differ.
+        """
+        if isinstance(self.data, IterableData):
+            return []
+        size = self._size
+        if self.num_samples is None:
+            sizes = [form_of(first).num_samples]
+        else:
+            rest = self.num_samples % size
+            whole = rest // self._micro * self._micro
+            sizes = [size if self.num_samples >= size else 0, whole, rest - whole]
+        return [self._shape(first, size) for size in dict.fromkeys(sizes) if size]
+
+    def _shape(self, first: Any, size: int) -> PlacedBatch:
+        def struct(array: Any) -> jax.ShapeDtypeStruct:
+            dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+            shape = (size, *array.shape[1:])
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding_of(size))
+
+        return PlacedBatch(jax.tree.map(struct, first), size, self._num_microbatches(size))
+
     def __iter__(self) -> Iterator[PlacedBatch]:
         """Read ahead and place batch after batch."""
         if self.num_samples is None:

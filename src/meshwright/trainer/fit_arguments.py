@@ -54,6 +54,12 @@ def check_start(sharding: Any, seed: Any, weights: Any, init_from: Any, init_pat
         raise wrong_kind("init_patterns", init_patterns, fix)
 
 
+def check_compilation_cache(given: Any) -> None:
+    """Check whether compiled programs are kept, and where."""
+    if given is not None and not isinstance(given, bool):
+        check_path("compilation_cache", given)
+
+
 def read_pipeline(given: Any) -> PipelineConfig:
     """Return the pipeline settings that a name, a mapping or a config gives."""
     if isinstance(given, PipelineConfig):

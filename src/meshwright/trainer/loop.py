@@ -67,6 +67,7 @@ class Loop:
         on_profile: called with the updates done and the profile.
         evaluate: from a state to its metrics on held-out data; None for no evaluation.
         eval_every: updates between two evaluations; None for a single one at the end.
+        prepare_evaluation: called while the devices work on the first update.
         log_every: updates between two logged updates.
         extra_metrics: further metrics of an update, such as its learning rate.
         state_metrics: further metrics as arrays, from the state after an update.
@@ -90,6 +91,7 @@ class Loop:
     extra_metrics: Callable[[int], Metrics]
     state_metrics: Callable[[TrainState], dict[str, Any]]
     context: CallbackContext
+    prepare_evaluation: Callable[[], None] = lambda: None
     shares: Metrics = field(default_factory=dict[str, float])
     finite_check: FiniteCheck = field(default_factory=FiniteCheck)
 
@@ -126,6 +128,7 @@ class Loop:
                     self._log(*to_log, progress)
                     to_log = None
                 if done == first:
+                    self.prepare_evaluation()
                     # Logged alone: its time includes one-time work, such as filling caches.
                     self._log(done, metrics | self.state_metrics(state), progress)
                 elif done % self.log_every == 0:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import jax
 
+from meshwright.activity import activity
+from meshwright.processes import process_count
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.step.assemble import Assembled
-from meshwright.step.eval_step import Evaluate, Predict, compile_evaluation, compile_prediction
+from meshwright.step.eval_step import (
+    Evaluate,
+    Predict,
+    compile_evaluation,
+    compile_prediction,
+    lower_evaluation,
+)
 from meshwright.trainer.compiled_step import CompiledStep
 
 
@@ -24,6 +34,7 @@ class Programs:
     def __init__(self, assembled: Assembled, loss: Loss) -> None:
         self.assembled, self.loss = assembled, loss
         self._compiled: dict[Any, Any] = {}
+        self._ahead: dict[Any, Future[Evaluate]] = {}
 
     @property
     def batch_like(self) -> Any:
@@ -39,10 +50,36 @@ class Programs:
         self, batch: Sequence[Any], num_microbatches: int, warn: Callable[[str], None]
     ) -> Evaluate:
         """Return the evaluation of batches like this one; see `compile_evaluation`."""
-        return self._once(
-            ("evaluation", num_microbatches, *_shapes(batch)),
-            lambda: compile_evaluation(self.assembled, self.loss, batch, num_microbatches, warn),
-        )
+        key = _evaluation_key(batch, num_microbatches)
+
+        def compile_it() -> Evaluate:
+            if key in self._ahead:
+                # Whatever went wrong in the other thread is tried again, and told, in this one.
+                with suppress(Exception), activity("compiling the evaluation"):
+                    return self._ahead.pop(key).result()
+            return compile_evaluation(self.assembled, self.loss, batch, num_microbatches, warn)
+
+        return self._once(key, compile_it)
+
+    def compile_evaluation_ahead(self, batch: Sequence[Any], num_microbatches: int) -> None:
+        """Trace the evaluation of batches like this one now, and compile it in another thread.
+
+        Evaluations wait for it. Pipeline stages and several processes compile when they evaluate:
+        whether stages can be used shows only then, and processes compile in the same order.
+
+        Args:
+            batch: arrays, or their shapes with shardings.
+            num_microbatches: in how many microbatches pipeline stages work on it.
+        """
+        key = _evaluation_key(batch, num_microbatches)
+        apart = self.assembled.plan.size("pipe") > 1 or process_count() > 1
+        if apart or key in self._compiled or key in self._ahead:
+            return
+        with suppress(Exception):
+            lowered = lower_evaluation(self.assembled, self.loss, batch)
+            thread = ThreadPoolExecutor(1, "evaluation")
+            self._ahead[key] = thread.submit(lowered.compile)
+            thread.shutdown(wait=False)
 
     def prediction(self, function: Callable[[Any, Any], Any], batch: Any) -> Predict:
         """Return the prediction for batches like this one; see `compile_prediction`."""
@@ -55,6 +92,10 @@ class Programs:
         if key not in self._compiled:
             self._compiled[key] = compile_it()
         return self._compiled[key]
+
+
+def _evaluation_key(batch: Sequence[Any], num_microbatches: int) -> tuple[Any, ...]:
+    return "evaluation", num_microbatches, *_shapes(batch)
 
 
 def _shapes(batch: Any) -> tuple[Any, ...]:

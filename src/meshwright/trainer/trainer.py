@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
+from meshwright.compiled.disk_cache import use_disk_cache
 from meshwright.config.argument_checks import (
     check_clip_norm,
     check_count,
@@ -72,6 +73,7 @@ from meshwright.trainer.continuing import (
 )
 from meshwright.trainer.fit_arguments import (
     check_assembled,
+    check_compilation_cache,
     check_evaluation,
     check_start,
     first_batch,
@@ -129,6 +131,8 @@ class Trainer:
         run_name: the name of the run in its folder's metadata, in reports and in trackers; by
             default the end of the folder's path.
         devices: the devices to train on; all by default.
+        compilation_cache: whether this process keeps compiled programs on disk for later ones, or
+            a folder for them; by default on accelerators, in the user's cache folder.
     """
 
     model: UserModel
@@ -151,6 +155,7 @@ class Trainer:
     log_every: int = 10
     run_name: str | None = None
     devices: Sequence[Device] | None = None
+    compilation_cache: bool | str | Path | None = None
 
     def __post_init__(self) -> None:
         self._memory = Memory()
@@ -169,6 +174,7 @@ class Trainer:
         check_devices(self.devices)
         check_start(self.sharding, self.seed, self.weights, self.init_from, self.init_patterns)
         check_one_folder(self.model, self.weights)
+        check_compilation_cache(self.compilation_cache)
         read_pipeline(self.pipeline)
 
     def fit(
@@ -304,6 +310,7 @@ class Trainer:
 
     def assemble(self, batch: Batch) -> Assembled:
         """Build the step for batches of this shape; nothing is compiled yet."""
+        use_disk_cache(self.compilation_cache)
         batch = read_batch(batch)
         return assemble(
             model_source(self.model, self.loss, lambda: batch),
@@ -327,6 +334,7 @@ class Trainer:
             batch_size: samples per global batch; required if the data does not come in batches.
         """
         check_count("steps", steps)
+        use_disk_cache(self.compilation_cache)
         batches = self._by_update(data, batch_size)
         first = read_batch(batches(0))
         return verify(

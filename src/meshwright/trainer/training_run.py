@@ -306,6 +306,7 @@ class TrainingRun:
             on_profile=partial(self._log_profile, tracker),
             evaluate=None if evaluator is None else lambda state: evaluator(state, warn),
             eval_every=spec.evaluation.every,
+            prepare_evaluation=self._prepare_evaluation,
             log_every=spec.output.log_every,
             extra_metrics=self._extra_metrics,
             state_metrics=self._state_metrics,
@@ -319,6 +320,11 @@ class TrainingRun:
         evaluator = Evaluator(self._programs, evaluation.data, limit=evaluation.batches)
         evaluator.check()
         return evaluator
+
+    def _prepare_evaluation(self) -> None:
+        # A profile would show the compiler at work.
+        if self._evaluator is not None and not self._spec.output.profile:
+            self._evaluator.compile_ahead()
 
     def _make_profiling(self, compiled: CompiledStep) -> NoProfiling:
         if not self._spec.output.profile or self._run_dir is None:

@@ -12,7 +12,7 @@ from small_models import WIDTH, Residuals, double, plain_gradients, square_loss,
 from step.runs import filled, put_together
 
 from meshwright.compiled.collectives import read_collectives
-from meshwright.compiled.hlo import compile_program
+from meshwright.compiled.compile_program import compile_program
 from meshwright.compiled.memory import memory_of
 from meshwright.program.evaluate.widen import widen
 

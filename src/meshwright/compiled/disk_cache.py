@@ -1,0 +1,151 @@
+"""The compilation cache on disk: when JAX uses it, and where it is."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from meshwright.processes import process_count
+
+MAX_BYTES = 10 * 2**30
+"""How large the cache in the user's cache folder grows before its oldest entries are deleted."""
+
+_FOLDER = "jax_compilation_cache_dir"
+_ENABLED = "jax_enable_compilation_cache"
+_MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
+
+
+def use_disk_cache(wanted: bool | str | os.PathLike[str] | None) -> None:
+    """Turn the compilation cache on or off, for this whole process.
+
+    JAX's own settings (JAX_COMPILATION_CACHE_DIR and others) are kept, unless ``wanted``
+    contradicts them. A folder that cannot be written to is a warning, and nothing is cached.
+
+    Args:
+        wanted: a folder; true for JAX's own setting, or else the user's cache folder; false for no
+            cache; None for true on accelerators in a single process, and JAX's settings elsewhere.
+            CPUs compile quickly, and machine code for one may not run on another. Of several
+            processes only the first writes entries, and on GPUs a process that compiles waits for
+            the others to compile too, which a process that finds an entry does not.
+    """
+    if wanted is False:
+        _set(_ENABLED, False)
+        return
+    if wanted is None and not _by_default():
+        return
+    folder = _absolute(wanted) if wanted not in (None, True) else jax.config.values[_FOLDER]
+    own = not folder
+    folder = str(default_folder()) if own else folder
+    if not _prepare(folder):
+        return
+    if own:
+        drop_oldest(Path(folder), MAX_BYTES)
+    if not os.environ.get(_MIN_SECONDS.upper()):
+        # A run has dozens of small programs, which together take seconds to compile.
+        jax.config.update(_MIN_SECONDS, 0.0)
+    _set(_FOLDER, folder)
+    _set(_ENABLED, True)
+
+
+def disk_cache() -> str | None:
+    """Return the folder of the compilation cache; None if there is no cache."""
+    values = jax.config.values
+    return values[_FOLDER] or None if values[_ENABLED] else None
+
+
+@contextmanager
+def no_disk_cache() -> Generator[None]:
+    """Compile anew inside, whatever the cache holds, and write nothing to it."""
+    if disk_cache() is None:
+        yield
+        return
+    _set(_ENABLED, False)
+    try:
+        yield
+    finally:
+        _set(_ENABLED, True)
+
+
+def default_folder() -> Path:
+    """Return where programs are cached unless the user names another folder."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The standard says that relative paths are to be ignored.
+    root = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
+    return root / "meshwright" / "programs"
+
+
+def drop_oldest(folder: Path, most: int) -> None:
+    """Delete the files used longest ago if a folder holds more than ``most`` bytes."""
+    files: list[tuple[float, int, Path]] = []
+    for path in folder.rglob("*"):
+        try:
+            stat = path.stat()
+        except OSError:
+            # Another process has deleted it.
+            continue
+        if path.is_file():
+            files.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
+    excess = sum(size for _, size, _ in files) - most
+    for _, size, path in sorted(files):
+        if excess <= 0:
+            return
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            return
+        excess -= size
+
+
+@functools.cache
+def warn_unwritable(folder: str, why: str) -> None:
+    """Warn, once per folder, that nothing can be cached in it."""
+    warnings.warn(
+        f"compiled programs cannot be kept in {folder} ({why}), and will be compiled anew by the "
+        "next run. Name another folder with compilation_cache, or write false to do without",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _by_default() -> bool:
+    """Whether to use the cache although nobody has asked for it."""
+    values = jax.config.values
+    if values[_FOLDER] or not values[_ENABLED]:
+        return False
+    return jax.default_backend() != "cpu" and process_count() == 1
+
+
+def _absolute(folder: str | os.PathLike[str]) -> str:
+    """Return a folder as it is named from any working directory; addresses stay as they are."""
+    text = os.fspath(folder)
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
+def _prepare(folder: str) -> bool:
+    """Create a local folder; return whether it can be written to."""
+    if "://" in folder:
+        return True
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        warn_unwritable(folder, error.strerror or str(error))
+        return False
+    if not os.access(folder, os.W_OK | os.X_OK):
+        warn_unwritable(folder, "permission denied")
+        return False
+    return True
+
+
+def _set(name: str, value: object) -> None:
+    if jax.config.values[name] == value:
+        return
+    jax.config.update(name, value)
+    # JAX decides once per process whether the cache is used; a reset makes it decide again.
+    compilation_cache.reset_cache()
