@@ -132,7 +132,7 @@ def check_cudnn(operands: AttentionOperands, platform: str) -> None:
 
 
 def xla_attention(allowed: Allowed, scale: float) -> Attend:
-    """Return attention that saves queries, keys, values and results, and no scores.
+    """Return attention that saves queries, keys and values, and no scores.
 
     Its gradient computes the scores again, from which the saved sums of exponentials make the
     weights.
@@ -158,17 +158,17 @@ def xla_attention(allowed: Allowed, scale: float) -> Attend:
 
     def forward(query: Any, key: Any, value: Any, mask: Any) -> Any:
         out, normalizer = forward_pass(query, key, value, mask)
-        return out, (query, key, value, mask, out, normalizer)
+        return out, (query, key, value, mask, normalizer)
 
     def backward(saved: Any, cotangent: Any) -> Any:
-        query, key, value, mask, out, normalizer = saved
+        query, key, value, mask, normalizer = saved
         wide = normalizer.dtype
         weights = jnp.exp(scores(query, key, mask) - normalizer)
         product = partial(jnp.einsum, preferred_element_type=wide)
         of_value = product("bkgts,btkgc->bskc", weights.astype(value.dtype), cotangent)
         of_weights = product("btkgc,bskc->bkgts", cotangent, value)
-        mean = (cotangent.astype(wide) * out.astype(wide)).sum(-1)
-        of_scores = weights * (of_weights - jnp.moveaxis(mean, 1, -1)[..., None]) * scale
+        mean = (weights * of_weights).sum(-1, keepdims=True)
+        of_scores = weights * (of_weights - mean) * scale
         of_scores = of_scores.astype(query.dtype)
         of_query = product("bkgts,bskc->btkgc", of_scores, key)
         of_key = product("bkgts,btkgc->bskc", of_scores, query)

@@ -12,7 +12,8 @@ from jax import lax
 
 from meshwright.program.evaluate.evaluator import Environment, Numerics
 from meshwright.program.evaluate.mesh_view import MeshView
-from meshwright.program.jaxpr.equations import Equation, Literal, Value, Var, aval_of
+from meshwright.program.evaluate.weight_uses import HALF
+from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Value, Var, aval_of
 from meshwright.program.kernels.match_rowwise import RowwiseMatch
 from meshwright.program.kernels.regions import Region
 
@@ -50,8 +51,11 @@ class RowwiseKernel:
             # Otherwise the compiler would save what it could compute again.
             operands, known = lax.optimization_barrier(saved)
             known_sums = dict(zip(sums, known, strict=True))
-            _, pullback = jax.vjp(lambda *x: evaluate(x, known_sums)[match.output], *operands)
-            return pullback(cotangent)
+            # An activation is read several times; its gradients are added before they are rounded.
+            wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in operands]
+            _, pullback = jax.vjp(lambda *x: evaluate(x, known_sums)[match.output], *wide)
+            gradients = zip(pullback(cotangent), operands, strict=True)
+            return tuple(gradient.astype(x.dtype) for gradient, x in gradients)
 
         run.defvjp(forward, backward)
         operands = [env.read(v) for v in match.activations]
@@ -71,13 +75,22 @@ def _evaluate(
         operands = [
             jnp.broadcast_to(values[a], shape).astype(aval_of(a).dtype)
             if not isinstance(a, Literal) and a in rounded
-            else numerics.convert(a.val if isinstance(a, Literal) else values[a])
+            else _as_traced(a, values, numerics)
             for a in eqn.invars
         ]
         if sums is not None and eqn.outvars[0] in sums:
             values[eqn.outvars[0]] = _known_sum(eqn, operands[0], sums[eqn.outvars[0]])
         else:
             values.update(zip(eqn.outvars, numerics.bind(eqn, operands), strict=True))
+
+
+def _as_traced(atom: Atom, values: Mapping[Var, Any], numerics: Numerics) -> Any:
+    """Return the value of an atom in the dtype that equations read it in."""
+    if isinstance(atom, Literal):
+        return numerics.convert(atom.val)
+    value, dtype = values[atom], aval_of(atom).dtype
+    narrower = value.dtype == jnp.float32 and dtype in HALF
+    return value.astype(dtype) if narrower else value
 
 
 def _known_sum(eqn: Equation, operand: Any, known: Any) -> Any:
