@@ -256,7 +256,15 @@ def train_transformers(case: Case, tokens: Path, options: argparse.Namespace) ->
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
-    compiled = torch.compile(model)
+
+    def loss_of(rows: Any) -> Any:
+        logits = model(input_ids=rows[:, :-1]).logits
+        return torch.nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), rows[:, 1:].flatten()
+        )
+
+    # The loss is compiled too: otherwise the logits are held in float32.
+    compiled = torch.compile(loss_of)
     stored = np.load(tokens, mmap_mode="r")
     order = np.random.default_rng(0)
 
@@ -265,10 +273,7 @@ def train_transformers(case: Case, tokens: Path, options: argparse.Namespace) ->
         rows = np.stack([stored[s : s + case.length + 1] for s in starts]).astype(np.int64)
         batch = torch.from_numpy(rows).pin_memory().to("cuda", non_blocking=True)
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            logits = compiled(input_ids=batch[:, :-1]).logits
-            loss = torch.nn.functional.cross_entropy(
-                logits.float().flatten(0, 1), batch[:, 1:].flatten()
-            )
+            loss = compiled(batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

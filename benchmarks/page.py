@@ -37,11 +37,30 @@ def section(name: str) -> str:
 def circumstances(record: dict[str, Any]) -> str:
     """Return when and on what the figures were measured."""
     machine, versions = record["hardware"], record["versions"]
+    if "gpu" in record:
+        return (
+            f"{record['date']}, one {record['gpu']} ({record['matmul_tflops']} TFLOP/s in a bf16 "
+            f"product), Python {versions['python']}, JAX {versions['jax']}, Flax "
+            f"{versions['flax']}; {versions['note']}: `{record['command']}`"
+        )
     return (
         f"{record['date']}, {machine['cores']} cores of {machine['cpu']} under a load of "
         f"{machine['load']}, Python {versions['python']}, JAX {versions['jax']}, "
         f"Flax {versions['flax']}: `{record['command']}`"
     )
+
+
+def gpu_peers(record: dict[str, Any]) -> list[str]:
+    """One row for each model and side."""
+    heads = ("model", "batch", "side", "tokens/s", "ms", "peak GiB", "of the matmul peak")
+    rows = [
+        [row["case"], f"{row['rows']}×{row['length']}", side]
+        + [f"{row[side]['tokens_per_second']:,}", row[side]["ms"], row[side]["peak_gib"]]
+        + [f"{row[side]['mfu_of_peak']:.0%}"]
+        for row in record["rows"]
+        for side in ("meshwright", "transformers")
+    ]
+    return table(heads, rows)
 
 
 def host_overhead(record: dict[str, Any]) -> list[str]:
@@ -177,6 +196,7 @@ TABLES = {
     "checkpoint_checksums": checkpoint_checksums,
     "pipeline": pipeline,
     "verify_time": verify_time,
+    "gpu_peers": gpu_peers,
 }
 
 
