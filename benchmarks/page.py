@@ -54,9 +54,15 @@ def gpu_peers(record: dict[str, Any]) -> list[str]:
     """One row for each model and side."""
     heads = ("model", "batch", "side", "tokens/s", "ms", "peak GiB", "of the matmul peak")
     rows = [
-        [row["case"], f"{row['rows']}×{row['length']}", side]
-        + [f"{row[side]['tokens_per_second']:,}", row[side]["ms"], row[side]["peak_gib"]]
-        + [f"{row[side]['mfu_of_peak']:.0%}"]
+        [
+            row["case"],
+            f"{row['rows']}×{row['length']}",
+            side,
+            f"{row[side]['tokens_per_second']:,}",
+            row[side]["ms"],
+            row[side]["peak_gib"],
+            f"{row[side]['mfu_of_peak']:.0%}",
+        ]
         for row in record["rows"]
         for side in ("meshwright", "transformers")
     ]
