@@ -50,7 +50,7 @@ def batch():
     random = np.random.default_rng(0)
     return {
         "x": random.normal(size=(SAMPLES, LENGTH, 8)).astype(np.float32),
-        "segments": np.sort(random.integers(4, size=(SAMPLES, LENGTH)), axis=1),
+        "segments": np.sort(random.integers(4, size=(SAMPLES, LENGTH), dtype=np.int32), axis=1),
         "hidden": random.integers(2, size=(SAMPLES, LENGTH)) > 0,
     }
 

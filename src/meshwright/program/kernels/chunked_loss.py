@@ -26,6 +26,12 @@ from meshwright.program.kernels.regions import Region
 ENTRIES = 2**29
 """Logits held at a time, at most."""
 
+FEWEST_ROWS = 1024
+"""Rows of a part, at least, where there are as many."""
+
+MOST_ROWS = 16384
+"""Rows of a part, at most: more would not make its products faster."""
+
 UNROLLED = 8
 """Parts that are unrolled; more run in a loop."""
 
@@ -219,7 +225,7 @@ class _Work:
         match = self.match
         hidden, weight, *others = operands
         num_whole = len(match.whole)
-        dim, count = _division(hidden.shape[:-1], aval_of(match.product.outvars[0]).shape[-1])
+        dim, count = division(hidden.shape[:-1], aval_of(match.product.outvars[0]).shape[-1])
         if count == 1:
             outputs, gradients = part(hidden, weight, others, cotangents)
             return list(outputs), list(gradients)
@@ -277,9 +283,9 @@ class _Work:
         )
 
 
-def _division(rows: Sequence[int], classes: int) -> tuple[int, int]:
+def division(rows: Sequence[int], classes: int) -> tuple[int, int]:
     """Return which dim of the rows is divided, and into how many parts."""
-    most = max(1024, min(16384, 2 ** int(math.log2(ENTRIES / classes))))
+    most = max(FEWEST_ROWS, min(MOST_ROWS, 2 ** int(math.log2(ENTRIES / classes))))
     needed = -(-math.prod(rows) // most)
     best = (0, 1)
     for dim, size in enumerate(rows):
