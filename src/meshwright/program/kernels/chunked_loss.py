@@ -321,6 +321,10 @@ def _resized(eqn: Equation, count: int, rows: Sequence[int]) -> Equation:
 
 
 def is_fused(match: LossMatch, graded: Sequence[bool]) -> bool:
-    """Whether gradients come from a single total."""
+    """Whether gradients come from a single total, and can be computed before they are scaled."""
     totals = [v for v, g in zip(match.outputs, graded, strict=True) if g]
+    # The scale of the loss keeps gradients in fp16 from vanishing.
+    dtypes = [aval_of(v).dtype for v in (match.hidden, match.product.outvars[0])]
+    if jnp.dtype(jnp.float16) in dtypes:
+        return False
     return len(totals) == 1 and aval_of(totals[0]).shape == ()
