@@ -58,7 +58,9 @@ def differentiate(build, loss, batch, kernels, *, wide=True, **options):
         step = quick(lambda state, batch: put_together.step(state, batch))
         state, metrics = step(state, put_together.put_batch(batch))
         metrics = {name: np.asarray(value, np.float64) for name, value in metrics.items()}
-        gradients = put_together.canonical_params(jax.tree.leaves(state.optimizer))
+        owners = [leaf.param for leaf in put_together.step.optimizer.leaves]
+        by_owner = dict(zip(owners, state.optimizer, strict=True))
+        gradients = put_together.canonical_params([by_owner[n] for n in range(len(by_owner))])
     gradients = {path: np.asarray(value, np.float64) for path, value in gradients.items()}
     uses = put_together.decision.kernels.uses
     return Run(float(metrics["loss"]), metrics, gradients, uses)

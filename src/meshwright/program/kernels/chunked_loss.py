@@ -105,6 +105,11 @@ class _Work:
 
     def _arranged(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
         """Return the gradients of all operands; None for those that have none."""
+        if self._axes:
+            # Only now: the compiler adds them to other gradients of the same weight, such as that
+            # of a lookup in the same table, before it reduces them.
+            own = self._own_rows()
+            gradients = [g if o else g.sum(0) for g, o in zip(gradients, own, strict=True)]
         others = iter(gradients[2:])
         inputs = (*self.match.whole, *self.match.by_row)
         rest = [next(others) if v in self.kernel.trained else None for v in inputs]
@@ -119,8 +124,8 @@ class _Work:
         extra = [bool(aval_of(v).shape) for v in graded][: len(operands) - len(by_row) - 1]
         specs = [rows if has_rows else None for has_rows in (True, *by_row, *extra)]
         outputs = tuple(rows if aval_of(v).shape else None for v in match.outputs)
-        trained = [v for v in (*match.whole, *match.by_row) if v in self.kernel.trained]
-        gradients = (rows, None, *(rows if v in match.by_row else None for v in trained))
+        stacked = PartitionSpec(self._axes)
+        gradients = tuple(rows if own else stacked for own in self._own_rows())
         whole = PartitionSpec()
         out = (
             tuple(spec or whole for spec in outputs) if run != self._gradients else (),
@@ -144,12 +149,12 @@ class _Work:
             if graded
         ]
         outputs, gradients = self._loop(self._differentiated, operands, ones)
-        return self._summed(outputs), self._reduced(gradients)
+        return self._summed(outputs), self._stacked(gradients)
 
     def _gradients(self, *operands: Any) -> Any:
         count = 2 + len(self.match.whole) + len(self.match.by_row)
         _, gradients = self._loop(self._differentiated, operands[:count], list(operands[count:]))
-        return (), self._reduced(gradients)
+        return (), self._stacked(gradients)
 
     def _differentiated(
         self, hidden: Any, weight: Any, others: list[Any], cotangents: list[Any]
@@ -245,9 +250,8 @@ class _Work:
 
         shapes = jax.eval_shape(one, jnp.zeros((), jnp.int32))
         num_outputs = len(match.outputs)
-        trained = [v for v in (*match.whole, *match.by_row) if v in self.kernel.trained]
         joined = [bool(aval_of(v).shape) for v in match.outputs]
-        joined += [True, False, *(v in match.by_row for v in trained)]
+        joined += self._own_rows()
         joined = joined[: len(shapes)]
         sums = [jnp.zeros(s.shape, s.dtype) for s, j in zip(shapes, joined, strict=True) if not j]
 
@@ -271,16 +275,17 @@ class _Work:
             return tuple(outputs)
         return tuple(x if x.ndim else lax.psum(x, self._axes) for x in outputs)
 
-    def _reduced(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
-        """Add up the gradients of what all devices share."""
+    def _stacked(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """Give this device's part of the gradients of what all devices share a dim of devices."""
         if not self._axes:
             return tuple(gradients)
+        own = self._own_rows()
+        return tuple(g if o else g[None] for g, o in zip(gradients, own, strict=True))
+
+    def _own_rows(self) -> list[bool]:
+        """Return for each gradient whether each device has its own rows of it."""
         trained = [v for v in (*self.match.whole, *self.match.by_row) if v in self.kernel.trained]
-        own = [True, False, *(v in self.match.by_row for v in trained)]
-        return tuple(
-            g if is_own else lax.psum(g, self._axes)
-            for g, is_own in zip(gradients, own, strict=True)
-        )
+        return [True, False, *(v in self.match.by_row for v in trained)]
 
 
 def division(rows: Sequence[int], classes: int) -> tuple[int, int]:
