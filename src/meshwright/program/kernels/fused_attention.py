@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from meshwright.program.evaluate.evaluator import Environment
@@ -26,6 +27,10 @@ Attend = Callable[..., Any]
 
 A mask says all that queries may attend to.
 """
+
+
+ATTENDED = "attended"
+"""The name of what attention saves for its gradient besides its operands."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,8 @@ def xla_attention(allowed: Allowed, scale: float) -> Attend:
         return forward_pass(query, key, value, mask)[0]
 
     def forward(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        out, normalizer = forward_pass(query, key, value, mask)
+        results = forward_pass(query, key, value, mask)
+        out, normalizer = (checkpoint_name(result, ATTENDED) for result in results)
         return out, (query, key, value, mask, out, normalizer)
 
     def backward(saved: Any, cotangent: Any) -> Any:
