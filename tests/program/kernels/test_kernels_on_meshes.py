@@ -86,13 +86,14 @@ def small(num_blocks):
     return lambda: build_model("gpt", rngs=nnx.Rngs(0), **{**SIZES, "num_blocks": num_blocks})
 
 
-@pytest.mark.parametrize(("mesh", "num_blocks"), [("fsdp=2,tensor=2", 1), ("pipe=2,data=2", 2)])
+MESHES = [("fsdp=2,tensor=2", 1), pytest.param("pipe=2,data=2", 2, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize(("mesh", "num_blocks"), MESHES)
 def test_gradients_on_a_mesh_equal_those_of_one_device(mesh, num_blocks):
     sharding = mw.ShardingConfig(min_shard_size=0)
     batch = TASK.synthetic_batch(0, 4)
-    found = differentiate(
-        small(num_blocks), TASK.loss, batch, "xla", mesh=mesh, sharding=sharding
-    )
+    found = differentiate(small(num_blocks), TASK.loss, batch, "xla", mesh=mesh, sharding=sharding)
     expected = differentiate(small(num_blocks), TASK.loss, batch, "none")
     kinds = {use.kind for use in found.uses if use.kernel}
     assert kinds == {"attention", "loss", "norm", "activation"}

@@ -142,7 +142,9 @@ def _saved(build, kernels):
     values = made.traced.layout.from_canonical(made.model_leaves.values(build()))
 
     def pullback(values):
-        return jax.vjp(lambda v: forward(v, jax.tree.leaves(batch(8, 64))).objective.total, values)[1]
+        return jax.vjp(lambda v: forward(v, jax.tree.leaves(batch(8, 64))).objective.total, values)[
+            1
+        ]
 
     return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(pullback, values)))
 
@@ -152,9 +154,7 @@ def test_gradients_of_half_precision_scales_are_as_accurate_as_without():
     truth = differentiate(build(names), loss, batch(8, 32), "none").gradients
     errors = {}
     for kernels in ("xla", "none"):
-        run = differentiate(
-            build(names), loss, batch(8, 32), kernels, wide=False, precision="bf16"
-        )
+        run = differentiate(build(names), loss, batch(8, 32), kernels, wide=False, precision="bf16")
         errors[kernels] = {
             path: np.abs(run.gradients[path] - value).max() / np.abs(value).max()
             for path, value in truth.items()

@@ -43,7 +43,7 @@ class AttentionMatch:
 
 def softmaxes(graph: Graph) -> Iterator[Equation]:
     """Yield the divisions that end a softmax over one dim."""
-    for eqn in graph.jaxpr.eqns:
+    for eqn in graph.live:
         if eqn.primitive.name == "div" and _denominator(graph, eqn) is not None:
             yield eqn
 

@@ -67,7 +67,7 @@ def projections(graph: Graph, frame: Frame) -> list[tuple[Equation, int]]:
     Those that gradients flow through come first: of a teacher and a student, the student.
     """
     found: list[tuple[Equation, int]] = []
-    for eqn in graph.jaxpr.eqns:
+    for eqn in graph.live:
         weight = _weight_operand(eqn, frame) if eqn.primitive.name == "dot_general" else None
         if weight is not None and _reaches_sum_of_exponentials(graph, eqn.outvars[0]):
             found.append((eqn, weight))

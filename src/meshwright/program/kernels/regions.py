@@ -116,6 +116,11 @@ class Graph:
             self.segments += [number] * len(segment.eqns)
         self._returned = {a for a in self.jaxpr.outvars if not isinstance(a, Literal)}
 
+    @property
+    def live(self) -> list[Equation]:
+        """The equations that something depends on."""
+        return [e for e in self.jaxpr.eqns if e.effects or not self.dead.issuperset(e.outvars)]
+
     def made_by(self, atom: Atom, *names: str) -> Equation | None:
         """Return the equation that makes an atom, if it has one of these names (any by default)."""
         if isinstance(atom, Literal) or atom not in self.maker:
