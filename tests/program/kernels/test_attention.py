@@ -19,8 +19,8 @@ from program.kernels.kernel_runs import Forms, assembled, assert_equal, both, us
 
 FORMS = {name: form for name, (form, _) in (REPLACED | NOT_REPLACED).items()}
 EVERYDAY = (
-    *("grouped", "library_window", "queries_last", "inverted", "another_numpy_mask"),
-    *("by_exponentials", "single_head", "cross", "packed_twice_masked", "called_again"),
+    *("grouped", "queries_last", "inverted", "another_numpy_mask", "cross"),
+    "packed_twice_masked",
 )
 
 

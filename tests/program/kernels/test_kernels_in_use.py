@@ -71,17 +71,22 @@ def batch(samples=4, seed=0):
     return {"tokens": random.integers(CLASSES, size=(samples, LENGTH + 1), dtype=np.int32)}
 
 
-def attention_lines(run):
-    return [use for use in run.uses if use.kind == "attention"]
-
-
-@pytest.mark.parametrize("stacked", [pytest.param(True, marks=pytest.mark.full), False])
+@pytest.mark.full
+@pytest.mark.parametrize("stacked", [True, False])
 def test_flax_attention_in_scanned_and_rolled_blocks(stacked):
     sharding = mw.ShardingConfig(blocks="unroll" if stacked else "scan")
     build = functools.partial(Model, stacked=stacked)
     found = differentiate(build, loss, batch(), "xla", sharding=sharding)
-    assert [(u.kernel, u.detail) for u in attention_lines(found)] == [("xla", "causal")]
+    assert [(u.kernel, u.detail) for u in found.uses if u.kind == "attention"] == [
+        ("xla", "causal")
+    ]
     assert_equal(found, differentiate(build, loss, batch(), "none", sharding=sharding))
+
+
+def test_flax_attention_is_found_in_every_block():
+    uses = assembled(Model, loss, batch(), "xla").decision.kernels.uses
+    found = [(use.module, use.kernel, use.detail) for use in uses if use.kind == "attention"]
+    assert found == [(f"blocks.{n}.attention", "xla", "causal") for n in range(2)]
 
 
 def test_without_kernels_the_program_is_the_one_without_the_search():
@@ -134,10 +139,14 @@ class Ignoring(Model):
 
 
 def test_values_that_nothing_reads_are_no_obstacle():
-    found, expected = both(Ignoring, loss, batch())
-    assert {use.kind for use in found.uses if use.kernel} >= {"attention", "loss"}
-    assert not [use for use in found.uses if not use.kernel]
-    assert_equal(found, expected)
+    made = assembled(Ignoring, loss, batch(), "xla", wide=False)
+    uses = made.decision.kernels.uses
+    assert {use.kind for use in uses} == {"attention", "loss", "norm", "activation"}
+    assert all(use.kernel for use in uses)
+    forward = planned_forward(made.traced, made.decision, made.plan, made.mesh)
+    leaves = [step.leaf.struct for step in made.traced.layout.step_leaves]
+    found = jax.eval_shape(forward, leaves, jax.tree.leaves(batch()))
+    assert found.objective.total.shape == ()
 
 
 @jax.custom_vjp

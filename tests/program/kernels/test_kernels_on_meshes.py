@@ -100,6 +100,7 @@ def test_gradients_on_a_mesh_equal_those_of_one_device(mesh, num_blocks):
     assert_equal(found, expected)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("quick_compilation")
 def test_a_table_that_is_looked_up_too_is_reduced_once():
     """The gradients of the last projection and of the lookup are added before they are sent."""
