@@ -92,7 +92,7 @@ def test_flax_attention_is_found_in_every_block():
 def test_without_kernels_the_program_is_the_one_without_the_search():
     """Compared as lowered text."""
     made = assembled(Model, loss, batch(), "none", wide=False)
-    assert made.decision.kernels is NO_KERNELS
+    assert made.decision.kernels == NO_KERNELS
     plain = decide(made.traced, made.plan.mesh, made.plan.sharding)
     leaves = [step.leaf.struct for step in made.traced.layout.step_leaves]
     texts = {
@@ -105,7 +105,7 @@ def test_without_kernels_the_program_is_the_one_without_the_search():
 
 
 def test_on_cpus_nothing_is_replaced_by_default():
-    assert assembled(Model, loss, batch(), "auto").decision.kernels is NO_KERNELS
+    assert assembled(Model, loss, batch(), "auto").decision.kernels == NO_KERNELS
 
 
 @pytest.mark.full
