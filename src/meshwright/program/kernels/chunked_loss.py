@@ -26,6 +26,12 @@ from meshwright.program.kernels.regions import Region
 ENTRIES = 2**29
 """Logits held at a time, at most."""
 
+FEWEST_ROWS = 1024
+"""Rows of a part, at least, where there are as many."""
+
+MOST_ROWS = 16384
+"""Rows of a part, at most: more would not make its products faster."""
+
 UNROLLED = 8
 """Parts that are unrolled; more run in a loop."""
 
@@ -99,6 +105,11 @@ class _Work:
 
     def _arranged(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
         """Return the gradients of all operands; None for those that have none."""
+        if self._axes:
+            # Only now: the compiler adds them to other gradients of the same weight, such as that
+            # of a lookup in the same table, before it reduces them.
+            own = self._own_rows()
+            gradients = [g if o else g.sum(0) for g, o in zip(gradients, own, strict=True)]
         others = iter(gradients[2:])
         inputs = (*self.match.whole, *self.match.by_row)
         rest = [next(others) if v in self.kernel.trained else None for v in inputs]
@@ -113,8 +124,8 @@ class _Work:
         extra = [bool(aval_of(v).shape) for v in graded][: len(operands) - len(by_row) - 1]
         specs = [rows if has_rows else None for has_rows in (True, *by_row, *extra)]
         outputs = tuple(rows if aval_of(v).shape else None for v in match.outputs)
-        trained = [v for v in (*match.whole, *match.by_row) if v in self.kernel.trained]
-        gradients = (rows, None, *(rows if v in match.by_row else None for v in trained))
+        stacked = PartitionSpec(self._axes)
+        gradients = tuple(rows if own else stacked for own in self._own_rows())
         whole = PartitionSpec()
         out = (
             tuple(spec or whole for spec in outputs) if run != self._gradients else (),
@@ -138,12 +149,12 @@ class _Work:
             if graded
         ]
         outputs, gradients = self._loop(self._differentiated, operands, ones)
-        return self._summed(outputs), self._reduced(gradients)
+        return self._summed(outputs), self._stacked(gradients)
 
     def _gradients(self, *operands: Any) -> Any:
         count = 2 + len(self.match.whole) + len(self.match.by_row)
         _, gradients = self._loop(self._differentiated, operands[:count], list(operands[count:]))
-        return (), self._reduced(gradients)
+        return (), self._stacked(gradients)
 
     def _differentiated(
         self, hidden: Any, weight: Any, others: list[Any], cotangents: list[Any]
@@ -219,7 +230,7 @@ class _Work:
         match = self.match
         hidden, weight, *others = operands
         num_whole = len(match.whole)
-        dim, count = _division(hidden.shape[:-1], aval_of(match.product.outvars[0]).shape[-1])
+        dim, count = division(hidden.shape[:-1], aval_of(match.product.outvars[0]).shape[-1])
         if count == 1:
             outputs, gradients = part(hidden, weight, others, cotangents)
             return list(outputs), list(gradients)
@@ -239,9 +250,8 @@ class _Work:
 
         shapes = jax.eval_shape(one, jnp.zeros((), jnp.int32))
         num_outputs = len(match.outputs)
-        trained = [v for v in (*match.whole, *match.by_row) if v in self.kernel.trained]
         joined = [bool(aval_of(v).shape) for v in match.outputs]
-        joined += [True, False, *(v in match.by_row for v in trained)]
+        joined += self._own_rows()
         joined = joined[: len(shapes)]
         sums = [jnp.zeros(s.shape, s.dtype) for s, j in zip(shapes, joined, strict=True) if not j]
 
@@ -265,21 +275,22 @@ class _Work:
             return tuple(outputs)
         return tuple(x if x.ndim else lax.psum(x, self._axes) for x in outputs)
 
-    def _reduced(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
-        """Add up the gradients of what all devices share."""
+    def _stacked(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """Give this device's part of the gradients of what all devices share a dim of devices."""
         if not self._axes:
             return tuple(gradients)
+        own = self._own_rows()
+        return tuple(g if o else g[None] for g, o in zip(gradients, own, strict=True))
+
+    def _own_rows(self) -> list[bool]:
+        """Return for each gradient whether each device has its own rows of it."""
         trained = [v for v in (*self.match.whole, *self.match.by_row) if v in self.kernel.trained]
-        own = [True, False, *(v in self.match.by_row for v in trained)]
-        return tuple(
-            g if is_own else lax.psum(g, self._axes)
-            for g, is_own in zip(gradients, own, strict=True)
-        )
+        return [True, False, *(v in self.match.by_row for v in trained)]
 
 
-def _division(rows: Sequence[int], classes: int) -> tuple[int, int]:
+def division(rows: Sequence[int], classes: int) -> tuple[int, int]:
     """Return which dim of the rows is divided, and into how many parts."""
-    most = max(1024, min(16384, 2 ** int(math.log2(ENTRIES / classes))))
+    most = max(FEWEST_ROWS, min(MOST_ROWS, 2 ** int(math.log2(ENTRIES / classes))))
     needed = -(-math.prod(rows) // most)
     best = (0, 1)
     for dim, size in enumerate(rows):
@@ -315,6 +326,10 @@ def _resized(eqn: Equation, count: int, rows: Sequence[int]) -> Equation:
 
 
 def is_fused(match: LossMatch, graded: Sequence[bool]) -> bool:
-    """Whether gradients come from a single total."""
+    """Whether gradients come from a single total, and can be computed before they are scaled."""
     totals = [v for v, g in zip(match.outputs, graded, strict=True) if g]
+    # The scale of the loss keeps gradients in fp16 from vanishing.
+    dtypes = [aval_of(v).dtype for v in (match.hidden, match.product.outvars[0])]
+    if jnp.dtype(jnp.float16) in dtypes:
+        return False
     return len(totals) == 1 and aval_of(totals[0]).shape == ()

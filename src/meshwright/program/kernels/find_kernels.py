@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import KernelChoice
 from meshwright.program.dims import DimClasses, Frame
 from meshwright.program.jaxpr.equations import Equation, Var
+from meshwright.program.kernels.attention_operands import AttentionOperands
 from meshwright.program.kernels.chunked_loss import LossKernel, is_fused
 from meshwright.program.kernels.fused_attention import AttentionKernel, check_cudnn
 from meshwright.program.kernels.match_attention import (
     AttentionMatch,
-    AttentionOperands,
     match_attention,
     softmaxes,
 )
@@ -98,7 +99,7 @@ def find_kernels(
     interior = [v for region in finder.regions for v in region.interior]
     return Kernels(
         {region.place.eqn.outvars[0]: region for region in finder.regions},
-        frozenset(interior),
+        frozenset(finder.dead.union(interior)),
         frozenset(v for r in finder.regions for v in r.outputs if v not in r.place.eqn.outvars),
         tuple(finder.uses),
         rows=True,
@@ -112,31 +113,34 @@ class _Finder:
         self.fused_loss = search.fused_loss
         self.regions: list[Region] = []
         self.uses: list[Substitution] = []
+        self.dead: set[Var] = set()
         self._taken: set[Var] = set()
 
     def search(self, scope: Scope) -> None:
         """Add the regions of one program."""
-        graph = Graph(scope.frame.jaxpr)
+        graph, frame = Graph(scope.frame.jaxpr), scope.frame
+        self.dead |= graph.dead
         for division in softmaxes(graph):
-            self._try("attention", [division], lambda d=division: self._attention(graph, scope, d))
-        for product, weight in projections(graph, scope.frame):
-            self._try(
-                "loss", [product], lambda p=product, w=weight: self._loss(graph, scope.frame, p, w)
-            )
+            self._try("attention", frame, division, self._attention, graph, scope, division)
+        for product, weight in projections(graph, frame):
+            self._try("loss", frame, product, self._loss, graph, frame, product, weight)
         for root in norms(graph):
-            self._try("norm", [root], lambda r=root: _rowwise(graph, "norm", match_norm(graph, r)))
+            self._try("norm", frame, root, _norm, graph, root)
         for anchor in activations(graph):
-            self._try(
-                "activation",
-                [anchor],
-                lambda a=anchor: _rowwise(graph, "activation", match_activation(graph, a)),
-            )
+            self._try("activation", frame, anchor, _activation, graph, anchor)
 
-    def _try(self, kind: str, eqns: Sequence[Equation], make: Callable[[], Region | None]) -> None:
-        module = module_name(eqns)
+    def _try(
+        self,
+        kind: str,
+        frame: Frame,
+        anchor: Equation,
+        make: Callable[..., Region | None],
+        *arguments: Any,
+    ) -> None:
         try:
-            region = make()
+            region = make(*arguments)
         except NotReplaced as refusal:
+            module = module_name([anchor]) or frame.path
             self.uses.append(Substitution(kind, module, "", reason=str(refusal)))
             return
         if region is None:
@@ -146,7 +150,8 @@ class _Finder:
             return
         self._taken |= made
         self.regions.append(region)
-        self.uses.append(Substitution(kind, region.module, region.kernel.name, region.detail))
+        module = region.module or frame.path
+        self.uses.append(Substitution(kind, module, region.kernel.name, region.detail))
 
     def _attention(self, graph: Graph, scope: Scope, division: Equation) -> Region | None:
         match = match_attention(graph, scope, division)
@@ -199,6 +204,14 @@ class _Finder:
             graph.place(match.eqns, inputs, match.outputs),
             LossKernel(match, trained, graded, fused, layout),
         )
+
+
+def _norm(graph: Graph, root: Equation) -> Region | None:
+    return _rowwise(graph, "norm", match_norm(graph, root))
+
+
+def _activation(graph: Graph, anchor: Equation) -> Region | None:
+    return _rowwise(graph, "activation", match_activation(graph, anchor))
 
 
 def _rowwise(graph: Graph, kind: str, match: RowwiseMatch | None) -> Region | None:

@@ -10,19 +10,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import Value, Var, aval_of
+from meshwright.program.kernels.attention_operands import AttentionOperands
 from meshwright.program.kernels.local import run_locally
 from meshwright.program.kernels.masks import Allowed
-from meshwright.program.kernels.match_attention import AttentionOperands
 from meshwright.program.kernels.regions import NotReplaced, Region
 
 Attend = Callable[..., Any]
-"""(query [B, T, H, C], key and value [B, S, K, C], mask [B, 1, T, S] or None) → [B, T, H, C]."""
+"""(query [B, T, H, C], key and value [B, S, K, C], mask [B, 1, T, S] or None) → [B, T, H, C].
+
+A mask says all that queries may attend to.
+"""
+
+
+ATTENDED = "attended"
+"""The name of what attention saves for its gradient besides its operands."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ def _run(operands: AttentionOperands, attend: Attend, *arrays: Any) -> Any:
     mask = None
     if operands.mask is not None:
         mask = _rows_and_keys(operands, arrays[3], batch, length)
+        mask &= _band(operands.allowed, mask.shape[-2:])
     out = attend(query, key, value, mask)
     out = out.reshape(*batch, length, *heads, *groups, out.shape[-1])
     return jnp.transpose(jnp.moveaxis(out, count - head, count), operands.output_dims)
@@ -104,7 +113,7 @@ def cudnn_attention(allowed: Allowed, scale: float) -> Attend:
             mask=mask,
             scale=scale,
             is_causal=allowed.causal and mask is None,
-            local_window_size=None if allowed.window is None else (allowed.window - 1, 0),
+            local_window_size=None if mask is not None else allowed.local_window,
             implementation="cudnn",
         )
 
@@ -141,7 +150,8 @@ def xla_attention(allowed: Allowed, scale: float) -> Attend:
     def scores(query: Any, key: Any, mask: Any) -> Any:
         wide = jnp.promote_types(query.dtype, jnp.float32)
         out = jnp.einsum("btkgc,bskc->bkgts", query, key, preferred_element_type=wide) * scale
-        return jnp.where(_visible(allowed, out.shape[-2:], mask), out, -jnp.inf)
+        visible = _band(allowed, out.shape[-2:]) if mask is None else mask[:, None]
+        return jnp.where(visible, out, -jnp.inf)
 
     def forward_pass(query: Any, key: Any, value: Any, mask: Any) -> tuple[Any, Any]:
         values = scores(query, key, mask)
@@ -157,7 +167,8 @@ def xla_attention(allowed: Allowed, scale: float) -> Attend:
         return forward_pass(query, key, value, mask)[0]
 
     def forward(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        out, normalizer = forward_pass(query, key, value, mask)
+        results = forward_pass(query, key, value, mask)
+        out, normalizer = (checkpoint_name(result, ATTENDED) for result in results)
         return out, (query, key, value, mask, normalizer)
 
     def backward(saved: Any, cotangent: Any) -> Any:
@@ -187,9 +198,8 @@ def xla_attention(allowed: Allowed, scale: float) -> Attend:
     return attend
 
 
-def _visible(allowed: Allowed, shape: tuple[int, ...], mask: Any) -> Any:
-    if mask is not None:
-        return mask[:, None]
+def _band(allowed: Allowed, shape: tuple[int, ...]) -> Any:
+    """Return which keys [S] queries [T] may attend to, by their distance."""
     distance = jnp.arange(shape[0])[:, None] - jnp.arange(shape[1])[None, :]
     visible = distance >= 0 if allowed.causal else jnp.ones(shape, bool)
     return visible if allowed.window is None else visible & (distance < allowed.window)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshwright.program.evaluate.evaluator import Evaluator
-from meshwright.program.jaxpr.equations import Atom, ClosedJaxpr, Equation, Literal, Var, aval_of
+from meshwright.program.jaxpr.equations import Atom, ClosedJaxpr, Equation, Var, aval_of
+from meshwright.program.jaxpr.equations import Literal as Constant
 from meshwright.program.kernels.regions import NotReplaced
 from meshwright.program.kernels.surroundings import Scope
 
@@ -37,6 +39,11 @@ class Allowed:
         """Whether a query attends to itself and what is before it, not to what follows."""
         return self.least == 0
 
+    @property
+    def local_window(self) -> tuple[int, int] | None:
+        """How many keys before and after a query it attends to; None for any number."""
+        return None if self.window is None else (self.window - 1, 0)
+
     def __str__(self) -> str:
         parts = ["causal" if self.causal else "full"]
         parts += [f"window {self.window}"] if self.window is not None else []
@@ -44,68 +51,84 @@ class Allowed:
         return ", ".join(parts)
 
 
-_known: dict[str, Allowed | None] = {}
+MaskKind = Literal["allowed", "hidden", "added"]
+"""What a mask is: true where a query may attend, true where it may not, or added to the scores."""
+
+_known: dict[Hashable, Allowed | None] = {}
+
+_Dim = TypeVar("_Dim")
 
 
 def read_mask(
-    scope: Scope, atom: Atom, dims: Sequence[int | None], query: int, key: int, *, added: bool
+    scope: Scope, atom: Atom, dims: Sequence[int | None], query: int, key: int, kind: MaskKind
 ) -> list[Allowed]:
     """Return what a mask allows, one entry per condition that all have to hold.
 
     Args:
         scope: where the mask is a variable.
-        atom: the mask: true where a query may attend, or what is added to the scores.
+        atom: the mask.
         dims: for each dim of the mask, the dim of the scores that it is.
         query: the scores' dim of queries.
         key: the scores' dim of keys.
-        added: whether the mask is added to the scores.
+        kind: what the mask is.
 
     Raises:
         NotReplaced: if it cannot be expressed.
     """
-    scope, atom = scope.origin(atom)
-    eqn, mapped = scope.maker(atom), list(dims)
-    while eqn is not None and eqn.primitive.name == "broadcast_in_dim":
-        sizes, source = aval_of(eqn.invars[0]).shape, eqn.invars[0]
-        mapped = [
-            mapped[to] if size > 1 else None
-            for to, size in zip(eqn.params["broadcast_dimensions"], sizes, strict=True)
-        ]
-        scope, atom = scope.origin(source)
-        eqn = scope.maker(atom)
-    if eqn is not None and eqn.primitive.name == "and" and not added:
-        return [
-            allowed
-            for part in eqn.invars
-            for allowed in read_mask(scope, part, mapped, query, key, added=False)
-        ]
-    if isinstance(atom, Literal):
-        return _uniform(atom.val, added=added)
+    scope, atom, mapped = before_broadcast(scope, atom, dims)
+    eqn = scope.maker(atom)
+    name = "" if eqn is None else eqn.primitive.name
+    if eqn is not None and name == "not" and kind != "added":
+        opposite: MaskKind = "hidden" if kind == "allowed" else "allowed"
+        return read_mask(scope, eqn.invars[0], mapped, query, key, opposite)
+    if eqn is not None and (name, kind) in (("and", "allowed"), ("or", "hidden")):
+        parts = [read_mask(scope, part, mapped, query, key, kind) for part in eqn.invars]
+        return [allowed for part in parts for allowed in part]
+    if isinstance(atom, Constant):
+        return _uniform(atom.val, kind)
     shape = aval_of(atom).shape
     varies = {d for d, size in zip(mapped, shape, strict=True) if size > 1}
     if varies <= {query, key} or scope.constant(atom) is not None:
-        return [_classify(scope, atom, mapped, query, key, added=added)]
-    if eqn is not None and eqn.primitive.name == "eq" and not added:
+        return [_classify(scope, atom, mapped, query, key, kind)]
+    if eqn is not None and name == "eq" and kind == "allowed":
         _check_documents(scope, eqn, mapped, query, key)
         return [Allowed(documents=True)]
     raise NotReplaced("its mask depends on data")
 
 
-def _uniform(value: Any, *, added: bool) -> list[Allowed]:
-    if bool(value == 0) if added else bool(value):
+def before_broadcast(
+    scope: Scope, atom: Atom, dims: Sequence[_Dim | None]
+) -> tuple[Scope, Atom, list[_Dim | None]]:
+    """Return a value before it is broadcast: its scope, it, and which of ``dims`` its dims are."""
+    mapped = list(dims)
+    scope, atom = scope.origin(atom)
+    while (eqn := scope.maker(atom)) is not None and eqn.primitive.name == "broadcast_in_dim":
+        sizes = aval_of(eqn.invars[0]).shape
+        mapped = [
+            mapped[to] if size > 1 else None
+            for to, size in zip(eqn.params["broadcast_dimensions"], sizes, strict=True)
+        ]
+        scope, atom = scope.origin(eqn.invars[0])
+    return scope, atom, mapped
+
+
+def _uniform(value: Any, kind: MaskKind) -> list[Allowed]:
+    if bool(value) == (kind == "allowed"):
         return []
     raise NotReplaced("its mask hides everything")
 
 
 def _classify(
-    scope: Scope, atom: Var, dims: Sequence[int | None], query: int, key: int, *, added: bool
+    scope: Scope, atom: Var, dims: Sequence[int | None], query: int, key: int, kind: MaskKind
 ) -> Allowed:
     program = scope.constant(atom)
     if program is None:
         raise NotReplaced("its mask depends on data")
-    text = f"{program} {list(dims)} {query} {key} {added}"
+    consts = [np.asarray(const) for const in program.consts]
+    values = tuple((c.shape, str(c.dtype), c.tobytes()) for c in consts)
+    text = (str(program), values, tuple(dims), query, key, kind)
     if text not in _known:
-        _known[text] = _evaluate(program, dims, query, key, added=added)
+        _known[text] = _evaluate(program, dims, query, key, kind)
     allowed = _known[text]
     if allowed is None:
         raise NotReplaced("its mask is neither causal, nor a sliding window, nor full")
@@ -113,14 +136,16 @@ def _classify(
 
 
 def _evaluate(
-    program: ClosedJaxpr, dims: Sequence[int | None], query: int, key: int, *, added: bool
+    program: ClosedJaxpr, dims: Sequence[int | None], query: int, key: int, kind: MaskKind
 ) -> Allowed | None:
     """Evaluate a mask without storing it: compilers fuse it into what it is compared with."""
 
     def facts() -> tuple[Any, Any, Any, Any]:
         (mask,) = Evaluator().run(program, [])
-        known = ((mask == 0) | (mask <= HIDDEN)).all() if added else jnp.ones((), bool)
-        mask = mask == 0 if added else mask
+        known = jnp.ones((), bool)
+        if kind == "added":
+            known = ((mask == 0) | (mask <= HIDDEN)).all()
+        mask = mask.astype(bool) if kind == "allowed" else mask == 0
         kept = [d for d, dim in enumerate(dims) if dim in (query, key) and mask.shape[d] > 1]
         first = mask[tuple(slice(None) if d in kept else slice(1) for d in range(mask.ndim))]
         known &= (mask == first).all()
@@ -158,9 +183,10 @@ def _check_documents(
     (left_scope, left, of_left), (right_scope, right, of_right) = (
         _broadcast_source(scope, atom, dims) for atom in eqn.invars
     )
-    same = left is right and left_scope is right_scope and not isinstance(left, Literal)
+    same = left is right and left_scope is right_scope and not isinstance(left, Constant)
     ends = {of_left[-1] if of_left else None, of_right[-1] if of_right else None}
-    if not same or ends != {query, key} or len(aval_of(left).shape) != 2:
+    rows = of_left[:-1] == of_right[:-1]
+    if not same or not rows or ends != {query, key} or len(aval_of(left).shape) != 2:
         raise NotReplaced("its mask compares other values than the documents of a row")
 
 

@@ -4,50 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import jax
 import numpy as np
 
+from meshwright.program.dims.elementwise import ELEMENTWISE
+from meshwright.program.evaluate.widen import wide_evaluator
 from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
-from meshwright.program.kernels.masks import HIDDEN, Allowed, merge, read_mask
+from meshwright.program.kernels.attention_operands import (
+    AttentionOperands,
+    MaskOperand,
+    Role,
+    ScoreProduct,
+    ValueProduct,
+    order_operands,
+)
+from meshwright.program.kernels.masks import (
+    HIDDEN,
+    Allowed,
+    MaskKind,
+    before_broadcast,
+    merge,
+    read_mask,
+)
 from meshwright.program.kernels.regions import Graph, NotReplaced
 from meshwright.program.kernels.surroundings import Scope
-
-
-@dataclass(frozen=True)
-class AttentionOperands:
-    """The operands of attention, and how their dims are ordered.
-
-    ``query`` has dims (batch…, heads, group…, length, channels) in the order given by
-    ``query_dims``, ``key`` and ``value`` have (batch…, heads, length, channels), and the output of
-    the second product has the same dims as the query in the order given by ``output_dims``.
-
-    Attributes:
-        query: queries.
-        key: keys.
-        value: values.
-        query_dims: the permutation of the query's dims to (batch…, length, group…, channels).
-        key_dims: the permutation of the key's dims to (batch…, length, channels).
-        value_dims: the same for the value.
-        output_dims: the permutation of (batch…, length, group…, channels) to the output's dims.
-        num_batch: how many batch dims there are, heads included.
-        scale: the factor on the scores.
-        allowed: what queries may attend to.
-        mask: the mask as an array, if it depends on documents.
-        mask_dims: for each dim of the mask its position in (batch…, length, group…, keys).
-    """
-
-    query: Var
-    key: Var
-    value: Var
-    query_dims: tuple[int, ...]
-    key_dims: tuple[int, ...]
-    value_dims: tuple[int, ...]
-    output_dims: tuple[int, ...]
-    num_batch: int
-    scale: float
-    allowed: Allowed
-    mask: Var | None = None
-    mask_dims: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,7 +43,7 @@ class AttentionMatch:
 
 def softmaxes(graph: Graph) -> Iterator[Equation]:
     """Yield the divisions that end a softmax over one dim."""
-    for eqn in graph.jaxpr.eqns:
+    for eqn in graph.live:
         if eqn.primitive.name == "div" and _denominator(graph, eqn) is not None:
             yield eqn
 
@@ -72,6 +54,8 @@ def match_attention(graph: Graph, scope: Scope, division: Equation) -> Attention
     Raises:
         NotReplaced: if it is attention that cannot be replaced.
     """
+    if not _is_followed_by_product(graph, division.outvars[0]):
+        return None
     match = _Match(graph, scope)
     scores = match.softmax(division)
     product = match.scores(scores)
@@ -96,8 +80,26 @@ def _through(graph: Graph, atom: Atom) -> Atom:
     return atom
 
 
-# What a dim of the scores is: ("batch", n), ("left", dim of that operand), ("right", dim).
-_Role = tuple[str, int]
+def _is_followed_by_product(graph: Graph, weights: Var) -> bool:
+    """Whether functions of weights are multiplied with another matrix."""
+    names = {*ELEMENTWISE, "transpose", "reshape", "broadcast_in_dim", "reduce_sum"}
+    pending, seen = [weights], {weights}
+    while pending:
+        for eqn in graph.read_by(pending.pop()):
+            if eqn.primitive.name == "dot_general":
+                return True
+            outs = [v for v in eqn.outvars if v not in seen and eqn.primitive.name in names]
+            pending += outs
+            seen.update(outs)
+    return False
+
+
+class _Mask(NamedTuple):
+    """A mask, and what the dims of the scores are that it is applied to."""
+
+    atom: Atom
+    kind: MaskKind
+    roles: tuple[Role | None, ...]
 
 
 @dataclass
@@ -106,8 +108,7 @@ class _Match:
     scope: Scope
     eqns: list[Equation] = field(default_factory=list[Equation])
     scale: float = 1.0
-    masks: list[tuple[Atom, bool, tuple[_Role | None, ...]]] = field(default_factory=list)
-    after: list[Equation] = field(default_factory=list[Equation])
+    masks: list[_Mask] = field(default_factory=list[_Mask])
     axis: int = 0
 
     def softmax(self, division: Equation) -> Var:
@@ -138,251 +139,210 @@ class _Match:
             atom = eqn.invars[0]
 
     def _maximum(self, atom: Atom, scores: Atom) -> None:
-        names = ("stop_gradient", "broadcast_in_dim", "reshape", "max", "reduce_max", "select_n")
-        while (eqn := self.graph.made_by(atom, *names)) is not None:
+        """Collect the equations of what is subtracted from the scores, the maximum."""
+        names = ("stop_gradient", "broadcast_in_dim", "reshape", "transpose", "max", "select_n")
+        varies = self._varies_along(atom, self.axis)
+        while (eqn := self.graph.made_by(atom, *names, "reduce_max")) is not None:
             self.eqns.append(eqn)
             if eqn.primitive.name == "reduce_max":
-                if eqn.invars[0] is not scores or list(eqn.params["axes"]) != [self.axis]:
+                same = self._before_transposes(eqn.invars[0]) is self._before_transposes(scores)
+                if varies or not same or len(eqn.params["axes"]) != 1:
                     break
                 return
             atom = next((a for a in eqn.invars[::-1] if not isinstance(a, Literal)), eqn.invars[0])
         raise NotReplaced("its softmax subtracts something else than the maximum")
 
+    def _varies_along(self, atom: Atom, dim: int) -> bool:
+        """Whether a value is not just repeated along a dim."""
+        if aval_of(atom).shape[dim] == 1:
+            return False
+        eqn = self.graph.made_by(atom, "broadcast_in_dim", "stop_gradient")
+        if eqn is None:
+            return True
+        if eqn.primitive.name == "stop_gradient":
+            return self._varies_along(eqn.invars[0], dim)
+        to = [int(d) for d in eqn.params["broadcast_dimensions"]]
+        return dim in to and aval_of(eqn.invars[0]).shape[to.index(dim)] > 1
+
+    def _before_transposes(self, atom: Atom) -> Atom:
+        while (eqn := self.graph.made_by(atom, "transpose")) is not None:
+            atom = eqn.invars[0]
+        return atom
+
     def scores(self, atom: Atom) -> Equation | None:
         """Collect what is between the first product and the softmax; return the product."""
-        pending: list[Equation] = []
-        while True:
-            eqn = self.graph.made_by(atom)
-            if eqn is None:
-                return None
-            name = eqn.primitive.name
-            if name == "dot_general":
+        pending: list[tuple[Equation, _Step]] = []
+        while (eqn := self.graph.made_by(atom)) is not None:
+            if eqn.primitive.name == "dot_general":
                 break
-            if name in ("convert_element_type", "transpose"):
-                following = eqn.invars[0]
-            elif name in ("mul", "div"):
-                following = self._factor(eqn)
-            elif name in ("select_n", "add"):
-                following = self._masked(eqn)
-            elif name == "reshape" and _same_dims(eqn):
-                following = eqn.invars[0]
-            else:
+            step = self._step_before(eqn)
+            if step is None:
+                if self._comes_from_product(atom):
+                    raise NotReplaced(f"its scores are changed by {eqn.primitive.name}")
                 return None
-            if following is None:
-                return None
-            pending.append(eqn)
-            atom = following
-        self.eqns += [*pending, eqn]
+            pending.append((eqn, step))
+            atom = step.scores
+        if eqn is None:
+            return None
+        self.eqns += [*(e for e, _ in pending), eqn]
         roles = _product_roles(eqn)
-        for step in reversed(pending):
-            roles = self._follow(step, roles)
+        for later, step in reversed(pending):
+            roles = self._follow(later, step, roles)
         self.roles = roles
         return eqn
 
-    def _factor(self, eqn: Equation) -> Atom | None:
+    def _step_before(self, eqn: Equation) -> _Step | None:
+        """Return the scores before an equation, and the mask that it applies."""
+        name = eqn.primitive.name
+        if name in ("convert_element_type", "transpose"):
+            return _Step(eqn.invars[0])
+        if name == "reshape" and _same_dims(eqn):
+            return _Step(eqn.invars[0])
+        if name in ("mul", "div"):
+            return self._factor(eqn)
+        if name == "add":
+            return self._added(eqn)
+        if name == "select_n" and len(eqn.invars) == 3:
+            return self._selected(eqn)
+        return None
+
+    def _factor(self, eqn: Equation) -> _Step | None:
         left, right = eqn.invars
         for value, factor in ((left, right), (right, left)):
             number = self._number(factor)
             if number is not None and (eqn.primitive.name == "mul" or factor is right):
                 self.scale *= number if eqn.primitive.name == "mul" else 1 / number
-                return value
+                return _Step(value)
         return None
 
     def _number(self, atom: Atom) -> float | None:
         """Return the value of a constant scalar."""
-        atom = _through(self.graph, atom)
+        scope, atom = self.scope.origin(_through(self.graph, atom))
         if isinstance(atom, Literal):
             return float(atom.val) if np.ndim(atom.val) == 0 else None
+        program = scope.constant(atom) if aval_of(atom).shape == () else None
+        if program is None:
+            return None
+        with jax.enable_x64(True):
+            return float(wide_evaluator().run(program, [])[0])
+
+    def _added(self, eqn: Equation) -> _Step | None:
+        for value, mask in (eqn.invars, eqn.invars[::-1]):
+            if not isinstance(mask, Literal) and self.scope.constant(mask) is not None:
+                return _Step(value, mask, "added")
         return None
 
-    def _masked(self, eqn: Equation) -> Atom | None:
-        """Return the scores before an equation hides some of them."""
-        if eqn.primitive.name == "add":
-            for value, mask in (eqn.invars, eqn.invars[::-1]):
-                if not isinstance(mask, Literal) and self.scope.constant(mask) is not None:
-                    self.after.append(eqn)
-                    return value
-            return None
-        if len(eqn.invars) != 3:
-            return None
-        fill = self._number(eqn.invars[1])
-        if fill is None or fill > HIDDEN:
-            return None
-        return eqn.invars[2]
+    def _selected(self, eqn: Equation) -> _Step | None:
+        which, if_false, if_true = eqn.invars
+        kinds: tuple[tuple[Atom, Atom, MaskKind], ...] = (
+            (if_true, if_false, "allowed"),
+            (if_false, if_true, "hidden"),
+        )
+        for value, other, kind in kinds:
+            fill = self._number(other)
+            # A factor applied later makes what is filled in smaller too.
+            if fill is not None and fill * self.scale <= HIDDEN:
+                return _Step(value, which, kind)
+        return None
 
-    def _follow(self, eqn: Equation, roles: tuple[_Role | None, ...]) -> tuple[_Role | None, ...]:
+    def _comes_from_product(self, atom: Atom) -> bool:
+        """Whether a value is an elementwise function of a product of two activations."""
+        size, pending, seen = aval_of(atom).size, [atom], {atom}
+        while pending:
+            eqn = self.graph.made_by(pending.pop())
+            if eqn is None:
+                continue
+            if eqn.primitive.name == "dot_general":
+                values = [self.scope.frame.values.get(a) for a in eqn.invars if isinstance(a, Var)]
+                return len(values) == 2 and all(v is not None and v.has_data for v in values)
+            if eqn.primitive.name in (*ELEMENTWISE, "transpose", "reshape"):
+                before = [a for a in eqn.invars if isinstance(a, Var) and a not in seen]
+                pending += [a for a in before if aval_of(a).size == size]
+                seen.update(before)
+        return False
+
+    def _follow(
+        self, eqn: Equation, step: _Step, roles: tuple[Role | None, ...]
+    ) -> tuple[Role | None, ...]:
         """Return what the dims are after an equation."""
-        name = eqn.primitive.name
-        if name == "transpose":
+        if eqn.primitive.name == "transpose":
             return tuple(roles[d] for d in eqn.params["permutation"])
-        if name == "reshape":
+        if eqn.primitive.name == "reshape":
             sizes = aval_of(eqn.invars[0]).shape
             left = iter([r for r, s in zip(roles, sizes, strict=True) if s > 1])
             return tuple(next(left) if s > 1 else None for s in aval_of(eqn.outvars[0]).shape)
-        if name == "select_n":
-            self.masks.append((eqn.invars[0], False, roles))
-        elif name == "add":
-            constant = [
-                a
-                for a in eqn.invars
-                if not isinstance(a, Literal) and self.scope.constant(a) is not None
-            ]
-            self.masks.append((constant[0], True, roles))
+        if step.mask is not None:
+            self.masks.append(_Mask(step.mask, step.kind, roles))
         return roles
 
     def finish(self, product: Equation, division: Equation) -> AttentionMatch:
         """Match the product with the values, and describe the whole."""
-        graph, axis = self.graph, self.axis
-        if any(role is None for role in self.roles):
+        roles = [role for role in self.roles if role is not None]
+        if len(roles) < len(self.roles):
             raise NotReplaced("its scores have a dim of size 1")
-        side, key_dim = self.roles[axis]  # pyright: ignore[reportGeneralTypeIssues]
+        side, _ = roles[self.axis]
         if side == "batch":
-            return _no("its softmax is over a batch dim")
-        weights, roles = division.outvars[0], list(self.roles)
+            raise NotReplaced("its softmax is over a batch dim")
+        scores = ScoreProduct(product, 1 if side == "right" else 0)
+        named = {side: "key", "batch": "batch"}
+        rename = lambda role: (named.get(role[0], "query"), role[1])  # noqa: E731
+        self.masks = [
+            m._replace(roles=tuple(r if r is None else rename(r) for r in m.roles))
+            for m in self.masks
+        ]
+        values = self._value_product(division, [rename(role) for role in roles])
+        values.check(scores)
+        length = self._length(scores)
+        mask = self._mask(scores, length)
+        operands = order_operands(scores, values, length, self.scale, mask)
+        return AttentionMatch(self.graph.in_order(self.eqns), values.eqn.outvars[0], operands)
+
+    def _value_product(self, division: Equation, roles: list[Role]) -> ValueProduct:
+        """Collect what is between the softmax and the second product; return the product."""
+        weights = division.outvars[0]
         while True:
-            eqn = graph.only_reader(weights)
+            eqn = self.graph.only_reader(weights)
             self.eqns.append(eqn)
-            if eqn.primitive.name == "dot_general":
-                break
-            if eqn.primitive.name == "transpose":
+            name = eqn.primitive.name
+            if name == "dot_general":
+                return ValueProduct(eqn, weights, roles)
+            if name == "transpose":
                 roles = [roles[d] for d in eqn.params["permutation"]]
-            elif eqn.primitive.name == "reshape" and _same_dims(eqn):
-                pass
-            elif eqn.primitive.name != "convert_element_type":
-                _no(f"its weights are changed by {eqn.primitive.name}, as dropout does")
+            elif name != "convert_element_type":
+                raise NotReplaced(f"its weights are changed by {name}, as dropout does")
             weights = eqn.outvars[0]
-        eqns = graph.in_order(self.eqns)
-        operands = self._operands(product, eqn, weights, side, key_dim, roles)
-        return AttentionMatch(eqns, eqn.outvars[0], operands)
 
-    def _operands(
-        self,
-        first: Equation,
-        second: Equation,
-        weights: Var,
-        side: str,
-        key_dim: int,
-        roles: Sequence[_Role | None],
-    ) -> AttentionOperands:
-        k_side = 1 if side == "right" else 0
-        contracting, batch = first.params["dimension_numbers"]
-        query, key = first.invars[1 - k_side], first.invars[k_side]
-        num_batch = len(batch[0])
-        q_batch, k_batch = batch[1 - k_side], batch[k_side]
-        q_free = [
-            d
-            for d in range(len(aval_of(query).shape))
-            if d not in q_batch and d not in contracting[1 - k_side]
-        ]
-        k_free = [
-            d
-            for d in range(len(aval_of(key).shape))
-            if d not in k_batch and d not in contracting[k_side]
-        ]
-        if k_free != [key_dim] or len(contracting[0]) != 1 or not q_free:
-            _no("its keys have several dims of positions or channels")
-        w_side = 0 if second.invars[0] is weights else 1
-        value = second.invars[1 - w_side]
-        contracting2, batch2 = second.params["dimension_numbers"]
-        if any(isinstance(a, Literal) for a in (query, key, value)):
-            _no("one of its operands is a constant")
-        q_name = "left" if side == "right" else "right"
-        w_batch = [roles[d] for d in batch2[w_side]]
-        wanted = [("batch", n) for n in range(num_batch)]
-        if sorted(w_batch) != wanted or [roles[d] for d in contracting2[w_side]] != [
-            (side, key_dim)
-        ]:
-            _no("its second product sums over something else than the keys")
-        v_batch = [batch2[1 - w_side][w_batch.index(role)] for role in wanted]
-        v_key = contracting2[1 - w_side][0]
-        v_free = [d for d in range(len(aval_of(value).shape)) if d not in v_batch and d != v_key]
-        if len(v_free) != 1:
-            _no("its values have several dims of channels")
-        # Order the batch dims as the query has them, so that heads come last.
-        order = sorted(range(num_batch), key=lambda n: q_batch[n])
-        length = self._length(q_free, q_name, query)
-        groups = [d for d in q_free if d != length]
-        q_dims = [*(q_batch[n] for n in order), length, *groups, contracting[1 - k_side][0]]
-        names: list[_Role] = [
-            *(("batch", n) for n in order),
-            (q_name, length),
-            *((q_name, g) for g in groups),
-        ]
-        w_free = [
-            r for d, r in enumerate(roles) if d not in (*batch2[w_side], *contracting2[w_side])
-        ]
-        channels: list[_Role] = [("channels", 0)]
-        free = [*w_free, *channels] if w_side == 0 else [*channels, *w_free]
-        out = [*w_batch, *free]
-        positions = {role: n for n, role in enumerate([*names, *channels])}
-        allowed, mask, mask_dims = self._allowed(names, (q_name, length), (side, key_dim))
-        assert isinstance(query, Var)
-        assert isinstance(key, Var)
-        assert isinstance(value, Var)
-        return AttentionOperands(
-            query=query,
-            key=key,
-            value=value,
-            query_dims=tuple(q_dims),
-            key_dims=(*(k_batch[n] for n in order), key_dim, contracting[k_side][0]),
-            value_dims=(*(v_batch[n] for n in order), v_key, v_free[0]),
-            output_dims=tuple(positions[role] for role in out if role is not None),
-            num_batch=num_batch,
-            scale=self.scale,
-            allowed=allowed,
-            mask=mask,
-            mask_dims=mask_dims,
-        )
-
-    def _length(self, free: Sequence[int], name: str, query: Atom) -> int:
+    def _length(self, scores: ScoreProduct) -> int:
         """Return which of the query's free dims is the sequence: the one that masks vary along."""
-        if len(free) == 1:
-            return free[0]
-        sizes = aval_of(query).shape
-        for mask, _, roles in self.masks:
-            varying = self._varying_dims(mask)
-            along = [d for d in free if (name, d) in {roles[n] for n in varying}]
+        free = scores.query_free
+        for mask in self.masks:
+            _, _, dims = before_broadcast(self.scope, mask.atom, mask.roles)
+            along = [d for d in free if ("query", d) in dims]
             if len(along) == 1:
                 return along[0]
+        sizes = aval_of(scores.query).shape
         return max(free, key=lambda d: sizes[d])
 
-    def _varying_dims(self, mask: Atom) -> list[int]:
-        """Return the dims along which a mask is not just repeated."""
-        dims = list(range(len(aval_of(mask).shape)))
-        scope, atom = self.scope.origin(mask)
-        eqn = scope.maker(atom)
-        while eqn is not None and eqn.primitive.name == "broadcast_in_dim":
-            sizes = aval_of(eqn.invars[0]).shape
-            dims = [
-                dims[to]
-                for to, size in zip(eqn.params["broadcast_dimensions"], sizes, strict=True)
-                if size > 1
-            ]
-            if len(dims) < len(sizes):
-                break
-            scope, atom = scope.origin(eqn.invars[0])
-            eqn = scope.maker(atom)
-        return dims
-
-    def _allowed(
-        self, names: Sequence[_Role], query: _Role, key: _Role
-    ) -> tuple[Allowed, Var | None, tuple[int | None, ...]]:
-        positions = {role: n for n, role in enumerate(names)}
-        positions[key] = len(names)
+    def _mask(self, scores: ScoreProduct, length: int) -> MaskOperand:
+        """Return what all masks allow together."""
+        names = scores.roles(length)
+        positions: dict[Role | None, int] = {role: n for n, role in enumerate(names)}
+        key = positions[("key", scores.key_positions)] = len(names)
+        query = positions[("query", length)]
         conditions: list[Allowed] = []
-        document_masks: list[tuple[Var, tuple[int | None, ...]]] = []
-        for mask, added, roles in self.masks:
-            dims = [None if role is None else positions[role] for role in roles]
-            found = read_mask(self.scope, mask, dims, positions[query], positions[key], added=added)
+        of_documents: list[tuple[Var, tuple[int | None, ...]]] = []
+        for mask in self.masks:
+            dims = [positions.get(role) for role in mask.roles]
+            found = read_mask(self.scope, mask.atom, dims, query, key, mask.kind)
             conditions += found
             if any(c.documents for c in found):
-                document_masks.append(self._small_mask(mask, dims))
+                if mask.kind != "allowed":
+                    raise NotReplaced("its mask depends on data")
+                of_documents.append(self._small_mask(mask.atom, dims))
+        if len(of_documents) > 1:
+            raise NotReplaced("several masks depend on data")
         allowed = merge(conditions)
-        if not document_masks:
-            return allowed, None, ()
-        if len(document_masks) > 1 or not allowed.causal:
-            _no("several masks depend on data")
-        return (allowed, *document_masks[0])
+        return MaskOperand(allowed, *of_documents[0]) if of_documents else MaskOperand(allowed)
 
     def _small_mask(
         self, mask: Atom, dims: Sequence[int | None]
@@ -400,20 +360,24 @@ class _Match:
         return mask, tuple(mapped)
 
 
+class _Step(NamedTuple):
+    """The scores before an equation, and the mask that it applies to them."""
+
+    scores: Atom
+    mask: Atom | None = None
+    kind: MaskKind = "allowed"
+
+
 def _same_dims(eqn: Equation) -> bool:
     """Whether a reshape only adds or removes dims of size 1."""
     before, after = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
     return [s for s in before if s > 1] == [s for s in after if s > 1]
 
 
-def _product_roles(eqn: Equation) -> tuple[_Role | None, ...]:
+def _product_roles(eqn: Equation) -> tuple[Role | None, ...]:
     contracting, batch = eqn.params["dimension_numbers"]
-    roles: list[_Role | None] = [("batch", n) for n in range(len(batch[0]))]
+    roles: list[Role | None] = [("batch", n) for n in range(len(batch[0]))]
     for side, name in enumerate(("left", "right")):
         used = {*contracting[side], *batch[side]}
         roles += [(name, d) for d in range(len(aval_of(eqn.invars[side]).shape)) if d not in used]
     return tuple(roles)
-
-
-def _no(reason: str):
-    raise NotReplaced(reason)

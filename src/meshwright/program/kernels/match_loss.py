@@ -8,13 +8,13 @@ distillation, accuracy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
 from meshwright.program.dims import Frame
 from meshwright.program.dims.elementwise import ELEMENTWISE
+from meshwright.program.evaluate.dependencies import needed_equations
 from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
 from meshwright.program.kernels.regions import Graph, NotReplaced
 
@@ -61,14 +61,25 @@ class LossMatch:
         return atom
 
 
-def projections(graph: Graph, frame: Frame) -> Iterator[tuple[Equation, int]]:
-    """Yield the products of activations with a weight whose results are exponentiated."""
-    for eqn in graph.jaxpr.eqns:
-        if eqn.primitive.name != "dot_general":
-            continue
-        weight = _weight_operand(eqn, frame)
+def projections(graph: Graph, frame: Frame) -> list[tuple[Equation, int]]:
+    """Return the products of activations with a weight whose results are exponentiated.
+
+    Those that gradients flow through come first: of a teacher and a student, the student.
+    """
+    found: list[tuple[Equation, int]] = []
+    for eqn in graph.live:
+        weight = _weight_operand(eqn, frame) if eqn.primitive.name == "dot_general" else None
         if weight is not None and _reaches_sum_of_exponentials(graph, eqn.outvars[0]):
-            yield eqn, weight
+            found.append((eqn, weight))
+    trained = _read_with_gradient(graph) if len(found) > 1 else set[Var]()
+    return sorted(found, key=lambda one: one[0].outvars[0] not in trained)
+
+
+def _read_with_gradient(graph: Graph) -> set[Var]:
+    """Return the variables that results depend on other than through stopped gradients."""
+    eqns = [eqn for eqn in graph.jaxpr.eqns if eqn.primitive.name != "stop_gradient"]
+    needed = needed_equations(eqns, graph.jaxpr.outvars)
+    return {v for eqn in needed for v in eqn.outvars}
 
 
 def match_loss(graph: Graph, product: Equation, weight: int) -> LossMatch:
@@ -94,7 +105,7 @@ def match_loss(graph: Graph, product: Equation, weight: int) -> LossMatch:
     ]
     inputs = list(dict.fromkeys(inputs))
     by_row = tuple(v for v in inputs if found.has_rows(v))
-    whole = tuple(v for v in inputs if not found.has_rows(v))
+    whole = tuple(v for v in inputs if v not in by_row)
     return LossMatch(product, weight, eqns, rows, whole, by_row, outputs)
 
 
@@ -144,8 +155,17 @@ class _Follow:
         self._numbers: set[int] = set()
 
     def has_rows(self, variable: Var) -> bool:
-        """Whether a value has an entry for every row."""
-        return tuple(aval_of(variable).shape[: len(self.rows)]) == self.rows
+        """Whether a value that is read has an entry for every row."""
+        count = len(self.rows)
+        repeated = [
+            eqn
+            for eqn in self.eqns
+            if eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0] is variable
+        ]
+        # A vector of classes may be as long as there are rows.
+        leading = [tuple(eqn.params["broadcast_dimensions"])[:count] for eqn in repeated]
+        same = all(dims == tuple(range(count)) for dims in leading)
+        return same and tuple(aval_of(variable).shape[:count]) == self.rows
 
     def add(self, product: Equation) -> None:
         """Add a product and all that is computed from it."""
@@ -196,6 +216,8 @@ class _Follow:
             for a in eqn.invars
         ]
         name = eqn.primitive.name
+        if not jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.floating):
+            return False
         if name in ("add", "sub", "neg", "convert_element_type", "add_any"):
             return all(totals)
         return (name == "mul" and sorted(totals) == [False, True] and any(known)) or (

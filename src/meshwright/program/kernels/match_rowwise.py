@@ -42,14 +42,14 @@ class RowwiseMatch:
 
 def norms(graph: Graph) -> Iterator[Equation]:
     """Yield the roots of sums over the last dim."""
-    for eqn in graph.jaxpr.eqns:
+    for eqn in graph.live:
         if eqn.primitive.name in ROOTS and _sums_below(graph, eqn):
             yield eqn
 
 
 def activations(graph: Graph) -> Iterator[Equation]:
     """Yield transcendental functions of activations."""
-    for eqn in graph.jaxpr.eqns:
+    for eqn in graph.live:
         shape = aval_of(eqn.outvars[0]).shape if eqn.outvars else ()
         if eqn.primitive.name not in TRANSCENDENTAL or len(shape) < 2 or shape[-1] == 1:
             continue

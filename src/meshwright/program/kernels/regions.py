@@ -90,7 +90,8 @@ class Graph:
     Attributes:
         jaxpr: the program.
         maker: by variable, the number of the equation that makes it.
-        readers: by variable, the numbers of the equations that read it.
+        readers: by variable, the numbers of the equations that read it, dead ones left out.
+        dead: the variables that nothing depends on.
         segments: by equation number, the block it belongs to, or the part between two blocks.
     """
 
@@ -98,15 +99,27 @@ class Graph:
     maker: dict[Var, int] = field(default_factory=dict[Var, int])
     readers: dict[Var, list[int]] = field(default_factory=lambda: defaultdict(list))
     segments: list[int] = field(default_factory=list[int])
+    dead: set[Var] = field(default_factory=set[Var])
 
     def __post_init__(self) -> None:
+        effects = [v for eqn in self.jaxpr.eqns if eqn.effects for v in (*eqn.outvars, *eqn.invars)]
+        live = needed_equations(self.jaxpr.eqns, [*self.jaxpr.outvars, *effects])
+        made = {v for eqn in live for v in eqn.outvars}
         for number, eqn in enumerate(self.jaxpr.eqns):
             self.maker.update(dict.fromkeys(eqn.outvars, number))
+            if not eqn.effects and not made.intersection(eqn.outvars):
+                self.dead.update(eqn.outvars)
+                continue
             for atom in dict.fromkeys(a for a in eqn.invars if not isinstance(a, Literal)):
                 self.readers[atom].append(number)
         for number, segment in enumerate(cut_segments(self.jaxpr)):
             self.segments += [number] * len(segment.eqns)
         self._returned = {a for a in self.jaxpr.outvars if not isinstance(a, Literal)}
+
+    @property
+    def live(self) -> list[Equation]:
+        """The equations that something depends on."""
+        return [e for e in self.jaxpr.eqns if e.effects or not self.dead.issuperset(e.outvars)]
 
     def made_by(self, atom: Atom, *names: str) -> Equation | None:
         """Return the equation that makes an atom, if it has one of these names (any by default)."""

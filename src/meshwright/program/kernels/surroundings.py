@@ -115,6 +115,9 @@ def scopes(frame: Frame, consts: Mapping[Var, Any]) -> list[Scope]:
         found.append(scope)
         for number, inner in scope.frame.calls.items():
             eqn = scope.frame.jaxpr.eqns[number]
+            if eqn.primitive.name.startswith("custom_"):
+                # Its derivative is the model's own.
+                continue
             for called in inner:
                 visit(Scope(called, scope.consts, scope, _arguments(eqn, called.jaxpr)))
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.program.evaluate.gather import GATHERED
+from meshwright.program.kernels.fused_attention import ATTENDED
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,25 @@ def choose_remat(kind: str, *, keep_gathered: bool) -> Remat:
     if kind == "full":
         return Remat(policies.nothing_saveable, not keep_gathered)
     if kind == "dots":
-        return Remat(_but_complex(policies.dots_with_no_batch_dims_saveable), not keep_gathered)
+        return Remat(_but_complex(_products_and_attention), not keep_gathered)
     if kind != "none":
         return Remat(_but_complex(getattr(policies, kind)), not keep_gathered)
     if keep_gathered:
         return Remat()
     return Remat(_but_complex(_all_but_gathered), gather_per_block=True)
+
+
+def _products_and_attention(primitive: Any, *inputs: Any, **params: Any) -> bool:
+    """Save products with weights, and what attention kernels save for their gradient.
+
+    Attention is not computed again: it takes longer than other operations between two products,
+    and what it saves is no larger than its operands.
+    """
+    if primitive.name == "name":
+        return params["name"] == ATTENDED
+    by_cudnn = primitive.name.startswith("dot_product_attention_fwd")
+    products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return by_cudnn or bool(products(primitive, *inputs, **params))
 
 
 def _all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:

@@ -1,0 +1,219 @@
+"""The operands of attention: which dims of them are samples, heads, positions and channels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.program.jaxpr.equations import Equation, Var, aval_of
+from meshwright.program.kernels.masks import Allowed
+from meshwright.program.kernels.regions import NotReplaced
+
+Role = tuple[str, int]
+"""What a dim of the scores is: ("batch", n), ("query", dim of the query) or ("key", dim)."""
+
+_CHANNELS: Role = ("channels", 0)
+
+
+@dataclass(frozen=True)
+class AttentionOperands:
+    """The operands of attention, and how their dims are ordered.
+
+    ``query`` has dims (batch…, heads, group…, length, channels) in the order given by
+    ``query_dims``, ``key`` and ``value`` have (batch…, heads, length, channels), and the output of
+    the second product has the same dims as the query in the order given by ``output_dims``.
+
+    Attributes:
+        query: queries.
+        key: keys.
+        value: values.
+        query_dims: the permutation of the query's dims to (batch…, length, group…, channels).
+        key_dims: the permutation of the key's dims to (batch…, length, channels).
+        value_dims: the same for the value.
+        output_dims: the permutation of (batch…, length, group…, channels) to the output's dims.
+        num_batch: how many batch dims there are, heads included.
+        scale: the factor on the scores.
+        allowed: what queries may attend to.
+        mask: the mask as an array, if it depends on documents.
+        mask_dims: for each dim of the mask its position in (batch…, length, group…, keys).
+    """
+
+    query: Var
+    key: Var
+    value: Var
+    query_dims: tuple[int, ...]
+    key_dims: tuple[int, ...]
+    value_dims: tuple[int, ...]
+    output_dims: tuple[int, ...]
+    num_batch: int
+    scale: float
+    allowed: Allowed
+    mask: Var | None = None
+    mask_dims: tuple[int | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class MaskOperand:
+    """What queries may attend to, and the mask as an array if that depends on data."""
+
+    allowed: Allowed
+    mask: Var | None = None
+    dims: tuple[int | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class ScoreProduct:
+    """The product of queries and keys.
+
+    Attributes:
+        eqn: the product.
+        key_side: which operand is the key.
+    """
+
+    eqn: Equation
+    key_side: int
+
+    @property
+    def query(self) -> Var:
+        """The operand with the queries."""
+        return _variable(self.eqn, 1 - self.key_side)
+
+    @property
+    def key(self) -> Var:
+        """The operand with the keys."""
+        return _variable(self.eqn, self.key_side)
+
+    @property
+    def query_free(self) -> list[int]:
+        """The dims of the query that are neither batch dims nor channels: positions and groups."""
+        return _free_dims(self.eqn, 1 - self.key_side)
+
+    @property
+    def key_positions(self) -> int:
+        """The dim of the key that counts positions."""
+        free, (contracting, _) = _free_dims(self.eqn, self.key_side), _numbers(self.eqn)
+        if len(free) != 1 or len(contracting[0]) != 1 or not self.query_free:
+            raise NotReplaced("its keys have several dims of positions or channels")
+        return free[0]
+
+    @property
+    def order(self) -> list[int]:
+        """The batch dims as the query has them, so that heads come last."""
+        batch = _numbers(self.eqn)[1][1 - self.key_side]
+        return sorted(range(len(batch)), key=lambda n: batch[n])
+
+    def roles(self, length: int) -> list[Role]:
+        """Return the dims of the scores but the keys, in the order of the kernel."""
+        groups = [d for d in self.query_free if d != length]
+        return [*(("batch", n) for n in self.order), *(("query", d) for d in (length, *groups))]
+
+    def query_dims(self, length: int) -> tuple[int, ...]:
+        """Return the query's dims in the order of the kernel."""
+        side = 1 - self.key_side
+        contracting, batch = _numbers(self.eqn)
+        groups = [d for d in self.query_free if d != length]
+        return (*(batch[side][n] for n in self.order), length, *groups, contracting[side][0])
+
+    def key_dims(self) -> tuple[int, ...]:
+        """Return the key's dims in the order of the kernel."""
+        side = self.key_side
+        contracting, batch = _numbers(self.eqn)
+        return (*(batch[side][n] for n in self.order), self.key_positions, contracting[side][0])
+
+
+@dataclass(frozen=True)
+class ValueProduct:
+    """The product of weights and values.
+
+    Attributes:
+        eqn: the product.
+        weights: the operand with the weights.
+        roles: what the dims of the weights are.
+    """
+
+    eqn: Equation
+    weights: Var
+    roles: Sequence[Role]
+
+    @property
+    def _side(self) -> int:
+        return 0 if self.eqn.invars[0] is self.weights else 1
+
+    @property
+    def value(self) -> Var:
+        """The operand with the values."""
+        return _variable(self.eqn, 1 - self._side)
+
+    @property
+    def _batch(self) -> list[Role]:
+        return [self.roles[d] for d in _numbers(self.eqn)[1][self._side]]
+
+    def check(self, scores: ScoreProduct) -> None:
+        """Raise unless it sums over the keys, for each sample and head."""
+        contracting, _ = _numbers(self.eqn)
+        batch: list[Role] = [("batch", n) for n in range(len(scores.order))]
+        summed = [self.roles[d] for d in contracting[self._side]]
+        if sorted(self._batch) != batch or summed != [("key", scores.key_positions)]:
+            raise NotReplaced("its second product sums over something else than the keys")
+        if len(_free_dims(self.eqn, 1 - self._side)) != 1:
+            raise NotReplaced("its values have several dims of channels")
+
+    def value_dims(self, order: Sequence[int]) -> tuple[int, ...]:
+        """Return the value's dims in the order of the kernel."""
+        side = 1 - self._side
+        contracting, batch = _numbers(self.eqn)
+        batch_dims = [batch[side][self._batch.index(("batch", n))] for n in order]
+        return (*batch_dims, contracting[side][0], *_free_dims(self.eqn, side))
+
+    def output_dims(self, kernel: Sequence[Role]) -> tuple[int, ...]:
+        """Return the result's dims as positions among those of the kernel."""
+        free = [self.roles[d] for d in _free_dims(self.eqn, self._side)]
+        free = [*free, _CHANNELS] if self._side == 0 else [_CHANNELS, *free]
+        positions = {role: n for n, role in enumerate([*kernel, _CHANNELS])}
+        return tuple(positions[role] for role in (*self._batch, *free))
+
+
+def order_operands(
+    scores: ScoreProduct, values: ValueProduct, length: int, scale: float, mask: MaskOperand
+) -> AttentionOperands:
+    """Return the operands of attention, with their dims in the order of the kernel.
+
+    Args:
+        scores: the product of queries and keys.
+        values: the product of weights and values.
+        length: the dim of the query that counts positions.
+        scale: the factor on the scores.
+        mask: what queries may attend to.
+    """
+    return AttentionOperands(
+        query=scores.query,
+        key=scores.key,
+        value=values.value,
+        query_dims=scores.query_dims(length),
+        key_dims=scores.key_dims(),
+        value_dims=values.value_dims(scores.order),
+        output_dims=values.output_dims(scores.roles(length)),
+        num_batch=len(scores.order),
+        scale=scale,
+        allowed=mask.allowed,
+        mask=mask.mask,
+        mask_dims=mask.dims,
+    )
+
+
+def _numbers(eqn: Equation) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]:
+    """Return the contracted dims and the batch dims of a product, for each operand."""
+    return eqn.params["dimension_numbers"]
+
+
+def _free_dims(eqn: Equation, side: int) -> list[int]:
+    contracting, batch = _numbers(eqn)
+    used = {*contracting[side], *batch[side]}
+    return [d for d in range(len(aval_of(eqn.invars[side]).shape)) if d not in used]
+
+
+def _variable(eqn: Equation, side: int) -> Var:
+    atom = eqn.invars[side]
+    if not isinstance(atom, Var):
+        raise NotReplaced("one of its operands is a constant")
+    return atom

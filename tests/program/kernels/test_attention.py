@@ -1,0 +1,88 @@
+"""Attention is found however it is written, and evaluated to the same numbers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from program.kernels.attention_forms import (
+    CHANNELS,
+    HEADS,
+    LENGTH,
+    NOT_REPLACED,
+    REPLACED,
+    SAMPLES,
+)
+from program.kernels.kernel_runs import Forms, assembled, assert_equal, both, uses_in
+
+FORMS = {name: form for name, (form, _) in (REPLACED | NOT_REPLACED).items()}
+EVERYDAY = (
+    *("grouped", "queries_last", "inverted", "another_numpy_mask", "cross"),
+    "packed_twice_masked",
+)
+
+
+class Attention(nnx.Module):
+    """A projection before one form of attention."""
+
+    def __init__(self, form, rngs):
+        self.form = form
+        self.qkv = nnx.Param(jax.random.normal(rngs.params(), (3, 8, HEADS, CHANNELS)))
+
+    def __call__(self, x, batch):
+        q, k, v = jnp.einsum("btd,ndhc->nbthc", x, self.qkv[...])
+        return self.form(q, k, v, batch)
+
+
+def build(names):
+    kinds = {name: functools.partial(Attention, FORMS[name]) for name in names}
+    return lambda: Forms(kinds, rngs=nnx.Rngs(0))
+
+
+def loss(model, batch):
+    found = {n: jnp.mean(jnp.sin(getattr(model, n)(batch["x"], batch))) for n in model.names}
+    return sum(found.values()), found
+
+
+def batch():
+    random = np.random.default_rng(0)
+    return {
+        "x": random.normal(size=(SAMPLES, LENGTH, 8)).astype(np.float32),
+        "segments": np.sort(random.integers(4, size=(SAMPLES, LENGTH), dtype=np.int32), axis=1),
+        "hidden": random.integers(2, size=(SAMPLES, LENGTH)) > 0,
+    }
+
+
+@pytest.fixture(scope="module")
+def uses():
+    return assembled(build(FORMS), loss, batch(), "xla").decision.kernels.uses
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_form_is_found(uses, name):
+    (use,) = uses_in(name, uses, "attention")
+    assert (use.kernel, use.detail, use.reason) == ("xla", REPLACED[name][1], "")
+
+
+@pytest.mark.parametrize("name", NOT_REPLACED)
+def test_what_is_more_than_attention_stays_as_written(uses, name):
+    (use,) = uses_in(name, uses, "attention")
+    assert use.kernel == ""
+    assert NOT_REPLACED[name][1] in use.reason
+
+
+@pytest.fixture(scope="module")
+def everyday_runs():
+    return both(build(EVERYDAY), loss, batch())
+
+
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_a_form_equals_the_plain_program(everyday_runs, name):
+    assert_equal(*everyday_runs, under=f"{name}.")
+
+
+@pytest.mark.full
+def test_every_form_equals_the_plain_program():
+    assert_equal(*both(build(FORMS), loss, batch()))

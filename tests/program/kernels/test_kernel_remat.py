@@ -1,0 +1,69 @@
+"""What blocks with kernels compute again for their backward pass."""
+
+import jax
+import pytest
+from flax import nnx
+from program.kernels.kernel_runs import assembled, assert_equal, differentiate
+from program.programs import equations
+
+import meshwright as mw
+from meshwright.models import build_model
+from meshwright.step.planned_forward import planned_forward
+from meshwright.tasks.language_modeling import LanguageModeling
+
+LENGTH, BLOCKS = 12, 2
+TASK = LanguageModeling(vocab_size=64, context_length=LENGTH)
+BATCH = TASK.synthetic_batch(0, 4)
+
+
+def build():
+    return build_model(
+        "gpt",
+        rngs=nnx.Rngs(0),
+        vocab_size=64,
+        context_length=LENGTH,
+        num_blocks=BLOCKS,
+        hidden_size=16,
+        num_heads=2,
+        dropout=0.0,
+    )
+
+
+def count_exponentials(mesh, **sharding):
+    """Return how often a gradient computes the exponentials of all scores."""
+    config = mw.ShardingConfig(**sharding)
+    made = assembled(build, TASK.loss, BATCH, "xla", wide=False, mesh=mesh, sharding=config)
+    forward = planned_forward(made.traced, made.decision, made.plan, made.mesh)
+    leaves = [step.leaf.struct for step in made.traced.layout.step_leaves]
+    numbers = [n for n, s in enumerate(made.traced.layout.step_leaves) if s.leaf.role == "param"]
+
+    def total(params):
+        merged = [*leaves]
+        for number, value in zip(numbers, params, strict=True):
+            merged[number] = value
+        return forward(merged, jax.tree.leaves(BATCH)).objective.total
+
+    program = jax.make_jaxpr(jax.grad(total))([leaves[n] for n in numbers])
+    shapes = [eqn.outvars[0].aval.shape for eqn, _ in equations(program.jaxpr) if _is_exp(eqn)]
+    return sum(shape[-2:] == (LENGTH, LENGTH) for shape in shapes)
+
+
+def _is_exp(eqn):
+    return eqn.primitive.name == "exp"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "remat", "times"),
+    [("data=1", "none", 2), ("data=1", "dots", 2), ("data=1", "full", 3), ("data=2", "dots", 2)],
+)
+def test_attention_is_computed_again_only_if_nothing_is_saved(mesh, remat, times):
+    """Once forward, once by its own gradient, and once more if its results are not saved."""
+    assert count_exponentials(mesh, remat=remat) == BLOCKS * times
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_rematerialized_blocks_give_the_same_gradients(remat):
+    sharding = mw.ShardingConfig(remat=remat)
+    found = differentiate(build, TASK.loss, BATCH, "xla", sharding=sharding)
+    assert_equal(found, differentiate(build, TASK.loss, BATCH, "none"))

@@ -1,0 +1,109 @@
+"""The last projection and its loss are found, and evaluated in parts to the same numbers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from program.kernels.kernel_runs import (
+    Forms,
+    assembled,
+    assert_equal,
+    both,
+    uses_in,
+)
+from program.kernels.loss_forms import CLASSES, NOT_REPLACED, REPLACED
+
+from meshwright.program.kernels import chunked_loss
+
+FORMS = {name: form for name, (form, _) in (REPLACED | NOT_REPLACED).items()}
+EVERYDAY = ("smoothed", "z_loss", "token_weights", "per_sample", "distilled", "with_accuracy")
+SAMPLES, LENGTH, WIDTH = 4, 12, 8
+
+
+class Head(nnx.Module):
+    """A layer, the last projection and a loss."""
+
+    def __init__(self, form, rngs, *, bias=True):
+        self.form, self.has_bias = form, bias
+        self.layer = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, CLASSES)))
+        if bias:
+            self.bias = nnx.Param(jax.random.normal(rngs.params(), (CLASSES,)))
+
+    def __call__(self, batch):
+        logits = jnp.tanh(batch["x"] @ self.layer[...]) @ self.kernel[...]
+        return self.form(logits + self.bias[...] if self.has_bias else logits, batch)
+
+
+def build(names):
+    kinds = {name: functools.partial(Head, FORMS[name]) for name in names}
+    return lambda: Forms(kinds, rngs=nnx.Rngs(0))
+
+
+def loss(model, batch):
+    found = {name: getattr(model, name)(batch) for name in model.names}
+    return sum(found.values())
+
+
+def make_batch(samples=SAMPLES, length=LENGTH):
+    random = np.random.default_rng(0)
+    return {
+        "x": random.normal(size=(samples, length, WIDTH)).astype(np.float32),
+        "labels": random.integers(CLASSES, size=(samples, length), dtype=np.int32),
+        "weights": random.uniform(size=(samples, length)).astype(np.float32),
+        "teacher": random.normal(size=(samples, length, CLASSES)).astype(np.float32),
+    }
+
+
+@pytest.fixture(scope="module")
+def uses():
+    return assembled(build(FORMS), loss, make_batch(), "xla").decision.kernels.uses
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_loss_is_found(uses, name):
+    (use,) = uses_in(name, uses, "loss")
+    assert (use.kernel, use.reason) == (REPLACED[name][1], "")
+
+
+@pytest.mark.parametrize("name", NOT_REPLACED)
+def test_a_loss_that_mixes_rows_or_shows_logits_stays_as_written(uses, name):
+    (use,) = uses_in(name, uses, "loss")
+    assert use.kernel == ""
+    assert NOT_REPLACED[name][1] in use.reason
+
+
+@pytest.fixture(scope="module")
+def everyday_runs():
+    return both(build(EVERYDAY), loss, make_batch())
+
+
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_a_loss_equals_the_plain_program(everyday_runs, name):
+    assert_equal(*everyday_runs, under=f"{name}.")
+
+
+@pytest.mark.full
+def test_every_loss_equals_the_plain_program():
+    assert_equal(*both(build(FORMS), loss, make_batch()))
+
+
+PARTS = [
+    (4, 12, 32, (0, 2)),
+    (1, 24, 2, (1, 12)),
+    pytest.param(1, 15, 4, (1, 5), marks=pytest.mark.full),
+    pytest.param(11, 2, 2, (0, 11), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("samples", "length", "rows", "division"), PARTS)
+def test_parts_of_the_rows_equal_all_at_once(monkeypatch, samples, length, rows, division):
+    """Along either dim, unrolled and in a loop."""
+    monkeypatch.setattr(chunked_loss, "ENTRIES", rows * CLASSES)
+    monkeypatch.setattr(chunked_loss, "FEWEST_ROWS", 1)
+    assert chunked_loss.division((samples, length), CLASSES) == division
+    batch = make_batch(samples, length)
+    assert_equal(*both(build(["token_weights", "per_sample"]), loss, batch))
