@@ -9,7 +9,7 @@ rows are added up in the loop, where nothing is sent, and the rows are summed af
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -32,6 +32,9 @@ from meshwright.program.jaxpr.equations import (
 )
 from meshwright.program.on_mesh.loop_reads import LoopRead, LoopReads
 from meshwright.program.on_mesh.mesh_rules import operands_in_param_dtype, record_prepared
+
+Run = Callable[..., list[Value]]
+"""A function of the arrays that an equation reads."""
 
 Copies = dict[int, Value]
 """What an operation reads instead of its weights, by number of the operand."""
@@ -126,32 +129,84 @@ class LoopWeights:
         return jax.lax.with_sharding_constraint(rows, self.mesh.sharding(spec))
 
     def _read(self, eqn: Equation, env: Environment, copies: Copies) -> list[Value]:
-        """Evaluate a read, each device on its own samples with its own copy of the weights."""
-        read, axes = self.reads.by_result[eqn.outvars[0]], tuple(self.reads.batch_axes)
+        """Evaluate a read, each part of the samples with its own copy of the weights."""
         operands = env.operands(eqn, operands_in_param_dtype(eqn, env))
-        arrays = [n for n, atom in enumerate(eqn.invars) if not isinstance(atom, Literal)]
         repeats = eqn.primitive.name == "broadcast_in_dim"
-        local = _for_part(eqn, read, self.reads.parts) if repeats else eqn
+        local = _for_part(eqn, self._layouts(eqn), self.reads.parts) if repeats else eqn
+        arrays = [n for n, atom in enumerate(eqn.invars) if not isinstance(atom, Literal)]
 
-        def run(*parts: Value) -> tuple[Value, ...]:
+        def run(*parts: Value) -> list[Value]:
             own = list(operands)
             for number, part in zip(arrays, parts, strict=True):
-                own[number] = part[0] if number in copies else part
+                own[number] = part
             if repeats:
-                return tuple(env.evaluator.numerics.bind(local, own))
-            inner = env.with_operands(eqn, own)
-            return tuple(env.evaluator.continue_after(self, eqn, inner))
+                return env.evaluator.numerics.bind(local, own)
+            return env.evaluator.continue_after(self, eqn, env.with_operands(eqn, own))
 
-        results = jax.shard_map(
-            run,
+        # A vectorized convolution is a grouped one, see `grouped_convolutions`.
+        on_parts = self._on_devices if eqn.primitive.name == "conv_general_dilated" else self._on_rows
+        results = on_parts(run, eqn, env, {n: copies.get(n, operands[n]) for n in arrays}, copies)
+        half = repeats and env.is_half_weight(eqn.invars[0])
+        return record_prepared(eqn, results, env) if half else results
+
+    def _layouts(self, eqn: Equation) -> LoopRead:
+        return self.reads.by_result[eqn.outvars[0]]
+
+    def _on_rows(
+        self, run: Run, eqn: Equation, env: Environment, arrays: Copies, copies: Copies
+    ) -> list[Value]:
+        """Run a function of an equation's operands on each row, vectorized."""
+        read = self._layouts(eqn)
+        dims = [0 if n in copies else _sample_dim(read.operands[n]) for n in arrays]
+        rows = [
+            value if n in copies or dim is None else self._split(value, dim, env)
+            for (n, value), dim in zip(arrays.items(), dims, strict=True)
+        ]
+        out_dims = [_sample_dim(spec) for spec in read.results]
+        results = jax.vmap(run, dims, out_dims)(*rows)
+        return [_joined(x, dim) for x, dim in zip(results, out_dims, strict=True)]
+
+    def _split(self, value: Value, dim: int, env: Environment) -> Value:
+        """Return samples in rows; those that read the same value add their gradients in rows."""
+        if id(value) not in env.copies:
+            shape = value.shape
+            size = shape[dim] // self.reads.parts
+            rows = value.reshape(*shape[:dim], self.reads.parts, size, *shape[dim + 1 :])
+            free = [PartitionSpec.UNCONSTRAINED] * value.ndim
+            spec = PartitionSpec(*free[:dim], tuple(self.reads.batch_axes), *free[dim:])
+            env.copies[id(value)] = (value, jax.lax.with_sharding_constraint(rows, self.mesh.sharding(spec)))
+        return env.copies[id(value)][1]
+
+    def _on_devices(
+        self, run: Run, eqn: Equation, env: Environment, arrays: Copies, copies: Copies
+    ) -> list[Value]:
+        """Run a function of an equation's operands on each device, in a `jax.shard_map`."""
+        read, axes = self._layouts(eqn), tuple(self.reads.batch_axes)
+
+        def on_device(*parts: Value) -> tuple[Value, ...]:
+            pairs = zip(arrays, parts, strict=True)
+            return tuple(run(*(part[0] if n in copies else part for n, part in pairs)))
+
+        mapped = jax.shard_map(
+            on_device,
             mesh=self.mesh.mesh,
             in_specs=tuple(PartitionSpec(axes) if n in copies else read.operands[n] for n in arrays),
             out_specs=read.results,
             axis_names=set(axes),
             check_vma=False,
-        )(*(copies.get(n, operands[n]) for n in arrays))
-        half = repeats and env.is_half_weight(eqn.invars[0])
-        return record_prepared(eqn, results, env) if half else list(results)
+        )
+        return list(mapped(*arrays.values()))
+
+
+def _sample_dim(spec: PartitionSpec) -> int | None:
+    return next((dim for dim, axes in enumerate(spec) if axes is not None), None)
+
+
+def _joined(value: Value, dim: int | None) -> Value:
+    """Return an array whose samples are in rows with the samples in one dim again."""
+    assert dim is not None
+    shape = value.shape
+    return value.reshape(*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
 
 
 def _programs(eqn: Equation) -> Iterator[tuple[ClosedJaxpr, Sequence[Atom]]]:
