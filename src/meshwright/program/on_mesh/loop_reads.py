@@ -24,12 +24,10 @@ class LoopRead:
     """An operation in a loop that reads weights and treats every sample by itself.
 
     Attributes:
-        weights: which operands are weights.
         operands: the layouts of the operands; without samples, the whole array.
         results: the layouts of the results.
     """
 
-    weights: tuple[int, ...]
     operands: tuple[PartitionSpec, ...]
     results: tuple[PartitionSpec, ...]
 
@@ -41,10 +39,13 @@ class LoopReads:
     Attributes:
         batch_axes: the mesh axes samples are divided over, and their sizes.
         by_result: the operations, by first result.
+        weights: the variables in loops that hold trained weights, or what is computed from these
+            alone.
     """
 
     batch_axes: Mapping[str, int]
     by_result: Mapping[Var, LoopRead]
+    weights: frozenset[Var]
 
     @property
     def parts(self) -> int:
@@ -52,7 +53,7 @@ class LoopReads:
         return math.prod(self.batch_axes.values())
 
 
-NO_LOOP_READS = LoopReads({}, {})
+NO_LOOP_READS = LoopReads({}, {}, frozenset())
 
 
 def find_loop_reads(classes: DimClasses, batch_axes: Mapping[str, int]) -> LoopReads:
@@ -62,14 +63,15 @@ def find_loop_reads(classes: DimClasses, batch_axes: Mapping[str, int]) -> LoopR
         classes: the dims of the program's variables, and its events.
         batch_axes: the mesh axes samples are divided over, and their sizes.
     """
-    found: dict[Var, LoopRead] = {}
+    found, weights = dict[Var, LoopRead](), set[Var]()
     for frame in _in_loops(classes.root, inside=False) if batch_axes else ():
+        weights |= {v for v in frame.values if _is_weight(classes, frame, v)}
         for number, eqn in enumerate(frame.jaxpr.eqns):
             if eqn.primitive.name in _READS and not is_grouped(eqn):
                 read = _read(classes, frame, number, batch_axes)
                 if read is not None:
                     found[eqn.outvars[0]] = read
-    return LoopReads(batch_axes, found)
+    return LoopReads(batch_axes, found, frozenset(weights))
 
 
 def _in_loops(frame: Frame, *, inside: bool) -> Iterator[Frame]:
@@ -89,17 +91,14 @@ def _read(
     events = (classes.events[n] for n in frame.noted.get(number, ()))
     if any(e.kind != "spread" and e.classes & classes.batch for e in events):
         return None
+    if not any(_is_weight(classes, frame, atom) for atom in eqn.invars):
+        return None
     operands = [_layout(classes, frame, atom, batch_axes) for atom in eqn.invars]
     results = [_layout(classes, frame, atom, batch_axes) for atom in eqn.outvars]
-    weights = tuple(
-        n
-        for n, (atom, spec) in enumerate(zip(eqn.invars, operands, strict=True))
-        if spec == PartitionSpec() and _is_trained(frame, atom)
-    )
     layouts = [spec for spec in (*operands, *results) if spec is not None]
-    if len(layouts) < len(operands) + len(results) or not weights or PartitionSpec() in results:
+    if len(layouts) < len(operands) + len(results) or PartitionSpec() in results:
         return None
-    return LoopRead(weights, tuple(layouts[: len(operands)]), tuple(layouts[len(operands) :]))
+    return LoopRead(tuple(layouts[: len(operands)]), tuple(layouts[len(operands) :]))
 
 
 def _layout(
@@ -116,8 +115,10 @@ def _layout(
     return activation_spec(frame, atom, classes.batch, batch_axes, lambda _: None)
 
 
-def _is_trained(frame: Frame, atom: Atom) -> bool:
+def _is_weight(classes: DimClasses, frame: Frame, atom: Atom) -> bool:
+    """Whether a value is computed from trained weights alone, the same for all samples."""
     if isinstance(atom, Literal):
         return False
     value = frame.values[atom]
-    return bool(value.params) and value.has_grad and not value.has_data
+    has_samples = any(a.id in classes.batch for dim in frame.dims(atom) for a in dim)
+    return bool(value.params) and value.has_grad and not value.has_data and not has_samples
