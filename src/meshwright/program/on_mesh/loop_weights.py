@@ -48,8 +48,8 @@ class LoopWeights:
         mesh: where the program runs.
         reads: the operations that read weights in loops.
         rows: while a loop is evaluated, the copies of its weights, and of what is computed from
-            these alone, by variable of the loop's body. Those of weights in half precision are in
-            the parameter's dtype.
+            these alone, by variable of the loop's body. Those of weights in half precision may be
+            in the parameter's dtype.
     """
 
     mesh: MeshView
@@ -113,14 +113,13 @@ class LoopWeights:
 
     def _operands(self, eqn: Equation, env: Environment) -> tuple[list[Value], list[int]]:
         """Return an equation's operands, and which of them are rows."""
-        in_param_dtype = operands_in_param_dtype(eqn, env)
+        in_param_dtype, cast = operands_in_param_dtype(eqn, env), env.evaluator.weights.cast
         operands, rows = env.operands(eqn, in_param_dtype), list[int]()
         for number, atom in enumerate(eqn.invars):
             if isinstance(atom, Literal) or atom not in self.rows:
                 continue
-            rounded = env.is_half_weight(atom) and number not in in_param_dtype
             own = self.rows[atom]
-            operands[number] = own.astype(aval_of(atom).dtype) if rounded else own
+            operands[number] = own if number in in_param_dtype else cast(own, aval_of(atom).dtype)
             rows.append(number)
         return operands, rows
 
