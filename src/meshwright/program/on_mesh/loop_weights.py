@@ -35,7 +35,6 @@ from meshwright.program.jaxpr.equations import (
 from meshwright.program.on_mesh.loop_reads import LoopRead, LoopReads
 from meshwright.program.on_mesh.mesh_rules import operands_in_param_dtype, record_prepared
 
-
 Run = Callable[..., list[Value]]
 """A function of the arrays that an equation reads."""
 
@@ -130,7 +129,9 @@ class LoopWeights:
             part = _for_part(eqn, read, self.reads.parts)
             run: Run = lambda x: env.evaluator.numerics.bind(part, [x])  # noqa: E731
             results = self._on_rows(run, operands, rows, read, env)
-            return record_prepared(eqn, results, env) if env.is_half_weight(eqn.invars[0]) else results
+            return (
+                record_prepared(eqn, results, env) if env.is_half_weight(eqn.invars[0]) else results
+            )
 
         def evaluate(*own: Value) -> list[Value]:
             return env.evaluator.continue_after(self, eqn, env.with_operands(eqn, own))
