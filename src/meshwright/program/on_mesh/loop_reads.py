@@ -6,13 +6,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from jax.sharding import PartitionSpec
-
 from meshwright.program.dims import DimClasses, Frame
 from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.jaxpr.equations import REMATS, Atom, Literal, Var
 from meshwright.program.on_mesh.grouped_convolutions import is_grouped
-from meshwright.program.on_mesh.pins import activation_spec
 from meshwright.program.on_mesh.products import PRODUCTS
 
 _READS = frozenset({*ELEMENTWISE, *PRODUCTS, "broadcast_in_dim", "gather"})
@@ -24,12 +21,12 @@ class LoopRead:
     """An operation in a loop that reads weights and treats every sample by itself.
 
     Attributes:
-        operands: the layouts of the operands; without samples, the whole array.
-        results: the layouts of the results.
+        operands: for each operand, the dim that samples are in; None if it has none.
+        result: the dim that they are in in its result.
     """
 
-    operands: tuple[PartitionSpec, ...]
-    results: tuple[PartitionSpec, ...]
+    operands: tuple[int | None, ...]
+    result: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ def find_loop_reads(classes: DimClasses, batch_axes: Mapping[str, int]) -> LoopR
         weights |= {v for v in frame.values if _is_weight(classes, frame, v)}
         for number, eqn in enumerate(frame.jaxpr.eqns):
             if eqn.primitive.name in _READS and not is_grouped(eqn):
-                read = _read(classes, frame, number, batch_axes)
+                read = _read(classes, frame, number, math.prod(batch_axes.values()))
                 if read is not None:
                     found[eqn.outvars[0]] = read
     return LoopReads(batch_axes, found, frozenset(weights))
@@ -84,35 +81,37 @@ def _in_loops(frame: Frame, *, inside: bool) -> Iterator[Frame]:
             yield from _in_loops(inner, inside=inside or name == "scan")
 
 
-def _read(
-    classes: DimClasses, frame: Frame, number: int, batch_axes: Mapping[str, int]
-) -> LoopRead | None:
+def _read(classes: DimClasses, frame: Frame, number: int, parts: int) -> LoopRead | None:
+    """Return how an equation reads weights; None if it does not, or not sample by sample."""
     eqn = frame.jaxpr.eqns[number]
     events = (classes.events[n] for n in frame.noted.get(number, ()))
-    if any(e.kind != "spread" and e.classes & classes.batch for e in events):
+    mixes = any(e.kind != "spread" and e.classes & classes.batch for e in events)
+    if mixes or not any(_is_weight(classes, frame, atom) for atom in eqn.invars):
         return None
-    if not any(_is_weight(classes, frame, atom) for atom in eqn.invars):
+    atoms = [*eqn.invars, eqn.outvars[0]]
+    dims = [_sample_dims(classes, frame, atom) for atom in atoms]
+    divisible = all(
+        len(own) <= 1 and all(_is_divisible(classes, frame, atom, dim, parts) for dim in own)
+        for atom, own in zip(atoms, dims, strict=True)
+    )
+    if not divisible or not dims[-1]:
         return None
-    operands = [_layout(classes, frame, atom, batch_axes) for atom in eqn.invars]
-    results = [_layout(classes, frame, atom, batch_axes) for atom in eqn.outvars]
-    layouts = [spec for spec in (*operands, *results) if spec is not None]
-    if len(layouts) < len(operands) + len(results) or PartitionSpec() in results:
-        return None
-    return LoopRead(tuple(layouts[: len(operands)]), tuple(layouts[len(operands) :]))
+    return LoopRead(tuple(own[0] if own else None for own in dims[:-1]), dims[-1][0])
 
 
-def _layout(
-    classes: DimClasses, frame: Frame, atom: Atom, batch_axes: Mapping[str, int]
-) -> PartitionSpec | None:
-    """Return how samples divide a value; None if it has samples that cannot be divided."""
+def _sample_dims(classes: DimClasses, frame: Frame, atom: Atom) -> list[int]:
+    """Return the dims of a value that have samples in them."""
     if isinstance(atom, Literal):
-        return PartitionSpec()
-    with_samples = [d for d in frame.dims(atom) if any(a.id in classes.batch for a in d)]
-    if not with_samples:
-        return PartitionSpec()
-    if len(with_samples) > 1:
-        return None
-    return activation_spec(frame, atom, classes.batch, batch_axes, lambda _: None)
+        return []
+    dims = enumerate(frame.dims(atom))
+    return [number for number, dim in dims if any(a.id in classes.batch for a in dim)]
+
+
+def _is_divisible(classes: DimClasses, frame: Frame, atom: Atom, dim: int, parts: int) -> bool:
+    """Whether the samples in a dim of a value can be divided into equal parts."""
+    assert not isinstance(atom, Literal)
+    first = frame.dims(atom)[dim][0]
+    return first.id in classes.batch and first.size % parts == 0
 
 
 def _is_weight(classes: DimClasses, frame: Frame, atom: Atom) -> bool:
@@ -120,5 +119,5 @@ def _is_weight(classes: DimClasses, frame: Frame, atom: Atom) -> bool:
     if isinstance(atom, Literal):
         return False
     value = frame.values[atom]
-    has_samples = any(a.id in classes.batch for dim in frame.dims(atom) for a in dim)
-    return bool(value.params) and value.has_grad and not value.has_data and not has_samples
+    of_weights = bool(value.params) and value.has_grad and not value.has_data
+    return of_weights and not _sample_dims(classes, frame, atom)

@@ -146,14 +146,12 @@ class LoopWeights:
     ) -> list[Value]:
         """Run a function of an equation's operands on each row, vectorized."""
         dims = dict.fromkeys(rows, 0)
-        for number, spec in enumerate(read.operands):
-            dim = _sample_dim(spec)
+        for number, dim in enumerate(read.operands):
             if dim is not None:
                 operands[number] = self._split(operands[number], dim, env)
                 dims[number] = dim
-        (out_dim,) = {_sample_dim(spec) for spec in read.results}
-        results = _for_each(run, operands, dims, out_dim)
-        return [_join(x, out_dim) for x in results]
+        results = _for_each(run, operands, dims, read.result)
+        return [_join(x, read.result) for x in results]
 
     def _split(self, value: Value, dim: int, env: Environment) -> Value:
         """Return samples in rows; those who read the same value add up their gradients in rows."""
@@ -169,16 +167,17 @@ class LoopWeights:
         """Run a function of an equation's operands on each device, in a `jax.shard_map`."""
         axes = tuple(self.reads.batch_axes)
 
+        def divided(dim: int | None) -> PartitionSpec:
+            return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axes)
+
         def on_device(*parts: Value) -> tuple[Value, ...]:
             return tuple(run(*(x[0] if n in rows else x for n, x in enumerate(parts))))
 
         mapped = jax.shard_map(
             on_device,
             mesh=self.mesh.mesh,
-            in_specs=tuple(
-                PartitionSpec(axes) if n in rows else spec for n, spec in enumerate(read.operands)
-            ),
-            out_specs=read.results,
+            in_specs=tuple(divided(0 if n in rows else d) for n, d in enumerate(read.operands)),
+            out_specs=(divided(read.result),),
             axis_names=set(axes),
             check_vma=False,
         )
@@ -213,10 +212,6 @@ def _for_each(run: Run, operands: list[Value], dims: dict[int, int], out_dim: in
     return jax.vmap(of_rows, tuple(dims.values()), out_dim)(*(operands[n] for n in numbers))
 
 
-def _sample_dim(spec: PartitionSpec) -> int | None:
-    return next((dim for dim, axes in enumerate(spec) if axes is not None), None)
-
-
 def _join(value: Value, dim: int) -> Value:
     """Return samples in rows as one dim again."""
     return value.reshape(*value.shape[:dim], -1, *value.shape[dim + 2 :])
@@ -224,6 +219,6 @@ def _join(value: Value, dim: int) -> Value:
 
 def _for_part(eqn: Equation, read: LoopRead, parts: int) -> Equation:
     """Return a broadcast to one part of the samples."""
-    sizes = zip(eqn.params["shape"], read.results[0], strict=True)
-    shape = tuple(size if axes is None else size // parts for size, axes in sizes)
-    return eqn.replace(params={**eqn.params, "shape": shape})
+    shape = list(eqn.params["shape"])
+    shape[read.result] //= parts
+    return eqn.replace(params={**eqn.params, "shape": tuple(shape)})
