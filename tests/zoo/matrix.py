@@ -31,11 +31,6 @@ CELLS = [
 ]
 
 HIGHER = {
-    # The gradients of weights that a scan reads are reduced in every iteration.
-    ("LSTM language model", "data"): 11,
-    ("LSTM language model", "fsdp"): 8,
-    ("neural ODE", "data"): 17,
-    ("neural ODE", "fsdp"): 12,
     # Derivatives of the model are products and sums with each weight, of several shapes.
     ("PINN", "data"): 2,
     ("PINN", "fsdp"): 2,

@@ -12,7 +12,7 @@ from meshwright.program.blocks.segments import Outside, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
 from meshwright.program.dims import Event
 from meshwright.program.evaluate.dependencies import variables_read
-from meshwright.program.jaxpr.equations import Literal
+from meshwright.program.jaxpr.equations import Literal, scan_counts
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.sharding.placement import Placement
 from meshwright.step.assemble import Assembled
@@ -140,8 +140,10 @@ def _gathered_once(assembled: Assembled) -> set[int]:
 
 
 def _scanned(variable: object, segment: Outside) -> bool:
+    """Whether a scan runs over the rows of a variable, such as the weights of rolled blocks."""
     return any(
-        eqn.primitive.name == "scan"
-        and any(not isinstance(a, Literal) and a is variable for a in eqn.invars)
+        not isinstance(atom, Literal) and atom is variable
         for eqn in segment.eqns
+        if eqn.primitive.name == "scan"
+        for atom in eqn.invars[sum(scan_counts(eqn)) :]
     )

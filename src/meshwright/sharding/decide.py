@@ -21,6 +21,7 @@ from meshwright.program.kernels.find_kernels import (
     find_kernels,
 )
 from meshwright.program.on_mesh.local_ops import LocalOp, find_local_ops
+from meshwright.program.on_mesh.loop_reads import LoopReads, find_loop_reads
 from meshwright.program.on_mesh.model_layouts import find_model_layouts
 from meshwright.program.on_mesh.pins import activation_spec, find_pins, find_weights
 from meshwright.program.on_mesh.shared_inputs import SharedInput, find_shared_inputs
@@ -53,6 +54,7 @@ class Decision:
         pins: layouts of activations.
         local_ops: operations that devices run on their own samples.
         shared_inputs: activations whose gradients several products add up.
+        loop_reads: operations that read weights in loops, and treat samples by themselves.
         weights: variables of the program that depend on weights alone.
         batch: partition spec of a batch.
         classes: the dim classes of the program.
@@ -69,6 +71,7 @@ class Decision:
     pins: Mapping[Var, PartitionSpec]
     local_ops: Mapping[Var, LocalOp]
     shared_inputs: Mapping[Var, SharedInput]
+    loop_reads: LoopReads
     weights: frozenset[Var]
     batch: PartitionSpec
     classes: DimClasses
@@ -134,6 +137,7 @@ def decide(
         shared_inputs=find_shared_inputs(
             classes, divided=tensor.ways, batch_axes=axes, tensor_dim=tensor.sharded_dim
         ),
+        loop_reads=find_loop_reads(classes, axes),
         weights=find_weights(classes),
         batch=PartitionSpec(tuple(axes)) if axes else PartitionSpec(),
         classes=classes,

@@ -27,6 +27,7 @@ def planned_forward(
         pins=decision.pins,
         local_ops=decision.local_ops,
         shared_inputs=decision.shared_inputs,
+        loop_reads=decision.loop_reads,
         weight_only=decision.weights,
         kernels=decision.kernels,
     )

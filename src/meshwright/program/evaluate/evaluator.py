@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
 from typing import Protocol
 
 import jax
@@ -63,7 +63,7 @@ class Environment:
         prepared: weights cast and gathered for use, by variable. Each nested program and each block
             has another environment, so that a gathered weight is freed after the block that reads
             it.
-        copies: copies of values that rules made, by variable.
+        copies: copies of values that rules made, by variable or by the value's id.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Environment:
         self.evaluator = evaluator
         self.values = values
         self.prepared: dict[Var, Value] = dict(prepared or {})
-        self.copies: dict[Var, Value] = {}
+        self.copies: dict[Hashable, Value] = {}
         self._replaced: tuple[Equation, list[Value]] | None = None
 
     def value(self, atom: Atom) -> Value:
@@ -128,7 +128,7 @@ class Environment:
     def with_operands(self, eqn: Equation, operands: Sequence[Value]) -> Environment:
         """Return the same environment with other operands for one equation."""
         other = Environment(self.evaluator, self.values)
-        other.prepared = self.prepared
+        other.prepared, other.copies = self.prepared, self.copies
         other._replaced = (eqn, list(operands))
         return other
 

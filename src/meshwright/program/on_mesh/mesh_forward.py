@@ -20,6 +20,8 @@ from meshwright.program.jaxpr.equations import Literal, Value, Var, aval_of
 from meshwright.program.kernels.find_kernels import NO_KERNELS, Kernels
 from meshwright.program.on_mesh.kernel_rule import KernelRule
 from meshwright.program.on_mesh.local_ops import LocalOp, LocalOps
+from meshwright.program.on_mesh.loop_reads import NO_LOOP_READS, LoopReads
+from meshwright.program.on_mesh.loop_weights import LoopWeights
 from meshwright.program.on_mesh.mesh_rules import (
     GroupedConvolutions,
     LayerScans,
@@ -98,6 +100,7 @@ def mesh_evaluator(
     pins: Mapping[Var, PartitionSpec] | None = None,
     local_ops: Mapping[Var, LocalOp] | None = None,
     shared_inputs: Mapping[Var, SharedInput] | None = None,
+    loop_reads: LoopReads = NO_LOOP_READS,
     weight_only: Collection[Var] = (),
     kernels: Kernels = NO_KERNELS,
     first: Sequence[Rule] = (),
@@ -113,6 +116,7 @@ def mesh_evaluator(
         pins: layouts of activations.
         local_ops: operations that devices run on their own samples.
         shared_inputs: activations that several products share.
+        loop_reads: operations that read weights in loops.
         weight_only: variables that hold weights and no data.
         kernels: regions that kernels evaluate.
         first: rules that come before those of the mesh.
@@ -125,6 +129,7 @@ def mesh_evaluator(
         GroupedConvolutions(mesh, frozenset(local_ops or ())),
         LocalOps(mesh, local_ops or {}),
         SharedInputs(mesh, shared_inputs or {}),
+        LoopWeights(mesh, loop_reads),
         rearrange_weight,
         WeightGradients(mesh, lookups, rows=kernels.rows),
         add_weight,

@@ -48,7 +48,7 @@ def rearrange_weight(eqn: Equation, env: Environment) -> list[Value] | None:
         return None
     widens = eqn.primitive.name == "convert_element_type"
     operands = env.operands(eqn, in_param_dtype={0})
-    return _record_prepared(eqn, operands if widens else bind(eqn, operands), env)
+    return record_prepared(eqn, operands if widens else bind(eqn, operands), env)
 
 
 def rearranges_weight(eqn: Equation, env: Environment) -> bool:
@@ -66,14 +66,15 @@ def add_weight(eqn: Equation, env: Environment) -> list[Value] | None:
     """
     if eqn.primitive.name not in _ADDS or not any(map(env.is_half_weight, eqn.invars)):
         return None
-    shape = aval_of(eqn.outvars[0]).shape
+    operands = env.operands(eqn, operands_in_param_dtype(eqn, env))
+    shape = jnp.broadcast_shapes(*(x.shape for x in operands))
     return bind(
         eqn,
         [
-            jnp.broadcast_to(env.in_param_dtype(atom), shape).astype(aval_of(atom).dtype)
+            jnp.broadcast_to(x, shape).astype(aval_of(atom).dtype)
             if env.is_half_weight(atom)
-            else env.read(atom)
-            for atom in eqn.invars
+            else x
+            for x, atom in zip(operands, eqn.invars, strict=True)
         ],
     )
 
@@ -137,7 +138,7 @@ class WeightGradients:
             widen_first=self.mesh.platform == "cpu",
             casts=not is_weight,
         )
-        return _record_prepared(eqn, results, env) if is_weight else results
+        return record_prepared(eqn, results, env) if is_weight else results
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,8 @@ def operands_in_param_dtype(eqn: Equation, env: Environment) -> set[int]:
     """Return which operands the rules for weights read before they are rounded."""
     if rearranges_weight(eqn, env):
         return {0}
+    if eqn.primitive.name in _ADDS:
+        return {number for number, atom in enumerate(eqn.invars) if env.is_half_weight(atom)}
     number = weight_operand(eqn, env)
     return set() if number is None else {number}
 
@@ -256,7 +259,7 @@ def _stack(atom: Atom, use: WeightUse, env: Environment) -> Value:
     )
 
 
-def _record_prepared(eqn: Equation, results: Sequence[Value], env: Environment) -> list[Value]:
+def record_prepared(eqn: Equation, results: Sequence[Value], env: Environment) -> list[Value]:
     """Store the result of rearranging a weight as prepared, and return it rounded as traced."""
     env.prepared[eqn.outvars[0]] = results[0]
     return [results[0].astype(aval_of(eqn.outvars[0]).dtype)]

@@ -56,14 +56,14 @@ def _products_and_attention(primitive: Any, *inputs: Any, **params: Any) -> bool
 def _all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
     """Save everything except gathered weights.
 
-    Results of constraints and of casts to a wider dtype are not saved either: their operand is not
-    larger, and for weights it is the divided one.
+    Results of constraints, of broadcasts and of casts to a wider dtype are not saved either: their
+    operand is not larger, and for weights it is the divided one.
     """
     if primitive.name == "name":
         return params["name"] != GATHERED
     if primitive.name == "convert_element_type":
         return params["new_dtype"].itemsize <= inputs[0].dtype.itemsize
-    return primitive.name != "sharding_constraint"
+    return primitive.name not in ("sharding_constraint", "broadcast_in_dim")
 
 
 def _but_complex(policy: Callable[..., Any]) -> Callable[..., Any]:
