@@ -11,7 +11,8 @@ from quick import quick_module
 from meshwright.cli.main import main
 
 __all__ = ["quick_module"]
-pytestmark = pytest.mark.usefixtures("quick_module")
+# tests/compiled/test_disk_cache.py shows the same in one process.
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("quick_module")]
 
 COUNTED = """
 import collections, json, sys
