@@ -69,10 +69,13 @@ def check(mesh, options):
     assert certificate.equal, [failure.sentence() for failure in certificate.failures()]
     assert any("attention" in line and "xla" in line for line in certificate.kernels)
     found, plain = (mw.ledger(trainer(mesh, k, **options), batches(0)) for k in ("xla", "none"))
+    again = [line for line in certificate.kernels if "loss" in line and "recomputed" in line]
     for axis, own in plain.axes.items():
         sent = found.axes[axis].sent_bytes
-        # A few numbers per row may be sent for statistics and totals.
-        assert sent <= own.sent_bytes * 1.01, (axis, sent, own.sent_bytes)
+        # A loss that is computed again needs the maximum and the sum of each of the device's rows
+        # again, where tensor divides the classes; totals are a few numbers.
+        rows = SAMPLES * SIZES["context_length"] // 4 if again and axis == "tensor" else 0
+        assert sent <= own.sent_bytes * 1.01 + 8 * rows, (axis, sent, own.sent_bytes)
 
 
 @pytest.mark.full
