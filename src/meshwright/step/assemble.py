@@ -23,6 +23,7 @@ from meshwright.pipeline.place import decide_per_device, decide_stages, pipeline
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
 from meshwright.program.evaluate.dependencies import select_outputs
+from meshwright.program.kernels.find_kernels import find_kernels
 from meshwright.program.on_mesh.local_forward import LocalDraws, local_forward
 from meshwright.program.on_mesh.mesh_forward import Forward
 from meshwright.program.on_mesh.remat import choose_remat
@@ -324,9 +325,14 @@ def _local_forward(
     traced: TracedLoss, decision: Decision, plan: Plan, mesh: Mesh, *, wide: bool
 ) -> Forward:
     """Return the loss of one device's samples."""
-    draws = LocalDraws(decision.classes, dim_classes(traced), batch_axes(plan.mesh))
+    classes = dim_classes(traced)
+    draws = LocalDraws(decision.classes, classes, batch_axes(plan.mesh))
     remat = choose_remat(plan.sharding.remat, keep_gathered=True)
-    return local_forward(traced, draws, mesh, remat, wide=wide)
+    search = kernel_search(plan, mesh)
+    # The device's own samples are all there is: no axis of the batch divides them again.
+    kernels = find_kernels(traced, classes, lambda frame, variable: None, search)
+    kernels = replace(kernels, rows=decision.kernels.rows)
+    return local_forward(traced, draws, mesh, remat, wide=wide, kernels=kernels)
 
 
 def _microbatch(batch: Batch, plan: Plan) -> Batch:

@@ -13,13 +13,20 @@ from meshwright.program.dims import DimClasses, Frame, all_frames
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import Equation, Value, Var, bind
+from meshwright.program.kernels.find_kernels import NO_KERNELS, Kernels
 from meshwright.program.on_mesh.mesh_forward import Forward, mesh_evaluator, weight_uses
 from meshwright.program.on_mesh.remat import Remat
 from meshwright.program.trace.traced_loss import TracedLoss
 
 
 def local_forward(
-    traced: TracedLoss, draws: LocalDraws, mesh: Mesh, remat: Remat, *, wide: bool
+    traced: TracedLoss,
+    draws: LocalDraws,
+    mesh: Mesh,
+    remat: Remat,
+    *,
+    wide: bool,
+    kernels: Kernels = NO_KERNELS,
 ) -> Forward:
     """Return the loss of one device's samples, inside a `jax.shard_map` over the batch axes.
 
@@ -29,12 +36,15 @@ def local_forward(
         mesh: the mesh.
         remat: what blocks save for their backward pass.
         wide: compute in float64.
+        kernels: regions that kernels evaluate.
     """
     # Inside `shard_map` there is only this device, so nothing is divided.
     undivided = [PartitionSpec()] * len(traced.layout.step_leaves)
     view = MeshView(mesh, frozenset(draws.batch_axes))
     uses = weight_uses(traced, {}, undivided)
-    evaluator = mesh_evaluator(view, uses, remat, wide=wide, first=[draws.draw], lookups=False)
+    evaluator = mesh_evaluator(
+        view, uses, remat, wide=wide, kernels=kernels, first=[draws.draw], lookups=False
+    )
     return Forward(traced, evaluator, remat)
 
 
