@@ -9,6 +9,7 @@
 #   make browser    install Debian's chromium, which the report page tests need
 #   make docs       build the documentation into site/
 #   make benchmarks run the benchmarks that need no accelerator
+#   make gpu-benchmarks run those that need a GPU
 #   make clean      remove virtual environments, caches and the built site
 #
 # PYTHON=/path/to/python selects another interpreter, which gets its own environment.
@@ -49,7 +50,7 @@ QUICK := $(addprefix tests/, \
   test_jax_internals.py test_json_text.py test_lazy.py test_plan.py test_trees.py test_units.py \
   test_weighted.py)
 
-.PHONY: setup train quick test test-all lint types suite browser docs benchmarks format clean
+.PHONY: setup train quick test test-all lint types suite browser docs benchmarks gpu-benchmarks format clean
 
 setup: $(STAMP)
 
@@ -111,6 +112,14 @@ benchmarks: setup
 	@$(BIN)/python benchmarks/checkpoint_checksums.py
 	@$(BIN)/python benchmarks/pipeline.py
 	@$(BIN)/python benchmarks/verify_time.py
+	@$(BIN)/python benchmarks/step_guard.py
+	@$(BIN)/python benchmarks/page.py
+
+# Needs a GPU, and PyTorch with transformers to compare with.
+gpu-benchmarks: setup
+	@$(BIN)/python benchmarks/gpu_peers.py
+	@$(BIN)/python benchmarks/gpu_pipeline.py
+	@$(BIN)/python benchmarks/gpu_reductions.py
 	@$(BIN)/python benchmarks/page.py
 
 format: setup

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -51,7 +52,7 @@ WRONG = {
     "a function of five": lambda a, b, c, d, e: 1,
     "objects": np.array([None, {}], dtype=object),
     "numbers": np.ones(3),
-    "no such path": "/no/such/path",
+    "no such path": f"{tempfile.mkdtemp()}/no/such/path",
     "a folder that is no run": Path("folder"),
     "a file": "file",
 }

@@ -53,7 +53,7 @@ def test_a_second_fit_goes_on_bit_for_bit_without_compiling(whole, caplog):
     given = trainer()
     settings = {"batch_size": 16, "eval_data": ARRAYS}
     first, names = compiled(caplog, lambda: given.fit(ARRAYS, steps=3, **settings))
-    assert len(names) >= 2
+    assert any("_update" in name for name in names)
     before = arrays(first)
     second, names = compiled(caplog, lambda: given.fit(ARRAYS, steps=6, **settings))
     assert names == []
