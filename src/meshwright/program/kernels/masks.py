@@ -162,12 +162,11 @@ def _evaluate(
     known, banded, ahead, behind = jax.jit(facts)()
     if not bool(known):
         return None
-    varies = [
-        d for d, s in zip(dims, program.out_avals[0].shape, strict=True) if d is not None and s > 1
-    ]
+    shape = aval_of(program.jaxpr.outvars[0]).shape
+    varies = [d for d, size in zip(dims, shape, strict=True) if d is not None and size > 1]
     if not {query, key} <= set(varies):
         return Allowed() if bool(ahead) else None
-    length, keys = (program.out_avals[0].shape[list(dims).index(d)] for d in (query, key))
+    length, keys = (shape[list(dims).index(d)] for d in (query, key))
     if not bool(banded):
         return None
     every = int(ahead) >= keys, int(behind) >= keys
