@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,6 +31,11 @@ class MeshView:
         """The axes that the compiler divides arrays over, and their sizes."""
         sizes = self.mesh.shape.items()
         return {axis: size for axis, size in sizes if axis not in self.manual_axes}
+
+    @cached_property
+    def num_auto(self) -> int:
+        """The number of devices that the compiler divides arrays over."""
+        return math.prod(self.auto_axes.values())
 
     @cached_property
     def for_constraints(self) -> Mesh | AbstractMesh:

@@ -256,12 +256,14 @@ class _Work:
         sums = [jnp.zeros(s.shape, s.dtype) for s, j in zip(shapes, joined, strict=True) if not j]
 
         def step(carry: list[Any], index: Any) -> tuple[list[Any], list[Any]]:
-            # One part after the other: the compiler would otherwise hold the logits of all.
+            # One part after the other, all of its products: the compiler would otherwise hold the
+            # logits of all parts.
             carry, index = lax.optimization_barrier((carry, index))
             results = one(index)
             added = [r for r, j in zip(results, joined, strict=True) if not j]
             carry = [c + a for c, a in zip(carry, added, strict=True)]
-            return carry, [r for r, j in zip(results, joined, strict=True) if j]
+            own = [r for r, j in zip(results, joined, strict=True) if j]
+            return lax.optimization_barrier((carry, own))
 
         unroll = count if count <= UNROLLED else 1
         sums, parts = lax.scan(step, sums, jnp.arange(count), unroll=unroll)

@@ -48,6 +48,7 @@ class Kernels:
         elsewhere: results that are computed at another equation than their own.
         uses: all regions that look like known ones, replaced or not.
         rows: whether products join all dims of activations but their features.
+        sums_in_parts: whether the gradients of vectors are summed in two steps.
     """
 
     regions: Mapping[Var, Region] = field(default_factory=dict[Var, Region])
@@ -55,6 +56,7 @@ class Kernels:
     elsewhere: frozenset[Var] = frozenset()
     uses: tuple[Substitution, ...] = ()
     rows: bool = False
+    sums_in_parts: bool = False
 
 
 NO_KERNELS = Kernels()
@@ -103,6 +105,7 @@ def find_kernels(
         frozenset(v for r in finder.regions for v in r.outputs if v not in r.place.eqn.outvars),
         tuple(finder.uses),
         rows=True,
+        sums_in_parts=True,
     )
 
 

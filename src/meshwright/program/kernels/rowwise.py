@@ -12,6 +12,7 @@ from jax import lax
 
 from meshwright.program.evaluate.evaluator import Environment, Numerics
 from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.evaluate.repeated_vector import repeat_vector
 from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Value, Var, aval_of
 from meshwright.program.kernels.match_rowwise import RowwiseMatch
@@ -34,7 +35,7 @@ class RowwiseKernel:
             inputs = (*match.activations, *match.vectors)
             values: dict[Var, Any] = dict(zip(inputs, operands, strict=True))
             rounded = {v for v, is_half in zip(match.vectors, half, strict=True) if is_half}
-            _evaluate(match.eqns, values, rounded, numerics, sums)
+            _evaluate(match.eqns, values, rounded, numerics, sums, mesh.num_auto)
             return values
 
         sums = [v for eqn in match.eqns if eqn.primitive.name == "reduce_sum" for v in eqn.outvars]
@@ -68,12 +69,13 @@ def _evaluate(
     rounded: set[Var],
     numerics: Numerics,
     sums: Mapping[Var, Any] | None,
+    num_shards: int,
 ) -> None:
     """Evaluate equations; weights in half precision are rounded after they are repeated."""
     for eqn in eqns:
         shape = aval_of(eqn.outvars[0]).shape
         operands = [
-            jnp.broadcast_to(values[a], shape).astype(aval_of(a).dtype)
+            repeat_vector(values[a], shape, num_shards=num_shards).astype(aval_of(a).dtype)
             if not isinstance(a, Literal) and a in rounded
             else _as_traced(a, values, numerics)
             for a in eqn.invars

@@ -23,13 +23,14 @@ from meshwright.program.on_mesh.local_ops import LocalOp, LocalOps
 from meshwright.program.on_mesh.loop_reads import NO_LOOP_READS, LoopReads
 from meshwright.program.on_mesh.loop_weights import LoopWeights
 from meshwright.program.on_mesh.mesh_rules import (
+    AddWeights,
     GroupedConvolutions,
     LayerScans,
     WeightGradients,
-    add_weight,
     cast_leaf,
     rearrange_weight,
 )
+from meshwright.program.on_mesh.prefetch import after_last_block, run_block
 from meshwright.program.on_mesh.remat import Remat
 from meshwright.program.on_mesh.shared_inputs import SharedInput, SharedInputs
 from meshwright.program.trace.traced_loss import LossValue, TracedLoss
@@ -56,12 +57,50 @@ class Forward:
         """Return the program's outputs as they are: its results, then the new state."""
         closed = self.traced.closed
         env = self._evaluator.environment(closed, [*leaves, *batch])
+        blocks = [s for s in self._segments if isinstance(s, Block)]
+        handed_on: list[Value] = []
         for segment in self._segments:
-            if isinstance(segment, Block) and self._remat.policy is not None:
-                self._run_block(segment, env)
-            else:
+            if not isinstance(segment, Block) or self._remat.policy is None:
                 self._evaluator.equations(segment.eqns, env)
+            elif self._is_gathered(segment):
+                handed_on = self._run_gathered(segment, env, handed_on)
+                if segment is blocks[-1]:
+                    self._end_blocks(segment, env, handed_on)
+            else:
+                self._run_block(segment, env)
         return [env.value(atom) for atom in closed.jaxpr.outvars]
+
+    def _is_gathered(self, block: Block) -> bool:
+        """Whether the weights of a block are gathered again for its backward pass."""
+        uses = self._evaluator.weights.uses
+        divided = any(uses[v].specs is not None for v in block.reads if v in uses)
+        return self._remat.gather_per_block and divided
+
+    def _run_gathered(self, block: Block, env: Environment, before: list[Value]) -> list[Value]:
+        """Evaluate a block that gathers its weights, and return them divided, for the next one."""
+        uses = env.evaluator.weights.uses
+        leaves = list(dict.fromkeys(uses[v].leaf for v in block.reads if v in uses))
+        others = [v for v in block.reads if v not in uses]
+
+        def run(weights: Sequence[Value], values: Sequence[Value]) -> list[Value]:
+            inner = dict(zip([*leaves, *others], [*weights, *values], strict=True))
+            self._evaluator.equations(block.eqns, Environment(self._evaluator, inner, {}))
+            return [inner[v] for v in block.results]
+
+        assert self._remat.policy is not None
+        results, handed_on = run_block(
+            run,
+            self._remat.policy,
+            [env.values[leaf] for leaf in leaves],
+            [env.value(v) for v in others],
+            before,
+        )
+        env.values.update(zip(block.results, results, strict=True))
+        return handed_on
+
+    def _end_blocks(self, block: Block, env: Environment, handed_on: list[Value]) -> None:
+        results = after_last_block([env.values[v] for v in block.results], handed_on)
+        env.values.update(zip(block.results, results, strict=True))
 
     def _run_block(self, block: Block, env: Environment) -> None:
         """Evaluate a block under its checkpoint policy."""
@@ -132,7 +171,7 @@ def mesh_evaluator(
         LoopWeights(mesh, loop_reads),
         rearrange_weight,
         WeightGradients(mesh, lookups, rows=kernels.rows),
-        add_weight,
+        AddWeights(mesh, in_parts=kernels.sums_in_parts),
         LayerScans(remat),
     ]
     skipped = kernels.interior | kernels.elsewhere

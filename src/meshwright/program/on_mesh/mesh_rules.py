@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from meshwright.program.evaluate.control_flow import ScanBody, run_scan, scan_body
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.evaluate.repeated_vector import repeat_vector
 from meshwright.program.evaluate.weight_uses import HALF, WeightUse
 from meshwright.program.jaxpr.equations import (
     REARRANGES,
@@ -59,24 +60,40 @@ def rearranges_weight(eqn: Equation, env: Environment) -> bool:
     return name in REARRANGES and env.is_half_weight(eqn.invars[0])
 
 
-def add_weight(eqn: Equation, env: Environment) -> list[Value] | None:
-    """Add a half-precision weight, broadcast before it is rounded.
+@dataclass(frozen=True)
+class AddWeights:
+    """Adds half-precision weights, repeated before they are rounded.
 
-    Its gradient is then widened before it is summed.
+    Their gradients are then widened before they are summed.
+
+    Attributes:
+        mesh: where the program runs.
+        in_parts: whether gradients are summed in two steps; see `repeat_vector`.
     """
-    if eqn.primitive.name not in _ADDS or not any(map(env.is_half_weight, eqn.invars)):
-        return None
-    operands = env.operands(eqn, operands_in_param_dtype(eqn, env))
-    shape = jnp.broadcast_shapes(*(x.shape for x in operands))
-    return bind(
-        eqn,
-        [
-            jnp.broadcast_to(x, shape).astype(aval_of(atom).dtype)
-            if env.is_half_weight(atom)
-            else x
-            for x, atom in zip(operands, eqn.invars, strict=True)
-        ],
-    )
+
+    mesh: MeshView
+    in_parts: bool = False
+
+    def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Evaluate a sum or difference with a weight."""
+        if eqn.primitive.name not in _ADDS or not any(map(env.is_half_weight, eqn.invars)):
+            return None
+        operands = env.operands(eqn, operands_in_param_dtype(eqn, env))
+        shape = jnp.broadcast_shapes(*(x.shape for x in operands))
+        return bind(
+            eqn,
+            [
+                self._repeated(x, shape).astype(aval_of(atom).dtype)
+                if env.is_half_weight(atom)
+                else x
+                for x, atom in zip(operands, eqn.invars, strict=True)
+            ],
+        )
+
+    def _repeated(self, weight: Value, shape: tuple[int, ...]) -> Value:
+        if not self.in_parts:
+            return jnp.broadcast_to(weight, shape)
+        return repeat_vector(weight, shape, num_shards=self.mesh.num_auto)
 
 
 @dataclass(frozen=True)

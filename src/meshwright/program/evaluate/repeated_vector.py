@@ -1,0 +1,71 @@
+"""Repeating a vector for every row; its gradient, a sum over all rows, is added up in two steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+FEWEST_PARTS = 64
+"""So many sums side by side keep a GPU busy."""
+FEWEST_ROWS = 8
+"""A part with fewer rows than this is not worth a sum of its own."""
+
+
+def repeat_vector(vector: Any, shape: Sequence[int], *, num_shards: int = 1) -> Any:
+    """Return a vector broadcast to ``shape``.
+
+    A GPU computes one sum over thousands of rows with a few of its processors, and a kernel that
+    also computes the gradient of an activation is then as slow. Sums over parts of the rows occupy
+    all of them.
+
+    Args:
+        vector: has the trailing dims of ``shape``; leading dims of size 1 are ignored.
+        shape: what it is broadcast to.
+        num_shards: devices that the rows are divided over, along their first dim.
+    """
+    vector = vector.reshape(_without_leading_ones(vector.shape))
+    rows = tuple(shape[: len(shape) - vector.ndim])
+    same = tuple(shape[len(rows) :]) == vector.shape
+    parts = parts_of(rows, num_shards) if same else None
+    if parts is None:
+        return jnp.broadcast_to(vector, shape)
+
+    @jax.custom_vjp
+    def run(vector: Any) -> Any:
+        return jnp.broadcast_to(vector, shape)
+
+    def forward(vector: Any) -> tuple[Any, None]:
+        return run(vector), None
+
+    def backward(_: None, cotangent: Any) -> tuple[Any]:
+        divided = (*rows[:-1], parts, rows[-1] // parts)
+        of_parts = cotangent.reshape(*divided, *vector.shape).sum(len(rows))
+        # The compiler would otherwise join the two sums.
+        of_parts = lax.optimization_barrier(of_parts)
+        return (of_parts.sum(tuple(range(len(rows)))),)
+
+    run.defvjp(forward, backward)
+    return run(vector)
+
+
+def parts_of(rows: Sequence[int], num_shards: int) -> int | None:
+    """Return into how many parts the last dim of the rows is divided; None for one plain sum."""
+    if not rows or (len(rows) == 1 and num_shards > 1):
+        return None
+    before = max(1, math.prod(rows[:-1]) // num_shards)
+    last = rows[-1]
+    divisors = [n for n in range(1, last // FEWEST_ROWS + 1) if last % n == 0]
+    if not divisors:
+        return None
+    parts = next((n for n in divisors if before * n >= FEWEST_PARTS), divisors[-1])
+    return parts if before * parts > 1 else None
+
+
+def _without_leading_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    first = next((n for n, size in enumerate(shape) if size != 1), max(len(shape) - 1, 0))
+    return tuple(shape[first:])
