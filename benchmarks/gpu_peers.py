@@ -35,6 +35,11 @@ from peer_cases import CASES
 from peer_process import PEER_PYTHON, Worker
 
 
+FIRST = 35
+KEPT = ("warm_cache", "loss_outside_torch_compile")
+"""What a record says besides rows and targets, and keeps when some are measured again."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="gpt2,gpt2_medium", help=", ".join(CASES))
@@ -95,6 +100,7 @@ def compare(name: str, options: argparse.Namespace, peak: float) -> dict[str, An
     if len(workers) == 2 and peers != list(workers):
         speed = f"{case.data.unit}_per_second"
         ours, other = row["meshwright"], row[peers[0]]
+        row["command"] = " ".join(["python benchmarks/gpu_peers.py", *sys.argv[1:]])
         row["ratio"] = round(ours[speed] / other[speed], 3)
         if other["peak_gib"]:
             row["memory_ratio"] = round(ours["peak_gib"] / other["peak_gib"], 3)
@@ -119,7 +125,12 @@ def save(rows: list[dict[str, Any]], gpu: str, peak: float) -> None:
         targets[what] = f"{verdict(row['ratio'], asked, at_most=False)} ({row['ratio']})"
         memory = row.get("memory_ratio", 0)
         targets[f"{name}: peak memory at most the peer's"] = f"{verdict(memory, 1)} ({memory})"
+        if row["case"] == "gpt2":
+            first = row["meshwright"]["first_update_s"]
+            what = f"{name}: first update after at most {FIRST} s"
+            targets[what] = f"{verdict(first, FIRST)} ({first} s)"
     figures = {
+        **{key: earlier[key] for key in KEPT if key in earlier},
         "gpu": gpu,
         "matmul_tflops": round(peak / 1e12),
         "rows": sorted([*kept, *measured], key=lambda row: order.index(row["case"])),
@@ -135,8 +146,8 @@ def label(row: dict[str, Any]) -> str:
 
 def peer_versions() -> str:
     """Return the versions of what we are compared with."""
-    code = "import torch, transformers; print(torch.__version__, transformers.__version__)"
-    torch, transformers = peer_python(code).split()[-2:]
+    code = "from importlib.metadata import version as v; print(v('torch'), v('transformers'))"
+    torch, transformers = peer_python(code).split()
     torch = torch.split("+")[0]
     return f"peer: PyTorch {torch}, transformers {transformers}, torch.compile of model and loss"
 

@@ -93,11 +93,13 @@ def gpu_user_models(record: dict[str, Any]) -> list[str]:
 
 def gpu_losses(record: dict[str, Any]) -> list[str]:
     """How far each run is from kernels=none."""
+    keys = ("largest", "mean", "mean_from_float32", "last_loss")
     rows = [
-        [name, f"{f['largest']:.5f}", f"{f['mean']:.5f}", f"{f['last_loss']:.4f}"]
+        [name, *(f"{f[key]:.5f}" if key in f else "" for key in keys)]
         for name, f in record["differences"].items()
     ]
-    return table(("`kernels`", "largest difference", "mean", "last loss"), rows)
+    heads = ("`kernels`", "largest difference", "mean", "mean from float32", "last loss")
+    return table(heads, rows)
 
 
 def gpu_largest(record: dict[str, Any]) -> list[str]:
