@@ -24,7 +24,7 @@ from small_gpt import assemble_gpt
 
 from meshwright.tasks import find_task
 
-ROUNDS, UPDATES, ROWS, LENGTH, VOCABULARY, HEADS = 25, 3, 8, 128, 1024, 4
+ROUNDS, UPDATES, ROWS, LENGTH, VOCABULARY, HEADS = 20, 2, 4, 128, 1024, 4
 AT_MOST = 1.05
 
 
@@ -66,7 +66,9 @@ def logits_of(weights: dict[str, Any], tokens: Any) -> Any:
 def loss_of(weights: dict[str, Any], tokens: Any) -> tuple[Any, Any]:
     """Return loss and accuracy."""
     logits, targets = logits_of(weights, tokens[:, :-1]), tokens[:, 1:]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    # The target is picked by comparison, as in our loss: the gradient of indexing is slow on CPUs.
+    picked = jnp.where(jnp.arange(VOCABULARY) == targets[..., None], logits, 0).sum(-1)
+    losses = jax.nn.logsumexp(logits, axis=-1) - picked
     return losses.mean(), (logits.argmax(-1) == targets).mean()
 
 
