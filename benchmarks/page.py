@@ -28,20 +28,24 @@ def filled(page: str) -> str:
 
 def section(name: str) -> str:
     """Return one benchmark's figures as Markdown."""
+    if not (RESULTS / f"{name}.json").exists():
+        return "\nNot measured yet.\n"
     record = json.loads((RESULTS / f"{name}.json").read_text())
-    targets = [f"{what}: {found}" for what, found in record["targets"].items()]
-    parts = ["\n".join(TABLES[name](record)), "\n".join(f"- {line}" for line in targets)]
-    return "\n" + "\n\n".join([*parts, circumstances(record)]) + "\n"
+    targets = [f"- {what}: {found}" for what, found in record["targets"].items()]
+    parts = ["\n".join(TABLES[name](record)), "\n".join(targets), circumstances(record)]
+    return "\n" + "\n\n".join(filter(None, parts)) + "\n"
 
 
 def circumstances(record: dict[str, Any]) -> str:
     """Return when and on what the figures were measured."""
     machine, versions = record["hardware"], record["versions"]
     if "gpu" in record:
+        peak = record.get("matmul_tflops")
+        speed = f" ({peak} TFLOP/s in a bf16 product)" if peak else ""
+        note = f"; {versions['note']}" if "note" in versions else ""
         return (
-            f"{record['date']}, one {record['gpu']} ({record['matmul_tflops']} TFLOP/s in a bf16 "
-            f"product), Python {versions['python']}, JAX {versions['jax']}, Flax "
-            f"{versions['flax']}; {versions['note']}: `{record['command']}`"
+            f"{record['date']}, one {record['gpu']}{speed}, Python {versions['python']}, "
+            f"JAX {versions['jax']}, Flax {versions['flax']}{note}: `{record['command']}`"
         )
     return (
         f"{record['date']}, {machine['cores']} cores of {machine['cpu']} under a load of "
@@ -52,21 +56,79 @@ def circumstances(record: dict[str, Any]) -> str:
 
 def gpu_peers(record: dict[str, Any]) -> list[str]:
     """One row for each model and side."""
-    heads = ("model", "batch", "side", "tokens/s", "ms", "peak GiB", "of the matmul peak")
+    heads = ("model", "batch", "side", "speed", "ms", "peak GiB", "of the matmul peak")
     rows = [
         [
             row["case"],
-            f"{row['rows']}×{row['length']}",
+            row["batch"],
             side,
-            f"{row[side]['tokens_per_second']:,}",
+            f"{row[side][row['unit'] + '_per_second']:,} {row['unit']}/s",
             row[side]["ms"],
             row[side]["peak_gib"],
             f"{row[side]['mfu_of_peak']:.0%}",
         ]
         for row in record["rows"]
-        for side in ("meshwright", "transformers")
+        for side in ("meshwright", "transformers", "torchvision")
+        if side in row
     ]
     return table(heads, rows)
+
+
+def gpu_user_models(record: dict[str, Any]) -> list[str]:
+    """One row for each model with kernels, and one without."""
+    heads = ("model", "`kernels`", "tokens/s", "× our model", "peak GiB", "parts by kernel")
+    rows = [
+        [
+            row["case"],
+            row["kernels"],
+            f"{row['tokens_per_second']:,}",
+            f"{row['ratio']:.3f}",
+            row["peak_gib"],
+            ", ".join(f"{count} {what}" for what, count in row["kernels_used"].items()),
+        ]
+        for row in record["rows"]
+    ]
+    return table(heads, rows)
+
+
+def gpu_losses(record: dict[str, Any]) -> list[str]:
+    """How far each run is from kernels=none."""
+    keys = ("largest", "mean", "mean_from_float32", "last_loss")
+    rows = [
+        [name, *(f"{f[key]:.5f}" if key in f else "" for key in keys)]
+        for name, f in record["differences"].items()
+    ]
+    heads = ("`kernels`", "largest difference", "mean", "mean from float32", "last loss")
+    return table(heads, rows)
+
+
+def gpu_largest(record: dict[str, Any]) -> list[str]:
+    """One row for each attempt."""
+    heads = ("model", "batch", "settings", "tokens/s", "peak GiB")
+    rows = [
+        [row["model"], row["batch"], f"`{row['settings'] or 'defaults'}`"]
+        + (
+            [row["refused"].replace("|", "/")[:80], ""]
+            if "refused" in row
+            else [f"{row['tokens_per_second']:,}", row["peak_gib"]]
+        )
+        for row in record["rows"]
+    ]
+    return table(heads, rows)
+
+
+def gpu_gemma_floor(record: dict[str, Any]) -> list[str]:
+    """The step written by hand."""
+    row = [record["batch"], f"{record['tokens_per_second']:,}", record["ms"], record["peak_gib"]]
+    return table(("batch", "tokens/s", "ms", "peak GiB"), [row])
+
+
+def step_guard(record: dict[str, Any]) -> list[str]:
+    """Our step and the one written by hand."""
+    ratio = record["ratio"]
+    rows = [[name, f"{ms:.1f} ms", ""] for name, ms in record["milliseconds"].items()]
+    rows.append(["meshwright / by hand", f"{ratio['median']:.3f}", spread(ratio["interval"])])
+    return table(("step", "median", "95%"), rows)
 
 
 def host_overhead(record: dict[str, Any]) -> list[str]:
@@ -202,7 +264,13 @@ TABLES = {
     "checkpoint_checksums": checkpoint_checksums,
     "pipeline": pipeline,
     "verify_time": verify_time,
+    "step_guard": step_guard,
     "gpu_peers": gpu_peers,
+    "gpu_user_models": gpu_user_models,
+    "gpu_losses": gpu_losses,
+    "gpu_trainer_overhead": trainer_overhead,
+    "gpu_largest": gpu_largest,
+    "gpu_gemma_floor": gpu_gemma_floor,
 }
 
 

@@ -1,14 +1,15 @@
-"""A callback with which a run trains in turns; see gpu_peers.py."""
+"""A callback with which a run trains in turns; see peer_process.py."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 
 import jax
 from flax import nnx
-from gpu_peers import since_start, tell, told_to_go
+from peer_process import UPDATES, since_start, tell, told_to_go
 
 import meshwright as mw
 
@@ -33,12 +34,19 @@ class Turns(mw.Callback):
             params = nnx.state(self.context.model, nnx.Param)
             tell(
                 seconds=now - self._start,
-                updates=int(os.environ["GPU_PEERS_UPDATES"]),
+                updates=int(os.environ[UPDATES]),
                 peak=stats.get("peak_bytes_in_use", 0),
                 loss=values["loss"],
                 parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
+                kernels=self._kernels(),
             )
         if not told_to_go():
             self._over = True
             self.context.stop("the comparison is over")
         self._start = time.perf_counter()
+
+    def _kernels(self) -> dict[str, int]:
+        """Return how many parts of each kind which kernel evaluates."""
+        uses = self.context._assembled.decision.kernels.uses  # pyright: ignore[reportPrivateUsage]
+        names = (f"{use.kind}: {use.kernel or 'as written'}" for use in uses)
+        return dict(sorted(Counter(names).items()))

@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -17,21 +18,36 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
-def write_record(name: str, figures: dict[str, Any]) -> None:
-    """Write benchmarks/results/NAME.json."""
+def write_record(name: str, figures: dict[str, Any], *, note: str = "") -> None:
+    """Write NAME.json to benchmarks/results, or to the folder $BENCHMARK_RESULTS.
+
+    Args:
+        name: the benchmark, which is the script that runs.
+        figures: what it found.
+        note: versions of other packages that matter, in words.
+    """
     record = {
-        "command": f"python benchmarks/{name}.py",
+        "command": " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
         "hardware": hardware(),
         "versions": {
             "python": platform.python_version(),
             **{package: version(package) for package in ("jax", "jaxlib", "flax", "optax")},
+            **({"note": note} if note else {}),
         },
         "date": datetime.now(UTC).date().isoformat(),
         **figures,
     }
-    RESULTS.mkdir(exist_ok=True)
+    folder = Path(os.environ.get("BENCHMARK_RESULTS", RESULTS))
+    folder.mkdir(exist_ok=True)
     text = json.dumps(record, indent=1, ensure_ascii=False)
-    (RESULTS / f"{name}.json").write_text(text + "\n")
+    (folder / f"{name}.json").write_text(text + "\n")
+
+
+def read_record(name: str) -> dict[str, Any]:
+    """Return the last record of a benchmark; empty if there is none."""
+    folders = (Path(os.environ.get("BENCHMARK_RESULTS", RESULTS)), RESULTS)
+    found = [path for folder in folders if (path := folder / f"{name}.json").exists()]
+    return json.loads(found[0].read_text()) if found else {}
 
 
 def hardware() -> dict[str, Any]:

@@ -6,6 +6,8 @@ affects both equally. Each block of the trainer contains one checkpoint, which s
 Afterwards, a save is compared with a synchronous save of the same state.
 
     python benchmarks/trainer_overhead.py
+
+gpu_trainer_overhead.py does the same for GPT-2 on a GPU.
 """
 
 from __future__ import annotations
@@ -16,13 +18,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-
-jax.config.update("jax_platforms", "cpu")
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -37,11 +37,27 @@ from meshwright.step.canonical import CanonicalForm
 from meshwright.trainer import training_run
 from meshwright.trainer.run_spec import OutputSpec, RunSpec
 
-PAIRS, BLOCK = 20, 50
-LOG_EVERY, SAVE_EVERY = 10, 50
+LOG_EVERY = 10
 BATCH, WIDTH, DEPTH = 1024, 384, 6
 WITHIN, BLOCKED = 1.02, 0.20
 """Limits: the lower bound of trainer / bare step; the time a save blocks / a synchronous save."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained, and for how long.
+
+    Attributes:
+        trainer: the trainer.
+        data: the batch of every update.
+        pairs: how often trainer and bare step take turns.
+        block: updates of a turn; also those between two checkpoints.
+    """
+
+    trainer: mw.Trainer
+    data: dict[str, Any]
+    pairs: int = 20
+    block: int = 50
 
 
 class Net(nnx.Module):
@@ -64,8 +80,8 @@ class Alternating:
 
     waited = 0.0
 
-    def __init__(self, run: Any, state: Any, batch: list[Any]) -> None:
-        self._run, self._state, self._batch = run, state, batch
+    def __init__(self, run: Any, state: Any, batch: list[Any], work: Work) -> None:
+        self._run, self._state, self._batch, self._work = run, state, batch, work
         self.last: Any = None
         self.trainer: list[float] = []
         self.bare: list[float] = []
@@ -83,33 +99,30 @@ class Alternating:
 
     def _batches(self) -> Iterator[list[Any]]:
         # Half a block first, so that checkpoints start in the middle of the other blocks.
-        for _ in range(BLOCK // 2):
+        for _ in range(self._work.block // 2):
             yield self._batch
-        for _ in range(PAIRS):
+        for _ in range(self._work.pairs):
             jax.block_until_ready(self.last)
             started = time.perf_counter()
-            for _ in range(BLOCK):
+            for _ in range(self._work.block):
                 yield self._batch
             jax.block_until_ready(self.last)
-            self.trainer.append((time.perf_counter() - started) / BLOCK)
+            self.trainer.append((time.perf_counter() - started) / self._work.block)
             self.bare.append(self._bare())
 
     def _bare(self) -> float:
         started = time.perf_counter()
         metrics = None
-        for _ in range(BLOCK):
+        for _ in range(self._work.block):
             self._state, metrics = self._run(self._state, self._batch)
         jax.block_until_ready(metrics)
-        return (time.perf_counter() - started) / BLOCK
+        return (time.perf_counter() - started) / self._work.block
 
 
-def measure(folder: Path) -> dict[str, Any]:
+def measure(folder: Path, work: Work) -> dict[str, Any]:
     """Run the pairs and the saves."""
-    data = {"x": np.random.default_rng(0).normal(size=(BATCH, WIDTH)).astype("float32")}
-    trainer = mw.Trainer(
-        model=Net, loss=loss, optimizer=optax.adamw(1e-4), log_every=LOG_EVERY, mesh="data=1"
-    )
-    assembled = trainer.assemble(data)
+    data, block = work.data, work.block
+    assembled = work.trainer.assemble(data)
     loaders: list[Alternating] = []
 
     def loader(*_: Any, **__: Any) -> Alternating:
@@ -121,23 +134,23 @@ def measure(folder: Path) -> dict[str, Any]:
     def compiled(assembled: Any, batch: Any) -> Any:
         step = compile_step(assembled, batch)
         placed = [jax.device_put(v, assembled.step.shardings.batch) for v in data.values()]
-        loaders.append(Alternating(step.run, assembled.init(1), placed))
+        loaders.append(Alternating(step.run, assembled.init(1), placed, work))
         return step.__class__(**{**vars(step), "run": loaders[0].step})
 
     training_run.compile_step = compiled
     spec = RunSpec(
         assembled=assembled,
-        loss=loss,
+        loss=work.trainer.loss,
         batch=data,
         data=as_data(data),
-        duration=Duration(updates=BLOCK // 2 + PAIRS * BLOCK),
+        duration=Duration(updates=block // 2 + work.pairs * block),
         seed=0,
         initial_state=lambda: assembled.init(0),
         output=OutputSpec(
             run_dir=folder,
             log_every=LOG_EVERY,
             tracking=mw.TrackingConfig(tensorboard=True),
-            checkpoint=mw.CheckpointConfig(every=SAVE_EVERY),
+            checkpoint=mw.CheckpointConfig(every=block),
         ),
     )
     result = training_run.TrainingRun(spec).run()
@@ -168,39 +181,46 @@ def synchronous(result: Any, folder: Path) -> list[float]:
     return times
 
 
-def main() -> None:
-    """Measure, print, record."""
+def report(work: Work) -> dict[str, Any]:
+    """Measure, print, and return the figures to record."""
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder))
+        found = measure(Path(folder), work)
     pairs = zip(found["trainer_ms"], found["bare_ms"], strict=True)
     ratio, low, high = median_interval([a / b for a, b in pairs])
     bare = statistics.median(found["bare_ms"])
     held, whole = (statistics.median(found[n]) for n in ("blocked_ms", "synchronous_ms"))
-    print(f"bare step     {bare:8.1f} ms, {len(found['bare_ms'])} pairs of blocks of {BLOCK}")
+    print(f"bare step     {bare:8.1f} ms, {work.pairs} pairs of blocks of {work.block}")
     print(f"trainer       {ratio:8.3f} × bare step (95%: {low:.3f} to {high:.3f}), lower bound at "
           f"most {WITHIN}: {verdict(low, WITHIN)}")  # fmt: skip
     print(f"a save blocks {held:8.1f} ms, {held / whole:.1%} of a synchronous save "
           f"({whole:.0f} ms), at most {BLOCKED:.0%}: {verdict(held / whole, BLOCKED)}")  # fmt: skip
-    write_record(
-        "trainer_overhead",
-        {
-            "pairs": len(found["bare_ms"]),
-            "updates_per_block": BLOCK,
-            "bare_step_ms": round(bare, 2),
-            "ratio": round(ratio, 4),
-            "ratio_95": [round(low, 4), round(high, 4)],
-            "save_blocks_ms": round(held, 2),
-            "synchronous_save_ms": round(whole, 1),
-            "save_blocks_share": round(held / whole, 4),
-            "targets": {
-                "lower bound of the ratio of trainer to bare step": f"at most {WITHIN}: "
-                + verdict(low, WITHIN),
-                "time a save blocks the loop, relative to a synchronous save": (
-                    f"at most {BLOCKED:.0%}: {verdict(held / whole, BLOCKED)}"
-                ),
-            },
+    return {
+        "pairs": work.pairs,
+        "updates_per_block": work.block,
+        "bare_step_ms": round(bare, 2),
+        "ratio": round(ratio, 4),
+        "ratio_95": [round(low, 4), round(high, 4)],
+        "save_blocks_ms": round(held, 2),
+        "synchronous_save_ms": round(whole, 1),
+        "save_blocks_share": round(held / whole, 4),
+        "targets": {
+            "lower bound of the ratio of trainer to bare step": f"at most {WITHIN}: "
+            + verdict(low, WITHIN),
+            "time a save blocks the loop, relative to a synchronous save": (
+                f"at most {BLOCKED:.0%}: {verdict(held / whole, BLOCKED)}"
+            ),
         },
+    }
+
+
+def main() -> None:
+    """Measure on a CPU, print, record."""
+    jax.config.update("jax_platforms", "cpu")
+    trainer = mw.Trainer(
+        model=Net, loss=loss, optimizer=optax.adamw(1e-4), log_every=LOG_EVERY, mesh="data=1"
     )
+    data = {"x": np.random.default_rng(0).normal(size=(BATCH, WIDTH)).astype("float32")}
+    write_record("trainer_overhead", report(Work(trainer, data)))
 
 
 if __name__ == "__main__":

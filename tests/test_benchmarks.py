@@ -20,6 +20,7 @@ def load(name):
 
 
 page = load("page")
+RECORDED = [name for name in page.TABLES if (page.RESULTS / f"{name}.json").exists()]
 
 
 def test_the_page_is_filled_from_the_records():
@@ -28,7 +29,12 @@ def test_the_page_is_filled_from_the_records():
     assert page.filled(text) == text, "run `python benchmarks/page.py`"
 
 
-@pytest.mark.parametrize("name", page.TABLES)
+def test_every_benchmark_of_the_page_is_run_by_make():
+    lines = (ROOT / "Makefile").read_text()
+    assert [name for name in page.TABLES if f"benchmarks/{name}.py" not in lines] == []
+
+
+@pytest.mark.parametrize("name", RECORDED)
 def test_a_record_says_where_when_and_how_it_was_made(name):
     record = json.loads((page.RESULTS / f"{name}.json").read_text())
     script = f"benchmarks/{name}.py"
@@ -36,7 +42,6 @@ def test_a_record_says_where_when_and_how_it_was_made(name):
     assert {"cpu", "cores", "load"} <= set(record["hardware"])
     assert {"python", "jax", "jaxlib", "flax"} <= set(record["versions"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
-    assert script in (ROOT / "Makefile").read_text()
 
 
 def test_the_interval_of_a_median_has_the_ranks_of_the_textbook():
