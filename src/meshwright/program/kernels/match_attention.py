@@ -66,16 +66,28 @@ def match_attention(graph: Graph, scope: Scope, division: Equation) -> Attention
 
 def _denominator(graph: Graph, division: Equation) -> Equation | None:
     """Return the sum that a division divides the exponential by."""
-    exponential = graph.made_by(division.invars[0], "exp")
+    exponential = _exponential(graph, division.invars[0])
     total = graph.made_by(_through(graph, division.invars[1]), "reduce_sum")
-    if exponential is None or total is None or total.invars[0] is not exponential.outvars[0]:
+    if exponential is None or total is None or len(total.params["axes"]) != 1:
         return None
-    return total if len(total.params["axes"]) == 1 else None
+    return total if _exponential(graph, total.invars[0]) is exponential else None
+
+
+def _exponential(graph: Graph, atom: Atom) -> Equation | None:
+    """Return the exponential that an atom is; half-precision ones are widened before a sum."""
+    return graph.made_by(_unconverted(graph, atom), "exp")
+
+
+def _unconverted(graph: Graph, atom: Atom) -> Atom:
+    while (eqn := graph.made_by(atom, "convert_element_type")) is not None:
+        atom = eqn.invars[0]
+    return atom
 
 
 def _through(graph: Graph, atom: Atom) -> Atom:
-    """Return what an atom is before it is broadcast or reshaped."""
-    while (eqn := graph.made_by(atom, "broadcast_in_dim", "reshape")) is not None:
+    """Return what an atom is before it is broadcast, reshaped or converted."""
+    names = ("broadcast_in_dim", "reshape", "convert_element_type")
+    while (eqn := graph.made_by(atom, *names)) is not None:
         atom = eqn.invars[0]
     return atom
 
@@ -117,11 +129,15 @@ class _Match:
         total = _denominator(graph, division)
         assert total is not None
         self.axis = int(total.params["axes"][0])
-        exponential = graph.made_by(division.invars[0], "exp")
+        exponential = _exponential(graph, division.invars[0])
         assert exponential is not None
-        difference = graph.made_by(exponential.invars[0], "sub")
+        difference = graph.made_by(_unconverted(graph, exponential.invars[0]), "sub")
         self.eqns += [division, total, exponential]
         self._collect(division.invars[1], total)
+        for converted in (division.invars[0], total.invars[0]):
+            self._collect(converted, exponential)
+        if difference is not None:
+            self._collect(exponential.invars[0], difference)
         if difference is None:
             # Without a subtracted maximum, large scores overflow and small ones do not.
             scores = exponential.invars[0]
@@ -141,6 +157,7 @@ class _Match:
     def _maximum(self, atom: Atom, scores: Atom) -> None:
         """Collect the equations of what is subtracted from the scores, the maximum."""
         names = ("stop_gradient", "broadcast_in_dim", "reshape", "transpose", "max", "select_n")
+        names += ("convert_element_type",)
         varies = self._varies_along(atom, self.axis)
         while (eqn := self.graph.made_by(atom, *names, "reduce_max")) is not None:
             self.eqns.append(eqn)
@@ -156,16 +173,18 @@ class _Match:
         """Whether a value is not just repeated along a dim."""
         if aval_of(atom).shape[dim] == 1:
             return False
-        eqn = self.graph.made_by(atom, "broadcast_in_dim", "stop_gradient")
+        eqn = self.graph.made_by(
+            atom, "broadcast_in_dim", "stop_gradient", "convert_element_type"
+        )
         if eqn is None:
             return True
-        if eqn.primitive.name == "stop_gradient":
+        if eqn.primitive.name != "broadcast_in_dim":
             return self._varies_along(eqn.invars[0], dim)
         to = [int(d) for d in eqn.params["broadcast_dimensions"]]
         return dim in to and aval_of(eqn.invars[0]).shape[to.index(dim)] > 1
 
     def _before_transposes(self, atom: Atom) -> Atom:
-        while (eqn := self.graph.made_by(atom, "transpose")) is not None:
+        while (eqn := self.graph.made_by(atom, "transpose", "convert_element_type")) is not None:
             atom = eqn.invars[0]
         return atom
 
