@@ -132,17 +132,25 @@ def _reaches_sum_of_exponentials(graph: Graph, variable: Var) -> bool:
     shape, seen, pending = aval_of(variable).shape, {variable}, [variable]
     while pending:
         for eqn in graph.read_by(pending.pop()):
-            if eqn.primitive.name == "exp" and any(
-                reader.primitive.name == "reduce_sum"
-                and tuple(reader.params["axes"]) == (len(shape) - 1,)
-                for reader in graph.read_by(eqn.outvars[0])
-            ):
+            if eqn.primitive.name == "exp" and _is_summed(graph, eqn.outvars[0], len(shape) - 1):
                 return True
             for out in eqn.outvars:
                 if eqn.primitive.name in ELEMENTWISE and aval_of(out).shape == shape:
                     pending += [] if out in seen else [out]
                     seen.add(out)
     return False
+
+
+def _is_summed(graph: Graph, variable: Var, dim: int) -> bool:
+    """Whether a value is summed over a dim; half-precision ones are widened before."""
+    return any(
+        (eqn.primitive.name == "reduce_sum" and tuple(eqn.params["axes"]) == (dim,))
+        or (
+            eqn.primitive.name == "convert_element_type"
+            and _is_summed(graph, eqn.outvars[0], dim)
+        )
+        for eqn in graph.read_by(variable)
+    )
 
 
 class _Follow:
