@@ -60,7 +60,7 @@ def run_block(
         before: the weights handed on by the block before it.
     """
     moving = [n for n, x in enumerate(others) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    saving = jax.checkpoint(run, policy=policy, prevent_cse=False)
+    saving = jax.checkpoint(run, policy=_but_casts_of(weights, policy), prevent_cse=False)
 
     @jax.custom_vjp
     def block(weights: Any, others: Any, before: Any) -> Any:
@@ -100,6 +100,22 @@ def run_block(
 
     block.defvjp(forward, backward, symbolic_zeros=True)
     return block(list(weights), list(others), list(before))
+
+
+def _but_casts_of(weights: Sequence[Value], policy: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a policy that does not save weights that are cast, only weights as they are.
+
+    What is saved besides weights waits for the block's own gradient.
+    """
+    kinds = {(x.shape, x.dtype) for x in weights}
+
+    def saves(primitive: Any, *inputs: Any, **params: Any) -> Any:
+        is_cast = primitive.name == "convert_element_type"
+        if is_cast and (inputs[0].shape, inputs[0].dtype) in kinds:
+            return False
+        return policy(primitive, *inputs, **params)
+
+    return saves
 
 
 def after_last_block(results: list[Value], handed_on: Sequence[Value]) -> list[Value]:
