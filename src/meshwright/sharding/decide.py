@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -163,10 +163,7 @@ def _kernels(
             return None
         return activation_spec(frame, variable, classes.batch, axes, tensor.sharded_dim)
 
-    found = find_kernels(traced, classes, layout, search)
-    # Where tensor divides products, joined rows would keep the compiler from adding the gradients
-    # of query, key and value before it reduces them.
-    return replace(found, rows=found.rows and tensor.size == 1)
+    return find_kernels(traced, classes, layout, search)
 
 
 def _pins(
