@@ -72,12 +72,13 @@ def check_kernels(choice: object) -> None:
     """Refuse an unknown choice of kernels."""
     known = get_args(KernelChoice)
     if not isinstance(choice, str) or choice not in known:
+        hint = suggest_value("kernels", choice, known)
         raise UserError(
             f"there are no kernels {shorten(repr(choice))}",
             why='"auto" uses those of the platform, "xla" their forms for any device, "none" the '
             "model as written",
-            fix=suggest_value("kernels", choice, known)
-            or f"write kernels={' or '.join(repr(name) for name in known)}",
+            fix=f"write kernels={' or '.join(repr(name) for name in known)}"
+            + (f": {hint}" if hint else ""),
         )
 
 
