@@ -82,11 +82,12 @@ types: setup
 suite: setup
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full"
 
-# The slow tests also use the real PyTorch and Hugging Face datasets.
+# The slow tests also use the real PyTorch and Hugging Face datasets, and run programs that are
+# compiled as for users, which takes longer.
 test-all: lint types
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e '.[$(EXTRAS),test-all]'
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@XLA_FLAGS= $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The report page tests run in a real browser. Without one they are skipped, and the summary says
 # so. This is the only target that needs root.

@@ -53,14 +53,14 @@ def main(target: Path) -> None:
 
 def alone() -> dict[str, Any]:
     """Measure an update without stages."""
-    assembled, batch = assemble_gpt({}, None, 1)
+    assembled, batch = assemble_gpt(1, None, 1)
     return measure(assembled, batch)
 
 
 def staged(name: str, chunks: int, reference: dict[str, Any]) -> dict[str, Any]:
     from meshwright.pipeline.pipeline_report import pipeline_report
 
-    assembled, batch = assemble_gpt({"pipe": STAGES}, name, chunks)
+    assembled, batch = assemble_gpt(STAGES, name, chunks)
     assert assembled.step.pipeline is not None
     stages = pipeline_report(assembled.step.pipeline).stages
     share = stages[0].flops / sum(stage.flops for stage in stages)
@@ -104,30 +104,14 @@ def measure(assembled: Any, batch: Any) -> dict[str, Any]:
     }
 
 
-def assemble_gpt(mesh: dict[str, int], schedule: str | None, chunks: int) -> tuple[Any, Any]:
-    import optax
+def assemble_gpt(stages: int, schedule: str | None, chunks: int) -> tuple[Any, Any]:
+    # Meshwright is imported after the topology is set.
+    from staged_gpt import StagedGpt
 
-    from meshwright.config.batch import solve_batch
-    from meshwright.models import build_model
-    from meshwright.plan import Plan
-    from meshwright.step.assemble import assemble
-    from meshwright.tasks.language_modeling import LanguageModeling
-
-    task = LanguageModeling(vocab_size=SIZES["vocab_size"], context_length=SIZES["context_length"])
-    samples = ROWS * MICROBATCHES
-    plan = Plan(
-        mesh=mesh,
-        batch=solve_batch(
-            replicas=1, global_batch_size=samples, gradient_accumulation_steps=MICROBATCHES
-        ),
-        precision="bf16",
-        schedule=schedule,
-        num_microbatches=MICROBATCHES if mesh else 1,
-        num_chunks=chunks,
-    )
-    batch = task.synthetic_batch(0, samples)
-    build: Any = lambda rngs: build_model("gpt", rngs=rngs, num_blocks=12, dropout=0.0, **SIZES)  # noqa: E731
-    return assemble(build, task.loss, optax.adamw(1e-3), plan, batch, clip_norm=1.0), batch
+    gpt = StagedGpt(SIZES, blocks=12, rows=ROWS, precision="bf16", clip_norm=1.0)
+    batch = gpt.batch(MICROBATCHES)
+    assembled = gpt.assemble(batch, MICROBATCHES, stages=stages, schedule=schedule, chunks=chunks)
+    return assembled, batch
 
 
 if __name__ == "__main__":

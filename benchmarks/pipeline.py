@@ -15,22 +15,17 @@ from fractions import Fraction
 from typing import Any
 
 import jax
-import numpy as np
-import optax
 from record import verdict, write_record
+from staged_gpt import StagedGpt
 
 from meshwright.compiled.memory import memory_of
-from meshwright.config.batch import solve_batch
 from meshwright.mesh.simulate import simulate_devices
-from meshwright.models import build_model
 from meshwright.pipeline.schedule.schedules import Schedule, get_schedule
-from meshwright.plan import Plan
-from meshwright.step.assemble import Assembled, assemble
-from meshwright.tasks.language_modeling import LanguageModeling
 
 STAGES, BLOCKS, ROWS = 4, 8, 4
 MICROBATCHES = (4, 16, 64)
 SIZES = {"vocab_size": 256, "context_length": 64, "hidden_size": 64, "num_heads": 4}
+GPT = StagedGpt(SIZES, BLOCKS, ROWS)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1")
 
 FLAT = 1.3
@@ -71,7 +66,10 @@ def main() -> None:
 
 
 def measure(schedule: Schedule, count: int) -> dict[str, Any]:
-    assembled, batch = assemble_gpt(schedule, count)
+    batch = GPT.batch_shapes(count)
+    assembled = GPT.assemble(
+        batch, count, stages=STAGES, schedule=schedule.name, chunks=schedule.num_chunks
+    )
     lowered = assembled.step.lower(jax.tree.leaves(batch))
     started = time.process_time()
     compiled = lowered.compile()
@@ -95,24 +93,6 @@ def measure(schedule: Schedule, count: int) -> dict[str, Any]:
 def bubble(schedule: Schedule, count: int) -> Fraction:
     """Return the share of time that stages wait, from the table that the program executes."""
     return schedule.table(count, STAGES).timeline().bubble
-
-
-def assemble_gpt(schedule: Schedule, count: int) -> tuple[Assembled, Any]:
-    task = LanguageModeling(vocab_size=SIZES["vocab_size"], context_length=SIZES["context_length"])
-    samples = ROWS * count
-    batch = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype),
-        task.synthetic_batch(0, samples),
-    )
-    plan = Plan(
-        mesh={"pipe": STAGES},
-        batch=solve_batch(replicas=1, global_batch_size=samples, gradient_accumulation_steps=count),
-        schedule=schedule.name,
-        num_microbatches=count,
-        num_chunks=schedule.num_chunks,
-    )
-    build: Any = lambda rngs: build_model("gpt", rngs=rngs, num_blocks=BLOCKS, dropout=0.0, **SIZES)  # noqa: E731
-    return assemble(build, task.loss, optax.adamw(1e-3), plan, batch), batch
 
 
 if __name__ == "__main__":

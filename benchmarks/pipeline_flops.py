@@ -18,27 +18,23 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
-import optax
+from staged_gpt import StagedGpt
 
 from meshwright.compiled.hlo import Computation, Instruction, Program, parse_hlo, trip_count
 from meshwright.compiled.memory import memory_of
-from meshwright.config.batch import solve_batch
 from meshwright.mesh.simulate import simulate_devices
-from meshwright.models import build_model
 from meshwright.pipeline.execute.op_counts import OpCounts, count_operations
-from meshwright.plan import Plan
-from meshwright.step.assemble import Assembled, assemble
-from meshwright.tasks.language_modeling import LanguageModeling
+from meshwright.step.assemble import Assembled
 
-STAGES, BLOCKS, ROWS, MICROBATCHES = 4, 8, 2, 16
+STAGES, ROWS, MICROBATCHES = 4, 2, 16
 SIZES = {"vocab_size": 2048, "context_length": 128, "hidden_size": 192, "num_heads": 3}
+GPT = StagedGpt(SIZES, blocks=8, rows=ROWS, precision="bf16")
 SCHEDULES = {"1f1b": 1, "zb_h1": 1}
 
 
 def main() -> None:
     simulate_devices(STAGES)
-    alone, _ = compiled_gpt({}, None, 1)
+    alone, _ = compiled_gpt(1, None, 1)
     reference = {"flops": flops(alone), "temp_bytes": memory_of(alone).temp}
     rows = [measure(name, chunks, reference) for name, chunks in SCHEDULES.items()]
     if "--json" in sys.argv:
@@ -55,7 +51,7 @@ def main() -> None:
 
 
 def measure(name: str, chunks: int, reference: dict[str, Any]) -> dict[str, Any]:
-    compiled, assembled = compiled_gpt({"pipe": STAGES}, name, chunks)
+    compiled, assembled = compiled_gpt(STAGES, name, chunks)
     pipeline = assembled.step.pipeline
     assert pipeline is not None
     counts = count_operations(pipeline.schedule, MICROBATCHES, STAGES)
@@ -122,26 +118,16 @@ def executed(
                 yield from executed(program, called, times)
 
 
-def compiled_gpt(mesh: dict[str, int], schedule: str | None, chunks: int) -> tuple[Any, Assembled]:
-    task = LanguageModeling(vocab_size=SIZES["vocab_size"], context_length=SIZES["context_length"])
-    samples = ROWS * MICROBATCHES
-    batch = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(np.shape(a), np.asarray(a).dtype),
-        task.synthetic_batch(0, samples),
-    )
-    plan = Plan(
-        mesh=mesh,
-        batch=solve_batch(
-            replicas=1, global_batch_size=samples, gradient_accumulation_steps=MICROBATCHES
-        ),
-        precision="bf16",
+def compiled_gpt(stages: int, schedule: str | None, chunks: int) -> tuple[Any, Assembled]:
+    batch = GPT.batch_shapes(MICROBATCHES)
+    assembled = GPT.assemble(
+        batch,
+        MICROBATCHES,
+        stages=stages,
         schedule=schedule,
-        num_microbatches=MICROBATCHES if mesh else 1,
-        num_chunks=chunks,
+        chunks=chunks,
+        devices=jax.devices()[:stages],
     )
-    build: Any = lambda rngs: build_model("gpt", rngs=rngs, num_blocks=BLOCKS, dropout=0.0, **SIZES)  # noqa: E731
-    devices = jax.devices()[: STAGES if mesh else 1]
-    assembled = assemble(build, task.loss, optax.adamw(1e-3), plan, batch, devices=devices)
     return assembled.step.lower(jax.tree.leaves(batch)).compile(), assembled
 
 

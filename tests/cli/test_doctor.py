@@ -336,6 +336,7 @@ print(json.dumps(doctor.collect()))
 
 def test_two_processes_examine_themselves_together():
     environments = [{"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2"}]
+    environments[0]["XLA_FLAGS"] = ""
     environments[1]["XLA_FLAGS"] = "--xla_cpu_enable_fast_math=false"
     reports = run_processes(WORKER, count=2, environments=environments)
     for index, report in enumerate(reports):

@@ -1,5 +1,7 @@
 """The ledger says why a program sends more than the minimum, with the bytes of a closed form."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,8 +137,17 @@ def test_what_a_module_needs_is_not_explained_and_the_axis_stays_flagged(ledger)
     assert own.ratio == round(own.sent_bytes / own.minimum_bytes, 4)
     beyond = sum(sum(explained(ledger, part).values()) for part in own.modules)
     assert own.sent_bytes - own.minimum_bytes - beyond < 32
-    assert own.explained_bytes == 0
     assert ledger.suspicious == ["data"]
     (why,) = ledger.model_dump(mode="json")["axes"]["data"]["modules"]["looped"]["explained"]
-    assert (why["sent_bytes"], why["planned"]) == (round(EACH * KERNEL * 11), False)
+    assert why["sent_bytes"] == round(EACH * KERNEL * 11)
     assert "more on data, looped: gradients reduced in each of 6 iterations" in str(ledger)
+
+
+def test_ledgers_that_earlier_versions_wrote_can_be_read(ledger):
+    written = ledger.model_dump(mode="json")
+    written["axes"]["data"]["explained_bytes"] = 0
+    written["axes"]["data"]["modules"]["looped"]["explained"][0]["planned"] = False
+    assert Ledger.model_validate_json(json.dumps(written)) == ledger
+    written["axes"]["data"]["explianed"] = 0
+    with pytest.raises(ValueError, match="explianed"):
+        Ledger.model_validate_json(json.dumps(written))

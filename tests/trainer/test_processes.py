@@ -9,11 +9,10 @@ from real_processes import run_processes
 from trainer.trained_in_processes import DATA, HELD_OUT, trainer
 
 PROGRAM = Path(__file__).with_name("trained_in_processes.py").read_text()
-QUICKLY = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
 def test_two_processes_resume_bit_for_bit_and_one_process_goes_on(tmp_path):
-    said = run_processes(PROGRAM, [str(tmp_path)], count=2, environments=[QUICKLY] * 2)
+    said = run_processes(PROGRAM, [str(tmp_path)], count=2)
     assert said[0] == said[1]
     assert said[0]["parts"] == said[0]["whole"]
     assert said[0]["same"]

@@ -10,7 +10,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 
-from meshwright.config.synonyms import meant_keys
+from meshwright.config.synonyms import meant_keys, suggest_value
 from meshwright.errors import Spelling, UserError, current_spelling, did_you_mean
 
 
@@ -89,14 +89,14 @@ def _explain_one(detail: ErrorDetails, schema: type[BaseModel], prefix: str) -> 
     return UserError(
         f"`{key}={shorten(detail['input'])}` is not valid",
         why=message[0].lower() + message[1:],
-        fix=_near_choice(detail) if detail["type"] in ("literal_error", "enum") else "",
+        fix=_near_choice(key, detail) if detail["type"] in ("literal_error", "enum") else "",
     )
 
 
-def _near_choice(detail: ErrorDetails) -> str:
-    """Suggest the nearest allowed word, ignoring case and hyphens."""
+def _near_choice(key: str, detail: ErrorDetails) -> str:
+    """Suggest the nearest allowed word."""
     choices = re.findall(r"'([^']*)'", str(detail.get("ctx", {}).get("expected", "")))
-    return did_you_mean(str(detail["input"]).lower().replace("-", "_"), choices)
+    return suggest_value(key, detail["input"], choices)
 
 
 def unknown_key(key: str, known: Sequence[str]) -> UserError:

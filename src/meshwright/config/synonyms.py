@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 
@@ -38,6 +39,11 @@ SYNONYMS = {
 }
 """What others call a setting, by the last part of its key."""
 
+_VALUES = {
+    "kernels": {"cudnn": "auto", "flash": "auto", "off": "none", "false": "none", "no": "none"},
+}
+"""What others call the values of a setting, by its key."""
+
 _MESH = re.compile(r"""\+{0,2}mesh=(['"]?)(\w+=-?\d+(?:\s*,\s*\w+=-?\d+)*)\1""")
 _OWN_KIND = re.compile(r"\+{0,2}(model|task|data|optimizer)=([\w.]+:[\w.]+)")
 
@@ -48,6 +54,20 @@ def meant_keys(name: str, known: Sequence[str]) -> list[str]:
     if "." in meant:
         return [meant]
     return [key for key in known if meant and key.rpartition(".")[2] == meant]
+
+
+def suggest_value(key: str, written: object, choices: Sequence[str]) -> str:
+    """Return ``did you mean `x`?`` for the nearest choice, ignoring case and hyphens, or nothing.
+
+    Args:
+        key: the setting.
+        written: its value, which is none of the choices.
+        choices: the values it can have.
+    """
+    names = {**_VALUES.get(key, {}), **{choice: choice for choice in choices}}
+    word = str(written).lower().replace("-", "_")
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"did you mean `{names[near[0]]}`?" if near else ""
 
 
 def expand_shorthands(text: str) -> list[str]:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from meshwright.config.argument_checks import check_takes, wrong_kind
 from meshwright.config.base import shorten
 from meshwright.config.schema import KernelChoice, Precision
+from meshwright.config.synonyms import suggest_value
 from meshwright.errors import UserError
 from meshwright.mesh.axes import parse_mesh
 
@@ -71,11 +72,13 @@ def check_kernels(choice: object) -> None:
     """Refuse an unknown choice of kernels."""
     known = get_args(KernelChoice)
     if not isinstance(choice, str) or choice not in known:
+        hint = suggest_value("kernels", choice, known)
         raise UserError(
             f"there are no kernels {shorten(repr(choice))}",
             why='"auto" uses those of the platform, "xla" their forms for any device, "none" the '
             "model as written",
-            fix=f"write kernels={' or '.join(repr(name) for name in known)}",
+            fix=f"write kernels={' or '.join(repr(name) for name in known)}"
+            + (f": {hint}" if hint else ""),
         )
 
 

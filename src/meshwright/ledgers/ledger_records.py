@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, model_validator
 
 from meshwright.config.base import Frozen
 from meshwright.ledgers.ledger_text import ledger_text
@@ -10,6 +13,8 @@ from meshwright.ledgers.ledger_text import ledger_text
 LOWEST, HIGHEST = 0.98, 1.05
 """Ratios outside this range are suspicious: above it something is sent needlessly, below it
 something that must be sent is missing."""
+
+_FORMER_FIELDS = ("explained_bytes", "planned")
 
 
 class Line(Frozen):
@@ -34,19 +39,27 @@ class Line(Frozen):
     sent_bytes: int
 
 
-class Explanation(Frozen):
+class _Record(Frozen):
+    """A record that also reads what earlier versions wrote."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_former_fields(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        return {name: value for name, value in values.items() if name not in _FORMER_FIELDS}
+
+
+class Explanation(_Record):
     """Why a module sends more than the minimum.
 
     Attributes:
         sent_bytes: bytes each device sends per update for this reason.
         reason: the reason.
-        planned: whether the plan makes it so, and the axis is not flagged for it; False for what
-            the program shows, which may be worth changing.
     """
 
     sent_bytes: int
     reason: str
-    planned: bool = False
 
 
 class ModuleLedger(Frozen):
@@ -66,7 +79,7 @@ class ModuleLedger(Frozen):
     explained: list[Explanation] = Field(default_factory=list[Explanation])
 
 
-class AxisLedger(Frozen):
+class AxisLedger(_Record):
     """One mesh axis.
 
     Attributes:
@@ -77,8 +90,6 @@ class AxisLedger(Frozen):
         ratio: sent over minimum bytes; null if nothing needs to be sent.
         excess: bytes sent beyond the minimum, by module.
         modules: what each module sends, and its minimum.
-        explained_bytes: bytes beyond the minimum that the plan itself makes necessary; `modules`
-            has the reasons.
     """
 
     size: int
@@ -87,15 +98,13 @@ class AxisLedger(Frozen):
     ratio: float | None
     excess: list[str]
     modules: dict[str, ModuleLedger] = Field(default_factory=dict[str, ModuleLedger])
-    explained_bytes: int = 0
 
     @property
     def suspicious(self) -> bool:
-        """Whether the axis deviates from its minimum by more than the plan makes necessary."""
+        """Whether the axis deviates from its minimum."""
         if self.ratio is None:
-            return self.sent_bytes > self.explained_bytes
-        unexplained = self.ratio - self.explained_bytes / self.minimum_bytes
-        return self.ratio < LOWEST or unexplained > HIGHEST
+            return self.sent_bytes > 0
+        return not LOWEST <= self.ratio <= HIGHEST
 
 
 class Ledger(Frozen):

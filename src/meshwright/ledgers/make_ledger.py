@@ -123,8 +123,7 @@ def _axis(
     sent = by_stage[largest]
     own = [need for need in needed[largest] if need.axis == axis]
     for need in own:
-        if not need.reason:
-            minimum_by_module[_part(need.module), _family(need.kind)] += need.sent_bytes
+        minimum_by_module[_part(need.module), _family(need.kind)] += need.sent_bytes
     total, minimum = sum(sent.values()), sum(minimum_by_module.values())
     return AxisLedger(
         size=size,
@@ -135,9 +134,8 @@ def _axis(
         modules=_modules(
             sent,
             minimum_by_module,
-            _planned(own) + _found(axis, mesh, stages[largest], own),
+            _found(axis, mesh, stages[largest], own),
         ),
-        explained_bytes=round(sum(need.sent_bytes for need in own if need.reason)),
     )
 
 
@@ -210,18 +208,6 @@ def _excess(
 def _negligible(minimum: float) -> float:
     """Return the bytes of a module that are not worth a line."""
     return max(minimum, 1.0) * 1e-3
-
-
-def _planned(needed: Iterable[Needed]) -> list[tuple[str, Explanation]]:
-    """Return what the plan itself sends beyond the minimum, by module."""
-    sizes: dict[tuple[str, str], float] = defaultdict(float)
-    for need in needed:
-        if need.reason:
-            sizes[_part(need.module), need.reason] += need.sent_bytes
-    return [
-        (module, Explanation(sent_bytes=round(size), reason=reason, planned=True))
-        for (module, reason), size in sizes.items()
-    ]
 
 
 def _found(

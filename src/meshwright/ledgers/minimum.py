@@ -27,14 +27,12 @@ class Needed:
         kind: all-gather, reduce-scatter or all-reduce.
         sent_bytes: bytes each device sends per update.
         module: the module it belongs to.
-        reason: for bytes beyond the minimum, why they are sent; empty for the minimum itself.
     """
 
     axis: str
     kind: str
     sent_bytes: float
     module: str
-    reason: str = ""
 
 
 def needed_collectives(assembled: Assembled) -> list[Needed]:

@@ -123,41 +123,60 @@ def verify(
     _check_single_process()
     _check_problem(model, loss, plan, batches)
     _check_settings(optimizer, steps, clip_norm, trainable, devices)
+    problem = _Problem(model, loss, plan, optimizer, clip_norm, seed, trainable, devices)
     # In 64-bit mode the model itself would differ; only the evaluation is widened.
     with show_on_terminal(), jax.enable_x64(False):
         with activity("reading the data"):
             global_batches = [read_batch(batches(n)) for n in range(steps)]
-        assembled = assemble(
-            model,
-            loss,
-            recording_gradients(optimizer),
-            plan,
-            global_batches[0],
-            clip_norm=clip_norm,
-            trainable=trainable,
-            devices=devices,
-            runs=steps,
-        )
-        traced = _trace(loss, assembled, global_batches[0], plan.precision)
-        if traced.written:
-            recording = recording_gradients(optimizer, params_too=True)
-            assembled = assembled.with_optimizer(recording)
-        flops = steps * plan.batch.gradient_accumulation_steps * count_flops(traced)
-        written = _written(abstract_model(model), loss, trainable, traced, global_batches[0], flops)
-        return _Proof(
-            assembled=assembled,
-            traced=traced,
-            traced_in_float32=traced
-            if plan.precision == "no"
-            else _trace(loss, assembled, global_batches[0], "no"),
-            written=written,
-            flops=flops,
-            initial_values=_initial_values(model, assembled, seed),
-            batches=global_batches,
-            optimizer=optimizer,
-            clip_norm=clip_norm,
-            seed=seed,
-        ).certify(say)
+        return _make_proof(problem, global_batches).certify(say)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What is to be proven, as `verify` is given it."""
+
+    model: ModelSource
+    loss: Loss
+    plan: Plan
+    optimizer: optax.GradientTransformation
+    clip_norm: float | None
+    seed: int
+    trainable: Filter
+    devices: Sequence[Device] | None
+
+
+def _make_proof(problem: _Problem, batches: list[Batch]) -> _Proof:
+    model, loss, plan, optimizer = problem.model, problem.loss, problem.plan, problem.optimizer
+    first, steps = batches[0], len(batches)
+    assembled = assemble(
+        model,
+        loss,
+        recording_gradients(optimizer),
+        plan,
+        first,
+        clip_norm=problem.clip_norm,
+        trainable=problem.trainable,
+        devices=problem.devices,
+        runs=steps,
+    )
+    traced = _trace(loss, assembled, first, plan.precision)
+    if traced.written:
+        recording = recording_gradients(optimizer, params_too=True)
+        assembled = assembled.with_optimizer(recording)
+    in_float32 = traced if plan.precision == "no" else _trace(loss, assembled, first, "no")
+    flops = steps * plan.batch.gradient_accumulation_steps * count_flops(traced)
+    return _Proof(
+        assembled=assembled,
+        traced=traced,
+        traced_in_float32=in_float32,
+        written=_written(abstract_model(model), loss, problem.trainable, traced, first, flops),
+        flops=flops,
+        initial_values=_initial_values(model, assembled, problem.seed),
+        batches=batches,
+        optimizer=optimizer,
+        clip_norm=problem.clip_norm,
+        seed=problem.seed,
+    )
 
 
 def _check_problem(model: Any, loss: Any, plan: Any, batches: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -103,21 +103,8 @@ def decide(
     tensor = choose_tensor_dims(classes, sizes.get("tensor", 1))
     if not sharding.rules:
         check_tensor_size(classes, tensor)
-    paths = [leaf.path for leaf in traced.layout.leaves]
     check_rules(sharding.rules, [leaf.path for leaf in traced.layout.leaves if leaf.is_weight])
-    divided = tuple(
-        _place(
-            step,
-            paths,
-            classes,
-            tensor,
-            sizes,
-            sharding,
-            on_stages=number in staged,
-            over_pipe=bool(staged) and number not in staged,
-        )
-        for number, step in enumerate(traced.layout.step_leaves)
-    )
+    divided = _place_all(traced, classes, tensor, sizes, sharding, staged)
     tensor_only = tuple(_without(placement, "fsdp", "pipe") for placement in divided)
     without_fsdp = tuple(_without(placement, "fsdp") for placement in divided)
     axes = batch_axes(sizes)
@@ -163,10 +150,7 @@ def _kernels(
             return None
         return activation_spec(frame, variable, classes.batch, axes, tensor.sharded_dim)
 
-    found = find_kernels(traced, classes, layout, search)
-    # Where tensor divides products, joined rows would keep the compiler from adding the gradients
-    # of query, key and value before it reduces them.
-    return replace(found, rows=found.rows and tensor.size == 1)
+    return find_kernels(traced, classes, layout, search)
 
 
 def _pins(
@@ -191,6 +175,31 @@ def dim_classes(traced: TracedLoss) -> DimClasses:
 
 def _role(leaf: Leaf) -> LeafRole:
     return "frozen" if leaf.is_weight and leaf.role == "state" else leaf.role
+
+
+def _place_all(
+    traced: TracedLoss,
+    classes: DimClasses,
+    tensor: TensorChoice,
+    sizes: Mapping[str, int],
+    sharding: ShardingConfig,
+    staged: Collection[int],
+) -> tuple[Placement, ...]:
+    """Return the placement of each step leaf, divided as far as the mesh does."""
+    paths = [leaf.path for leaf in traced.layout.leaves]
+    return tuple(
+        _place(
+            step,
+            paths,
+            classes,
+            tensor,
+            sizes,
+            sharding,
+            on_stages=number in staged,
+            over_pipe=bool(staged) and number not in staged,
+        )
+        for number, step in enumerate(traced.layout.step_leaves)
+    )
 
 
 def _place(

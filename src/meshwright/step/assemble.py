@@ -331,7 +331,6 @@ def _local_forward(
     search = kernel_search(plan, mesh)
     # The device's own samples are all there is: no axis of the batch divides them again.
     kernels = find_kernels(traced, classes, lambda frame, variable: None, search)
-    kernels = replace(kernels, rows=decision.kernels.rows)
     return local_forward(traced, draws, mesh, remat, wide=wide, kernels=kernels)
 
 

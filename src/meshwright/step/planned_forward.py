@@ -36,9 +36,15 @@ def planned_forward(
 
 def kernel_search(plan: Plan, mesh: Mesh) -> KernelSearch:
     """Return which kernels the plan asks for on the devices of the mesh."""
-    platform = mesh.devices.flat[0].platform
-    # The gradient of a weight is not saved from one tick of a pipeline to another.
-    return KernelSearch(plan.kernels, platform, fused_loss=plan.size("pipe") == 1)
+    return KernelSearch(
+        plan.kernels,
+        platform=mesh.devices.flat[0].platform,
+        # The gradient of a weight is not saved from one tick of a pipeline to another.
+        fused_loss=plan.size("pipe") == 1,
+        # Where tensor divides products, joined rows would keep the compiler from adding the
+        # gradients of query, key and value before it reduces them.
+        rows=plan.size("tensor") == 1,
+    )
 
 
 def planned_remat(decision: Decision, plan: Plan) -> Remat:

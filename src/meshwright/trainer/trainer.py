@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
@@ -23,7 +21,6 @@ from meshwright.config.argument_checks import (
 )
 from meshwright.config.builders import parameters_of
 from meshwright.config.duration import Duration
-from meshwright.config.microbatches import solve_pipeline_batch
 from meshwright.config.schema import (
     CheckpointConfig,
     KernelChoice,
@@ -45,16 +42,12 @@ from meshwright.inputs.checks import (
     check_precision,
     check_run_name,
     check_trainable,
-    mesh_sizes,
 )
 from meshwright.inputs.user_model import UserModel, exists, model_source
 from meshwright.ledgers import Ledger, ledger
-from meshwright.mesh.axes import shown_sizes
 from meshwright.mesh.build import Device, check_devices
 from meshwright.plan import (
     Plan,
-    pipeline_fields,
-    resolve_mesh,
     unused_pipeline,
 )
 from meshwright.program.trace.traced_loss import Loss
@@ -71,6 +64,7 @@ from meshwright.trainer.continuing import (
     continued_state,
     raise_interrupted,
 )
+from meshwright.trainer.end_warnings import warn_of_end
 from meshwright.trainer.fit_arguments import (
     check_assembled,
     check_compilation_cache,
@@ -86,6 +80,7 @@ from meshwright.trainer.fit_arguments import (
 from meshwright.trainer.fit_result import FitResult
 from meshwright.trainer.initial import find_initial, remembered_files
 from meshwright.trainer.optax_rate import find_schedule
+from meshwright.trainer.plan_settings import PlanSettings
 from meshwright.trainer.programs import Programs
 from meshwright.trainer.resume import check_fits, find_resume_point, restore
 from meshwright.trainer.run_spec import EvaluationSpec, OutputSpec, RunSpec
@@ -258,12 +253,8 @@ class Trainer:
                 resume,
             )
             result = self._memory.result = TrainingRun(spec).run()
-        if result.stop.reason is StopReason.OUT_OF_BATCHES:
-            _warn_ran_out(result.stop.text)
-        elif steps != 0 and result.updates == spec.updates_done:
-            _warn_nothing_done(result.updates, steps or result.updates)
-        if dropped := getattr(given, "num_dropped", 0):
-            _warn_dropped(dropped, form_of(first).num_samples)
+        done = result.updates - spec.updates_done
+        warn_of_end(result, done, steps, given, form_of(first).num_samples)
         raise_interrupted(result)
         return result
 
@@ -512,84 +503,5 @@ class Trainer:
         return assembled.adopt(self.model) if exists(self.model) else assembled.init(self.seed)
 
     def _plan(self, num_samples: int) -> Plan:
-        if isinstance(self.mesh, Plan):
-            plan = self.mesh
-            self._check_given(plan, num_samples)
-        else:
-            plan = self._make_plan(num_samples)
-        return plan
-
-    def _make_plan(self, num_samples: int) -> Plan:
-        count = len(self.devices) if self.devices is not None else jax.device_count()
-        sizes = resolve_mesh(mesh_sizes(self.mesh), count)
-        steps, pipeline = self.gradient_accumulation_steps, read_pipeline(self.pipeline)
-        batch = solve_pipeline_batch(
-            pipeline,
-            sizes,
-            global_batch_size=num_samples,
-            gradient_accumulation_steps=None if steps == 1 else steps,
-            sync_gradients_every=self.sync_gradients_every,
-        )
-        return Plan(
-            mesh=shown_sizes(sizes),
-            batch=batch,
-            sharding=self.sharding,
-            precision=self.precision,
-            kernels=self.kernels,
-            **pipeline_fields(pipeline, sizes, batch),
-        )
-
-    def _check_given(self, plan: Plan, num_samples: int) -> None:
-        batch = plan.batch
-        beside: dict[str, tuple[Any, Any, Any]] = {
-            "precision": (self.precision, "no", plan.precision),
-            "kernels": (self.kernels, "auto", plan.kernels),
-            "sharding": (self.sharding, ShardingConfig(), plan.sharding),
-            "pipeline": (read_pipeline(self.pipeline), PipelineConfig(), PipelineConfig()),
-            **{
-                name: (getattr(self, name), 1, getattr(batch, name))
-                for name in ("gradient_accumulation_steps", "sync_gradients_every")
-            },
-        }
-        for name, (given, default, planned) in beside.items():
-            if given not in (default, planned):
-                raise UserError(
-                    f"{name} differs from the plan that is given as the mesh",
-                    why=f"the trainer has {given}, the plan {planned}",
-                    fix=f"leave {name} out, or change it in the plan",
-                )
-        if num_samples != batch.global_batch_size:
-            raise UserError(
-                f"the batches have {num_samples} samples, and the plan is for "
-                f"{batch.global_batch_size}",
-                fix=f"give batches of {batch.global_batch_size}, or make a plan for {num_samples}",
-            )
-
-
-def _warn_nothing_done(done: int, asked: int) -> None:
-    warnings.warn(
-        f"this trainer had already done {done} updates, and nothing was trained. The length of a "
-        f"training counts from its first update: write steps={done + asked} to do {asked} more, or "
-        "restart=True to begin anew",
-        UserWarning,
-        stacklevel=3,
-    )
-
-
-def _warn_dropped(count: int, size: int) -> None:
-    warnings.warn(
-        f"the last batch of the data has {count} samples instead of {size}, and was not trained "
-        "on. Give the samples instead of batches, or a batch size that divides their number, to "
-        "use them all",
-        UserWarning,
-        stacklevel=3,
-    )
-
-
-def _warn_ran_out(text: str) -> None:
-    warnings.warn(
-        f"{text}, and training stopped there. Give more batches, or write epochs=… for data that "
-        "can be read again",
-        UserWarning,
-        stacklevel=3,
-    )
+        names = [each.name for each in fields(PlanSettings)]
+        return PlanSettings(**{name: getattr(self, name) for name in names}).plan(num_samples)

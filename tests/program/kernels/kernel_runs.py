@@ -1,5 +1,6 @@
 """Losses and gradients with and without kernels, and what kernels replaced."""
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -89,3 +90,9 @@ class Forms(nnx.Module):
         self.names = tuple(kinds)
         for name, kind in kinds.items():
             setattr(self, name, kind(rngs))
+
+
+def side_by_side(module, forms, names):
+    """Return a function that builds a module for each of some forms, which are named."""
+    kinds = {name: functools.partial(module, forms[name][0]) for name in names}
+    return lambda: Forms(kinds, rngs=nnx.Rngs(0))

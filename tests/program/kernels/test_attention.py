@@ -15,9 +15,11 @@ from program.kernels.attention_forms import (
     REPLACED,
     SAMPLES,
 )
-from program.kernels.kernel_runs import Forms, assembled, assert_equal, both, uses_in
+from program.kernels.kernel_runs import assembled, assert_equal, both, side_by_side, uses_in
 
-FORMS = {name: form for name, (form, _) in (REPLACED | NOT_REPLACED).items()}
+from meshwright.program.kernels import masks, surroundings
+
+FORMS = REPLACED | NOT_REPLACED
 EVERYDAY = (
     *("grouped", "queries_last", "inverted", "another_numpy_mask", "cross"),
     "packed_twice_masked",
@@ -36,9 +38,7 @@ class Attention(nnx.Module):
         return self.form(q, k, v, batch)
 
 
-def build(names):
-    kinds = {name: functools.partial(Attention, FORMS[name]) for name in names}
-    return lambda: Forms(kinds, rngs=nnx.Rngs(0))
+build = functools.partial(side_by_side, Attention, FORMS)
 
 
 def loss(model, batch):
@@ -86,3 +86,18 @@ def test_a_form_equals_the_plain_program(everyday_runs, name):
 @pytest.mark.full
 def test_every_form_equals_the_plain_program():
     assert_equal(*both(build(FORMS), loss, batch()))
+
+
+def test_a_constant_is_traced_once_and_its_bytes_are_not_kept(monkeypatch):
+    traced, known, close = [], {}, surroundings._Program.close
+
+    def count(program, variable):
+        traced.append(variable)
+        return close(program, variable)
+
+    monkeypatch.setattr(surroundings._Program, "close", count)
+    monkeypatch.setattr(masks, "_known", known)
+    assembled(build(["another_numpy_mask", "grouped"]), loss, batch(), "xla")
+    assert len(traced) == len(set(traced)) > 0
+    digests = [digest for _, consts, *_ in known for *_, digest in consts]
+    assert {len(digest) for digest in digests} == {32}

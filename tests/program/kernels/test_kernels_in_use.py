@@ -188,13 +188,20 @@ def test_an_unknown_choice_of_kernels_is_refused():
     with pytest.raises(UserError, match="there are no kernels 'fast'") as refusal:
         mw.Trainer(model=Model, loss=loss, optimizer=optax.sgd(0.1), kernels="fast")
     assert "'auto' or 'xla' or 'none'" in refusal.value.fix
+    with pytest.raises(UserError, match="there are no kernels 'cudnn'") as refusal:
+        mw.Trainer(model=Model, loss=loss, optimizer=optax.sgd(0.1), kernels="cudnn")
+    assert refusal.value.fix.endswith(": did you mean `auto`?")
 
 
-def test_the_command_line_lists_the_choices(capfd):
-    assert main(["inspect", "kernels=cudn"]) == 2
+@pytest.mark.parametrize(
+    ("written", "meant"), [("cudn", "auto"), ("XAL", "xla"), ("off", "none"), ("false", "none")]
+)
+def test_the_command_line_lists_the_choices_and_suggests_one(written, meant, capfd):
+    assert main(["config", f"kernels={written}"]) == 2
     error = capfd.readouterr().err
-    assert "`kernels=cudn` is not valid" in error
+    assert f"`kernels={written.replace('false', 'False')}` is not valid" in error
     assert "'auto', 'xla' or 'none'" in error
+    assert f"did you mean `{meant}`?" in error
 
 
 def test_inspect_lists_kernels(capfd):

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from flax import nnx
 from program.kernels.kernel_runs import (
-    Forms,
     assembled,
     assert_equal,
     both,
+    side_by_side,
     uses_in,
 )
 from program.kernels.loss_forms import CLASSES, NOT_REPLACED, REPLACED
 
 from meshwright.program.kernels import chunked_loss
 
-FORMS = {name: form for name, (form, _) in (REPLACED | NOT_REPLACED).items()}
+FORMS = REPLACED | NOT_REPLACED
 EVERYDAY = ("smoothed", "z_loss", "token_weights", "per_sample", "distilled", "with_accuracy")
 SAMPLES, LENGTH, WIDTH = 4, 12, 8
 
@@ -38,9 +38,7 @@ class Head(nnx.Module):
         return self.form(logits + self.bias[...] if self.has_bias else logits, batch)
 
 
-def build(names):
-    kinds = {name: functools.partial(Head, FORMS[name]) for name in names}
-    return lambda: Forms(kinds, rngs=nnx.Rngs(0))
+build = functools.partial(side_by_side, Head, FORMS)
 
 
 def loss(model, batch):

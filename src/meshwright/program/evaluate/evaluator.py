@@ -137,6 +137,11 @@ class Environment:
         return self.evaluator.run(closed, args)
 
 
+def pinned(variable: Var, value: Value, pins: Mapping[Var, NamedSharding]) -> Value:
+    """Return the value of a variable with its pin, if it has one."""
+    return jax.lax.with_sharding_constraint(value, pins[variable]) if variable in pins else value
+
+
 class Evaluator:
     """Evaluates a program under JAX's own tracing.
 
@@ -208,13 +213,9 @@ class Evaluator:
     def equation(self, eqn: Equation, env: Environment) -> list[Value]:
         """Evaluate one equation and pin its results."""
         results = self._apply_rules(eqn, env, 0)
-        return [self._pinned(v, result) for v, result in zip(eqn.outvars, results, strict=True)]
-
-    def _pinned(self, variable: Var, value: Value) -> Value:
-        """Return the value of a variable with its pin, if it has one."""
-        if variable not in self._pins:
-            return value
-        return jax.lax.with_sharding_constraint(value, self._pins[variable])
+        return [
+            pinned(v, result, self._pins) for v, result in zip(eqn.outvars, results, strict=True)
+        ]
 
     def continue_after(self, rule: Rule, eqn: Equation, env: Environment) -> list[Value]:
         """Evaluate an equation by the rules that come after ``rule``, which wraps them."""

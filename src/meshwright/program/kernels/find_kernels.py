@@ -70,11 +70,13 @@ class KernelSearch:
         choice: kernels of the platform, their forms for any device, or none.
         platform: the platform it runs on.
         fused_loss: whether the gradients of the last projection may be computed with the loss.
+        rows: whether products may join all dims of activations but their features.
     """
 
     choice: KernelChoice
     platform: str
     fused_loss: bool = True
+    rows: bool = True
 
 
 LayoutOf = Callable[[Frame, Var], PartitionSpec | None]
@@ -104,7 +106,7 @@ def find_kernels(
         frozenset(finder.dead.union(interior)),
         frozenset(v for r in finder.regions for v in r.outputs if v not in r.place.eqn.outvars),
         tuple(finder.uses),
-        rows=True,
+        rows=search.rows,
         sums_in_parts=True,
     )
 

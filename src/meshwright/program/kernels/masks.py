@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -103,13 +104,18 @@ def before_broadcast(
     mapped = list(dims)
     scope, atom = scope.origin(atom)
     while (eqn := scope.maker(atom)) is not None and eqn.primitive.name == "broadcast_in_dim":
-        sizes = aval_of(eqn.invars[0]).shape
-        mapped = [
-            mapped[to] if size > 1 else None
-            for to, size in zip(eqn.params["broadcast_dimensions"], sizes, strict=True)
-        ]
+        mapped = dims_before(eqn, mapped)
         scope, atom = scope.origin(eqn.invars[0])
     return scope, atom, mapped
+
+
+def dims_before(broadcast: Equation, dims: Sequence[_Dim | None]) -> list[_Dim | None]:
+    """Return which of ``dims``, those of its result, the dims of a broadcast's operand are."""
+    sizes = aval_of(broadcast.invars[0]).shape
+    return [
+        dims[to] if size > 1 else None
+        for to, size in zip(broadcast.params["broadcast_dimensions"], sizes, strict=True)
+    ]
 
 
 def _uniform(value: Any, kind: MaskKind) -> list[Allowed]:
@@ -125,7 +131,7 @@ def _classify(
     if program is None:
         raise NotReplaced("its mask depends on data")
     consts = [np.asarray(const) for const in program.consts]
-    values = tuple((c.shape, str(c.dtype), c.tobytes()) for c in consts)
+    values = tuple((c.shape, str(c.dtype), hashlib.sha256(c.tobytes()).digest()) for c in consts)
     text = (str(program), values, tuple(dims), query, key, kind)
     if text not in _known:
         _known[text] = _evaluate(program, dims, query, key, kind)

@@ -25,6 +25,7 @@ from meshwright.program.kernels.masks import (
     Allowed,
     MaskKind,
     before_broadcast,
+    dims_before,
     merge,
     read_mask,
 )
@@ -369,12 +370,7 @@ class _Match:
         """Return a mask before it is broadcast, as far as this program has it."""
         mapped = list(dims)
         while (eqn := self.graph.made_by(mask, "broadcast_in_dim")) is not None:
-            sizes = aval_of(eqn.invars[0]).shape
-            mapped = [
-                mapped[to] if size > 1 else None
-                for to, size in zip(eqn.params["broadcast_dimensions"], sizes, strict=True)
-            ]
-            mask = eqn.invars[0]
+            mapped, mask = dims_before(eqn, mapped), eqn.invars[0]
         assert isinstance(mask, Var)
         return mask, tuple(mapped)
 

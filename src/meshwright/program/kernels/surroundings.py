@@ -44,6 +44,7 @@ class Scope:
         self.frame, self.consts, self.outer = frame, consts, outer
         self.arguments = arguments or {}
         self._maker = {v: eqn for eqn in frame.jaxpr.eqns for v in eqn.outvars}
+        self._constants: dict[Var, ClosedJaxpr | None] = {}
 
     def origin(self, atom: Atom) -> tuple[Scope, Atom]:
         """Return where an atom comes from: a scope, and its atom there."""
@@ -59,12 +60,17 @@ class Scope:
         """Return a program without inputs that computes an atom; None if it depends on inputs."""
         if isinstance(atom, Literal):
             return None
+        if atom not in self._constants:
+            self._constants[atom] = self._make_constant(atom)
+        return self._constants[atom]
+
+    def _make_constant(self, variable: Var) -> ClosedJaxpr | None:
         program = _Program()
         try:
-            program.add(self, atom)
+            program.add(self, variable)
         except NotReplaced:
             return None
-        return program.close(atom)
+        return program.close(variable)
 
 
 class _Program:

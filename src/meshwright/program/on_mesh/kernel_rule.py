@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding
 
-from meshwright.program.evaluate.evaluator import Environment
+from meshwright.program.evaluate.evaluator import Environment, pinned
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import Equation, Value, Var
 from meshwright.program.kernels.find_kernels import Kernels
@@ -26,7 +25,7 @@ class KernelRule:
 
     mesh: MeshView
     kernels: Kernels
-    pins: Mapping[Var, PartitionSpec]
+    pins: Mapping[Var, NamedSharding]
 
     def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
         """Evaluate a region, or skip one of its equations; None for others."""
@@ -40,12 +39,6 @@ class KernelRule:
         results = dict(zip(region.outputs, region.kernel(region, env, self.mesh), strict=True))
         for variable, value in results.items():
             if variable not in eqn.outvars:
-                env.values[variable] = self._pinned(variable, value, env)
+                # The equation it is made by, where it would be pinned, is skipped.
+                env.values[variable] = pinned(variable, value, self.pins)
         return [results.get(variable) for variable in eqn.outvars]
-
-    def _pinned(self, variable: Var, value: Value, env: Environment) -> Value:
-        """Return a result with its pin: the equation it is made by is skipped."""
-        spec = self.pins.get(variable)
-        if spec is None:
-            return value
-        return jax.lax.with_sharding_constraint(value, self.mesh.sharding(spec))

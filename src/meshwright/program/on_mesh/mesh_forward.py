@@ -161,9 +161,10 @@ def mesh_evaluator(
         first: rules that come before those of the mesh.
         lookups: whether the gradients of lookups need a layout.
     """
+    shardings = {v: mesh.sharding(spec) for v, spec in (pins or {}).items()}
     rules = [
         *first,
-        KernelRule(mesh, kernels, pins or {}),
+        KernelRule(mesh, kernels, shardings),
         cast_leaf,
         GroupedConvolutions(mesh, frozenset(local_ops or ())),
         LocalOps(mesh, local_ops or {}),
@@ -181,7 +182,7 @@ def mesh_evaluator(
         weights=Weights(
             uses, weight_only, mesh, gather_per_block=remat.gather_per_block, casts=not wide
         ),
-        pins={v: mesh.sharding(spec) for v, spec in (pins or {}).items() if v not in skipped},
+        pins={v: sharding for v, sharding in shardings.items() if v not in skipped},
     )
 
 
