@@ -120,6 +120,7 @@ gpu-benchmarks: setup
 	@$(BIN)/python benchmarks/gpu_peers.py
 	@$(BIN)/python benchmarks/gpu_pipeline.py
 	@$(BIN)/python benchmarks/gpu_reductions.py
+	@$(BIN)/python benchmarks/gpu_overlap.py
 	@$(BIN)/python benchmarks/page.py
 
 format: setup

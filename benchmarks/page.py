@@ -28,10 +28,12 @@ def filled(page: str) -> str:
 
 def section(name: str) -> str:
     """Return one benchmark's figures as Markdown."""
+    if name in UNMEASURED:
+        return "\nNot measured yet.\n"
     record = json.loads((RESULTS / f"{name}.json").read_text())
     targets = [f"{what}: {found}" for what, found in record["targets"].items()]
     parts = ["\n".join(TABLES[name](record)), "\n".join(f"- {line}" for line in targets)]
-    return "\n" + "\n\n".join([*parts, circumstances(record)]) + "\n"
+    return "\n" + "\n\n".join([*filter(None, parts), circumstances(record)]) + "\n"
 
 
 def circumstances(record: dict[str, Any]) -> str:
@@ -42,6 +44,11 @@ def circumstances(record: dict[str, Any]) -> str:
             f"{record['date']}, one {record['gpu']} ({record['matmul_tflops']} TFLOP/s in a bf16 "
             f"product), Python {versions['python']}, JAX {versions['jax']}, Flax "
             f"{versions['flax']}; {versions['note']}: `{record['command']}`"
+        )
+    if "compiled_for" in record:
+        return (
+            f"{record['date']}, {record['model']}, compiled for {record['compiled_for']}, JAX "
+            f"{versions['jax']}, Flax {versions['flax']}: `{record['command']}`"
         )
     return (
         f"{record['date']}, {machine['cores']} cores of {machine['cpu']} under a load of "
@@ -191,6 +198,22 @@ def pipeline(record: dict[str, Any]) -> list[str]:
     return table(heads, rows)
 
 
+def gpu_overlap(record: dict[str, Any]) -> list[str]:
+    """One row for each mesh and way to run blocks."""
+    heads = ("mesh", "blocks", "sent", "of gathers", "of reductions", "overlapped in all")
+    rows = [
+        [mesh_name(row["mesh"]), f"`{row['blocks']}`", f"{row['sent_bytes'] / 2**20:,.0f} MiB"]
+        + [share(row["overlap"].get(kind)) for kind in ("all-gather", "reduce")]
+        + [share(row)]
+        for row in record["rows"]
+    ]
+    return table(heads, rows)
+
+
+def share(part: dict[str, Any] | None) -> str:
+    return f"{part['overlapped']:.0%}" if part else "–"
+
+
 LABELS = ("earlier", "now")
 
 TABLES = {
@@ -203,7 +226,11 @@ TABLES = {
     "pipeline": pipeline,
     "verify_time": verify_time,
     "gpu_peers": gpu_peers,
+    "gpu_overlap": gpu_overlap,
 }
+
+UNMEASURED = {"gpu_overlap"}
+"""Benchmarks without a record so far."""
 
 
 def spread(interval: list[float]) -> str:

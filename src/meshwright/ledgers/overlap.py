@@ -16,7 +16,7 @@ SHOWN = 5
 """Collectives that nothing is computed during: the largest are listed."""
 _NEGLIGIBLE = 1e-3
 
-_ON_CPU = "programs for CPUs have no asynchronous collectives; those for GPUs and TPUs show it"
+_ON_CPU = "programs for CPUs have no asynchronous collectives; those for GPUs show it"
 _NO_TEXT = "this backend does not show the program it runs"
 _NO_ORDER = "this compiler does not show the order in which the program runs"
 _NOT_FOLLOWED = "the program does not show where each collective ends"
