@@ -125,6 +125,12 @@ def test_what_the_program_does_not_show_is_unknown_and_not_zero(fsdp):
         assert str(ledger).splitlines()[2].endswith("–")
 
 
+def test_one_device_has_nothing_to_say():
+    text = "HloModule f\n\nENTRY %f {\n  ROOT %c = f32[] constant(0)\n}\n"
+    ledger = on_gpus(assembled_for({}), text)
+    assert (ledger.axes, ledger.not_overlapped, ledger.overlap_unknown) == ({}, [], "")
+
+
 def test_stages_count_what_they_send():
     stages = assembled_for({"pipe": 2, "data": 2}, schedule="gpipe", num_microbatches=4)
     ledger = on_gpus(stages, TICKS)
