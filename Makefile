@@ -126,6 +126,7 @@ gpu-benchmarks: setup
 	@$(BIN)/python benchmarks/gpu_gemma_floor.py
 	@$(BIN)/python benchmarks/gpu_pipeline.py
 	@$(BIN)/python benchmarks/gpu_reductions.py
+	@$(BIN)/python benchmarks/gpu_overlap.py
 	@$(BIN)/python benchmarks/page.py
 
 format: setup

@@ -47,6 +47,11 @@ def circumstances(record: dict[str, Any]) -> str:
             f"{record['date']}, one {record['gpu']}{speed}, Python {versions['python']}, "
             f"JAX {versions['jax']}, Flax {versions['flax']}{note}: `{record['command']}`"
         )
+    if "compiled_for" in record:
+        return (
+            f"{record['date']}, {record['model']}, compiled for {record['compiled_for']}, JAX "
+            f"{versions['jax']}, Flax {versions['flax']}: `{record['command']}`"
+        )
     return (
         f"{record['date']}, {machine['cores']} cores of {machine['cpu']} under a load of "
         f"{machine['load']}, Python {versions['python']}, JAX {versions['jax']}, "
@@ -253,6 +258,22 @@ def pipeline(record: dict[str, Any]) -> list[str]:
     return table(heads, rows)
 
 
+def gpu_overlap(record: dict[str, Any]) -> list[str]:
+    """One row for each mesh and way to run blocks."""
+    heads = ("mesh", "blocks", "sent", "of gathers", "of reductions", "overlapped in all")
+    rows = [
+        [mesh_name(row["mesh"]), f"`{row['blocks']}`", f"{row['sent_bytes'] / 2**20:,.0f} MiB"]
+        + [share(row["overlap"].get(kind)) for kind in ("all-gather", "reduce")]
+        + [share(row)]
+        for row in record["rows"]
+    ]
+    return table(heads, rows)
+
+
+def share(part: dict[str, Any] | None) -> str:
+    return f"{part['overlapped']:.0%}" if part else "–"
+
+
 LABELS = ("earlier", "now")
 
 TABLES = {
@@ -271,6 +292,7 @@ TABLES = {
     "gpu_trainer_overhead": trainer_overhead,
     "gpu_largest": gpu_largest,
     "gpu_gemma_floor": gpu_gemma_floor,
+    "gpu_overlap": gpu_overlap,
 }
 
 

@@ -8,7 +8,7 @@ import jax
 import optax
 
 from meshwright.config.batch import solve_batch
-from meshwright.config.schema import ShardingConfig
+from meshwright.config.schema import Precision, ShardingConfig
 from meshwright.models import build_model
 from meshwright.plan import Plan
 from meshwright.step.assemble import Assembled, assemble
@@ -22,6 +22,8 @@ def assemble_gpt(
     per_replica: int = 1,
     vocab_size: int = 1024,
     context_length: int = 128,
+    precision: Precision = "no",
+    clip_norm: float | None = None,
     **model: Any,
 ) -> Assembled:
     """Assemble a GPT (``gpt2_tiny`` by default) with AdamW for a mesh of all devices."""
@@ -30,6 +32,7 @@ def assemble_gpt(
         mesh=mesh,
         batch=solve_batch(replicas=replicas, global_batch_size=per_replica * replicas),
         sharding=sharding or ShardingConfig(),
+        precision=precision,
     )
     sizes = {"vocab_size": vocab_size, "context_length": context_length}
     task = find_task("language_modeling")(**sizes)
@@ -40,6 +43,7 @@ def assemble_gpt(
         optax.adamw(1e-3),
         plan,
         batch,
+        clip_norm=clip_norm,
     )
 
 

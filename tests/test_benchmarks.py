@@ -44,6 +44,13 @@ def test_a_record_says_where_when_and_how_it_was_made(name):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
 
 
+def test_shares_that_overlap_are_percentages():
+    part = {"sent_bytes": 8, "overlapped_bytes": 2, "overlapped": 0.25}
+    row = {"mesh": {"fsdp": 8}, "blocks": "scan", **part, "sent_bytes": 2**21}
+    table = page.gpu_overlap({"rows": [row | {"overlap": {"all-gather": part}}]})
+    assert table[-1] == "| fsdp=8 | `scan` | 2 MiB | 25% | – | 25% |"
+
+
 def test_the_interval_of_a_median_has_the_ranks_of_the_textbook():
     """For 20 values the 6th and the 15th smallest enclose the median with 95%."""
     interval = load("record").median_interval

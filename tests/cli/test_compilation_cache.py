@@ -80,6 +80,7 @@ def test_commands_show_the_same_ledger_from_the_cache(runs, own_disk_cache, capf
         return capfd.readouterr().out
 
     expected = ledger_of(shown("ledger", *SETTINGS, "--json"))
+    assert {own["overlapped"] for own in expected["axes"].values()} == {None}
     seen = shown("inspect", *SETTINGS)
     for name in NAMES:
         assert ledger_of((runs / name / "ledger.json").read_text()) == expected

@@ -127,6 +127,19 @@ def test_argument_bytes_are_the_listed_shards_and_the_batch(on_tensor):
     assert ledger.argument_bytes == shards + keys + tokens
 
 
+def test_cpus_do_not_show_what_overlaps(on_tensor):
+    _, _, ledger = on_tensor
+    written = ledger.model_dump(mode="json")
+    assert [own["overlapped"] for own in written["axes"].values()] == [None, None]
+    assert [own["overlapped_bytes"] for own in written["axes"].values()] == [None, None]
+    assert "no asynchronous collectives" in written["overlap_unknown"]
+    lines = str(ledger).splitlines()
+    assert all(line.endswith("–") for line in lines[2:4])
+    (note,) = [line for line in lines if "not known" in line]
+    assert "CPUs" in note
+    assert "%" not in str(ledger)
+
+
 def test_a_program_without_pins_is_noticed():
     assembled, batch = assembled_for({"fsdp": 8})
     unpinned = dataclasses.replace(assembled.decision, pins={}, gathers={})
@@ -171,7 +184,7 @@ def test_stages_send_what_their_table_has_and_that_is_the_minimum():
     assert ledger.suspicious == [], str(ledger)
     head, columns, *_ = str(ledger).splitlines()
     assert head == "pipe=2 × data=2, bytes each device sends per update"
-    assert columns.split() == ["axis", "devices", "sent", "needed", "ratio"]
+    assert columns.split() == ["axis", "devices", "sent", "needed", "ratio", "overlapped"]
     assert repr(ledger).startswith("Ledger(mesh={'pipe': 2, 'data': 2}, sent_bytes=")
 
 

@@ -146,6 +146,9 @@ def ledger(mesh: dict[str, int]) -> dict[str, object]:
             "size": size, "sent_bytes": 1_200_000 * size, "minimum_bytes": 1_190_000 * size,
             "ratio": 1.31 if axis == "data" else 1.0084,
             "excess": ["embed: all-gather of 900,000 bytes beyond the minimum"][axis != "data" :],
+            "overlapped_bytes": 300_000 * size, "overlapped": 0.25,
+            "overlap": {"all-gather": {"sent_bytes": 2, "overlapped_bytes": 1, "overlapped": 0.5},
+                        "reduce": {"sent_bytes": 2, "overlapped_bytes": 0, "overlapped": 0.0}},
         }
         for axis, size in mesh.items()
     }  # fmt: skip
@@ -154,7 +157,9 @@ def ledger(mesh: dict[str, int]) -> dict[str, object]:
          "count": 2, "payload_bytes": 1000, "sent_bytes": 90_000 + block}
         for axis in mesh for kind in ("all-gather", "reduce-scatter") for block in range(4)
     ]  # fmt: skip
-    return {"mesh": mesh, "ratio": 1.01, "axes": axes, "lines": lines}
+    exposed = {"axes": [next(iter(mesh))], "kind": "all-reduce", "modules": ["blocks.0", "embed"],
+               "phase": "backward", "count": 1, "sent_bytes": 900_000}  # fmt: skip
+    return {"mesh": mesh, "ratio": 1.01, "axes": axes, "lines": lines, "not_overlapped": [exposed]}
 
 
 def profile() -> dict[str, object]:

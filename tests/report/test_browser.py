@@ -160,6 +160,26 @@ def test_tables_filter_and_sort(show):
     assert texts(browser, "#ledger details tbody td:last-child") == sorted(sizes)
 
 
+def test_the_ledger_shows_what_overlaps(show, pages, tmp_path):
+    browser = show("one")
+    assert "50% of gathers, 0% of reductions" in texts(browser, "#ledger tbody td")
+    assert "blocks.0, embed" in texts(browser, "#ledger tbody td")
+    folder = write_run(tmp_path / "run")
+    ledger = json.loads((folder / "ledger.json").read_text())
+    earlier = {"overlapped", "overlapped_bytes", "overlap"}
+    ledger["axes"] = {
+        axis: {name: own[name] for name in own if name not in earlier}
+        for axis, own in ledger["axes"].items()
+    }
+    del ledger["not_overlapped"]
+    (folder / "ledger.json").write_text(json.dumps(ledger | {"overlap_unknown": "no GPU"}))
+    page = pages / "earlier.html"
+    page.write_text(make_page([read_run(folder)]))
+    browser = show("earlier")
+    assert "–" in texts(browser, "#ledger tbody td")
+    assert texts(browser, "#ledger .note")[0].endswith("is not known: no GPU.")
+
+
 def test_settings_that_are_no_defaults_come_first(show):
     browser = show("one")
     origins = [text.split()[0] for text in texts(browser, "#config tbody td:last-child")]

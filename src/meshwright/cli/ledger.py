@@ -9,7 +9,7 @@ from meshwright.cli.request import Request
 from meshwright.columns import Columns, Indented
 from meshwright.errors import CheckFailed, ExitCode
 from meshwright.ledgers import Ledger, make_ledger
-from meshwright.ledgers.ledger_text import axes_table, beyond_minimum
+from meshwright.ledgers.ledger_text import axes_table, beyond_minimum, overlap_lines
 from meshwright.mesh.axes import describe_sizes
 from meshwright.recipe import make_recipe
 from meshwright.units import human_bytes
@@ -56,7 +56,7 @@ def _picture(ledger: Ledger) -> RenderableType:
     ]
     if ledger.mesh.get("pipe", 1) > 1:
         parts.append(Text(_STAGES_NOTE))
-    parts += [Indented(line, 2) for line in beyond_minimum(ledger)]
+    parts += [Indented(line, 2) for line in [*beyond_minimum(ledger), *overlap_lines(ledger)]]
     parts += [Text(), _lines(ledger), Text(), Text(_memory(ledger))]
     return Group(*parts)
 

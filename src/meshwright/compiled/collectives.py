@@ -96,7 +96,11 @@ def read_collectives(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[Collec
     are reduced one by one and then added are listed as one reduction, because the GPU compiler
     merges them (benchmarks/results/gpu_reductions.json).
     """
-    program = parse_hlo(hlo_text)
+    return collectives_of(parse_hlo(hlo_text), mesh_axes)
+
+
+def collectives_of(program: Program, mesh_axes: Mapping[str, int]) -> list[Collective]:
+    """List the collectives of a program that was parsed already, as `read_collectives` does."""
     sizes = tuple(mesh_axes.values())
     if program.num_partitions not in (1, math.prod(sizes)):
         raise UserError(
@@ -104,6 +108,11 @@ def read_collectives(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[Collec
             fix="pass the axes of the mesh it was compiled for",
         )
     return _Reader(program, MeshAxes(tuple(mesh_axes), sizes)).read(Scope(program.entry), 1, True)
+
+
+def is_collective(instruction: Instruction) -> bool:
+    """Whether an instruction is a collective, or starts one."""
+    return instruction.opcode.removesuffix("-start") in _SENT
 
 
 def phase_of(op_name: str) -> Phase:
@@ -136,7 +145,7 @@ class _Reader:
         sums = merged_sums(scope.computation, self._participants)
         for instruction in scope.computation.instructions:
             opcode = instruction.opcode
-            if opcode.removesuffix("-start") in _SENT:
+            if is_collective(instruction):
                 result = sums.get(instruction.name, instruction)
                 if result is not None:
                     collectives += self._collectives(scope, instruction, result, count, known)
@@ -148,7 +157,7 @@ class _Reader:
                     collectives += self.read(inner, times, known and trips is not None)
             elif opcode == "conditional":
                 collectives += self._heaviest_branch(scope, instruction, count)
-            elif opcode in ("call", "fusion", "async-start"):
+            elif opcode.removesuffix("-start") in ("call", "fusion", "async"):
                 for called in self.program.called_by(instruction, "to_apply", "calls"):
                     collectives += self.read(Scope(called, scope, instruction), count, known)
         return collectives
@@ -303,10 +312,23 @@ def _exchanged_values(
         shape = producers[0].shape
         return [_ExchangedValue(None, shape.dtype, shape.bytes, op_name or producers[0].op_name)]
     # A combined collective has one op name, or all of them joined; each producer has its own.
+    names = [p.op_name or op_name for p in producers]
+    if kind == "all-gather" and not module_of(instruction.op_name):
+        names = [
+            name if module_of(p.op_name) else _element_op_name(computation, instruction, n) or name
+            for n, (p, name) in enumerate(zip(producers, names, strict=True))
+        ]
     return [
-        _ExchangedValue(position, p.shape.dtype, p.shape.bytes, p.op_name or op_name)
-        for position, p in enumerate(producers)
+        _ExchangedValue(position, p.shape.dtype, p.shape.bytes, name)
+        for position, (p, name) in enumerate(zip(producers, names, strict=True))
     ]
+
+
+def _element_op_name(computation: Computation, gather: Instruction, position: int) -> str:
+    """Return the op name of the first module that reads one value of a combined gather."""
+    readers = _readers_of(computation, gather, position)
+    names = (_reader_op_name(computation, r) for r in readers if r is not gather)
+    return next(filter(None, names), "")
 
 
 def _reader_op_name(computation: Computation, gather: Instruction) -> str:

@@ -10,6 +10,17 @@ from functools import cached_property
 
 from meshwright.errors import UserError
 
+CALL_ROLES = (
+    "body",
+    "condition",
+    "to_apply",
+    "calls",
+    "branch_computations",
+    "true_computation",
+    "false_computation",
+)
+"""How an instruction may refer to the computations it calls."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -78,6 +89,11 @@ class Computation:
     def by_name(self) -> Mapping[str, Instruction]:
         """Instructions by name."""
         return {instruction.name: instruction for instruction in self.instructions}
+
+    @cached_property
+    def position(self) -> Mapping[str, int]:
+        """Positions of instructions by name."""
+        return {instruction.name: n for n, instruction in enumerate(self.instructions)}
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
@@ -191,15 +207,6 @@ _ARRAY = re.compile(r"\s*([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _INDEX_COMMENT = re.compile(r"/\*index=\d+\*/")
 _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_CALL_ROLES = (
-    "body",
-    "condition",
-    "to_apply",
-    "calls",
-    "branch_computations",
-    "true_computation",
-    "false_computation",
-)
 
 
 def _read_instruction(line: str) -> Instruction | None:
@@ -221,7 +228,7 @@ def _read_instruction(line: str) -> Instruction | None:
         operands=() if is_leaf else tuple(_operand_name(a) for a in arguments),
         literal=line[opcode.end() : end] if is_leaf else "",
         attributes=attributes,
-        called={role: _names(attributes[role]) for role in _CALL_ROLES if role in attributes},
+        called={role: _names(attributes[role]) for role in CALL_ROLES if role in attributes},
         op_name=_op_name(attributes.get("metadata", "")),
         is_root=bool(head["root"]),
     )

@@ -79,6 +79,40 @@ class ModuleLedger(Frozen):
     explained: list[Explanation] = Field(default_factory=list[Explanation])
 
 
+class KindOverlap(_Record):
+    """What collectives of one kind send over one axis in the program that runs.
+
+    Attributes:
+        sent_bytes: bytes each device sends per update.
+        overlapped_bytes: bytes of collectives during which the device computes products.
+        overlapped: the share of these bytes.
+    """
+
+    sent_bytes: int
+    overlapped_bytes: int
+    overlapped: float
+
+
+class NotOverlapped(_Record):
+    """A collective during which the device computes no product.
+
+    Attributes:
+        axes: mesh axes it runs over.
+        kind: its kind.
+        modules: the modules whose values it sends; several where the compiler has combined them.
+        phase: forward, backward or update.
+        count: how often it runs per update.
+        sent_bytes: bytes each device sends, per update.
+    """
+
+    axes: list[str]
+    kind: str
+    modules: list[str]
+    phase: str
+    count: int
+    sent_bytes: int
+
+
 class AxisLedger(_Record):
     """One mesh axis.
 
@@ -90,6 +124,11 @@ class AxisLedger(_Record):
         ratio: sent over minimum bytes; null if nothing needs to be sent.
         excess: bytes sent beyond the minimum, by module.
         modules: what each module sends, and its minimum.
+        overlapped_bytes: bytes sent while the device computes products, in the program that runs;
+            null if unknown.
+        overlapped: their share of what the program that runs sends; null if unknown, or if it
+            sends nothing.
+        overlap: the same by kind of collective, ``reduce`` being all-reduces and reduce-scatters.
     """
 
     size: int
@@ -98,6 +137,9 @@ class AxisLedger(_Record):
     ratio: float | None
     excess: list[str]
     modules: dict[str, ModuleLedger] = Field(default_factory=dict[str, ModuleLedger])
+    overlapped_bytes: int | None = None
+    overlapped: float | None = None
+    overlap: dict[str, KindOverlap] = Field(default_factory=dict[str, KindOverlap])
 
     @property
     def suspicious(self) -> bool:
@@ -121,6 +163,8 @@ class Ledger(Frozen):
         argument_bytes: memory of state and batch per device.
         temp_bytes: memory of temporaries per device.
         compile_seconds: compilation time.
+        not_overlapped: the largest collectives during which nothing is computed.
+        overlap_unknown: why it is not known what overlaps; empty if it is.
     """
 
     mesh: dict[str, int]
@@ -132,6 +176,8 @@ class Ledger(Frozen):
     argument_bytes: int
     temp_bytes: int
     compile_seconds: float
+    not_overlapped: list[NotOverlapped] = Field(default_factory=list[NotOverlapped])
+    overlap_unknown: str = ""
 
     @property
     def suspicious(self) -> list[str]:

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 import jax
 
 from meshwright.activity import activity
-from meshwright.compiled.collectives import Collective, read_collectives, ring_bytes
+from meshwright.compiled.collectives import Collective, read_collectives
 from meshwright.compiled.compile_program import CompiledProgram, compile_program
 from meshwright.data.batches import read_batch
 from meshwright.errors import UserError
+from meshwright.ledgers.axis_shares import family, shares
 from meshwright.ledgers.excess_reasons import Reason, Reasons, explain
 from meshwright.ledgers.ledger_records import (
     AxisLedger,
@@ -25,8 +26,9 @@ from meshwright.ledgers.ledger_records import (
     ModuleLedger,
 )
 from meshwright.ledgers.minimum import Needed, needed_collectives
+from meshwright.ledgers.overlap import Overlaps, read_overlaps
 from meshwright.ledgers.stage_minimum import needed_by_stage
-from meshwright.pipeline.execute.op_counts import count_operations
+from meshwright.pipeline.execute.op_counts import OpCounts, count_operations
 from meshwright.program.weight_reads import weight_reads
 from meshwright.step.assemble import Assembled
 
@@ -86,16 +88,23 @@ def read_ledger(
 ) -> Ledger:
     """List what a compiled step sends."""
     mesh = dict(assembled.mesh.shape)
-    stages, needed = _by_stage(read_collectives(program.partitioned, mesh), assembled)
+    counts = _operation_counts(assembled)
+    stages = _by_stage(read_collectives(program.partitioned, mesh), counts)
+    needed = _needed(assembled, counts)
+    platform = assembled.mesh.devices.flat[0].platform
+    overlaps = read_overlaps(program, mesh, platform, lambda c, stage: _times(c, counts, stage))
     memory = program.memory
     reasons = Reasons(weight_reads(assembled.traced), mesh)
     explained = [reasons.of(stage) for stage in stages]
     axes = {
-        axis: _axis(axis, size, mesh, explained, needed) for axis, size in mesh.items() if size > 1
+        axis: _axis(axis, mesh, explained, needed, overlaps)
+        for axis, size in mesh.items()
+        if size > 1
     }
     totals = [sum(c.sent_bytes for c in stage) for stage in stages]
     sent = max(totals)
-    minimum = sum(n.sent_bytes for n in needed[totals.index(sent)])
+    largest = totals.index(sent)
+    minimum = sum(n.sent_bytes for n in needed[largest])
     return Ledger(
         mesh=assembled.plan.mesh,
         ratio=_ratio(sent, minimum),
@@ -106,15 +115,17 @@ def read_ledger(
         argument_bytes=memory.argument,
         temp_bytes=memory.temp,
         compile_seconds=round(compile_seconds, 2),
+        not_overlapped=overlaps.exposed(largest),
+        overlap_unknown=overlaps.unknown,
     )
 
 
 def _axis(
     axis: str,
-    size: int,
     mesh: dict[str, int],
     stages: Sequence[_Explained],
     needed: Sequence[Sequence[Needed]],
+    overlaps: Overlaps,
 ) -> AxisLedger:
     minimum_by_module: dict[tuple[str, str], float] = defaultdict(float)
     by_stage = [_sent_over(axis, mesh, (c for c, _ in stage)) for stage in stages]
@@ -123,10 +134,12 @@ def _axis(
     sent = by_stage[largest]
     own = [need for need in needed[largest] if need.axis == axis]
     for need in own:
-        minimum_by_module[_part(need.module), _family(need.kind)] += need.sent_bytes
+        minimum_by_module[_part(need.module), family(need.kind)] += need.sent_bytes
     total, minimum = sum(sent.values()), sum(minimum_by_module.values())
+    overlap = overlaps.of_axis(axis, mesh, largest)
+    during = sum(kind.overlapped_bytes for kind in overlap.values())
     return AxisLedger(
-        size=size,
+        size=mesh[axis],
         sent_bytes=round(total),
         minimum_bytes=round(minimum),
         ratio=_ratio(total, minimum),
@@ -136,23 +149,42 @@ def _axis(
             minimum_by_module,
             _found(axis, mesh, stages[largest], own),
         ),
+        overlapped_bytes=None if overlaps.unknown else during,
+        overlapped=_ratio(during, sum(kind.sent_bytes for kind in overlap.values())),
+        overlap=overlap,
     )
 
 
-def _by_stage(
-    collectives: list[Collective], assembled: Assembled
-) -> tuple[list[list[Collective]], list[list[Needed]]]:
-    """Return what each pipeline stage sends and needs to; one list each without stages."""
+def _operation_counts(assembled: Assembled) -> OpCounts | None:
+    """Return how often each stage runs the operations of a tick; None without stages."""
     pipeline, plan = assembled.step.pipeline, assembled.plan
     if pipeline is None:
-        return [collectives], [needed_collectives(assembled)]
+        return None
     rounds = plan.batch.gradient_accumulation_steps // plan.num_microbatches
-    counts = count_operations(pipeline.schedule, plan.num_microbatches, plan.size("pipe"), rounds)
-    sent = [
-        [replace(c, count=counts.times(c.op_name, c.count, stage)) for c in collectives]
-        for stage in range(counts.num_stages)
+    return count_operations(pipeline.schedule, plan.num_microbatches, plan.size("pipe"), rounds)
+
+
+def _times(collective: Collective, counts: OpCounts | None, stage: int) -> int:
+    """Return how often a stage runs a collective."""
+    if counts is None:
+        return collective.count
+    return counts.times(collective.op_name, collective.count, stage)
+
+
+def _by_stage(collectives: list[Collective], counts: OpCounts | None) -> list[list[Collective]]:
+    """Return what each pipeline stage sends; one list without stages."""
+    return [
+        [replace(c, count=_times(c, counts, stage)) for c in collectives]
+        for stage in range(counts.num_stages if counts else 1)
     ]
-    return sent, needed_by_stage(assembled, pipeline, counts)
+
+
+def _needed(assembled: Assembled, counts: OpCounts | None) -> list[list[Needed]]:
+    """Return what each pipeline stage needs to send; one list without stages."""
+    pipeline = assembled.step.pipeline
+    if pipeline is None or counts is None:
+        return [needed_collectives(assembled)]
+    return needed_by_stage(assembled, pipeline, counts)
 
 
 def _sent_over(
@@ -161,33 +193,13 @@ def _sent_over(
     sent: dict[tuple[str, str], float] = defaultdict(float)
     for collective in collectives:
         share = shares(collective, mesh).get(axis, 0.0)
-        sent[_part(collective.module), _family(collective.kind)] += share
+        sent[_part(collective.module), family(collective.kind)] += share
     return sent
-
-
-def shares(collective: Collective, mesh: dict[str, int]) -> dict[str, float]:
-    """Return the bytes that a collective over several axes sends over each of them.
-
-    A reduction over data × fsdp is a reduce-scatter over fsdp, an all-reduce of the pieces over
-    data, and an all-gather over fsdp.
-    """
-    if len(collective.axes) == 1 or any(axis not in mesh for axis in collective.axes):
-        return {collective.axes[0]: collective.sent_bytes}
-    by_axis: dict[str, float] = {}
-    payload = collective.payload_bytes * collective.count
-    for axis in sorted(collective.axes, key=list(mesh).index, reverse=True):
-        by_axis[axis] = ring_bytes(collective.kind, payload, mesh[axis])
-        payload /= mesh[axis]
-    return by_axis
 
 
 def _part(module: str) -> str:
     """Return the part of the model a layer belongs to: query, key and value share a reduction."""
     return module.rpartition(".")[0] or module
-
-
-def _family(kind: str) -> str:
-    return "reduce" if kind in ("all-reduce", "reduce-scatter") else kind
 
 
 def _excess(
@@ -217,10 +229,10 @@ def _found(
     parts: dict[tuple[str, str], list[tuple[Reason | None, float]]] = defaultdict(list)
     for collective, reason in collectives:
         share = shares(collective, mesh).get(axis, 0.0)
-        parts[_part(collective.module), _family(collective.kind)].append((reason, share))
+        parts[_part(collective.module), family(collective.kind)].append((reason, share))
     least: dict[tuple[str, str], float] = defaultdict(float)
     for need in needed:
-        least[_part(need.module), _family(need.kind)] += need.sent_bytes
+        least[_part(need.module), family(need.kind)] += need.sent_bytes
     negligible = _negligible(sum(least.values()))
     return [
         (module, Explanation(sent_bytes=round(size), reason=reason))

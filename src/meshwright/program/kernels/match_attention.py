@@ -174,9 +174,7 @@ class _Match:
         """Whether a value is not just repeated along a dim."""
         if aval_of(atom).shape[dim] == 1:
             return False
-        eqn = self.graph.made_by(
-            atom, "broadcast_in_dim", "stop_gradient", "convert_element_type"
-        )
+        eqn = self.graph.made_by(atom, "broadcast_in_dim", "stop_gradient", "convert_element_type")
         if eqn is None:
             return True
         if eqn.primitive.name != "broadcast_in_dim":

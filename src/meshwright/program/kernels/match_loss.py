@@ -145,10 +145,7 @@ def _is_summed(graph: Graph, variable: Var, dim: int) -> bool:
     """Whether a value is summed over a dim; half-precision ones are widened before."""
     return any(
         (eqn.primitive.name == "reduce_sum" and tuple(eqn.params["axes"]) == (dim,))
-        or (
-            eqn.primitive.name == "convert_element_type"
-            and _is_summed(graph, eqn.outvars[0], dim)
-        )
+        or (eqn.primitive.name == "convert_element_type" and _is_summed(graph, eqn.outvars[0], dim))
         for eqn in graph.read_by(variable)
     )
 

@@ -270,9 +270,32 @@ function ledgerSection(runs) {
     { title: "sent", numeric: true, value: (row) => row.sent_bytes, cell: (row) => bytes(row.sent_bytes) },
     { title: "needed", numeric: true, value: (row) => row.minimum_bytes, cell: (row) => bytes(row.minimum_bytes) },
     { title: "ratio", numeric: true, value: (row) => row.ratio, cell: (row) => ratio(row) },
+    { title: "overlapped", value: (row) => row.overlapped, cell: overlapped },
     { title: "above the minimum", value: (row) => [row.excess || []].flat().join("; "), cell: (row) => [row.excess || []].flat().join("; "), style: "long" },
   ] }) : missing("Nothing is sent: the mesh has one device.");
-  return [axes, perRun(known, "Ledgers", (run) => ledgerLines(run.ledger.lines || []))];
+  const unknown = [...new Set(known.map((run) => run.ledger.overlap_unknown).filter(Boolean).map(words))];
+  const notes = unknown.map((why) => h("p", { class: "note" }, `What overlaps with computing is not known: ${why}.`));
+  return [axes, ...notes, perRun(known, "Ledgers", (run) => [
+    notOverlapped([run.ledger.not_overlapped || []].flat()), ledgerLines(run.ledger.lines || [])])];
+}
+
+const FAMILIES = { "all-gather": "gathers", reduce: "reductions", "collective-permute": "permutes", "all-to-all": "all-to-alls" };
+
+function overlapped(row) {
+  const kinds = Object.entries(row.overlap || {}).filter(([, part]) => isNumber(part?.overlapped));
+  return kinds.map(([kind, part]) => `${Math.round(100 * part.overlapped)}% of ${FAMILIES[kind] || kind}`).join(", ") || "–";
+}
+
+function notOverlapped(rows) {
+  if (!rows.length) return h("div");
+  return dataTable({ caption: "The largest collectives during which nothing is computed", rows, columns: [
+    { title: "modules", value: (row) => [row.modules].flat().join(", "), cell: (row) => breakable([row.modules].flat().join(", ") || "outside modules"), style: "path" },
+    { title: "kind", value: (row) => row.kind, cell: (row) => words(row.kind) },
+    { title: "axes", value: (row) => [row.axes].flat().join("×"), cell: (row) => [row.axes].flat().join("×") },
+    { title: "phase", value: (row) => row.phase, cell: (row) => words(row.phase) },
+    { title: "count", numeric: true, value: (row) => row.count, cell: (row) => number(row.count) },
+    { title: "sent", numeric: true, value: (row) => row.sent_bytes, cell: (row) => bytes(row.sent_bytes) },
+  ] });
 }
 
 function ratio(row) {
