@@ -15,7 +15,7 @@ from pipeline.models import (
     tokens_batch,
     tokens_loss,
 )
-from program.programs import assert_close
+from program.programs import assert_close, equations
 from small_models import Norms, Residuals, builder, square_loss, task_batch, vectors
 from step.runs import filled, on_mesh, on_one_device
 
@@ -24,6 +24,8 @@ from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError
 from meshwright.ledgers import make_ledger
+from meshwright.pipeline.execute import executor
+from meshwright.pipeline.execute.exchange_order import ExchangeOrder
 from meshwright.plan import Plan
 from meshwright.step.assemble import assemble
 
@@ -237,6 +239,28 @@ def test_ticks_copy_no_buffer():
         if instruction.opcode == "copy" and instruction.shape.bytes >= large
     ]
     assert copied == []
+
+
+@pytest.mark.parametrize(("schedule", "guards"), [("1f1b", 6), ("zb_h1", 7)])
+def test_ticks_ask_the_host_as_rarely_as_possible(schedule, guards, monkeypatch):
+    """Accelerators stop for each loop or branch of a tick: the host decides whether it runs.
+
+    A tick has one for a forward pass, a backward pass and a weight gradient each, one each for the
+    lookup, its gradient and the head, which only one stage has, and one for what is sent.
+    """
+    monkeypatch.setattr(executor, "ExchangeOrder", lambda _: ExchangeOrder("gpu"))
+    batch = tokens_batch()
+    assembled = put(MODELS["plain"], tokens_loss, batch, {"pipe": 4}, schedule, wide=False)
+    leaves = [step.leaf for step in assembled.traced.layout.step_leaves]
+    microbatches = [np.reshape(leaf, (4, 4, *leaf.shape[1:])) for leaf in jax.tree.leaves(batch)]
+    with jax.enable_x64(False):
+        structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        program = jax.make_jaxpr(lambda *args: assembled.step.pipeline(*args).gradients)(
+            structs, microbatches
+        )
+    names = [eqn.primitive.name for eqn, _ in equations(program.jaxpr)]
+    assert names.count("scan") == 1
+    assert names.count("while") + names.count("cond") == guards
 
 
 def test_stages_hold_their_own_blocks_only():

@@ -16,18 +16,19 @@ from meshwright.pipeline.divide.stage_functions import (
     StageSums,
     StageValues,
 )
-from meshwright.pipeline.execute.exchange_order import ExchangeOrder
+from meshwright.pipeline.execute.exchange_order import ExchangeOrder, Transfer
 from meshwright.pipeline.execute.op_counts import TickOp, named
 from meshwright.pipeline.execute.slots import (
     added,
     empty_slots,
+    keep,
     read_slot,
     write_slot,
     zeros_like_shapes,
 )
 from meshwright.pipeline.execute.stage_records import BackwardMessage, BlockSums
 from meshwright.pipeline.execute.stage_work import StageWork
-from meshwright.pipeline.execute.tick_rows import SlotCounts, TickRow
+from meshwright.pipeline.execute.tick_rows import SlotCounts, TickRow, packed
 from meshwright.pipeline.schedule.operations import Shape
 
 
@@ -88,7 +89,8 @@ class StageExecutor:
 
     def run(self, rows: TickRow) -> StageSums:
         """Execute every row of the table and return this stage's sums."""
-        end, _ = lax.scan(self._tick, self._start(), rows)
+        table, read = packed(rows)
+        end, _ = lax.scan(lambda carry, row: self._tick(carry, read(row)), self._start(), table)
         return end.sums
 
     def _start(self) -> TickCarry:
@@ -109,21 +111,30 @@ class StageExecutor:
         )
 
     def _tick(self, carry: TickCarry, row: TickRow) -> tuple[TickCarry, None]:
-        slots, axis = self.slots, self.axis
+        slots = self.slots
         self.order = ExchangeOrder(self.platform)
-        inbox = write_slot(carry.inbox, carry.arrived, row.activation_in)
-        gradients = write_slot(carry.gradients, carry.arrived_back, row.gradient_in)
+        inbox = keep(carry.inbox, carry.arrived, row.activation_in)
+        gradients = keep(carry.gradients, carry.arrived_back, row.gradient_in)
         carry = replace(carry, inbox=inbox, gradients=gradients)
         carry, sent = self._forward(carry, row)
         carry, sent_back = self._backward(carry, row)
         if slots.splits_backward:
             carry = self._weight_gradient(carry, row)
         sums = self.constrain(carry.sums)
-        sends = None if slots.always_sends else row.sends
-        arrived = self.order.send(TickOp.SEND, sent, axis, self.shape.ring(1), sends)
-        sends_back = None if slots.always_sends_back else row.sends_back
-        arrived_back = self.order.send(
-            TickOp.SEND_BACK, sent_back, axis, self.shape.ring(-1), sends_back
+        arrived, arrived_back = self.order.exchange(
+            self.axis,
+            Transfer(
+                TickOp.SEND,
+                sent,
+                self.shape.ring(1),
+                None if slots.always_sends else row.sends,
+            ),
+            Transfer(
+                TickOp.SEND_BACK,
+                sent_back,
+                self.shape.ring(-1),
+                None if slots.always_sends_back else row.sends_back,
+            ),
         )
         return replace(carry, sums=sums, arrived=arrived, arrived_back=arrived_back), None
 
