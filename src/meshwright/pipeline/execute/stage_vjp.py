@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 
 from meshwright.pipeline.aliases import Array, TreeDef
+from meshwright.pipeline.execute.casts import KnownCasts, dtypes_read
 from meshwright.pipeline.execute.least_saved import least_saved, results_to_keep
 from meshwright.program.evaluate.dependencies import (
     inputs_of,
@@ -78,7 +79,8 @@ class StageVJP:
         self._results, self._num_results = trees.results, trees.results.num_leaves
         jaxpr = self._forward.jaxpr
         # The inputs that are the same in forward and backward come first.
-        self._num_constant = len(jax.tree.leaves((weights, fixed)))
+        self._constant_tree = jax.tree.structure((weights, fixed))
+        self._num_constant = self._constant_tree.num_leaves
         self._residuals = jaxpr.outvars[self._num_results :]
         residuals = variables(self._residuals)
         self._saved = least_saved(jaxpr.eqns, jaxpr.invars[self._num_constant :], residuals)
@@ -98,9 +100,23 @@ class StageVJP:
         """Shapes of the values saved between the input gradient and the weight gradient."""
         return structs_of(self._halves.cut)
 
-    def forward(self, weights: PyTree, fixed: PyTree, x: PyTree, others: PyTree) -> ForwardValues:
+    @property
+    def dtypes_read(self) -> PyTree:
+        """The dtype in which each leaf of (weights, fixed) is read.
+
+        Casts that are made in advance may be passed to all methods as ``casts``, nested like this.
+        """
+        constant = self._forward.jaxpr.invars[: self._num_constant]
+        return jax.tree.unflatten(
+            self._constant_tree, dtypes_read(self._forward.jaxpr.eqns, constant)
+        )
+
+    def forward(
+        self, weights: PyTree, fixed: PyTree, x: PyTree, others: PyTree, casts: PyTree = None
+    ) -> ForwardValues:
         """Evaluate the function."""
-        evaluator, arguments = Evaluator(), jax.tree.leaves((weights, fixed, x, others))
+        evaluator = _evaluator((weights, fixed), casts)
+        arguments = jax.tree.leaves((weights, fixed, x, others))
         env = evaluator.environment(self._forward, arguments)
         evaluator.equations(self._forward.jaxpr.eqns, env)
         out = [env.value(atom) for atom in self._forward.jaxpr.outvars[: self._num_results]]
@@ -108,19 +124,30 @@ class StageVJP:
         return ForwardValues(y, further, [env.values[v] for v in self._saved])
 
     def backward(
-        self, weights: PyTree, fixed: PyTree, saved: Sequence[Array], gradient: PyTree
+        self,
+        weights: PyTree,
+        fixed: PyTree,
+        saved: Sequence[Array],
+        gradient: PyTree,
+        casts: PyTree = None,
     ) -> tuple[PyTree, PyTree]:
         """Return the gradients with respect to weights and x, given the gradient of the result."""
-        residuals = self._all_residuals(weights, fixed, saved)
-        out = Evaluator().run(self._backward, [*residuals, *jax.tree.leaves(gradient)])
+        evaluator = _evaluator((weights, fixed), casts)
+        residuals = self._all_residuals(weights, fixed, saved, evaluator)
+        out = evaluator.run(self._backward, [*residuals, *jax.tree.leaves(gradient)])
         weights = jax.tree.unflatten(self._weights_tree, out[: self._num_weights])
         return weights, self._unflatten_x(out[self._num_weights :])
 
     def input_gradient(
-        self, weights: PyTree, fixed: PyTree, saved: Sequence[Array], gradient: PyTree
+        self,
+        weights: PyTree,
+        fixed: PyTree,
+        saved: Sequence[Array],
+        gradient: PyTree,
+        casts: PyTree = None,
     ) -> tuple[PyTree, list[Array]]:
         """Return the gradient with respect to x, and the values the weight gradient needs."""
-        env = self._environment(self._all_residuals(weights, fixed, saved))
+        env = self._halves_environment(weights, fixed, saved, casts)
         env.values.update(zip(self._halves.cotangents, jax.tree.leaves(gradient), strict=True))
         env.evaluator.equations(self._halves.first, env)
         atoms = self._halves.closed.jaxpr.outvars[self._num_weights :]
@@ -128,10 +155,15 @@ class StageVJP:
         return x, [env.values[v] for v in self._halves.cut]
 
     def weight_gradient(
-        self, weights: PyTree, fixed: PyTree, saved: Sequence[Array], cut: Sequence[Array]
+        self,
+        weights: PyTree,
+        fixed: PyTree,
+        saved: Sequence[Array],
+        cut: Sequence[Array],
+        casts: PyTree = None,
     ) -> PyTree:
         """Return the gradient with respect to weights."""
-        env = self._environment(self._all_residuals(weights, fixed, saved))
+        env = self._halves_environment(weights, fixed, saved, casts)
         env.values.update(zip(self._halves.cut, cut, strict=True))
         env.evaluator.equations(self._halves.second, env)
         atoms = self._halves.closed.jaxpr.outvars[: self._num_weights]
@@ -151,25 +183,38 @@ class StageVJP:
     def _halves(self) -> _Halves:
         return split_backward(self._backward, len(self._residuals), self._num_weights)
 
-    def _environment(self, residuals: Sequence[Array]) -> Environment:
+    def _halves_environment(
+        self, weights: PyTree, fixed: PyTree, saved: Sequence[Array], casts: PyTree
+    ) -> Environment:
+        """Return what both halves of the backward pass start with: the residuals."""
+        evaluator = _evaluator((weights, fixed), casts)
+        residuals = self._all_residuals(weights, fixed, saved, evaluator)
         jaxpr, consts = self._halves.closed.jaxpr, self._halves.closed.consts
         values = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, residuals, strict=False))
-        return Environment(Evaluator(), values)
+        return Environment(evaluator, values)
 
-    def _all_residuals(self, weights: PyTree, fixed: PyTree, saved: Sequence[Array]) -> list[Array]:
+    def _all_residuals(
+        self, weights: PyTree, fixed: PyTree, saved: Sequence[Array], evaluator: Evaluator
+    ) -> list[Array]:
         """Return all residuals, from those that were saved."""
         jaxpr, consts = self._forward.jaxpr, self._forward.consts
         values = dict(zip(jaxpr.constvars, consts, strict=True))
         constant = jax.tree.leaves((weights, fixed))
         values.update(zip(jaxpr.invars[: self._num_constant], constant, strict=True))
         values.update(zip(self._saved, saved, strict=True))
-        env = Environment(Evaluator(), values)
+        env = Environment(evaluator, values)
         env.evaluator.equations(self._recomputed, env)
         return [env.value(atom) for atom in self._residuals]
 
     def _unflatten_x(self, out: Sequence[Array]) -> PyTree:
         return jax.tree.unflatten(self._x_tree, out)
+
+
+def _evaluator(constant: PyTree, casts: PyTree) -> Evaluator:
+    if casts is None:
+        return Evaluator()
+    return Evaluator([KnownCasts(jax.tree.leaves(constant), jax.tree.leaves(casts))])
 
 
 def _trace_forward(
