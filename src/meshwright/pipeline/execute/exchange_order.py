@@ -58,13 +58,20 @@ class ExchangeOrder:
         Args:
             operation: the operation of the tick.
             needed: whether there is something to do.
-            update: returns the new values.
+            update: returns the new values; what it updates itself is ordered before what follows.
             values: the values to update.
         """
-        if self._waits and self._previous is not None:
+        previous = self._previous
+        if self._waits and previous is not None:
             # Always false, but known only when the previous exchange is over.
-            needed = needed | self._previous
-        self._previous, values = looped(needed, named(operation, update), values)
+            needed = needed | previous
+
+        def run(values: T) -> T:
+            # Traced more than once, perhaps, always from the same start.
+            self._previous = previous
+            return update(values)
+
+        self._previous, values = looped(needed, named(operation, run), values)
         return values
 
     def send(self, axis: str, transfer: Transfer[T]) -> T:
