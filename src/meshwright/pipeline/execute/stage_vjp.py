@@ -11,7 +11,7 @@ import jax
 
 from meshwright.pipeline.aliases import Array, TreeDef
 from meshwright.pipeline.execute.casts import KnownCasts, dtypes_read
-from meshwright.pipeline.execute.least_saved import least_saved, results_to_keep
+from meshwright.pipeline.execute.least_saved import CHEAP, least_saved, results_to_keep
 from meshwright.program.evaluate.dependencies import (
     inputs_of,
     needed_equations,
@@ -20,6 +20,7 @@ from meshwright.program.evaluate.dependencies import (
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
 from meshwright.program.jaxpr.equations import (
     REMATS,
+    Atom,
     ClosedJaxpr,
     Equation,
     Value,
@@ -260,19 +261,67 @@ def split_backward(backward: ClosedJaxpr, num_residuals: int, num_weights: int) 
     """Split a program (residuals, cotangents) → (weight gradients, x gradients).
 
     The first half propagates the gradient of the result back through the layers; the second
-    multiplies these gradients with the inputs of the layers.
+    multiplies these gradients with the inputs of the layers. Sums for which the second half would
+    need values that its products do not, such as those for the weights of a norm, belong to the
+    first half, where these values are at hand.
     """
     closed = _inlined(backward, [_inline])
     jaxpr = closed.jaxpr
     weight_atoms, x_atoms = jaxpr.outvars[:num_weights], jaxpr.outvars[num_weights:]
-    first = needed_equations(jaxpr.eqns, x_atoms)
-    done = {id(eqn) for eqn in first}
-    rest = [eqn for eqn in needed_equations(jaxpr.eqns, weight_atoms) if id(eqn) not in done]
     cotangents = tuple(jaxpr.invars[num_residuals:])
-    wanted = variables([*_reads_in_order(rest), *weight_atoms])
-    cut = least_saved(first, [*cotangents, *results_to_keep(first)], wanted)
+    first = needed_equations(jaxpr.eqns, x_atoms)
+    products, sums = _by_work(_without(jaxpr.eqns, first), weight_atoms)
+    cut = _cut(jaxpr.eqns, first, cotangents, products)
+    early = [a for a in sums if not _follows(a, jaxpr.eqns, first, cotangents, cut)]
+    first = needed_equations(jaxpr.eqns, [*x_atoms, *early])
+    cut = _cut(jaxpr.eqns, first, cotangents, weight_atoms)
     second = needed_equations(jaxpr.eqns, weight_atoms, given=cut)
     return _Halves(closed, cotangents, first, second, cut)
+
+
+def _by_work(
+    eqns: Sequence[Equation], weight_atoms: Sequence[Atom]
+) -> tuple[list[Atom], list[Atom]]:
+    """Return the gradients that equations compute by products or the like, and by mere sums."""
+    products, sums = [], []
+    for atom in weight_atoms:
+        names = {eqn.primitive.name for eqn in needed_equations(eqns, [atom])}
+        (sums if names <= CHEAP | {"reduce_sum"} else products).append(atom)
+    return products, sums
+
+
+def _cut(
+    eqns: Sequence[Equation],
+    first: Sequence[Equation],
+    cotangents: Sequence[Var],
+    wanted: Sequence[Atom],
+) -> list[Var]:
+    """Return what the first half has to keep so that the second can compute these gradients."""
+    rest = needed_equations(_without(eqns, first), wanted)
+    reads = variables([*_reads_in_order(rest), *wanted])
+    return least_saved(first, [*cotangents, *results_to_keep(first)], reads)
+
+
+def _follows(
+    atom: Atom,
+    eqns: Sequence[Equation],
+    first: Sequence[Equation],
+    cotangents: Sequence[Var],
+    cut: Sequence[Var],
+) -> bool:
+    """Whether a gradient can be computed from a cut without repeating work of the first half."""
+    steps = needed_equations(eqns, [atom], given=cut)
+    again = {id(eqn) for eqn in first}
+    missing = set(cotangents) - set(cut)
+    return missing.isdisjoint(variables([atom, *_reads_in_order(steps)])) and all(
+        eqn.primitive.name in CHEAP for eqn in steps if id(eqn) in again
+    )
+
+
+def _without(eqns: Sequence[Equation], others: Sequence[Equation]) -> list[Equation]:
+    """Return the equations that are not among others."""
+    left_out = {id(eqn) for eqn in others}
+    return [eqn for eqn in eqns if id(eqn) not in left_out]
 
 
 def _reads_in_order(eqns: Sequence[Equation]) -> list[Var]:
