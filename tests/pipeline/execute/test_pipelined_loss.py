@@ -15,7 +15,7 @@ from pipeline.models import (
     tokens_batch,
     tokens_loss,
 )
-from program.programs import assert_close
+from program.programs import assert_close, equations
 from small_models import Norms, Residuals, builder, square_loss, task_batch, vectors
 from step.runs import filled, on_mesh, on_one_device
 
@@ -24,6 +24,8 @@ from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError
 from meshwright.ledgers import make_ledger
+from meshwright.pipeline.execute import executor
+from meshwright.pipeline.execute.exchange_order import ExchangeOrder
 from meshwright.plan import Plan
 from meshwright.step.assemble import assemble
 
@@ -237,6 +239,45 @@ def test_ticks_copy_no_buffer():
         if instruction.opcode == "copy" and instruction.shape.bytes >= large
     ]
     assert copied == []
+
+
+def ticks(schedule, **options):
+    """Return the equations of a tick, as accelerators run it."""
+    batch = tokens_batch()
+    assembled = put(MODELS["plain"], tokens_loss, batch, {"pipe": 4}, schedule, **options)
+    leaves = [step.leaf for step in assembled.traced.layout.step_leaves]
+    microbatches = [np.reshape(leaf, (4, 4, *leaf.shape[1:])) for leaf in jax.tree.leaves(batch)]
+    with jax.enable_x64(False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "ExchangeOrder", lambda _: ExchangeOrder("gpu"))
+        structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        program = jax.make_jaxpr(lambda *args: assembled.step.pipeline(*args).gradients)(
+            structs, microbatches
+        )
+    (scan,) = [eqn for eqn, _ in equations(program.jaxpr) if eqn.primitive.name == "scan"]
+    return [eqn for eqn, _ in equations(scan.params["jaxpr"].jaxpr)]
+
+
+@pytest.mark.parametrize(("schedule", "guards"), [("1f1b", 6), ("zb_h1", 7)])
+def test_ticks_ask_the_host_as_rarely_as_possible(schedule, guards):
+    """Accelerators stop for each loop or branch of a tick: the host decides whether it runs.
+
+    A tick has one for a forward pass, a backward pass and a weight gradient each, one each for the
+    lookup, its gradient and the head, which only one stage has, and one for what is sent.
+    """
+    names = [eqn.primitive.name for eqn in ticks(schedule, wide=False)]
+    assert names.count("while") + names.count("cond") == guards
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_weights_of_blocks_are_cast_once_per_update(schedule):
+    casts = [
+        eqn.outvars[0].aval
+        for eqn in ticks(schedule, wide=False, precision="bf16")
+        if eqn.primitive.name == "convert_element_type"
+    ]
+    assert any(aval.dtype == "bfloat16" for aval in casts)
+    kernels = {(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)}
+    assert [aval for aval in casts if aval.dtype == "bfloat16" and aval.shape in kernels] == []
 
 
 def test_stages_hold_their_own_blocks_only():

@@ -71,3 +71,30 @@ def test_each_half_of_a_chain_has_half_of_the_products():
     assert products(program.backward, (*call, result.y)) == 12
     assert products(program.input_gradient, (*call, result.y)) == 6
     assert products(program.weight_gradient, (*call, cut)) == 6
+
+
+def normalized(weights, fixed, x, others):
+    for scale, kernel in weights:
+        x = x + jnp.tanh(x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + fixed) * scale) @ kernel
+    return x, others
+
+
+def test_sums_that_need_more_than_the_products_belong_to_the_first_half():
+    random = np.random.default_rng(0)
+    weights = [(random.normal(size=4), random.normal(size=(4, 4))) for _ in range(2)]
+    x, ct = random.normal(size=(2, 3, 4)), random.normal(size=(2, 3, 4))
+    program = StageVJP(normalized, weights, 1.0, x, ())
+
+    @jax.jit
+    def both(weights, x, ct):
+        saved = program.forward(weights, 1.0, x, ()).saved
+        dx, cut = program.input_gradient(weights, 1.0, saved, ct)
+        _, pullback = jax.vjp(lambda w, x: normalized(w, 1.0, x, ())[0], weights, x)
+        return (program.weight_gradient(weights, 1.0, saved, cut), dx), pullback(ct)
+
+    found, expected = both(weights, x, ct)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-14)
+    # The gradient of each kernel's result, and that of each scale.
+    shapes = sorted(shape.shape for shape in program.cut_shapes)
+    assert shapes == [(2, 3, 4), (2, 3, 4), (4,), (4,)]

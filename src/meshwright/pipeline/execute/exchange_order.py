@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,24 @@ from meshwright.pipeline.execute.op_counts import TickOp, named
 from meshwright.pipeline.execute.slots import looped
 
 T = TypeVar("T")
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Transfer(Generic[T]):
+    """What stages send to their neighbors.
+
+    Attributes:
+        operation: the operation of the tick.
+        values: the values to send.
+        pairs: pairs of sender and receiver.
+        needed: whether any stage needs the values; None for always.
+    """
+
+    operation: TickOp
+    values: T
+    pairs: Sequence[tuple[int, int]]
+    needed: Array | None
 
 
 class ExchangeOrder:
@@ -38,40 +58,54 @@ class ExchangeOrder:
         Args:
             operation: the operation of the tick.
             needed: whether there is something to do.
-            update: returns the new values.
+            update: returns the new values; what it updates itself is ordered before what follows.
             values: the values to update.
         """
-        if self._waits and self._previous is not None:
+        previous = self._previous
+        if self._waits and previous is not None:
             # Always false, but known only when the previous exchange is over.
-            needed = needed | self._previous
-        self._previous, values = looped(needed, named(operation, update), values)
+            needed = needed | previous
+
+        def run(values: T) -> T:
+            # Traced more than once, perhaps, always from the same start.
+            self._previous = previous
+            return update(values)
+
+        self._previous, values = looped(needed, named(operation, run), values)
         return values
 
-    def send(
-        self,
-        operation: TickOp,
-        values: T,
-        axis: str,
-        pairs: Sequence[tuple[int, int]],
-        needed: Array | None,
-    ) -> T:
-        """Send values along a mesh axis.
-
-        Args:
-            operation: the operation of the tick.
-            values: the values to send.
-            axis: the mesh axis.
-            pairs: pairs of sender and receiver.
-            needed: whether any stage needs the values; None for always.
-        """
-
-        def permute(values: T) -> T:
-            return jax.tree.map(lambda value: lax.ppermute(value, axis, pairs), values)
-
+    def send(self, axis: str, transfer: Transfer[T]) -> T:
+        """Send values along a mesh axis and return what arrives."""
+        permuted, needed, values = (
+            partial(_permuted, axis, transfer),
+            transfer.needed,
+            transfer.values,
+        )
         if self._waits:
             always = jnp.ones((), bool) if needed is None else needed
-            return self.when(operation, always, permute, values)
-        permuted = named(operation, permute)
-        if needed is None:
-            return permuted(values)
-        return lax.cond(needed, lambda: permuted(values), lambda: values)
+            return self.when(transfer.operation, always, permuted, values)
+        send = named(transfer.operation, permuted)
+        return send(values) if needed is None else lax.cond(needed, send, lambda v: v, values)
+
+    def exchange(self, axis: str, ahead: Transfer[T], back: Transfer[S]) -> tuple[T, S]:
+        """Send values in both directions, as far as needed, and return what arrives."""
+        if self._waits or ahead.needed is None or back.needed is None:
+            return self.send(axis, ahead), self.send(axis, back)
+        # One question to the host instead of two.
+        send = named(ahead.operation, partial(_permuted, axis, ahead))
+        send_back = named(back.operation, partial(_permuted, axis, back))
+        return lax.switch(
+            ahead.needed.astype(jnp.int32) + 2 * back.needed.astype(jnp.int32),
+            [
+                lambda a, b: (a, b),
+                lambda a, b: (send(a), b),
+                lambda a, b: (a, send_back(b)),
+                lambda a, b: (send(a), send_back(b)),
+            ],
+            ahead.values,
+            back.values,
+        )
+
+
+def _permuted(axis: str, transfer: Transfer[T], values: T) -> T:
+    return jax.tree.map(lambda value: lax.ppermute(value, axis, transfer.pairs), values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -16,18 +16,19 @@ from meshwright.pipeline.divide.stage_functions import (
     StageSums,
     StageValues,
 )
-from meshwright.pipeline.execute.exchange_order import ExchangeOrder
+from meshwright.pipeline.execute.exchange_order import ExchangeOrder, Transfer
 from meshwright.pipeline.execute.op_counts import TickOp, named
 from meshwright.pipeline.execute.slots import (
     added,
     empty_slots,
+    keep,
     read_slot,
     write_slot,
     zeros_like_shapes,
 )
 from meshwright.pipeline.execute.stage_records import BackwardMessage, BlockSums
 from meshwright.pipeline.execute.stage_work import StageWork
-from meshwright.pipeline.execute.tick_rows import SlotCounts, TickRow
+from meshwright.pipeline.execute.tick_rows import SlotCounts, TickRow, packed
 from meshwright.pipeline.schedule.operations import Shape
 
 
@@ -53,6 +54,26 @@ class TickCarry:
     sums: StageSums
     arrived: Message
     arrived_back: BackwardMessage
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _HeadSums:
+    """What the head adds to: losses, its weights' sums, and the gradients that wait."""
+
+    losses: Losses
+    outer: LeafValues
+    gradients: BackwardMessage
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _AfterForward:
+    """What a forward pass changes; the head's part only if the head is nested in it."""
+
+    saved: list[Array]
+    changing: BlockRow
+    head: _HeadSums | None
 
 
 class StageExecutor:
@@ -85,10 +106,16 @@ class StageExecutor:
         self.axis, self.platform, self.constrain = axis, platform, constrain
         self.order = ExchangeOrder(platform)
         self.work = StageWork(functions, values, shape, scale)
+        # Head and embedding ask whether they run only in ticks where their pass does. On CPUs, a
+        # flag that follows a loop keeps exchanges in order, so they come after the pass there,
+        # unless stages are single devices, which exchange nothing within.
+        single = jax.sharding.get_abstract_mesh().size == shape.num_stages
+        self._nests = platform != "cpu" or single
 
     def run(self, rows: TickRow) -> StageSums:
         """Execute every row of the table and return this stage's sums."""
-        end, _ = lax.scan(self._tick, self._start(), rows)
+        table, read = packed(rows)
+        end, _ = lax.scan(lambda carry, row: self._tick(carry, read(row)), self._start(), table)
         return end.sums
 
     def _start(self) -> TickCarry:
@@ -109,21 +136,30 @@ class StageExecutor:
         )
 
     def _tick(self, carry: TickCarry, row: TickRow) -> tuple[TickCarry, None]:
-        slots, axis = self.slots, self.axis
+        slots = self.slots
         self.order = ExchangeOrder(self.platform)
-        inbox = write_slot(carry.inbox, carry.arrived, row.activation_in)
-        gradients = write_slot(carry.gradients, carry.arrived_back, row.gradient_in)
+        inbox = keep(carry.inbox, carry.arrived, row.activation_in)
+        gradients = keep(carry.gradients, carry.arrived_back, row.gradient_in)
         carry = replace(carry, inbox=inbox, gradients=gradients)
         carry, sent = self._forward(carry, row)
         carry, sent_back = self._backward(carry, row)
         if slots.splits_backward:
             carry = self._weight_gradient(carry, row)
         sums = self.constrain(carry.sums)
-        sends = None if slots.always_sends else row.sends
-        arrived = self.order.send(TickOp.SEND, sent, axis, self.shape.ring(1), sends)
-        sends_back = None if slots.always_sends_back else row.sends_back
-        arrived_back = self.order.send(
-            TickOp.SEND_BACK, sent_back, axis, self.shape.ring(-1), sends_back
+        arrived, arrived_back = self.order.exchange(
+            self.axis,
+            Transfer(
+                TickOp.SEND,
+                sent,
+                self.shape.ring(1),
+                None if slots.always_sends else row.sends,
+            ),
+            Transfer(
+                TickOp.SEND_BACK,
+                sent_back,
+                self.shape.ring(-1),
+                None if slots.always_sends_back else row.sends_back,
+            ),
         )
         return replace(carry, sums=sums, arrived=arrived, arrived_back=arrived_back), None
 
@@ -131,10 +167,8 @@ class StageExecutor:
         """Run a forward pass if the tick has one; return the new carry and what is sent."""
         op, work = row.forward, self.work
 
-        def run(
-            now: tuple[list[Array], BlockRow, Message],
-        ) -> tuple[list[Array], BlockRow, Message]:
-            saved, changing, _ = now
+        def run(now: tuple[_AfterForward, Message]) -> tuple[_AfterForward, Message]:
+            after, _ = now
             microbatch = work.microbatch(op.microbatch)
             outer = work.outer(self.functions.embed_reads)
             message = lax.cond(
@@ -146,39 +180,44 @@ class StageExecutor:
                 ),
                 lambda: read_slot(carry.inbox, op.reads),
             )
-            result = work.forward(message, changing, op.chunk, microbatch, row.stage)
-            saved = write_slot(saved, result.saved, op.saved)
-            return saved, work.put_rows(changing, result.changing, op.chunk), result.message
+            result = work.forward(message, after.changing, op.chunk, microbatch, row.stage)
+            changing = work.put_rows(after.changing, result.changing, op.chunk)
+            saved = write_slot(after.saved, result.saved, op.saved)
+            after = replace(after, saved=saved, changing=changing)
+            if after.head is not None:
+                after = replace(after, head=self._head(after.head, result.message, row))
+            return after, result.message
 
+        sums = carry.sums
+        outer = {n: sums.outer[n] for n in self.functions.head_reads}
+        head = _HeadSums(sums.losses, outer, carry.gradients)
+        before = _AfterForward(carry.saved, sums.changing, head if self._nests else None)
         # Without a forward pass, no stage reads the message.
-        saved, changing, message = self.order.when(
+        after, message = self.order.when(
             TickOp.FORWARD,
             op.microbatch >= 0,
             run,
-            (carry.saved, carry.sums.changing, carry.arrived),
+            (before, carry.arrived),
         )
-        carry = replace(carry, saved=saved, sums=replace(carry.sums, changing=changing))
-        return self._head(carry, message, row), message
+        head = after.head or self._head(head, message, row)
+        sums = replace(
+            sums, changing=after.changing, losses=head.losses, outer=sums.outer | head.outer
+        )
+        return replace(carry, saved=after.saved, gradients=head.gradients, sums=sums), message
 
-    def _head(self, carry: TickCarry, message: Message, row: TickRow) -> TickCarry:
+    def _head(self, sums: _HeadSums, message: Message, row: TickRow) -> _HeadSums:
         """After the last block, evaluate the loss and its gradient."""
-        slot, sums = row.gradient_own, carry.sums
+        slot = row.gradient_own
 
-        def run(
-            now: tuple[Losses, LeafValues, BackwardMessage],
-        ) -> tuple[Losses, LeafValues, BackwardMessage]:
-            losses, outer, gradients = now
+        def run(sums: _HeadSums) -> _HeadSums:
             head = self.work.head_gradient(message, row.forward.microbatch)
-            losses = jax.tree.map(jnp.add, losses, head.losses)
-            outer = added(outer, head.outer, head.back.weight)
-            return losses, outer, write_slot(gradients, head.back, slot)
+            return _HeadSums(
+                jax.tree.map(jnp.add, sums.losses, head.losses),
+                added(sums.outer, head.outer, head.back.weight),
+                write_slot(sums.gradients, head.back, slot),
+            )
 
-        outer = {n: sums.outer[n] for n in self.functions.head_reads}
-        losses, outer, gradients = self.order.when(
-            TickOp.HEAD, slot >= 0, run, (sums.losses, outer, carry.gradients)
-        )
-        sums = replace(sums, losses=losses, outer=sums.outer | outer)
-        return replace(carry, gradients=gradients, sums=sums)
+        return self.order.when(TickOp.HEAD, slot >= 0, run, sums)
 
     def _backward(self, carry: TickCarry, row: TickRow) -> tuple[TickCarry, BackwardMessage]:
         """Run a backward pass if the tick has one; return the new carry and what is sent back."""
@@ -196,16 +235,26 @@ class StageExecutor:
             else:
                 weights, gradient = work.backward(held, saved, back)
                 sums = work.add(sums, weights, op.chunk, back.weight)
+            if self._nests:
+                sums = self._embed_gradient(sums, gradient, row)
             return sums, cuts, gradient
 
+        embed_reads = self.functions.embed_reads
         sums, cuts, gradient = self.order.when(
             TickOp.BACKWARD,
             op.microbatch >= 0,
             run,
-            (self._block_sums(carry), carry.cuts, carry.arrived_back),
+            (
+                self._block_sums(carry, embed_reads if self._nests else ()),
+                carry.cuts,
+                carry.arrived_back,
+            ),
         )
         carry = self._with_block_sums(replace(carry, cuts=cuts), sums)
-        return self._embed_gradient(carry, gradient, row), gradient
+        if not self._nests:
+            sums = self._embed_gradient(self._block_sums(carry, embed_reads), gradient, row)
+            carry = self._with_block_sums(carry, sums)
+        return carry, gradient
 
     def _weight_gradient(self, carry: TickCarry, row: TickRow) -> TickCarry:
         """Add the gradients of weights whose input gradient an earlier tick has computed."""
@@ -220,7 +269,7 @@ class StageExecutor:
         sums = self.order.when(TickOp.WEIGHT, op.microbatch >= 0, run, self._block_sums(carry))
         return self._with_block_sums(carry, sums)
 
-    def _embed_gradient(self, carry: TickCarry, back: BackwardMessage, row: TickRow) -> TickCarry:
+    def _embed_gradient(self, sums: BlockSums, back: BackwardMessage, row: TickRow) -> BlockSums:
         """After the backward of the first block, add the gradients of the embedding."""
         op, reads = row.backward, self.functions.embed_reads
 
@@ -229,16 +278,14 @@ class StageExecutor:
             return added(outer, gradients, back.weight)
 
         if not reads:
-            return carry
+            return sums
         here = (op.microbatch >= 0) & (op.chunk == 0) & (row.stage == 0)
-        outer = self.order.when(
-            TickOp.EMBEDDING, here, run, {n: carry.sums.outer[n] for n in reads}
-        )
-        return replace(carry, sums=replace(carry.sums, outer=carry.sums.outer | outer))
+        outer = self.order.when(TickOp.EMBEDDING, here, run, {n: sums.outer[n] for n in reads})
+        return replace(sums, outer=sums.outer | outer)
 
-    def _block_sums(self, carry: TickCarry) -> BlockSums:
-        """Return the sums to which gradients of blocks are added."""
-        outer = {n: carry.sums.outer[n] for n in self.functions.blocks_read}
+    def _block_sums(self, carry: TickCarry, more: Sequence[int] = ()) -> BlockSums:
+        """Return the sums to which gradients of blocks, and of these outer weights, are added."""
+        outer = {n: carry.sums.outer[n] for n in {*self.functions.blocks_read, *more}}
         return BlockSums(carry.sums.weights, outer)
 
     def _with_block_sums(self, carry: TickCarry, sums: BlockSums) -> TickCarry:

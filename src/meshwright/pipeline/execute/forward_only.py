@@ -24,7 +24,7 @@ from meshwright.pipeline.divide.stage_functions import (
     StageFunctions,
 )
 from meshwright.pipeline.divide.stages import Stages
-from meshwright.pipeline.execute.exchange_order import ExchangeOrder
+from meshwright.pipeline.execute.exchange_order import ExchangeOrder, Transfer
 from meshwright.pipeline.execute.op_counts import TickOp
 from meshwright.pipeline.execute.slots import zeros_like_shapes
 from meshwright.pipeline.schedule.operations import Kind, Op, Shape
@@ -147,7 +147,8 @@ class PipelinedForward:
                 ),
                 losses,
             )
-            return (order.send(TickOp.SEND, message, PIPE, pairs, None), losses), None
+            sent = Transfer(TickOp.SEND, message, pairs, None)
+            return (order.send(PIPE, sent), losses), None
 
         first = microbatch(jnp.zeros((), jnp.int32))
         message = zeros_like_shapes(jax.eval_shape(lambda: forward.embed(first)))

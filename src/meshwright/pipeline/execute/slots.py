@@ -8,6 +8,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from meshwright.pipeline.aliases import Array, LeafValues, Shaped
 from meshwright.trees import PyTree
@@ -31,36 +32,60 @@ def empty_slots(shapes: PyTree, slots: int) -> PyTree:
 
 
 def read_slot(buffers: T, slot: Array) -> T:
-    """Return the values in a slot.
-
-    It is read inside a branch, always the first one. The consumer may need another memory layout,
-    and outside of a branch the compiler would convert all slots to that layout in every tick.
-    """
+    """Return the values in a slot."""
 
     def read(at: Array | int) -> PyTree:
-        values = jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, at, 0, keepdims=False), buffers)
-        # Branches that end in arrays divided in different ways are refused by the compiler.
-        return lax.optimization_barrier(values)
+        return jax.tree.map(lambda b: _row(b, at), buffers)
 
-    if not jax.tree.leaves(buffers):
-        return buffers
-    return lax.cond(slot >= 0, lambda: read(slot), lambda: read(0))
+    if pins_layouts() or not jax.tree.leaves(buffers):
+        return jax.tree.map(_pinned, read(slot))
+    # Branches that end in arrays divided in different ways are refused by the compiler.
+    barrier = lax.optimization_barrier
+    return lax.cond(slot >= 0, lambda: barrier(read(slot)), lambda: barrier(read(0)))
 
 
 def write_slot(buffers: T, values: T, slot: Array) -> T:
-    """Write values into a slot; a negative slot changes nothing.
+    """Write values into a slot."""
+    return _write(buffers, values, slot) if pins_layouts() else keep(buffers, values, slot)
 
-    In a separate loop, so that values take the memory layout of the slots, not the other way round.
+
+def keep(buffers: T, values: T, slot: Array) -> T:
+    """Write values that may have arrived into a slot; a negative slot changes nothing."""
+    if not pins_layouts():
+        return when(slot >= 0, lambda now: _write(now, values, slot), buffers)
+    # Cheaper than a loop: accelerators ask the host whether a loop goes on.
+    kept = jax.tree.map(lambda b, v: jnp.where(slot >= 0, v, _row(b, slot)), buffers, values)
+    return _write(buffers, kept, slot)
+
+
+def pins_layouts() -> bool:
+    """Whether values keep the memory layout of slots without a loop or branch around them.
+
+    What computes or reads a value may need another layout, and if nothing is in between, the
+    compiler gives it to the slots, and converts all of them in every tick. A layout constraint is
+    in between at no cost. But before JAX 0.12, the compiler gathers what it divides by itself to
+    apply one; there, slots are read inside a branch, always the first one, and written in a loop.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    divided = any(mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in mesh.manual_axes)
+    return not divided or jax.__version_info__ >= (0, 12)
 
-    def write(now: T) -> T:
-        return jax.tree.map(
-            lambda b, v: lax.dynamic_update_index_in_dim(b, v.astype(b.dtype), slot, 0),
-            now,
-            values,
-        )
 
-    return when(slot >= 0, write, buffers)
+def _pinned(value: Array) -> Array:
+    return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
+
+
+def _row(buffer: Array, slot: Array | int) -> Array:
+    return lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False, allow_negative_indices=False)
+
+
+def _write(buffers: T, values: T, slot: Array) -> T:
+    def write(buffer: Array, value: Array) -> Array:
+        value = value.astype(buffer.dtype)
+        value = _pinned(value) if pins_layouts() else value
+        return lax.dynamic_update_index_in_dim(buffer, value, slot, 0, allow_negative_indices=False)
+
+    return jax.tree.map(write, buffers, values)
 
 
 def when(needed: Array, update: Callable[[T], T], values: T) -> T:

@@ -73,10 +73,17 @@ class CallInputs:
 
 
 class HeldValues(NamedTuple):
-    """The values that both forward and backward of a chunk read: weights and constant leaves."""
+    """The values that both forward and backward of a chunk read.
+
+    Attributes:
+        weights: its weights.
+        fixed: its constant leaves.
+        casts: weights and constant leaves in the dtypes in which they are read.
+    """
 
     weights: BlockWeights
     fixed: list[BlockRow]
+    casts: tuple[BlockWeights, list[BlockRow]]
 
 
 class ChunkResult(NamedTuple):

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import jax
 
 from meshwright.pipeline.aliases import Array, TreeDef
-from meshwright.pipeline.execute.least_saved import least_saved, results_to_keep
+from meshwright.pipeline.execute.casts import KnownCasts, dtypes_read
+from meshwright.pipeline.execute.least_saved import CHEAP, least_saved, results_to_keep
 from meshwright.program.evaluate.dependencies import (
     inputs_of,
     needed_equations,
@@ -19,6 +20,7 @@ from meshwright.program.evaluate.dependencies import (
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
 from meshwright.program.jaxpr.equations import (
     REMATS,
+    Atom,
     ClosedJaxpr,
     Equation,
     Value,
@@ -78,7 +80,8 @@ class StageVJP:
         self._results, self._num_results = trees.results, trees.results.num_leaves
         jaxpr = self._forward.jaxpr
         # The inputs that are the same in forward and backward come first.
-        self._num_constant = len(jax.tree.leaves((weights, fixed)))
+        self._constant_tree = jax.tree.structure((weights, fixed))
+        self._num_constant = self._constant_tree.num_leaves
         self._residuals = jaxpr.outvars[self._num_results :]
         residuals = variables(self._residuals)
         self._saved = least_saved(jaxpr.eqns, jaxpr.invars[self._num_constant :], residuals)
@@ -98,9 +101,23 @@ class StageVJP:
         """Shapes of the values saved between the input gradient and the weight gradient."""
         return structs_of(self._halves.cut)
 
-    def forward(self, weights: PyTree, fixed: PyTree, x: PyTree, others: PyTree) -> ForwardValues:
+    @property
+    def dtypes_read(self) -> PyTree:
+        """The dtype in which each leaf of (weights, fixed) is read.
+
+        Casts that are made in advance may be passed to all methods as ``casts``, nested like this.
+        """
+        constant = self._forward.jaxpr.invars[: self._num_constant]
+        return jax.tree.unflatten(
+            self._constant_tree, dtypes_read(self._forward.jaxpr.eqns, constant)
+        )
+
+    def forward(
+        self, weights: PyTree, fixed: PyTree, x: PyTree, others: PyTree, casts: PyTree = None
+    ) -> ForwardValues:
         """Evaluate the function."""
-        evaluator, arguments = Evaluator(), jax.tree.leaves((weights, fixed, x, others))
+        evaluator = _evaluator((weights, fixed), casts)
+        arguments = jax.tree.leaves((weights, fixed, x, others))
         env = evaluator.environment(self._forward, arguments)
         evaluator.equations(self._forward.jaxpr.eqns, env)
         out = [env.value(atom) for atom in self._forward.jaxpr.outvars[: self._num_results]]
@@ -108,19 +125,30 @@ class StageVJP:
         return ForwardValues(y, further, [env.values[v] for v in self._saved])
 
     def backward(
-        self, weights: PyTree, fixed: PyTree, saved: Sequence[Array], gradient: PyTree
+        self,
+        weights: PyTree,
+        fixed: PyTree,
+        saved: Sequence[Array],
+        gradient: PyTree,
+        casts: PyTree = None,
     ) -> tuple[PyTree, PyTree]:
         """Return the gradients with respect to weights and x, given the gradient of the result."""
-        residuals = self._all_residuals(weights, fixed, saved)
-        out = Evaluator().run(self._backward, [*residuals, *jax.tree.leaves(gradient)])
+        evaluator = _evaluator((weights, fixed), casts)
+        residuals = self._all_residuals(weights, fixed, saved, evaluator)
+        out = evaluator.run(self._backward, [*residuals, *jax.tree.leaves(gradient)])
         weights = jax.tree.unflatten(self._weights_tree, out[: self._num_weights])
         return weights, self._unflatten_x(out[self._num_weights :])
 
     def input_gradient(
-        self, weights: PyTree, fixed: PyTree, saved: Sequence[Array], gradient: PyTree
+        self,
+        weights: PyTree,
+        fixed: PyTree,
+        saved: Sequence[Array],
+        gradient: PyTree,
+        casts: PyTree = None,
     ) -> tuple[PyTree, list[Array]]:
         """Return the gradient with respect to x, and the values the weight gradient needs."""
-        env = self._environment(self._all_residuals(weights, fixed, saved))
+        env = self._halves_environment(weights, fixed, saved, casts)
         env.values.update(zip(self._halves.cotangents, jax.tree.leaves(gradient), strict=True))
         env.evaluator.equations(self._halves.first, env)
         atoms = self._halves.closed.jaxpr.outvars[self._num_weights :]
@@ -128,10 +156,15 @@ class StageVJP:
         return x, [env.values[v] for v in self._halves.cut]
 
     def weight_gradient(
-        self, weights: PyTree, fixed: PyTree, saved: Sequence[Array], cut: Sequence[Array]
+        self,
+        weights: PyTree,
+        fixed: PyTree,
+        saved: Sequence[Array],
+        cut: Sequence[Array],
+        casts: PyTree = None,
     ) -> PyTree:
         """Return the gradient with respect to weights."""
-        env = self._environment(self._all_residuals(weights, fixed, saved))
+        env = self._halves_environment(weights, fixed, saved, casts)
         env.values.update(zip(self._halves.cut, cut, strict=True))
         env.evaluator.equations(self._halves.second, env)
         atoms = self._halves.closed.jaxpr.outvars[: self._num_weights]
@@ -151,25 +184,38 @@ class StageVJP:
     def _halves(self) -> _Halves:
         return split_backward(self._backward, len(self._residuals), self._num_weights)
 
-    def _environment(self, residuals: Sequence[Array]) -> Environment:
+    def _halves_environment(
+        self, weights: PyTree, fixed: PyTree, saved: Sequence[Array], casts: PyTree
+    ) -> Environment:
+        """Return what both halves of the backward pass start with: the residuals."""
+        evaluator = _evaluator((weights, fixed), casts)
+        residuals = self._all_residuals(weights, fixed, saved, evaluator)
         jaxpr, consts = self._halves.closed.jaxpr, self._halves.closed.consts
         values = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, residuals, strict=False))
-        return Environment(Evaluator(), values)
+        return Environment(evaluator, values)
 
-    def _all_residuals(self, weights: PyTree, fixed: PyTree, saved: Sequence[Array]) -> list[Array]:
+    def _all_residuals(
+        self, weights: PyTree, fixed: PyTree, saved: Sequence[Array], evaluator: Evaluator
+    ) -> list[Array]:
         """Return all residuals, from those that were saved."""
         jaxpr, consts = self._forward.jaxpr, self._forward.consts
         values = dict(zip(jaxpr.constvars, consts, strict=True))
         constant = jax.tree.leaves((weights, fixed))
         values.update(zip(jaxpr.invars[: self._num_constant], constant, strict=True))
         values.update(zip(self._saved, saved, strict=True))
-        env = Environment(Evaluator(), values)
+        env = Environment(evaluator, values)
         env.evaluator.equations(self._recomputed, env)
         return [env.value(atom) for atom in self._residuals]
 
     def _unflatten_x(self, out: Sequence[Array]) -> PyTree:
         return jax.tree.unflatten(self._x_tree, out)
+
+
+def _evaluator(constant: PyTree, casts: PyTree) -> Evaluator:
+    if casts is None:
+        return Evaluator()
+    return Evaluator([KnownCasts(jax.tree.leaves(constant), jax.tree.leaves(casts))])
 
 
 def _trace_forward(
@@ -215,19 +261,67 @@ def split_backward(backward: ClosedJaxpr, num_residuals: int, num_weights: int) 
     """Split a program (residuals, cotangents) → (weight gradients, x gradients).
 
     The first half propagates the gradient of the result back through the layers; the second
-    multiplies these gradients with the inputs of the layers.
+    multiplies these gradients with the inputs of the layers. Sums for which the second half would
+    need values that its products do not, such as those for the weights of a norm, belong to the
+    first half, where these values are at hand.
     """
     closed = _inlined(backward, [_inline])
     jaxpr = closed.jaxpr
     weight_atoms, x_atoms = jaxpr.outvars[:num_weights], jaxpr.outvars[num_weights:]
-    first = needed_equations(jaxpr.eqns, x_atoms)
-    done = {id(eqn) for eqn in first}
-    rest = [eqn for eqn in needed_equations(jaxpr.eqns, weight_atoms) if id(eqn) not in done]
     cotangents = tuple(jaxpr.invars[num_residuals:])
-    wanted = variables([*_reads_in_order(rest), *weight_atoms])
-    cut = least_saved(first, [*cotangents, *results_to_keep(first)], wanted)
+    first = needed_equations(jaxpr.eqns, x_atoms)
+    products, sums = _by_work(_without(jaxpr.eqns, first), weight_atoms)
+    cut = _cut(jaxpr.eqns, first, cotangents, products)
+    early = [a for a in sums if not _follows(a, jaxpr.eqns, first, cotangents, cut)]
+    first = needed_equations(jaxpr.eqns, [*x_atoms, *early])
+    cut = _cut(jaxpr.eqns, first, cotangents, weight_atoms)
     second = needed_equations(jaxpr.eqns, weight_atoms, given=cut)
     return _Halves(closed, cotangents, first, second, cut)
+
+
+def _by_work(
+    eqns: Sequence[Equation], weight_atoms: Sequence[Atom]
+) -> tuple[list[Atom], list[Atom]]:
+    """Return the gradients that equations compute by products or the like, and by mere sums."""
+    products, sums = [], []
+    for atom in weight_atoms:
+        names = {eqn.primitive.name for eqn in needed_equations(eqns, [atom])}
+        (sums if names <= CHEAP | {"reduce_sum"} else products).append(atom)
+    return products, sums
+
+
+def _cut(
+    eqns: Sequence[Equation],
+    first: Sequence[Equation],
+    cotangents: Sequence[Var],
+    wanted: Sequence[Atom],
+) -> list[Var]:
+    """Return what the first half has to keep so that the second can compute these gradients."""
+    rest = needed_equations(_without(eqns, first), wanted)
+    reads = variables([*_reads_in_order(rest), *wanted])
+    return least_saved(first, [*cotangents, *results_to_keep(first)], reads)
+
+
+def _follows(
+    atom: Atom,
+    eqns: Sequence[Equation],
+    first: Sequence[Equation],
+    cotangents: Sequence[Var],
+    cut: Sequence[Var],
+) -> bool:
+    """Whether a gradient can be computed from a cut without repeating work of the first half."""
+    steps = needed_equations(eqns, [atom], given=cut)
+    again = {id(eqn) for eqn in first}
+    missing = set(cotangents) - set(cut)
+    return missing.isdisjoint(variables([atom, *_reads_in_order(steps)])) and all(
+        eqn.primitive.name in CHEAP for eqn in steps if id(eqn) in again
+    )
+
+
+def _without(eqns: Sequence[Equation], others: Sequence[Equation]) -> list[Equation]:
+    """Return the equations that are not among others."""
+    left_out = {id(eqn) for eqn in others}
+    return [eqn for eqn in eqns if id(eqn) not in left_out]
 
 
 def _reads_in_order(eqns: Sequence[Equation]) -> list[Var]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +55,7 @@ class StageWork:
         self.message_shapes = self._message_shapes()
         self.split = MessageSplit.of(self.message_shapes)
         self.vjp = self._differentiate()
+        self._casts = self._cast()
 
     @property
     def gradient_shapes(self) -> BackwardMessage:
@@ -96,9 +99,7 @@ class StageWork:
 
     def held(self, chunk: Array) -> HeldValues:
         """Return the values that both forward and backward of a chunk read."""
-        rows = self._rows(self.values.weights, chunk)
-        outer = self.outer(self.functions.blocks_read)
-        return HeldValues(BlockWeights(rows, outer), self._rows(self.values.fixed, chunk))
+        return HeldValues(*self._constant(self.values, chunk), self._constant(self._casts, chunk))
 
     def forward(
         self,
@@ -111,7 +112,7 @@ class StageWork:
         """Run a chunk's blocks."""
         floats, inputs = self._operands(message, changing, chunk, microbatch, stage)
         held = self.held(chunk)
-        result = self.vjp.forward(held.weights, held.fixed, floats, inputs)
+        result = self.vjp.forward(held.weights, held.fixed, floats, inputs, held.casts)
         others, rows = result.further
         return ChunkResult(self.split.join(result.y, others), result.saved, rows)
 
@@ -136,21 +137,25 @@ class StageWork:
         self, held: HeldValues, saved: list[Array], back: BackwardMessage
     ) -> tuple[BlockWeights, BackwardMessage]:
         """Return the gradients of a chunk's weights and of its message."""
-        weights, gradient = self.vjp.backward(held.weights, held.fixed, saved, back.values)
+        weights, gradient = self.vjp.backward(
+            held.weights, held.fixed, saved, back.values, held.casts
+        )
         return weights, BackwardMessage(gradient, back.weight)
 
     def input_gradient(
         self, held: HeldValues, saved: list[Array], back: BackwardMessage
     ) -> tuple[BackwardMessage, BackwardMessage]:
         """Return the gradient of a chunk's message, and what the weight gradient needs."""
-        gradient, cut = self.vjp.input_gradient(held.weights, held.fixed, saved, back.values)
+        gradient, cut = self.vjp.input_gradient(
+            held.weights, held.fixed, saved, back.values, held.casts
+        )
         return BackwardMessage(gradient, back.weight), BackwardMessage(cut, back.weight)
 
     def weight_gradient(
         self, held: HeldValues, saved: list[Array], cut: BackwardMessage
     ) -> BlockWeights:
         """Return the gradients of a chunk's weights."""
-        return self.vjp.weight_gradient(held.weights, held.fixed, saved, cut.values)
+        return self.vjp.weight_gradient(held.weights, held.fixed, saved, cut.values, held.casts)
 
     def embed_gradient(self, number: Array, back: BackwardMessage) -> LeafValues:
         """Return the gradients of the weights that the embedding reads."""
@@ -170,7 +175,8 @@ class StageWork:
             {n: add_row(a, times(row[n], weight), chunk) for n, a in totals.items()}
             for totals, row in zip(sums.weights, gradients.rows, strict=True)
         ]
-        return BlockSums(weights, added(sums.outer, gradients.outer, weight))
+        mine = {n: sums.outer[n] for n in gradients.outer}
+        return BlockSums(weights, sums.outer | added(mine, gradients.outer, weight))
 
     def stacked(self, weights: list[BlockRow]) -> BlockRow:
         """Return the sums of all blocks as stacks, in the order of the stage's leaves."""
@@ -208,10 +214,35 @@ class StageWork:
 
         zero = jnp.zeros((), jnp.int32)
         message = zeros_like_shapes(self.message_shapes)
-        weights, fixed = self.held(zero)
+        weights, fixed = self._constant(self.values, zero)
         changing, microbatch = self.values.changing, self.microbatch(zero)
         floats, inputs = self._operands(message, changing, zero, microbatch, zero)
         return StageVJP(chunk, weights, fixed, floats, inputs)
+
+    def _cast(self) -> StageValues:
+        """Return the stage's values in the dtypes in which its blocks read them."""
+        weights, fixed = self.vjp.dtypes_read
+        values = self.values
+
+        def cast(arrays: LeafValues, dtypes: dict[int, Any]) -> LeafValues:
+            # Random keys cannot be cast, not even to their own dtype.
+            return {
+                n: a if dtypes.get(n, a.dtype) == a.dtype else a.astype(dtypes[n])
+                for n, a in arrays.items()
+            }
+
+        return replace(
+            values,
+            weights=cast(values.weights, weights.rows[0]),
+            fixed=cast(values.fixed, fixed[0]),
+            outer=cast(values.outer, weights.outer),
+        )
+
+    def _constant(self, values: StageValues, chunk: Array) -> tuple[BlockWeights, list[BlockRow]]:
+        """Return the weights of a chunk, and its constant leaves."""
+        outer = {n: values.outer[n] for n in self.functions.blocks_read}
+        weights = BlockWeights(self._rows(values.weights, chunk), outer)
+        return weights, self._rows(values.fixed, chunk)
 
     def _operands(
         self,

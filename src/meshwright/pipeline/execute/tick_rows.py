@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from numpy.typing import NDArray
 
 from meshwright.pipeline.execute.buffers import ABSENT, Columns, Grid, Slots, allocate_slots
@@ -100,6 +102,22 @@ def table_rows(table: TickTable, rounds: int = 1) -> tuple[SlotCounts, TickRow]:
     count = table.shape.num_microbatches
     parts = [_later(one, number * count) for number in range(rounds)]
     return counts, jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+
+
+def packed(rows: TickRow) -> tuple[Array, Callable[[Array], TickRow]]:
+    """Return the rows of a stage as one array [ticks, columns], and a function that unpacks a row.
+
+    A tick then reads one row, not a number from each of many arrays, for which accelerators would
+    start as many kernels.
+    """
+    columns, tree = jax.tree.flatten(rows)
+    dtypes = [column.dtype for column in columns]
+
+    def read(row: Array) -> TickRow:
+        row = lax.optimization_barrier(row)
+        return jax.tree.unflatten(tree, [row[n].astype(dtype) for n, dtype in enumerate(dtypes)])
+
+    return jnp.stack([column.astype(jnp.int32) for column in columns], 1), read
 
 
 def _arrays(slots: Slots, num_stages: int, sends: Flags, sends_back: Flags) -> TickRow:
