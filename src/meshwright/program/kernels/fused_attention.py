@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.nn import dot_product_attention
 from jax.sharding import PartitionSpec
 
+from meshwright.errors import first_line
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.weight_uses import HALF
@@ -106,7 +108,7 @@ def cudnn_attention(allowed: Allowed, scale: float) -> Attend:
     """Return attention by cuDNN."""
 
     def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        return jax.nn.dot_product_attention(
+        return dot_product_attention(
             query,
             key,
             value,
@@ -138,6 +140,25 @@ def check_cudnn(operands: AttentionOperands, platform: str) -> None:
     keys = aval_of(operands.key).shape[operands.key_dims[-2]]
     if operands.mask is not None and (length % 2 or keys % 2):
         raise NotReplaced(f"packed documents need rows of even length, not {length}")
+    _try_cudnn(length, keys, channels, query.dtype, operands)
+
+
+def _try_cudnn(
+    length: int, keys: int, channels: int, dtype: Any, operands: AttentionOperands
+) -> None:
+    """Raise if JAX has no cuDNN kernel for rows of this length: releases differ in what they take."""
+    query = jax.ShapeDtypeStruct((1, length, 1, channels), dtype)
+    key = jax.ShapeDtypeStruct((1, keys, 1, channels), dtype)
+    attend = cudnn_attention(operands.allowed, operands.scale)
+    mask = None if operands.mask is None else jax.ShapeDtypeStruct((1, 1, length, keys), bool)
+
+    def total(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        return attend(query, key, value, mask).astype(jnp.float32).sum()
+
+    try:
+        jax.eval_shape(jax.grad(total, argnums=(0, 1, 2)), query, key, key, mask)
+    except (NotImplementedError, ValueError, RuntimeError) as refusal:
+        raise NotReplaced(f"cuDNN has no kernel for it: {first_line(refusal)}") from refusal
 
 
 def xla_attention(allowed: Allowed, scale: float) -> Attend:
