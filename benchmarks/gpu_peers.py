@@ -35,7 +35,7 @@ from peer_cases import CASES
 from peer_process import PEER_PYTHON, Worker
 
 FIRST = 35
-KEPT = ("warm_cache", "loss_outside_torch_compile")
+KEPT = ("warm_cache",)
 """What a record says besides rows and targets, and keeps when some are measured again."""
 
 

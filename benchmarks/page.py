@@ -276,6 +276,22 @@ def share(part: dict[str, Any] | None) -> str:
 
 LABELS = ("earlier", "now")
 
+
+def gpu_pipeline(record: dict[str, Any]) -> list[str]:
+    """Return the time and memory of a stage by schedule."""
+    alone = record["one_gpu"]
+    lines = ["| | ms | × its share | temporary memory | compiled in |", "|---|---|---|---|---|"]
+    lines.append(
+        f"| one GPU, no stages | {alone['seconds'] * 1e3:.1f} | | {alone['temp_gib']} GiB | "
+        f"{alone['compile_s']} s |"
+    )
+    return lines + [
+        f"| `{row['schedule']}`, first of four stages | {row['seconds'] * 1e3:.1f} | "
+        f"{row['over_its_share']} | {row['temp_gib']} GiB | {row['compile_s']} s |"
+        for row in record["rows"]
+    ]
+
+
 TABLES = {
     "host_overhead": host_overhead,
     "memory_depth": memory_depth,
@@ -293,6 +309,7 @@ TABLES = {
     "gpu_largest": gpu_largest,
     "gpu_gemma_floor": gpu_gemma_floor,
     "gpu_overlap": gpu_overlap,
+    "gpu_pipeline": gpu_pipeline,
 }
 
 
