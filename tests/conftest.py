@@ -1,15 +1,21 @@
 """Every test runs on eight virtual CPU devices."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# The user's caches stay as they are, and no test finds what another run has left there.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="meshwright-tests-")
 
 from meshwright import activity
 from meshwright.errors import Spelling, spelled_for
 from meshwright.mesh.simulate import simulate_devices
 
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 simulate_devices(8)
 # Which stages take long enough to be mentioned depends on the machine.
 activity.MENTIONED_SECONDS = activity.STILL_SECONDS = 3600.0
