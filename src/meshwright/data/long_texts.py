@@ -28,12 +28,16 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]:
         else np.concatenate(
             [
                 tokens
-                for group in pieces([text], tokenizer)
+                for group in pieces(_parts(text), tokenizer)
                 for tokens in tokenizer.encode_many(group)
             ]
         )
         for text in texts
     ]
+
+
+def _parts(text: str) -> Iterator[str]:
+    return (text[start : start + LONG] for start in range(0, len(text), LONG))
 
 
 def pieces(parts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[str]]:
