@@ -35,7 +35,7 @@ from meshwright.data.jsonl import JsonLines
 GIB, MIB = 2**30, 2**20
 MAX_BYTES = GIB
 """The most memory a process may take."""
-SPEED_MIB, KILL_MIB = 16, 8
+SPEED_MIB, KILL_MIB = 12, 6
 KILLS = 10
 MIN_RATIO = 0.8
 """The least speed, as a part of that of the bare loop."""
@@ -65,10 +65,8 @@ def write_corpus(path: Path, size: int) -> None:
     lines = [json.dumps({"text": text, "source": "generated"}).encode() + b"\n" for text in texts]
     with open(path, "wb") as file:
         while file.tell() < size:
-            for number in generator.permutation(len(lines)):
-                file.write(lines[number])
-                if file.tell() >= size:
-                    break
+            shuffled = generator.permutation(len(lines))[: (size - file.tell()) // 500 + 1]
+            file.write(b"".join(lines[number] for number in shuffled))
 
 
 def train_tokenizer(path: Path, corpus: Path) -> None:
@@ -182,8 +180,10 @@ def entries(cache: Path) -> dict[str, int]:
 def runs(corpus: Path, folder: Path) -> dict[str, Any]:
     """Train with two processes, then once more, then twice at once on an empty cache."""
     found: dict[str, Any] = {"two processes": watch(start(folder, "first", corpus, processes=2))}
+    print(found, flush=True)
     before = entries(folder / "cache")
     found["second run"] = watch(start(folder, "second", corpus, processes=2))
+    print(found["second run"], flush=True)
     assert entries(folder / "cache") == before, "the second run wrote tokens"
     shutil.rmtree(folder / "cache")
     one, other = start(folder, "one", corpus), start(folder, "other", corpus)
@@ -240,11 +240,10 @@ def main() -> None:
         write_corpus(corpus, int(gib * GIB))
         train_tokenizer(tokenizer, corpus)
         print(f"{corpus.stat().st_size:,} bytes written", flush=True)
-        found = {"speed": speeds(corpus, tokenizer, folder)}
-        print(found, flush=True)
+        found = runs(corpus, folder)
+        found["speed"] = speeds(corpus, tokenizer, folder)
+        print(found["speed"], flush=True)
         found["kills"] = kills(corpus, tokenizer, folder)
-        print(found["kills"], flush=True)
-        found |= runs(corpus, folder)
     for key, value in found.items():
         print(f"{key:20}{value}")
     peak = max(found["two processes"]["peak_mib"]) * MIB
@@ -252,6 +251,7 @@ def main() -> None:
     write_record(
         "data_scale",
         {
+            "command": f"python benchmarks/data_scale.py --gib {gib:g}",
             "settings": {"gib": gib, "tokens": "bytes in runs, 4096 BPE tokens elsewhere"},
             **found,
             "targets": {

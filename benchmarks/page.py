@@ -133,6 +133,35 @@ def verify_time(record: dict[str, Any]) -> list[str]:
     return table(("", f"commit {record['earlier']}", "now", "ratio"), rows)
 
 
+def data_scale(record: dict[str, Any]) -> list[str]:
+    """One row for each run, then the speed and the kills."""
+    one, other = record["two runs at once"]
+    runs = {
+        "two processes, no tokens yet": record["two processes"],
+        "the same again": record["second run"],
+        "two runs at once: one": one,
+        "two runs at once: the other": other,
+    }
+    rows = [
+        [
+            name,
+            f"{run['seconds']:.0f} s",
+            " and ".join(f"{value:,} MiB" for value in run["peak_mib"]),
+            " and ".join(f"{value:,} MiB" for value in run["peak_anonymous_mib"]),
+        ]
+        for name, run in runs.items()
+    ]
+    speed, kills = record["speed"], record["kills"]
+    return [
+        *table(("run", "time", "largest memory (VmHWM)", "without files (RssAnon)"), rows),
+        "",
+        f"Tokenizing: {speed['mb_per_second']} MB/s, the bare loop "
+        f"{speed['bare_mb_per_second']} MB/s, ratio {speed['ratio']:.2f}. Of {kills['killed']} "
+        f"killed writers, {kills['went_on_from_a_note']} left tokens to go on from; "
+        f"{kills['equal']} times the result was the same.",
+    ]
+
+
 def data_pipeline(record: dict[str, Any]) -> list[str]:
     """One row for each way to read."""
     heads = ("source", "time waiting", "waits of 1 ms or more", "median wait", "longest wait")
@@ -198,6 +227,7 @@ TABLES = {
     "memory_depth": memory_depth,
     "compile_time": compile_time,
     "data_pipeline": data_pipeline,
+    "data_scale": data_scale,
     "trainer_overhead": trainer_overhead,
     "checkpoint_checksums": checkpoint_checksums,
     "pipeline": pipeline,

@@ -249,9 +249,7 @@ def test_a_byte_that_is_not_utf8_is_named_in_a_long_text(tmp_path, monkeypatch, 
     monkeypatch.setattr("meshwright.data.text.READ_BYTES", 64)
     (tmp_path / "t.txt").write_bytes("☃".encode() * 50 + b"\xff" + b"a" * 100)
     with pytest.raises(UserError, match=r"t\.txt cannot be read") as caught:
-        text_source(
-            path=str(tmp_path / "t.txt"), sequence_length=4, tokenizer=str(tokenizer_file)
-        )
+        text_source(path=str(tmp_path / "t.txt"), sequence_length=4, tokenizer=str(tokenizer_file))
     assert caught.value.why == "it is not UTF-8: invalid start byte at byte 150"
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from meshwright.errors import Setting, UserError, did_you_mean
 
-RESIDENT_BYTES = 64 * 2**20
+RESIDENT_BYTES = 16 * 2**20
 """How much of a mapped file a process keeps in its memory before it gives it back."""
 TOUCHED_BYTES = 2**16
 """What the kernel maps around one address that is read."""

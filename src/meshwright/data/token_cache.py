@@ -71,7 +71,7 @@ class Corpus:
         if packing == "stream":
             rows = StreamRows([tokens], sequence_length, self.name, self.tokenizer)
         else:
-            index = _packed(entry, boundaries, sequence_length + 1, self.name)
+            index = _packed(entry, sequence_length + 1, self.name)
             rows = PackedRows(tokens, boundaries, sequence_length, self.name, self.tokenizer, index)
         return with_count(rows, corrupt)
 
@@ -165,8 +165,9 @@ def _cached(corpus: Corpus, cache_dir: str | None) -> Entry:
         return build_once(_temporary_folder() / name, job)
 
 
-def _packed(entry: Entry, boundaries: Any, row_length: int, name: str) -> PackingIndex:
+def _packed(entry: Entry, row_length: int, name: str) -> PackingIndex:
     """Return how documents are packed into rows of one length: beside the tokens in the cache."""
+    tokens, boundaries = entry.array("tokens"), entry.array("boundaries")
 
     def write(partial: PartialEntry, progress: Progress) -> dict[str, Any]:
         # Cheap to compute again, so nothing is noted on the way.
@@ -176,6 +177,7 @@ def _packed(entry: Entry, boundaries: Any, row_length: int, name: str) -> Packin
             partial.append("lengths", part.lengths)
             partial.append("first", part.first)
             num_tokens += int(part.lengths.sum())
+            progress(int(part.starts[-1]) * tokens.itemsize, tokens.nbytes)
         partial.append("first", np.array([partial.lengths["starts"]]))
         return {"num_tokens": num_tokens}
 
