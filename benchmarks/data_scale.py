@@ -35,7 +35,9 @@ from meshwright.data.jsonl import JsonLines
 GIB, MIB = 2**30, 2**20
 MAX_BYTES = GIB
 """The most memory a process may take."""
-SPEED_MIB, KILL_MIB = 12, 6
+SPEED_MIB, KILL_MIB, SHARED_MIB = 12, 6, 256
+"""How much of the file is read to measure the speed, by writers that are killed, and by two runs
+that start at once."""
 KILLS = 10
 MIN_RATIO = 0.8
 """The least speed, as a part of that of the bare loop."""
@@ -91,9 +93,7 @@ def some_texts(corpus: Path, size: int) -> Iterator[str]:
 
 def speeds(corpus: Path, tokenizer: Path, folder: Path) -> dict[str, Any]:
     """Return the speed of tokenizing, of a bare loop, and their ratio, in turns."""
-    part = folder / "part.jsonl"
-    with open(corpus, "rb") as source, open(part, "wb") as file:
-        file.writelines(source.readlines(SPEED_MIB * MIB))
+    part = first_lines(corpus, folder, SPEED_MIB)
     texts = list(some_texts(part, part.stat().st_size))
     library = Tokenizer.from_file(str(tokenizer))
     ours: list[float] = []
@@ -112,7 +112,6 @@ def speeds(corpus: Path, tokenizer: Path, folder: Path) -> dict[str, Any]:
         ours.append(time.perf_counter() - started)
         shutil.rmtree(cache)
     size = part.stat().st_size / 1e6
-    part.unlink()
     return {
         "mb_per_second": round(size / min(ours), 2),
         "bare_mb_per_second": round(size / min(bare), 2),
@@ -133,9 +132,9 @@ def start(folder: Path, name: str, corpus: Path, *, processes: int = 1) -> subpr
     )  # fmt: skip
 
 
-def watch(process: subprocess.Popen[str]) -> dict[str, Any]:
+def watch(process: subprocess.Popen[str], started: float | None = None) -> dict[str, Any]:
     """Wait for a run; return its time, and the most memory of each of its training processes."""
-    started, peaks = time.perf_counter(), dict[int, dict[str, int]]()
+    started, peaks = started or time.perf_counter(), dict[int, dict[str, int]]()
     while process.poll() is None:
         for pid in descendants(process.pid):
             for name, value in memory_of(pid).items():
@@ -178,7 +177,7 @@ def entries(cache: Path) -> dict[str, int]:
 
 
 def runs(corpus: Path, folder: Path) -> dict[str, Any]:
-    """Train with two processes, then once more, then twice at once on an empty cache."""
+    """Train with two processes, then once more."""
     found: dict[str, Any] = {"two processes": watch(start(folder, "first", corpus, processes=2))}
     print(found, flush=True)
     before = entries(folder / "cache")
@@ -186,20 +185,34 @@ def runs(corpus: Path, folder: Path) -> dict[str, Any]:
     print(found["second run"], flush=True)
     assert entries(folder / "cache") == before, "the second run wrote tokens"
     shutil.rmtree(folder / "cache")
-    one, other = start(folder, "one", corpus), start(folder, "other", corpus)
-    found["two runs at once"] = [watch(one), watch(other)]
-    said = [process.communicate()[1] for process in (one, other)]
-    found["waited"] = [line for text in said for line in text.splitlines() if "by process" in line]
-    assert len(entries(folder / "cache")) == 1
-    shutil.rmtree(folder / "cache")
     return found
+
+
+def two_at_once(corpus: Path, folder: Path) -> dict[str, Any]:
+    """Start two runs on an empty cache."""
+    part = first_lines(corpus, folder, SHARED_MIB)
+    started = time.perf_counter()
+    both = [start(folder, name, part) for name in ("one", "other")]
+    found = [watch(process, started) for process in both]
+    said = "".join(process.communicate()[1] for process in both).replace(f"{folder}/", "")
+    assert len(entries(folder / "cache")) == 1, "both wrote tokens"
+    return {
+        "seconds": [run["seconds"] for run in found],
+        "waiting": next((line for line in said.splitlines() if "by process" in line), ""),
+    }
+
+
+def first_lines(corpus: Path, folder: Path, mib: int) -> Path:
+    part = folder / "part.jsonl"
+    with open(corpus, "rb") as source, open(part, "wb") as file:
+        while file.tell() < mib * MIB and (lines := source.readlines(MIB)):
+            file.writelines(lines)
+    return part
 
 
 def kills(corpus: Path, tokenizer: Path, folder: Path) -> dict[str, Any]:
     """Kill writers at random times; compare what the next one arrives at, byte by byte."""
-    part = folder / "part.jsonl"
-    with open(corpus, "rb") as source, open(part, "wb") as file:
-        file.writelines(source.readlines(KILL_MIB * MIB))
+    part = first_lines(corpus, folder, KILL_MIB)
 
     def writer(cache: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", WRITER, str(part), str(tokenizer), str(cache)]
@@ -209,7 +222,7 @@ def kills(corpus: Path, tokenizer: Path, folder: Path) -> dict[str, Any]:
     assert writer(folder / "whole").wait() == 0
     seconds = time.perf_counter() - started
     wanted = next((folder / "whole").rglob("tokens.bin")).parent
-    rng, killed, equal, resumed = random.Random(0), 0, 0, 0
+    rng, killed, equal, resumed, complete = random.Random(0), 0, 0, 0, 0
     while killed < KILLS:
         cache = folder / f"killed{killed}"
         process = writer(cache)
@@ -219,15 +232,21 @@ def kills(corpus: Path, tokenizer: Path, folder: Path) -> dict[str, Any]:
             shutil.rmtree(cache)
             continue
         killed += 1
-        assert not list(cache.rglob("entry.json")), "a killed writer left a complete entry"
-        resumed += bool(list(cache.rglob("progress.json")))
+        done = (cache / wanted.name).exists()
+        resumed += not done and bool(list(cache.rglob("progress.json")))
+        complete += done
         assert writer(cache).wait() == 0
         same = filecmp.cmpfiles(
             wanted, cache / wanted.name, ["tokens.bin", "boundaries.bin"], False
         )
         equal += len(same[0]) == 2
         shutil.rmtree(cache)
-    return {"killed": killed, "went_on_from_a_note": resumed, "equal": equal}
+    return {
+        "killed": killed,
+        "went_on_from_a_note": resumed,
+        "complete_before": complete,
+        "equal": equal,
+    }
 
 
 def main() -> None:
@@ -241,9 +260,13 @@ def main() -> None:
         train_tokenizer(tokenizer, corpus)
         print(f"{corpus.stat().st_size:,} bytes written", flush=True)
         found = runs(corpus, folder)
+        found["two runs at once"] = two_at_once(corpus, folder)
         found["speed"] = speeds(corpus, tokenizer, folder)
-        print(found["speed"], flush=True)
         found["kills"] = kills(corpus, tokenizer, folder)
+    record(gib, found)
+
+
+def record(gib: float, found: dict[str, Any]) -> None:
     for key, value in found.items():
         print(f"{key:20}{value}")
     peak = max(found["two processes"]["peak_mib"]) * MIB

@@ -216,6 +216,27 @@ def test_skipping_goes_on_after_the_record_that_stopped_the_run(tmp_path, monkey
             assert source.num_skipped == 1
 
 
+def test_a_row_of_a_table_is_named_with_its_row_group(tmp_path):
+    table = pa.table({"text": ["a", "b", None, "d"]})
+    pq.write_table(table, tmp_path / "t.parquet", row_group_size=2)
+    with pytest.raises(UserError) as caught:
+        ParquetRows(path=str(tmp_path / "t.parquet"), sequence_length=4).source()
+    assert caught.value.what.endswith("t.parquet, row 3 (row group 1) cannot be read")
+    whole = bytearray((tmp_path / "t.parquet").read_bytes())
+    begin = pq.ParquetFile(tmp_path / "t.parquet").metadata.row_group(1).column(0)
+    whole[begin.data_page_offset : begin.data_page_offset + 8] = bytes(8)
+    (tmp_path / "t.parquet").write_bytes(whole)
+    with pytest.raises(UserError, match=r"cannot read .*t\.parquet, row group 1"):
+        ParquetRows(path=str(tmp_path / "t.parquet"), sequence_length=4).source()
+
+
+def test_a_text_that_is_no_unicode_is_named_with_its_line(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"text": "fine"}\n{"text": "half \\ud83d"}\n')
+    with pytest.raises(UserError, match=r"t\.jsonl, line 2 cannot be read") as caught:
+        JsonLines(path=str(tmp_path / "t.jsonl"), sequence_length=4).source()
+    assert "surrogates not allowed at character 5" in caught.value.why
+
+
 def test_a_long_text_is_cut_without_changing_its_tokens(tmp_path, monkeypatch, tokenizer_file):
     """Against the library, which gets the whole text at once."""
     random = np.random.default_rng(0)

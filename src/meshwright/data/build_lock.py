@@ -40,7 +40,7 @@ class BuildLock:
         self._told = 0.0
 
     @contextmanager
-    def held(self, tell: Callable[[str], None]) -> Generator[None]:
+    def held(self, tell: Callable[[str], object]) -> Generator[None]:
         """Hold the lock inside; while another process has it, tell who, and how far it is."""
         while not self.acquire():
             tell(self.holder())

@@ -23,11 +23,12 @@ READ_BYTES = 2**20
 SETTLED_SECONDS = 2.0
 """A file written to so recently could be written to again without its time changing."""
 
+Tell = Callable[[str], object]
 Stamp = list[int]
 """Size, times and inode of a file."""
 
 
-def digests(files: Sequence[Path], folder: Path, tell: Callable[[str], None]) -> list[str]:
+def digests(files: Sequence[Path], folder: Path, tell: Tell) -> list[str]:
     """Return the SHA-256 digest of each file.
 
     Args:
@@ -45,7 +46,7 @@ def digests(files: Sequence[Path], folder: Path, tell: Callable[[str], None]) ->
     try:
         with lock.held(tell):
             # Another process may have computed them in the meantime.
-            known = _compute(names, _read(memory), tell)
+            known = _compute(names, _read(memory), lambda text: (tell(text), lock.say(text)))
             _write(memory, known)
     except OSError:
         # Nothing can be written here, so nobody else computes them for this process.
@@ -66,9 +67,7 @@ def _missing(names: Sequence[str], known: dict[str, Any]) -> list[str]:
     return [name for name in names if name not in known or known[name][0] != stamp(name)]
 
 
-def _compute(
-    names: Sequence[str], known: dict[str, Any], tell: Callable[[str], None]
-) -> dict[str, Any]:
+def _compute(names: Sequence[str], known: dict[str, Any], tell: Tell) -> dict[str, Any]:
     missing = _missing(names, known)
     total, done = sum(os.path.getsize(name) for name in missing), 0
     for name in missing:

@@ -36,7 +36,8 @@ class MappedArray(np.memmap):  # pyright: ignore[reportIncompatibleVariableOverr
         self._touched += places * (count * self.itemsize + TOUCHED_BYTES)
         if self._touched > RESIDENT_BYTES and isinstance(self.base, mmap.mmap):
             self._touched = 0
-            self.base.madvise(mmap.MADV_DONTNEED)
+            if hasattr(mmap, "MADV_DONTNEED"):
+                self.base.madvise(mmap.MADV_DONTNEED)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to map the file again; a view of a part is pickled by value."""
