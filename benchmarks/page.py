@@ -157,7 +157,8 @@ def data_scale(record: dict[str, Any]) -> list[str]:
         f"killed writers, {kills['went_on_from_a_note']} left tokens to go on from; "
         f"{kills['equal']} times the result was the same. Two runs on an empty cache that started "
         f"at once both trained, and ended after {both['seconds'][0]:.0f} s and "
-        f"{both['seconds'][1]:.0f} s; one of them wrote the tokens. {record.get('note', '')}".rstrip(),
+        f"{both['seconds'][1]:.0f} s; one of them wrote the tokens.",
+        *(["", record["note"]] if "note" in record else []),
     ]
 
 
