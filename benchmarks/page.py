@@ -158,7 +158,6 @@ def data_scale(record: dict[str, Any]) -> list[str]:
         f"{kills['equal']} times the result was the same. Two runs on an empty cache that started "
         f"at once both trained, and ended after {both['seconds'][0]:.0f} s and "
         f"{both['seconds'][1]:.0f} s; one of them wrote the tokens.",
-        *(["", record["note"]] if "note" in record else []),
     ]
 
 
