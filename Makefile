@@ -109,6 +109,7 @@ benchmarks: setup
 	@$(BIN)/python benchmarks/memory_depth.py
 	@$(BIN)/python benchmarks/compile_time.py
 	@$(BIN)/python benchmarks/data_pipeline.py
+	@$(BIN)/python benchmarks/data_scale.py --gib 4
 	@$(BIN)/python benchmarks/trainer_overhead.py
 	@$(BIN)/python benchmarks/checkpoint_checksums.py
 	@$(BIN)/python benchmarks/pipeline.py

@@ -54,8 +54,8 @@ def main() -> None:
         "gpu_pipeline",
         {
             "compiled_for": f"{STAGES} × {jax.local_devices()[0].device_kind} (mocked)",
-            "model": f"GPT-2 124M, {MICROBATCHES} microbatches of {ROWS} rows of 1024 tokens, bf16, "
-            f"AdamW, pipe={STAGES}",
+            "model": f"GPT-2 124M, {MICROBATCHES} microbatches of {ROWS} rows of 1024 tokens, "
+            f"bf16, AdamW, pipe={STAGES}",
             "one_gpu": reference,
             "rows": rows,
             "targets": targets,

@@ -200,6 +200,34 @@ def verify_time(record: dict[str, Any]) -> list[str]:
     return table(("", f"commit {record['earlier']}", "now", "ratio"), rows)
 
 
+def data_scale(record: dict[str, Any]) -> list[str]:
+    """One row for each run, then the speed and the kills."""
+    runs = {
+        "without tokens in the cache": record["two processes"],
+        "the same again": record["second run"],
+    }
+    rows = [
+        [
+            name,
+            f"{run['seconds']:.0f} s",
+            " and ".join(f"{value:,} MiB" for value in run["peak_mib"]),
+            " and ".join(f"{value:,} MiB" for value in run["peak_anonymous_mib"]),
+        ]
+        for name, run in runs.items()
+    ]
+    speed, kills, both = record["speed"], record["kills"], record["two runs at once"]
+    return [
+        *table(("run", "time", "largest memory (VmHWM)", "without files (RssAnon)"), rows),
+        "",
+        f"Tokenizing: {speed['mb_per_second']} MB/s, the bare loop "
+        f"{speed['bare_mb_per_second']} MB/s, ratio {speed['ratio']:.2f}. Of {kills['killed']} "
+        f"killed writers, {kills['went_on_from_a_note']} left tokens to go on from; "
+        f"{kills['equal']} times the result was the same. Two runs on an empty cache that started "
+        f"at once both trained, and ended after {both['seconds'][0]:.0f} s and "
+        f"{both['seconds'][1]:.0f} s; one of them wrote the tokens.",
+    ]
+
+
 def data_pipeline(record: dict[str, Any]) -> list[str]:
     """One row for each way to read."""
     heads = ("source", "time waiting", "waits of 1 ms or more", "median wait", "longest wait")
@@ -297,6 +325,7 @@ TABLES = {
     "memory_depth": memory_depth,
     "compile_time": compile_time,
     "data_pipeline": data_pipeline,
+    "data_scale": data_scale,
     "trainer_overhead": trainer_overhead,
     "checkpoint_checksums": checkpoint_checksums,
     "pipeline": pipeline,

@@ -1,6 +1,9 @@
 """Every test runs on eight virtual CPU devices, in programs that are compiled quickly."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from importlib.metadata import version
 
 import pytest
@@ -15,11 +18,14 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
 )
+# The user's caches stay as they are, and no test finds what another run has left there.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="meshwright-tests-")
 
 from meshwright import activity
 from meshwright.errors import Spelling, spelled_for
 from meshwright.mesh.simulate import simulate_devices
 
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 simulate_devices(8)
 # Which stages take long enough to be mentioned depends on the machine.
 activity.MENTIONED_SECONDS = activity.STILL_SECONDS = 3600.0

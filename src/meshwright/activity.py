@@ -48,7 +48,8 @@ _now = _Shared()
 def activity(what: str, *, afterwards: bool = True) -> Generator[Callable[[str], None]]:
     """Tell whoever waits what is being done inside, and afterwards how long it took.
 
-    An activity inside another is a part of it and is not mentioned. Also a decorator.
+    An activity inside another is a part of it: it is not mentioned, but what it tells is told of
+    the outer one. Also a decorator.
 
     Args:
         what: what is done.
@@ -57,8 +58,11 @@ def activity(what: str, *, afterwards: bool = True) -> Generator[Callable[[str],
     Yields:
         What takes how far the activity is, as text.
     """
-    if _now.what or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield lambda _: None
+        return
+    if _now.what:
+        yield lambda detail: _tell(f"{what}, {detail}")
         return
     _now.what, _now.detail, _now.started = what, "", time.monotonic()
     try:

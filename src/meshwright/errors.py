@@ -93,7 +93,7 @@ def spelled_for(spelling: Spelling) -> Generator[None]:
 ANY = "…"
 """Stands for a value that the reader has to choose."""
 
-SettingValue = bool | int | float | str | Sequence[int] | None
+SettingValue = bool | int | float | str | Sequence[int] | Sequence[str] | None
 
 _ARGUMENTS = {
     "training.global_batch_size": "batch_size",

@@ -13,6 +13,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from meshwright.processes import process_count
+from meshwright.user_cache import user_cache
 
 MAX_BYTES = 10 * 2**30
 """How large the cache in the user's cache folder grows before its oldest entries are deleted."""
@@ -75,10 +76,7 @@ def no_disk_cache() -> Generator[None]:
 
 def default_folder() -> Path:
     """Return where programs are cached unless the user names another folder."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The standard says that relative paths are to be ignored.
-    root = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
-    return root / "meshwright" / "programs"
+    return user_cache("programs")
 
 
 def drop_oldest(folder: Path, most: int) -> None:

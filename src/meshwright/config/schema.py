@@ -92,14 +92,17 @@ class DataConfig(KindConfig):
         on_corrupt: whether a record that cannot be read stops the run or is skipped and counted.
         workers: processes that read ahead; 0 reads in threads.
         prefetch: batches to read ahead; 0 reads each batch when it is needed.
+        cache_dir: folder for the tokens of text, JSON Lines and tables, which runs share; null is
+            the user's cache folder.
     """
 
-    eval_path: str | None = None
+    eval_path: str | list[str] | None = None
     eval_fraction: float | None = Field(default=None, ge=0, le=0.5)
     shuffle: bool = True
     on_corrupt: Literal["stop", "skip"] = "stop"
     workers: int = Field(default=0, ge=0, le=1024)
     prefetch: int = Field(default=4, ge=0, le=1024)
+    cache_dir: str | None = None
 
 
 class OptimizerConfig(KindConfig):

@@ -21,7 +21,7 @@ from meshwright.data.records import is_record_files
 from meshwright.data.source_data import SourceData, SyntheticData
 from meshwright.data.split import split_source
 from meshwright.data.user_data import BATCH_PARAMETERS, is_batch_function, is_source, read_data
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 
 HELD_OUT = 0.02
 """The fraction of a built-in source that is held out unless data.eval_fraction is set."""
@@ -112,7 +112,7 @@ class ConfigData:
         builder = find_builder("data", self.section.kind, DATA_KINDS, _load)
         if "path" in instead and "path" not in parameters_of(builder):
             raise UserError(
-                f"data.eval_path={instead['path']} cannot be read",
+                f"{Setting('data.eval_path', instead['path'])} cannot be read",
                 why=f"data.kind={self.section.kind} takes no path",
                 fix="write data.eval_fraction=… instead, or choose another data.kind",
             )

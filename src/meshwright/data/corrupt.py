@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.fingerprints import fingerprint_of
+from meshwright.data.protocols import HostBatch, Source
 from meshwright.errors import Setting, UserError
 from meshwright.units import counted
 
@@ -47,3 +52,42 @@ class CorruptRecords:
         """Return how many records were skipped in words; empty if none were."""
         skipped = counted(self.count, "corrupt record was", "corrupt records were")
         return f"{skipped} skipped" if self.count else ""
+
+
+@dataclass(frozen=True)
+class CountedSource:
+    """A source without the records that were skipped."""
+
+    source: Any
+    corrupt: CorruptRecords
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the source."""
+        return getattr(self.source, "tokenizer", None)
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of records that could not be read."""
+        return self.corrupt.count
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def rows(self, ids: NDArray[np.int64]) -> HostBatch:
+        """Return the source's rows."""
+        return self.source.rows(ids)
+
+    def fingerprint(self) -> str:
+        """Return a fingerprint of the source and the number of skipped records."""
+        return fingerprint_of(self.source.fingerprint(), self.corrupt.count)
+
+    def describe(self) -> str:
+        """Return the source's description and the number of skipped records."""
+        return f"{self.source.describe()}; {self.corrupt.summary()}"
+
+
+def with_count(source: Source, corrupt: CorruptRecords) -> Source:
+    """Warn about skipped records, if any, and return a source that mentions them."""
+    corrupt.warn()
+    return CountedSource(source, corrupt) if corrupt.count else source

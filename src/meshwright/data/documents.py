@@ -1,70 +1,145 @@
-"""Documents as tokens: collected from texts or token lists, then cut or packed into rows."""
+"""Documents on their way from files to tokens: read in blocks, tokenized in batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.protocols import Source
-from meshwright.data.token_rows import PackedRows, StreamRows
-from meshwright.data.tokenizer import Tokenizer, token_dtype
-from meshwright.errors import UserError
+from meshwright.data.long_texts import encode_texts
+from meshwright.data.tokenizer import Tokenizer
 
 Packing = Literal["stream", "documents"]
 """``stream`` cuts rows from all documents joined together; ``documents`` keeps them apart."""
 
-CHUNK = 1024
-"""Documents tokenized at a time: enough to keep several cores busy."""
+Position = tuple[int, ...]
+"""Where reading goes on: the number of a file, then what its format needs."""
+
+Document = str | NDArray[Any]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+BATCH_SIZE = 2**21
+"""Characters or tokens that are tokenized at a time: enough to keep several cores busy."""
 
 
-@dataclass
-class Documents:
-    """Tokenized documents, in order.
+@dataclass(frozen=True)
+class Block:
+    """Consecutive documents of a file.
 
     Attributes:
-        tokenizer: tokenizes texts; None if documents come as tokens.
-        vocab_size: upper bound of the tokens, exclusive; None if it is not known.
+        documents: texts, or arrays of tokens.
+        after: where reading goes on after them.
+        done: bytes of all files that have been read.
+        skipped: where corrupt records are in the file, and what is wrong with them.
+        is_piece: whether ``documents`` are pieces of a single document.
+        goes_on: whether that document goes on in the next block.
     """
 
-    tokenizer: Tokenizer | None
-    vocab_size: int | None
-    _texts: list[str] = field(default_factory=list)
-    _chunks: list[NDArray[Any]] = field(default_factory=list)
-    _lengths: list[int] = field(default_factory=list)
+    documents: Sequence[Document]
+    after: Position
+    done: float
+    skipped: Sequence[tuple[str, str]] = ()
+    is_piece: bool = False
+    goes_on: bool = False
 
-    def add_text(self, text: str) -> None:
-        """Add a document of text."""
-        self._texts.append(text)
-        if len(self._texts) >= CHUNK:
-            self._encode()
 
-    def add_tokens(self, documents: Iterable[NDArray[Any]]) -> None:
-        """Add documents of tokens, each followed by the end-of-document token if there is one."""
-        separator = None if self.tokenizer is None else self.tokenizer.separator
-        end = [] if separator is None else [separator]
-        dtype = token_dtype(self.vocab_size or 2**31)
-        ended = [np.append(tokens, end).astype(dtype) for tokens in documents if len(tokens)]
-        if ended:
-            self._chunks.append(np.concatenate(ended))
-            self._lengths += map(len, ended)
+@dataclass(frozen=True)
+class TokenBatch:
+    """The tokens of some documents.
 
-    def into_rows(self, packing: Packing, sequence_length: int, name: str) -> Source:
-        """Return the documents as rows of tokens."""
-        self._encode()
-        if not self._chunks:
-            raise UserError(f"{name} is empty", why="there is no document with any content")
-        tokens = np.concatenate(self._chunks)
-        if packing == "stream":
-            return StreamRows([tokens], sequence_length, name, self.tokenizer)
-        boundaries = np.concatenate([[0], np.cumsum(self._lengths)])
-        return PackedRows(tokens, boundaries, sequence_length, name, self.tokenizer)
+    Attributes:
+        tokens: their tokens, each document followed by the end-of-document token if there is one.
+        ends: where each document ends in them.
+        after: where reading goes on after them; None inside of a document.
+        done: bytes of all files that have been read.
+        skipped: the corrupt records among them, with the number of their file.
+    """
 
-    def _encode(self) -> None:
-        if self._texts:
-            assert self.tokenizer is not None, "text needs a tokenizer"
-            self.add_tokens(self.tokenizer.encode_many(self._texts))
-            self._texts.clear()
+    tokens: NDArray[Any]
+    ends: NDArray[np.int64]
+    after: Position | None
+    done: float
+    skipped: Sequence[tuple[int, str, str]]
+
+
+def tokenized(
+    blocks: Iterable[Block], tokenizer: Tokenizer | None, dtype: Any
+) -> Iterator[TokenBatch]:
+    """Yield the tokens of all documents, batch by batch; the next one is read meanwhile."""
+    separator = None if tokenizer is None else tokenizer.separator
+    end = np.array([] if separator is None else [separator], dtype)
+
+    def tokenize(batch: list[Block]) -> TokenBatch:
+        return _tokenize(batch, tokenizer, end)
+
+    return _ahead(tokenize, _batches(blocks))
+
+
+def _batches(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    """Yield blocks that are tokenized together; pieces of a document stay alone."""
+    batch: list[Block] = []
+    size = 0
+    for block in blocks:
+        if block.is_piece:
+            if batch:
+                yield batch
+            yield [block]
+            batch, size = [], 0
+            continue
+        batch.append(block)
+        size += sum(map(len, block.documents))
+        if size >= BATCH_SIZE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _tokenize(batch: list[Block], tokenizer: Tokenizer | None, end: NDArray[Any]) -> TokenBatch:
+    documents = [document for block in batch for document in block.documents]
+    arrays = _arrays(documents, tokenizer)
+    last = batch[-1]
+    if last.is_piece:
+        tokens = _joined([*arrays, *([] if last.goes_on else [end])], end.dtype)
+        ends = [] if last.goes_on else [len(tokens)]
+    else:
+        arrays = [array for array in arrays if len(array)]
+        tokens = _joined([part for array in arrays for part in (array, end)], end.dtype)
+        ends = np.cumsum([len(array) + len(end) for array in arrays])
+    return TokenBatch(
+        tokens=tokens,
+        ends=np.asarray(ends, np.int64),
+        after=None if last.goes_on else last.after,
+        done=last.done,
+        skipped=[(block.after[0], *what) for block in batch for what in block.skipped],
+    )
+
+
+def _arrays(documents: Sequence[Document], tokenizer: Tokenizer | None) -> list[NDArray[Any]]:
+    texts = [document for document in documents if isinstance(document, str)]
+    if not texts:
+        return [document for document in documents if not isinstance(document, str)]
+    assert tokenizer is not None, "text needs a tokenizer"
+    return encode_texts(tokenizer, texts)
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="unsafe")
+
+
+def _ahead(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield ``function(item)`` for each item, computed while the next item is read."""
+    with ThreadPoolExecutor(1) as pool:
+        pending: deque[Future[Result]] = deque()
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > 1:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import mmap
+import os
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,29 @@ from numpy.typing import NDArray
 
 from meshwright.errors import Setting, UserError, did_you_mean
 
+RESIDENT_BYTES = 16 * 2**20
+"""How much of a mapped file a process keeps in its memory before it gives it back."""
+TOUCHED_BYTES = 2**16
+"""What the kernel maps around one address that is read."""
+
 
 # NumPy's stub declares memmap's `__module__` to be "numpy", which no subclass elsewhere can be.
 class MappedArray(np.memmap):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A memory-mapped array that pickles as a reference to its file, not as its content."""
+
+    _touched: int = 0
+
+    def release(self, places: int, count: int = 1) -> None:
+        """Note that ``count`` numbers each were read at so many places.
+
+        From time to time the process gives back what it has read, which stays in the system's
+        page cache; otherwise random reads would add the whole file to the process's memory.
+        """
+        self._touched += places * (count * self.itemsize + TOUCHED_BYTES)
+        if self._touched > RESIDENT_BYTES and isinstance(self.base, mmap.mmap):
+            self._touched = 0
+            if hasattr(mmap, "MADV_DONTNEED"):
+                self.base.madvise(mmap.MADV_DONTNEED)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return how to map the file again; a view of a part is pickled by value."""
@@ -25,8 +46,16 @@ class MappedArray(np.memmap):  # pyright: ignore[reportIncompatibleVariableOverr
         return np.array(self, subok=False).__reduce_ex__(protocol)
 
 
+def release(array: NDArray[Any], places: int, count: int = 1) -> None:
+    """Call `MappedArray.release` if the array is memory-mapped."""
+    if isinstance(array, MappedArray):
+        array.release(places, count)
+
+
 def map_array(path: str, dtype: Any, offset: int, shape: tuple[int, ...]) -> NDArray[Any]:
     """Return a file's numbers, memory-mapped."""
+    if 0 in shape:
+        return np.empty(shape, np.dtype(dtype))
     return MappedArray(path, dtype=np.dtype(dtype), mode="r", offset=offset, shape=shape)
 
 
@@ -45,12 +74,33 @@ def find_path(path: str, key: str = "data.path") -> Path:
     )
 
 
-def list_files(path: str, endings: Iterable[str] = (), key: str = "data.path") -> list[Path]:
-    """Return the file, or the files of a folder sorted by name, except hidden ones."""
+def list_files(
+    path: str | Sequence[str], endings: Iterable[str] = (), key: str = "data.path"
+) -> list[Path]:
+    """Return the files that a path names, in a fixed order.
+
+    Args:
+        path: a file; a folder, whose files are sorted by name, without hidden ones; a pattern such
+            as ``data/*.jsonl``, whose matches are sorted; or a list of these, in its own order.
+        endings: how the names of a folder's files end; any by default.
+        key: the setting, for messages.
+    """
+    if not isinstance(path, str):
+        if not path:
+            raise UserError(f"{Setting(key, path)} is empty", why="the list names no files")
+        return [file for one in path for file in list_files(one, endings, key)]
+    if any(sign in path for sign in "*?[") and not Path(path).expanduser().exists():
+        matches = sorted(glob.glob(os.path.expanduser(path), recursive=True))
+        if not matches:
+            raise UserError(f"{Setting(key, path)} matches no file", why=f"looked in {Path.cwd()}")
+        return [file for match in matches for file in _files_of(match, tuple(endings), key)]
+    return _files_of(path, tuple(endings), key)
+
+
+def _files_of(path: str, endings: tuple[str, ...], key: str) -> list[Path]:
     where = find_path(path, key)
     if not where.is_dir():
         return [where]
-    endings = tuple(endings)
     files = sorted(
         file
         for file in where.rglob("*")
@@ -62,14 +112,6 @@ def list_files(path: str, endings: Iterable[str] = (), key: str = "data.path") -
         kinds = f" with the ending {' or '.join(endings)}" if endings else ""
         raise UserError(f"{Setting(key, path)} is empty", why=f"the folder has no files{kinds}")
     return files
-
-
-def read_bytes(file: Path) -> bytes:
-    """Return a file's content."""
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {file}", why=str(error)) from error
 
 
 def load_array(file: Path) -> Any:

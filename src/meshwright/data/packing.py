@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.files import release
+
 Ints = NDArray[np.int64]
+
+PART_DOCUMENTS = 2**17
+"""Documents whose pieces are computed together."""
+PART_PIECES = 2**18
+"""Pieces that are packed together, and held in memory."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +27,14 @@ class PackingIndex:
         lengths: tokens of each piece.
         first: the first piece of each row, followed by the number of pieces.
         row_length: tokens a row can hold.
+        num_tokens: tokens of all pieces.
     """
 
     starts: Ints
-    lengths: Ints
+    lengths: NDArray[np.int64] | NDArray[np.int32]
     first: Ints
     row_length: int
+    num_tokens: int
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -32,7 +42,7 @@ class PackingIndex:
     @property
     def fill(self) -> float:
         """The fraction of all positions that hold a token."""
-        return float(self.lengths.sum() / (len(self) * self.row_length))
+        return self.num_tokens / (len(self) * self.row_length)
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,26 @@ class RowTokens:
     positions: Ints
 
 
+@dataclass(frozen=True)
+class PackedPart:
+    """Consecutive whole rows: their pieces, and the number of each row's first piece."""
+
+    starts: Ints
+    lengths: Ints
+    first: Ints
+
+
 def pack(boundaries: Ints, row_length: int) -> PackingIndex:
+    """Return how documents are packed, as computed by `pack_parts`, in memory."""
+    parts = list(pack_parts(boundaries, row_length))
+    empty = np.empty(0, np.int64)
+    starts = np.concatenate([empty, *(part.starts for part in parts)])
+    lengths = np.concatenate([empty, *(part.lengths for part in parts)])
+    first = np.concatenate([*(part.first for part in parts), [len(starts)]]).astype(np.int64)
+    return PackingIndex(starts, lengths, first, row_length, int(lengths.sum()))
+
+
+def pack_parts(boundaries: Ints, row_length: int) -> Iterator[PackedPart]:
     """Put documents into rows in their order, each into the current row if it still fits.
 
     A document longer than a row is cut into pieces. A piece begins with the last token of the
@@ -62,46 +91,73 @@ def pack(boundaries: Ints, row_length: int) -> PackingIndex:
     Args:
         boundaries: document i is the flat tokens from ``boundaries[i]`` to ``boundaries[i + 1]``.
         row_length: tokens of a row, 2 or more.
+
+    Yields:
+        Part after part, so that an index of any size can be written to a file.
     """
-    starts, lengths = _cut(boundaries, row_length)
+    starts = lengths = np.empty(0, np.int64)
+    before = 0
+    for more_starts, more_lengths in _cut(boundaries, row_length):
+        starts = np.concatenate([starts, more_starts])
+        lengths = np.concatenate([lengths, more_lengths])
+        first = _rows(lengths, row_length)
+        # The last row might take further pieces.
+        whole = int(first[-1])
+        if whole:
+            yield PackedPart(starts[:whole], lengths[:whole], before + first[:-1])
+        starts, lengths, before = starts[whole:], lengths[whole:], before + whole
+    if len(starts):
+        yield PackedPart(starts, lengths, np.array([before], np.int64))
+
+
+def _rows(lengths: Ints, row_length: int) -> Ints:
+    """Return the first piece of each row."""
     ends = np.cumsum(lengths)
     # For each piece that might begin a row: the first piece that no longer fits.
-    row_ends = ends - lengths + row_length
-    following = np.searchsorted(ends, row_ends, side="right").tolist()
+    following = np.searchsorted(ends, ends - lengths + row_length, side="right").tolist()
     first = [0]
-    while first[-1] < len(following):
-        first.append(following[first[-1]])
-    return PackingIndex(starts, lengths, np.asarray(first, np.int64), row_length)
+    while (row := following[first[-1]]) < len(following):
+        first.append(row)
+    return np.asarray(first, np.int64)
 
 
 def place(index: PackingIndex, ids: Ints) -> RowTokens:
     """Return the tokens of the rows with these ids."""
-    first, last = index.first[ids], index.first[ids + 1]
+    first, last = np.asarray(index.first[ids]), np.asarray(index.first[ids + 1])
     rows, number = _count_up(last - first)
     pieces = first[rows] + number
-    lengths = index.lengths[pieces]
+    lengths = np.asarray(index.lengths[pieces], np.int64)
+    starts = np.asarray(index.starts[pieces])
+    for array in (index.first, index.lengths, index.starts):
+        release(array, len(ids))
     # Tokens of the row before each piece: the running sum, less that of the row's first piece.
     before = np.cumsum(lengths) - lengths
     before -= before[np.searchsorted(rows, rows)]
     which, within = _count_up(lengths)
     return RowTokens(
-        sources=index.starts[pieces][which] + within,
+        sources=starts[which] + within,
         targets=(rows * index.row_length + before)[which] + within,
         segments=number[which] + 1,
         positions=within,
     )
 
 
-def _cut(boundaries: Ints, row_length: int) -> tuple[Ints, Ints]:
-    """Return start and length of every piece; empty documents have none."""
-    documents = np.diff(boundaries)
-    # A document of one row is one piece; each further piece brings row_length - 1 new tokens.
-    counts = np.maximum(-(-(documents - 1) // (row_length - 1)), 1)
-    counts[documents == 0] = 0
-    which, number = _count_up(counts)
-    offsets = number * (row_length - 1)
-    lengths = np.minimum(documents[which] - offsets, row_length)
-    return boundaries[:-1][which] + offsets, lengths
+def _cut(boundaries: Ints, row_length: int) -> Iterator[tuple[Ints, Ints]]:
+    """Yield start and length of every piece, some at a time; empty documents have none."""
+    for document in range(0, len(boundaries) - 1, PART_DOCUMENTS):
+        bounds = np.array(boundaries[document : document + PART_DOCUMENTS + 1])
+        release(boundaries, 1, len(bounds))
+        documents = np.diff(bounds)
+        # A document of one row is one piece; each further piece brings row_length - 1 new tokens.
+        counts = np.maximum(-(-(documents - 1) // (row_length - 1)), 1)
+        counts[documents == 0] = 0
+        ends = np.cumsum(counts)
+        for piece in range(0, int(ends[-1]), PART_PIECES):
+            numbers = np.arange(piece, min(piece + PART_PIECES, int(ends[-1])), dtype=np.int64)
+            which = np.searchsorted(ends, numbers, side="right")
+            offsets = (numbers - (ends - counts)[which]) * (row_length - 1)
+            lengths = np.minimum(documents[which] - offsets, row_length)
+            yield bounds[which] + offsets, lengths
 
 
 def _count_up(counts: Ints) -> tuple[Ints, Ints]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,13 +12,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.arrays import ArraySource
-from meshwright.data.corrupt import CorruptRecords, OnCorrupt
-from meshwright.data.documents import Documents, Packing
+from meshwright.data.corrupt import CorruptRecords, OnCorrupt, with_count
+from meshwright.data.documents import Block, Document, Packing, Position
 from meshwright.data.files import list_files
-from meshwright.data.fingerprints import fingerprint_of
-from meshwright.data.protocols import HostBatch, Source
-from meshwright.data.tokenizer import check_vocabulary, load_tokenizer
+from meshwright.data.protocols import Source
+from meshwright.data.token_cache import Corpus, nothing
+from meshwright.data.tokenizer import check_vocabulary, load_tokenizer, token_dtype
 from meshwright.errors import Setting, UserError
+
+
+@dataclass(frozen=True)
+class RawBlock:
+    """Consecutive records of a file, not parsed yet.
+
+    Attributes:
+        records: the number of each record in its file, and its content.
+        after: where reading goes on after them.
+        done: the part of the file that has been read, from 0 to 1.
+        note: what a message about one of them adds to its number.
+    """
+
+    records: Sequence[tuple[int, Any]]
+    after: Position
+    done: float
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +43,7 @@ class RecordFiles(ABC):
     """Files of records in one format, and how records become samples: the keys of ``data``.
 
     Attributes:
-        path: a file, or a folder of files.
+        path: a file, a folder of files, a pattern, or a list of these.
         field: the field with a text, or with a list of token ids.
         fields: instead, fields of numbers; each becomes an array of the batch.
         sequence_length: tokens the model sees per row.
@@ -35,9 +52,10 @@ class RecordFiles(ABC):
             records apart.
         vocab_size: size of the model's vocabulary, which must hold every token.
         on_corrupt: what to do about a record that cannot be read.
+        cache_dir: folder for the tokens; by default the user's cache folder.
     """
 
-    path: str
+    path: str | list[str]
     field: str = "text"
     fields: list[str] | None = None
     sequence_length: int | None = None
@@ -45,34 +63,38 @@ class RecordFiles(ABC):
     packing: Packing = "documents"
     vocab_size: int | None = None
     on_corrupt: OnCorrupt = "stop"
+    cache_dir: str | None = None
 
     endings: ClassVar[tuple[str, ...]]
     """How the names of such files end."""
+    unit: ClassVar[str]
+    """What a record is called in its file."""
 
     @property
     def name(self) -> str:
         """Where the records come from, for messages."""
         return str(Setting("data.path", self.path))
 
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """Yield each record's location, for messages, and its raw content."""
-        for file in list_files(self.path, self.endings):
-            yield from self.read_file(file)
-
     @abstractmethod
-    def read_file(self, file: Path) -> Iterator[tuple[str, Any]]:
-        """Yield the location and raw content of each record of one file."""
+    def read_file(self, file: Path, start: Position) -> Iterator[RawBlock]:
+        """Yield the records of one file from a position on; () is its beginning."""
 
     @abstractmethod
     def parse(self, raw: Any) -> Any:
         """Return a record's fields by name; a ValueError says what is wrong with it."""
 
+    def format_settings(self) -> tuple[Any, ...]:
+        """Return the settings of the format that change what records hold."""
+        return ()
+
     def source(self) -> Source:
-        """Read all records and return them as rows of tokens, or as arrays."""
-        corrupt = CorruptRecords(self.on_corrupt)
-        parsed = _parsed(self, corrupt)
-        read = _arrays if self.fields else _documents
-        return with_count(read(parsed, self, corrupt), corrupt)
+        """Return the records as rows of tokens, or as arrays."""
+        files = list_files(self.path, self.endings)
+        return _arrays(self, files) if self.fields else _documents(self, files)
+
+    def where(self, block: RawBlock, number: int) -> str:
+        """Return the place of a record in its file."""
+        return f"{self.unit} {number:,}{block.note}"
 
 
 def is_record_files(builder: Any) -> bool:
@@ -80,97 +102,85 @@ def is_record_files(builder: Any) -> bool:
     return isinstance(builder, type) and issubclass(builder, RecordFiles)
 
 
-@dataclass(frozen=True)
-class CountedSource:
-    """A source without the records that were skipped."""
-
-    source: Any
-    corrupt: CorruptRecords
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the source."""
-        return getattr(self.source, "tokenizer", None)
-
-    @property
-    def num_skipped(self) -> int:
-        """Number of records that could not be read."""
-        return self.corrupt.count
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def rows(self, ids: NDArray[np.int64]) -> HostBatch:
-        """Return the source's rows."""
-        return self.source.rows(ids)
-
-    def fingerprint(self) -> str:
-        """Return a fingerprint of the source and the number of skipped records."""
-        return fingerprint_of(self.source.fingerprint(), self.corrupt.count)
-
-    def describe(self) -> str:
-        """Return the source's description and the number of skipped records."""
-        return f"{self.source.describe()}; {self.corrupt.summary()}"
-
-
-def with_count(source: Source, corrupt: CorruptRecords) -> Source:
-    """Warn about skipped records, if any, and return a source that mentions them."""
-    corrupt.warn()
-    return CountedSource(source, corrupt) if corrupt.count else source
-
-
-def _parsed(records: RecordFiles, corrupt: CorruptRecords) -> Iterator[tuple[str, Any]]:
-    for where, raw in records:
-        try:
-            record = records.parse(raw)
-        except ValueError as error:
-            corrupt.add(where, str(error))
-            continue
-        yield where, record
-
-
-def _documents(
-    parsed: Iterator[tuple[str, Any]], files: RecordFiles, corrupt: CorruptRecords
-) -> Source:
-    if files.sequence_length is None:
+def _documents(records: RecordFiles, files: Sequence[Path]) -> Source:
+    if records.sequence_length is None:
         key = Setting("data.sequence_length")
         raise UserError(f"`{key}` is missing", fix=f"write {key}=…")
-    documents: Documents | None = None
-    is_text = True
-    for where, record in parsed:
+    is_text = isinstance(_first_value(records, files), str)
+    tokenizer = None
+    if is_text or records.tokenizer is not None:
+        tokenizer = load_tokenizer(records.tokenizer)
+        check_vocabulary(tokenizer, records.vocab_size)
+    # Token ids beyond the vocabulary are corrupt records.
+    limit = None if is_text else records.vocab_size
+    size = tokenizer.vocab_size if is_text and tokenizer else limit or 2**31
+    settings = type(records).__name__, records.field, is_text, limit, *records.format_settings()
+    corpus = Corpus(
+        name=records.name,
+        files=files,
+        tokenizer=tokenizer,
+        dtype=token_dtype(size),
+        settings=settings,
+        read=lambda position: _blocks(records, files, position, is_text),
+        on_corrupt=records.on_corrupt,
+    )
+    return corpus.rows(records.cache_dir, records.packing, records.sequence_length)
+
+
+def _first_value(records: RecordFiles, files: Sequence[Path]) -> Any:
+    """Return the field of the first whole record, which tells text from token ids."""
+    corrupt = CorruptRecords(records.on_corrupt)
+    for where, record in _parsed(records, files, corrupt):
         try:
-            value = _field(record, files.field)
-            if documents is None:
-                is_text = isinstance(value, str)
-                documents = _empty_documents(files, is_text)
-            if is_text:
-                documents.add_text(_text(value, files.field))
-            else:
-                documents.add_tokens([_tokens(value, files)])
+            return _field(record, records.field)
         except ValueError as error:
-            # A UserError is also a ValueError, and stops the run whatever the policy.
-            if isinstance(error, UserError):
-                raise
             corrupt.add(where, str(error))
-    if documents is None:
-        raise _nothing(files, corrupt)
-    return documents.into_rows(files.packing, files.sequence_length, files.name)
+    raise nothing(records.name, corrupt, "there are no records")
 
 
-def _empty_documents(files: RecordFiles, is_text: bool) -> Documents:
-    if not is_text and files.tokenizer is None:
-        return Documents(None, files.vocab_size)
-    tokenizer = load_tokenizer(files.tokenizer)
-    check_vocabulary(tokenizer, files.vocab_size)
-    return Documents(tokenizer, files.vocab_size if not is_text else tokenizer.vocab_size)
+def _blocks(
+    records: RecordFiles, files: Sequence[Path], position: Position, is_text: bool
+) -> Iterator[Block]:
+    sizes = [file.stat().st_size for file in files]
+    first, *start = position
+    for number in range(first, len(files)):
+        for raw in records.read_file(files[number], tuple(start)):
+            documents: list[Document] = []
+            skipped: list[tuple[str, str]] = []
+            for count, content in raw.records:
+                try:
+                    value = _field(records.parse(content), records.field)
+                    documents.append(
+                        _text(value, records.field) if is_text else _tokens(value, records)
+                    )
+                except ValueError as error:
+                    skipped.append((records.where(raw, count), str(error)))
+            done = sum(sizes[:number]) + raw.done * sizes[number]
+            yield Block(documents, (number, *raw.after), done, skipped)
+        start = []
 
 
-def _arrays(
-    parsed: Iterator[tuple[str, Any]], files: RecordFiles, corrupt: CorruptRecords
-) -> Source:
-    names = files.fields or []
+def _parsed(
+    records: RecordFiles, files: Sequence[Path], corrupt: CorruptRecords
+) -> Iterator[tuple[str, Any]]:
+    """Yield where each record is, and the record."""
+    for file in files:
+        for block in records.read_file(file, ()):
+            for number, raw in block.records:
+                where = f"{file}, {records.where(block, number)}"
+                try:
+                    record = records.parse(raw)
+                except ValueError as error:
+                    corrupt.add(where, str(error))
+                    continue
+                yield where, record
+
+
+def _arrays(records: RecordFiles, files: Sequence[Path]) -> Source:
+    corrupt = CorruptRecords(records.on_corrupt)
+    names = records.fields or []
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
-    for where, record in parsed:
+    for where, record in _parsed(records, files, corrupt):
         try:
             values = {name: _numbers(_field(record, name), name) for name in names}
             for name, value in values.items():
@@ -183,15 +193,9 @@ def _arrays(
         for name, value in values.items():
             columns[name].append(value)
     if not columns[names[0]]:
-        raise _nothing(files, corrupt)
-    return ArraySource(**{name: np.stack(values) for name, values in columns.items()})
-
-
-def _nothing(files: RecordFiles, corrupt: CorruptRecords) -> UserError:
-    why = (
-        "there are no records" if not corrupt.count else f"every record is corrupt: {corrupt.first}"
-    )
-    return UserError(f"{files.name} is empty", why=why)
+        raise nothing(records.name, corrupt, "there are no records")
+    arrays = {name: np.stack(values) for name, values in columns.items()}
+    return with_count(ArraySource(**arrays), corrupt)
 
 
 def _field(record: Any, name: str) -> Any:
@@ -205,16 +209,22 @@ def _field(record: Any, name: str) -> Any:
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"`{name}` is a {type(value).__name__}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"`{name}` is not Unicode text: {error.reason} at character {error.start:,}"
+        ) from error
     return value
 
 
-def _tokens(value: Any, files: RecordFiles) -> NDArray[Any]:
-    tokens = _numbers(value, files.field)
+def _tokens(value: Any, records: RecordFiles) -> NDArray[Any]:
+    tokens = _numbers(value, records.field)
     if not tokens.size:
         return tokens
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ValueError(f"`{files.field}` is not a list of token ids")
-    highest = (files.vocab_size or 2**31) - 1
+        raise ValueError(f"`{records.field}` is not a list of token ids")
+    highest = (records.vocab_size or 2**31) - 1
     if tokens.min() < 0 or tokens.max() > highest:
         found = int(tokens.min() if tokens.min() < 0 else tokens.max())
         raise ValueError(f"the token {found:,} is not from 0 to {highest:,}")

@@ -2,59 +2,146 @@
 
 from __future__ import annotations
 
+import codecs
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from meshwright.data.corrupt import CorruptRecords, OnCorrupt
-from meshwright.data.documents import Documents, Packing
-from meshwright.data.files import list_files, read_bytes
+from meshwright.data.corrupt import OnCorrupt
+from meshwright.data.documents import Block, Packing, Position
+from meshwright.data.files import list_files
+from meshwright.data.long_texts import LONG, pieces
 from meshwright.data.protocols import Source
-from meshwright.data.records import with_count
-from meshwright.data.tokenizer import check_vocabulary, load_tokenizer
-from meshwright.errors import Setting
+from meshwright.data.token_cache import Corpus
+from meshwright.data.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    token_dtype,
+)
+from meshwright.errors import Setting, UserError
 
 CORPUS_BYTES = 16 * 2**20
 """How much of the standard library is read: enough for a demonstration, quick to load."""
+
+READ_BYTES = 2**21
 
 
 def text_source(
     *,
     sequence_length: int,
-    path: str | None = None,
+    path: str | list[str] | None = None,
     tokenizer: str | None = None,
     packing: Packing = "stream",
     vocab_size: int | None = None,
     on_corrupt: OnCorrupt = "stop",
+    cache_dir: str | None = None,
 ) -> Source:
-    """Return the text of a file, or of all files in a folder, as rows of tokens.
+    """Return the text of a file, or of several files, as rows of tokens.
 
     Args:
         sequence_length: tokens the model sees per row.
-        path: a file or folder; without one, the source code of the Python standard library.
+        path: a file, a folder, a pattern, or a list of these; without one, the source code of the
+            Python standard library.
         tokenizer: a ``tokenizers`` JSON file; without one, every byte is a token.
         packing: ``stream`` cuts rows from all files joined together; ``documents`` keeps files
             apart.
         vocab_size: size of the model's vocabulary, which must hold every token.
         on_corrupt: what to do about a file that is not UTF-8, which a tokenizer needs.
+        cache_dir: folder for the tokens; by default the user's cache folder.
     """
     loaded = load_tokenizer(tokenizer)
     check_vocabulary(loaded, vocab_size)
-    documents = Documents(loaded, loaded.vocab_size)
-    corrupt = CorruptRecords(on_corrupt)
-    for file in _standard_library() if path is None else list_files(path):
-        content = read_bytes(file)
-        if tokenizer is None:
-            documents.add_tokens([np.frombuffer(content, np.uint8)])
-            continue
-        try:
-            documents.add_text(content.decode())
-        except UnicodeDecodeError as error:
-            corrupt.add(str(file), f"it is not UTF-8: {error.reason} at byte {error.start:,}")
-    name = "the Python standard library" if path is None else str(Setting("data.path", path))
-    return with_count(documents.into_rows(packing, sequence_length, name), corrupt)
+    files = list(_standard_library()) if path is None else list_files(path)
+    corpus = Corpus(
+        name="the Python standard library" if path is None else str(Setting("data.path", path)),
+        files=files,
+        tokenizer=loaded,
+        dtype=token_dtype(loaded.vocab_size),
+        settings=("text",),
+        read=lambda position: _blocks(files, loaded, position),
+        on_corrupt=on_corrupt,
+    )
+    return corpus.rows(cache_dir, packing, sequence_length)
+
+
+def _blocks(files: Sequence[Path], tokenizer: Tokenizer, position: Position) -> Iterator[Block]:
+    """Yield the text of each file from a position on: the number of a file, and 1 after it."""
+    done = 0
+    for number, file in enumerate(files):
+        size = file.stat().st_size
+        if (number, 0) >= (*position, 0)[:2]:
+            try:
+                if isinstance(tokenizer, ByteTokenizer):
+                    yield from _raw(file, number, done)
+                else:
+                    yield from _decoded(file, number, done, size, tokenizer)
+            except OSError as error:
+                raise UserError(f"cannot read {file}", why=str(error)) from error
+        done += size
+
+
+def _raw(file: Path, number: int, done: int) -> Iterator[Block]:
+    """Yield the bytes of a file, which are its tokens."""
+    with open(file, "rb") as content:
+        part = content.read(READ_BYTES)
+        while part:
+            done += len(part)
+            following = content.read(READ_BYTES)
+            is_piece = bool(following) or content.tell() > READ_BYTES
+            tokens = np.frombuffer(part, np.uint8)
+            yield Block([tokens], (number, 1), done, (), is_piece, bool(following))
+            part = following
+
+
+def _decoded(
+    file: Path, number: int, done: int, size: int, tokenizer: Tokenizer
+) -> Iterator[Block]:
+    """Yield the text of a file: whole, or in pieces if it is long."""
+    try:
+        if size <= LONG:
+            text = file.read_bytes().decode()
+            yield Block([text] if text else [], (number, 1), done + size)
+            return
+        # A file that is not UTF-8 further down is skipped whole.
+        for _ in _text_parts(file):
+            pass
+    except UnicodeDecodeError as error:
+        why = f"it is not UTF-8: {error.reason} at byte {error.start:,}"
+        yield Block([], (number, 1), done + size, [("", why)])
+        return
+    read, groups = 0, pieces(_text_parts(file), tokenizer)
+    group = next(groups)
+    while group is not None:
+        following = next(groups, None)
+        # In characters, of which there are no more than bytes.
+        read += sum(map(len, group))
+        at = done + size if following is None else done + min(read, size)
+        yield Block(group, (number, 1), at, (), True, following is not None)
+        group = following
+
+
+def _text_parts(file: Path) -> Iterator[str]:
+    """Yield the text of a UTF-8 file in parts; errors name the byte of the file."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    place = 0
+    with open(file, "rb") as content:
+        while True:
+            part = content.read(READ_BYTES)
+            pending = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(part, final=not part)
+            except UnicodeDecodeError as error:
+                error.start += place - pending
+                raise
+            place += len(part)
+            if text:
+                yield text
+            if not part:
+                return
 
 
 def _standard_library() -> Iterator[Path]:

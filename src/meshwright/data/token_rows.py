@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.files import release
 from meshwright.data.fingerprints import content_sample, fingerprint_of
 from meshwright.data.packing import PackingIndex, pack, place
 from meshwright.data.protocols import HostBatch
@@ -59,6 +60,7 @@ class StreamRows:
         # Slice by slice: one copy per row is faster than an index per token.
         for row, array, start in zip(tokens, which, starts, strict=True):
             row[:] = self.arrays[array][start : start + self.sequence_length + 1]
+            release(self.arrays[array], 1, self.sequence_length)
         check_tokens(tokens, self.vocab_size, self.name)
         if self.separator is None:
             return {"tokens": tokens}
@@ -85,6 +87,7 @@ class PackedRows:
         sequence_length: tokens the model sees per row.
         name: where the tokens come from, for messages.
         tokenizer: decodes the tokens.
+        packed: how the documents are packed, if that is known already.
     """
 
     tokens: NDArray[Any]
@@ -92,11 +95,14 @@ class PackedRows:
     sequence_length: int
     name: str
     tokenizer: Tokenizer | None = None
+    packed: PackingIndex | None = None
     index: PackingIndex = field(init=False)
 
     def __post_init__(self) -> None:
         # Documents need not fill a row, so there is always one unless there are no tokens.
-        index = pack(self.boundaries, self.sequence_length + 1)
+        index = self.packed
+        if index is None:
+            index = pack(self.boundaries, self.sequence_length + 1)
         object.__setattr__(self, "index", index)
 
     def __len__(self) -> int:
@@ -114,8 +120,10 @@ class PackedRows:
             whole[placed.targets] = values
             return whole.reshape(len(ids), -1)
 
+        tokens = np.asarray(self.tokens[placed.sources])
+        release(self.tokens, len(ids), self.sequence_length)
         return {
-            "tokens": spread(self.tokens[placed.sources]),
+            "tokens": spread(tokens),
             "segment_ids": spread(placed.segments),
             "positions": spread(placed.positions),
         }

@@ -24,7 +24,7 @@ CHECKED_TOKENS = 2**26
 
 def token_source(
     *,
-    path: str,
+    path: str | list[str],
     sequence_length: int,
     dtype: TokenType | None = None,
     separator: int | None = None,
@@ -34,7 +34,8 @@ def token_source(
     """Return the tokens of a file, or of all in a folder, as rows.
 
     Args:
-        path: an .npy file of integers, a .bin file of raw integers, or a folder of them.
+        path: an .npy file of integers, a .bin file of raw integers, a folder or pattern of
+            them, or a list of these.
         sequence_length: tokens the model sees per row.
         dtype: type of the integers in .bin files; uint16 by default.
         separator: the end-of-document token; with one, documents do not attend to each other.
@@ -85,8 +86,6 @@ def _raw_integers(file: Path, dtype: TokenType) -> NDArray[Any]:
         raise _wrong_type(
             file, f"its {size:,} bytes are not a multiple of {width}, the size of {dtype}"
         )
-    if not size:
-        return np.empty(0, dtype)
     return map_array(str(file), dtype, 0, (size // width,))
 
 

@@ -30,7 +30,7 @@ from meshwright.trainer.run_lock import refuse_locked
 FIXED = ("model", "task", "data", "optimizer", "precision", "run.seed", "training.mixed_precision")
 """Sections of a config that affect results on any mesh; a resumed run must keep them."""
 
-_CHANGEABLE = ("model.mesh_shape", "data.workers", "data.prefetch")
+_CHANGEABLE = ("model.mesh_shape", "data.workers", "data.prefetch", "data.cache_dir")
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def check_cudnn(operands: AttentionOperands, platform: str) -> None:
 def _try_cudnn(
     length: int, keys: int, channels: int, dtype: Any, operands: AttentionOperands
 ) -> None:
-    """Raise if JAX has no cuDNN kernel for rows of this length: releases differ in what they take."""
+    """Raise if this release of JAX has no cuDNN kernel for rows of this length."""
     query = jax.ShapeDtypeStruct((1, length, 1, channels), dtype)
     key = jax.ShapeDtypeStruct((1, keys, 1, channels), dtype)
     attend = cudnn_attention(operands.allowed, operands.scale)

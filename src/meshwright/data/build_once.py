@@ -1,0 +1,141 @@
+"""Building an entry of the cache in one process, while all others wait for it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.activity import activity
+from meshwright.data.build_lock import BuildLock
+from meshwright.data.cache_entry import Damaged, Entry, PartialEntry, open_entry
+from meshwright.errors import EnvironmentProblem, Setting
+from meshwright.units import human_bytes, human_seconds
+
+logger = logging.getLogger(__name__)
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+TOLD_SECONDS = 0.25
+ABANDONED_SECONDS = 7 * 24 * 3600
+"""After this time, what a writer has left behind is removed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to build.
+
+    Attributes:
+        what: what is being done, for those who wait.
+        dtypes: the arrays of the entry and their types.
+        write: writes them, tells how far it is, and returns what to note about the entry.
+    """
+
+    what: str
+    dtypes: Mapping[str, Any]
+    write: Callable[[PartialEntry, Progress], dict[str, Any]]
+
+
+class Progress:
+    """Tells how far a build is: to whoever looks at this process, and to those that wait."""
+
+    def __init__(self, tell: Callable[[str], None], lock: BuildLock) -> None:
+        self.fraction = 0.0
+        self._tell, self._lock = tell, lock
+        self._started, self._at_start = time.monotonic(), 0.0
+        self._told = 0.0
+
+    def start_at(self, done: float, total: float) -> None:
+        """Say that the build goes on where another one has stopped."""
+        self._started, self._at_start = time.monotonic(), done
+        self.fraction = done / max(total, 1)
+
+    def __call__(self, done: float, total: float) -> None:
+        """Say how many bytes of all are done."""
+        self.fraction = done / max(total, 1)
+        now = time.monotonic()
+        if now - self._told < TOLD_SECONDS and done < total:
+            return
+        self._told = now
+        rate = (done - self._at_start) / max(now - self._started, 1e-3)
+        parts = [f"{human_bytes(done)} of {human_bytes(total)}", f"{human_bytes(rate)}/s"]
+        if done < total and rate:
+            parts.append(f"{human_seconds((total - done) / rate)} left")
+        self._tell(", ".join(parts))
+        self._lock.say(", ".join(parts))
+
+
+def build_once(folder: Path, job: Job) -> Entry:
+    """Return the entry of a folder; if there is none, build it, or wait until another process has.
+
+    Raises:
+        OSError: there is none, and the folder cannot be written to.
+        EnvironmentProblem: the disk is full.
+    """
+    with suppress(Damaged):
+        if entry := open_entry(folder):
+            return entry
+    lock = BuildLock(folder.with_name(f"{folder.name}.lock"))
+    with activity(job.what) as tell, lock.held(tell):
+        try:
+            # Another process may have built it in the meantime.
+            if entry := open_entry(folder):
+                return entry
+        except Damaged as error:
+            logger.warning("%s; it is written again", error)
+            _remove(folder)
+        remove_abandoned(folder.parent)
+        _build(folder, job, lock, Progress(tell, lock))
+        entry = open_entry(folder)
+        assert entry is not None, "it was just written"
+        return entry
+
+
+def remove_abandoned(root: Path) -> None:
+    """Remove what writers left behind long ago and nobody has gone on with."""
+    for partial in root.glob("*.partial*"):
+        with suppress(OSError):
+            if time.time() - partial.stat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+def _build(folder: Path, job: Job, lock: BuildLock, progress: Progress) -> None:
+    own = "" if lock.exclusive else f"-{socket.gethostname()}-{os.getpid()}"
+    partial = folder.with_name(f"{folder.name}.partial{own}")
+    entry = PartialEntry(partial, job.dtypes)
+    try:
+        facts = job.write(entry, progress)
+        entry.commit(folder, facts)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        entry.close()
+        _remove(partial)
+        raise _disk_full(folder.parent, error, entry.size, progress.fraction) from error
+    finally:
+        entry.close()
+
+
+def _disk_full(root: Path, error: OSError, written: int, fraction: float) -> EnvironmentProblem:
+    needed = human_bytes(written / max(fraction, 1e-6) if fraction < 1 else written)
+    free = human_bytes(shutil.disk_usage(root).free)
+    return EnvironmentProblem(
+        f"the tokens of the data cannot be kept in {root}",
+        why=f"{error.strerror}: about {needed} are needed, and {free} are free",
+        fix=f"free space there, or name a folder on another disk: {Setting('data.cache_dir', '…')}",
+    )
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder so that it is never seen half removed under its name."""
+    aside = folder.with_name(f"{folder.name}.removed-{os.getpid()}")
+    with suppress(OSError):
+        folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,209 @@
+"""Tokens of files, computed once and kept in memory-mapped files that runs share."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.activity import activity
+from meshwright.data.build_once import Job, Progress, build_once
+from meshwright.data.cache_entry import FORMAT, Entry, PartialEntry
+from meshwright.data.corrupt import CorruptRecords, OnCorrupt, with_count
+from meshwright.data.documents import Block, Packing, Position, tokenized
+from meshwright.data.file_digests import changed, digests, stamp
+from meshwright.data.packing import PackingIndex, pack, pack_parts
+from meshwright.data.protocols import Source
+from meshwright.data.token_rows import PackedRows, StreamRows
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.errors import ANY, Setting, UserError
+from meshwright.user_cache import user_cache
+
+NOTE_SECONDS = 5.0
+"""How often a writer notes how far it is, for another process to go on from there."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files of documents, and everything that their tokens depend on.
+
+    Attributes:
+        name: where the documents come from, for messages.
+        files: the files, in order.
+        tokenizer: tokenizes texts and ends documents; None if documents come as tokens.
+        dtype: the type of the tokens.
+        settings: what else changes the tokens.
+        read: yields the documents from a position on.
+        on_corrupt: what to do about a record that cannot be read.
+    """
+
+    name: str
+    files: Sequence[Path]
+    tokenizer: Tokenizer | None
+    dtype: Any
+    settings: tuple[Any, ...]
+    read: Callable[[Position], Iterator[Block]]
+    on_corrupt: OnCorrupt
+
+    def rows(self, cache_dir: str | None, packing: Packing, sequence_length: int) -> Source:
+        """Return the documents as rows of tokens, which are read from the cache.
+
+        Args:
+            cache_dir: the folder of the cache; None for the user's cache folder.
+            packing: how documents become rows.
+            sequence_length: tokens the model sees per row.
+        """
+        entry = _cached(self, cache_dir)
+        corrupt = self._corrupt(entry.facts)
+        tokens, boundaries = entry.array("tokens"), entry.array("boundaries")
+        if not len(tokens):
+            raise nothing(self.name, corrupt, "there is no document with any content")
+        if packing == "stream":
+            rows = StreamRows([tokens], sequence_length, self.name, self.tokenizer)
+        else:
+            index = _packed(entry, sequence_length + 1, self.name)
+            rows = PackedRows(tokens, boundaries, sequence_length, self.name, self.tokenizer, index)
+        return with_count(rows, corrupt)
+
+    def key(self, contents: Sequence[str]) -> str:
+        """Return the name of the entry, which follows from what the tokens depend on."""
+        own = None if self.tokenizer is None else self.tokenizer.fingerprint()
+        facts = FORMAT, contents, own, np.dtype(self.dtype).str, self.settings
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+    def write(self, entry: PartialEntry, progress: Progress) -> dict[str, Any]:
+        """Write the tokens, going on where an earlier writer has stopped; return the facts."""
+        state = entry.progress or {"after": [0], "done": 0.0, "skipped": 0, "first": None}
+        self._corrupt(state)
+        if not entry.lengths["boundaries"]:
+            entry.append("boundaries", np.zeros(1, np.int64))
+        total = sum(file.stat().st_size for file in self.files)
+        progress.start_at(state["done"], total)
+        noted = time.monotonic()
+        blocks = self._checked(self.read(tuple(state["after"])))
+        for batch in tokenized(blocks, self.tokenizer, self.dtype):
+            entry.append("boundaries", entry.lengths["tokens"] + batch.ends)
+            entry.append("tokens", batch.tokens)
+            state["skipped"] += len(batch.skipped)
+            state["first"] = state["first"] or next(iter(batch.skipped), None)
+            progress(batch.done, total)
+            if batch.after is None:
+                continue
+            state.update(after=batch.after, done=batch.done)
+            if time.monotonic() - noted >= NOTE_SECONDS:
+                entry.note(state)
+                noted = time.monotonic()
+        return {
+            "source": self.name,
+            "files": list(map(str, self.files)),
+            "skipped": state["skipped"],
+            "first": state["first"],
+        }
+
+    def _checked(self, blocks: Iterator[Block]) -> Iterator[Block]:
+        """Yield the blocks; the first corrupt record is an error unless such are skipped."""
+        for block in blocks:
+            if block.skipped and self.on_corrupt == "stop":
+                self._corrupt({"skipped": 1, "first": (block.after[0], *block.skipped[0])})
+            yield block
+
+    def _corrupt(self, facts: dict[str, Any]) -> CorruptRecords:
+        """Return the records that were skipped; raise for the first if that is not allowed."""
+        if not facts["skipped"]:
+            return CorruptRecords(self.on_corrupt)
+        number, where, why = facts["first"]
+        found = CorruptRecords(self.on_corrupt)
+        found.add(", ".join(filter(None, [str(self.files[number]), where])), why)
+        found.count = facts["skipped"]
+        return found
+
+
+def nothing(name: str, corrupt: CorruptRecords, why: str) -> UserError:
+    """Return the error about data without a single document."""
+    if corrupt.count:
+        why = f"every record is corrupt: {corrupt.first}"
+    return UserError(f"{name} is empty", why=why)
+
+
+def _cached(corpus: Corpus, cache_dir: str | None) -> Entry:
+    """Return the tokens of a corpus: from the cache, or written to it now."""
+    root = user_cache("tokens") if cache_dir is None else Path(cache_dir).expanduser().absolute()
+    before = [stamp(file) for file in corpus.files]
+    with activity(f"looking for changes in {corpus.name}") as tell:
+        name = corpus.key(digests(corpus.files, root / "files", tell))
+
+    def write(entry: PartialEntry, progress: Progress) -> dict[str, Any]:
+        facts = corpus.write(entry, progress)
+        for file, known in zip(corpus.files, before, strict=True):
+            if stamp(file) != known:
+                raise changed(file)
+        return facts
+
+    dtypes = {"tokens": corpus.dtype, "boundaries": np.int64}
+    job = Job(f"tokenizing {corpus.name}", dtypes, write)
+    try:
+        return build_once(root / name, job)
+    except OSError as error:
+        why = error.strerror or str(error)
+        if cache_dir is not None:
+            raise UserError(
+                f"the tokens of the data cannot be kept in {Setting('data.cache_dir', cache_dir)}",
+                why=f"{why}: {root}",
+                fix="name a folder that can be written to",
+            ) from error
+        _warn_unwritable(str(root), why)
+        return build_once(_temporary_folder() / name, job)
+
+
+def _packed(entry: Entry, row_length: int, name: str) -> PackingIndex:
+    """Return how documents are packed into rows of one length: beside the tokens in the cache."""
+    tokens, boundaries = entry.array("tokens"), entry.array("boundaries")
+
+    def write(partial: PartialEntry, progress: Progress) -> dict[str, Any]:
+        # Cheap to compute again, so nothing is noted on the way.
+        num_tokens = 0
+        for part in pack_parts(boundaries, row_length):
+            partial.append("starts", part.starts)
+            partial.append("lengths", part.lengths)
+            partial.append("first", part.first)
+            num_tokens += int(part.lengths.sum())
+            progress(int(part.starts[-1]) * tokens.itemsize, tokens.nbytes)
+        partial.append("first", np.array([partial.lengths["starts"]]))
+        return {"num_tokens": num_tokens}
+
+    dtypes = {"starts": np.int64, "lengths": np.int32, "first": np.int64}
+    folder = entry.folder.with_name(f"{entry.folder.name}-rows-of-{row_length}")
+    try:
+        packed = build_once(folder, Job(f"packing the documents of {name}", dtypes, write))
+    except OSError:
+        # A complete cache that this process may only read.
+        return pack(boundaries, row_length)
+    starts, lengths, first = (packed.array(each) for each in ("starts", "lengths", "first"))
+    return PackingIndex(starts, lengths, first, row_length, packed.facts["num_tokens"])
+
+
+@cache
+def _temporary_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="meshwright-tokens-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@cache
+def _warn_unwritable(folder: str, why: str) -> None:
+    warnings.warn(
+        f"the tokens of the data cannot be kept in {folder} ({why}): they go to a temporary "
+        f"folder, in every process, and the next run computes them again. Name another folder "
+        f"with {Setting('data.cache_dir', ANY)}",
+        stacklevel=2,
+    )
