@@ -42,8 +42,13 @@ def test_two_processes_with_two_devices_are_one_machine_to_doctor():
     assert (report["devices"], report["local_devices"], report["process_count"]) == (4, 2, 2)
     assert report["all_reduce_ok"]
     assert report["ranks"] == [
-        {"source": "environment", "rank": 0, "world_size": 2, "local_rank": 0}
+        {
+            **{"source": "environment", "rank": 0, "world_size": 2, "local_rank": 0},
+            "variables": {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"},
+        }
     ]
+    assert report["coordinator"]["address"] == "127.0.0.1"
+    assert report["coordinator"]["variable"] == "MASTER_ADDR"
     assert not [w for w in report["warnings"] if "disk" not in w["problem"]]
     # On a slow machine, process 0 alone says what it waited for.
     assert {line.partition(" … ")[0] for line in err.splitlines()} <= {
