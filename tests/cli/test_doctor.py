@@ -167,7 +167,7 @@ def test_only_variables_that_matter_are_read_and_no_secrets():
     )
     assert hidden == {
         "SLURM_JWT": "(hidden)",
-        "JAX_COMPILATION_CACHE_DIR": "https://…@host/cache",
+        "JAX_COMPILATION_CACHE_DIR": "https://(hidden)@host/cache",
     }
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.errors import EnvironmentProblem, UserError
+from meshwright.masking import mask_words
 
 EVERYWHERE = "::"
 """All interfaces of a machine, IPv4 and IPv6."""
@@ -180,5 +181,5 @@ def _command(process: Path) -> str:
         words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return "?"
-    text = " ".join(filter(None, words))
+    text = " ".join(mask_words([word for word in words if word]))
     return text if len(text) <= _MAX_COMMAND else f"{text[:_MAX_COMMAND]}…"

@@ -14,6 +14,7 @@ from typing import Any
 from meshwright.config.distributed_config import DistributedConfig
 from meshwright.config.engines import ENGINES, detect, first
 from meshwright.errors import UserError
+from meshwright.masking import mask_value
 
 PACKAGES = {
     "meshwright": "meshwright",
@@ -37,11 +38,6 @@ _VARIABLES = re.compile(
     r"|(CUDA|HIP|ROCR)_VISIBLE_DEVICES|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK"
     r"|JOB_COMPLETION_INDEX"
 )
-_SECRET_NAME = re.compile(
-    r"TOKEN|SECRET|PASSW|KEY|JWT|CREDENTIAL|AUTH|PRECONDITION_TRANSPORTS", re.IGNORECASE
-)
-_LOGIN_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+@")
-
 _ACCELERATOR_FILES = {
     "NVIDIA GPU": "dev/nvidia[0-9]*",
     "AMD GPU": "dev/kfd",
@@ -70,7 +66,7 @@ def system() -> dict[str, Any]:
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables that affect a run, with secrets hidden."""
     return {
-        name: "(hidden)" if _SECRET_NAME.search(name) else _LOGIN_IN_ADDRESS.sub("…@", value)
+        name: mask_value(name, value)
         for name, value in sorted(environ.items())
         if _VARIABLES.fullmatch(name)
     }
