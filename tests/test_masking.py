@@ -4,6 +4,7 @@ import json
 
 import pytest
 import yaml
+from quick import quick_module
 
 from meshwright.cli.main import main
 from meshwright.masking import (
@@ -15,6 +16,9 @@ from meshwright.masking import (
     mask_value,
     mask_words,
 )
+
+__all__ = ["quick_module"]
+pytestmark = pytest.mark.usefixtures("quick_module")
 
 SECRET = "hunter2"
 URI = f"http://me:{SECRET}@127.0.0.1:1/x?token={SECRET}&run=3"
