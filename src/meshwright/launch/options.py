@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.engines import DEFAULT_PORT, split_address
 from meshwright.errors import UserError, did_you_mean
 
 FLAGS = {
@@ -101,6 +100,9 @@ def parse_launch(words: Sequence[str]) -> LaunchOptions:
 def _check_machines(given: Mapping[str, str]) -> None:
     """Check the flags for several machines against each other."""
     if "--coordinator" in given:
+        # Help texts import this module, and must not wait for the libraries of configs.
+        from meshwright.config.engines import DEFAULT_PORT, split_address
+
         split_address("--coordinator", given["--coordinator"], default_port=DEFAULT_PORT)
     if "--node-rank" not in given:
         return
