@@ -10,7 +10,7 @@ from real_processes import free_port, run_processes
 from meshwright.handshake import differences
 
 PROGRAM = """
-import json, sys
+import json, pathlib, sys
 import jax, numpy as np, optax
 from flax import nnx
 from meshwright.processes import connect
@@ -42,15 +42,25 @@ out = [
     said(width=4 + me),
     said(steps=1 + me),
 ]
+folder = pathlib.Path(sys.argv[3]) / str(me)
+folder.mkdir()
+(folder / "helper.py").write_text(f"SCALE = {me}")
+(folder / "own_loss.py").write_text(
+    "import helper\\ndef loss(model, batch): return abs(model(batch['x'])).mean()"
+)
+sys.path.insert(0, str(folder))
+from own_loss import loss
+make_loss = lambda power: loss
+out.append(said())
 jax.distributed.shutdown()
 print(json.dumps(out))
 """
 
 
-def test_a_trainer_in_two_processes_compares_optimizer_loss_model_and_length():
-    first, second = run_processes(PROGRAM, count=2)
+def test_a_trainer_in_two_processes_compares_optimizer_loss_model_length_and_code(tmp_path):
+    first, second = run_processes(PROGRAM, [str(tmp_path)], count=2)
     assert first == second
-    same, rate, schedule, loss, model, steps = first
+    same, rate, schedule, loss, model, steps, code = first
     assert same == ""
     assert "the 2 processes are not about to do the same" in rate
     assert "optimizer.chain.2.scale.step_size is -0.1 in process 0 and -0.2 in process 1" in rate
@@ -58,11 +68,21 @@ def test_a_trainer_in_two_processes_compares_optimizer_loss_model_and_length():
     assert "loss.make_loss.power is 2 in process 0 and 3 in process 1" in loss
     assert "model.kernel is param float32[4, 4] in process 0 and param float32[4, 5]" in model
     assert "duration.updates is 1 in process 0 and 2 in process 1" in steps
+    # The loss is the same in both processes, and a file that it imports is not.
+    assert "code.helper is " in code
+    assert "code.own_loss" not in code
 
 
-@pytest.mark.parametrize("version", ["", pytest.param("9.9.9", marks=pytest.mark.full)])
-def test_the_command_line_names_the_keys_in_every_process_and_exits_2(tmp_path, version):
-    # One process has another version of optax, or another learning rate.
+@pytest.mark.parametrize(
+    ("version", "devices"),
+    [
+        ("", "1"),
+        pytest.param("9.9.9", "1", marks=pytest.mark.full),
+        pytest.param("", "2", marks=pytest.mark.full),
+    ],
+)
+def test_the_command_line_names_the_keys_in_every_process_and_exits_2(tmp_path, version, devices):
+    # One process has another version of optax, another learning rate, or more devices.
     lie = (
         "import importlib.metadata as m; real = m.version;"
         f"m.version = lambda n: {version!r} if n == 'optax' else real(n);"
@@ -76,9 +96,10 @@ def test_the_command_line_names_the_keys_in_every_process_and_exits_2(tmp_path, 
             [
                 *(sys.executable, "-c", program.format(lie=lie if rank else "")),
                 *("train", "model=mlp"),
-                f"optimizer.learning_rate={0.1 if version else 0.1 * (rank + 1)}",
+                f"optimizer.learning_rate={0.1 if version or devices == '2' else 0.1 * (rank + 1)}",
             ],
-            env={**os.environ, **environ, "RANK": str(rank), "JAX_NUM_CPU_DEVICES": "1"},
+            env={**os.environ, **environ, "RANK": str(rank)}
+            | {"JAX_NUM_CPU_DEVICES": devices if rank else "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -93,6 +114,8 @@ def test_the_command_line_names_the_keys_in_every_process_and_exits_2(tmp_path, 
             process.kill()
     rates = "optimizer.learning_rate is 0.1 in process 0 and 0.2 in process 1"
     expected = "  version.optax is " if version else f"  {rates}"
+    if devices == "2":
+        expected = "  devices.per process is 1 in process 0 and 2 in process 1"
     assert [process.returncode for process in started] == [2, 2], outputs
     for out, err in outputs:
         assert out == ""

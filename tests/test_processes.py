@@ -27,6 +27,14 @@ out["main"] = processes.is_main()
 import jax
 
 out["started_by_asking"] = jax_has_started()
+if me == 0:
+    import socket
+
+    def answers(host):
+        with socket.socket() as probe:
+            return probe.connect_ex((host, int(address.rpartition(":")[2]))) == 0
+
+    out["answers"] = [answers("127.0.0.1"), answers("127.0.0.2")]
 out["broadcast"] = processes.broadcast({"step": 7, "from": me})
 out["gather"] = processes.gather({"from": me})
 out["any"] = [processes.agree(me == 1), processes.agree(False)]
@@ -80,6 +88,10 @@ def two(tmp_path_factory):
 def test_two_processes_know_their_numbers_without_starting_devices(two):
     assert [(p["index"], p["count"], p["main"]) for p in two] == [(0, 2, True), (1, 2, False)]
     assert not any(p["started_by_asking"] for p in two)
+
+
+def test_the_coordinator_of_one_machine_listens_on_the_loopback_address_alone(two):
+    assert two[0]["answers"] == [True, False]
 
 
 def test_broadcast_gives_every_process_the_value_of_process_0(two):

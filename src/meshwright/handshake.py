@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.errors import ProcessesDiffer
 from meshwright.json_text import finite
+from meshwright.masking import mask_value
 from meshwright.processes import barrier, gather, process_count
 
 MAX_SHOWN = 8
@@ -42,10 +44,22 @@ def compare_processes(facts: Facts) -> None:
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
     if len(set(gather(digest))) == 1:
         return
-    everyone = gather(own)
+    # Secrets are neither sent nor shown; only their names are.
+    everyone = gather({key: mask_value(key, text) for key, text in own.items()})
     # Nobody leaves before all have read the others' facts, which are with process 0.
     barrier("handshake")
     raise _explain(everyone)
+
+
+def describe_own_devices() -> dict[str, Any]:
+    """Return how many devices this process has, and of which kinds; starts JAX's devices."""
+    import jax
+
+    kinds = Counter(device.device_kind for device in jax.local_devices())
+    return {
+        "per process": sum(kinds.values()),
+        "kinds": ", ".join(f"{count} × {kind}" for kind, count in sorted(kinds.items())),
+    }
 
 
 def differences(everyone: Sequence[Mapping[str, str]]) -> list[str]:
@@ -59,7 +73,7 @@ def differences(everyone: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _explain(everyone: Sequence[Mapping[str, str]]) -> ProcessesDiffer:
-    lines = differences(everyone)
+    lines = differences(everyone) or ["a password or another secret differs"]
     more = [f"and {len(lines) - MAX_SHOWN} more"] if len(lines) > MAX_SHOWN else []
     return ProcessesDiffer(
         f"the {len(everyone)} processes are not about to do the same",

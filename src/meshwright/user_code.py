@@ -124,8 +124,13 @@ def _is_users(frame: traceback.FrameSummary) -> bool:
     return is_users_file(frame.filename)
 
 
+def is_named_by_config(name: str) -> bool:
+    """Whether a file belongs to a package that a config names."""
+    return any(name.startswith(root) for root in _own_roots)
+
+
 def is_users_file(name: str) -> bool:
     """Whether a file is the user's own, not one of Meshwright, Python or an installed package."""
     if name.startswith(_PACKAGE) or name.startswith("<frozen "):
         return False
-    return any(name.startswith(root) for root in _own_roots) or not name.startswith(_LIBRARIES)
+    return is_named_by_config(name) or not name.startswith(_LIBRARIES)

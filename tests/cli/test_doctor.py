@@ -167,13 +167,19 @@ def test_only_variables_that_matter_are_read_and_no_secrets():
     )
     assert hidden == {
         "SLURM_JWT": "(hidden)",
-        "JAX_COMPILATION_CACHE_DIR": "https://…@host/cache",
+        "JAX_COMPILATION_CACHE_DIR": "https://(hidden)@host/cache",
     }
 
 
 def test_ranks_are_read_per_launcher():
     environ = {"RANK": "1", "WORLD_SIZE": "4", "SLURM_NTASKS": "8", "OMPI_COMM_WORLD_RANK": "x"}
-    assert machine.ranks(environ) == [
+    told = machine.ranks(environ)
+    variables = [entry.pop("variables") for entry in told]
+    assert variables == [
+        {"rank": "RANK", "world_size": "WORLD_SIZE"},
+        {"rank": "OMPI_COMM_WORLD_RANK"},
+    ]
+    assert told == [
         {"source": "environment", "rank": 1, "world_size": 4, "local_rank": None},
         {"source": "Open MPI", "rank": None, "world_size": None, "local_rank": None},
     ]

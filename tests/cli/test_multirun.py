@@ -90,6 +90,7 @@ def test_each_job_gets_its_overrides_its_directory_and_our_flags(fake_jobs, capf
     assert main(["train", *words]) == 0
     out, err = capfd.readouterr()
     assert commands[1][1:] == [
+        "-P",
         "-m",
         "meshwright",
         "train",

@@ -133,8 +133,10 @@ def test_the_variables_of_jax_are_read():
     config = DistributedConfig.from_environment(JAX)
     assert who(JAX) == (4, 3, 0, 4, 1)
     assert (config.master_addr, config.master_port) == ("node0", 1234)
-    assert who({**SLURM, **JAX}) == (4, 3, 0, 4, 1)
-    assert who({**JAX, "WORLD_SIZE": "2", "RANK": "1"}) == (2, 1, 0, 1, 2)
+    # Where SLURM says the same, it also knows the machines.
+    own = {"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "5"}
+    assert who({**SLURM, **JAX, **own}) == (8, 5, 1, 2, 4)
+    assert who({**JAX, "WORLD_SIZE": "4", "RANK": "3"})[:2] == (4, 3)
     assert who({"JAX_COORDINATOR_ADDRESS": "node0:1234", "JAX_NUM_PROCESSES": "1"})[0] == 1
 
 
@@ -158,8 +160,9 @@ def test_a_world_size_exported_in_a_slurm_script_leaves_each_task_its_rank():
     assert (config.master_addr, config.master_port) == ("head", 12345)
 
 
-def test_a_full_set_of_plain_variables_replaces_the_launchers():
-    assert who({**SLURM, "WORLD_SIZE": "16", "RANK": "9", "LOCAL_RANK": "1"}) == (16, 9, 1, 1, 16)
+def test_processes_that_torchrun_starts_inside_of_a_task_are_those_of_torchrun():
+    inner = {"WORLD_SIZE": "16", "RANK": "11", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert who({**SLURM, **inner}) == (16, 11, 1, 8, 2)
 
 
 def test_open_mpi_variables_are_read():

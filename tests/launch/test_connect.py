@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -42,8 +43,13 @@ def test_two_processes_with_two_devices_are_one_machine_to_doctor():
     assert (report["devices"], report["local_devices"], report["process_count"]) == (4, 2, 2)
     assert report["all_reduce_ok"]
     assert report["ranks"] == [
-        {"source": "environment", "rank": 0, "world_size": 2, "local_rank": 0}
+        {
+            **{"source": "environment", "rank": 0, "world_size": 2, "local_rank": 0},
+            "variables": {"rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"},
+        }
     ]
+    assert report["coordinator"]["address"] == "127.0.0.1"
+    assert report["coordinator"]["variable"] == "MASTER_ADDR"
     assert not [w for w in report["warnings"] if "disk" not in w["problem"]]
     # On a slow machine, process 0 alone says what it waited for.
     assert {line.partition(" … ")[0] for line in err.splitlines()} <= {
@@ -82,6 +88,56 @@ def test_half_of_the_variables_of_jax_never_train_alone(monkeypatch, capfd, tmp_
     assert "Traceback" not in err
     assert not list(tmp_path.iterdir())
     assert not out
+
+
+def test_a_file_named_like_a_library_is_not_run_and_the_users_model_is_found(tmp_path):
+    (tmp_path / "yaml.py").write_text("raise SystemExit('the yaml.py of the folder was run')")
+    (tmp_path / "own_net.py").write_text(
+        "from flax import nnx\n"
+        "class Net(nnx.Module):\n"
+        "    def __init__(self, *, width: int = 3, rngs: nnx.Rngs): pass\n"
+    )
+    words = ("model.kind=own_net:Net", "model.width=5", "--json")
+    started = subprocess.run(
+        [sys.executable, "-P", "-m", "meshwright", "launch", "--nprocs=1", "--", "config", *words],
+        **{"capture_output": True, "text": True, "cwd": tmp_path, "timeout": LIMIT_SECONDS},
+    )
+    assert started.returncode == 0, started.stderr
+    assert json.loads(started.stdout)["model.width"]["value"] == 5
+
+
+@pytest.mark.full
+def test_a_process_alone_names_the_others_or_who_holds_its_port(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        common = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MESHWRIGHT_JOIN_TIMEOUT": "1"}
+        environs = [
+            {"RANK": "0", "MASTER_PORT": port},
+            {"RANK": "0", "MASTER_PORT": str(free_port())},
+            {"RANK": "3", "MASTER_PORT": str(free_port())},
+        ]
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", "meshwright", "doctor"],
+                env={**os.environ, "JAX_PLATFORMS": "cpu", **common, **environ},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for environ in environs
+        ]
+        outputs = [process.communicate(timeout=LIMIT_SECONDS) for process in started]
+    assert [process.returncode for process in started] == [2, 1, 1]
+    errors = [err for _, err in outputs]
+    assert f"port {port}, on which process 0 is to listen, is taken" in errors[0]
+    assert f"process {os.getpid()} listens there" in errors[0]
+    assert "error: 1 of 4 processes joined, missing processes 1, 2, 3 after 1 s" in errors[1]
+    assert "error: process 3 of 4 cannot join process 0 at 127.0.0.1" in errors[2]
+    assert "nothing listens on" in errors[2]
+    for out, err in outputs:
+        assert out == ""
+        assert "Traceback" not in err
+        assert "Check failure" not in err
 
 
 @pytest.mark.full

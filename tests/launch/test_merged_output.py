@@ -10,6 +10,7 @@ def shown(*outputs: str) -> list[str]:
     lines = MergedOutput(target)
     for rank, text in enumerate(outputs):
         lines.pump(rank, io.BytesIO(text.encode()))
+    lines.release()
     return target.getvalue().decode().splitlines()
 
 
@@ -52,6 +53,24 @@ service detected fatal errors. This most likely indicates that another task died
         "[0] step 3",
         "[0] lost its connection to the other processes",
     ]
+
+
+def test_a_lost_connection_is_told_after_the_error_of_the_process_that_is_gone():
+    lost = "error: process 0 lost its connection to another process\n  Gloo: reset by peer\n"
+    assert shown(lost + "more\n", "error: disk full\n") == [
+        "[0] more",
+        "[1] error: disk full",
+        "[0] error: process 0 lost its connection to another process",
+        "[0]   Gloo: reset by peer",
+    ]
+
+
+def test_causes_and_the_last_update_are_remembered():
+    lines = MergedOutput(io.BytesIO())
+    lines.pump(0, io.BytesIO(b"train   20/500  loss 2.1\ntrain  1\nerror: a\nerror: b\n"))
+    lines.pump(1, io.BytesIO(b"Traceback (most recent call last):\njax.errors.SomeError: no\n"))
+    assert lines.last_update == 20
+    assert lines.causes == {0: "a", 1: "jax.errors.SomeError: no"}
 
 
 def test_a_reader_who_left_does_not_stop_the_processes():

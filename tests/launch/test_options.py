@@ -12,7 +12,15 @@ def test_flags_stand_before_the_program_and_its_own_stay_with_it():
     flags = ["--nprocs", "2", "--devices-per-process=4", "--"]
     launch = parse_launch([*flags, "train", "mesh.fsdp=8", "--json"])
     assert (launch.nprocs, launch.devices_per_process, launch.grace_seconds) == (2, 4, None)
-    assert launch.command == [sys.executable, "-m", "meshwright", "train", "mesh.fsdp=8", "--json"]
+    assert launch.command == [
+        sys.executable,
+        "-P",
+        "-m",
+        "meshwright",
+        "train",
+        "mesh.fsdp=8",
+        "--json",
+    ]
 
 
 def test_a_script_and_a_module_need_no_dashes(tmp_path):
@@ -37,6 +45,11 @@ def test_a_script_and_a_module_need_no_dashes(tmp_path):
         ("--nproc 2 -- doctor", "did you mean `--nprocs`?"),
         ("--json --nprocs 2 -- doctor", "go after it"),
         ("--nprocs 2 --grace soon -- doctor", "--grace soon is not valid"),
+        ("--nprocs 2 --join-timeout 0 -- doctor", "--join-timeout 0 is not valid"),
+        ("--nprocs 2 --nodes 0 -- doctor", "--nodes 0 is not valid"),
+        ("--nprocs 2 --node-rank 1 -- doctor", "--node-rank 1 needs the number of machines"),
+        ("--nprocs 2 --nodes 2 --node-rank 2 -- doctor", "does not exist among --nodes 2"),
+        ("--nprocs 2 --coordinator n1:x -- doctor", "must be a host and a port"),
         ("--nprocs 2 missing.py", "there is no file `missing.py`"),
         ("--nprocs 2 -- launch --nprocs 2 -- doctor", "cannot launch a launch"),
         ("--nprocs 2 -- train --multirun training.steps=1,2", "a sweep cannot be launched"),

@@ -1,5 +1,7 @@
 """Trained models on disk: loaded, exported, saved from memory, and trained further."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import optax
@@ -9,6 +11,7 @@ from quick import quick_module
 from small_models import Norms, Residuals, square_loss, vectors
 
 import meshwright as mw
+from meshwright.checkpoint import CheckpointReader
 from meshwright.cli.main import main
 from meshwright.errors import UserError
 
@@ -152,7 +155,7 @@ def test_training_starts_from_some_parameters_of_a_run(run):
         trainer(init_patterns=["block.**"], **settings).fit(ARRAYS, steps=1, batch_size=16)
 
 
-def test_runs_of_the_command_line_need_no_model_and_start_others(tmp_path, capfd):
+def test_runs_of_the_command_line_need_no_model_and_start_others(tmp_path, capfd, monkeypatch):
     words = ["train", "model=mlp", "model.widths=[784,16,10]", "optimizer=sgd", "training.steps=1"]
     words += ["training.eval_batches=1", "checkpoint.keep_best=0"]
     assert main([*words, f"hydra.run.dir={tmp_path}/first"]) == 0
@@ -160,6 +163,17 @@ def test_runs_of_the_command_line_need_no_model_and_start_others(tmp_path, capfd
     np.testing.assert_array_equal(
         model.layers[0].kernel[...], mw.read_params(tmp_path / "first")["layers.0.kernel"]
     )
+    with monkeypatch.context() as forged:
+        real = CheckpointReader.metadata
+
+        def metadata(self, update):
+            found = real(self, update)
+            kind = {**found.config["model"], "kind": "subprocess:Popen", "args": "touch forged"}
+            return replace(found, config={**found.config, "model": kind})
+
+        forged.setattr(CheckpointReader, "metadata", metadata)
+        with pytest.raises(UserError, match="your program has not imported"):
+            mw.load_model(tmp_path / "first")
     start = [f"model.init_from={tmp_path}/first", "optimizer.learning_rate=1e-30"]
     assert main([*words, *start, f"hydra.run.dir={tmp_path}/second"]) == 0
     first, second = (mw.read_params(tmp_path / name) for name in ("first", "second"))

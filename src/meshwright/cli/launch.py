@@ -15,9 +15,10 @@ from meshwright.launch.whole_run import find_run
 def launch(words: Sequence[str]) -> int:
     """Start the processes and return the exit code of the first failure, or 0."""
     options = parse_launch(words)
-    is_shared = find_run(options.nprocs, os.environ).is_shared
-    refuse_outer_launcher(options.nprocs, os.environ, is_shared=is_shared)
-    environs = environments(options, os.environ)
+    run = find_run(options, os.environ)
+    if (options.nodes or 1) == 1:
+        refuse_outer_launcher(options.nprocs, os.environ, is_shared=run.is_shared)
+    environs = environments(options, os.environ, run=run)
     # The file descriptor, because `sys.stderr` may have been replaced by a text-only stream.
     with open(2, "wb", buffering=0, closefd=False) as stderr:
         supervisor = Supervisor(options.command, stderr=stderr, grace_seconds=options.grace_seconds)

@@ -15,6 +15,7 @@ from meshwright.cli.help import command_help, general_help
 from meshwright.cli.output import Output, guarded_stdout, print_error
 from meshwright.errors import ExitCode, MeshwrightError, ProcessesDiffer, Spelling, spelled_for
 from meshwright.interrupt import Interrupt
+from meshwright.masking import mask_text
 
 INTERRUPTED = 128 + 2
 BROKEN_PIPE = 128 + 13
@@ -73,7 +74,7 @@ def _main(argv: Sequence[str]) -> int:
             return _run(arguments, output)
     except MeshwrightError as error:
         if debug:
-            traceback.print_exc()
+            _print_traceback()
         print_error(error)
         if isinstance(error, ProcessesDiffer):
             from meshwright.launch.connect import disconnect_processes
@@ -124,9 +125,13 @@ def _run_command(arguments: Arguments, output: Output) -> int:
     return code
 
 
+def _print_traceback() -> None:
+    print(mask_text(traceback.format_exc()), end="", file=sys.stderr)
+
+
 def _unexpected(error: Exception, *, debug: bool) -> int:
     if debug:
-        traceback.print_exc()
+        _print_traceback()
     if "meshwright.launch.connect" in sys.modules:
         from meshwright.launch.connect import explain_lost_peer
 
@@ -140,7 +145,7 @@ def _unexpected(error: Exception, *, debug: bool) -> int:
     if users is not None:
         print_error(users)
         return users.exit_code
-    print(f"internal error: {type(error).__name__}: {error}", file=sys.stderr)
+    print(f"internal error: {type(error).__name__}: {mask_text(str(error))}", file=sys.stderr)
     if not debug:
         print("  add --debug for the traceback, and please report it", file=sys.stderr)
     return ExitCode.INTERNAL

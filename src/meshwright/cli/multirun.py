@@ -19,6 +19,7 @@ from meshwright.config.groups import group_options
 from meshwright.errors import ExitCode, UserError
 from meshwright.json_text import parse_json
 from meshwright.launch.supervise import exit_code
+from meshwright.masking import mask_words
 
 
 def run_sweep(arguments: Arguments, output: Output) -> int:
@@ -28,14 +29,17 @@ def run_sweep(arguments: Arguments, output: Output) -> int:
     failed = int(ExitCode.DONE)
     results: list[object] = []
     for number, job in enumerate(jobs):
-        output.say(f"[bold]job {number + 1} of {len(jobs)}[/bold]: {escape(' '.join(job))}")
+        shown = mask_words(job)
+        output.say(f"[bold]job {number + 1} of {len(jobs)}[/bold]: {escape(' '.join(shown))}")
         words = [*job, f"hydra.run.dir={quoted(str(sweep_dir / str(number)))}"]
-        command = [sys.executable, "-m", "meshwright", arguments.command.name, *words]
+        command = [sys.executable, "-P", "-m", "meshwright", arguments.command.name, *words]
         command += _own_flags(arguments)
         done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", check=False)
         code = exit_code(done.returncode)
         if output.as_json:
-            results.append({"overrides": job, "exit_code": code, "result": parse_json(done.stdout)})
+            results.append(
+                {"overrides": shown, "exit_code": code, "result": parse_json(done.stdout)}
+            )
         elif done.stdout:
             output.text(done.stdout)
         failed = failed or code

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import MeshwrightError, UserError
 from meshwright.json_text import finite
+from meshwright.masking import mask_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -119,12 +120,12 @@ def write_file(path: Path, text: str, fix: str = "") -> None:
 
 
 def print_error(error: MeshwrightError) -> None:
-    """Print an error: what is wrong, why, and what to write instead."""
+    """Print an error, without secrets: what is wrong, why, and what to write instead."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
-    console.print(Text.assemble(("error: ", "bold red"), (error.what, "bold")))
+    console.print(Text.assemble(("error: ", "bold red"), (mask_text(error.what), "bold")))
     for part in (error.why, error.fix):
-        for line in filter(None, part.splitlines()):
+        for line in filter(None, mask_text(part).splitlines()):
             console.print(Text("  " + line))

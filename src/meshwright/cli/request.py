@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
+from meshwright.code_digests import own_code
 from meshwright.config.compose import Composed, compose_config, validate
 from meshwright.config.schema import Config
-from meshwright.handshake import compare_processes
+from meshwright.handshake import compare_processes, describe_own_devices
+from meshwright.processes import process_count
 from meshwright.versions import package_versions
 from meshwright.weights.resolve import resolve_weights
 
@@ -61,9 +64,30 @@ def make_request(arguments: Arguments, output: Output) -> Request:
     if arguments.command.needs_devices:
         composed = prepare_devices(config, composed)
         _prepare_compiler(config)
-        facts = {"command": arguments.command.name, **config.model_dump(mode="json")}
-        compare_processes({**facts, "version": package_versions()})
+        _compare(arguments, config)
     return Request(arguments, composed, config, output)
+
+
+def _compare(arguments: Arguments, config: Config) -> None:
+    """Compare what all processes are about to do, before they start their devices and after."""
+    if process_count() == 1:
+        return
+    import jax
+
+    from meshwright.launch.environments import count_gpus
+
+    facts = {"command": arguments.command.name, **config.model_dump(mode="json")}
+    flags = ("jax_enable_x64", "jax_default_matmul_precision", "jax_platforms")
+    compare_processes(
+        {
+            **facts,
+            "version": {**package_versions(), "meshwright code": own_code()},
+            "jax": {name: jax.config.values.get(name) for name in flags},
+            # Processes that start devices of different platforms would wait for each other.
+            "devices": {"GPUs": count_gpus(os.environ)},
+        }
+    )
+    compare_processes({"devices": describe_own_devices()})
 
 
 def compose(arguments: Arguments) -> Composed:

@@ -22,6 +22,7 @@ from meshwright.config.origins import chosen_keys, trace_origins
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode, UserError
 from meshwright.interrupt import current_interrupt
+from meshwright.masking import mask_tree
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.plan import Plan, make_plan, unused_settings
 from meshwright.processes import broadcast, process_count
@@ -61,6 +62,7 @@ def run(request: Request) -> int:
         init_patterns=config.model.init_patterns,
         resumed=point is not None,
     )
+    callbacks = _callbacks(config)
     hf_files = remembered_files(point, folder, lambda: _hf_files(config))
     training_run = TrainingRun(
         RunSpec(
@@ -81,9 +83,10 @@ def run(request: Request) -> int:
             ),
             loading=LoadingSpec(workers=config.data.workers, prefetch=config.data.prefetch),
             output=_output(config, folder, _files(request, config, plan), hf_files),
-            callbacks=_callbacks(config),
-            config=config.model_dump(mode="json"),
+            callbacks=callbacks,
+            config=mask_tree(config.model_dump(mode="json")),
             learning_rate=recipe.learning_rate,
+            code=[recipe.task, *callbacks],
             strict=config.strict,
             extra_results=partial(_sample, config, recipe, assembled, end_tokens(hf_files)),
             warnings=[
@@ -191,7 +194,7 @@ def _files(request: Request, config: Config, plan: Plan) -> dict[str, str]:
     entries = [
         {"key": o.key, "value": o.value, "origin": o.source, "from": o.detail} for o in origins
     ]
-    values = config.model_dump(mode="json")
+    values = mask_tree(config.model_dump(mode="json"))
     return {
         "config.yaml": yaml.safe_dump(values, sort_keys=False, allow_unicode=True),
         "config.json": json.dumps(entries, ensure_ascii=False),

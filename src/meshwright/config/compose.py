@@ -20,6 +20,7 @@ from meshwright.config.model_folders import refuse_folder
 from meshwright.config.schema import Config, KindConfig
 from meshwright.config.synonyms import expand_shorthands
 from meshwright.errors import UserError, did_you_mean, first_line
+from meshwright.masking import hidden_names, mask_tree
 from meshwright.mesh.axes import resolve_alias
 
 _KIND_SECTIONS = tuple(
@@ -116,6 +117,7 @@ def _change_saved(
             OmegaConf.update(saved, canonical_key(key), override.value(), merge=False)
     values = OmegaConf.to_container(saved, resolve=False)
     assert isinstance(values, dict)
+    _refuse_hidden(file, {str(key): value for key, value in values.items()})
     project = OmegaConf.select(saved, "run.project", default="meshwright")
     own = [o.input_line or "" for o in parsed if _is_hydra(o.key_or_group)]
     named = compose_config([f"run.project={quoted(str(project))}", *own])
@@ -126,6 +128,17 @@ def _change_saved(
         overrides=tuple(overrides),
         config_file=file,
     )
+
+
+def _refuse_hidden(file: Path, values: dict[str, Any]) -> None:
+    """Raise if a saved config lacks a secret that was hidden when it was written."""
+    if names := hidden_names(values):
+        raise UserError(
+            f"{' and '.join(names)} in --config {file} {'is' if len(names) == 1 else 'are'} hidden",
+            why="passwords and other secrets are not written to files",
+            fix=f"write {' and '.join(f'{name}=…' for name in names)} after --config, with the "
+            "value or null",
+        )
 
 
 def _read_saved(file: Path) -> dict[str, Any]:
@@ -148,13 +161,17 @@ def validate(composed: Composed) -> Config:
 
 
 def compose_yaml(composed: Composed, part: str) -> str:
-    """Return the config as YAML: the ``job`` (validated, every value), ``hydra``'s own, or all."""
-    job = validate(composed).model_dump(mode="json")
+    """Return the config as YAML: the ``job`` (validated, every value), ``hydra``'s own, or all.
+
+    Secrets are hidden.
+    """
+    job = mask_tree(validate(composed).model_dump(mode="json"))
+    hydra = mask_tree(composed.hydra)
     if part == "job":
         return OmegaConf.to_yaml(OmegaConf.create(job))
     if part == "hydra":
-        return OmegaConf.to_yaml(OmegaConf.create({"hydra": composed.hydra}))
-    return OmegaConf.to_yaml(OmegaConf.create({"hydra": composed.hydra, **job}))
+        return OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra}))
+    return OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra, **job}))
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:

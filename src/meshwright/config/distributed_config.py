@@ -104,8 +104,8 @@ class DistributedConfig(Frozen):
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **values: Any) -> Self:
-        """Read MASTER_ADDR, RANK, … or the variables of SLURM, MPI or JAX; ``values`` override."""
-        inferred = read_environment(os.environ if environ is None else environ)
+        """Read MASTER_ADDR, RANK, … or what SLURM, MPI, JAX, … set; ``values`` override."""
+        inferred = read_environment(os.environ if environ is None else environ, values)
         return cls(**{**inferred, **values})
 
     def get_data_parallel_size(self) -> int:

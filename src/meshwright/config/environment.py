@@ -1,158 +1,174 @@
-"""Reading rank, world size and address from the environment variables of launchers."""
+"""The settings of this process, combined from what all engines in the environment say."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from meshwright.config.base import shorten
+from meshwright.config.engines import (
+    ENVIRONMENT,
+    JAX,
+    SLURM,
+    Environ,
+    Found,
+    detect,
+    first,
+    first_host,
+)
 from meshwright.errors import UserError
 
-# Each key and the variables that set it, the most specific first.
-_COMMON = {
-    "world_size": ("WORLD_SIZE",),
-    "rank": ("RANK",),
-    "local_rank": ("LOCAL_RANK",),
-    "num_processes_per_node": ("LOCAL_WORLD_SIZE",),
-    "master_port": ("MASTER_PORT",),
-}
-# A step may use fewer nodes than its job, so the step's variables come before the job's.
-_SLURM = {
-    "world_size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-    "rank": ("SLURM_PROCID",),
-    "local_rank": ("SLURM_LOCALID",),
-    "num_nodes": ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
-}
-_SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+__all__ = ["first_host", "read_environment", "run_name"]
+
+_NUMBERS = ("world_size", "rank", "local_rank", "num_processes_per_node", "num_nodes")
 _SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-_SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
-_OPEN_MPI = {
-    "world_size": ("OMPI_COMM_WORLD_SIZE",),
-    "rank": ("OMPI_COMM_WORLD_RANK",),
-    "local_rank": ("OMPI_COMM_WORLD_LOCAL_RANK",),
-    "num_processes_per_node": ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-}
-_JAX = {"world_size": ("JAX_NUM_PROCESSES",), "rank": ("JAX_PROCESS_ID",)}
-_JAX_ADDRESS = "JAX_COORDINATOR_ADDRESS"
-_TORCHRUN_LISTENS = "TORCHELASTIC_USE_AGENT_STORE"
-"""Set by torchrun if it listens on MASTER_PORT itself, which is then not free for process 0."""
 
 
-def read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the process settings in the environment; RANK etc. override launchers."""
+def read_environment(environ: Environ, known: Collection[str] = ()) -> dict[str, Any]:
+    """Return the process settings that the environment gives.
+
+    Args:
+        environ: environment variables.
+        known: settings that are known otherwise, and need not be there.
+
+    Raises:
+        UserError: two engines contradict each other, or only a part of what is needed is set.
+    """
+    found = detect(environ)
+    _refuse_contradictions(found, environ)
     settings: dict[str, Any] = {}
-    in_slurm = is_slurm_task(environ)
-    if in_slurm:
-        settings |= _even_nodes(_integers(_SLURM, environ), _first(_SLURM_TASKS, environ)[1])
-    elif "OMPI_COMM_WORLD_RANK" in environ:
-        settings |= _even_nodes(_integers(_OPEN_MPI, environ))
-    for own in (_read_jax(environ), _integers(_COMMON, environ)):
-        if "world_size" in own and "rank" in own:
-            # A full set of variables replaces the launcher's, whose node counts may not match.
-            settings = {k: v for k, v in settings.items() if k.startswith("master_")}
+    for one in found:
+        own = _even_nodes(one, environ)
+        if one.is_complete and not _same_process(settings, own):
+            # An engine inside another one, whose counts of nodes are not those of the processes.
+            settings = {}
         settings |= own
-    if "master_port" in settings and environ.get(_TORCHRUN_LISTENS) == "True":
-        settings["master_port"] = _next_port(settings["master_port"])
-    _refuse_incomplete(settings, environ)
-    if address := _first(("MASTER_ADDR",), environ)[1]:
-        settings["master_addr"] = address
-    elif in_slurm and (nodes := _first(_SLURM_NODES, environ)[1]):
-        settings.setdefault("master_addr", first_host(nodes))
+    _refuse_incomplete(found, settings, environ, known)
+    settings |= _whole_node(found, settings)
+    settings |= _address(found)
     if "rank" in settings:
         settings.setdefault("local_rank", 0)
     return settings
 
 
-def is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a task that srun started.
+def run_name(environ: Environ) -> str:
+    """Return what the processes of this run share, and others on these machines do not.
 
-    A batch script has the variables of its job, and as its only process the rank 0, without being
-    one of the job's tasks; what srun starts also has the variables of a step.
+    It is empty where the environment has no such name.
     """
-    rank = environ.get("SLURM_PROCID", "").strip()
-    return bool(rank) and (rank != "0" or bool(_first(_SLURM_STEP, environ)[0]))
+    jobs = [one.job for one in detect(environ) if one.job]
+    return environ.get("MESHWRIGHT_LAUNCH_ID", "").strip() or (jobs[-1] if jobs else "")
 
 
-def first_host(nodelist: str) -> str:
-    """Return the first host of a SLURM node list such as ``gpu[003-007,12],login``."""
-    match = re.match(r"((?:[^\[\],\s]|\[\w+[^\[\]]*\])+)(?:,|$)", nodelist)
-    if match is None:
-        raise UserError(f"cannot read the SLURM node list `{nodelist}`", fix="set MASTER_ADDR")
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[1])
+def _same_process(settings: Mapping[str, Any], own: Mapping[str, int]) -> bool:
+    return all(settings.get(key, own[key]) == own[key] for key in ("world_size", "rank"))
 
 
-def _read_jax(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings in JAX's own variables."""
-    settings: dict[str, Any] = _integers(_JAX, environ)
-    if len(settings) == len(_JAX) and not _first(("LOCAL_RANK",), environ)[1]:
-        # As for JAX itself: a process uses all GPUs it sees.
-        settings["num_processes_per_node"] = 1
-    address = environ.get(_JAX_ADDRESS, "").strip()
-    if not address:
-        return settings
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UserError(
-            f"the environment variable {_JAX_ADDRESS} is `{shorten(address)}`",
-            why="it must be a host and a port",
-            fix=f"export {_JAX_ADDRESS}=node0:29500, or unset it",
-        )
-    return {**settings, "master_addr": host, "master_port": int(port)}
+def _even_nodes(found: Found, environ: Environ) -> dict[str, int]:
+    """Return the numbers, without node counts of uneven allocations.
+
+    These have no single number of tasks per node. SLURM writes ``4(x2)`` for 4 tasks on each of 2
+    nodes, and ``4,3`` where they differ.
+    """
+    own = {key: found.numbers[key] for key in _NUMBERS if key in found.numbers}
+    tasks = first(_SLURM_TASKS, environ)[1] if found.engine is SLURM else ""
+    world = own.get("world_size", 0)
+    counts = [own[key] for key in ("num_nodes", "num_processes_per_node") if own.get(key)]
+    if "," in tasks or (found.engine is not ENVIRONMENT and any(world % count for count in counts)):
+        return {k: v for k, v in own.items() if k not in ("num_nodes", "num_processes_per_node")}
+    return own
 
 
-def _refuse_incomplete(settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-    """Raise if JAX's variables tell of other processes, and not how to join them."""
-    names = (_JAX["world_size"][0], _JAX["rank"][0], _JAX_ADDRESS)
-    given = [name for name in names if environ.get(name, "").strip()]
-    known = [settings.get("world_size"), settings.get("rank")]
-    if not given or settings.get("world_size") == 1 or None not in known:
-        return
-    missing = [name for name, value in zip(names, known, strict=False) if value is None]
-    shown = " ".join(f"{name}={environ[name].strip()}" for name in given)
-    raise UserError(
-        f"{shown} tells of other processes, and {' and '.join(missing)} "
-        f"{'is' if len(missing) == 1 else 'are'} not set",
-        why="without joining them, each process would train a model of its own",
-        fix=f"export {' '.join(f'{name}=…' for name in missing)} in each process, "
-        f"or run `unset {' '.join(given)}` to train in this process alone",
+def _whole_node(found: Sequence[Found], settings: Mapping[str, Any]) -> dict[str, int]:
+    """Return one process per node if the engine works so, and nothing else is known."""
+    counts = {"num_nodes", "num_processes_per_node", "local_rank"}
+    complete = [one for one in found if one.is_complete]
+    if not complete or not complete[-1].engine.whole_node or counts & set(settings):
+        return {}
+    return {"num_processes_per_node": 1}
+
+
+def _address(found: Sequence[Found]) -> dict[str, Any]:
+    """Return the address of process 0: one that was written down before one that was derived."""
+    settings: dict[str, Any] = {}
+    for one in sorted(found, key=lambda one: one.place is not None and one.place.is_given):
+        if one.place is None:
+            continue
+        if one.place.host:
+            settings["master_addr"] = one.place.host
+        if one.place.port is not None:
+            settings["master_port"] = one.place.port
+    return settings
+
+
+def _refuse_contradictions(found: Sequence[Found], environ: Environ) -> None:
+    """Raise if two engines describe different processes, or different addresses of process 0."""
+    for number, strong in enumerate(found):
+        for weak in found[:number]:
+            if not _agree(weak.numbers, strong.numbers):
+                raise _contradiction(weak, strong, environ, "world_size", "rank")
+            if _is_elsewhere(weak, strong):
+                raise _contradiction(weak, strong, environ, "address")
+
+
+def _agree(outer: Mapping[str, int], inner: Mapping[str, int]) -> bool:
+    """Whether two engines can both be right: they say the same, or one runs inside the other."""
+    shared = [key for key in ("world_size", "rank") if key in outer and key in inner]
+    if outer.get("world_size") == 1 or all(outer[key] == inner[key] for key in shared):
+        return True
+    each = inner.get("num_processes_per_node", 0)
+    return (
+        len(shared) == 2
+        and each > 0
+        and inner["world_size"] == outer["world_size"] * each
+        and inner["rank"] // each == outer["rank"]
     )
 
 
-def _next_port(port: int) -> int:
-    return port + 1 if port < 65535 else port - 1
+def _is_elsewhere(weak: Found, strong: Found) -> bool:
+    one, other = weak.place, strong.place
+    if one is None or other is None or not (one.is_given and other.is_given):
+        return False
+    alone = 1 in (weak.numbers.get("world_size"), strong.numbers.get("world_size"))
+    ports = {one.port, other.port} - {None}
+    return not alone and (one.host != other.host or len(ports) > 1)
 
 
-def _first(variables: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return the first variable that is set, and its value; two empty strings if none is."""
-    texts = ((variable, environ.get(variable, "").strip()) for variable in variables)
-    return next(((variable, text) for variable, text in texts if text), ("", ""))
+def _contradiction(weak: Found, strong: Found, environ: Environ, *keys: str) -> UserError:
+    what = "the address of process 0" if "address" in keys else "this process"
+    names = [strong.variables[key] for key in keys if key in strong.variables]
+    return UserError(
+        f"{_named(weak)} and {_named(strong)} disagree about {what}",
+        why=f"{_named(weak)} says {weak.shown(environ, *keys)}, and {_named(strong)} says "
+        f"{strong.shown(environ, *keys)}",
+        fix="unset the variables of the one that does not apply, such as "
+        f"`unset {' '.join(names)}`",
+    )
 
 
-def _integers(table: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> dict[str, int]:
-    values: dict[str, int] = {}
-    for key, variables in table.items():
-        variable, text = _first(variables, environ)
-        if not text:
-            continue
-        try:
-            values[key] = int(text)
-        except ValueError:
-            raise UserError(
-                f"the environment variable {variable} is `{shorten(text)}`",
-                why="it must be a whole number",
-                fix=f"export {variable}=… with a number, or unset it",
-            ) from None
-    return values
+def _named(found: Found) -> str:
+    return "the environment" if found.engine.name == "environment" else found.engine.name
 
 
-def _even_nodes(found: dict[str, int], tasks_per_node: str = "") -> dict[str, int]:
-    """Drop node counts of uneven allocations, which have no single number of tasks per node.
-
-    SLURM writes ``4(x2)`` for 4 tasks on each of 2 nodes, and ``4,3`` where they differ.
-    """
-    world = found.get("world_size", 0)
-    counts = [found[key] for key in ("num_nodes", "num_processes_per_node") if found.get(key)]
-    if "," in tasks_per_node or any(world % count for count in counts):
-        return {k: v for k, v in found.items() if k not in ("num_nodes", "num_processes_per_node")}
-    return found
+def _refuse_incomplete(
+    found: Sequence[Found], settings: Mapping[str, Any], environ: Environ, known: Collection[str]
+) -> None:
+    """Raise if the environment tells of other processes, and not how to join them."""
+    told = [
+        one
+        for one in found
+        if one.numbers.get("world_size", 1) > 1 or (one.engine is JAX and one.variables)
+    ]
+    missing = [key for key in ("world_size", "rank") if key not in settings and key not in known]
+    if not told or not missing or settings.get("world_size") == 1:
+        return
+    one = told[-1]
+    names = [one.engine.numbers[key][0] for key in missing]
+    given = [name for name in dict.fromkeys(one.variables.values()) if name in environ]
+    shown = one.shown(environ, "world_size", "rank", "address")
+    raise UserError(
+        f"{shown} tells of other processes, and {' and '.join(names)} "
+        f"{'is' if len(names) == 1 else 'are'} not set",
+        why="without joining them, each process would train a model of its own",
+        fix=f"export {' '.join(f'{name}=…' for name in names)} in each process, "
+        f"or run `unset {' '.join(given)}` to train in this process alone",
+    )

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from meshwright.config.compose import Composed, canonical_key, parse_overrides
 from meshwright.config.groups import CONF_DIR, GROUPS
 from meshwright.config.schema import Config
+from meshwright.masking import mask_text, mask_value
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,11 @@ class Origin:
 
 
 def trace_origins(config: Config, composed: Composed) -> list[Origin]:
-    """Return every value of a config with its origin, in the schema's order."""
+    """Return every value of a config with its origin, in the schema's order; secrets are hidden."""
     composed_keys = {canonical_key(key) for key, _ in flatten(composed.values)}
     from_files = _file_keys(composed)
     from_overrides = {
-        canonical_key(o.key_or_group): o.input_line or ""
+        canonical_key(o.key_or_group): mask_text(o.input_line or "")
         for o in parse_overrides(composed.overrides)
         if not o.is_delete() and o.key_or_group not in GROUPS
     }
@@ -52,7 +53,10 @@ def trace_origins(config: Config, composed: Composed) -> list[Origin]:
         detail = from_files[match] if match else _chosen_file(key, composed)
         return Origin(key, value, "file", detail)
 
-    return [origin(key, value) for key, value in flatten(config.model_dump(mode="json"))]
+    return [
+        origin(key, mask_value(key, value))
+        for key, value in flatten(config.model_dump(mode="json"))
+    ]
 
 
 def chosen_keys(config: Config, composed: Composed) -> set[str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypedDict
 
 import jax
 
-from meshwright.errors import EnvironmentProblem, UserError, first_line
+from meshwright import processes
+from meshwright.config.environment import read_environment, run_name
+from meshwright.errors import EnvironmentProblem, UserError
 from meshwright.jax_internals import jax_has_started
 
 if TYPE_CHECKING:
@@ -45,14 +48,21 @@ def setup_multinode() -> ProcessInfo:
     """Connect this process to the others and return its position in the run.
 
     It reads MASTER_ADDR, MASTER_PORT, WORLD_SIZE (processes), RANK and LOCAL_RANK, or the variables
-    of SLURM, Open MPI or JAX. With one process there is nothing to connect. Call it before anything
-    else uses JAX.
+    of SLURM, MPI, JAX, Kubernetes or SkyPilot. With one process there is nothing to connect. Call
+    it before anything else uses JAX.
     """
     from meshwright.config.distributed_config import DistributedConfig
 
     config = DistributedConfig.from_environment()
     if config.world_size > 1 and not jax.distributed.is_initialized():
-        _connect(config)
+        if jax_has_started():
+            raise EnvironmentProblem(
+                "it is too late to connect the processes",
+                why="JAX has already started its devices in this process",
+                fix="call setup_multinode() first, before asking JAX for devices or making an "
+                "array",
+            )
+        join_processes(config, os.environ)
     if jax.process_count() != config.world_size:
         raise UserError(
             f"JAX runs {jax.process_count()} process(es), the environment says {config.world_size}",
@@ -86,28 +96,28 @@ def own_device_ids(
     return [local_rank]
 
 
-def _connect(config: DistributedConfig) -> None:
-    address = f"{config.master_addr}:{config.master_port}"
-    if jax_has_started():
-        raise EnvironmentProblem(
-            "it is too late to connect the processes",
-            why="JAX has already started its devices in this process",
-            fix="call setup_multinode() first, before asking JAX for devices or making an array",
+def join_processes(config: DistributedConfig, environ: Mapping[str, str]) -> None:
+    """Connect this process to the others that the environment tells of.
+
+    Args:
+        config: the processes, read from the environment.
+        environ: the environment variables.
+    """
+    host = config.master_addr
+    if config.num_nodes > 1 and "master_addr" not in read_environment(environ):
+        raise UserError(
+            f"the address of process 0 is not known to the {config.world_size} processes on "
+            f"{config.num_nodes} machines",
+            why="whoever started them does not say where process 0 runs",
+            fix="export MASTER_ADDR=… in each process: the machine of process 0",
         )
-    try:
-        jax.distributed.initialize(
-            coordinator_address=address,
-            num_processes=config.world_size,
-            process_id=config.rank,
-            local_device_ids=own_device_ids(
-                config.num_processes_per_node, config.local_rank, os.environ
-            ),
-            # All values are given above; under SLURM, detection would override "all GPUs".
-            cluster_detection_method="deactivate",
-        )
-    except RuntimeError as error:
-        raise EnvironmentProblem(
-            f"process {config.rank} of {config.world_size} could not join at {address}",
-            why=first_line(error),
-            fix="check that every process is started and reaches MASTER_ADDR:MASTER_PORT",
-        ) from error
+    processes.connect(
+        f"[{host}]:{config.master_port}"
+        if ":" in host.strip("[]") and "[" not in host
+        else f"{host}:{config.master_port}",
+        config.world_size,
+        config.rank,
+        local_device_ids=own_device_ids(config.num_processes_per_node, config.local_rank, environ),
+        run_name=run_name(environ),
+        notify=lambda line: print(line, file=sys.stderr, flush=True),
+    )

@@ -42,7 +42,7 @@ def connect_processes(
         simulate_devices(own)
     if settings.world_size == 1 or _connected():
         return
-    from meshwright.distributed.multinode import own_device_ids
+    from meshwright.distributed.multinode import join_processes
 
     if jax_has_started():
         raise EnvironmentProblem(
@@ -50,14 +50,7 @@ def connect_processes(
             why="JAX has already started its devices in this process",
             fix="unset WORLD_SIZE and RANK, or connect before anything uses JAX devices",
         )
-    processes.connect(
-        f"{settings.master_addr}:{settings.master_port}",
-        settings.world_size,
-        settings.rank,
-        local_device_ids=own_device_ids(
-            settings.num_processes_per_node, settings.local_rank, environ
-        ),
-    )
+    join_processes(settings, environ)
 
 
 def devices_per_process(simulate: int, world_size: int, environ: Mapping[str, str]) -> int:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+from meshwright.config.engines import process_variables
+from meshwright.config.environment import run_name
 from meshwright.errors import UserError
 from meshwright.launch.options import LaunchOptions
-from meshwright.launch.whole_run import find_run
+from meshwright.launch.whole_run import WholeRun, find_run
+from meshwright.processes import JOIN_TIMEOUT
 from meshwright.units import counted
-
-_OTHER_LAUNCHERS = re.compile(r"SLURM_(PROCID|LOCALID)|OMPI_COMM_WORLD_\w+")
-"""Variables of other launchers that would give a process another rank."""
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _GPU_FILES = {"jax-cuda": "nvidia[0-9]*", "jax-rocm": "dri/renderD*"}
@@ -21,13 +22,23 @@ _FORCED_COUNT = re.compile(r"\s*--xla_force_host_platform_device_count=\S*")
 
 
 def environments(
-    launch: LaunchOptions, environ: Mapping[str, str], root: Path = Path("/")
+    launch: LaunchOptions,
+    environ: Mapping[str, str],
+    root: Path = Path("/"),
+    run: WholeRun | None = None,
 ) -> list[dict[str, str]]:
-    """Return the environment of each process of this machine, in the order of their ranks."""
-    run = find_run(launch.nprocs, environ)
-    base = {key: value for key, value in environ.items() if not _OTHER_LAUNCHERS.fullmatch(key)}
+    """Return the environment of each process of this machine, in the order of their ranks.
+
+    Args:
+        launch: what to launch.
+        environ: the environment of the launcher.
+        root: the file system with the device files.
+        run: the run that the launch belongs to; found from the other arguments by default.
+    """
+    run = find_run(launch, environ) if run is None else run
+    base = {key: value for key, value in environ.items() if key not in process_variables()}
     if run.address.startswith("127."):
-        # By default JAX listens on every network interface.
+        # For scripts that call JAX themselves: by default it listens on every network interface.
         base["JAX_COORDINATOR_BIND_ADDRESS"] = f"{run.address}:{run.port}"
     base |= {
         "MASTER_ADDR": run.address,
@@ -37,6 +48,11 @@ def environments(
         # Lines appear when they are printed, not when a buffer is full.
         "PYTHONUNBUFFERED": "1",
     }
+    # Processes of another run that come to this port by mistake are turned away.
+    if name := run_name(environ) if run.is_shared else secrets.token_hex(8):
+        base["MESHWRIGHT_LAUNCH_ID"] = name
+    if launch.join_seconds is not None:
+        base[JOIN_TIMEOUT] = f"{launch.join_seconds:g}"
     # Otherwise JAX handles SIGTERM itself once connected, and the process does not stop.
     base.setdefault("JAX_ENABLE_PREEMPTION_SERVICE", "false")
     devices = _devices(launch, base, root)

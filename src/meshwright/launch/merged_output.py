@@ -9,6 +9,12 @@ from typing import IO
 _ERROR = re.compile(rb"(internal )?error: ")
 _GLOO_CONNECTED = b"[Gloo] Rank "
 """What Gloo prints on stdout, once per device, when it has connected."""
+_CAUSE = re.compile(rb"(?:internal )?error: (.+)|((?:\w+\.)*\w*(?:Error|Exception): .+)")
+"""How a process says why it fails: Meshwright's own errors, and the end of a traceback."""
+_CONSEQUENCE = re.compile(rb"error: process \d+ lost |lost its connection to the other processes")
+"""What processes say because another one is gone."""
+_UPDATE = re.compile(rb"train +(\d+)(?:/\d+)?  ")
+"""A line of metrics, which says how far the run is."""
 _LOST = b"Terminating process because the JAX distributed service detected fatal errors"
 _CRASH_DUMP = re.compile(
     rb"[IWEF]\d{4} [\d:.]+ +\d+ (preemption_\w+\.cc|coordination_\w+\.cc|client\.h)"
@@ -23,28 +29,56 @@ class MergedOutput:
 
     An error that several processes report is shown once. Errors are those of Meshwright's command
     line: a line ``error: …`` and the indented lines after it. Messages of Gloo about connections
-    are left out, and those of JAX about lost peers become one line.
+    are left out, and those of JAX about lost peers become one line. Errors about a lost connection
+    are kept until `release`, so that the error of the process that is gone comes first.
+
+    Attributes:
+        causes: by process, its first error.
+        last_update: the newest update that was reported; None before the first.
     """
 
     def __init__(self, target: IO[bytes]) -> None:
         self._target = target
         self._lock = threading.Lock()
         self._errors: set[bytes] = set()
+        self._held: list[bytes] = []
+        self.causes: dict[int, str] = {}
+        self.last_update: int | None = None
 
     def pump(self, rank: int, source: IO[bytes]) -> None:
         """Copy everything a process prints until it closes the stream."""
-        repeated = False
+        repeated = held = False
         for line in source:
             with self._lock:
+                if _LOST in line:
+                    line = b"lost its connection to the other processes\n"
+                self._note(rank, line)
                 if _ERROR.match(line):
                     repeated = line in self._errors
                     self._errors.add(line)
                 elif not line.startswith(b"  "):
                     repeated = False
-                if _LOST in line:
-                    line = b"lost its connection to the other processes\n"
-                if not (repeated or line.startswith(_GLOO_CONNECTED) or _CRASH_DUMP.match(line)):
-                    self._write(b"[%d] %s" % (rank, line))
+                if not line.startswith(b"  "):
+                    held = bool(_CONSEQUENCE.match(line))
+                if repeated or line.startswith(_GLOO_CONNECTED) or _CRASH_DUMP.match(line):
+                    continue
+                shown = b"[%d] %s" % (rank, line)
+                self._held.append(shown) if held else self._write(shown)
+
+    def release(self) -> None:
+        """Print the errors about lost connections."""
+        with self._lock:
+            for line in self._held:
+                self._write(line)
+            self._held.clear()
+
+    def _note(self, rank: int, line: bytes) -> None:
+        """Remember what the line says about the run."""
+        if update := _UPDATE.match(line):
+            self.last_update = int(update[1])
+        elif cause := _CAUSE.match(line):
+            text = (cause[1] or cause[2]).decode(errors="replace").strip()
+            self.causes.setdefault(rank, text)
 
     def say(self, text: str) -> None:
         """Print a line of the launcher itself."""

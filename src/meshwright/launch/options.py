@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from meshwright.errors import UserError, did_you_mean
 
@@ -15,6 +17,13 @@ FLAGS = {
         "devices of each: virtual ones on CPUs (default 1), GPUs otherwise",
         "N",
     ),
+    "--nodes": ("machines of the run; launch on each of them (default 1)", "N"),
+    "--node-rank": ("number of this machine, from 0; SLURM and SkyPilot know it", "N"),
+    "--coordinator": ("machine 0 and a free port of it", "HOST:PORT"),
+    "--join-timeout": (
+        "seconds for all processes to join (default 60, over several machines 300)",
+        "SECONDS",
+    ),
     "--grace": (
         "seconds for processes to exit on their own (default 8 after a failure, 60 after Ctrl-C)",
         "SECONDS",
@@ -23,6 +32,7 @@ FLAGS = {
 """The flags of ``launch``, each with its help text and the placeholder of its value."""
 
 MAX_PROCESSES = 256
+MAX_NODES = 65_536
 
 
 @dataclass(frozen=True)
@@ -31,15 +41,23 @@ class LaunchOptions:
 
     Attributes:
         program: a Meshwright command, a Python script or ``-m module``, with arguments.
-        nprocs: number of processes.
+        nprocs: number of processes on this machine.
         devices_per_process: devices of each process; None leaves them to the machine or program.
         grace_seconds: how long processes may take to exit on their own; None for the defaults.
+        nodes: number of machines; None if it was not given.
+        node_rank: the number of this machine; None if it was not given.
+        coordinator: ``host:port`` of process 0; empty if it was not given.
+        join_seconds: how long processes wait for each other; None for the default.
     """
 
     program: tuple[str, ...]
     nprocs: int
     devices_per_process: int | None = None
     grace_seconds: float | None = None
+    nodes: int | None = None
+    node_rank: int | None = None
+    coordinator: str = ""
+    join_seconds: float | None = None
 
     @property
     def command(self) -> list[str]:
@@ -47,7 +65,8 @@ class LaunchOptions:
         first = self.program[0]
         if first == "-m" or first.endswith(".py"):
             return [sys.executable, *self.program]
-        return [sys.executable, "-m", "meshwright", *self.program]
+        # Without -P, a `yaml.py` in the working directory would be imported instead of the library.
+        return [sys.executable, "-P", "-m", "meshwright", *self.program]
 
 
 def parse_launch(words: Sequence[str]) -> LaunchOptions:
@@ -65,15 +84,43 @@ def parse_launch(words: Sequence[str]) -> LaunchOptions:
         raise UserError(
             "the number of processes is missing", fix="write --nprocs N before the program"
         )
-    grace = given.get("--grace")
+    _check_machines(given)
     return LaunchOptions(
         program,
         nprocs=_count("--nprocs", given["--nprocs"]),
-        devices_per_process=_count("--devices-per-process", given["--devices-per-process"])
-        if "--devices-per-process" in given
-        else None,
-        grace_seconds=None if grace is None else _seconds(grace),
+        devices_per_process=_optional(given, "--devices-per-process", _count),
+        grace_seconds=_optional(given, "--grace", _seconds),
+        nodes=_optional(given, "--nodes", partial(_count, most=MAX_NODES)),
+        node_rank=_optional(given, "--node-rank", partial(_count, least=0, most=MAX_NODES)),
+        coordinator=given.get("--coordinator", ""),
+        join_seconds=_optional(given, "--join-timeout", partial(_seconds, least=1)),
     )
+
+
+def _check_machines(given: Mapping[str, str]) -> None:
+    """Check the flags for several machines against each other."""
+    if "--coordinator" in given:
+        # Help texts import this module, and must not wait for the libraries of configs.
+        from meshwright.config.engines import DEFAULT_PORT, split_address
+
+        split_address("--coordinator", given["--coordinator"], default_port=DEFAULT_PORT)
+    if "--node-rank" not in given:
+        return
+    rank, nodes = given["--node-rank"], given.get("--nodes")
+    if nodes is None:
+        raise UserError(
+            f"--node-rank {rank} needs the number of machines", fix="add --nodes with their number"
+        )
+    if rank.isdecimal() and nodes.isdecimal() and int(rank) >= int(nodes):
+        raise UserError(
+            f"--node-rank {rank} does not exist among --nodes {nodes}",
+            why="machines are numbered from 0",
+            fix=f"write --node-rank 0 to {int(nodes) - 1}",
+        )
+
+
+def _optional(given: Mapping[str, str], flag: str, read: Callable[[str, str], Any]) -> Any:
+    return read(flag, given[flag]) if flag in given else None
 
 
 def _check_program(program: tuple[str, ...]) -> None:
@@ -96,19 +143,19 @@ def _check_program(program: tuple[str, ...]) -> None:
         )
 
 
-def _count(flag: str, text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_PROCESSES:
-        raise UserError(f"{flag} {text} is not valid", fix=f"write 1 to {MAX_PROCESSES}")
+def _count(flag: str, text: str, *, least: int = 1, most: int = MAX_PROCESSES) -> int:
+    if not text.isdecimal() or not least <= int(text[:9]) <= most:
+        raise UserError(f"{flag} {text} is not valid", fix=f"write {least} to {most}")
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def _seconds(flag: str, text: str, *, least: float = 0) -> float:
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds <= 86_400:
-        raise UserError(f"--grace {text} is not valid", fix="write seconds, such as --grace 30")
+    if not least <= seconds <= 86_400:
+        raise UserError(f"{flag} {text} is not valid", fix=f"write seconds, such as {flag} 30")
     return seconds
 
 

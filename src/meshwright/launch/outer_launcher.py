@@ -3,46 +3,11 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from meshwright.config.environment import is_slurm_task
+from meshwright.config.engines import ENGINES, ENVIRONMENT, Engine, Found, read_engine
 from meshwright.errors import UserError
 from meshwright.units import counted
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The variables by which a launcher describes its processes.
-
-    Attributes:
-        name: whose variables they are.
-        sizes: the number of processes, the most specific variable first.
-        ranks: the number of this process.
-        addresses: the address of process 0.
-        applies: whether they describe this process, and not only its job.
-    """
-
-    name: str
-    sizes: tuple[str, ...]
-    ranks: tuple[str, ...]
-    addresses: tuple[str, ...] = ()
-    applies: Callable[[Mapping[str, str]], bool] = lambda _: True
-
-
-_ENVIRONMENT = _Source("the environment", ("WORLD_SIZE",), ("RANK",), ("MASTER_ADDR",))
-_SOURCES = (
-    _ENVIRONMENT,
-    _Source(
-        "SLURM",
-        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-        ("SLURM_PROCID",),
-        applies=is_slurm_task,
-    ),
-    _Source("Open MPI", ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_RANK",)),
-    _Source("PMI", ("PMI_SIZE",), ("PMI_RANK",)),
-    _Source("JAX", ("JAX_NUM_PROCESSES",), ("JAX_PROCESS_ID",), ("JAX_COORDINATOR_ADDRESS",)),
-)
 
 
 def refuse_outer_launcher(
@@ -53,48 +18,44 @@ def refuse_outer_launcher(
     The launch would overwrite the variables, and each group of processes would train a model of
     its own. If the run ``is_shared``, the launch follows MASTER_ADDR, RANK and WORLD_SIZE.
     """
-    for source in _SOURCES:
-        if is_shared and source is _ENVIRONMENT:
+    for engine in ENGINES:
+        if (is_shared and engine is ENVIRONMENT) or not engine.started(environ):
             continue
-        given = _variables(source, environ)
-        if not given or not _says_more(source, given):
+        found = read_engine(engine, environ)
+        if not _says_more(found):
             continue
+        given = _variables(engine, found, environ)
         shown = " ".join(f"{name}={value}" for name, value in given.items())
+        name = "the environment" if engine is ENVIRONMENT else engine.name
         raise UserError(
-            f"{source.name} and --nprocs {nprocs} describe different processes",
+            f"{name} and --nprocs {nprocs} describe different processes",
             why=f"{shown} says that this is one process among others, and --nprocs {nprocs} starts "
             f"{counted(nprocs, 'process', 'processes')} that know nothing of them: each launch "
             "would train a model of its own",
             fix="leave launch out, and start the command itself as each of these processes; or, "
             f"for processes on this machine only, run `unset {' '.join(given)}` first; or, for a "
-            "launch on each of several machines, export MASTER_ADDR, RANK and WORLD_SIZE alone",
+            "launch on each of several machines, add --nodes with their number",
         )
 
 
-def _variables(source: _Source, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a source that are set."""
-    if not source.applies(environ):
-        return {}
-    names = (*source.addresses, *source.ranks, *source.sizes)
+def _variables(engine: Engine, found: Found, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are set and say where process 0 is, and which process this is."""
+    address = () if found.place is None else found.place.variables
+    names = (*address, *engine.rank, *engine.world_size)
     return {name: text for name in names if (text := environ.get(name, "").strip())}
 
 
-def _says_more(source: _Source, given: Mapping[str, str]) -> bool:
-    """Whether the variables tell of other processes, or of a process 0 elsewhere."""
-    # Of several variables for one size, the first that is set decides; text that is no number
-    # decides nothing.
-    sizes = [given[name] for name in source.sizes if name in given][:1]
-    ranks = [given[name] for name in source.ranks if name in given]
-    addresses = [given[name] for name in source.addresses if name in given]
+def _says_more(found: Found) -> bool:
+    """Whether an engine tells of other processes, or of a process 0 elsewhere."""
+    size, place = found.numbers.get("world_size"), found.place
     return (
-        any(text.isdecimal() and int(text) > 1 for text in sizes)
-        or any(text.isdecimal() and int(text) > 0 for text in ranks)
+        (size or 1) > 1
+        or found.numbers.get("rank", 0) > 0
         # One process alone does not connect to anybody, wherever that may be.
-        or ("1" not in sizes and any(_is_elsewhere(address) for address in addresses))
+        or (size != 1 and place is not None and place.is_given and _is_elsewhere(place.host))
     )
 
 
-def _is_elsewhere(address: str) -> bool:
-    host = address.rpartition(":")[0] if address.count(":") == 1 else address
+def _is_elsewhere(host: str) -> bool:
     here = {"localhost", "::1", "[::1]", "0.0.0.0", socket.gethostname(), socket.getfqdn()}
     return host not in here and not host.startswith("127.")

@@ -56,6 +56,8 @@ class Supervisor:
         # The group has ended, so the pipes are closed.
         for pump in self._pumps:
             pump.join()
+        self._merged.release()
+        self._summarize()
         return 0 if self._failure is None else exit_code(self._failure[1])
 
     def _start(self, rank: int, environ: Mapping[str, str], group: int) -> None:
@@ -119,6 +121,16 @@ class Supervisor:
         if self._running and now >= self._kill_at:
             self._send(signal.SIGKILL)
             self._kill_at = _NEVER
+
+    def _summarize(self) -> None:
+        """Say at the end which process failed first, when, and why."""
+        if self._failure is None or self._asked:
+            return
+        rank, returncode = self._failure
+        update, cause = self._merged.last_update, self._merged.causes.get(rank, "")
+        when = "" if update is None else f" after update {update}"
+        why = f": {cause}" if cause else ""
+        self._merged.say(f"launch: process {rank} {_describe_exit(returncode)}{when}{why}")
 
     def _send(self, number: int) -> None:
         for rank in self._running:

@@ -10,6 +10,7 @@ import yaml
 
 from meshwright.config.origins import flatten
 from meshwright.json_text import parse_json
+from meshwright.masking import mask_tree, mask_value
 from meshwright.tracking.run_files import read_lines, read_metrics
 from meshwright.tracking.settings import run_name
 
@@ -93,14 +94,20 @@ def _is_value(value: Any) -> bool:
 def _config(folder: Path) -> list[dict[str, Any]]:
     entries = _json(folder / "config.json")
     if isinstance(entries, list):
-        return [entry for entry in entries if isinstance(entry, dict) and "key" in entry]
+        return [_masked(entry) for entry in entries if isinstance(entry, dict) and "key" in entry]
     try:
         values = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return []
     if not isinstance(values, dict):
         return []
-    return [{"key": key, "value": value, "origin": ""} for key, value in flatten(values)]
+    return [_masked({"key": k, "value": v, "origin": ""}) for k, v in flatten(values)]
+
+
+def _masked(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a setting without secrets, which old runs have written."""
+    shown = mask_tree(entry)
+    return shown | {"value": mask_value(str(entry["key"]), entry.get("value"))}
 
 
 def _json(path: Path) -> Any:

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from meshwright.masking import mask_text
 from meshwright.tracking.metric_text import format_metrics
 from meshwright.tracking.tracker import NullTracker
 from meshwright.units import human_bytes, human_count, human_seconds
@@ -84,7 +85,7 @@ class WarningsOnly(NullTracker):
         """Warn at the user's line that started the run."""
         if kind == "warning":
             at = f" (update {update})" if update else ""
-            warnings.warn(f"{message}{at}", UserWarning, stacklevel=_levels_inside())
+            warnings.warn(f"{mask_text(message)}{at}", UserWarning, stacklevel=_levels_inside())
 
 
 class Pace:
@@ -168,4 +169,4 @@ def format_event(kind: str, update: int, message: str) -> str:
     if kind not in SHOWN_EVENTS:
         return ""
     at = f" (update {update})" if update and kind != "start" else ""
-    return f"{kind}: {message}{at}"
+    return f"{kind}: {mask_text(message)}{at}"

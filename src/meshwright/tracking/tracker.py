@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from meshwright.errors import first_line
+from meshwright.masking import mask_text, mask_tree
 
 logger = logging.getLogger("meshwright.tracking")
 
@@ -71,8 +72,9 @@ class Trackers:
         self._each(update, lambda tracker: tracker.log(split, update, numbers))
 
     def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
-        """Pass the event to each tracker."""
-        self._each(update, lambda tracker: tracker.event(kind, update, message, details))
+        """Pass the event to each tracker, without secrets."""
+        shown, others = mask_text(message), mask_tree(details)
+        self._each(update, lambda tracker: tracker.event(kind, update, shown, others))
 
     def close(self, result: Mapping[str, Any]) -> None:
         """Close each tracker, the first one last, so that it receives the others' failures."""
@@ -96,7 +98,7 @@ class Trackers:
             message = f"tracking by {name} stopped: {reason}"
             self.event("warning", update, message, {"tracker": name})
             if not self._trackers:
-                logger.warning("%s", message)
+                logger.warning("%s", mask_text(message))
 
 
 def _number(value: Any) -> float:

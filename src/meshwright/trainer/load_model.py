@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from meshwright.checkpoint import CheckpointReader, find_store
 from meshwright.checkpoint.damage import Damage, DamagedCheckpoint, all_damaged
@@ -27,6 +29,7 @@ from meshwright.program.trace.model_leaves import Leaf
 from meshwright.recipe import make_model_source
 from meshwright.step.assemble import set_eval_mode
 from meshwright.trees import is_key
+from meshwright.user_code import is_users_file
 from meshwright.weights.array_differences import describe_differences
 from meshwright.weights.families import read_architecture
 from meshwright.weights.hf_folder import CONFIG, is_hf_folder, open_folder
@@ -139,7 +142,27 @@ def _from_config(folder: Path, update: int) -> ModelSource:
             why="the run was started from Python, which saves no config",
             fix="pass the model: mw.load_model(run, model=Net)",
         )
-    return make_model_source(Config.parse(dict(config)))
+    parsed = Config.parse(dict(config))
+    _refuse_foreign_code(parsed.model.kind, folder.parent)
+    return make_model_source(parsed)
+
+
+def _refuse_foreign_code(kind: str, run: Path) -> None:
+    """Raise if a checkpoint names code that the user's program has not imported itself.
+
+    Otherwise a checkpoint from somebody else could have anything imported and called.
+    """
+    module, colon, name = kind.partition(":")
+    imported = sys.modules.get(module)
+    named = getattr(imported, name, None)
+    is_model = isinstance(named, type) and issubclass(named, nnx.Module)
+    if not colon or is_model or is_users_file(getattr(imported, "__file__", None) or "<frozen "):
+        return
+    raise UserError(
+        f"the run {run} names the model {kind}, which your program has not imported",
+        why="what a checkpoint names is not imported by itself",
+        fix=f"pass the model: mw.load_model(run, model={name}), or write `import {module}` first",
+    )
 
 
 def _stored_shape(leaf: Leaf) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from meshwright.checkpoint.damage import (
 from meshwright.checkpoint.older_paths import as_named_now, names_on_disk
 from meshwright.config.origins import flatten
 from meshwright.errors import ANY, Setting, UserError
+from meshwright.masking import mask_tree
 from meshwright.processes import broadcast, is_main
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
@@ -184,7 +185,8 @@ def config_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     """List the values that affect results and have changed."""
     if not before or not now:
         return []
-    old, new = dict(flatten(dict(before))), dict(flatten(dict(now)))
+    # A checkpoint has no secrets, unless it is an old one.
+    old, new = dict(flatten(mask_tree(before))), dict(flatten(mask_tree(now)))
     return [
         f"{key} was {_text(old, key)} and is {_text(new, key)}"
         for key in dict.fromkeys([*old, *new])

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshwright.masking import mask_words
 from meshwright.mesh.svg_drawing import mesh_svg
 from meshwright.pipeline.schedule.timeline_svg import timeline_svg
 from meshwright.processes import process_count
@@ -44,7 +45,7 @@ def describe_run(
         "name": name,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": package_versions(),
-        "command": list(sys.argv),
+        "command": mask_words(sys.argv),
         "devices": describe_devices(mesh.devices),
         "mesh": dict(plan.mesh),
         "mesh_svg": mesh_svg(mesh),

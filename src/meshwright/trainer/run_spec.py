@@ -103,6 +103,7 @@ class RunSpec:
         extra_results: returns further results for result.json from the final state.
         warnings: further warnings to show at the start.
         settings: further settings that must be the same in every process.
+        code: the user's model, loss and callbacks, whose files must be the same in every process.
         interrupt: watches signals already; by default they are watched during training only.
         programs: programs that are compiled already; None for none.
     """
@@ -127,5 +128,6 @@ class RunSpec:
     extra_results: Callable[[TrainState], Mapping[str, Any]] = lambda _: {}
     warnings: Sequence[str] = ()
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    code: Sequence[Any] = ()
     interrupt: Interrupt | None = None
     programs: Programs | None = None

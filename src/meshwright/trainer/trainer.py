@@ -465,6 +465,7 @@ class Trainer:
                 "eval_loss": comparable(self.eval_loss),
                 "clip_norm": self.clip_norm,
             },
+            code=[self.model, self.loss, self.eval_loss],
         )
 
     def _evaluation(

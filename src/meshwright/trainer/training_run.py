@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from meshwright.activity import activity
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, CheckpointStore
 from meshwright.checkpoint.damage import DamagedCheckpoint
+from meshwright.code_digests import own_code, users_code
 from meshwright.data.streams import IterableData
 from meshwright.errors import ANY, Setting, UserError, first_line
-from meshwright.handshake import Facts, compare_processes
+from meshwright.handshake import Facts, compare_processes, describe_own_devices
 from meshwright.interrupt import Interrupt, Phase
 from meshwright.processes import barrier, is_main, process_count
 from meshwright.profile import NoProfiling, Profile, Profiling
@@ -73,7 +74,8 @@ class TrainingRun:
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
         self._plan, self._run_dir = spec.assembled.plan, spec.output.run_dir
-        compare_processes(_facts(spec))
+        if process_count() > 1:
+            compare_processes(_facts(spec))
         self._context = CallbackContext(spec.assembled)
         self._callbacks = Callbacks(spec.callbacks)
         evaluated = spec.evaluation.loss or spec.loss
@@ -424,7 +426,9 @@ def _facts(spec: RunSpec) -> Facts:
         "log_every": output.log_every,
         "checkpoint": output.checkpoint.model_dump(mode="json"),
         "run_dir": None if output.run_dir is None else str(output.run_dir),
-        "version": package_versions(),
+        "version": {**package_versions(), "meshwright code": own_code()},
+        "devices": describe_own_devices(),
+        "code": users_code(*spec.code),
     }
 
 

@@ -40,6 +40,7 @@ def collect() -> dict[str, Any]:
         "accelerators": machine.accelerators(),
         "environment": machine.environment(os.environ),
         "ranks": machine.ranks(os.environ),
+        "coordinator": machine.coordinator(os.environ),
         "memory": machine.memory(),
         "disk": machine.disk(),
     }

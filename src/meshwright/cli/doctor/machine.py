@@ -11,7 +11,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.environment import is_slurm_task
+from meshwright.config.distributed_config import DistributedConfig
+from meshwright.config.engines import ENGINES, detect, first
+from meshwright.errors import UserError
+from meshwright.masking import mask_value
 
 PACKAGES = {
     "meshwright": "meshwright",
@@ -31,21 +34,10 @@ PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "libtpu
 """Packages that let JAX use an accelerator."""
 
 _VARIABLES = re.compile(
-    r"(JAX|XLA|NCCL|MASTER|SLURM|OMPI|HYDRA)_\w+|(CUDA|HIP|ROCR)_VISIBLE_DEVICES"
-    r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE"
+    r"(JAX|XLA|NCCL|MASTER|SLURM|OMPI|PMI|SKYPILOT|MESHWRIGHT|HYDRA)_\w+"
+    r"|(CUDA|HIP|ROCR)_VISIBLE_DEVICES|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK"
+    r"|JOB_COMPLETION_INDEX"
 )
-_SECRET_NAME = re.compile(
-    r"TOKEN|SECRET|PASSW|KEY|JWT|CREDENTIAL|AUTH|PRECONDITION_TRANSPORTS", re.IGNORECASE
-)
-_LOGIN_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+@")
-
-_RANKS = {
-    "environment": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    "SLURM": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    "JAX": ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "LOCAL_RANK"),
-}
-
 _ACCELERATOR_FILES = {
     "NVIDIA GPU": "dev/nvidia[0-9]*",
     "AMD GPU": "dev/kfd",
@@ -74,25 +66,57 @@ def system() -> dict[str, Any]:
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables that affect a run, with secrets hidden."""
     return {
-        name: "(hidden)" if _SECRET_NAME.search(name) else _LOGIN_IN_ADDRESS.sub("…@", value)
+        name: mask_value(name, value)
         for name, value in sorted(environ.items())
         if _VARIABLES.fullmatch(name)
     }
 
 
 def ranks(environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the rank of this process by launcher; None for values that are not numbers."""
-    return [
-        {
-            "source": source,
-            "rank": _integer(environ.get(rank)),
-            "world_size": _integer(environ.get(size)),
-            "local_rank": _integer(environ.get(local)),
-        }
-        for source, (rank, size, local) in _RANKS.items()
+    """Return what each launcher says about this process; None for values that are not numbers.
+
+    ``variables`` tells where each value comes from.
+    """
+    found: list[dict[str, Any]] = []
+    # The innermost launcher, which decides, comes first.
+    for engine in reversed(ENGINES):
         # Only a started process has a rank; an allocation may set the size.
-        if rank in environ and (source != "SLURM" or is_slurm_task(environ))
-    ]
+        if not first(engine.rank, environ)[0] or not engine.started(environ):
+            continue
+        keys = {
+            "rank": engine.rank,
+            "world_size": engine.world_size,
+            "local_rank": engine.local_rank,
+        }
+        given = {key: first(names, environ) for key, names in keys.items()}
+        found.append(
+            {
+                "source": engine.name,
+                **{key: _integer(text) for key, (_, text) in given.items()},
+                "variables": {key: name for key, (name, _) in given.items() if name},
+            }
+        )
+    return found
+
+
+def coordinator(environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return where process 0 listens, and the variable that says so; None for one process."""
+    try:
+        settings = DistributedConfig.from_environment(environ)
+        places = [(one.place, one.engine.name) for one in detect(environ) if one.place]
+    except UserError:
+        return None
+    if settings.world_size == 1:
+        return None
+    source = next(
+        (
+            {"source": name, "variable": place.variables[0]}
+            for place, name in reversed(places)
+            if place.host == settings.master_addr
+        ),
+        {"source": "default", "variable": None},
+    )
+    return {"address": settings.master_addr, "port": settings.master_port, **source}
 
 
 def memory(root: Path = Path("/")) -> dict[str, int | None]:

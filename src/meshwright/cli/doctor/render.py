@@ -66,7 +66,11 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "process", f"{report['process_index']}, {among}, with {report['local_devices']} devices"
     for entry in report["ranks"]:
         rank = f"rank {entry['rank']} of {entry['world_size']}, local rank {entry['local_rank']}"
-        yield f"  {entry['source']}", rank
+        names = ", ".join(entry.get("variables", {}).values())
+        yield f"  {entry['source']}", rank + (f" (from {names})" if names else "")
+    if where := report.get("coordinator"):
+        source = where["variable"] or "the default"
+        yield "  process 0", f"at {where['address']} port {where['port']} (from {source})"
     versions = (f"{name} {version or 'missing'}" for name, version in report["versions"].items())
     yield "versions", ", ".join(versions)
     yield "system", f"{report['platform']}, {report['usable_cores']} of {report['cores']} cores"

@@ -110,7 +110,8 @@ def _virtual(report: Report) -> Warnings:
 def _ranks(report: Report) -> Warnings:
     said = report["ranks"]
     count, index = report["process_count"], report["process_index"]
-    for entry in said:
+    # The first is the innermost launcher: others may have started it once for each machine.
+    for entry in said[:1]:
         source, rank, size = entry["source"], entry["rank"], entry["world_size"]
         if rank is None or size is None:
             yield (
@@ -130,8 +131,9 @@ def _ranks(report: Report) -> Warnings:
                 f"{source} says rank {rank}, JAX says process {index}",
                 "give each process its own rank as process_id",
             )
-    if len({entry["rank"] for entry in said}) > 1:
-        sources = " and ".join(f"{entry['source']} (rank {entry['rank']})" for entry in said)
+    same = [entry for entry in said if entry["world_size"] == said[0]["world_size"]]
+    if len({entry["rank"] for entry in same}) > 1:
+        sources = " and ".join(f"{entry['source']} (rank {entry['rank']})" for entry in same)
         yield f"{sources} disagree", "unset the variables of the launcher you do not use"
 
 

@@ -7,15 +7,23 @@ that of process 0 is an error. With a single process, calls return at once and d
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshwright.errors import EnvironmentProblem, UserError, first_line
 from meshwright.jax_internals import distributed_state
+from meshwright.processes.ports import Address, interface_for, is_loopback
+from meshwright.processes.rendezvous import Meeting, Member, meet
 
+JOIN_TIMEOUT = "MESHWRIGHT_JOIN_TIMEOUT"
+"""The environment variable with the seconds that processes wait for each other at the start."""
+START_SECONDS = 120
+"""How long JAX may take to connect processes that are all there."""
 TIMEOUT_SECONDS = 600.0
 """How long to wait for the other processes; the first compilation may take minutes."""
 
@@ -38,7 +46,9 @@ def connect(
     process_id: int,
     *,
     local_device_ids: Sequence[int] | None = None,
-    timeout_seconds: int = 300,
+    timeout_seconds: float | None = None,
+    run_name: str = "",
+    notify: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Connect this process to the others; must run before JAX starts its devices.
 
@@ -47,13 +57,68 @@ def connect(
         num_processes: number of processes.
         process_id: index of this process, from 0.
         local_device_ids: accelerators of this machine to use; all by default.
-        timeout_seconds: how long to wait for all processes, after which JAX ends this one.
+        timeout_seconds: how long to wait for all processes; by default MESHWRIGHT_JOIN_TIMEOUT,
+            or 60 seconds on one machine and 300 otherwise.
+        run_name: what the processes of this run share and those of others do not.
+        notify: called in process 0 with a line of text if it waits for long.
+
+    Raises:
+        UserError: the port is taken, or the processes disagree about their numbers.
+        EnvironmentProblem: process 0 cannot be reached, or a process is missing.
     """
     if not 0 <= process_id < num_processes:
         raise UserError(
             f"process {process_id} of {num_processes} does not exist",
             fix=f"number the processes from 0 to {num_processes - 1}",
         )
+    # Before the processes meet, since it may take long, and differently so on each machine.
+    importlib.import_module("jax")
+    address = Address.parse(coordinator_address)
+    given = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").strip()
+    interface = Address.parse(given).host if given else interface_for(address.host)
+    seconds = join_timeout(address) if timeout_seconds is None else timeout_seconds
+    meeting = Meeting(address, seconds, interface, notify)
+    kept = meet(Member(process_id, num_processes, run_name), meeting)
+    try:
+        _initialize(
+            address,
+            num_processes,
+            process_id,
+            interface=interface,
+            local_device_ids=local_device_ids,
+        )
+    finally:
+        if kept is not None:
+            kept.close()
+    _calls.made = _calls.failed = _calls.deleted = 0
+
+
+def join_timeout(address: Address) -> float:
+    """Return how long processes wait for each other at the start."""
+    text = os.environ.get(JOIN_TIMEOUT, "").strip()
+    if not text:
+        return 60.0 if is_loopback(address.host) else 300.0
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= 86_400:
+        raise UserError(
+            f"the environment variable {JOIN_TIMEOUT} is `{text}`",
+            fix=f"export {JOIN_TIMEOUT}=120 for two minutes, or unset it",
+        )
+    return seconds
+
+
+def _initialize(
+    address: Address,
+    num_processes: int,
+    process_id: int,
+    *,
+    interface: str,
+    local_device_ids: Sequence[int] | None,
+) -> None:
+    """Start JAX's own service and client, once all processes are there."""
     import jax
 
     # The CPU backend needs this for collectives between processes.
@@ -62,19 +127,19 @@ def connect(
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
-            coordinator_address,
+            str(address),
             num_processes,
             process_id,
             local_device_ids=local_device_ids,
-            initialization_timeout=timeout_seconds,
+            initialization_timeout=START_SECONDS,
+            coordinator_bind_address=str(Address(interface, address.port)),
             # Nothing is left to detect, and detection may contact services of a cluster.
             cluster_detection_method="deactivate",
         )
     except RuntimeError as error:
         raise EnvironmentProblem(
-            f"process {process_id} cannot connect to {coordinator_address}", why=str(error)
+            f"process {process_id} cannot connect to {address}", why=str(error)
         ) from error
-    _calls.made = _calls.failed = _calls.deleted = 0
 
 
 def process_index() -> int:

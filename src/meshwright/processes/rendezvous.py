@@ -1,0 +1,368 @@
+"""The rendezvous: processes meet on the coordinator's port before JAX listens there.
+
+JAX ends a process in native code, after minutes, if one is missing or the port is taken. Here
+process 0 listens first, the others introduce themselves, and whoever is missing is named in all
+processes. Once all are there, process 0 closes the port and JAX's service opens it again; no
+second port is needed.
+
+A message is a line of JSON. A process says who it is; process 0 answers that it should wait, and
+then that all may go, or what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from meshwright.errors import EnvironmentProblem, MeshwrightError, UserError
+from meshwright.processes.ports import EVERYWHERE, Address, listen, resolve
+
+MAX_MESSAGE = 4096
+"""Bytes; whoever sends more is not one of our processes."""
+ANSWER_SECONDS = 10.0
+"""How long process 0 may take to answer a process that has connected."""
+START_SECONDS = 60.0
+"""How long JAX may take to open the port once all are there."""
+NOTICE_SECONDS = 10.0
+"""After how long process 0 tells for whom it waits."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process, as it introduces itself.
+
+    Attributes:
+        process: its number.
+        count: how many processes there are, as it was told.
+        run: what the processes of its run share; empty if nothing is known.
+        host: the name of its machine.
+        pid: its number there.
+    """
+
+    process: int
+    count: int
+    run: str = ""
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where and how long processes wait for each other.
+
+    Attributes:
+        address: where process 0 listens, as the others reach it.
+        seconds: how long to wait.
+        interface: the address that process 0 listens on.
+        notify: called with a line when waiting takes long.
+    """
+
+    address: Address
+    seconds: float
+    interface: str = EVERYWHERE
+    notify: Callable[[str], None] = lambda _: None
+
+
+def meet(me: Member, meeting: Meeting) -> socket.socket | None:
+    """Return once all processes are there.
+
+    Returns:
+        In process 0, a socket that keeps the port from others until JAX has opened it.
+
+    Raises:
+        UserError: the port is taken, two processes have the same number, or they disagree about
+            how many there are.
+        EnvironmentProblem: process 0 cannot be reached, or a process is missing.
+    """
+    if me.process:
+        _join(me, meeting)
+        return None
+    listener, kept = listen(meeting.address, meeting.interface)
+    try:
+        with listener:
+            host = _Host(me, meeting, listener)
+            host.gather()
+        # The port is closed before anybody is told to go on.
+        host.tell_all({"go": True})
+    except BaseException:
+        if kept is not None:
+            kept.close()
+        raise
+    return kept
+
+
+class _Host:
+    """Process 0: collects the others."""
+
+    def __init__(self, me: Member, meeting: Meeting, listener: socket.socket) -> None:
+        self._me, self._meeting = me, meeting
+        self._members: dict[socket.socket, Member] = {}
+        self._texts: dict[socket.socket, bytes] = {}
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._until = time.monotonic() + meeting.seconds
+
+    def gather(self) -> None:
+        """Wait until all are there."""
+        notice = time.monotonic() + NOTICE_SECONDS
+        while len(self._members) < self._me.count - 1:
+            left = self._until - time.monotonic()
+            if left <= 0:
+                self._fail(_missing(self._me.count, self._joined(), self._meeting))
+            for key, _ in self._selector.select(min(left, 0.5)):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.fileobj, socket.socket):
+                    self._read(key.fileobj)
+            if time.monotonic() > notice:
+                notice = float("inf")
+                self._meeting.notify(_waiting(self._me.count, self._joined()))
+
+    def tell_all(self, message: dict[str, Any]) -> None:
+        """Send a message to all and close the connections."""
+        for connection in self._members:
+            _send(connection, message)
+        for connection in [*self._members, *self._texts]:
+            connection.close()
+        self._selector.close()
+
+    def _joined(self) -> list[int]:
+        return sorted([0, *(member.process for member in self._members.values())])
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            # Whoever connected is gone already.
+            return
+        connection.setblocking(False)
+        self._texts[connection] = b""
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            received = connection.recv(MAX_MESSAGE)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        if not received:
+            self._drop(connection)
+            return
+        if connection in self._members:
+            return
+        text = self._texts[connection] + received
+        self._texts[connection] = text
+        if b"\n" in text or len(text) > MAX_MESSAGE:
+            self._introduce(connection, text)
+
+    def _introduce(self, connection: socket.socket, text: bytes) -> None:
+        member = _read_member(text)
+        if member is None:
+            self._drop(connection)
+            return
+        if "" not in (member.run, self._me.run) and member.run != self._me.run:
+            _send(connection, {"other_run": self._me.run})
+            self._drop(connection)
+            return
+        self._check(member)
+        del self._texts[connection]
+        self._members[connection] = member
+        _send(connection, {"wait": self._until - time.monotonic()})
+
+    def _check(self, member: Member) -> None:
+        """Refuse a process with which the run cannot start, in all processes."""
+        if member.count != self._me.count:
+            self._fail(_other_count(self._me, member))
+        for connection, other in list(self._members.items()):
+            if (other.process, other.host, other.pid) == (member.process, member.host, member.pid):
+                # It has connected again.
+                self._drop(connection)
+            elif other.process == member.process:
+                self._fail(_same_number(other, member))
+        if not 0 < member.process < self._me.count:
+            self._fail(_same_number(self._me, member))
+
+    def _fail(self, error: MeshwrightError) -> None:
+        kind = "user" if isinstance(error, UserError) else "environment"
+        for connection in self._texts:
+            _send(connection, {"error": [kind, error.what, error.why, error.fix]})
+        self.tell_all({"error": [kind, error.what, error.why, error.fix]})
+        raise error
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        self._members.pop(connection, None)
+        self._texts.pop(connection, None)
+        connection.close()
+
+
+def _join(me: Member, meeting: Meeting) -> None:
+    """Introduce this process to process 0, again and again until it answers."""
+    until = time.monotonic() + meeting.seconds
+    reason = ""
+    while True:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise _unreachable(me, meeting, reason)
+        reason = _try_to_join(me, meeting.address, left)
+        if not reason:
+            break
+        time.sleep(min(0.2, max(left, 0)))
+    _wait_for_service(meeting.address)
+
+
+def _try_to_join(me: Member, address: Address, left: float) -> str:
+    """Wait at process 0 until all may go; return an empty text, or why it did not work."""
+    try:
+        with socket.create_connection((address.host, address.port), min(left, 5.0)) as connection:
+            _send(connection, {"meshwright": 1, **asdict(me)})
+            return _wait_for_answer(connection, address)
+    except TimeoutError:
+        return f"no answer from {address}: a firewall, or a machine that is off"
+    except ConnectionRefusedError:
+        return f"nothing listens on {address}"
+    except (OSError, UnicodeError) as error:
+        if not resolve(address.host):
+            return f"the host name `{address.host}` cannot be resolved"
+        return getattr(error, "strerror", None) or str(error)
+
+
+def _wait_for_answer(connection: socket.socket, address: Address) -> str:
+    strange = f"what listens on {address} is not process 0 of a Meshwright run"
+    connection.settimeout(ANSWER_SECONDS)
+    with connection.makefile("rb") as lines:
+        while True:
+            try:
+                line = lines.readline(MAX_MESSAGE)
+            except TimeoutError:
+                return strange
+            if not line:
+                return f"process 0 on {address} ended, or refused this process"
+            message = _read_json(line)
+            if "wait" in message:
+                # Process 0 decides; it only does not if its machine is gone.
+                connection.settimeout(float(message["wait"]) + ANSWER_SECONDS)
+            elif "other_run" in message:
+                return f"process 0 on {address} belongs to another run, {message['other_run']}"
+            elif "error" in message:
+                kind, *parts = map(str, message["error"])
+                raise _remote_error(kind, *parts)
+            elif "go" in message:
+                return ""
+            else:
+                return strange
+
+
+def _wait_for_service(address: Address) -> None:
+    """Wait until JAX's service listens: a client that comes too early waits for a second."""
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        try:
+            socket.create_connection((address.host, address.port), 5.0).close()
+        except OSError:
+            time.sleep(0.01)
+        else:
+            return
+    raise EnvironmentProblem(
+        f"process 0 did not start JAX's service on {address} within {START_SECONDS:g} s",
+        fix="look at the output of process 0",
+    )
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    # Whoever is gone is found missing.
+    with suppress(OSError):
+        connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _read_json(line: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return {}
+    return message if isinstance(message, dict) else {}
+
+
+def _read_member(text: bytes) -> Member | None:
+    message = _read_json(text.partition(b"\n")[0])
+    if message.pop("meshwright", None) != 1:
+        return None
+    try:
+        return Member(
+            process=int(message["process"]),
+            count=int(message["count"]),
+            run=str(message["run"]),
+            host=str(message["host"]),
+            pid=int(message["pid"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _remote_error(kind: str, what: str, why: str, fix: str) -> MeshwrightError:
+    error = UserError if kind == "user" else EnvironmentProblem
+    return error(what, why=why, fix=fix)
+
+
+def _named(numbers: Iterable[int]) -> str:
+    listed = list(numbers)
+    shown = [str(number) for number in listed[:8]] + (["…"] if len(listed) > 8 else [])
+    return f"{'process' if len(listed) == 1 else 'processes'} {', '.join(shown)}"
+
+
+def _waiting(count: int, joined: list[int]) -> str:
+    absent = [number for number in range(count) if number not in joined]
+    return f"waiting for {_named(absent)}: {len(joined)} of {count} processes have joined"
+
+
+def _missing(count: int, joined: list[int], meeting: Meeting) -> EnvironmentProblem:
+    absent = [number for number in range(count) if number not in joined]
+    return EnvironmentProblem(
+        f"{len(joined)} of {count} processes joined, missing {_named(absent)} after "
+        f"{meeting.seconds:g} s",
+        why=f"process 0 waited on {meeting.address}",
+        fix=f"look at the output of {_named(absent)}: not started, stopped, or unable to reach "
+        "that address; if it only needs longer, write --join-timeout SECONDS or "
+        "MESHWRIGHT_JOIN_TIMEOUT=SECONDS",
+    )
+
+
+def _unreachable(me: Member, meeting: Meeting, reason: str) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"process {me.process} of {me.count} cannot join process 0 at {meeting.address} within "
+        f"{meeting.seconds:g} s",
+        why=reason,
+        fix="check the address of process 0 (--coordinator, MASTER_ADDR and MASTER_PORT), that "
+        "process 0 runs, and that this machine may connect to it",
+    )
+
+
+def _other_count(host: Member, member: Member) -> UserError:
+    return UserError(
+        f"process {member.process} is one of {member.count} processes, and process 0 is one of "
+        f"{host.count}",
+        why=f"process {member.process} runs on {member.host}, process 0 on {host.host}",
+        fix="give every process the same number of processes: --nodes and --nprocs, or WORLD_SIZE",
+    )
+
+
+def _same_number(first: Member, second: Member) -> UserError:
+    return UserError(
+        f"two processes have the number {second.process} of {first.count}"
+        if first.process == second.process
+        else f"process {second.process} of {first.count} does not exist",
+        why=f"one is process {first.pid} on {first.host}, the other {second.pid} on {second.host}"
+        if first.process == second.process
+        else f"it is process {second.pid} on {second.host}",
+        fix=f"number the processes from 0 to {first.count - 1}: --node-rank, RANK, JAX_PROCESS_ID",
+    )
