@@ -85,9 +85,7 @@ def run_block(
     def backward(saved: Any, cotangents: Any) -> Any:
         pullback, weights, rest, before = saved
         of_results, handed_back = cotangents
-        of_results = [
-            jnp.zeros(c.shape, c.dtype) if isinstance(c, SymbolicZero) else c for c in of_results
-        ]
+        of_results = [_instantiated(c) for c in of_results]
         # Nothing is computed again before the gradient arrives, nor are the weights of the block
         # before this one gathered.
         of_results, rest, before = lax.optimization_barrier((of_results, rest, before))
@@ -100,6 +98,13 @@ def run_block(
 
     block.defvjp(forward, backward, symbolic_zeros=True)
     return block(list(weights), list(others), list(before))
+
+
+def _instantiated(cotangent: Any) -> Any:
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    zero: Any = cotangent
+    return jnp.zeros(zero.shape, zero.dtype)
 
 
 def _but_casts_of(weights: Sequence[Value], policy: Callable[..., Any]) -> Callable[..., Any]:
