@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,7 @@ class AddWeights:
             ],
         )
 
-    def _repeated(self, weight: Value, shape: tuple[int, ...]) -> Value:
+    def _repeated(self, weight: Value, shape: Sequence[Any]) -> Value:
         if not self.in_parts:
             return jnp.broadcast_to(weight, shape)
         return repeat_vector(weight, shape, num_shards=self.mesh.num_auto)
