@@ -6,12 +6,15 @@ import sys
 import optax
 import pytest
 
+from meshwright import user_code
 from meshwright.code_digests import own_code, users_code
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
+    # Configs of other tests in this process have named modules as well.
+    monkeypatch.setattr(user_code, "_own_roots", type(user_code._own_roots)())
     (tmp_path / "digest_helper.py").write_text("def norm(x): return x\n")
     (tmp_path / "digest_model.py").write_text(
         "import functools, numpy\nfrom digest_helper import norm\n"

@@ -30,7 +30,7 @@ from meshwright.program.on_mesh.mesh_rules import (
     cast_leaf,
     rearrange_weight,
 )
-from meshwright.program.on_mesh.prefetch import after_last_block, run_block
+from meshwright.program.on_mesh.gather_ahead import after_last_block, run_block
 from meshwright.program.on_mesh.remat import Remat
 from meshwright.program.on_mesh.shared_inputs import SharedInput, SharedInputs
 from meshwright.program.trace.traced_loss import LossValue, TracedLoss

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.program.on_mesh.prefetch import after_last_block, run_block
+from meshwright.program.on_mesh.gather_ahead import after_last_block, run_block
 from meshwright.program.on_mesh.remat import choose_remat
 
 NUM_BLOCKS = 4
