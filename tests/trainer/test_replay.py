@@ -71,7 +71,7 @@ def record(folder, x, build=Net, **settings):
         model=build, loss=loss, optimizer=optax.adam(0.01), mesh="data=2",
         devices=jax.devices()[:2], **settings,
     )  # fmt: skip
-    with pytest.raises(mw.UserError, match="is (nan|inf|not finite) at update 1"):
+    with pytest.raises(mw.UserError, match=r"is (nan|inf|not finite) at update 1"):
         trainer.fit({"x": x}, steps=1, batch_size=40, run_dir=folder, progress=False)
     return folder / "incidents/000001"
 
