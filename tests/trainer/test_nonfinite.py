@@ -99,6 +99,7 @@ def incidents(folder):
     return [line for line in lines if line["kind"] == "incident"]
 
 
+@pytest.mark.full
 def test_a_skipped_update_leaves_no_trace(tmp_path):
     skipped = fit(spoiled(5, 6, 10), tmp_path / "a", on_nonfinite="skip")
     clean = fit(without(5, 6, 10), steps=STEPS - 3, on_nonfinite="skip")

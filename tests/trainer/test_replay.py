@@ -83,6 +83,7 @@ def positive(**values):
     return x
 
 
+@pytest.mark.full
 def test_a_gradient_that_only_the_backward_pass_makes_infinite(tmp_path):
     path = record(tmp_path, positive(row=0))
     found = mw.replay(path, model=Net, loss=loss, optimizer=optax.adam(0.01))
