@@ -145,6 +145,7 @@ def test_a_run_that_goes_back_never_had_those_samples(tmp_path):
     clean = fit(without(4, 5, 10, 11, 12), on_nonfinite="skip")
     assert list(went_back.losses.values()) == list(clean.losses.values())
     assert same(went_back, clean)
+    assert (went_back.updates, went_back.updates_before) == (STEPS, 0)
     first, second = incidents(tmp_path)
     assert "back to the checkpoint of update 4, batches 4 to 5 are left out" in first["message"]
     assert "back to the checkpoint of update 8, batches 10 to 12 are left out" in second["message"]

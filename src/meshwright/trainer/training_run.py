@@ -353,10 +353,12 @@ class TrainingRun:
 
     def _rewind(self, tracker: Tracker) -> tuple[CheckpointMetadata, TrainState]:
         """Restore the newest sound checkpoint of the run."""
+        started_from = self._point
         self._point = find_resume_point("must", self._run_dir)
         state = self._restore(tracker)
         assert self._point is not None
-        return self._point.metadata, state
+        metadata, self._point = self._point.metadata, started_from
+        return metadata, state
 
     def _check_rewinding(self) -> None:
         saves = self._run_dir is not None and self._spec.output.checkpoint.enabled
