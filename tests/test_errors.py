@@ -50,6 +50,7 @@ def test_exit_codes_are_those_the_command_line_promises():
         "CHECK_FAILED": 1,
         "BAD_INPUT": 2,
         "NOTHING_FITS": 3,
+        "NOT_FINITE": 4,
         "INTERNAL": 70,
         "PREEMPTED": 75,
     }

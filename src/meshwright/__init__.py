@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from meshwright.trainer import Callback, EarlyStopping, StopReason, Trainer
     from meshwright.trainer.export_hf import export_hf
     from meshwright.trainer.load_model import load_model
+    from meshwright.trainer.replay import replay
     from meshwright.weighted import Weighted
     from meshwright.weights.hf_model import hf_model
 
@@ -56,6 +57,7 @@ _NAMES = {
     "ledger": "meshwright.ledgers.make_ledger",
     "load_model": "meshwright.trainer.load_model",
     "read_params": "meshwright.checkpoint",
+    "replay": "meshwright.trainer.replay",
     "shard_fsdp": "meshwright.sharding.shard",
     "simulate_devices": "meshwright.mesh.simulate",
     "verify": "meshwright.proof",
@@ -87,6 +89,7 @@ __all__ = [
     "load_model",
     "pipeline",
     "read_params",
+    "replay",
     "shard_fsdp",
     "simulate_devices",
     "verify",

@@ -16,6 +16,7 @@ class ExitCode(IntEnum):
     CHECK_FAILED = 1
     BAD_INPUT = 2
     NOTHING_FITS = 3
+    NOT_FINITE = 4
     INTERNAL = 70
     PREEMPTED = 75
 
@@ -47,6 +48,12 @@ class UserError(MeshwrightError, ValueError):
     """A mistake in the user's input."""
 
     exit_code = ExitCode.BAD_INPUT
+
+
+class NotFinite(UserError):
+    """A loss, a gradient or a state is not finite, and the run stops."""
+
+    exit_code = ExitCode.NOT_FINITE
 
 
 class ProcessesDiffer(UserError):

@@ -60,6 +60,7 @@ class Recipe:
         clip_norm: largest global gradient norm; None does not clip.
         learning_rate: the learning rate by update.
         duration: how long to train.
+        guarded: whether updates that are not finite change nothing.
     """
 
     model: ModelSource
@@ -71,6 +72,7 @@ class Recipe:
     clip_norm: float | None
     learning_rate: optax.Schedule
     duration: Duration
+    guarded: bool = True
 
     @property
     def data(self) -> Data:
@@ -85,7 +87,13 @@ class Recipe:
     def assemble(self, plan: Plan, batch: Batch) -> Assembled:
         """Build the step for a plan and batches of this shape; nothing is compiled yet."""
         return assemble(
-            self.model, self.loss, self.optimizer, plan, batch, clip_norm=self.clip_norm
+            self.model,
+            self.loss,
+            self.optimizer,
+            plan,
+            batch,
+            clip_norm=self.clip_norm,
+            guarded=self.guarded,
         )
 
     def first_batch(self, batch_size: int) -> Batch:
@@ -120,6 +128,7 @@ def make_recipe(config: Config, global_batch_size: int) -> Recipe:
         clip_norm=config.optimizer.clip_norm,
         learning_rate=rate,
         duration=duration,
+        guarded=config.training.on_nonfinite != "apply",
     )
 
 

@@ -112,7 +112,7 @@ def test_a_tensor_axis_larger_than_the_heads(capfd, command):
 @pytest.mark.parametrize("override", NOT_FINITE)
 def test_a_loss_that_is_not_finite_at_the_start_of_training(run, override):
     code, out, err = run("train", override)
-    assert (code, out) == (2, "")
+    assert (code, out) == (4, "")
     assert "error: the loss is nan at update 1\n  it is not finite on the first batch: " in err
     assert "Traceback" not in err
 

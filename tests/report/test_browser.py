@@ -180,6 +180,24 @@ def test_the_ledger_shows_what_overlaps(show, pages, tmp_path):
     assert texts(browser, "#ledger .note")[0].endswith("is not known: no GPU.")
 
 
+def test_updates_that_were_not_finite_are_counted_and_listed(browser, tmp_path):
+    folder = write_run(tmp_path / "run")
+    own = {"kind": "incident", "loss": "nan", "grad_norm": "nan", "record": None, "time": 1.0}
+    with (folder / "events.jsonl").open("a") as file:
+        for update, action in ((5, "skip"), (6, "skip"), (9, "stop")):
+            line = own | {"update": update, "batch": update - 1, "action": action}
+            file.write(json.dumps(line | {"message": f"the loss is nan at update {update}"}) + "\n")
+    page = tmp_path / "page.html"
+    page.write_text(make_page([read_run(folder)]))
+    browser.open(page)
+    assert browser.errors == []
+    assert "3 incidents" in texts(browser, "header .badge")
+    assert "3 (skip 2, stop 1)" in " ".join(texts(browser, "#facts td"))
+    assert "Updates that were not finite" in " ".join(texts(browser, "#events caption"))
+    rows = [text for text in texts(browser, "#events tr") if text.startswith("9stop")]
+    assert rows == ["9stopnannan8–"]
+
+
 def test_settings_that_are_no_defaults_come_first(show):
     browser = show("one")
     origins = [text.split()[0] for text in texts(browser, "#config tbody td:last-child")]

@@ -201,7 +201,7 @@ def test_a_loss_that_is_not_finite_is_told_with_its_update(assembled):
 
     with pytest.raises(UserError, match="the loss is nan at update 2") as caught:
         trainer(log_every=1).fit(poisoned(), steps=2, assembled=assembled)
-    assert caught.value.why == "training diverged"
+    assert caught.value.why.startswith("training diverged, or the batch has")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,8 @@ class CheckpointMetadata:
         data_position: where data that is read in order continues, as its iterator describes it;
             None if the number of updates says it.
         processes: number of processes that wrote it.
+        skipped: updates that were skipped because they were not finite.
+        left_out: the batches left out when the run went back, as the first and the last of each.
         format: checkpoint format.
     """
 
@@ -37,4 +39,6 @@ class CheckpointMetadata:
     versions: Mapping[str, str] = field(default_factory=dict)
     data_position: Any = None
     processes: int = 1
+    skipped: int = 0
+    left_out: Sequence[Sequence[int]] = ()
     format: int = FORMAT

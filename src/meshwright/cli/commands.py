@@ -157,6 +157,15 @@ COMMANDS = {
             composes=False,
         ),
         Command(
+            "replay",
+            "run an update that was not finite again, and find where it began",
+            "meshwright.cli.replay",
+            "meshwright replay outputs/meshwright/2026-01-31/12-00-00/incidents/000123",
+            usage="RECORD [flags]",
+            needs_devices=False,
+            composes=False,
+        ),
+        Command(
             "config",
             "show every value of the config and where it comes from",
             "meshwright.cli.config",

@@ -32,6 +32,7 @@ from meshwright.step.state import TrainState
 from meshwright.trainer.callbacks import Callback, EarlyStopping
 from meshwright.trainer.fit_result import FitResult
 from meshwright.trainer.initial import find_initial, remembered_files
+from meshwright.trainer.not_finite import NonfinitePolicy
 from meshwright.trainer.resume import ResumePoint, find_resume_point
 from meshwright.trainer.run_spec import EvaluationSpec, LoadingSpec, OutputSpec, RunSpec
 from meshwright.trainer.schedule_warnings import schedule_warnings
@@ -87,6 +88,11 @@ def run(request: Request) -> int:
             config=mask_tree(config.model_dump(mode="json")),
             learning_rate=recipe.learning_rate,
             code=[recipe.task, *callbacks],
+            nonfinite=NonfinitePolicy(
+                config.training.on_nonfinite,
+                config.training.max_skipped,
+                config.training.max_rewinds,
+            ),
             strict=config.strict,
             extra_results=partial(_sample, config, recipe, assembled, end_tokens(hf_files)),
             warnings=[

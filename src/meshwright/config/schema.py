@@ -16,6 +16,7 @@ from meshwright.mesh.axes import INFER, resolve_alias
 Precision = Literal["no", "bf16", "fp16"]
 KernelChoice = Literal["auto", "xla", "none"]
 """Kernels of the platform; their forms for any device, to prove them; or none."""
+OnNonfinite = Literal["stop", "skip", "rewind", "apply"]
 
 # YAML reads a bare `no` as false.
 PrecisionKey = Annotated[
@@ -145,6 +146,11 @@ class TrainingConfig(Frozen):
         early_stopping_min_delta: by how much a loss must be lower to be better.
         callbacks: callbacks of yours, each as ``package.module:Class``, made without arguments.
         sample_tokens: tokens of text to generate at the end, for language models.
+        on_nonfinite: what to do about an update whose loss or gradient is not finite: stop; skip
+            it; rewind to the last checkpoint and leave out the batches since; or apply it, for an
+            optimizer that handles such gradients itself.
+        max_skipped: consecutive updates to skip before the run stops.
+        max_rewinds: how often a run goes back before it stops.
         profile_communication: profile a few updates, and report where their time goes.
     """
 
@@ -162,6 +168,9 @@ class TrainingConfig(Frozen):
     early_stopping_min_delta: float = Field(default=0.0, ge=0)
     callbacks: tuple[str, ...] = ()
     sample_tokens: int = Field(default=200, ge=0, le=100_000)
+    on_nonfinite: OnNonfinite = "stop"
+    max_skipped: Count = 10
+    max_rewinds: Count = 3
     profile_communication: bool = False
 
     @field_validator("max_duration")

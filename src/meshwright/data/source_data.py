@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.order import sample_ids
@@ -44,7 +45,12 @@ class SourceData:
 
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> HostBatch:
         """Return the batch of one update, or these rows of it."""
-        ids = sample_ids(
+        batch: Any = self.source.rows(self.ids(step, batch_size, rows))
+        return dict(batch) if isinstance(batch, Mapping) else batch
+
+    def ids(self, step: int, batch_size: int, rows: Rows | None = None) -> NDArray[np.int64]:
+        """Return the numbers of the samples of one update's batch, or of these rows of it."""
+        return sample_ids(
             seed=self.seed,
             step=step,
             batch_size=batch_size,
@@ -52,8 +58,6 @@ class SourceData:
             rows=rows,
             shuffle=self.shuffle,
         )
-        batch: Any = self.source.rows(ids)
-        return dict(batch) if isinstance(batch, Mapping) else batch
 
     def fingerprint(self) -> str:
         """Return the source's own fingerprint, or one of its class and size."""

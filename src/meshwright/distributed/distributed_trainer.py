@@ -79,6 +79,9 @@ class Trainer:
             seed=self.config.run.seed,
             run_name=self.config.run.name,
             log_every=self.config.tracking.log_every,
+            on_nonfinite=training.on_nonfinite,
+            max_skipped=training.max_skipped,
+            max_rewinds=training.max_rewinds,
         )
         return trainer.fit(
             train,

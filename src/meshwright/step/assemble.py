@@ -192,6 +192,7 @@ def assemble(
     devices: Sequence[Device] | None = None,
     wide: bool = False,
     runs: int | None = None,
+    guarded: bool = False,
 ) -> Assembled:
     """Trace the loss, choose placements and build the step; nothing is compiled yet.
 
@@ -206,6 +207,7 @@ def assemble(
         devices: devices of the mesh; all by default.
         wide: compute in float64, for proofs.
         runs: how often the step will run, if only a few times.
+        guarded: leave out updates that are not finite; see `TrainStep`.
     """
     mesh = build_mesh(plan.mesh, devices)
     with doing("building the model"), device_reads(model, loss) as reads:
@@ -221,7 +223,15 @@ def assemble(
     else:
         decision = decide(traced, plan.mesh, plan.sharding, search=kernel_search(plan, mesh))
     make_step = functools.partial(
-        _step, program, local_program, decision, plan, mesh, clip_norm=clip_norm, runs=runs
+        _step,
+        program,
+        local_program,
+        decision,
+        plan,
+        mesh,
+        clip_norm=clip_norm,
+        runs=runs,
+        guarded=guarded,
     )
     step = make_step(optimizer=optimizer, wide=wide)
     report = None if step.pipeline is None else pipeline_report(step.pipeline)
@@ -243,6 +253,7 @@ def _step(
     clip_norm: float | None,
     wide: bool,
     runs: int | None,
+    guarded: bool,
 ) -> TrainStep:
     local = pipeline = None
     if program.cut is not None:
@@ -260,6 +271,7 @@ def _step(
         pipeline=pipeline,
         wide=wide,
         runs=runs,
+        guarded=guarded,
     )
 
 

@@ -130,6 +130,7 @@ class CanonicalForm:
             ],
             step=step,
             loss_scale=LossScale(**counters) if fresh.loss_scale is not None else None,
+            halted=fresh.halted,
         )
 
     def _optimizer_pieces(self, number: int) -> tuple[list[str], _Split, _Join]:

@@ -59,6 +59,11 @@ class LossScale:
             jnp.asarray(scale, jnp.float32), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         )
 
+    @property
+    def smallest(self) -> Array:
+        """Whether the scale cannot get smaller: what is not finite does not come from it."""
+        return self.scale <= SMALLEST_SCALE
+
     def after(self, finite: Array, rule: ScaleRule = _DEFAULT_RULE) -> LossScale:
         """Return the scale of the next update.
 

@@ -22,6 +22,8 @@ class TrainState:
         optimizer: leaves of the optimizer state.
         step: updates done.
         loss_scale: loss scaling of fp16; None otherwise.
+        halted: whether an update was not finite, so that none changes anything until the host has
+            dealt with it; None for a step that applies every update. It is not saved.
     """
 
     params: list[Any]
@@ -29,3 +31,4 @@ class TrainState:
     optimizer: list[Any]
     step: Array
     loss_scale: LossScale | None
+    halted: Array | None = None

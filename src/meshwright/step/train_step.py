@@ -40,6 +40,8 @@ from meshwright.step.scaler import LossScale, all_finite
 from meshwright.step.state import TrainState
 
 Metrics = dict[str, Array]
+HALTED = "halted"
+"""The metric of a guarded step: whether this update or one before it was not finite."""
 LossOfLeaves = Callable[[Sequence[Any], Sequence[Any]], LossValue]
 """From leaf values in layout order and batch leaves to the loss's value."""
 
@@ -72,6 +74,8 @@ class TrainStep:
         wide: compute in float64, for proofs, and compile quickly.
         runs: how often it will run, if only a few times: a small model's step is then compiled
             quickly too.
+        guarded: leave the state as it is from the first update on whose loss or gradient is not
+            finite, until ``halted`` is cleared.
     """
 
     def __init__(
@@ -87,7 +91,9 @@ class TrainStep:
         pipeline: PipelinedLoss | None = None,
         wide: bool = False,
         runs: int | None = None,
+        guarded: bool = False,
     ) -> None:
+        self._guarded = guarded
         self.traced, self.decision, self.plan, self.mesh = traced, decision, plan, mesh
         self._clip_norm = clip_norm
         self._local, self.pipeline = local, pipeline
@@ -170,6 +176,7 @@ class TrainStep:
             optimizer=self.optimizer.init(params),
             step=jnp.zeros((), jnp.int32),
             loss_scale=scale,
+            halted=jnp.zeros((), bool) if self._guarded else None,
         )
 
     def leaf_values(self, state: TrainState) -> list[Any]:
@@ -207,6 +214,7 @@ class TrainStep:
             loss_scale=LossScale(replicated, replicated, replicated)
             if self.plan.precision == "fp16"
             else None,
+            halted=replicated if self._guarded else None,
         )
         return StepShardings(state, NamedSharding(self.mesh, self.decision.batch))
 
@@ -230,7 +238,7 @@ class TrainStep:
                 optimizer=optimizer,
                 step=state.step + 1,
             )
-            return self._skip_overflow(state, after, values, metrics)
+            return self._accept(state, after, values, metrics)
 
     def _gradients(self, state: TrainState, batch: list[Any]) -> Gradients:
         scale = None if state.loss_scale is None else state.loss_scale.scale
@@ -311,21 +319,46 @@ class TrainStep:
             for value, n in zip(values, self._param_numbers, strict=True)
         ]
 
-    def _skip_overflow(
+    def _accept(
         self, before: TrainState, after: TrainState, gradients: list[Any], metrics: Metrics
     ) -> tuple[TrainState, Metrics]:
-        """With loss scaling, keep the old state if a gradient overflowed."""
-        if before.loss_scale is None:
+        """Return the new state, or the old one after a loss or a gradient that is not finite.
+
+        Loss and norm are values of the whole batch, so all devices decide alike.
+        """
+        scale, halted = before.loss_scale, before.halted
+        if scale is None and halted is None:
             return after, metrics
-        finite = all_finite(gradients)
-        scale = before.loss_scale.after(finite)
+        finite = jnp.isfinite(metrics["grad_norm"]) if scale is None else all_finite(gradients)
+        if halted is not None:
+            finite &= jnp.isfinite(metrics["loss"])
+        applied = finite if halted is None else finite & ~halted
+        # Selected as the optimizer has them, before parameters are gathered.
+        old = replace(before, params=self._constrain(before.params, self.decision.optimizer))
         chosen = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old),
-            replace(after, loss_scale=None),
-            replace(before, loss_scale=None),
+            lambda new, old: jnp.where(applied, new, old),
+            _without_flags(after),
+            _without_flags(old),
         )
-        metrics |= {"loss_scale": scale.scale, "skipped": scale.skipped}
-        return replace(chosen, loss_scale=scale), metrics
+        if halted is not None:
+            # Loss scaling deals with overflows itself, as long as it can.
+            halted |= ~finite if scale is None else ~finite & scale.smallest
+            metrics[HALTED] = halted
+        if scale is not None:
+            scale = _scale_after(scale, finite, halted)
+            metrics |= {"loss_scale": scale.scale, "skipped": scale.skipped}
+        return replace(chosen, loss_scale=scale, halted=halted), metrics
+
+
+def _without_flags(state: TrainState) -> TrainState:
+    return replace(state, loss_scale=None, halted=None)
+
+
+def _scale_after(scale: LossScale, finite: Array, halted: Array | None) -> LossScale:
+    after = scale.after(finite)
+    if halted is None:
+        return after
+    return jax.tree.map(lambda new, old: jnp.where(halted, old, new), after, scale)
 
 
 def _kinds(*values: Any) -> list[tuple[Any, ...]]:

@@ -15,7 +15,17 @@ from meshwright.tracking.metric_text import format_metrics
 from meshwright.tracking.tracker import NullTracker
 from meshwright.units import human_bytes, human_count, human_seconds
 
-SHOWN_EVENTS = ("start", "weights", "resume", "checkpoint", "warning", "note", "profile", "stop")
+SHOWN_EVENTS = (
+    "start",
+    "weights",
+    "resume",
+    "checkpoint",
+    "warning",
+    "incident",
+    "note",
+    "profile",
+    "stop",
+)
 """Events that are shown; an evaluation is shown by its metrics."""
 
 
@@ -83,7 +93,7 @@ class WarningsOnly(NullTracker):
 
     def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
         """Warn at the user's line that started the run."""
-        if kind == "warning":
+        if kind == "warning" or (kind == "incident" and details.get("action") != "stop"):
             at = f" (update {update})" if update else ""
             warnings.warn(f"{mask_text(message)}{at}", UserWarning, stacklevel=_levels_inside())
 

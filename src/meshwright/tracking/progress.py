@@ -19,7 +19,7 @@ from meshwright.tracking.log_lines import Pace, format_event, format_facts, form
 from meshwright.tracking.metric_text import format_metrics
 from meshwright.units import human_seconds
 
-_STYLES = {"warning": "yellow", "stop": "bold"}
+_STYLES = {"warning": "yellow", "incident": "yellow", "stop": "bold"}
 
 
 class ProgressTracker:

@@ -49,7 +49,7 @@ class WandbTracker:
 
     def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
         """Show a warning as an alert; other events stay in the run folder."""
-        if kind == "warning" and self._run is not None:
+        if kind in ("warning", "incident") and self._run is not None:
             self._run.alert(title="meshwright", text=message)
 
     def close(self, result: Mapping[str, Any]) -> None:

@@ -32,6 +32,10 @@ class Checkpointer(Protocol):
         """Log the saves completed since the last call; raise `StateNotFinite` for such a state."""
         ...
 
+    def settle(self) -> None:
+        """Wait until every save is complete, and log it."""
+        ...
+
     def finish(self) -> None:
         """Wait until every save is complete; raise if the last one failed."""
         ...
@@ -53,6 +57,9 @@ class NullCheckpointer:
         return False
 
     def poll(self) -> None:
+        """Do nothing."""
+
+    def settle(self) -> None:
         """Do nothing."""
 
     def finish(self) -> None:
@@ -118,6 +125,10 @@ class BackgroundCheckpointer:
         # Several processes finish a save at different times, but must raise at the same update.
         if process_count() == 1:
             self._raise_not_finite()
+
+    def settle(self) -> None:
+        """Wait for the save in progress."""
+        self._log_outcome(self._store.wait())
 
     def finish(self) -> None:
         """Wait for the last save; if it failed, the run fails."""

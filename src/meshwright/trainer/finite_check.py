@@ -8,21 +8,30 @@ from typing import Any
 
 import jax
 
-from meshwright.errors import UserError
+from meshwright.errors import NotFinite
+from meshwright.step.train_step import HALTED
+from meshwright.trainer.not_finite import SMALLER, BadUpdate, UpdateValues, bad_update_error
 
 MAX_IN_FLIGHT = 2
 """Updates dispatched to the devices before the loop waits for the first of them."""
+KEPT_UPDATES = 50
+"""Updates whose loss and gradient norm are remembered, for the record of an incident."""
 
 
 class FiniteCheck:
     """Looks at the loss and the gradient norm of every update, a few updates late.
 
-    A gradient that is not finite is no error by itself, because an optimizer may handle it; if the
-    loss or the state follows, the divergence began there. With loss scaling such updates are
-    skipped, and nothing is looked at.
+    A guarded step changes nothing from the first update on that is not finite, so that being late
+    does no harm: `BadUpdate` names that update. A step without a guard leaves a gradient that is
+    not finite to the optimizer; if the loss or the state follows, the divergence began there. With
+    loss scaling such updates are skipped on the devices.
+
+    Attributes:
+        history: the values of the latest updates.
     """
 
     def __init__(self) -> None:
+        self.history: deque[UpdateValues] = deque(maxlen=KEPT_UPDATES)
         self._in_flight: deque[tuple[int, Any]] = deque()
         self._began: tuple[int, float] | None = None
 
@@ -36,18 +45,22 @@ class FiniteCheck:
             self._look(*self._in_flight.popleft())
 
     def look(self, until: int) -> None:
-        """Wait for the updates up to this one; raise if a loss is not finite."""
+        """Wait for the updates up to this one; raise if one of them is not finite."""
         while self._in_flight and self._in_flight[0][0] <= until:
             self._look(*self._in_flight.popleft())
 
-    def state_error(self, update: int) -> UserError:
+    def forget(self) -> None:
+        """Forget the updates in flight, which changed nothing."""
+        self._in_flight.clear()
+
+    def state_error(self, update: int) -> NotFinite:
         """Return the error for a state that is not finite after an update."""
         try:
             self.look(update)
-        except UserError as error:
+        except NotFinite as error:
             return error
         began, norm = self._began or (update, math.nan)
-        return UserError(
+        return NotFinite(
             f"the state is not finite after update {began}, and was not saved",
             why="training diverged: "
             + (
@@ -55,35 +68,23 @@ class FiniteCheck:
                 if self._began
                 else "the loss and the gradient are finite, what the optimizer made of them is not"
             ),
-            fix=_FIX,
+            fix=SMALLER,
         )
 
     def _look(self, update: int, metrics: Any) -> None:
-        if "loss_scale" in metrics:
-            jax.block_until_ready(metrics["loss"])
+        names = ("loss", "grad_norm", "loss_scale", HALTED)
+        read = jax.device_get({name: metrics[name] for name in names if name in metrics})
+        values = UpdateValues(update, float(read["loss"]), float(read["grad_norm"]))
+        self.history.append(values)
+        if HALTED in read:
+            if read[HALTED]:
+                raise BadUpdate(values, read["loss"])
             return
-        values = jax.device_get({name: metrics[name] for name in ("loss", "grad_norm")})
-        loss, norm = float(values["loss"]), float(values["grad_norm"])
-        if not math.isfinite(loss):
-            raise self._loss_error(update, loss)
-        if math.isfinite(norm):
+        if "loss_scale" in read:
+            return
+        if not math.isfinite(values.loss):
+            raise bad_update_error(values, began=self._began)
+        if math.isfinite(values.grad_norm):
             self._began = None
         else:
-            self._began = self._began or (update, norm)
-
-    def _loss_error(self, update: int, loss: float) -> UserError:
-        if update == 1:
-            return UserError(
-                f"the loss is {loss} at update {update}",
-                why="it is not finite on the first batch: the model or the data has a value that "
-                "is not finite",
-                fix="check the data and the loss on one sample",
-            )
-        why = "training diverged"
-        if self._began is not None:
-            began, norm = self._began
-            why += f": at update {began} the loss was finite, and the gradient norm {norm}"
-        return UserError(f"the loss is {loss} at update {update}", why=why, fix=_FIX)
-
-
-_FIX = "try a smaller learning rate, or clip_norm=1.0"
+            self._began = self._began or (update, values.grad_norm)

@@ -72,11 +72,18 @@ def load_model(run: str | Path, *, model: Any = None, update: int | None = None)
 
 
 def _load(folder: Path, update: int, model: Any) -> Any:
-    groups = read_groups(folder, ("params", "state"), update=update)
     source = _from_config(folder, update) if model is None else _given(model)
     parts = describe_model(source, ...)
+    loaded = parts.merge(read_leaves(folder, update, parts.leaves))
+    set_eval_mode(loaded)
+    return loaded
+
+
+def read_leaves(folder: Path, update: int, leaves: Sequence[Leaf]) -> list[Any]:
+    """Return the values of a model's leaves in a checkpoint; raise if it is of another model."""
+    groups = read_groups(folder, ("params", "state"), update=update)
     saved = {path: array for group in groups.values() for path, array in group.items()}
-    need = {leaf.path: _stored_shape(leaf) for leaf in parts.leaves}
+    need = {leaf.path: _stored_shape(leaf) for leaf in leaves}
     saved = as_named_now(saved, need)
     differences = describe_differences({p: a.shape for p, a in saved.items()}, need)
     if differences:
@@ -85,9 +92,7 @@ def _load(folder: Path, update: int, model: Any) -> Any:
             why="; ".join(differences),
             fix="pass the model that was trained",
         )
-    loaded = parts.merge([_read(saved[leaf.path], leaf) for leaf in parts.leaves])
-    set_eval_mode(loaded)
-    return loaded
+    return [_read(saved[leaf.path], leaf) for leaf in leaves]
 
 
 def _load_hf(path: Path, model: Any) -> Any:

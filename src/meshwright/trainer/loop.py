@@ -13,7 +13,9 @@ import jax
 from meshwright.checkpoint.store import StateNotFinite
 from meshwright.profile import NoProfiling, Profile
 from meshwright.step.state import TrainState
+from meshwright.step.train_step import HALTED
 from meshwright.tracking.tracker import Tracker
+from meshwright.trainer.batch_feed import BatchFeed
 from meshwright.trainer.batch_loader import BatchLoader
 from meshwright.trainer.callback_context import CallbackContext
 from meshwright.trainer.callbacks import Callback
@@ -22,33 +24,16 @@ from meshwright.trainer.compiled_step import StepFunction
 from meshwright.trainer.finite_check import FiniteCheck
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.meter import Meter
-from meshwright.trainer.stop import ALL_DONE, NONE_ASKED, Stop, out_of_batches
-
-Metrics = dict[str, float]
-
+from meshwright.trainer.not_finite import BadUpdate
+from meshwright.trainer.recovery import Recovery
+from meshwright.trainer.run_progress import Metrics, Progress
+from meshwright.trainer.stop import ALL_DONE, NONE_ASKED, out_of_batches
 
 NO_GRADIENT = (
     "the gradient of the first update is zero: no trained parameter changes the loss; a loss of "
     "argmax, of counts or of comparisons has no gradient"
 )
 """Said once, since training would go on without changing anything."""
-
-
-@dataclass
-class Progress:
-    """The progress of a run.
-
-    Attributes:
-        update: updates done.
-        losses: the mean loss of every logged update, by its number from 1.
-        eval: the metrics of every evaluation, by updates done.
-        stop: why the run ended.
-    """
-
-    update: int = 0
-    losses: dict[int, float] = field(default_factory=dict[int, float])
-    eval: dict[int, Metrics] = field(default_factory=dict[int, Metrics])
-    stop: Stop = ALL_DONE
 
 
 @dataclass(kw_only=True)
@@ -58,6 +43,8 @@ class Loop:
     Attributes:
         step: the compiled step.
         loader: loads batches onto the devices.
+        feed: feeds them to updates.
+        recovery: deals with updates that are not finite.
         limits: decide when the run ends.
         meter: measures speed.
         tracker: records metrics and events.
@@ -78,6 +65,8 @@ class Loop:
 
     step: StepFunction
     loader: BatchLoader
+    feed: BatchFeed
+    recovery: Recovery
     limits: Limits
     meter: Meter
     tracker: Tracker
@@ -94,6 +83,7 @@ class Loop:
     prepare_evaluation: Callable[[], None] = lambda: None
     shares: Metrics = field(default_factory=dict[str, float])
     finite_check: FiniteCheck = field(default_factory=FiniteCheck)
+    _latest: Any = field(default=None, init=False)
 
     def train(self, state: TrainState, progress: Progress) -> TrainState:
         """Train from ``progress.update`` until a limit is reached, and return the final state."""
@@ -105,48 +95,64 @@ class Loop:
     def _train(self, state: TrainState, progress: Progress) -> TrainState:
         self.context.at(progress.update, state)
         self.callbacks.on_start(progress.update)
-        to_log: tuple[int, Any] | None = None
-        first, done, metrics = progress.update + 1, progress.update, None
-        last = self.limits.updates
+        if self.recovery.rewinds:
+            self.checkpointer.save(state, progress.update, loss=None)
+        first, last = progress.update + 1, self.limits.updates
         # A resumed run may have had its reason to stop before the checkpoint.
-        if done and (stop := self.limits.stop()):
-            progress.stop, last = stop, done
-        with self.loader.open(done, last) as batches:
-            self.meter.restart(done, self.loader.waited)
-            for batch in batches:
-                if stop := self.limits.before_update(done + 1):
-                    progress.stop = stop
+        if progress.update and (stop := self.limits.stop()):
+            progress.stop, last = stop, progress.update
+        with self.feed.open(progress.update, last):
+            self.meter.restart(progress.update, self.loader.waited)
+            while last != progress.update:
+                try:
+                    state = self._updates(state, progress, first)
                     break
-                state, metrics = self.step(state, batch)
-                done = progress.update = done + 1
-                self.context.at(done, state)
-                self.finite_check.add(done, metrics)
-                self._profile(metrics, progress)
-                reported = to_log is not None
-                if to_log is not None:
-                    # One update late, so that the devices already work on the next one.
-                    self._log(*to_log, progress)
-                    to_log = None
-                if done == first:
-                    self.prepare_evaluation()
-                    # Logged alone: its time includes one-time work, such as filling caches.
-                    self._log(done, metrics | self.state_metrics(state), progress)
-                elif done % self.log_every == 0:
-                    to_log = (done, metrics | self.state_metrics(state))
-                reported |= self._evaluate_and_save(state, progress)
-                if (reported or self.limits.urgent) and (stop := self.limits.stop()):
-                    progress.stop = stop
-                    break
+                except BadUpdate as bad:
+                    state = self.recovery.handle(bad, self._latest, self.finite_check, progress)
+                    self.context.at(progress.update, state)
+                    progress.stop = ALL_DONE
         self.profiling.close()
-        if metrics is not None and done not in progress.losses:
-            self._log(done, metrics | self.state_metrics(state), progress)
-        updates = self.limits.updates
+        done, updates = progress.update, self.limits.updates
         unfinished = updates is None or done < updates
         if updates == 0 and progress.stop is ALL_DONE:
             progress.stop = NONE_ASKED
         if progress.stop is ALL_DONE and unfinished and not self.limits.whole_data:
             progress.stop = out_of_batches(done, updates, self.limits.seconds)
         self._end(state, progress)
+        return state
+
+    def _updates(self, state: TrainState, progress: Progress, first: int) -> TrainState:
+        """Run updates until a limit is reached; raise `BadUpdate` for one that is not finite."""
+        to_log: tuple[int, Any] | None = None
+        done, metrics = progress.update, None
+        while (batch := self.feed.next(done + 1, self.limits.updates)) is not None:
+            if stop := self.limits.before_update(done + 1):
+                progress.stop = stop
+                break
+            state, metrics = self.step(state, batch)
+            self._latest = state
+            done = progress.update = done + 1
+            self.context.at(done, state)
+            self.finite_check.add(done, metrics)
+            self._profile(metrics, progress)
+            reported = to_log is not None
+            if to_log is not None:
+                # One update late, so that the devices already work on the next one.
+                self._log(*to_log, progress)
+                to_log = None
+            if done == first:
+                self.prepare_evaluation()
+                # Logged alone: its time includes one-time work, such as filling caches.
+                self._log(done, metrics | self.state_metrics(state), progress)
+            elif done % self.log_every == 0:
+                to_log = (done, metrics | self.state_metrics(state))
+            reported |= self._evaluate_and_save(state, progress)
+            if (reported or self.limits.urgent) and (stop := self.limits.stop()):
+                progress.stop = stop
+                break
+        self.finite_check.look(done)
+        if metrics is not None and done not in progress.losses:
+            self._log(done, metrics | self.state_metrics(state), progress)
         return state
 
     def _profile(self, metrics: Any, progress: Progress) -> None:
@@ -161,7 +167,12 @@ class Loop:
     def _log(self, update: int, metrics: Any, progress: Progress) -> None:
         self.finite_check.look(update)
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        values |= self.extra_metrics(update) | self.meter.read(progress.update, self.loader.waited)
+        values.pop(HALTED, None)
+        if progress.skipped:
+            values["skipped"] = values.get("skipped", 0.0) + progress.skipped
+        values |= self.extra_metrics(update - progress.skipped) | self.meter.read(
+            progress.update, self.loader.waited
+        )
         values |= self.shares
         progress.losses[update] = values["loss"]
         self.checkpointer.poll()
@@ -175,10 +186,14 @@ class Loop:
         """Evaluate and save if due, outside the measured time; return whether it evaluated."""
         update, started = progress.update, time.perf_counter()
         evaluating = self.eval_every is not None and update % self.eval_every == 0
+        saving = self.context.take_save() | self.checkpointer.due(update)
+        if evaluating or saving:
+            # What is saved under the number of an update must have all updates up to it.
+            self.finite_check.look(update)
         if evaluating:
             self._evaluate(state, progress)
-        # Both are asked, so that a request does not outlast the update it was made after.
-        saving = self.context.take_save() | self.checkpointer.due(update)
+        # A callback may ask during the evaluation.
+        saving |= self.context.take_save()
         if saving:
             self._save(state, progress)
         if evaluating or saving:
@@ -203,7 +218,6 @@ class Loop:
             self.callbacks.on_checkpoint(progress.update)
 
     def _end(self, state: TrainState, progress: Progress) -> None:
-        self.finite_check.look(progress.update)
         if not progress.stop.interrupted:
             self._evaluate(state, progress)
         # A run that is interrupted before its first update has nothing to save.

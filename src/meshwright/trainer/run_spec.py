@@ -15,6 +15,7 @@ from meshwright.program.trace.traced_loss import Loss
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.trainer.callbacks import Callback
+from meshwright.trainer.not_finite import NonfinitePolicy
 from meshwright.trainer.programs import Programs
 from meshwright.trainer.resume import ResumePoint
 
@@ -99,6 +100,7 @@ class RunSpec:
         callbacks: the user's callbacks.
         config: the full config, recorded in checkpoints; empty for runs started from Python.
         learning_rate: the learning rate by update, if it is known.
+        nonfinite: what to do about updates that are not finite.
         strict: refuse to run a program that deviates from its plan.
         extra_results: returns further results for result.json from the final state.
         warnings: further warnings to show at the start.
@@ -124,6 +126,7 @@ class RunSpec:
     callbacks: Sequence[Callback] = ()
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     learning_rate: Callable[[int], Any] | None = None
+    nonfinite: NonfinitePolicy = field(default_factory=NonfinitePolicy)
     strict: bool = False
     extra_results: Callable[[TrainState], Mapping[str, Any]] = lambda _: {}
     warnings: Sequence[str] = ()

@@ -24,6 +24,7 @@ from meshwright.config.duration import Duration
 from meshwright.config.schema import (
     CheckpointConfig,
     KernelChoice,
+    OnNonfinite,
     PipelineConfig,
     Precision,
     ShardingConfig,
@@ -79,6 +80,7 @@ from meshwright.trainer.fit_arguments import (
 )
 from meshwright.trainer.fit_result import FitResult
 from meshwright.trainer.initial import find_initial, remembered_files
+from meshwright.trainer.not_finite import NonfinitePolicy, check_policy
 from meshwright.trainer.optax_rate import find_schedule
 from meshwright.trainer.plan_settings import PlanSettings
 from meshwright.trainer.programs import Programs
@@ -90,6 +92,8 @@ from meshwright.trees import Batch, resize_batch
 from meshwright.weights.hf_folder import open_folder
 from meshwright.weights.hf_model import HfModel, check_one_folder
 from meshwright.weights.kept import keep_files
+
+_POLICY = ("on_nonfinite", "max_skipped", "max_rewinds")
 
 
 @dataclass(kw_only=True)
@@ -121,6 +125,11 @@ class Trainer:
         init_from: a run or a checkpoint whose parameters training starts from.
         init_patterns: path patterns of the parameters to take from it, such as ``blocks.**``;
             all by default.
+        on_nonfinite: what to do about an update whose loss or gradient is not finite: stop; skip
+            it; rewind to the last checkpoint and leave out the batches since; or apply it, for an
+            optimizer that handles such gradients itself.
+        max_skipped: consecutive updates to skip before training stops.
+        max_rewinds: how often training goes back before it stops.
         seed: seed of initialization, dropout and data order.
         log_every: updates between two logged updates.
         run_name: the name of the run in its folder's metadata, in reports and in trackers; by
@@ -146,6 +155,9 @@ class Trainer:
     weights: str | Path | None = None
     init_from: str | Path | None = None
     init_patterns: Sequence[str] | None = None
+    on_nonfinite: OnNonfinite = "stop"
+    max_skipped: int = 10
+    max_rewinds: int = 3
     seed: int = 0
     log_every: int = 10
     run_name: str | None = None
@@ -166,6 +178,7 @@ class Trainer:
         check_count("log_every", self.log_every)
         check_clip_norm(self.clip_norm)
         check_trainable(self.trainable)
+        self._nonfinite()
         check_devices(self.devices)
         check_start(self.sharding, self.seed, self.weights, self.init_from, self.init_patterns)
         check_one_folder(self.model, self.weights)
@@ -312,6 +325,7 @@ class Trainer:
             clip_norm=self.clip_norm,
             trainable=self.trainable,
             devices=self.devices,
+            guarded=self._nonfinite().guarded,
         )
 
     def verify(
@@ -402,7 +416,9 @@ class Trainer:
         return as_data(data, self.seed, expected=Expected(training=False))
 
     def _programs(self, batch: Any, assembled: Assembled | None) -> Programs:
-        settings = tuple(getattr(self, each.name) for each in fields(self))
+        # Of the policy, only whether the step is guarded is part of a program.
+        names = [each.name for each in fields(self) if each.name not in _POLICY]
+        settings = (*(getattr(self, name) for name in names), self._nonfinite().guarded)
         programs = self._memory.programs(settings, batch)
         if programs is None or assembled not in (None, programs.assembled):
             evaluated = self.eval_loss or self.loss
@@ -455,6 +471,7 @@ class Trainer:
             ),
             callbacks=callbacks,
             learning_rate=find_schedule(self.optimizer),
+            nonfinite=self._nonfinite(),
             warnings=[
                 *unused_pipeline(read_pipeline(self.pipeline), assembled.plan),
                 *initial.remarks,
@@ -486,6 +503,9 @@ class Trainer:
     def _batch_size(self, given: int | None) -> int | None:
         planned = self.mesh.batch.global_batch_size if isinstance(self.mesh, Plan) else None
         return planned if given is None else given
+
+    def _nonfinite(self) -> NonfinitePolicy:
+        return check_policy(self.on_nonfinite, self.max_skipped, self.max_rewinds)
 
     def _weights_folder(self) -> str | Path | None:
         model = self.model

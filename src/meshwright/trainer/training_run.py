@@ -26,6 +26,7 @@ from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.tracking.setup import check_tracking, make_trackers
 from meshwright.tracking.tracker import Tracker
+from meshwright.trainer.batch_feed import BatchFeed, count_batches
 from meshwright.trainer.batch_loader import BatchLoader
 from meshwright.trainer.callback_context import CallbackContext
 from meshwright.trainer.callbacks import Callback, Callbacks, EarlyStopping
@@ -38,12 +39,14 @@ from meshwright.trainer.compiled_step import (
 )
 from meshwright.trainer.evaluation import Evaluator
 from meshwright.trainer.fit_result import FitResult
+from meshwright.trainer.flight_record import FlightRecorder
 from meshwright.trainer.folder import make_run_folder, write_files
 from meshwright.trainer.limits import Limits
-from meshwright.trainer.loop import Loop, Progress
+from meshwright.trainer.loop import Loop
 from meshwright.trainer.meter import Meter, Work
 from meshwright.trainer.optax_rate import injected_rate
 from meshwright.trainer.programs import Programs
+from meshwright.trainer.recovery import Recovery
 from meshwright.trainer.resume import (
     ResumePoint,
     check_fits,
@@ -56,6 +59,7 @@ from meshwright.trainer.resume import (
 )
 from meshwright.trainer.run_facts import describe_run, work_per_update
 from meshwright.trainer.run_lock import RunLock
+from meshwright.trainer.run_progress import Progress
 from meshwright.trainer.run_spec import EvaluationSpec, RunSpec
 from meshwright.trainer.start_warnings import other_microbatches, repeated_samples
 from meshwright.versions import package_versions
@@ -86,7 +90,8 @@ class TrainingRun:
         self._updates = self._count_updates()
         self._evaluator = self._make_evaluator()
         self._metadata = self._make_metadata()
-        self._point = spec.resume_point
+        self._point, self._progress = spec.resume_point, Progress()
+        self._check_rewinding()
         self._warnings = [*spec.warnings, *self._check_resume_point(), *self._check_samples()]
 
     def run(self) -> FitResult:
@@ -115,7 +120,7 @@ class TrainingRun:
         tracker = make_trackers(
             output.tracking, self._run_dir, total_updates=self._updates, progress=output.progress
         )
-        progress, interrupt = Progress(), spec.interrupt or Interrupt()
+        progress, interrupt = self._progress, spec.interrupt or Interrupt()
         # A signal ends a process at once until here; from here on all processes stop together.
         barrier("compiled")
         interrupt.phase = Phase.TRAINING
@@ -215,7 +220,8 @@ class TrainingRun:
         with activity(f"restoring update {self._point.update}"):
             state = self._restore(tracker)
         point = self._point
-        progress.update = point.update
+        progress.update, progress.skipped = point.update, point.metadata.skipped
+        progress.left_out[:] = map(list, point.metadata.left_out)
         self._continue_data(point)
         message = f"continuing after update {point.update}, from {point.path}"
         if CheckpointReader(point.folder).checksums(point.update) is None:
@@ -229,7 +235,7 @@ class TrainingRun:
         """Take data that is read in order to where it was, if the checkpoint says where."""
         data, position = self._spec.data, point.metadata.data_position
         if isinstance(data, IterableData) and position is not None:
-            data.go_to(point.update, position)
+            data.go_to(point.update + count_batches(point.metadata.left_out), position)
 
     def _restore(self, tracker: Tracker) -> TrainState:
         """Restore the newest sound checkpoint; one that was asked for by name must be sound."""
@@ -284,22 +290,14 @@ class TrainingRun:
     ) -> Loop:
         spec, evaluator = self._spec, self._evaluator
         warn = partial(_log_warning, tracker)
+        loader, limits = self._make_loader(), self._make_limits(interrupt)
+        feed = BatchFeed(loader, self._progress.left_out)
         return Loop(
             step=compiled.run,
-            loader=BatchLoader(
-                spec.data,
-                batch_size=self._plan.batch.global_batch_size,
-                sharding=spec.assembled.step.shardings.batch,
-                workers=spec.loading.workers,
-                prefetch=spec.loading.prefetch,
-            ),
-            limits=Limits(
-                self._updates,
-                spec.duration.seconds,
-                self._callbacks,
-                interrupt,
-                whole_data=spec.duration.epochs is not None,
-            ),
+            loader=loader,
+            feed=feed,
+            recovery=self._make_recovery(feed, limits, tracker, checkpointer),
+            limits=limits,
             meter=Meter(self._work, list(spec.assembled.mesh.devices.flat)),
             tracker=tracker,
             callbacks=self._callbacks,
@@ -314,6 +312,69 @@ class TrainingRun:
             state_metrics=self._state_metrics,
             context=self._context,
         )
+
+    def _make_loader(self) -> BatchLoader:
+        spec = self._spec
+        return BatchLoader(
+            spec.data,
+            batch_size=self._plan.batch.global_batch_size,
+            sharding=spec.assembled.step.shardings.batch,
+            workers=spec.loading.workers,
+            prefetch=spec.loading.prefetch,
+        )
+
+    def _make_limits(self, interrupt: Interrupt) -> Limits:
+        duration, updates = self._spec.duration, self._updates
+        if duration.epochs is not None and updates is not None:
+            updates -= count_batches(self._progress.left_out)
+        return Limits(
+            updates,
+            duration.seconds,
+            self._callbacks,
+            interrupt,
+            whole_data=duration.epochs is not None,
+        )
+
+    def _make_recovery(
+        self, feed: BatchFeed, limits: Limits, tracker: Tracker, checkpointer: Checkpointer
+    ) -> Recovery:
+        spec = self._spec
+        recorder = FlightRecorder(self._run_dir, spec.assembled, self._form, self._metadata_at)
+        return Recovery(
+            spec.nonfinite,
+            feed=feed,
+            form=self._form,
+            recorder=recorder,
+            checkpointer=checkpointer,
+            rewind=partial(self._rewind, tracker),
+            limits=limits,
+            tracker=tracker,
+            data=spec.data,
+            batch_size=self._plan.batch.global_batch_size,
+        )
+
+    def _rewind(self, tracker: Tracker) -> tuple[CheckpointMetadata, TrainState]:
+        """Restore the newest sound checkpoint of the run."""
+        started_from = self._point
+        self._point = find_resume_point("must", self._run_dir)
+        state = self._restore(tracker)
+        assert self._point is not None
+        metadata, self._point = self._point.metadata, started_from
+        return metadata, state
+
+    def _check_rewinding(self) -> None:
+        saves = self._run_dir is not None and self._spec.output.checkpoint.enabled
+        if self._spec.nonfinite.action == "rewind" and not saves:
+            raise UserError(
+                f"{Setting('training.on_nonfinite', 'rewind')} needs checkpoints to go back to",
+                why="the run has no folder"
+                if self._run_dir is None
+                else f"{Setting('checkpoint.enabled', False)}",
+                fix=f"write {Setting('hydra.run.dir', ANY)}"
+                if self._run_dir is None
+                else f"write {Setting('checkpoint.enabled', True)}, or "
+                f"{Setting('training.on_nonfinite', 'skip')}",
+            )
 
     def _make_evaluator(self) -> Evaluator | None:
         evaluation = self._spec.evaluation
@@ -377,8 +438,16 @@ class TrainingRun:
 
     def _metadata_at(self, update: int) -> CheckpointMetadata:
         data = self._spec.data
-        position = data.position(update) if isinstance(data, IterableData) else None
-        return replace(self._metadata, update=update, data_position=position)
+        progress = self._progress
+        number = update + count_batches(progress.left_out)
+        position = data.position(number) if isinstance(data, IterableData) else None
+        return replace(
+            self._metadata,
+            update=update,
+            data_position=position,
+            skipped=progress.skipped,
+            left_out=tuple(map(tuple, progress.left_out)),
+        )
 
     @property
     def _updates_before(self) -> int:
@@ -425,6 +494,7 @@ def _facts(spec: RunSpec) -> Facts:
         "eval_data": None if evaluation.data is None else evaluation.data.fingerprint(),
         "log_every": output.log_every,
         "checkpoint": output.checkpoint.model_dump(mode="json"),
+        "nonfinite": asdict(spec.nonfinite),
         "run_dir": None if output.run_dir is None else str(output.run_dir),
         "version": {**package_versions(), "meshwright code": own_code()},
         "devices": describe_own_devices(),

@@ -174,7 +174,7 @@ def read_loss(out: Any) -> tuple[Weighted, dict[str, Weighted]]:
     }
 
 
-RESERVED_METRICS = ("loss", "grad_norm", "learning_rate", "eval_samples")
+RESERVED_METRICS = ("loss", "grad_norm", "learning_rate", "eval_samples", "halted")
 """Metrics that every training reports itself."""
 
 

@@ -24,6 +24,7 @@ function header(runs, leftOut) {
     h("p", { class: "under" },
       alone ? h("span", { class: `badge ${status(first).style}` }, status(first).text) : null,
       alone && first.facts.plan ? h("span", {}, words(first.facts.plan)) : null,
+      events(runs.flatMap(incidents), "incident", "bad"),
       events(runs.flatMap(warnings), "warning", "bad"), events(runs.flatMap(remarks), "remark", ""),
       leftOut ? h("span", {}, `${leftOut} older runs are not shown`) : null));
 }

@@ -46,6 +46,15 @@ function remarks(run) {
   return [run.facts.remarks ?? []].flat().map(words).filter((remark) => !said.has(remark));
 }
 
+// Updates that were not finite.
+const incidents = (run) => run.events.filter((event) => event.kind === "incident");
+
+function incidentsText(run) {
+  const actions = incidents(run).map((event) => words(event.action));
+  const counts = [...new Set(actions)].map((action) => `${action} ${actions.filter((each) => each === action).length}`);
+  return actions.length ? `${actions.length} (${counts.join(", ")})` : "";
+}
+
 const warnings = (run) => run.events.filter((event) => event.kind === "warning");
 
 function finalLoss(run) {
@@ -65,6 +74,7 @@ const FACTS = [
   ["First loss", (run) => number(run.result?.first_loss ?? curveOf(run, "train", "loss")?.points[0]?.[1])],
   ["Final loss", (run) => number(finalLoss(run))],
   ["Loss on held-out data", (run) => number(evalLoss(run))],
+  ["Incidents", incidentsText],
   ["Tokens per second", (run) => count(usual(run, "tokens_per_second"))],
   ["Samples per second", (run) => count(usual(run, "samples_per_second"))],
   ["Time per update", (run) => seconds(usual(run, "step_seconds"))],
@@ -347,15 +357,29 @@ function configDifferences(runs) {
     sideBySide("Settings that differ", runs, differ.map((key) => [key, (run) => values[runs.indexOf(run)].get(key) ?? "not set"]))];
 }
 
+function incidentTable(run) {
+  const rows = incidents(run);
+  if (!rows.length) return null;
+  return dataTable({ caption: "Updates that were not finite", rows, columns: [
+    { title: "update", numeric: true, value: (row) => row.update, cell: (row) => number(row.update) },
+    { title: "action", value: (row) => words(row.action), cell: (row) => words(row.action) },
+    { title: "loss", value: (row) => words(row.loss), cell: (row) => words(row.loss) },
+    { title: "gradient norm", value: (row) => words(row.grad_norm), cell: (row) => words(row.grad_norm) },
+    { title: "batch", numeric: true, value: (row) => row.batch, cell: (row) => number(row.batch) },
+    { title: "record", value: (row) => words(row.record ?? "–"), cell: (row) => words(row.record ?? "–"), style: "long" },
+  ] });
+}
+
 function eventsSection(runs) {
   return [perRun(runs, "Events", (run) => {
     const rows = [...remarks(run).map((message) => ({ kind: "remark", message })), ...run.events];
     if (!rows.length) return missing("No events: checkpoints and warnings are logged to events.jsonl.");
-    return dataTable({ caption: "Events", rows, filter: rows.length > 12, columns: [
+    const table = dataTable({ caption: "Events", rows, filter: rows.length > 12, columns: [
       { title: "update", numeric: true, value: (row) => row.update, cell: (row) => number(row.update) },
-      { title: "kind", value: (row) => row.kind, cell: (row) => h("span", { class: row.kind === "warning" ? "badge bad" : row.kind === "remark" ? "badge" : null }, words(row.kind)) },
+      { title: "kind", value: (row) => row.kind, cell: (row) => h("span", { class: ["warning", "incident"].includes(row.kind) ? "badge bad" : row.kind === "remark" ? "badge" : null }, words(row.kind)) },
       { title: "message", value: (row) => words(row.message), cell: (row) => words(row.message), style: "long" },
       { title: "time", value: (row) => row.time, cell: (row) => (isNumber(row.time) ? moment(row.time) : "–") },
     ] });
+    return [guarded(() => incidentTable(run)), table].filter(Boolean);
   })];
 }

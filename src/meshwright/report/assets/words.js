@@ -60,6 +60,7 @@ const METRICS = {
   loss: { title: "Loss", say: number },
   learning_rate: { title: "Learning rate", say: number, zero: true, exact: true },
   grad_norm: { title: "Gradient norm", say: number },
+  skipped: { title: "Skipped updates", say: number, zero: true, exact: true },
   tokens_per_second: { title: "Tokens per second", say: count, zero: true },
   samples_per_second: { title: "Samples per second", say: count, zero: true },
   step_seconds: { title: "Time per update", say: seconds, zero: true, settles: true },

@@ -1,0 +1,32 @@
+"""`meshwright replay`: runs an update that was not finite again, and finds where it began."""
+
+from __future__ import annotations
+
+from meshwright.cli.arguments import Arguments
+from meshwright.cli.output import Output
+from meshwright.errors import ExitCode, UserError
+
+
+def run(arguments: Arguments, output: Output) -> int:
+    """Replay a record and print what was found."""
+    words = arguments.overrides
+    if len(words) != 1:
+        raise UserError(
+            "replay takes one record",
+            why=f"given: {' '.join(words) or 'nothing'}",
+            fix="write meshwright replay outputs/<project>/<date>/<time>/incidents/000123",
+        )
+    from meshwright.jax_internals import jax_has_started
+    from meshwright.mesh.simulate import simulate_devices
+    from meshwright.trainer.read_record import read_record
+    from meshwright.trainer.replay import replay
+
+    record = read_record(words[0])
+    if record.facts["platform"] == "cpu" and not jax_has_started():
+        simulate_devices(record.plan.num_devices)
+    found = replay(record.folder)
+    if output.as_json:
+        output.result(found.to_json())
+    else:
+        output.text(str(found))
+    return ExitCode.DONE if found.reproduced else ExitCode.CHECK_FAILED
