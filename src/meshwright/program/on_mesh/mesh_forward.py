@@ -18,6 +18,7 @@ from meshwright.program.evaluate.weight_uses import Weights, WeightUse
 from meshwright.program.evaluate.widen import WIDE_RULES, Float64
 from meshwright.program.jaxpr.equations import Literal, Value, Var, aval_of
 from meshwright.program.kernels.find_kernels import NO_KERNELS, Kernels
+from meshwright.program.on_mesh.gather_ahead import after_last_block, run_block
 from meshwright.program.on_mesh.kernel_rule import KernelRule
 from meshwright.program.on_mesh.local_ops import LocalOp, LocalOps
 from meshwright.program.on_mesh.loop_reads import NO_LOOP_READS, LoopReads
@@ -30,7 +31,6 @@ from meshwright.program.on_mesh.mesh_rules import (
     cast_leaf,
     rearrange_weight,
 )
-from meshwright.program.on_mesh.gather_ahead import after_last_block, run_block
 from meshwright.program.on_mesh.remat import Remat
 from meshwright.program.on_mesh.shared_inputs import SharedInput, SharedInputs
 from meshwright.program.trace.traced_loss import LossValue, TracedLoss
