@@ -18,7 +18,7 @@ from meshwright.launch.cluster_options import (
 )
 
 FLAGS = {
-    "--nprocs": ("processes to start on this machine", "N"),
+    "--nprocs": ("processes to start on this machine, or on each machine of a job", "N"),
     "--devices-per-process": (
         "devices of each: virtual ones on CPUs (default 1), GPUs otherwise",
         "N",
