@@ -6,7 +6,9 @@
 #   make test       lint, type checks and tests; installs nothing outside .venv
 #   make test-all   the same, including the slow tests
 #   make format     apply ruff's fixes and formatting
+#   make test-faults tests with killed, stopped and preempted processes; needs make slurm
 #   make browser    install Debian's chromium, which the report page tests need
+#   make slurm      install Debian's SLURM, which the fault tests need
 #   make docs       build the documentation into site/
 #   make benchmarks run the benchmarks that need no accelerator
 #   make gpu-benchmarks run those that need a GPU
@@ -50,7 +52,7 @@ QUICK := $(addprefix tests/, \
   test_jax_internals.py test_json_text.py test_lazy.py test_plan.py test_trees.py test_units.py \
   test_weighted.py)
 
-.PHONY: setup train quick test test-all lint types suite browser docs benchmarks gpu-benchmarks format clean
+.PHONY: setup train quick test test-all lint types suite test-faults browser slurm docs benchmarks gpu-benchmarks format clean
 
 setup: $(STAMP)
 
@@ -68,7 +70,7 @@ train: setup
 	@$(BIN)/meshwright train simulate=8 mesh.fsdp=4 mesh.tensor=2
 
 quick: lint
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full" $(QUICK)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not faults" $(QUICK)
 
 test: lint types suite
 
@@ -80,17 +82,21 @@ types: setup
 	@$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 suite: setup
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not faults"
+
+# Processes that are killed, stopped or preempted, also in jobs of a real SLURM.
+test-faults: setup
+	@$(BIN)/python -m pytest -n 0 -m faults
 
 # The slow tests also use the real PyTorch and Hugging Face datasets, and run programs that are
 # compiled as for users, which takes longer.
 test-all: lint types
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e '.[$(EXTRAS),test-all]'
-	@XLA_FLAGS= $(BIN)/python -m pytest -n 2 --dist loadfile
+	@XLA_FLAGS= $(BIN)/python -m pytest -n 2 --dist loadfile -m "not faults"
 
 # The report page tests run in a real browser. Without one they are skipped, and the summary says
-# so. This is the only target that needs root.
+# so. This target and `slurm` need root.
 browser: setup
 	@command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null || { \
 	  echo "installing Debian's chromium for the report page tests"; \
@@ -100,6 +106,16 @@ browser: setup
 	      timeout 240 $$root apt-get install -y -qq --no-install-recommends chromium; }; } \
 	  </dev/null >$(VENV)/browser.log 2>&1 || \
 	  echo "chromium could not be installed (see $(VENV)/browser.log); those tests will be skipped"; }
+
+# The fault tests submit jobs to a real SLURM, which they start themselves; without it they fail.
+slurm:
+	@command -v slurmctld >/dev/null && command -v munged >/dev/null || { \
+	  echo "installing Debian's slurm-wlm and munge for the fault tests"; \
+	  root=$$([ "$$(id -u)" = 0 ] || echo "sudo -n"); \
+	  timeout 240 $$root apt-get install -y -qq --no-install-recommends slurm-wlm munge || \
+	    { timeout 120 $$root apt-get update -qq && \
+	      timeout 240 $$root apt-get install -y -qq --no-install-recommends slurm-wlm munge; }; } \
+	  </dev/null
 
 docs: setup
 	@$(BIN)/mkdocs build --strict --quiet

@@ -14,7 +14,9 @@ from typing import Any
 from meshwright.errors import ExitCode
 
 STDERR = 2
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PREEMPTIONS = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals of a cluster that needs the machine; SIGUSR1 is how SLURM announces the time limit."""
+_SIGNALS = (signal.SIGINT, *PREEMPTIONS)
 _SAVING = "\nstopping after this update, to save the state; once more stops at once\n"
 _NOTHING_LOST = (
     "\n{name} before the first update: stopped, and nothing is lost; "
@@ -62,7 +64,10 @@ class Interrupt:
             yield
             return
         self._before = {number: signal.getsignal(number) for number in _SIGNALS}
-        for number in _SIGNALS:
+        if self._before[signal.SIGUSR1] is not signal.SIG_DFL:
+            # A program's own use of the signal, such as dumping its stacks.
+            del self._before[signal.SIGUSR1]
+        for number in self._before:
             signal.signal(number, self._handle)
         try:
             yield
@@ -115,7 +120,7 @@ class Interrupt:
 
     def _listen(self, reader: int) -> None:
         while (byte := os.read(reader, 1)) not in (b"", _END_OF_BYTES):
-            if byte[0] not in _SIGNALS or (self.phase is Phase.ENDED and self.signal is None):
+            if byte[0] not in self._before or (self.phase is Phase.ENDED and self.signal is None):
                 continue
             with self._counting:
                 self._read += 1

@@ -100,12 +100,15 @@ def test_before_the_first_update_it_ends_at_once(started, tmp_path, where, numbe
     assert not (tmp_path / "run").exists()
 
 
-def test_while_it_trains_it_saves_and_the_same_command_goes_on(started, tmp_path):
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+)
+def test_while_it_trains_it_saves_and_the_same_command_goes_on(started, tmp_path, number):
     process = started("train")
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
-    assert "SIGTERM asked to stop" in out
+    assert f"{number.name} asked to stop" in out
     (checkpoint,) = (tmp_path / "run/checkpoints").iterdir()
     assert 5 <= int(checkpoint.name) < 1000
 

@@ -112,13 +112,13 @@ def test_a_process_that_ignores_the_request_is_killed_after_the_grace(started):
     assert "error: process 1 was killed by SIGKILL" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_request_to_the_launcher_reaches_every_process(started, tmp_path, number):
     script = """
         def stop(number, frame):
             print("stopping", rank, file=sys.stderr)
             sys.exit(75)
-        for each in (signal.SIGINT, signal.SIGTERM):
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(each, stop)
         open(rank, "w").write(f"{os.getpid()}\\n")
         time.sleep(600)

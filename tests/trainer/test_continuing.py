@@ -127,10 +127,21 @@ def test_ctrl_c_saves_and_raises_and_the_run_goes_on(whole, tmp_path):
     assert trainer().fit(ARRAYS, **settings).losses == {n: whole.losses[n] for n in (4, 5, 6)}
 
 
-def test_sigterm_ends_the_process_with_75():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_preemption_ends_the_process_with_75(number):
     with pytest.raises(SystemExit) as caught:
-        trainer().fit(ARRAYS, steps=6, batch_size=16, callbacks=[Signal(signal.SIGTERM)])
+        trainer().fit(ARRAYS, steps=6, batch_size=16, callbacks=[Signal(number)])
     assert caught.value.code == 75
+
+
+def test_sigusr1_keeps_the_handler_of_a_program_that_uses_it_itself(whole):
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        result = trainer().fit(ARRAYS, steps=6, batch_size=16, callbacks=[Signal(signal.SIGUSR1)])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (heard, result.losses) == ([signal.SIGUSR1], whole.losses)
 
 
 def test_a_callback_as_documented_survives_a_resume(tmp_path):

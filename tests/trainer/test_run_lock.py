@@ -95,6 +95,23 @@ def test_the_lock_of_another_host_is_refused_with_what_to_remove(tmp_path):
     assert f"remove {tmp_path / 'run.lock'}" in caught.value.fix
 
 
+def test_a_requeued_job_replaces_its_own_lock_of_another_host(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "big")
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    for job, restart in (("big 11", 0), ("small 12", 0), ("big 12", 1)):
+        write_lock(tmp_path, host="elsewhere", pid=7, job=job, restart=restart)
+        with pytest.raises(UserError, match="process 7 on elsewhere"):
+            RunLock(tmp_path).acquire()
+    write_lock(tmp_path, host="elsewhere", pid=7, job="big 12", restart=0)
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    held = json.loads((tmp_path / "run.lock").read_text())
+    assert (held["pid"], held["job"], held["restart"]) == (os.getpid(), "big 12", 1)
+    lock.release()
+    assert not (tmp_path / "run.lock").exists()
+
+
 def test_a_lock_that_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "run.lock").write_text("")
     with pytest.raises(UserError, match="another run is using"):

@@ -115,7 +115,7 @@ COMMANDS = {
         ),
         Command(
             "launch",
-            "run a command or a script in several processes of this machine",
+            "run a command or a script in several processes, here or on a cluster",
             "meshwright.cli.launch",
             "meshwright launch --nprocs 2 --devices-per-process 2 -- train mesh.fsdp=4",
             flags=tuple(Flag(name, *text) for name, text in LAUNCH_FLAGS.items()),

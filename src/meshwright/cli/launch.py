@@ -1,4 +1,4 @@
-"""`meshwright launch`: a command or a script in several processes of this machine."""
+"""`meshwright launch`: a command or a script in several processes, here or on a cluster."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from meshwright.launch.whole_run import find_run
 
 
 def launch(words: Sequence[str]) -> int:
-    """Start the processes and return the exit code of the first failure, or 0."""
+    """Start the processes and return the exit code of the first failure, or 0.
+
+    With --slurm or --kubernetes, submit a job that starts them.
+    """
     options = parse_launch(words)
+    if options.cluster is not None:
+        from meshwright.cli.submit import submit
+
+        return submit(options, options.cluster)
     run = find_run(options, os.environ)
     if (options.nodes or 1) == 1:
         refuse_outer_launcher(options.nprocs, os.environ, is_shared=run.is_shared)

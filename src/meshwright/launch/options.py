@@ -10,9 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError, did_you_mean
+from meshwright.launch.cluster_options import (
+    CLUSTER_FLAGS,
+    ClusterKind,
+    ClusterOptions,
+    read_cluster,
+)
 
 FLAGS = {
-    "--nprocs": ("processes to start on this machine", "N"),
+    "--nprocs": ("processes to start on this machine, or on each machine of a job", "N"),
     "--devices-per-process": (
         "devices of each: virtual ones on CPUs (default 1), GPUs otherwise",
         "N",
@@ -28,6 +34,7 @@ FLAGS = {
         "seconds for processes to exit on their own (default 8 after a failure, 60 after Ctrl-C)",
         "SECONDS",
     ),
+    **CLUSTER_FLAGS,
 }
 """The flags of ``launch``, each with its help text and the placeholder of its value."""
 
@@ -48,6 +55,7 @@ class LaunchOptions:
         node_rank: the number of this machine; None if it was not given.
         coordinator: ``host:port`` of process 0; empty if it was not given.
         join_seconds: how long processes wait for each other; None for the default.
+        cluster: how to submit it to a cluster; None to start processes on this machine.
     """
 
     program: tuple[str, ...]
@@ -58,6 +66,7 @@ class LaunchOptions:
     node_rank: int | None = None
     coordinator: str = ""
     join_seconds: float | None = None
+    cluster: ClusterOptions | None = None
 
     @property
     def command(self) -> list[str]:
@@ -77,23 +86,26 @@ def parse_launch(words: Sequence[str]) -> LaunchOptions:
         name, equals, value = left.pop(0).partition("=")
         if name not in FLAGS:
             raise _unknown_flag(name)
-        given[name] = value if equals else left.pop(0) if left else ""
+        is_switch = not FLAGS[name][1]
+        given[name] = value if equals else "" if is_switch or not left else left.pop(0)
     program = tuple(left[1:] if left[:1] == ["--"] else left)
-    _check_program(program)
-    if "--nprocs" not in given:
+    cluster = read_cluster(given)
+    _check_program(program, is_here=cluster is None or cluster.kind is ClusterKind.SLURM)
+    if "--nprocs" not in given and cluster is None:
         raise UserError(
             "the number of processes is missing", fix="write --nprocs N before the program"
         )
     _check_machines(given)
     return LaunchOptions(
         program,
-        nprocs=_count("--nprocs", given["--nprocs"]),
+        nprocs=_count("--nprocs", given.get("--nprocs", "1")),
         devices_per_process=_optional(given, "--devices-per-process", _count),
         grace_seconds=_optional(given, "--grace", _seconds),
         nodes=_optional(given, "--nodes", partial(_count, most=MAX_NODES)),
         node_rank=_optional(given, "--node-rank", partial(_count, least=0, most=MAX_NODES)),
         coordinator=given.get("--coordinator", ""),
         join_seconds=_optional(given, "--join-timeout", partial(_seconds, least=1)),
+        cluster=cluster,
     )
 
 
@@ -123,14 +135,14 @@ def _optional(given: Mapping[str, str], flag: str, read: Callable[[str, str], An
     return read(flag, given[flag]) if flag in given else None
 
 
-def _check_program(program: tuple[str, ...]) -> None:
+def _check_program(program: tuple[str, ...], *, is_here: bool) -> None:
     if not program or program == ("-m",):
         raise UserError(
             "there is nothing to launch",
             fix="write what each process runs: meshwright launch --nprocs 2 -- train …, "
             "or a script: meshwright launch --nprocs 2 train.py …",
         )
-    if program[0].endswith(".py") and not Path(program[0]).is_file():
+    if is_here and program[0].endswith(".py") and not Path(program[0]).is_file():
         raise UserError(f"there is no file `{program[0]}`")
     if program[0] == "launch":
         raise UserError("a launch cannot launch a launch", fix="write --nprocs once")

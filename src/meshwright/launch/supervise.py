@@ -23,7 +23,7 @@ TERMINATE_DELAY = 0.5
 """Seconds the others have to fail on their own before they are terminated."""
 
 _NEVER = float("inf")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Supervisor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax
 
 from meshwright.data.batches import form_of
 from meshwright.errors import ExitCode, UserError
-from meshwright.interrupt import stop_text
+from meshwright.interrupt import PREEMPTIONS, stop_text
 from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
@@ -87,7 +86,7 @@ def raise_interrupted(result: FitResult) -> None:
     """Raise what the signal asks for that ended a run; do nothing if none did."""
     if not result.interrupted:
         return
-    if result.stopped == stop_text(signal.SIGTERM):
+    if result.stopped in map(stop_text, PREEMPTIONS):
         raise SystemExit(ExitCode.PREEMPTED)
     where = "in memory" if result.run_dir is None else f"in {result.run_dir}"
     raise KeyboardInterrupt(

@@ -24,7 +24,8 @@ class RunLock:
     """Locks a run folder for this run; every process must make the same calls.
 
     Process 0 creates the lock file, with its host and process. The lock of a process that no
-    longer runs on this host is replaced.
+    longer runs on this host is replaced, and so is one that this job of SLURM left on any host
+    before it was requeued.
 
     Args:
         folder: the run folder.
@@ -95,16 +96,33 @@ def _remove_stale(path: Path, holder: dict[str, Any]) -> None:
 
 def _this_process(values: dict[str, Any] | None) -> dict[str, Any]:
     """Return what a lock of this process holds, with the given time."""
+    job, restart = _slurm_job()
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": _start_of(os.getpid()),
         "since": (values or {}).get("since", ""),
+        **({"job": job, "restart": restart} if job else {}),
     }
 
 
+def _slurm_job() -> tuple[str, int]:
+    """Return SLURM's name of the job and how often it has been requeued; no name outside of it."""
+    job, restart = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))
+    cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
+    return f"{cluster} {job}".strip() if job else "", int(restart) if restart.isdecimal() else 0
+
+
+def _is_requeued(holder: dict[str, Any]) -> bool:
+    """Whether this job has the lock since before it was requeued, when all its processes ended."""
+    job, restart = _slurm_job()
+    return bool(job) and holder.get("job") == job and int(holder.get("restart", 0)) < restart
+
+
 def _is_stale(holder: dict[str, Any]) -> bool:
-    """Whether the process of a lock ran on this host and does not run any more."""
+    """Whether the process of a lock is known not to run any more."""
+    if _is_requeued(holder):
+        return True
     if holder.get("host") != socket.gethostname():
         return False
     pid = int(holder.get("pid", 0))

@@ -212,9 +212,9 @@ class Trainer:
         ``max_duration`` in updates or epochs count from the first update of the run. If the
         batches run out earlier, training stops there with a warning.
 
-        Ctrl-C stops after the current update and raises `KeyboardInterrupt`; SIGTERM exits with
-        code 75. With a run_dir the state is saved first, and without one a further `fit`
-        continues from memory.
+        Ctrl-C stops after the current update and raises `KeyboardInterrupt`; SIGTERM and
+        SIGUSR1 exit with code 75. With a run_dir the state is saved first, and without one a
+        further `fit` continues from memory.
 
         Args:
             data: a dict of arrays; a dataset of Grain, PyTorch, Hugging Face or tf.data; a list

@@ -1,0 +1,175 @@
+"""The sbatch script of a launch: processes by srun, requeued when they are preempted or fail."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from pathlib import Path
+
+from meshwright.config.engines import process_variables, split_address
+from meshwright.errors import ExitCode, UserError
+from meshwright.launch.cluster_options import ClusterOptions
+from meshwright.launch.options import LaunchOptions
+from meshwright.processes import JOIN_TIMEOUT
+from meshwright.units import counted
+
+LOG = "slurm-%j.out"
+_USR1_UNHANDLED = 128 + 10
+"""Exit code of a process that SIGUSR1 ended before Python could handle it."""
+
+# Each task runs under this program, which notes the exit code of the first task that ends in an
+# error: srun reports the largest, and ends the others by SIGTERM, upon which they save and exit 75
+# too. A preempted task counts as done for srun, so that it leaves the others time to save.
+_TASK = f"""\
+trap : USR1 TERM
+"$@"
+code=$?
+if [ "$code" -ne 0 ]; then
+  (set -o noclobber; echo "$code" > "$MESHWRIGHT_FIRST_EXIT") 2>/dev/null
+fi
+case "$code" in {int(ExitCode.PREEMPTED)} | {_USR1_UNHANDLED}) exit 0 ;; esac
+exit "$code"
+"""
+
+_SCRIPT = r"""#!/bin/bash
+{directives}
+set -u
+folder={folder}
+mkdir -p "$folder" || exit 2
+export MESHWRIGHT_FIRST_EXIT="$folder/slurm-$SLURM_JOB_ID.exit"
+failures="$folder/slurm-$SLURM_JOB_ID.failures"
+rm -f "$MESHWRIGHT_FIRST_EXIT"
+
+# Variables of another launcher around sbatch would contradict SLURM's.
+unset -v \
+  {unset}
+{coordinator}
+export PYTHONUNBUFFERED=1
+{join}# srun does not inherit it from sbatch.
+if [ -n "${{SLURM_CPUS_PER_TASK:-}}" ]; then export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"; fi
+
+srun --label --kill-on-bad-exit=1 --wait=0 bash -c {task} task \
+  {command}
+code=$?
+# On network file systems, listing the folder shows the files of other machines.
+ls "$folder" > /dev/null
+if [ -s "$MESHWRIGHT_FIRST_EXIT" ]; then code=$(head -n 1 "$MESHWRIGHT_FIRST_EXIT"); fi
+rm -f "$MESHWRIGHT_FIRST_EXIT"
+
+case "$code" in
+  0) exit 0 ;;
+  {preempted} | {unhandled})
+    echo "preempted: job $SLURM_JOB_ID is requeued and resumes"
+    scontrol requeue "$SLURM_JOB_ID"
+    exit "$code" ;;
+  {bad_input})
+    echo "exit code {bad_input}, a mistake in the input: job $SLURM_JOB_ID is not requeued"
+    exit "$code" ;;
+esac
+echo "$(date '+%Y-%m-%d %H:%M:%S') exit code $code" >> "$failures"
+count=$(wc -l < "$failures")
+if [ "$count" -le {max_restarts} ]; then
+  echo "exit code $code: job $SLURM_JOB_ID is requeued, restart $count of {max_restarts}"
+  scontrol requeue "$SLURM_JOB_ID"
+else
+  echo "exit code $code: job $SLURM_JOB_ID has failed $count times and is not requeued"
+fi
+exit "$code"
+"""
+
+_FIRST_NODE = r"""# The address by which SLURM knows the first node: its name need not resolve.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol --oneliner show node "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+export MASTER_ADDR="${address:-$first}"
+"""
+# Jobs that share a machine get different ports.
+_PORT = 'export MASTER_PORT="$((SLURM_JOB_ID % 4096 + 61440))"'
+
+
+def sbatch_script(launch: LaunchOptions, cluster: ClusterOptions, folder: Path, cwd: Path) -> str:
+    """Return the sbatch script of a launch.
+
+    Args:
+        launch: the processes, and what each of them runs.
+        cluster: how the job is submitted.
+        folder: the run folder, the same after each requeue.
+        cwd: the working directory of the job, where its log is written.
+    """
+    join = "" if launch.join_seconds is None else f"export {JOIN_TIMEOUT}={launch.join_seconds:g}\n"
+    others = sorted(name for name in process_variables() if not name.startswith("SLURM_"))
+    return _SCRIPT.format(
+        directives="\n".join(f"#SBATCH {option}" for option in _options(launch, cluster, cwd)),
+        folder=shlex.quote(str(folder)),
+        unset=" \\\n  ".join(textwrap.wrap(" ".join(others), 98)),
+        coordinator=_coordinator(launch.coordinator),
+        join=join,
+        task=shlex.quote(_devices(launch, cluster.gpus_per_node) + _TASK),
+        command=shlex.join(launch.command),
+        preempted=int(ExitCode.PREEMPTED),
+        unhandled=_USR1_UNHANDLED,
+        bad_input=int(ExitCode.BAD_INPUT),
+        max_restarts=cluster.max_restarts,
+    )
+
+
+def _options(launch: LaunchOptions, cluster: ClusterOptions, cwd: Path) -> list[str]:
+    """Return sbatch's options; the user's own come last, and count."""
+    named = {
+        "job-name": cluster.name,
+        "nodes": str(launch.nodes or 1),
+        "ntasks-per-node": str(launch.nprocs),
+        "time": cluster.time,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "gpus-per-node": "" if cluster.gpus_per_node is None else str(cluster.gpus_per_node),
+        "chdir": _quoted_path(cwd),
+        "output": LOG,
+        "open-mode": "append",
+        # To the processes, not to this script.
+        "signal": f"USR1@{cluster.save_seconds}",
+    }
+    return [*(f"--{k}={v}" for k, v in named.items() if v), "--requeue", *cluster.sbatch]
+
+
+def _quoted_path(path: Path) -> str:
+    """Return a path as sbatch reads it in a script: in double quotes where it needs any."""
+    text = str(path)
+    if not text.isprintable():
+        raise UserError(
+            f"sbatch cannot start in the folder {text!r}", fix="submit from another folder"
+        )
+    if re.fullmatch(r"[\w./+@=-]+", text):
+        return text
+    return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
+
+
+def _coordinator(address: str) -> str:
+    """Return the lines that set the address of process 0."""
+    if not address:
+        return _FIRST_NODE + _PORT
+    host, port = split_address("--coordinator", address, default_port=0)
+    return f"export MASTER_ADDR={shlex.quote(host)}\n" + (
+        f"export MASTER_PORT={port}" if port else _PORT
+    )
+
+
+def _devices(launch: LaunchOptions, gpus: int | None) -> str:
+    """Return what a task exports for the devices of its process."""
+    each = launch.devices_per_process
+    if gpus is None:
+        return "" if each is None else f"export JAX_NUM_CPU_DEVICES={each}\n"
+    if gpus % launch.nprocs or (each or 1) * launch.nprocs > gpus:
+        raise UserError(
+            f"{counted(launch.nprocs, 'process', 'processes')} with "
+            f"{counted(each or 1, 'GPU')} each cannot share {counted(gpus, 'GPU')}",
+            why="all processes of a machine have the same number of GPUs",
+            fix=f"write --gpus-per-node {(each or 1) * launch.nprocs}, or another --nprocs",
+        )
+    each = each or gpus // launch.nprocs
+    if launch.nprocs == 1 and each == gpus:
+        return ""
+    first = f"$((SLURM_LOCALID * {each}))"
+    return f"""\
+export JAX_LOCAL_DEVICE_IDS="$(seq -s, {first} $((SLURM_LOCALID * {each} + {each - 1})))"
+"""
