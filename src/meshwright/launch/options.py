@@ -24,6 +24,14 @@ FLAGS = {
         "seconds for all processes to join (default 60, over several machines 300)",
         "SECONDS",
     ),
+    "--restarts": (
+        "how often all processes are started again after a failure (default 0)",
+        "N",
+    ),
+    "--hang-timeout": (
+        "seconds without progress in an update that count as a hang (default 600; 0 for never)",
+        "SECONDS",
+    ),
     "--grace": (
         "seconds for processes to exit on their own (default 8 after a failure, 60 after Ctrl-C)",
         "SECONDS",
@@ -33,6 +41,7 @@ FLAGS = {
 
 MAX_PROCESSES = 256
 MAX_NODES = 65_536
+MAX_RESTARTS = 1000
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,8 @@ class LaunchOptions:
         node_rank: the number of this machine; None if it was not given.
         coordinator: ``host:port`` of process 0; empty if it was not given.
         join_seconds: how long processes wait for each other; None for the default.
+        restarts: how often all processes are started again after a failure.
+        hang_seconds: how long an update may make no progress; None for the default.
     """
 
     program: tuple[str, ...]
@@ -58,6 +69,8 @@ class LaunchOptions:
     node_rank: int | None = None
     coordinator: str = ""
     join_seconds: float | None = None
+    restarts: int = 0
+    hang_seconds: float | None = None
 
     @property
     def command(self) -> list[str]:
@@ -94,6 +107,8 @@ def parse_launch(words: Sequence[str]) -> LaunchOptions:
         node_rank=_optional(given, "--node-rank", partial(_count, least=0, most=MAX_NODES)),
         coordinator=given.get("--coordinator", ""),
         join_seconds=_optional(given, "--join-timeout", partial(_seconds, least=1)),
+        restarts=_optional(given, "--restarts", partial(_count, least=0, most=MAX_RESTARTS)) or 0,
+        hang_seconds=_optional(given, "--hang-timeout", _seconds),
     )
 
 

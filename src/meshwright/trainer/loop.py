@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from meshwright.checkpoint.store import StateNotFinite
+from meshwright.heartbeat import Doing, Heartbeat, own_heartbeat
 from meshwright.profile import NoProfiling, Profile
 from meshwright.step.state import TrainState
 from meshwright.tracking.tracker import Tracker
@@ -74,6 +75,7 @@ class Loop:
         context: what callbacks read of the run, and ask for.
         shares: how the time of an update divides, once it has been profiled.
         finite_check: finds updates that are not finite.
+        heartbeat: says where the loop is.
     """
 
     step: StepFunction
@@ -94,6 +96,7 @@ class Loop:
     prepare_evaluation: Callable[[], None] = lambda: None
     shares: Metrics = field(default_factory=dict[str, float])
     finite_check: FiniteCheck = field(default_factory=FiniteCheck)
+    heartbeat: Heartbeat = field(default_factory=own_heartbeat)
 
     def train(self, state: TrainState, progress: Progress) -> TrainState:
         """Train from ``progress.update`` until a limit is reached, and return the final state."""
@@ -103,6 +106,8 @@ class Loop:
             raise self.finite_check.state_error(error.update) from None
 
     def _train(self, state: TrainState, progress: Progress) -> TrainState:
+        mark = self.heartbeat.mark
+        self.heartbeat.start_from(progress.update)
         self.context.at(progress.update, state)
         self.callbacks.on_start(progress.update)
         to_log: tuple[int, Any] | None = None
@@ -113,14 +118,19 @@ class Loop:
             progress.stop, last = stop, done
         with self.loader.open(done, last) as batches:
             self.meter.restart(done, self.loader.waited)
+            mark(Doing.INPUT)
             for batch in batches:
+                mark(Doing.TRAINING, done + 1)
                 if stop := self.limits.before_update(done + 1):
                     progress.stop = stop
                     break
+                mark(Doing.DISPATCHING)
                 state, metrics = self.step(state, batch)
                 done = progress.update = done + 1
                 self.context.at(done, state)
+                mark(Doing.WAITING)
                 self.finite_check.add(done, metrics)
+                mark(Doing.TRAINING)
                 self._profile(metrics, progress)
                 reported = to_log is not None
                 if to_log is not None:
@@ -128,7 +138,8 @@ class Loop:
                     self._log(*to_log, progress)
                     to_log = None
                 if done == first:
-                    self.prepare_evaluation()
+                    with self.heartbeat.during(Doing.COMPILING):
+                        self.prepare_evaluation()
                     # Logged alone: its time includes one-time work, such as filling caches.
                     self._log(done, metrics | self.state_metrics(state), progress)
                 elif done % self.log_every == 0:
@@ -137,6 +148,7 @@ class Loop:
                 if (reported or self.limits.urgent) and (stop := self.limits.stop()):
                     progress.stop = stop
                     break
+                mark(Doing.INPUT)
         self.profiling.close()
         if metrics is not None and done not in progress.losses:
             self._log(done, metrics | self.state_metrics(state), progress)
@@ -159,8 +171,13 @@ class Loop:
         self.on_profile(progress.update, profile)
 
     def _log(self, update: int, metrics: Any, progress: Progress) -> None:
-        self.finite_check.look(update)
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        with self.heartbeat.during(Doing.WAITING):
+            self.finite_check.look(update)
+            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        with self.heartbeat.during(Doing.CALLBACKS):
+            self._report(update, values, progress)
+
+    def _report(self, update: int, values: Metrics, progress: Progress) -> None:
         values |= self.extra_metrics(update) | self.meter.read(progress.update, self.loader.waited)
         values |= self.shares
         progress.losses[update] = values["loss"]
@@ -188,7 +205,10 @@ class Loop:
     def _evaluate(self, state: TrainState, progress: Progress) -> None:
         if self.evaluate is None or progress.update in progress.eval:
             return
-        values = self.evaluate(state)
+        with self.heartbeat.during(Doing.EVALUATING):
+            self._report_evaluation(self.evaluate(state), progress)
+
+    def _report_evaluation(self, values: Metrics, progress: Progress) -> None:
         progress.eval[progress.update] = self.context.eval_metrics = values
         self.tracker.log("eval", progress.update, values)
         if not math.isfinite(values["loss"]):
@@ -199,8 +219,10 @@ class Loop:
     def _save(self, state: TrainState, progress: Progress) -> None:
         evaluated = progress.eval.get(progress.update)
         loss = evaluated["loss"] if evaluated else None
-        if self.checkpointer.save(state, progress.update, loss=loss):
-            self.callbacks.on_checkpoint(progress.update)
+        with self.heartbeat.during(Doing.SAVING):
+            if self.checkpointer.save(state, progress.update, loss=loss):
+                self.heartbeat.saved(progress.update)
+                self.callbacks.on_checkpoint(progress.update)
 
     def _end(self, state: TrainState, progress: Progress) -> None:
         self.finite_check.look(progress.update)
@@ -209,5 +231,6 @@ class Loop:
         # A run that is interrupted before its first update has nothing to save.
         if progress.update or not progress.stop.interrupted:
             self._save(state, progress)
-        self.checkpointer.finish()
+        with self.heartbeat.during(Doing.SAVING):
+            self.checkpointer.finish()
         self.callbacks.on_end(progress.update)
