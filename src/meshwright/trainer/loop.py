@@ -120,11 +120,11 @@ class Loop:
             self.meter.restart(done, self.loader.waited)
             mark(Doing.INPUT)
             for batch in batches:
-                mark(Doing.TRAINING, done + 1)
+                # Beginning an update may wait for others, so it is no work of this process.
+                mark(Doing.DISPATCHING, done + 1)
                 if stop := self.limits.before_update(done + 1):
                     progress.stop = stop
                     break
-                mark(Doing.DISPATCHING)
                 state, metrics = self.step(state, batch)
                 done = progress.update = done + 1
                 self.context.at(done, state)
@@ -145,7 +145,7 @@ class Loop:
                 elif done % self.log_every == 0:
                     to_log = (done, metrics | self.state_metrics(state))
                 reported |= self._evaluate_and_save(state, progress)
-                if (reported or self.limits.urgent) and (stop := self.limits.stop()):
+                if (reported or self.limits.urgent) and (stop := self._agreed_stop()):
                     progress.stop = stop
                     break
                 mark(Doing.INPUT)
@@ -160,6 +160,10 @@ class Loop:
             progress.stop = out_of_batches(done, updates, self.limits.seconds)
         self._end(state, progress)
         return state
+
+    def _agreed_stop(self) -> Stop | None:
+        with self.heartbeat.during(Doing.WAITING):
+            return self.limits.stop()
 
     def _profile(self, metrics: Any, progress: Progress) -> None:
         started = time.perf_counter()
