@@ -5,6 +5,7 @@
 #   make quick      lint and the fast tests: under 90 seconds on two cores
 #   make test       lint, type checks and tests; installs nothing outside .venv
 #   make test-all   the same, including the slow tests
+#   make test-faults processes that are killed, stopped or slow: under 20 minutes
 #   make format     apply ruff's fixes and formatting
 #   make browser    install Debian's chromium, which the report page tests need
 #   make docs       build the documentation into site/
@@ -50,7 +51,7 @@ QUICK := $(addprefix tests/, \
   test_jax_internals.py test_json_text.py test_lazy.py test_plan.py test_trees.py test_units.py \
   test_weighted.py)
 
-.PHONY: setup train quick test test-all lint types suite browser docs benchmarks gpu-benchmarks format clean
+.PHONY: setup train quick test test-all test-faults lint types suite browser docs benchmarks gpu-benchmarks format clean
 
 setup: $(STAMP)
 
@@ -88,6 +89,9 @@ test-all: lint types
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e '.[$(EXTRAS),test-all]'
 	@XLA_FLAGS= $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-faults: setup
+	@timeout 1200 $(BIN)/python -m pytest -n 0 -m faults tests/launch
 
 # The report page tests run in a real browser. Without one they are skipped, and the summary says
 # so. This is the only target that needs root.
