@@ -70,7 +70,7 @@ def find_resume_point(resume: str, run_dir: Path | None) -> ResumePoint | None:
     """
     if run_dir is not None:
         refuse_locked(run_dir)
-        if _is_restarted(run_dir):
+        if resume not in ("auto", "must") and _is_restarted(run_dir):
             resume = "auto"
     if resume == "never":
         _refuse_mixing(run_dir)
