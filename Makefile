@@ -5,8 +5,8 @@
 #   make quick      lint and the fast tests: under 90 seconds on two cores
 #   make test       lint, type checks and tests; installs nothing outside .venv
 #   make test-all   the same, including the slow tests
+#   make test-faults processes that are killed, stopped, slow or preempted; needs make slurm
 #   make format     apply ruff's fixes and formatting
-#   make test-faults tests with killed, stopped and preempted processes; needs make slurm
 #   make browser    install Debian's chromium, which the report page tests need
 #   make slurm      install Debian's SLURM, which the fault tests need
 #   make docs       build the documentation into site/
@@ -85,15 +85,15 @@ suite: setup
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not faults"
 
 # Processes that are killed, stopped or preempted, also in jobs of a real SLURM.
-test-faults: setup
-	@$(BIN)/python -m pytest -n 0 -m faults
-
 # The slow tests also use the real PyTorch and Hugging Face datasets, and run programs that are
 # compiled as for users, which takes longer.
 test-all: lint types
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e '.[$(EXTRAS),test-all]'
 	@XLA_FLAGS= $(BIN)/python -m pytest -n 2 --dist loadfile -m "not faults"
+
+test-faults: setup
+	@timeout 1200 $(BIN)/python -m pytest -n 0 -m faults
 
 # The report page tests run in a real browser. Without one they are skipped, and the summary says
 # so. This target and `slurm` need root.

@@ -161,8 +161,12 @@ def test_nothing_stays_behind_when_the_launcher_is_killed(started, tmp_path):
     names = ("0", "1", "child0", "child1")
     pids = wait_for(*(tmp_path / name for name in names))
     assert all(map(is_alive, pids))
+    environ = Path(f"/proc/{pids[0]}/environ").read_bytes().decode().split("\0")
+    (heartbeat,) = (text.partition("=")[2] for text in environ if "MESHWRIGHT_HEARTBEAT" in text)
+    assert Path(heartbeat).parent.is_dir()
     os.kill(launcher.pid, signal.SIGKILL)
     wait_until_gone(pids)
+    assert not Path(heartbeat).parent.exists()
 
 
 def test_nothing_stays_behind_a_clean_end(started, tmp_path):

@@ -12,6 +12,7 @@ from quick import quick_module
 from small_models import Norms, Residuals, square_loss, vectors
 
 import meshwright as mw
+from meshwright.attempts import EarlierAttempts
 from meshwright.checkpoint import read_params
 from meshwright.config.schema import CheckpointConfig, ShardingConfig
 from meshwright.errors import UserError
@@ -288,3 +289,18 @@ def test_devices_are_made_by_all_processes_before_one_of_them_looks(tmp_path, mo
     monkeypatch.setattr(resume, "broadcast", lambda value: asked.append("others") or value)
     assert resume.find_resume_point("auto", tmp_path) is None
     assert asked == ["devices", "checkpoints", "others"]
+
+
+def test_a_restarted_run_goes_on_whatever_it_was_asked_to_resume(tmp_path, monkeypatch):
+    looked = []
+    monkeypatch.setattr(resume, "_find_newest", lambda *args, **_: looked.append(args[0]) or {})
+    for folder in ("mine", "other"):
+        (tmp_path / folder / "checkpoints" / "5").mkdir(parents=True)
+    earlier = EarlierAttempts(count=1, started=0.0, run_dir=str(tmp_path / "mine"))
+    for name, value in earlier.to_environment().items():
+        monkeypatch.setenv(name, value)
+    for asked in ("never", str(tmp_path / "other")):
+        resume.find_resume_point(asked, tmp_path / "mine")
+    assert looked == [tmp_path / "mine"] * 2
+    with pytest.raises(UserError, match="holds the checkpoints of another run"):
+        resume.find_resume_point("never", tmp_path / "other")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from meshwright.launch.environments import environments
 from meshwright.launch.options import parse_launch
 from meshwright.launch.outer_launcher import refuse_outer_launcher
-from meshwright.launch.supervise import Supervisor
+from meshwright.launch.restarts import Attempts
 from meshwright.launch.whole_run import find_run
 
 
 def launch(words: Sequence[str]) -> int:
-    """Start the processes and return the exit code of the first failure, or 0.
+    """Start the processes and return the exit code of the last attempt.
 
     With --slurm or --kubernetes, submit a job that starts them.
     """
@@ -25,8 +24,6 @@ def launch(words: Sequence[str]) -> int:
     run = find_run(options, os.environ)
     if (options.nodes or 1) == 1:
         refuse_outer_launcher(options.nprocs, os.environ, is_shared=run.is_shared)
-    environs = environments(options, os.environ, run=run)
     # The file descriptor, because `sys.stderr` may have been replaced by a text-only stream.
     with open(2, "wb", buffering=0, closefd=False) as stderr:
-        supervisor = Supervisor(options.command, stderr=stderr, grace_seconds=options.grace_seconds)
-        return supervisor.run(environs)
+        return Attempts(options, os.environ, stderr, run).run()

@@ -13,6 +13,7 @@ import jax
 import yaml
 from rich.text import Text
 
+from meshwright.attempts import EarlierAttempts
 from meshwright.cli.invocation import invoked_as
 from meshwright.cli.request import Request
 from meshwright.cli.sample import generate_sample
@@ -46,7 +47,9 @@ def run(request: Request) -> int:
     """Train, and print a summary."""
     if request.arguments.has("--distributed"):
         _check_distributed()
-    folder = Path(broadcast(str(request.composed.run_dir.absolute())))
+    # A run that its launcher starts again goes on in its folder, whose name may contain the time.
+    chosen = EarlierAttempts.from_environment().folder or request.composed.run_dir
+    folder = Path(broadcast(str(chosen.absolute())))
     point = find_resume_point(request.config.resume, folder)
     config = _keep_batch(request.config, point)
     plan = make_plan(config, jax.device_count())

@@ -26,7 +26,6 @@ _BOTH = {
     "--dry-run": ("print the sbatch script or the manifest, and submit nothing", ""),
     "--name": ("name of the job (default meshwright)", "NAME"),
     "--gpus-per-node": ("GPUs of each machine, or of each pod", "N"),
-    "--restarts": ("how often a job that failed is started again (default 3)", "N"),
     "--save-seconds": ("seconds to save before the job is ended (default 90)", "SECONDS"),
 }
 CLUSTER_FLAGS = {

@@ -2,7 +2,7 @@
 
 This runs as a separate program. Its standard input is a pipe from the launcher; when the launcher
 exits for any reason, the pipe closes, and every process of the group is killed, including children
-of children.
+of children. Its argument is the folder of the group's heartbeats, which is removed first.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     while os.read(sys.stdin.fileno(), 1):
         pass
+    if sys.argv[1:]:
+        import shutil
+
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -93,7 +93,7 @@ def _service(cluster: ClusterOptions) -> Manifest:
 def _job(launch: LaunchOptions, cluster: ClusterOptions, pod: Manifest) -> Manifest:
     nodes = launch.nodes or 1
     rules = [
-        _on_exit("FailJob", ExitCode.BAD_INPUT),
+        _on_exit("FailJob", ExitCode.BAD_INPUT, ExitCode.NOT_FINITE),
         _on_exit("Ignore", ExitCode.PREEMPTED),
         _on_disruption("Ignore"),
     ]
@@ -142,8 +142,8 @@ def _indexed(nodes: int, backoff: int, rules: list[Manifest]) -> Manifest:
     }
 
 
-def _on_exit(action: str, code: ExitCode) -> Manifest:
-    codes = {"containerName": _CONTAINER, "operator": "In", "values": [int(code)]}
+def _on_exit(action: str, *exits: ExitCode) -> Manifest:
+    codes = {"containerName": _CONTAINER, "operator": "In", "values": [int(e) for e in exits]}
     return {"action": action, "onExitCodes": codes}
 
 

@@ -30,6 +30,14 @@ FLAGS = {
         "seconds for all processes to join (default 60, over several machines 300)",
         "SECONDS",
     ),
+    "--restarts": (
+        "how often all are started again after a failure (default 0, jobs of clusters 3)",
+        "N",
+    ),
+    "--hang-timeout": (
+        "seconds without progress in an update that count as a hang (default 600; 0 for never)",
+        "SECONDS",
+    ),
     "--grace": (
         "seconds for processes to exit on their own (default 8 after a failure, 60 after Ctrl-C)",
         "SECONDS",
@@ -40,6 +48,7 @@ FLAGS = {
 
 MAX_PROCESSES = 256
 MAX_NODES = 65_536
+MAX_RESTARTS = 1000
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,8 @@ class LaunchOptions:
         coordinator: ``host:port`` of process 0; empty if it was not given.
         join_seconds: how long processes wait for each other; None for the default.
         cluster: how to submit it to a cluster; None to start processes on this machine.
+        restarts: how often all processes are started again after a failure.
+        hang_seconds: how long an update may make no progress; None for the default.
     """
 
     program: tuple[str, ...]
@@ -67,6 +78,8 @@ class LaunchOptions:
     coordinator: str = ""
     join_seconds: float | None = None
     cluster: ClusterOptions | None = None
+    restarts: int = 0
+    hang_seconds: float | None = None
 
     @property
     def command(self) -> list[str]:
@@ -106,6 +119,8 @@ def parse_launch(words: Sequence[str]) -> LaunchOptions:
         coordinator=given.get("--coordinator", ""),
         join_seconds=_optional(given, "--join-timeout", partial(_seconds, least=1)),
         cluster=cluster,
+        restarts=_optional(given, "--restarts", partial(_count, least=0, most=MAX_RESTARTS)) or 0,
+        hang_seconds=_optional(given, "--hang-timeout", _seconds),
     )
 
 

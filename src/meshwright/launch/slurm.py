@@ -66,6 +66,9 @@ case "$code" in
   {bad_input})
     echo "exit code {bad_input}, a mistake in the input: job $SLURM_JOB_ID is not requeued"
     exit "$code" ;;
+  {not_finite})
+    echo "exit code {not_finite}, an update that is not finite: job $SLURM_JOB_ID is not requeued"
+    exit "$code" ;;
 esac
 echo "$(date '+%Y-%m-%d %H:%M:%S') exit code $code" >> "$failures"
 count=$(wc -l < "$failures")
@@ -109,6 +112,7 @@ def sbatch_script(launch: LaunchOptions, cluster: ClusterOptions, folder: Path, 
         preempted=int(ExitCode.PREEMPTED),
         unhandled=_USR1_UNHANDLED,
         bad_input=int(ExitCode.BAD_INPUT),
+        not_finite=int(ExitCode.NOT_FINITE),
         max_restarts=cluster.max_restarts,
     )
 

@@ -1,4 +1,4 @@
-"""Starting processes, and ending all of them when one fails or on a signal."""
+"""Starting processes, and ending all of them when one fails or hangs, or on a signal."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
+from meshwright.errors import ExitCode
+from meshwright.heartbeat import HEARTBEAT_FILE, folder_file
 from meshwright.launch import guard
 from meshwright.launch.merged_output import MergedOutput
+from meshwright.launch.stacks import dump_stacks, keep_stacks
+from meshwright.launch.watch import HANG_SECONDS, Stuck, Watch
 
 GRACE_AFTER_FAILURE = 8.0
 """Seconds; the others can only wait for the process that failed, so they need little time."""
@@ -26,39 +33,112 @@ _NEVER = float("inf")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How one attempt ended.
+
+    Attributes:
+        code: the exit code: 0, that of the first failure, or 128 + n for signal n.
+        asked: whether a signal to the launcher ended it.
+        text: which process failed, at which update and why; empty without a failure.
+        run_dir: the run folder; None if no process named one.
+        watch: what the heartbeats said.
+    """
+
+    code: int
+    asked: bool
+    text: str
+    run_dir: Path | None
+    watch: Watch
+
+
+class Requests:
+    """The signals to the launcher, which are forwarded instead of ending it."""
+
+    def __init__(self) -> None:
+        self._numbers: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    @contextmanager
+    def listening(self) -> Generator[None]:
+        """Handle Ctrl-C and termination signals; the processes are in a group of their own."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handled = [n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+        before = {n: signal.signal(n, lambda n, _: self._numbers.put(n)) for n in handled}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def take(self, timeout: float = 0.0) -> int | None:
+        """Return the next signal; None if there is none within the time."""
+        try:
+            return self._numbers.get(timeout=timeout) if timeout else self._numbers.get_nowait()
+        except queue.Empty:
+            return None
+
+
 class Supervisor:
-    """Runs one command in several processes until the last one has ended."""
+    """Runs one command in several processes until the last one has ended.
+
+    Args:
+        command: what each process runs.
+        stderr: where the lines of all processes go.
+        requests: the signals to the launcher.
+        grace_seconds: how long processes may take to exit; None for the defaults.
+        hang_seconds: how long an update may make no progress; None for the default.
+        remedy: what is done about a failure, or can be.
+    """
 
     def __init__(
-        self, command: Sequence[str], *, stderr: IO[bytes], grace_seconds: float | None = None
+        self,
+        command: Sequence[str],
+        *,
+        stderr: IO[bytes],
+        requests: Requests,
+        grace_seconds: float | None = None,
+        hang_seconds: float | None = None,
+        remedy: str = "",
     ) -> None:
         self._command = list(command)
         self._grace = grace_seconds
+        self._hang = HANG_SECONDS if hang_seconds is None else hang_seconds
+        self._remedy = remedy
         self._merged = MergedOutput(stderr)
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._pumps: list[threading.Thread] = []
         self._running: set[int] = set()
         self._ends: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self._requests: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._requests = requests
         self._asked = False
         self._failure: tuple[int, int] | None = None
+        self._stuck: Stuck | None = None
         self._terminate_at = self._kill_at = _NEVER
 
-    def run(self, environments: Sequence[Mapping[str, str]]) -> int:
-        """Start one process per environment and return the exit code of the first failure, or 0."""
-        with _guarded_group() as group, self._listening():
-            for environ in environments:
-                self._start(int(environ["RANK"]), environ, group)
+    def run(self, environments: Sequence[Mapping[str, str]]) -> Outcome:
+        """Start one process per environment, and return how they ended."""
+        folder = Path(tempfile.mkdtemp(prefix="meshwright-launch-"))
+        ranks = [int(environ["RANK"]) for environ in environments]
+        self._files = {rank: folder / f"{rank}.beat" for rank in ranks}
+        self._watch = Watch(self._files, self._hang)
+        with _guarded_group(folder) as group:
+            for rank, environ in zip(ranks, environments, strict=True):
+                own = {**environ, HEARTBEAT_FILE: str(self._files[rank])}
+                self._start(rank, own, group)
             while self._running:
                 self._forward_signals()
                 self._handle_exit()
+                self._look()
                 self._end_processes()
+            self._watch.look({}, force=True)
+            run_dir = self._run_dir()
         # The group has ended, so the pipes are closed.
         for pump in self._pumps:
             pump.join()
         self._merged.release()
-        self._summarize()
-        return 0 if self._failure is None else exit_code(self._failure[1])
+        return Outcome(self._code(), self._asked, self._text(), run_dir, self._watch)
 
     def _start(self, rank: int, environ: Mapping[str, str], group: int) -> None:
         worker = subprocess.Popen(
@@ -84,8 +164,7 @@ class Supervisor:
 
     def _forward_signals(self) -> None:
         """Forward the first signal to the processes; a second one kills them."""
-        while not self._requests.empty():
-            number = self._requests.get()
+        while (number := self._requests.take()) is not None:
             self._send(signal.SIGKILL if self._asked else number)
             self._asked = True
             self._terminate_at = _NEVER
@@ -97,7 +176,7 @@ class Supervisor:
         except queue.Empty:
             return
         self._running.discard(rank)
-        if returncode == 0 or self._failure is not None:
+        if returncode == 0 or self._failure is not None or self._stuck is not None:
             return
         self._failure = (rank, returncode)
         if not self._asked:
@@ -105,7 +184,34 @@ class Supervisor:
             self._kill_at = self._terminate_at + self._seconds(GRACE_AFTER_FAILURE)
             if returncode < 0:
                 # A killed process cannot print an error itself.
-                self._merged.say(f"error: process {rank} {_describe_exit(returncode)}")
+                self._error(f"process {rank} {_describe_exit(returncode)}{self._when(rank)}")
+
+    def _look(self) -> None:
+        """Look at the heartbeats, unless the processes are ending anyway."""
+        if self._asked or self._failure is not None or self._stuck is not None:
+            return
+        pids = {rank: self._workers[rank].pid for rank in sorted(self._running)}
+        self._stuck = self._watch.look(pids)
+        for straggler in self._watch.stragglers.take():
+            self._merged.say(f"launch: {straggler}")
+        if self._stuck is not None:
+            self._end_stuck(self._stuck, pids)
+
+    def _end_stuck(self, stuck: Stuck, pids: Mapping[int, int]) -> None:
+        """Name who is stuck, show where every process is, and kill all of them."""
+        where = dump_stacks(self._files, pids, lambda rank, n: self._workers[rank].send_signal(n))
+        self._error(self._text())
+        for rank in pids:
+            beat = self._watch.beat_of(rank)
+            at = where.get(rank, "stopped by a signal" if rank in stuck.ranks else "no answer")
+            update = "" if beat is None else f"update {beat.update}: "
+            self._merged.say(f"  process {rank} at {update}{at}")
+        folder = self._run_dir() or Path(tempfile.gettempdir())
+        kept = keep_stacks(self._files, folder / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}")
+        if kept:
+            self._merged.say(f"  all stacks: {kept[0].parent}")
+        # What hangs reacts to nothing else.
+        self._send(signal.SIGKILL)
 
     def _end_processes(self) -> None:
         now = time.monotonic()
@@ -122,15 +228,43 @@ class Supervisor:
             self._send(signal.SIGKILL)
             self._kill_at = _NEVER
 
-    def _summarize(self) -> None:
-        """Say at the end which process failed first, when, and why."""
-        if self._failure is None or self._asked:
-            return
+    def _error(self, text: str) -> None:
+        self._merged.say(f"error: {text}" + (f"; {self._remedy}" if self._remedy else ""))
+
+    def _text(self) -> str:
+        """Return which process failed first, when, and why."""
+        if self._stuck is not None:
+            ranks, noun = (
+                self._stuck.ranks,
+                "process" if len(self._stuck.ranks) == 1 else "processes",
+            )
+            when = "" if self._stuck.update is None else f" at update {self._stuck.update}"
+            return f"{noun} {', '.join(map(str, ranks))} hangs{when}: {self._stuck.cause}"
+        if self._failure is None:
+            return ""
         rank, returncode = self._failure
-        update, cause = self._merged.last_update, self._merged.causes.get(rank, "")
-        when = "" if update is None else f" after update {update}"
+        cause = self._merged.causes.get(rank, "")
         why = f": {cause}" if cause else ""
-        self._merged.say(f"launch: process {rank} {_describe_exit(returncode)}{when}{why}")
+        return f"process {rank} {_describe_exit(returncode)}{self._when(rank)}{why}"
+
+    def _when(self, rank: int) -> str:
+        update = self._watch.update_of(rank)
+        if update is not None:
+            return f" at update {update}"
+        update = self._merged.last_update
+        return "" if update is None else f" after update {update}"
+
+    def _code(self) -> int:
+        if self._stuck is not None:
+            return ExitCode.CHECK_FAILED
+        return 0 if self._failure is None else exit_code(self._failure[1])
+
+    def _run_dir(self) -> Path | None:
+        """Return the run folder that the first process here has named; None if it has not."""
+        try:
+            return Path(folder_file(self._files[min(self._files)]).read_text(encoding="utf-8"))
+        except OSError:
+            return None
 
     def _send(self, number: int) -> None:
         for rank in self._running:
@@ -138,20 +272,6 @@ class Supervisor:
 
     def _seconds(self, default: float) -> float:
         return default if self._grace is None else self._grace
-
-    @contextmanager
-    def _listening(self) -> Generator[None]:
-        """Handle Ctrl-C and termination signals; the processes are in a group of their own."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        handled = [n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
-        before = {n: signal.signal(n, lambda n, _: self._requests.put(n)) for n in handled}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def exit_code(returncode: int) -> int:
@@ -170,10 +290,10 @@ def _describe_exit(returncode: int) -> str:
 
 
 @contextmanager
-def _guarded_group() -> Generator[int]:
-    """Yield a process group that ends with this block, or with this process."""
+def _guarded_group(folder: Path) -> Generator[int]:
+    """Yield a process group that ends with this block, or with this process, as does a folder."""
     leader = subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__],
+        [sys.executable, "-I", "-S", guard.__file__, str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

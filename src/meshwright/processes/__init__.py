@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshwright.errors import EnvironmentProblem, UserError, first_line
+from meshwright.heartbeat import own_heartbeat
 from meshwright.jax_internals import distributed_state
 from meshwright.processes.ports import Address, interface_for, is_loopback
 from meshwright.processes.rendezvous import Meeting, Member, meet
@@ -71,6 +72,8 @@ def connect(
             f"process {process_id} of {num_processes} does not exist",
             fix=f"number the processes from 0 to {num_processes - 1}",
         )
+    # From here on the launcher can ask where this process is.
+    own_heartbeat()
     # Before the processes meet, since it may take long, and differently so on each machine.
     importlib.import_module("jax")
     address = Address.parse(coordinator_address)

@@ -17,6 +17,7 @@ from meshwright.data.elements import Expected
 from meshwright.data.protocols import Data
 from meshwright.data.user_data import as_data
 from meshwright.errors import UserError
+from meshwright.heartbeat import own_heartbeat
 from meshwright.step.state import TrainState
 from meshwright.trainer.every_sample import EverySample, no_data
 from meshwright.trainer.programs import Programs
@@ -54,10 +55,11 @@ class Evaluator:
             warn: called if evaluation cannot run in pipeline stages as training does.
         """
         sums, num_samples = _Sums(), 0
-        leaves = self._programs.assembled.step.leaf_values(state)
+        leaves, heartbeat = self._programs.assembled.step.leaf_values(state), own_heartbeat()
         with ExitStack() as stack:
             tell = None
             for batch in self.samples:
+                heartbeat.tick()
                 self._check_structure(batch.arrays)
                 arrays = jax.tree.leaves(batch.arrays)
                 run = self._programs.evaluation(arrays, batch.num_microbatches, warn)

@@ -48,6 +48,8 @@ class FitResult:
         run_dir: the run folder; None for a run without one.
         hf_files: what an export to Hugging Face's format needs, by file name.
         extra: further results of whoever started the run, such as a sample of text.
+        goodput: the share of the time since the start, with earlier attempts of the same launch,
+            that went into updates whose results were kept; None if the result was restored.
     """
 
     losses: dict[int, float]
@@ -62,6 +64,7 @@ class FitResult:
     hf_files: Mapping[str, str] = field(default_factory=dict[str, str])
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     updates_before: int = 0
+    goodput: float | None = None
 
     def __repr__(self) -> str:
         """Show how the run went; states and programs would fill pages."""
@@ -189,6 +192,7 @@ class FitResult:
             "final_loss": losses[-1] if losses else None,
             "eval_loss": self.eval_loss,
             "seconds": self.seconds,
+            "goodput": self.goodput,
             "stopped": self.stopped,
             **self.extra,
         }

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from meshwright.checkpoint.store import StateNotFinite
+from meshwright.heartbeat import Doing, Heartbeat, own_heartbeat
 from meshwright.profile import NoProfiling, Profile
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import HALTED
@@ -27,7 +28,7 @@ from meshwright.trainer.meter import Meter
 from meshwright.trainer.not_finite import BadUpdate
 from meshwright.trainer.recovery import Recovery
 from meshwright.trainer.run_progress import Metrics, Progress
-from meshwright.trainer.stop import ALL_DONE, NONE_ASKED, out_of_batches
+from meshwright.trainer.stop import ALL_DONE, NONE_ASKED, Stop, out_of_batches
 
 NO_GRADIENT = (
     "the gradient of the first update is zero: no trained parameter changes the loss; a loss of "
@@ -61,6 +62,7 @@ class Loop:
         context: what callbacks read of the run, and ask for.
         shares: how the time of an update divides, once it has been profiled.
         finite_check: finds updates that are not finite.
+        heartbeat: says where the loop is.
     """
 
     step: StepFunction
@@ -84,6 +86,7 @@ class Loop:
     shares: Metrics = field(default_factory=dict[str, float])
     finite_check: FiniteCheck = field(default_factory=FiniteCheck)
     _latest: Any = field(default=None, init=False)
+    heartbeat: Heartbeat = field(default_factory=own_heartbeat)
 
     def train(self, state: TrainState, progress: Progress) -> TrainState:
         """Train from ``progress.update`` until a limit is reached, and return the final state."""
@@ -93,6 +96,7 @@ class Loop:
             raise self.finite_check.state_error(error.update) from None
 
     def _train(self, state: TrainState, progress: Progress) -> TrainState:
+        self.heartbeat.start_from(progress.update)
         self.context.at(progress.update, state)
         self.callbacks.on_start(progress.update)
         if self.recovery.rewinds:
@@ -108,7 +112,8 @@ class Loop:
                     state = self._updates(state, progress, first)
                     break
                 except BadUpdate as bad:
-                    state = self.recovery.handle(bad, self._latest, self.finite_check, progress)
+                    with self.heartbeat.during(Doing.SAVING):
+                        state = self.recovery.handle(bad, self._latest, self.finite_check, progress)
                     self.context.at(progress.update, state)
                     progress.stop = ALL_DONE
         self.profiling.close()
@@ -125,7 +130,11 @@ class Loop:
         """Run updates until a limit is reached; raise `BadUpdate` for one that is not finite."""
         to_log: tuple[int, Any] | None = None
         done, metrics = progress.update, None
+        mark = self.heartbeat.mark
+        mark(Doing.INPUT)
         while (batch := self.feed.next(done + 1, self.limits.updates)) is not None:
+            # Beginning an update may wait for others, so it is no work of this process.
+            mark(Doing.DISPATCHING, done + 1)
             if stop := self.limits.before_update(done + 1):
                 progress.stop = stop
                 break
@@ -133,7 +142,9 @@ class Loop:
             self._latest = state
             done = progress.update = done + 1
             self.context.at(done, state)
+            mark(Doing.WAITING)
             self.finite_check.add(done, metrics)
+            mark(Doing.TRAINING)
             self._profile(metrics, progress)
             reported = to_log is not None
             if to_log is not None:
@@ -141,19 +152,25 @@ class Loop:
                 self._log(*to_log, progress)
                 to_log = None
             if done == first:
-                self.prepare_evaluation()
+                with self.heartbeat.during(Doing.COMPILING):
+                    self.prepare_evaluation()
                 # Logged alone: its time includes one-time work, such as filling caches.
                 self._log(done, metrics | self.state_metrics(state), progress)
             elif done % self.log_every == 0:
                 to_log = (done, metrics | self.state_metrics(state))
             reported |= self._evaluate_and_save(state, progress)
-            if (reported or self.limits.urgent) and (stop := self.limits.stop()):
+            if (reported or self.limits.urgent) and (stop := self._agreed_stop()):
                 progress.stop = stop
                 break
+            mark(Doing.INPUT)
         self.finite_check.look(done)
         if metrics is not None and done not in progress.losses:
             self._log(done, metrics | self.state_metrics(state), progress)
         return state
+
+    def _agreed_stop(self) -> Stop | None:
+        with self.heartbeat.during(Doing.WAITING):
+            return self.limits.stop()
 
     def _profile(self, metrics: Any, progress: Progress) -> None:
         started = time.perf_counter()
@@ -165,8 +182,13 @@ class Loop:
         self.on_profile(progress.update, profile)
 
     def _log(self, update: int, metrics: Any, progress: Progress) -> None:
-        self.finite_check.look(update)
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        with self.heartbeat.during(Doing.WAITING):
+            self.finite_check.look(update)
+            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        with self.heartbeat.during(Doing.CALLBACKS):
+            self._report(update, values, progress)
+
+    def _report(self, update: int, values: Metrics, progress: Progress) -> None:
         values.pop(HALTED, None)
         if progress.skipped:
             values["skipped"] = values.get("skipped", 0.0) + progress.skipped
@@ -203,7 +225,10 @@ class Loop:
     def _evaluate(self, state: TrainState, progress: Progress) -> None:
         if self.evaluate is None or progress.update in progress.eval:
             return
-        values = self.evaluate(state)
+        with self.heartbeat.during(Doing.EVALUATING):
+            self._report_evaluation(self.evaluate(state), progress)
+
+    def _report_evaluation(self, values: Metrics, progress: Progress) -> None:
         progress.eval[progress.update] = self.context.eval_metrics = values
         self.tracker.log("eval", progress.update, values)
         if not math.isfinite(values["loss"]):
@@ -214,8 +239,10 @@ class Loop:
     def _save(self, state: TrainState, progress: Progress) -> None:
         evaluated = progress.eval.get(progress.update)
         loss = evaluated["loss"] if evaluated else None
-        if self.checkpointer.save(state, progress.update, loss=loss):
-            self.callbacks.on_checkpoint(progress.update)
+        with self.heartbeat.during(Doing.SAVING):
+            if self.checkpointer.save(state, progress.update, loss=loss):
+                self.heartbeat.saved(progress.update)
+                self.callbacks.on_checkpoint(progress.update)
 
     def _end(self, state: TrainState, progress: Progress) -> None:
         if not progress.stop.interrupted:
@@ -223,5 +250,6 @@ class Loop:
         # A run that is interrupted before its first update has nothing to save.
         if progress.update or not progress.stop.interrupted:
             self._save(state, progress)
-        self.checkpointer.finish()
+        with self.heartbeat.during(Doing.SAVING):
+            self.checkpointer.finish()
         self.callbacks.on_end(progress.update)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from meshwright.attempts import EarlierAttempts
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, find_store
 from meshwright.checkpoint.damage import (
     Damage,
@@ -69,6 +70,8 @@ def find_resume_point(resume: str, run_dir: Path | None) -> ResumePoint | None:
     """
     if run_dir is not None:
         refuse_locked(run_dir)
+        if resume not in ("auto", "must") and _is_restarted(run_dir):
+            resume = "auto"
     if resume == "never":
         _refuse_mixing(run_dir)
         return None
@@ -91,6 +94,13 @@ def find_resume_point(resume: str, run_dir: Path | None) -> ResumePoint | None:
     metadata = CheckpointMetadata(**newest["metadata"])
     damaged = tuple(Damage(*each) for each in newest["damaged"])
     return ResumePoint(Path(newest["folder"]), newest["update"], metadata, same_run, damaged)
+
+
+def _is_restarted(run_dir: Path) -> bool:
+    """Whether the launcher has started this run again, and it has saved something before."""
+    earlier, folder = EarlierAttempts.from_environment().folder, run_dir.absolute() / FOLDER
+    own = is_main() and earlier == run_dir.absolute() and folder.is_dir()
+    return bool(broadcast(own and any(path.name.isdecimal() for path in folder.iterdir())))
 
 
 def restore(point: ResumePoint, form: CanonicalForm) -> TrainState:

@@ -7,18 +7,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from meshwright.activity import activity
+from meshwright.attempts import EarlierAttempts
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, CheckpointStore
 from meshwright.checkpoint.damage import DamagedCheckpoint
 from meshwright.code_digests import own_code, users_code
 from meshwright.data.streams import IterableData
 from meshwright.errors import ANY, Setting, UserError, first_line
 from meshwright.handshake import Facts, compare_processes, describe_own_devices
+from meshwright.heartbeat import Doing, own_heartbeat
 from meshwright.interrupt import Interrupt, Phase
 from meshwright.processes import barrier, is_main, process_count
 from meshwright.profile import NoProfiling, Profile, Profiling
@@ -96,15 +99,22 @@ class TrainingRun:
 
     def run(self) -> FitResult:
         """Train in the run folder, which no other run can use meanwhile."""
-        if self._run_dir is None:
-            return self._run()
-        make_run_folder(self._run_dir)
-        lock = RunLock(self._run_dir)
+        heartbeat = own_heartbeat()
+        heartbeat.begin()
+        try:
+            return self._run() if self._run_dir is None else self._run_in_folder(self._run_dir)
+        finally:
+            heartbeat.mark(Doing.ENDED)
+
+    def _run_in_folder(self, run_dir: Path) -> FitResult:
+        own_heartbeat().tell_folder(run_dir.absolute())
+        make_run_folder(run_dir)
+        lock = RunLock(run_dir)
         lock.acquire()
         try:
-            check_newest(self._point, self._run_dir)
-            write_files(self._run_dir, self._spec.output.files)
-            write_files(self._run_dir / HF_FOLDER, self._spec.output.hf_files)
+            check_newest(self._point, run_dir)
+            write_files(run_dir, self._spec.output.files)
+            write_files(run_dir / HF_FOLDER, self._spec.output.hf_files)
             self._set_damaged_aside()
             return self._run()
         finally:
@@ -278,6 +288,7 @@ class TrainingRun:
             metadata=self._metadata_at(progress.update),
             run_dir=self._run_dir,
             hf_files=self._spec.output.hf_files,
+            goodput=EarlierAttempts.from_environment().goodput(own_heartbeat().useful, seconds),
             extra={} if stop.interrupted else self._spec.extra_results(state),
         )
 

@@ -71,6 +71,7 @@ const FACTS = [
   ["Resumed", (run) => (run.facts.resumed || []).map(moment).join("; ")],
   ["Updates", (run) => number(updatesDone(run))],
   ["Time", (run) => seconds(run.result?.seconds)],
+  ["Goodput", (run) => percent(run.result?.goodput)],
   ["First loss", (run) => number(run.result?.first_loss ?? curveOf(run, "train", "loss")?.points[0]?.[1])],
   ["Final loss", (run) => number(finalLoss(run))],
   ["Loss on held-out data", (run) => number(evalLoss(run))],

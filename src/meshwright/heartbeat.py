@@ -1,0 +1,241 @@
+"""The heartbeat of a process: where its training loop is, and how its time divides.
+
+Under `meshwright launch` it is written to a small file that the launcher reads. The training loop
+writes it itself, so that it stops when the loop is stuck. The launcher can also ask for the Python
+stacks of a process, even of one that holds the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+HEARTBEAT_FILE = "MESHWRIGHT_HEARTBEAT"
+"""The environment variable with the file to write to; absent without a launcher."""
+STACKS_SIGNAL = signal.SIGUSR2
+"""Makes a process write the stacks of its threads to the file ``<heartbeat>.stacks``."""
+
+
+class Doing(IntEnum):
+    """What a process is doing."""
+
+    STARTING = 0
+    COMPILING = 1
+    INPUT = 2
+    TRAINING = 3
+    DISPATCHING = 4
+    WAITING = 5
+    CALLBACKS = 6
+    EVALUATING = 7
+    SAVING = 8
+    ENDED = 9
+
+
+DOING_TEXT = {
+    Doing.STARTING: "starting",
+    Doing.COMPILING: "compiling",
+    Doing.INPUT: "waiting for input",
+    Doing.TRAINING: "training",
+    Doing.DISPATCHING: "starting an update",
+    Doing.WAITING: "waiting for the devices",
+    Doing.CALLBACKS: "logging and callbacks",
+    Doing.EVALUATING: "evaluating",
+    Doing.SAVING: "saving",
+    Doing.ENDED: "done",
+}
+_OF_UPDATES = (
+    Doing.INPUT,
+    Doing.TRAINING,
+    Doing.DISPATCHING,
+    Doing.WAITING,
+    Doing.CALLBACKS,
+)
+# Native alignment, so that each number is written at once, and a reader never sees half of one.
+_FORM = struct.Struct(f"@qqqqqdd{len(Doing)}d")
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One reading of a heartbeat.
+
+    Attributes:
+        count: marks so far; processes of one run make the same marks in the same order.
+        doing: what the process is doing.
+        update: the update it is at, or the last one.
+        first: the update after which it began to train; -1 before.
+        saved: the update whose state was last handed over to be saved; -1 before.
+        saved_useful: seconds of updates up to then.
+        time: when the last mark was made, by the clock of the machine.
+        seconds: the time spent on each kind of work.
+    """
+
+    count: int = 0
+    doing: Doing = Doing.STARTING
+    update: int = 0
+    first: int = -1
+    saved: int = -1
+    saved_useful: float = 0.0
+    time: float = 0.0
+    seconds: tuple[float, ...] = (0.0,) * len(Doing)
+
+    @property
+    def useful(self) -> float:
+        """Seconds spent on updates."""
+        return sum(self.seconds[doing] for doing in _OF_UPDATES)
+
+    @property
+    def own_work(self) -> float:
+        """Seconds of updates in which the process worked itself, and waited for nothing."""
+        return self.seconds[Doing.TRAINING] + self.seconds[Doing.CALLBACKS]
+
+    @property
+    def input_wait(self) -> float:
+        """Seconds of updates in which the process waited for its data."""
+        return self.seconds[Doing.INPUT]
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Beat:
+        """Return the beat of some bytes."""
+        count, doing, update, first, saved, saved_useful, at, *seconds = _FORM.unpack(data)
+        return cls(count, Doing(doing), update, first, saved, saved_useful, at, tuple(seconds))
+
+
+def read_beat(file: Path) -> Beat | None:
+    """Return what a process wrote last; None if it has not begun."""
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return None
+    return Beat.unpacked(data[: _FORM.size]) if len(data) >= _FORM.size else None
+
+
+def stacks_file(heartbeat: Path) -> Path:
+    """Return the file for the stacks of the process with this heartbeat."""
+    return heartbeat.with_suffix(".stacks")
+
+
+def folder_file(heartbeat: Path) -> Path:
+    """Return the file that names the run folder of the process with this heartbeat."""
+    return heartbeat.with_suffix(".folder")
+
+
+class Heartbeat:
+    """Writes the heartbeat of this process, from the thread that trains.
+
+    A mark costs about 2 µs, so the numbers are plain attributes instead of a `Beat`.
+
+    Args:
+        file: the file to write to; None keeps the numbers to the process.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        self._count = self._update = 0
+        self._doing = Doing.STARTING
+        self._first = self._saved = -1
+        self._saved_useful = 0.0
+        self._time = time.monotonic()
+        self._seconds = [0.0] * len(Doing)
+        self._began = 0.0
+        self._target: Any = bytearray(_FORM.size)
+        if file is not None:
+            # The signal must not end the process once the launcher sees the file.
+            self._stacks = stacks_file(file).open("w", encoding="utf-8")
+            faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
+            self._write()
+            file.write_bytes(self._target)
+            with file.open("r+b") as opened:
+                self._target = mmap.mmap(opened.fileno(), _FORM.size)
+
+    @property
+    def useful(self) -> float:
+        """Seconds spent on updates since the run began."""
+        return self._useful() - self._began
+
+    def begin(self) -> None:
+        """Say that a run begins, with what it compiles."""
+        self._began, self._first, self._saved = self._useful(), -1, -1
+        self.mark(Doing.COMPILING, 0)
+
+    def tell_folder(self, folder: Path) -> None:
+        """Tell the launcher the run folder."""
+        if self._file is not None:
+            folder_file(self._file).write_text(str(folder), encoding="utf-8")
+
+    def start_from(self, update: int) -> None:
+        """Say after which update training begins."""
+        self._first = update
+        self.mark(Doing.TRAINING, update)
+
+    def mark(self, doing: Doing, update: int | None = None) -> None:
+        """Say what the process does from now on."""
+        now = time.monotonic()
+        self._seconds[self._doing] += now - self._time
+        self._count += 1
+        self._doing, self._time = doing, now
+        if update is not None:
+            self._update = update
+        self._write()
+
+    def tick(self) -> None:
+        """Say that the process goes on with what it does."""
+        self.mark(self._doing)
+
+    @contextmanager
+    def during(self, doing: Doing) -> Generator[None]:
+        """Mark the block; what was done before goes on after it."""
+        before = self._doing
+        self.mark(doing)
+        try:
+            yield
+        finally:
+            self.mark(before)
+
+    def saved(self, update: int) -> None:
+        """Say that the state after an update has been handed over to be saved."""
+        self._saved, self._saved_useful = update, self._useful()
+        self._write()
+
+    def _useful(self) -> float:
+        return sum(self._seconds[doing] for doing in _OF_UPDATES)
+
+    def _write(self) -> None:
+        _FORM.pack_into(
+            self._target,
+            0,
+            self._count,
+            self._doing,
+            self._update,
+            self._first,
+            self._saved,
+            self._saved_useful,
+            self._time,
+            *self._seconds,
+        )
+
+
+class _Own:
+    """The heartbeat of this process, once there is one."""
+
+    heartbeat: Heartbeat | None = None
+
+
+def own_heartbeat() -> Heartbeat:
+    """Return the heartbeat of this process, which begins with the first call."""
+    if _Own.heartbeat is None:
+        # Processes that this one starts must not write to its file.
+        name = os.environ.pop(HEARTBEAT_FILE, "")
+        _Own.heartbeat = Heartbeat()
+        with suppress(OSError):
+            _Own.heartbeat = Heartbeat(Path(name) if name else None)
+    return _Own.heartbeat

@@ -1,0 +1,175 @@
+"""Attempts at a run: after a failure all processes start again, from the last checkpoint."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from meshwright.attempts import EarlierAttempts
+from meshwright.errors import ExitCode
+from meshwright.launch.environments import environments
+from meshwright.launch.options import LaunchOptions
+from meshwright.launch.supervise import Outcome, Requests, Supervisor
+from meshwright.launch.whole_run import WholeRun, find_run
+from meshwright.units import counted, human_seconds
+
+WITHOUT_PROGRESS = 3
+"""After this many restarts in a row without a new checkpoint, another one would not help."""
+LONGEST_WAIT = 60.0
+"""Seconds; the waits before restarts are 1, 2, 4, … up to this."""
+FINAL_CODES = (
+    ExitCode.DONE,
+    ExitCode.BAD_INPUT,
+    ExitCode.NOTHING_FITS,
+    ExitCode.NOT_FINITE,
+    ExitCode.PREEMPTED,
+)
+"""Exit codes that another attempt would not change, or that ask for none."""
+CHECKPOINTS = "checkpoints"
+"""The folder of a run folder in which a checkpoint appears, under its update, once complete."""
+
+
+@dataclass
+class Attempts:
+    """Runs a launch until it succeeds, or another attempt is of no use.
+
+    Attributes:
+        options: what to launch.
+        environ: the environment of the launcher.
+        stderr: where the lines of all processes go.
+        first: the run of the first attempt.
+    """
+
+    options: LaunchOptions
+    environ: Mapping[str, str]
+    stderr: IO[bytes]
+    first: WholeRun
+    _done: int = 0
+    _useless: int = 0
+    _useful: float = 0.0
+    _committed: int | None = None
+    _run_dir: Path | None = None
+    _started: float = field(default_factory=time.time)
+    _requests: Requests = field(default_factory=Requests)
+
+    def run(self) -> int:
+        """Return the exit code of the last attempt."""
+        with self._requests.listening():
+            while True:
+                outcome = self._attempt()
+                end = self._why_end(outcome)
+                if end is not None:
+                    self._summarize(outcome, end)
+                    return outcome.code
+                if not self._wait(outcome):
+                    return ExitCode.PREEMPTED
+
+    def _attempt(self) -> Outcome:
+        # A new port: messages from processes of an earlier attempt must not reach this one.
+        run = self.first if self._done == 0 else find_run(self.options, self.environ)
+        run_dir = "" if self._run_dir is None else str(self._run_dir)
+        earlier = EarlierAttempts(self._done, self._started, self._useful, run_dir)
+        own = environments(self.options, self.environ, run=run)
+        supervisor = Supervisor(
+            self.options.command,
+            stderr=self.stderr,
+            requests=self._requests,
+            grace_seconds=self.options.grace_seconds,
+            hang_seconds=self.options.hang_seconds,
+            remedy=self._remedy(),
+        )
+        outcome = supervisor.run([{**each, **earlier.to_environment()} for each in own])
+        self._done += 1
+        self._note(outcome)
+        return outcome
+
+    def _note(self, outcome: Outcome) -> None:
+        """Note whether there is a new checkpoint, and how much of the time led to it."""
+        self._run_dir = outcome.run_dir or self._run_dir
+        newest = newest_checkpoint(self._run_dir)
+        progress = newest is not None and (self._committed is None or newest > self._committed)
+        first = self._done == 1
+        self._useless = 0 if progress or first else self._useless + 1
+        self._committed = newest if progress else self._committed
+        whole = outcome.code in (ExitCode.DONE, ExitCode.PREEMPTED)
+        if whole or progress:
+            self._useful += outcome.watch.useful_until(None if whole else newest)
+
+    def _why_end(self, outcome: Outcome) -> str | None:
+        """Return why there is no other attempt, empty if that is plain; None for another one."""
+        if outcome.asked or outcome.code in FINAL_CODES or not self.options.restarts:
+            return ""
+        if self._useless >= WITHOUT_PROGRESS:
+            return (
+                f"{WITHOUT_PROGRESS} restarts without a new checkpoint: the cause has to be fixed"
+            )
+        if self._done > self.options.restarts:
+            return f"all {counted(self.options.restarts, 'restart')} used"
+        return None
+
+    def _wait(self, outcome: Outcome) -> bool:
+        """Wait before the next attempt; False if a signal asks to stop."""
+        seconds = min(2.0**self._useless, LONGEST_WAIT)
+        start = "from the beginning"
+        if self._committed is not None:
+            start = f"from the checkpoint of update {self._committed}"
+        self._say(
+            f"{outcome.text}; restart {self._done} of {self.options.restarts} in "
+            f"{seconds:g} s, {start}"
+        )
+        if self._requests.take(timeout=seconds) is None:
+            return True
+        self._say("stopped before the restart; the same command goes on" + self._folder_hint())
+        return False
+
+    def _summarize(self, outcome: Outcome, end: str) -> None:
+        """Say at the end what failed, why there is no other attempt, and how time was spent."""
+        if outcome.text and not outcome.asked:
+            self._say("; ".join(filter(None, (outcome.text, end))) + self._how_to_go_on(outcome))
+        if self._done > 1:
+            wall = max(time.time() - self._started, 1e-9)
+            self._say(
+                f"goodput {min(self._useful / wall, 1):.0%}: {human_seconds(self._useful)} of "
+                f"{human_seconds(wall)} were updates that count, in "
+                f"{counted(self._done, 'attempt')}"
+            )
+
+    def _how_to_go_on(self, outcome: Outcome) -> str:
+        if outcome.code in FINAL_CODES or self._committed is None:
+            return ""
+        return f"; update {self._committed} is saved, and the same command goes on from it" + (
+            self._folder_hint()
+        )
+
+    def _folder_hint(self) -> str:
+        if self._run_dir is None:
+            return ""
+        return f" with {shlex.quote(f'hydra.run.dir={self._run_dir}')}"
+
+    def _remedy(self) -> str:
+        if self._done < self.options.restarts:
+            return "all processes are started again"
+        return "" if self.options.restarts else "--restarts N starts all processes again"
+
+    def _say(self, text: str) -> None:
+        try:
+            self.stderr.write(f"launch: {text}\n".encode(errors="backslashreplace"))
+            self.stderr.flush()
+        except (BrokenPipeError, ValueError):
+            # The reader is gone; exit codes still count.
+            pass
+
+
+def newest_checkpoint(run_dir: Path | None) -> int | None:
+    """Return the update of the newest complete checkpoint of a run; None if there is none."""
+    if run_dir is None:
+        return None
+    try:
+        names = [path.name for path in (run_dir / CHECKPOINTS).iterdir()]
+    except OSError:
+        return None
+    return max((int(name) for name in names if name.isdecimal()), default=None)

@@ -1,0 +1,172 @@
+"""Watching launched processes from outside: which one is stuck, stopped or slow."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshwright.heartbeat import DOING_TEXT, Beat, Doing, read_beat
+from meshwright.launch.stragglers import Stragglers
+from meshwright.units import human_seconds
+
+HANG_SECONDS = 600.0
+"""How long a process may make no progress in an update; as long as processes wait for another."""
+PATIENT_SECONDS = 1800.0
+"""The same while it compiles, evaluates or saves, which takes long for good reasons."""
+UPDATES = 20
+"""A hang is at least as long as this many updates."""
+STOPPED_SECONDS = 2.0
+"""How long a process may be stopped by a signal: a stop for an instant harms nobody."""
+LOOK_SECONDS = 0.25
+
+_PATIENT = (Doing.COMPILING, Doing.EVALUATING, Doing.SAVING)
+_UNWATCHED = (Doing.STARTING, Doing.ENDED)
+"""Before and after training, a process may do anything; waiting for others has its own limits."""
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """Processes that do not go on.
+
+    Attributes:
+        ranks: their numbers; several if they stand at the same point.
+        cause: what is known of them.
+        update: the update they are at; None before training.
+    """
+
+    ranks: tuple[int, ...]
+    cause: str
+    update: int | None
+
+    def __str__(self) -> str:
+        """Return which processes hang, where, and why that is known."""
+        numbers = ", ".join(map(str, self.ranks))
+        who = f"process {numbers} hangs" if len(self.ranks) == 1 else f"processes {numbers} hang"
+        when = "" if self.update is None else f" at update {self.update}"
+        return f"{who}{when}: {self.cause}"
+
+
+@dataclass
+class _Seen:
+    """What has been seen of a process.
+
+    Attributes:
+        beat: the last beat.
+        idle: seconds without a new one.
+        stopped: seconds for which it has been stopped by a signal.
+        update_seconds: how long its last updates took.
+    """
+
+    beat: Beat | None = None
+    idle: float = 0.0
+    stopped: float = 0.0
+    update_seconds: deque[float] = field(default_factory=lambda: deque[float](maxlen=50))
+
+
+class Watch:
+    """Reads the heartbeats of processes.
+
+    Times are added up look by look, and a look counts for one second at most: while the whole
+    machine or the launcher itself was suspended, nobody was stuck.
+
+    Args:
+        files: the heartbeat file of each process, by its number.
+        hang_seconds: the shortest hang in an update; 0 for no limit.
+    """
+
+    def __init__(self, files: Mapping[int, Path], hang_seconds: float = HANG_SECONDS) -> None:
+        self._files, self._hang = files, hang_seconds
+        self._seen = {rank: _Seen() for rank in files}
+        self._saves: dict[int, float] = {}
+        self._last = time.monotonic()
+        self.stragglers = Stragglers()
+
+    def look(self, pids: Mapping[int, int], *, force: bool = False) -> Stuck | None:
+        """Read all heartbeats if it is time to; return who is stuck.
+
+        Args:
+            pids: the processes that run, by number.
+            force: read them now.
+        """
+        now = time.monotonic()
+        if not force and now - self._last < LOOK_SECONDS:
+            return None
+        passed, self._last = min(now - self._last, 1.0), now
+        for rank, seen in self._seen.items():
+            self._read(rank, seen, passed)
+            stopped = rank in pids and is_stopped(pids[rank])
+            seen.stopped = seen.stopped + passed if stopped else 0.0
+        self.stragglers.add({r: s.beat for r, s in self._seen.items() if s.beat is not None})
+        return self._stopped(pids) or self._hanging(pids)
+
+    def _read(self, rank: int, seen: _Seen, passed: float) -> None:
+        before, beat = seen.beat, read_beat(self._files[rank])
+        if beat is None or (before is not None and beat.count == before.count):
+            seen.idle += passed
+            return
+        seen.beat, seen.idle = beat, 0.0
+        if rank == min(self._files) and beat.saved >= 0:
+            self._saves[beat.saved] = beat.saved_useful
+        if before is not None and before.update < beat.update and before.first == beat.first >= 0:
+            seconds = (beat.useful - before.useful) / (beat.update - before.update)
+            seen.update_seconds.append(seconds)
+
+    def _stopped(self, pids: Collection[int]) -> Stuck | None:
+        stopped = [r for r in pids if self._seen[r].stopped >= STOPPED_SECONDS]
+        if not stopped:
+            return None
+        return Stuck(tuple(stopped), "stopped by a signal (SIGSTOP)", self.update_of(stopped[0]))
+
+    def _hanging(self, pids: Collection[int]) -> Stuck | None:
+        """Return the processes that are behind all others, if they have made no progress."""
+        beats = {
+            rank: beat
+            for rank in pids
+            if (beat := self._seen[rank].beat) is not None and beat.doing not in _UNWATCHED
+        }
+        if not beats or not self._hang:
+            return None
+        behind = min(beat.count for beat in beats.values())
+        ranks = [rank for rank, beat in beats.items() if beat.count == behind]
+        idle, beat = min(self._seen[rank].idle for rank in ranks), beats[ranks[0]]
+        if idle < self._limit(ranks[0], beat):
+            return None
+        cause = f"no progress for {human_seconds(idle)} while {DOING_TEXT[beat.doing]}"
+        return Stuck(tuple(ranks), cause, beat.update)
+
+    def _limit(self, rank: int, beat: Beat) -> float:
+        # The first updates may still compile, load libraries or tune kernels.
+        if beat.doing in _PATIENT or beat.update <= beat.first + 1:
+            return max(self._hang, PATIENT_SECONDS)
+        times = self._seen[rank].update_seconds
+        return max(self._hang, UPDATES * statistics.median(times)) if times else self._hang
+
+    def beat_of(self, rank: int) -> Beat | None:
+        """Return the last beat of a process; None if it has none."""
+        return self._seen[rank].beat
+
+    def update_of(self, rank: int) -> int | None:
+        """Return the update a process is at; None if it does not train."""
+        beat = self._seen[rank].beat
+        return None if beat is None or beat.first < 0 else beat.update
+
+    def useful_until(self, update: int | None) -> float:
+        """Return the seconds of updates up to a saved one; of all updates for None."""
+        beat = self._seen[min(self._seen)].beat
+        if update is None:
+            return 0.0 if beat is None else beat.useful
+        return max((s for saved, s in self._saves.items() if saved <= update), default=0.0)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process; a debugger is something else."""
+    try:
+        # The name of the program, in parentheses, may contain spaces.
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] == "T"
