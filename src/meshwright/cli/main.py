@@ -13,6 +13,7 @@ from meshwright.activity import activity, show_activities
 from meshwright.cli.arguments import Arguments, parse_arguments
 from meshwright.cli.help import command_help, general_help
 from meshwright.cli.output import Output, guarded_stdout, print_error
+from meshwright.cli.plain_warnings import print_warnings_plainly
 from meshwright.errors import ExitCode, MeshwrightError, ProcessesDiffer, Spelling, spelled_for
 from meshwright.interrupt import Interrupt
 from meshwright.masking import mask_text
@@ -24,6 +25,7 @@ BROKEN_PIPE = 128 + 13
 
 def entry() -> None:
     """Run the command line and exit with its code."""
+    print_warnings_plainly()
     code = main(sys.argv[1:])
     try:
         sys.stdout.flush()

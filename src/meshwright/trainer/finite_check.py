@@ -10,7 +10,7 @@ import jax
 
 from meshwright.errors import NotFinite
 from meshwright.step.train_step import HALTED
-from meshwright.trainer.not_finite import SMALLER, BadUpdate, UpdateValues, bad_update_error
+from meshwright.trainer.not_finite import BadUpdate, UpdateValues, bad_update_error, smaller_updates
 
 MAX_IN_FLIGHT = 2
 """Updates dispatched to the devices before the loop waits for the first of them."""
@@ -68,7 +68,7 @@ class FiniteCheck:
                 if self._began
                 else "the loss and the gradient are finite, what the optimizer made of them is not"
             ),
-            fix=SMALLER,
+            fix=smaller_updates(),
         )
 
     def _look(self, update: int, metrics: Any) -> None:

@@ -9,9 +9,12 @@ from typing import Any, get_args
 from meshwright.config.argument_checks import check_count
 from meshwright.config.base import shorten
 from meshwright.config.schema import OnNonfinite
-from meshwright.errors import NotFinite, UserError
+from meshwright.errors import NotFinite, Setting, UserError
 
-SMALLER = "try a smaller learning rate, or clip_norm=1.0"
+
+def smaller_updates() -> str:
+    """Return what to try when training diverges."""
+    return f"try a smaller learning rate, or {Setting('optimizer.clip_norm', 1.0)}"
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def bad_update_error(
     began: tuple[int, float] | None = None,
     batch: str = "",
     limit: str = "",
-    fix: str = SMALLER,
+    fix: str = "",
 ) -> NotFinite:
     """Return the error that ends a run.
 
@@ -96,13 +99,12 @@ def bad_update_error(
         began: the update and the norm with which it began, if that was an earlier one.
         batch: which batch it was.
         limit: why the run does not go on without it.
-        fix: what to do next.
+        fix: what to do next; smaller updates by default.
     """
     if not math.isfinite(values.loss) and values.update == 1:
         why = "it is not finite on the first batch: the model or the data has a value that is not"
         why += " finite"
-        if fix == SMALLER:
-            fix = "check the data and the loss on one sample"
+        fix = fix or "check the data and the loss on one sample"
     elif math.isfinite(values.loss):
         why = f"the loss is {values.loss:g}, and the gradient norm {values.grad_norm}"
     elif began is not None:
@@ -110,4 +112,6 @@ def bad_update_error(
         why += str(began[1])
     else:
         why = "training diverged, or the batch has a value that is not finite"
-    return NotFinite(str(values), why="; ".join(filter(None, (why, batch, limit))), fix=fix)
+    return NotFinite(
+        str(values), why="; ".join(filter(None, (why, batch, limit))), fix=fix or smaller_updates()
+    )

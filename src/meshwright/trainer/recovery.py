@@ -24,7 +24,12 @@ from meshwright.trainer.checkpointer import Checkpointer
 from meshwright.trainer.finite_check import FiniteCheck
 from meshwright.trainer.flight_record import FlightRecorder, Incident
 from meshwright.trainer.limits import Limits
-from meshwright.trainer.not_finite import SMALLER, BadUpdate, NonfinitePolicy, bad_update_error
+from meshwright.trainer.not_finite import (
+    BadUpdate,
+    NonfinitePolicy,
+    bad_update_error,
+    smaller_updates,
+)
 from meshwright.trainer.run_progress import Progress
 from meshwright.units import counted
 
@@ -216,7 +221,7 @@ def _shown(samples: Sequence[int] | None) -> str:
 def _next_steps(record: Path | None, policy: NonfinitePolicy) -> str:
     if record is None and policy.action == "stop":
         first = f"go on without the batch: {Setting('training.on_nonfinite', 'skip')}; or "
-        return first + SMALLER
+        return first + smaller_updates()
     steps: list[str] = []
     if record is not None:
         python = current_spelling() is Spelling.PYTHON
@@ -225,4 +230,4 @@ def _next_steps(record: Path | None, policy: NonfinitePolicy) -> str:
         steps.append(f"{command} finds the module and the samples")
     if policy.action == "stop":
         steps.append(f"go on without the batch: {Setting('training.on_nonfinite', 'skip')}")
-    return "; ".join([*steps, SMALLER])
+    return "; ".join([*steps, smaller_updates()])

@@ -3,13 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from program.kernels.kernel_runs import assembled, assert_equal, both, uses_in
 from program.kernels.loss_forms import CLASSES, mean
 
+import meshwright as mw
 from meshwright import Weighted
 from meshwright.models import build_model
+from meshwright.models.gpt import GPT
 from meshwright.program.kernels import chunked_loss
 from meshwright.tasks.language_modeling import LanguageModeling
 
@@ -177,3 +180,23 @@ def test_gradients_of_fp16_are_scaled_before_they_are_computed():
         if use.kind == "loss"
     ]
     assert use.kernel == "recomputed"
+
+
+def test_what_is_sent_belongs_to_the_same_modules_with_kernels():
+    task = LanguageModeling(vocab_size=256, context_length=8)
+    sizes = {"vocab_size": 256, "context_length": 8, "num_blocks": 1, "hidden_size": 16}
+
+    def sent(kernels):
+        trainer = mw.Trainer(
+            model=lambda rngs: GPT(**sizes, num_heads=2, dropout=0.0, rngs=rngs),
+            loss=task.loss,
+            optimizer=optax.sgd(0.1),
+            mesh="data=2",
+            devices=jax.devices()[:2],
+            precision="bf16",
+            kernels=kernels,
+        )
+        modules = trainer.ledger(task.synthetic_batch(0, 4), batch_size=4).axes["data"].modules
+        return {name: module.sent_bytes for name, module in modules.items()}
+
+    assert sent("xla") == sent("none")

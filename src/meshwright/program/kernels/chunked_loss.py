@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,8 @@ class _Work:
             # Only now: the compiler adds them to other gradients of the same weight, such as that
             # of a lookup in the same table, before it reduces them.
             own = self._own_rows()
-            gradients = [g if o else g.sum(0) for g, o in zip(gradients, own, strict=True)]
+            with self._scope():
+                gradients = [g if o else g.sum(0) for g, o in zip(gradients, own, strict=True)]
         others = iter(gradients[2:])
         inputs = (*self.match.whole, *self.match.by_row)
         rest = [next(others) if v in self.kernel.trained else None for v in inputs]
@@ -179,12 +181,19 @@ class _Work:
             for r, graded in zip(results, self.kernel.graded, strict=True)
         ]
         of_logits, of_others = pullback(of_results)
-        return results, [*self._product_gradients(hidden, weight, of_logits), *of_others]
+        with self._scope():
+            of_product = self._product_gradients(hidden, weight, of_logits)
+        return results, [*of_product, *of_others]
 
     def _logits(self, hidden: Any, weight: Any) -> Any:
         dtype = aval_of(self.match.kernel).dtype
         used = weight.astype(dtype) if self._casts else weight
-        return self._numerics.bind(self.match.product, [hidden, used])[0]
+        with self._scope():
+            return self._numerics.bind(self.match.product, [hidden, used])[0]
+
+    def _scope(self) -> AbstractContextManager[Any]:
+        """Return the scope of the last projection: what is sent belongs to its module."""
+        return jax.named_scope(name_stack(self.match.product) or "loss")
 
     def _product_gradients(self, hidden: Any, weight: Any, of_logits: Any) -> list[Any]:
         """Return the gradients of rows and weight; that of the weight is summed in float32."""
