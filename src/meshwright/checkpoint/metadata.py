@@ -40,5 +40,5 @@ class CheckpointMetadata:
     data_position: Any = None
     processes: int = 1
     skipped: int = 0
-    left_out: Sequence[Sequence[int]] = ()
+    left_out: Sequence[Sequence[int]] = field(default_factory=list)
     format: int = FORMAT

@@ -168,9 +168,10 @@ def _name(given: Mapping[str, str], kind: ClusterKind) -> str:
         return "meshwright"
     if kind is ClusterKind.SLURM:
         return _matching(given, "--name", _SLURM_NAME, "a name without spaces or quotes")
+    name = _label(given, "--name")
     # It is also the name of a service, which starts with a letter.
     _matching(given, "--name", re.compile("[a-z].*"), "a name that starts with a letter")
-    return _label(given, "--name")
+    return name
 
 
 def _label(given: Mapping[str, str], flag: str) -> str:
