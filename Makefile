@@ -29,7 +29,8 @@ EXTRAS := dev,docs,hf,images,parquet,tensorboard
 
 # The fast tests: they cover every part of the package and compile little.
 QUICK := $(addprefix tests/, \
-  checkpoint data inputs mesh profile report tasks tracking \
+  data inputs mesh profile report tasks tracking \
+  checkpoint/test_checksums.py checkpoint/test_older_paths.py checkpoint/test_store.py \
   compiled/test_divergence.py compiled/test_hlo.py \
   config/test_base.py config/test_batch.py config/test_distributed_config.py \
   config/test_environment.py config/test_microbatches.py config/test_origins.py \
