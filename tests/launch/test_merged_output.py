@@ -65,11 +65,10 @@ def test_a_lost_connection_is_told_after_the_error_of_the_process_that_is_gone()
     ]
 
 
-def test_causes_and_the_last_update_are_remembered():
+def test_causes_are_remembered():
     lines = MergedOutput(io.BytesIO())
-    lines.pump(0, io.BytesIO(b"train   20/500  loss 2.1\ntrain  1\nerror: a\nerror: b\n"))
+    lines.pump(0, io.BytesIO(b"train   20/500  loss 2.1\nerror: a\nerror: b\n"))
     lines.pump(1, io.BytesIO(b"Traceback (most recent call last):\njax.errors.SomeError: no\n"))
-    assert lines.last_update == 20
     assert lines.causes == {0: "a", 1: "jax.errors.SomeError: no"}
 
 

@@ -87,14 +87,15 @@ def test_results_of_process_0_stay_on_stdout_and_the_rest_is_named(started):
 def test_all_end_when_one_fails_and_its_exit_code_counts(started):
     script = """
         if rank == "1":
-            print("train  20/500  loss 2.1", file=sys.stderr)
+            from meshwright.heartbeat import own_heartbeat
+            own_heartbeat().start_from(20)
             print("error: the disk is full", file=sys.stderr)
             sys.exit(7)
         time.sleep(600)
     """
     code, _, err = finish(started(script, count=3))
     assert code == 7
-    last = "launch: process 1 ended with exit code 7 after update 20: the disk is full"
+    last = "launch: process 1 ended with exit code 7 at update 20: the disk is full"
     assert err.splitlines()[-1] == last
     assert "process 1 ended with exit code 7; the other 2 are being terminated" in err
 

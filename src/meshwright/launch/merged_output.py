@@ -13,8 +13,6 @@ _CAUSE = re.compile(rb"(?:internal )?error: (.+)|((?:\w+\.)*\w*(?:Error|Exceptio
 """How a process says why it fails: Meshwright's own errors, and the end of a traceback."""
 _CONSEQUENCE = re.compile(rb"error: process \d+ lost |lost its connection to the other processes")
 """What processes say because another one is gone."""
-_UPDATE = re.compile(rb"train +(\d+)(?:/\d+)?  ")
-"""A line of metrics, which says how far the run is."""
 _LOST = b"Terminating process because the JAX distributed service detected fatal errors"
 _CRASH_DUMP = re.compile(
     rb"[IWEF]\d{4} [\d:.]+ +\d+ (preemption_\w+\.cc|coordination_\w+\.cc|client\.h)"
@@ -34,7 +32,6 @@ class MergedOutput:
 
     Attributes:
         causes: by process, its first error.
-        last_update: the newest update that was reported; None before the first.
     """
 
     def __init__(self, target: IO[bytes]) -> None:
@@ -43,7 +40,6 @@ class MergedOutput:
         self._errors: set[bytes] = set()
         self._held: list[bytes] = []
         self.causes: dict[int, str] = {}
-        self.last_update: int | None = None
 
     def pump(self, rank: int, source: IO[bytes]) -> None:
         """Copy everything a process prints until it closes the stream."""
@@ -74,9 +70,7 @@ class MergedOutput:
 
     def _note(self, rank: int, line: bytes) -> None:
         """Remember what the line says about the run."""
-        if update := _UPDATE.match(line):
-            self.last_update = int(update[1])
-        elif cause := _CAUSE.match(line):
+        if cause := _CAUSE.match(line):
             text = (cause[1] or cause[2]).decode(errors="replace").strip()
             self.causes.setdefault(rank, text)
 

@@ -234,12 +234,7 @@ class Supervisor:
     def _text(self) -> str:
         """Return which process failed first, when, and why."""
         if self._stuck is not None:
-            ranks, noun = (
-                self._stuck.ranks,
-                "process" if len(self._stuck.ranks) == 1 else "processes",
-            )
-            when = "" if self._stuck.update is None else f" at update {self._stuck.update}"
-            return f"{noun} {', '.join(map(str, ranks))} hangs{when}: {self._stuck.cause}"
+            return str(self._stuck)
         if self._failure is None:
             return ""
         rank, returncode = self._failure
@@ -249,10 +244,7 @@ class Supervisor:
 
     def _when(self, rank: int) -> str:
         update = self._watch.update_of(rank)
-        if update is not None:
-            return f" at update {update}"
-        update = self._merged.last_update
-        return "" if update is None else f" after update {update}"
+        return "" if update is None else f" at update {update}"
 
     def _code(self) -> int:
         if self._stuck is not None:

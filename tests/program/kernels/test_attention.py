@@ -55,9 +55,11 @@ def batch():
     }
 
 
-@pytest.fixture(scope="module")
-def uses():
-    return assembled(build(FORMS), loss, batch(), "xla").decision.kernels.uses
+@pytest.fixture(scope="module", params=["no", "bf16"])
+def uses(request):
+    """What is found; in half precision, sums have conversions around them."""
+    options = {"wide": False, "precision": request.param}
+    return assembled(build(FORMS), loss, batch(), "xla", **options).decision.kernels.uses
 
 
 @pytest.mark.parametrize("name", REPLACED)

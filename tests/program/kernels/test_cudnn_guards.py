@@ -50,6 +50,9 @@ def cudnn(monkeypatch):
         return jax.nn.softmax(query, axis=-1) * key * value
 
     monkeypatch.setattr(fused_attention, "dot_product_attention", attend)
+    fused_attention._refusal.cache_clear()
+    yield
+    fused_attention._refusal.cache_clear()
 
 
 def test_what_cudnn_takes_is_replaced(cudnn):

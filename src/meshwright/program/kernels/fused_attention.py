@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -147,18 +147,36 @@ def _try_cudnn(
     length: int, keys: int, channels: int, dtype: Any, operands: AttentionOperands
 ) -> None:
     """Raise if this release of JAX has no cuDNN kernel for rows of this length."""
+    has_mask = operands.mask is not None
+    refusal = _refusal(length, keys, channels, dtype, operands.allowed, operands.scale, has_mask)
+    if refusal:
+        raise NotReplaced(f"cuDNN has no kernel for it: {refusal}")
+
+
+@lru_cache
+def _refusal(
+    length: int,
+    keys: int,
+    channels: int,
+    dtype: Any,
+    allowed: Allowed,
+    scale: float,
+    has_mask: bool,
+) -> str:
+    """Return why JAX refuses an attention and its gradient; once for all blocks of a model."""
     query = jax.ShapeDtypeStruct((1, length, 1, channels), dtype)
     key = jax.ShapeDtypeStruct((1, keys, 1, channels), dtype)
-    attend = cudnn_attention(operands.allowed, operands.scale)
-    mask = None if operands.mask is None else jax.ShapeDtypeStruct((1, 1, length, keys), bool)
+    mask = jax.ShapeDtypeStruct((1, 1, length, keys), bool) if has_mask else None
+    attend = cudnn_attention(allowed, scale)
 
     def total(query: Any, key: Any, value: Any, mask: Any) -> Any:
         return attend(query, key, value, mask).astype(jnp.float32).sum()
 
     try:
         jax.eval_shape(jax.grad(total, argnums=(0, 1, 2)), query, key, key, mask)
-    except (NotImplementedError, ValueError, RuntimeError) as refusal:
-        raise NotReplaced(f"cuDNN has no kernel for it: {first_line(refusal)}") from refusal
+    except (NotImplementedError, ValueError, RuntimeError) as error:
+        return first_line(error)
+    return ""
 
 
 def xla_attention(allowed: Allowed, scale: float) -> Attend:

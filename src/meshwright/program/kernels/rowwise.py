@@ -81,30 +81,19 @@ def _evaluate(
 ) -> None:
     """Evaluate equations; weights in half precision are rounded after they are repeated."""
     for eqn in eqns:
+        shape = aval_of(eqn.outvars[0]).shape
         # What is sent for a weight belongs to the module that reads it.
         with jax.named_scope(name_stack(eqn) or "rowwise"):
-            _evaluate_one(eqn, values, rounded, numerics, sums, num_shards)
-
-
-def _evaluate_one(
-    eqn: Equation,
-    values: dict[Var, Any],
-    rounded: set[Var],
-    numerics: Numerics,
-    sums: Mapping[Var, Any] | None,
-    num_shards: int,
-) -> None:
-    shape = aval_of(eqn.outvars[0]).shape
-    operands = [
-        repeat_vector(values[a], shape, num_shards=num_shards).astype(aval_of(a).dtype)
-        if not isinstance(a, Literal) and a in rounded
-        else _as_traced(a, values, numerics)
-        for a in eqn.invars
-    ]
-    if sums is not None and eqn.outvars[0] in sums:
-        values[eqn.outvars[0]] = _known_sum(eqn, operands[0], sums[eqn.outvars[0]])
-    else:
-        values.update(zip(eqn.outvars, numerics.bind(eqn, operands), strict=True))
+            operands = [
+                repeat_vector(values[a], shape, num_shards=num_shards).astype(aval_of(a).dtype)
+                if not isinstance(a, Literal) and a in rounded
+                else _as_traced(a, values, numerics)
+                for a in eqn.invars
+            ]
+            if sums is not None and eqn.outvars[0] in sums:
+                values[eqn.outvars[0]] = _known_sum(eqn, operands[0], sums[eqn.outvars[0]])
+            else:
+                values.update(zip(eqn.outvars, numerics.bind(eqn, operands), strict=True))
 
 
 def _as_traced(atom: Atom, values: Mapping[Var, Any], numerics: Numerics) -> Any:
