@@ -1,0 +1,1 @@
+"""Plans: what they need, how fast they are, and which one is best for some hardware."""
