@@ -14,7 +14,7 @@ from flax.nnx.filterlib import Filter
 
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import Precision, ShardingConfig
-from meshwright.hardware import Hardware
+from meshwright.hardware import Chip, Hardware
 from meshwright.mesh.build import build_mesh
 from meshwright.plan import Plan
 from meshwright.planner.estimate import Estimate, MemoryEstimate, TimeEstimate
@@ -25,6 +25,7 @@ from meshwright.planner.gradient_program import (
     trace_gradients,
 )
 from meshwright.planner.in_memory import Peak, peak_of
+from meshwright.planner.kernel_times import Work, seconds_of, works_of
 from meshwright.planner.placed_state import PlacedState, place_state
 from meshwright.planner.sizes import DeviceSizes
 from meshwright.program.dims import DimClasses
@@ -107,8 +108,23 @@ class ProgramEstimator:
 
     def estimate(self, plan: Plan, hardware: Hardware) -> Estimate:
         """Return what a plan needs on some hardware."""
-        memory = self._memory(plan, hardware)
-        return Estimate(plan, hardware, memory, TimeEstimate(compute=1.0))
+        return Estimate(plan, hardware, self._memory(plan, hardware), self._time(plan, hardware))
+
+    def works(self, plan: Plan, hardware: Hardware) -> list[Work]:
+        """Return what the kernels of one microbatch do on a device."""
+        program = self._gradient_program(plan, hardware)
+        return list(works_of(program.kernels, self._sizes(plan, program, hardware)))
+
+    def _time(self, plan: Plan, hardware: Hardware) -> TimeEstimate:
+        chip = hardware.chip
+        rate = chip.tflops_per_device * 1e12 * _product_share(chip, plan.precision)
+        once = sum(w.times * seconds_of(w, chip, rate) for w in self.works(plan, hardware))
+        state = self._state(plan)
+        # The optimizer reads gradients twice, for their norm and the update; the rest once.
+        moved = 2 * (state.parameters + state.optimizer) + 2 * state.gradients
+        update = moved / (chip.hbm_tb_per_s_per_device * 1e12 * chip.hbm_share)
+        steps = plan.batch.gradient_accumulation_steps
+        return TimeEstimate(compute=steps * once + update)
 
     def _memory(self, plan: Plan, hardware: Hardware) -> MemoryEstimate:
         state = self._state(plan)
@@ -116,15 +132,18 @@ class ProgramEstimator:
         steps = plan.batch.gradient_accumulation_steps
         rows = plan.batch.micro_batch_size * steps
         samples = sum(leaf.size * leaf.dtype.itemsize for leaf in self._batch_leaves())
-        gradients = peak.uses["gradients"] + (state.sums if steps > 1 else 0)
+        sums = state.sums if steps > 1 else 0
+        # Before the optimizer runs there are all gradients, and nothing else.
+        missing = max(0.0, max(state.gradients, sums) - peak.nbytes - sums)
         return MemoryEstimate(
             parameters=state.parameters,
             optimizer=state.optimizer,
-            gradients=round(max(gradients, state.gradients)),
+            gradients=round(peak.uses["gradients"] + sums + missing),
             batch=round(samples / SAMPLES * rows),
             gathered=round(peak.uses["gathered"]),
             activations=round(peak.uses["activations"]),
             working=round(peak.uses["working"]),
+            all_gradients=max(state.gradients, sums),
         )
 
     def _batch_leaves(self) -> list[Any]:
@@ -211,3 +230,8 @@ class ProgramEstimator:
                 traced.layout, divided, sizes, self._optimizer, zero=plan.sharding.zero
             )
         return self._states[key]
+
+
+def _product_share(chip: Chip, precision: Precision) -> float:
+    shares = {"no": chip.float32_share, "bf16": chip.bfloat16_share, "fp16": chip.float16_share}
+    return chip.product_share * shares[precision]

@@ -109,7 +109,7 @@ def trace_gradients(
     found = zip(trained, operations.outputs, strict=False)
     owners = {id(array): number for number, array in found if array is not None}
     limits, rows = _loss_parts(decision.kernels.regions.values(), classes)
-    kernels = schedule(operations)
+    kernels = schedule(operations, variant.platform)
     return GradientProgram(kernels, find_lifetimes(kernels), classes, owners, limits, rows)
 
 
