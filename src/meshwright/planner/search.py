@@ -1,4 +1,4 @@
-"""The search for the fastest plan: every mesh of the devices is ranked, or rejected for a reason."""
+"""The search for the fastest plan: every mesh is ranked, or rejected for a reason."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from meshwright.planner.candidates import (
 from meshwright.planner.estimate import Estimate
 from meshwright.planner.estimator import Estimator
 from meshwright.planner.obstacles import Rejection, check_pins, find_obstacle, no_mesh
-from meshwright.planner.words import slower_because, too_large
+from meshwright.planner.words import slower_because, slower_by_memory, too_large
 
 TIE = 0.01
 """Estimates that are closer than this are equally good, and the simpler plan is preferred."""
 BOUND_SLACK = 0.98
-"""How much faster a plan may turn out than the bound of its mesh, which is found by a short search."""
+"""How much faster a plan may turn out than the bound of its mesh, which a short search finds."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,7 @@ class _Search:
             raise no_mesh(task, rejected)
         fitting = [sizes for sizes in usable if not self._reject_large(sizes, rejected)]
         plans, slower = self._ranked(fitting)
-        best = plans[:1]
-        rejected += [_slower(estimate, best[0], at_least=bound) for estimate, bound in slower]
+        rejected += [_slower(each, task, plans[0], at_least=bound) for each, bound in slower]
         return SearchResult(task, plans, rejected, len(self.known))
 
     def _reject_large(self, sizes: Sizes, rejected: list[Rejection]) -> bool:
@@ -273,6 +272,9 @@ def complexity(estimate: Estimate) -> tuple[int, ...]:
     )
 
 
-def _slower(estimate: Estimate, best: Estimate, *, at_least: bool) -> Rejection:
-    reason = slower_because(estimate, best, at_least=at_least)
+def _slower(estimate: Estimate, task: PlanTask, best: Estimate, *, at_least: bool) -> Rejection:
+    if at_least and not estimate.fits(task.memory_share):
+        reason = slower_by_memory(estimate, best, task.memory_share)
+    else:
+        reason = slower_because(estimate, best, at_least=at_least)
     return Rejection(dict(estimate.plan.mesh), "slower", reason, estimate)

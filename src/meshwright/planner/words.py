@@ -105,6 +105,24 @@ def slower_because(other: Estimate, best: Estimate, *, at_least: bool = False) -
     )
 
 
+def slower_by_memory(bound: Estimate, best: Estimate, share: float) -> str:
+    """Return why a mesh is slower than the best one whose fastest settings do not fit.
+
+    Args:
+        bound: the fastest plan of the mesh with any amount of memory.
+        best: the best plan.
+        share: the share of a device's memory that a plan may take.
+    """
+    name, limit = describe_sizes(best.plan.mesh), human_gigabytes(share * bound.capacity)
+    need = (
+        f"its fastest settings need {human_gigabytes(bound.memory.total)} of {limit}, and those "
+        "that fit take longer"
+    )
+    if bound.time.step <= best.time.step:
+        return f"slower than {name} ({human_seconds(best.time.step)} per update): {need}"
+    return f"{slower_because(bound, best, at_least=True)}; {need}"
+
+
 def _more_time(slow: Estimate, fast: Estimate) -> str:
     """Return what the slower plan spends more time on."""
     usual = time_parts(fast)
