@@ -354,6 +354,8 @@ class Config(Frozen):
         simulate: number of virtual CPU devices to use.
         hardware: the hardware a plan is for, such as 8xA100-40GB, or local for this machine,
             measured; null is this machine's, from the table.
+        plan: a file of `meshwright plan --out`, which sets mesh, batch, sharding, pipeline and
+            precision.
         kernels: what evaluates known parts of the model, such as attention: auto, the kernels of
             this platform; xla, their forms for any device; none, the model as written.
         strict: make a program that deviates from its plan an error.
@@ -377,6 +379,7 @@ class Config(Frozen):
     run: RunConfig = RunConfig()
     simulate: int | None = Field(default=None, ge=1, le=1024)
     hardware: str | None = None
+    plan: str | None = None
     kernels: KernelChoice = "auto"
     strict: bool = False
     resume: str = Field(default="auto", min_length=1)

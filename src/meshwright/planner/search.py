@@ -124,7 +124,9 @@ class _Search:
         found, slower = list[Estimate](), list[tuple[Estimate, bool]]()
         for bound, sizes in bounds:
             times = sorted(each.time.step for each in found)
-            limit = times[self.top - 1] if len(found) >= self.top else math.inf
+            # A simpler mesh that ties with the best is looked for beyond the number to rank.
+            full = len(found) >= self.top
+            limit = max(times[self.top - 1], times[0] * (1 + TIE)) if full else math.inf
             self.tell(f"{len(self.known):,} estimated")
             hopeful = bound.time.step * BOUND_SLACK <= limit
             best = self._best(sizes, bound, limit) if hopeful else None
@@ -172,8 +174,8 @@ class _Search:
                 break
             possible = self._fitting(sizes, variant, choices)
             own = self._fastest(sizes, variant, possible) if possible else None
-            if own is not None and own.time.step < limit:
-                best, limit = own, own.time.step
+            if own is not None and own.time.step <= limit:
+                best, limit = own, own.time.step * (1 - 1e-9)
         return best
 
     def _variants(self, sizes: Sizes) -> list[Variant]:

@@ -165,9 +165,6 @@ def reason_for(result: SearchResult, estimate: Estimate, *, fits_alone: bool) ->
     """Return in one sentence why a plan is recommended, or ranks where it does."""
     best = result.best
     if estimate is not best:
-        if estimate.time.step < best.time.step:
-            gain = 1 - estimate.time.step / best.time.step
-            return f"{gain:.1%} faster than {describe_sizes(best.plan.mesh)}, but less simple"
         return slower_because(estimate, best)
     mesh = estimate.plan.mesh
     if not mesh:
