@@ -28,6 +28,9 @@ from meshwright.hardware_file import (
 LOCAL = "local"
 """The hardware text that stands for this machine, measured."""
 
+MEASURED = "measured on this machine"
+"""The source of figures that were measured."""
+
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
@@ -127,6 +130,11 @@ class Chip:
     usd_per_hour: Annotated[float, Field(ge=0)] | None = None
     batch_sizes: BatchSizeRecommendation
     source: str = "table"
+
+    @property
+    def measured(self) -> bool:
+        """Whether the figures were measured here."""
+        return self.source == MEASURED
 
     @property
     def intra_node_gb_per_s(self) -> float:
