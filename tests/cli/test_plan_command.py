@@ -1,4 +1,4 @@
-"""`meshwright plan` as a person types it: text, JSON, files, exit codes; the estimator is arithmetic."""
+"""`meshwright plan` as a person types it: text, JSON, files, exit codes."""
 
 import json
 from pathlib import Path
@@ -41,16 +41,18 @@ def test_it_says_what_to_do_and_why(plan):
         "computing         52.2 ms 100%",
         "8 times the devices are 7.3 times as fast, not 8",
         "160.0 GB of memory per device: still data=8",
+        "600 updates in 31.3 s, 0.0696 device-hours",
         "15 meshes are slower, such as",
     ):
         assert text in out
 
 
 def test_json_has_the_plans_in_order_and_every_other_mesh_with_a_reason(plan):
-    code, out, _ = plan(*MEDIUM, "--json", "--top", "3")
+    budget = ("--tokens", "300B", "--price", "2.5")
+    code, out, _ = plan(*MEDIUM, "--json", "--top", "3", *budget)
     found = json.loads(out)
     assert code == 0
-    assert [each["mesh"] for each in found["plans"]][0] == {"data": 8}
+    assert found["plans"][0]["mesh"] == {"data": 8}
     assert len(found["plans"]) == 3
     assert len(found["plans"]) + len(found["rejected"]) == 20
     assert all(each["reason"] for each in [*found["plans"], *found["rejected"]])
@@ -62,6 +64,9 @@ def test_json_has_the_plans_in_order_and_every_other_mesh_with_a_reason(plan):
     assert sum(first["time"].values()) == pytest.approx(first["step_time"])
     assert first["tokens_per_second"] == pytest.approx(32 * 1024 / first["step_time"])
     assert [point["devices"] for point in found["scaling"]] == [1, 2, 4, 8]
+    hours = 300e9 / first["tokens_per_second"] * 8 / 3600
+    assert found["budget"]["device_hours"] == pytest.approx(hours, rel=1e-6)
+    assert found["budget"]["usd"] == pytest.approx(2.5 * hours, rel=1e-6)
 
 
 def test_settings_of_the_user_are_kept(plan):
@@ -160,6 +165,8 @@ def test_without_hardware_it_plans_for_what_is_there(plan):
         (["hardware=8xA1000"], "unknown chip `A1000`"),
         (["hardware=8xA100-40GB", "mesh.tensor=3"], "mesh.tensor=3 = 3, which does not divide 8"),
         (["hardware=8xA100-40GB", "--memory-share", "2"], "--memory-share 2 is not valid"),
+        (["hardware=8xA100-40GB", "--tokens", "many"], "`many` is not an amount of training"),
+        (["hardware=8xA100-40GB", "--tokens", "1B", "--epochs", "2"], "are both given"),
         (["hardware=8xA100-40GB", "--top", "0"], "--top 0 is not valid"),
         (
             ["hardware=8xA100-40GB", "--out", "/nowhere/plan.yaml"],

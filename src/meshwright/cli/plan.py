@@ -9,18 +9,27 @@ from pathlib import Path
 from rich.text import Text
 
 from meshwright.cli.arguments import Arguments
+from meshwright.cli.config_estimator import config_estimator
 from meshwright.cli.output import write_file
 from meshwright.cli.request import Request, compose
 from meshwright.config.compose import parse_overrides, validate
 from meshwright.config.schema import Config, DataConfig
 from meshwright.errors import ExitCode, UserError
-from meshwright.hardware import Hardware, chip_by_name, detect, parse_hardware
+from meshwright.hardware import LOCAL, Hardware, chip_by_name
+from meshwright.planner.budget import Goal, parse_goal, parse_price
 from meshwright.planner.candidates import PlanTask
-from meshwright.planner.config_estimator import config_estimator
 from meshwright.planner.config_task import config_task, set_by_user
+from meshwright.planner.local_hardware import find_hardware
 from meshwright.planner.plan_file import plan_yaml
-from meshwright.planner.plan_report import NothingFits, PlanReport, make_report, report_json
+from meshwright.planner.plan_report import (
+    NothingFits,
+    PlanGoal,
+    PlanReport,
+    make_report,
+    report_json,
+)
 from meshwright.planner.plan_text import report_text
+from meshwright.recipe import find_data, make_task, training_duration
 from meshwright.report.plan_page import plan_page
 
 COMPARABLE = ("mesh", "sharding", "pipeline", "training", "precision", "hardware", "kernels")
@@ -34,7 +43,7 @@ def run(request: Request) -> int:
     hardware = _hardware(config)
     decided = set_by_user(config, request.composed)
     asked = config_task(config, decided, hardware, memory_share=share)
-    other = _compared(arguments, asked.task)
+    other, goal = _compared(arguments, asked.task), _goal(request, hardware)
     estimator = config_estimator(_with_any_data(request, decided), asked.task.global_batch_size)
     try:
         report = make_report(
@@ -43,6 +52,7 @@ def run(request: Request) -> int:
             name=request.composed.choices.get("model", config.model.kind),
             top=top,
             other=other,
+            goal=goal,
             remarks=asked.remarks,
         )
     except NothingFits as error:
@@ -72,19 +82,35 @@ def _hardware(config: Config) -> Hardware:
     """Return the hardware that is named, simulated or present; JAX starts only for the last."""
     if config.hardware is None and config.simulate is not None:
         return Hardware(chip=chip_by_name("CPU"), count=config.simulate)
-    if config.hardware is None:
-        present = detect()
-        if present is None:
-            raise UserError(
-                "this machine's devices are not in the table of hardware",
-                fix="write hardware=…, such as hardware=8xA100-40GB",
-            )
-        return present
-    import jax
+    if config.hardware is not None and config.hardware.strip().lower() != LOCAL:
+        import jax
 
-    # The model is only traced, for which this machine's accelerators stay untouched.
-    jax.config.update("jax_platforms", "cpu")
-    return parse_hardware(config.hardware)
+        # The model is only traced, for which this machine's accelerators stay untouched.
+        jax.config.update("jax_platforms", "cpu")
+    return find_hardware(config.hardware)
+
+
+def _goal(request: Request, hardware: Hardware) -> PlanGoal | None:
+    """Return how much to train: by a flag, or as the config says."""
+    flags, given = request.arguments.flags, hardware.chip.usd_per_device_hour
+    price = parse_price(flags["--price"]) if "--price" in flags else given
+    if "--tokens" in flags and "--epochs" in flags:
+        raise UserError("--tokens and --epochs are both given", fix="write one of them")
+    if "--tokens" in flags:
+        return PlanGoal(parse_goal(flags["--tokens"]), usd_per_device_hour=price)
+    if "--epochs" in flags:
+        goal = parse_goal(f"{flags['--epochs']} epochs")
+        return PlanGoal(goal, _num_samples(request.config), price)
+    duration = training_duration(request.config)
+    if duration.epochs is not None:
+        return PlanGoal(Goal(duration.epochs, "epochs"), _num_samples(request.config), price)
+    if not duration.updates:
+        return None
+    return PlanGoal(Goal(duration.updates, "updates"), usd_per_device_hour=price)
+
+
+def _num_samples(config: Config) -> int | None:
+    return find_data(config, make_task(config)).train.num_samples
 
 
 def _with_any_data(request: Request, decided: set[str]) -> Config:

@@ -12,6 +12,7 @@ from meshwright.planner.anti_patterns import (
     find_anti_patterns,
     linear_scaling,
 )
+from meshwright.planner.budget import Budget, Goal, make_budget
 from meshwright.planner.candidates import PlanTask
 from meshwright.planner.estimate import Estimate
 from meshwright.planner.estimator import Estimator
@@ -39,6 +40,34 @@ class NothingFits(UserError):
 
 
 @dataclass(frozen=True)
+class PlanGoal:
+    """How much is to be trained, and at which price.
+
+    Attributes:
+        goal: how much.
+        num_samples: samples of the data; None if unknown.
+        usd_per_device_hour: the price of a device; None if unknown.
+    """
+
+    goal: Goal
+    num_samples: int | None = None
+    usd_per_device_hour: float | None = None
+
+    def budget(self, estimator: Estimator, best: Estimate) -> Budget:
+        """Return what it costs with a plan."""
+        tokens = estimator.tokens_per_sample
+        return make_budget(
+            self.goal,
+            seconds_per_update=best.time.step,
+            samples_per_update=best.plan.batch.global_batch_size,
+            devices=best.hardware.count,
+            tokens_per_sample=tokens if tokens > 1 else None,
+            num_samples=self.num_samples,
+            usd_per_device_hour=self.usd_per_device_hour,
+        )
+
+
+@dataclass(frozen=True)
 class PlanReport:
     """What is said about the plans for a model.
 
@@ -54,6 +83,7 @@ class PlanReport:
         other: the other plan.
         points: the best plans for fewer devices.
         changes: what would change the decision.
+        budget: what training costs; None if it is not known how much.
         remarks: what was assumed.
     """
 
@@ -68,6 +98,7 @@ class PlanReport:
     other: Estimate | None
     points: list[ScalingPoint]
     changes: list[WhatIf]
+    budget: Budget | None = None
     remarks: Sequence[str] = ()
 
     @property
@@ -83,6 +114,7 @@ def make_report(
     name: str,
     top: int = 5,
     other: PlanTask | None = None,
+    goal: PlanGoal | None = None,
     remarks: Sequence[str] = (),
 ) -> PlanReport:
     """Search for the best plan and explain it.
@@ -93,6 +125,7 @@ def make_report(
         name: the model.
         top: how many plans to rank.
         other: what to compare with.
+        goal: how much to train.
         remarks: what was assumed.
     """
     result = search(estimator, task, top=top)
@@ -116,6 +149,7 @@ def make_report(
         other=compared,
         points=points,
         changes=what_ifs(estimator, result),
+        budget=None if goal is None else goal.budget(estimator, best),
         remarks=remarks,
     )
 
@@ -190,6 +224,7 @@ def report_json(report: PlanReport) -> dict[str, Any]:
         "comparison": report.comparison,
         "compared": report.other and _plan_json(report, report.other, ""),
         "scaling": [_point_json(point) for point in report.points],
+        "budget": report.budget and report.budget.to_json(),
         "what_if": [
             {"change": each.change, "mesh": each.after.plan.mesh if each.after else None}
             for each in report.changes

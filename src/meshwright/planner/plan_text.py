@@ -32,6 +32,7 @@ def report_text(report: PlanReport) -> RenderableType:
         ("memory of a device", list(_memory(report.best, report.result.task.memory_share))),
         ("time of an update", list(_bars(time_parts(report.best)))),
         ("scaling, for the same global batch", [_scaling(report)]),
+        ("budget", [Indented(str(report.budget), 2)] if report.budget else []),
         ("what would change the decision", [Indented(str(each), 2) for each in report.changes]),
         ("rejected", list(_rejected(report))),
     ):
@@ -46,7 +47,8 @@ def _head(report: PlanReport) -> Iterator[RenderableType]:
     tokens = task.global_batch_size * report.tokens_per_sample
     size = f"{samples} ({tokens:,} tokens)" if report.tokens_per_sample > 1 else samples
     yield Text(
-        f"{report.name}, {report.num_parameters:,} parameters, on {task.hardware}; {size} per update"
+        f"{report.name}, {report.num_parameters:,} parameters, on {task.hardware}; {size} "
+        "per update"
     )
     yield Text.assemble(
         (f"{describe_sizes(best.plan.mesh)}", "bold green"),

@@ -98,14 +98,9 @@ def slower_because(other: Estimate, best: Estimate, *, at_least: bool = False) -
     ratio, text = other.time.step / best.time.step - 1, _more_time(other, best)
     if ratio < 0.0005:
         name = describe_sizes(best.plan.mesh)
-        return (
-            f"as fast as {name}, but less simple"
-            if ratio > -0.0005
-            else (
-                f"{-ratio:.1%} faster than {name}, which is less than an estimate can tell, and less "
-                "simple"
-            )
-        )
+        if ratio > -0.0005:
+            return f"as fast as {name}, but less simple"
+        return f"{-ratio:.1%} faster than {name}, within the error of estimates, but less simple"
     bound = "at least " if at_least else ""
     percent = f"{ratio:.0%}" if ratio >= 0.095 else f"{ratio:.1%}"
     return (

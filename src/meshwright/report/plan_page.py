@@ -16,24 +16,8 @@ from meshwright.planner.scaling import ScalingPoint
 from meshwright.planner.words import kind_of_mesh, memory_parts, settings_of, time_parts
 from meshwright.units import counted, human_count, human_gigabytes, human_seconds
 
-_STYLE = Path(__file__).parent / "assets" / "style.css"
+_ASSETS = Path(__file__).parent / "assets"
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-_OWN_STYLE = """
-.plan-bar { display: flex; height: 22px; border-radius: 5px; overflow: hidden; background: var(--faint); position: relative; }
-.plan-bar span { background: var(--own); min-width: 0; }
-.plan-bar i { position: absolute; top: 0; bottom: 0; width: 2px; background: var(--ink); }
-.plan-row { display: grid; grid-template-columns: minmax(150px, 260px) 1fr 110px; gap: 4px 14px; align-items: center; margin: 0 0 8px; }
-.plan-row b { font-weight: 500; overflow-wrap: anywhere; }
-.plan-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-.plan-table th, .plan-table td { text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-.plan-table th { color: var(--soft); font-weight: 500; }
-.plan-curve { width: 100%; max-width: 760px; height: auto; }
-.plan-curve path { fill: none; stroke: var(--accent); stroke-width: 2; }
-.plan-curve .ideal { stroke: var(--soft); stroke-dasharray: 5 4; }
-.plan-curve circle { fill: var(--accent); }
-.plan-curve text { fill: var(--soft); font-size: 12px; }
-.plan-drawing { overflow-x: auto; }
-"""
 
 
 def plan_page(report: PlanReport) -> str:
@@ -47,9 +31,12 @@ def plan_page(report: PlanReport) -> str:
         ("Time of an update", _times(report.result.plans)),
         ("Mesh", f'<div class="plan-drawing">{_mesh(report.best)}</div>'),
         ("Scaling", _scaling(report)),
+        ("Budget", _list([str(report.budget)] if report.budget else [])),
         ("What would change the decision", _list(map(str, report.changes))),
         ("Rejected meshes", _rejected(report)),
     )
+    files = (_ASSETS / "style.css", _ASSETS / "plan.css")
+    style = "".join(file.read_text(encoding="utf-8") for file in files)
     body = "\n".join(f"<section><h2>{name}</h2>{text}</section>" for name, text in sections if text)
     return f"""<!doctype html>
 <html lang="en">
@@ -61,7 +48,7 @@ def plan_page(report: PlanReport) -> str:
 <title>{_escape(title)} · Meshwright</title>
 <link rel="icon" href="data:,">
 <style>
-{_STYLE.read_text(encoding="utf-8")}{_OWN_STYLE}</style>
+{style}</style>
 </head>
 <body>
 <div id="page">
