@@ -67,7 +67,20 @@ def make_request(arguments: Arguments, output: Output) -> Request:
         composed = prepare_devices(config, composed)
         _prepare_compiler(config)
         _compare(arguments, config)
+        if config.mesh.auto or config.training.micro_batch_size == "auto":
+            config, composed = _choose(config, composed, output)
     return Request(arguments, composed, config, output)
+
+
+def _choose(config: Config, composed: Composed, output: Output) -> tuple[Config, Composed]:
+    """Return the config with what it leaves to the planner, and say what that is."""
+    from rich.text import Text
+
+    from meshwright.cli.auto_settings import choose_settings
+
+    config, composed, line = choose_settings(config, composed)
+    output.say(Text(line))
+    return config, composed
 
 
 def _compare(arguments: Arguments, config: Config) -> None:

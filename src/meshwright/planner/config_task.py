@@ -79,7 +79,7 @@ def _pins(config: Config, decided: Collection[str], num_devices: int) -> Pins:
         mesh=_pinned_mesh(config, decided, num_devices),
         remat=decided_value("sharding.remat", sharding.remat),
         blocks=decided_value("sharding.blocks", sharding.blocks),
-        micro_batch_size=training.micro_batch_size,
+        micro_batch_size=None if training.micro_batch_size == "auto" else training.micro_batch_size,
         gradient_accumulation_steps=training.gradient_accumulation_steps,
         sync_gradients_every=decided_value(
             "training.sync_gradients_every", training.sync_gradients_every

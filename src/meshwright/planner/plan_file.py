@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.config.origins import flatten
 from meshwright.errors import Setting, UserError, first_line
-from meshwright.mesh.axes import AXES, INFER
+from meshwright.mesh.axes import AXES, INFER, resolve_alias
 from meshwright.plan import Plan
 from meshwright.planner.estimate import Estimate
 from meshwright.units import human_gigabytes, human_seconds
@@ -46,6 +46,7 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
     batch, sizes = plan.batch, dict.fromkeys(AXES, 1) | plan.mesh
     settings: dict[str, Any] = {f"mesh.{axis}": size for axis, size in sizes.items()}
     settings |= {
+        "mesh.auto": False,
         "training.global_batch_size": batch.global_batch_size,
         "training.micro_batch_size": batch.micro_batch_size,
         "training.gradient_accumulation_steps": batch.gradient_accumulation_steps,
@@ -80,15 +81,23 @@ def apply_plan_file(values: Mapping[str, Any], decided: Collection[str]) -> Plan
     settings = plan_settings(read_plan_file(str(path)))
     given = dict(flatten({str(key): value for key, value in values.items()}))
     _refuse_conflicts(str(path), settings, given, decided)
+    return Planned(with_settings(values, settings), dict.fromkeys(settings, str(path)))
+
+
+def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a composed config with other values, given by dotted key."""
     changed: dict[str, Any] = {**values}
     for key, value in settings.items():
         section, _, name = key.rpartition(".")
         if section:
-            own = changed.get(section)
-            changed[section] = {**(own if isinstance(own, Mapping) else {}), name: value}
+            given = changed.get(section)
+            own = dict(given) if isinstance(given, Mapping) else {}
+            if section == "mesh":
+                own = {resolve_alias(str(axis)): size for axis, size in own.items()}
+            changed[section] = {**own, name: value}
         else:
             changed[name] = value
-    return Planned(changed, dict.fromkeys(settings, str(path)))
+    return changed
 
 
 def read_plan_file(path: str) -> Plan:
