@@ -1,1 +1,1 @@
-"""Plans: what a machine can do, and what a model needs of it."""
+"""Plans: what they need, how fast they are, and which one is best for some hardware."""
