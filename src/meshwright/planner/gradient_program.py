@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from meshwright.config.schema import KernelChoice, Precision, ShardingConfig
+from meshwright.config.schema import KernelChoice, ShardingConfig
 from meshwright.planner.in_memory import Lifetime, find_lifetimes
 from meshwright.planner.operations import list_operations
 from meshwright.planner.schedule import Kernel, schedule
+from meshwright.planner.stage_parts import BlockParts, find_blocks
 from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.kernels.chunked_loss import LossKernel, most_rows
@@ -53,6 +54,7 @@ class GradientProgram:
         kernels: what runs, in order.
         lifetimes: how long its arrays are in memory.
         classes: the dims of its arrays.
+        blocks: its loop over repeated blocks; None if they are not rolled.
         gradients: by array, the number of the step leaf whose gradient it is.
         row_limit: by class of the logits' last dim, rows of a part at most, where the loss is
             computed in parts.
@@ -62,21 +64,19 @@ class GradientProgram:
     kernels: list[Kernel]
     lifetimes: list[Lifetime]
     classes: DimClasses
+    blocks: BlockParts | None
     gradients: Mapping[int, int]
     row_limit: Mapping[int, int]
     token_rows: float
 
 
-def trace_gradients(
-    traced: TracedLoss, mesh: Mesh, variant: Variant, precision: Precision
-) -> GradientProgram:
+def trace_gradients(traced: TracedLoss, mesh: Mesh, variant: Variant) -> GradientProgram:
     """Trace the gradients of a loss and schedule them.
 
     Args:
         traced: the loss of `SAMPLES` samples.
         mesh: a mesh of one device.
         variant: what the program depends on.
-        precision: the compute format.
     """
     search = KernelSearch(
         variant.kernels, platform=variant.platform, rows=variant.rows, planned=True
@@ -110,7 +110,8 @@ def trace_gradients(
     owners = {id(array): number for number, array in found if array is not None}
     limits, rows = _loss_parts(decision.kernels.regions.values(), classes)
     kernels = schedule(operations, variant.platform)
-    return GradientProgram(kernels, find_lifetimes(kernels), classes, owners, limits, rows)
+    blocks = find_blocks(kernels)
+    return GradientProgram(kernels, find_lifetimes(kernels), classes, blocks, owners, limits, rows)
 
 
 def _loss_parts(regions: Any, classes: DimClasses) -> tuple[dict[int, int], float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.hardware import Chip
@@ -36,6 +36,7 @@ class Work:
         nbytes: the bytes it reads and writes.
         smallest: the shortest of the three dims of a product.
         times: how often it runs.
+        in_loop: whether a loop runs it.
     """
 
     kind: str
@@ -43,16 +44,22 @@ class Work:
     nbytes: float
     smallest: float
     times: int
+    in_loop: bool = False
 
 
-def works_of(kernels: Sequence[Kernel], sizes: DeviceSizes, times: int = 1) -> Iterator[Work]:
+def works_of(kernels: Sequence[Kernel], sizes: DeviceSizes) -> Iterator[Work]:
     """Yield what each kernel does, those of loops as often as they run."""
+    for work in _works_of(kernels, sizes, 1):
+        yield replace(work, in_loop=work.times > 1)
+
+
+def _works_of(kernels: Sequence[Kernel], sizes: DeviceSizes, times: int) -> Iterator[Work]:
     for kernel in kernels:
         operation = kernel.operation
         if kernel.bodies:
             # Branches are alternatives; the longest decides, and loops have one body.
             for body in kernel.bodies[:1]:
-                yield from works_of(body, sizes, times * kernel.times)
+                yield from _works_of(body, sizes, times * kernel.times)
             continue
         nbytes = _moved(kernel, sizes)
         if operation.name.startswith(OPAQUE):

@@ -94,11 +94,13 @@ class Operations:
     """A program.
 
     Attributes:
+        frame: the program as it was walked.
         inputs: its arguments.
         operations: what it does, in order.
         outputs: its results; None for literals.
     """
 
+    frame: Frame
     inputs: list[Array]
     operations: list[Operation]
     outputs: list[Array | None]
@@ -128,7 +130,7 @@ def list_operations(frame: Frame, weights: Collection[int] = ()) -> Operations:
 def _program(frame: Frame, inputs: list[Array]) -> Operations:
     operations: list[Operation] = []
     outputs = _inline(frame, inputs, operations)
-    return Operations(inputs, _needed(operations, outputs), outputs)
+    return Operations(frame, inputs, _needed(operations, outputs), outputs)
 
 
 def _inline(
