@@ -18,8 +18,11 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
 )
-# The user's caches stay as they are, and no test finds what another run has left there.
+# The user's caches stay as they are, and no test finds what another run, or the user, has left
+# there or among the user's settings.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="meshwright-tests-")
+os.environ["XDG_CONFIG_HOME"] = os.environ["XDG_CACHE_HOME"]
+os.environ.pop("MESHWRIGHT_HARDWARE", None)
 
 from meshwright import activity
 from meshwright.errors import Spelling, spelled_for

@@ -18,6 +18,7 @@ NEIGHBOURS = {
     ("config", "mesh"),
     ("config", "user_code"),
     ("compiled", "program"),
+    ("hardware", "hardware_file"),
     ("pipeline", "sharding"),
     ("plan", "config"),
     ("plan", "mesh"),

@@ -1,12 +1,15 @@
 """Chips and links: the table, recognising devices, and reading hardware descriptions."""
 
 import dataclasses
+import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from meshwright.cli.main import main
 from meshwright.errors import UserError
 from meshwright.hardware import (
     Hardware,
@@ -36,6 +39,44 @@ PUBLISHED = {
     "TPU-v6e": (918, 32, 1.64, 4 * 90, None),
     "TPU7x": (2307, 192, 7.4, 1200 / 2, None),
 }
+
+
+OWN = """
+chips:
+  H200:
+    usd_per_hour: 3.5
+  h100-pcie:
+    like: H100
+    device_kinds: [NVIDIA H100 PCIe]
+    peak_tflops: 756
+    hbm_tb_per_s: 2.0
+    links_per_chip: 1
+    link_gb_per_s: 64
+  Toy-1:
+    platform: cuda
+    peak_tflops: 100
+    hbm_gb: 24
+    hbm_tb_per_s: 1.0
+    links_per_chip: 1
+    link_gb_per_s: 32
+    topology: switch
+    fast_domain_chips: 4
+links:
+  ethernet-25gb: {gb_per_s: 3.125}
+"""
+
+
+@pytest.fixture
+def own_file(tmp_path, monkeypatch):
+    """Return a function that writes the user's hardware file."""
+
+    def write(text):
+        path = tmp_path / "chips.yaml"
+        path.write_text(text)
+        monkeypatch.setenv("MESHWRIGHT_HARDWARE", str(path))
+        return path
+
+    return write
 
 
 def device(kind, process_index=0, slice_index=None):
@@ -78,8 +119,11 @@ def test_no_spelling_names_two_chips():
 def test_infiniband_hdr_is_200_gigabits():
     assert {name: link.gb_per_s for name, link in load_links().items()} == {
         "pcie-4.0-x16": 32,
+        "pcie-5.0-x16": 64,
         "ethernet-10gb": 10 / 8,
+        "ethernet-100gb": 100 / 8,
         "infiniband-hdr": 200 / 8,
+        "infiniband-ndr": 400 / 8,
     }
 
 
@@ -170,6 +214,8 @@ def test_detect_does_not_name_a_mixture():
         ("1024xCPU", "CPU", 1024, 1),
         ("8xtpu v5", "TPU-v5p", 8, 1),
         ("72xGB200", "GB200", 72, 1),
+        ("1024xA100-80GB", "A100-80GB", 1024, 128),
+        ("128x8xH100", "H100", 1024, 128),
     ],
 )
 def test_hardware_text_is_read(text, chip, count, nodes):
@@ -251,3 +297,113 @@ def test_hardware_does_not_import_jax():
         "sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_users_file_adds_chips_and_changes_known_ones(own_file):
+    built_in = load_chips()["H200"]
+    path = own_file(OWN)
+    assert load_chips()["H200"] == dataclasses.replace(built_in, usd_per_hour=3.5, source=str(path))
+    assert load_chips()["H100"].source == "table"
+    toy = parse_hardware("8xtoy1")
+    assert (toy.chip.name, toy.nodes, toy.chip.family) == ("Toy-1", 2, "toy1")
+    # What it does not give is typical of the platform.
+    assert toy.chip.float32_share == 0.5
+    assert toy.chip.batch_sizes.critical_batch_size == 100
+    assert load_links()["ethernet-25gb"].gb_per_s == 3.125
+
+
+def test_a_chip_like_another_has_its_own_names(own_file):
+    own_file(OWN)
+    pcie = find_chip("NVIDIA H100 PCIe")
+    assert pcie is not None
+    assert (pcie.name, pcie.family, pcie.hbm_gb, pcie.intra_node_gb_per_s) == (
+        "h100-pcie",
+        "h100",
+        80,
+        64,
+    )
+    assert pcie.aliases == ()
+    assert pcie.batch_sizes.critical_batch_size == round(756 / 2.0)
+    found = find_chip("NVIDIA H100 80GB HBM3")
+    assert found is not None
+    assert found.name == "H100"
+
+
+def test_the_file_is_read_again_after_a_change_and_forgotten_without_it(own_file, monkeypatch):
+    path = own_file(OWN)
+    assert load_chips()["H200"].usd_per_hour == 3.5
+    path.write_text(OWN.replace("3.5", "4.25"))
+    os.utime(path, ns=(1, 1))
+    assert load_chips()["H200"].usd_per_hour == 4.25
+    monkeypatch.delenv("MESHWRIGHT_HARDWARE")
+    assert load_chips()["H200"].usd_per_hour is None
+    assert "Toy-1" not in load_chips()
+
+
+def test_the_file_of_the_config_folder_is_read_but_not_that_of_the_current_one(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hardware.yaml").write_text(OWN)
+    assert "Toy-1" not in load_chips()
+    (tmp_path / "config" / "meshwright").mkdir(parents=True)
+    (tmp_path / "config" / "meshwright" / "hardware.yaml").write_text(OWN)
+    assert "Toy-1" in load_chips()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("chips: {H200: {peak_tflop: 1}}", "no `peak_tflop`.*did you mean `peak_tflops`"),
+        ("chips: {H200: {peak_tflops: fast}}", "peak_tflops: 'fast'.*valid number"),
+        ("chips: {H200: {hbm_share: 1.5}}", "hbm_share: 1.5.*less than or equal to 1"),
+        ("chips: {H200: {usd_per_hour: true}}", "chips.H200.usd_per_hour.*true or false"),
+        ("chips: {H200: {peak_tflops: -1}}", "greater than 0"),
+        ("chips: {H200: {topology: star}}", "'switch'"),
+        ("chips: {New: {platform: cuda}}", "`peak_tflops` is missing; `hbm_gb` is missing"),
+        ("chips: {New: {like: H1OO}}", "like `H1OO`, which is not known"),
+        ("chips: {New: {like: H100, aliases: [v5e]}}", "`v5e` of chips.New.*TPU-v5e"),
+        ("chips: {H200: {batch_sizes: {min: 1}}}", "batch_sizes"),
+        ("chip: {}", "unknown section `chip`.*\n.*\ndid you mean `chips`"),
+        ("chips: [H200]", "not a mapping"),
+        ("chips: {H200: 3}", "chips.H200 in .* is 3, not a mapping"),
+        ("chips: {H200", "cannot read the hardware file"),
+    ],
+)
+def test_a_mistake_in_the_users_file_is_explained(own_file, text, message):
+    own_file(text)
+    with pytest.raises(UserError, match=re.compile(message, re.S)):
+        load_chips()
+
+
+def test_a_missing_file_is_an_error_on_the_command_line(capfd, monkeypatch):
+    monkeypatch.setenv("MESHWRIGHT_HARDWARE", "nowhere.yaml")
+    assert main(["config", "hardware=8xH100"]) == 2
+    assert "MESHWRIGHT_HARDWARE=nowhere.yaml is not a file" in capfd.readouterr().err
+
+
+def test_own_chips_can_be_planned_for_on_the_command_line(own_file, capfd):
+    own_file(OWN)
+    assert main(["config", "hardware=8xToy-1"]) == 0
+    assert "override hardware=8xToy-1" in capfd.readouterr().out
+
+
+def test_rates_of_products_by_type_and_shape():
+    h200, v100 = load_chips()["H200"], load_chips()["V100-32GB"]
+    assert h200.peak_of("bfloat16") == 989e12
+    assert h200.peak_of("float32") == 989e12 / 2
+    assert v100.peak_of("bfloat16") == v100.peak_of("float32") == 125e12 / 8
+    assert v100.peak_of("float16") == 125e12
+    large = h200.product_flops_per_s(1e9, 1e9, 1e9)
+    assert large == pytest.approx(801e12, rel=1e-3)
+    half = h200.product_flops_per_s(h200.product_half_size, 1e9, 1e9)
+    assert half == pytest.approx(large / 2, rel=1e-6)
+    tpu = load_chips()["TPU7x"]
+    assert tpu.peak_of("bfloat16") == 2307e12 / 2
+
+
+def test_prices_and_usable_memory_are_per_device():
+    chip = dataclasses.replace(load_chips()["TPU7x"], usd_per_hour=6.0, memory_share=0.5)
+    assert (chip.usd_per_device_hour, chip.usable_gb_per_device) == (3.0, 48)
+    assert load_chips()["TPU7x"].usd_per_device_hour is None

@@ -5,17 +5,35 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import ConfigDict, Field
 
 from meshwright.errors import UserError
+from meshwright.hardware_file import (
+    checked_row,
+    hardware_file,
+    merge_chips,
+    plain_name,
+    read_hardware_file,
+)
 
+LOCAL = "local"
+"""The hardware text that stands for this machine, measured."""
+
+MEASURED = "measured on this machine"
+"""The source of figures that were measured."""
+
+Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
 Topology = Literal["switch", "point_to_point", "torus_2d", "torus_3d", "shared_memory"]
 Platform = Literal["cuda", "rocm", "tpu", "cpu"]
 
@@ -58,32 +76,65 @@ class Chip:
         devices_per_chip: JAX devices per chip.
         peak_tflops: dense matrix products at ``peak_dtype``, 1e12 FLOP/s.
         peak_dtype: the 16-bit (on CPU 32-bit) type of that peak.
+        float32_share: rate of float32 products relative to the peak.
+        bfloat16_share: rate of bfloat16 products relative to the peak.
+        float16_share: rate of float16 products relative to the peak.
+        product_share: share of the peak that large products reach.
+        product_half_size: length of a dim at which a product runs at half of that.
         hbm_gb: memory, 1e9 bytes.
+        memory_share: share of the memory that JAX lets programs use.
         hbm_tb_per_s: memory bandwidth, 1e12 bytes/s.
+        hbm_share: share of the memory bandwidth that programs reach.
+        launch_us: time to start an operation, µs.
         links_per_chip: fast links of the chip.
         link_gb_per_s: one of those links in one direction, 1e9 bytes/s.
         topology: how fast links connect chips.
         fast_domain_chips: the most chips that fast links connect; None if there is no limit.
         inter_node_gb_per_s: network per chip in one direction; None if it is not published.
+        link_share: share of the bandwidth of links and network that collectives reach.
+        intra_node_latency_us: time of a message over a fast link, besides its bytes, µs.
+        inter_node_latency_us: the same over the network.
+        usd_per_hour: price of the chip; None if it is not given.
         batch_sizes: recommended batch sizes.
+        source: where the figures come from: ``table``, a file, or a measurement.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     name: str
     family: str
     platform: Platform
     aliases: tuple[str, ...] = ()
-    device_kinds: tuple[str, ...]
-    devices_per_chip: int = 1
-    peak_tflops: float
+    device_kinds: tuple[str, ...] = ()
+    devices_per_chip: Count = 1
+    peak_tflops: Amount
     peak_dtype: str = "bfloat16"
-    hbm_gb: float
-    hbm_tb_per_s: float
-    links_per_chip: int
-    link_gb_per_s: float
+    float32_share: Amount = 1.0
+    bfloat16_share: Amount = 1.0
+    float16_share: Amount = 1.0
+    product_share: Share = 1.0
+    product_half_size: Annotated[float, Field(ge=0)] = 0.0
+    hbm_gb: Amount
+    memory_share: Share = 1.0
+    hbm_tb_per_s: Amount
+    hbm_share: Share = 1.0
+    launch_us: Annotated[float, Field(ge=0)] = 0.0
+    links_per_chip: Count
+    link_gb_per_s: Amount
     topology: Topology
-    fast_domain_chips: int | None
-    inter_node_gb_per_s: float | None
+    fast_domain_chips: Count | None = None
+    inter_node_gb_per_s: Amount | None = None
+    link_share: Share = 1.0
+    intra_node_latency_us: Annotated[float, Field(ge=0)] = 0.0
+    inter_node_latency_us: Annotated[float, Field(ge=0)] = 0.0
+    usd_per_hour: Annotated[float, Field(ge=0)] | None = None
     batch_sizes: BatchSizeRecommendation
+    source: str = "table"
+
+    @property
+    def measured(self) -> bool:
+        """Whether the figures were measured here."""
+        return self.source == MEASURED
 
     @property
     def intra_node_gb_per_s(self) -> float:
@@ -106,6 +157,31 @@ class Chip:
         return self.hbm_tb_per_s / self.devices_per_chip
 
     @property
+    def usable_gb_per_device(self) -> float:
+        """Memory of one JAX device that programs can use, 1e9 bytes."""
+        return self.hbm_gb_per_device * self.memory_share
+
+    @property
+    def usd_per_device_hour(self) -> float | None:
+        """Price of one JAX device; None if it is not given."""
+        return None if self.usd_per_hour is None else self.usd_per_hour / self.devices_per_chip
+
+    def peak_of(self, dtype: str) -> float:
+        """Return the peak of one JAX device for products of a dtype, FLOP/s."""
+        return self.tflops_per_device * 1e12 * getattr(self, f"{dtype}_share", 1.0)
+
+    def product_flops_per_s(
+        self, rows: float, columns: float, inner: float, dtype: str = "bfloat16"
+    ) -> float:
+        """Return what one JAX device reaches in a product of (rows × inner) and (inner × columns).
+
+        A dim of length d reaches d / (d + product_half_size) of the rate of a large product: short
+        dims leave parts of the matrix units idle. Memory and launch time come on top.
+        """
+        filled = math.prod(d / (d + self.product_half_size) for d in (rows, columns, inner))
+        return self.peak_of(dtype) * self.product_share * filled
+
+    @property
     def devices_per_domain(self) -> int | None:
         """The most JAX devices that fast links connect; None if there is no limit."""
         return self.fast_domain_chips and self.fast_domain_chips * self.devices_per_chip
@@ -115,8 +191,10 @@ class Chip:
 class Link:
     """A link that does not belong to one chip; ``gb_per_s`` is one direction, 1e9 bytes/s."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     name: str
-    gb_per_s: float
+    gb_per_s: Amount
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,18 +222,14 @@ class Hardware:
         return f"{self.nodes}x{self.devices_per_node}x{self.chip.name}"
 
 
-@cache
 def load_chips() -> Mapping[str, Chip]:
-    """Return every known chip by name."""
-    rows: dict[str, dict[str, Any]] = _table()["chips"]
-    return MappingProxyType({name: _chip(name, row) for name, row in rows.items()})
+    """Return every known chip by name: those of the built-in table and of the user's own file."""
+    return _chips(*_own_file())
 
 
-@cache
 def load_links() -> Mapping[str, Link]:
-    """Return the known links between chips and machines by name."""
-    rows: dict[str, dict[str, float]] = _table()["links"]
-    return MappingProxyType({name: Link(name=name, **row) for name, row in rows.items()})
+    """Return the known links between chips and machines by name, the user's own included."""
+    return _links(*_own_file())
 
 
 def unknown_batch_sizes() -> BatchSizeRecommendation:
@@ -186,9 +260,9 @@ def find_chip(device_kind: str) -> Chip | None:
     The whole text must match: a slice of a chip, or another form factor with other links, is not
     the chip whose name it contains.
     """
-    wanted = _plain(device_kind)
+    wanted = plain_name(device_kind)
     for chip in load_chips().values():
-        if wanted in map(_plain, chip.device_kinds):
+        if wanted in map(plain_name, chip.device_kinds):
             return chip
     return None
 
@@ -230,17 +304,19 @@ def parse_hardware(text: str) -> Hardware:
 
 def chip_by_name(name: str) -> Chip:
     """Return the chip with this name, alias or JAX device kind."""
-    wanted = _plain(name)
+    wanted = plain_name(name)
     chips = load_chips()
     for chip in chips.values():
-        if wanted in map(_plain, (chip.name, *chip.aliases, *chip.device_kinds)):
+        if wanted in map(plain_name, (chip.name, *chip.aliases, *chip.device_kinds)):
             return chip
-    variants = [chip.name for chip in chips.values() if _plain(chip.family) == wanted]
+    variants = [chip.name for chip in chips.values() if plain_name(chip.family) == wanted]
     if variants:
         raise UserError(
             f"`{name}` comes in several sizes", fix=f"write {' or '.join(variants)} instead"
         )
-    spellings = {_plain(s): c.name for c in chips.values() for s in (c.name, *c.aliases, c.family)}
+    spellings = {
+        plain_name(s): c.name for c in chips.values() for s in (c.name, *c.aliases, c.family)
+    }
     close = difflib.get_close_matches(wanted, spellings, n=5, cutoff=0.4)
     nearest = list(dict.fromkeys(spellings[spelling] for spelling in close))[:3]
     raise UserError(
@@ -275,10 +351,6 @@ def _fewest_nodes(text: str, chip: Chip, count: int) -> int:
     return count // domain
 
 
-def _plain(text: str) -> str:
-    return re.sub(r"[\s_-]+", "", text).lower()
-
-
 def _node(device: Any) -> int:
     slice_index = getattr(device, "slice_index", None)
     return device.process_index if slice_index is None else slice_index
@@ -290,18 +362,73 @@ def _table() -> dict[str, Any]:
     return yaml.safe_load(text)
 
 
-def _chip(name: str, row: Mapping[str, Any]) -> Chip:
-    given = dict(row)
-    sizes = given.pop("batch_sizes", None)
-    lists = {key: tuple(given.pop(key, ())) for key in ("aliases", "device_kinds")}
-    return Chip(
-        name=name,
-        batch_sizes=_batch_sizes(sizes, "table")
-        if sizes
-        else roofline_batch_sizes(row["peak_tflops"], row["hbm_tb_per_s"]),
-        **lists,
-        **given,
+def _own_file() -> tuple[Path | None, int]:
+    """Return the user's file and when it changed, so that a changed file is read again."""
+    path = hardware_file()
+    return path, path.stat().st_mtime_ns if path else 0
+
+
+@cache
+def _chips(path: Path | None, _changed: int) -> Mapping[str, Chip]:
+    known: dict[str, dict[str, Any]] = _table()["chips"]
+    rows = merge_chips(known, read_hardware_file(path)["chips"], path) if path else known
+    chips = {
+        name: _chip(name, row, "table" if row == known.get(name) else str(path))
+        for name, row in rows.items()
+    }
+    _check_spellings(chips.values(), path)
+    return MappingProxyType(chips)
+
+
+@cache
+def _links(path: Path | None, _changed: int) -> Mapping[str, Link]:
+    own = read_hardware_file(path)["links"] if path else {}
+    rows: dict[str, dict[str, Any]] = {**_table()["links"], **own}
+    return MappingProxyType(
+        {
+            name: checked_row(Link, {"name": name, **row}, f"links.{name}", str(path))
+            for name, row in rows.items()
+        }
     )
+
+
+def _chip(name: str, row: Mapping[str, Any], source: str) -> Chip:
+    typical: Mapping[Any, Mapping[str, Any]] = _table()["typical"]
+    given = {**typical.get(str(row.get("platform")), {}), **row}
+    sizes = given.get("batch_sizes")
+    if sizes and (not isinstance(sizes, dict) or set(sizes) != {"min", "optimal", "critical"}):
+        raise UserError(
+            f"chips.{name}.batch_sizes in {source} is {sizes!r:.60}",
+            fix="write {min: …, optimal: …, critical: …}, or leave it out",
+        )
+    chip = checked_row(
+        Chip,
+        {
+            "name": name,
+            "family": plain_name(name),
+            **given,
+            "batch_sizes": _batch_sizes(sizes, "table") if sizes else unknown_batch_sizes(),
+            "source": source,
+        },
+        f"chips.{name}",
+        source,
+    )
+    derived = roofline_batch_sizes(chip.peak_tflops, chip.hbm_tb_per_s)
+    return chip if sizes else replace(chip, batch_sizes=derived)
+
+
+def _check_spellings(chips: Iterable[Chip], path: Path | None) -> None:
+    """Refuse a spelling that two chips have: which one is meant would depend on their order."""
+    owners: dict[str, str] = {}
+    for chip in chips:
+        for text in (chip.name, *chip.aliases, *chip.device_kinds):
+            owner = owners.setdefault(plain_name(text), chip.name)
+            if owner != chip.name:
+                raise UserError(
+                    f"`{text}` of chips.{chip.name} is already a name of {owner}",
+                    why=f"in the hardware file {path}",
+                    fix=f"leave it out, or change chips.{owner} itself",
+                )
 
 
 def _batch_sizes(row: Mapping[str, int], notes: str) -> BatchSizeRecommendation:

@@ -35,6 +35,14 @@ def test_detects_fake_devices(kind, expected):
     assert HardwareType.detect([fake, fake]) is expected
 
 
+def test_a_chip_of_the_users_own_is_of_no_listed_kind(tmp_path, monkeypatch):
+    file = tmp_path / "hardware.yaml"
+    file.write_text("chips: {Toy: {like: H100, family: toy, device_kinds: [Toy 1]}}")
+    monkeypatch.setenv("MESHWRIGHT_HARDWARE", str(file))
+    fake = SimpleNamespace(device_kind="Toy 1", process_index=0)
+    assert HardwareType.detect([fake]) is HardwareType.UNKNOWN
+
+
 def test_detects_the_devices_that_are_here():
     assert HardwareType.detect() is HardwareType.CPU
 

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_
 from meshwright.config.base import Frozen
 from meshwright.config.duration import parse_duration
 from meshwright.errors import UserError
-from meshwright.hardware import parse_hardware
+from meshwright.hardware import LOCAL, parse_hardware
 from meshwright.mesh.axes import INFER, resolve_alias
 
 Precision = Literal["no", "bf16", "fp16"]
@@ -352,7 +352,8 @@ class Config(Frozen):
 
     Attributes:
         simulate: number of virtual CPU devices to use.
-        hardware: the hardware a plan is for, such as 8xA100-40GB; null is this machine's.
+        hardware: the hardware a plan is for, such as 8xA100-40GB, or local for this machine,
+            measured; null is this machine's, from the table.
         kernels: what evaluates known parts of the model, such as attention: auto, the kernels of
             this platform; xla, their forms for any device; none, the model as written.
         strict: make a program that deviates from its plan an error.
@@ -409,6 +410,6 @@ class Config(Frozen):
     @field_validator("hardware")
     @classmethod
     def _known_hardware(cls, text: str | None) -> str | None:
-        if text is not None:
+        if text is not None and text != LOCAL:
             parse_hardware(text)
         return text

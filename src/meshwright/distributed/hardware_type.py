@@ -32,7 +32,9 @@ class HardwareType(Enum):
     def detect(cls, devices: Sequence[Device] | None = None) -> Self:
         """Return the kind of these devices (all of JAX's by default); UNKNOWN if in doubt."""
         hardware = detect(devices)
-        return cls("unknown" if hardware is None else hardware.chip.family)
+        family = "unknown" if hardware is None else hardware.chip.family
+        # Users may add chips of their own.
+        return cls(family if family in {kind.value for kind in cls} else "unknown")
 
     @property
     def batch_sizes(self) -> BatchSizeRecommendation:

@@ -9,16 +9,13 @@ from typing import Any
 import numpy as np
 
 from meshwright.config.schema import Precision
-from meshwright.hardware import Chip, detect
+from meshwright.hardware import detect
 from meshwright.program.jaxpr.equations import Equation, Jaxpr, aval_of, called_jaxpr
 from meshwright.program.trace.traced_loss import TracedLoss
 
 TRAINING = 3
 """Cost of a forward and a backward pass, in forward passes: a product has two gradients."""
-
-_FLOAT32_SHARE: Mapping[str, float] = {"v100": 1 / 8, "cuda": 1 / 2, "rocm": 1 / 2, "tpu": 1.0}
-"""Peak rate of float32 products relative to 16-bit ones, by chip family or platform: tensor cores
-run them as TF32 at half the rate (except on a V100), TPUs round them to bfloat16."""
+_DTYPES: Mapping[Precision, str] = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def count_flops(traced: TracedLoss) -> int:
@@ -43,12 +40,7 @@ def peak_flops(devices: Sequence[Any], precision: Precision) -> float | None:
     hardware = detect(devices)
     if hardware is None or hardware.chip.platform == "cpu":
         return None
-    share = _float32_share(hardware.chip) if precision == "no" else 1.0
-    return hardware.count * hardware.chip.tflops_per_device * 1e12 * share
-
-
-def _float32_share(chip: Chip) -> float:
-    return _FLOAT32_SHARE.get(chip.family, _FLOAT32_SHARE[chip.platform])
+    return hardware.count * hardware.chip.peak_of(_DTYPES[precision])
 
 
 def _flops(eqn: Equation) -> int:

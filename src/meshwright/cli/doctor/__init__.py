@@ -13,6 +13,7 @@ from meshwright.cli.doctor.all_reduce import check_all_reduce
 from meshwright.cli.doctor.render import render
 from meshwright.cli.doctor.warnings import disagreements, find_warnings
 from meshwright.errors import ExitCode, typed_line
+from meshwright.host_memory import host_memory
 from meshwright.units import counted
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def collect() -> dict[str, Any]:
         "environment": machine.environment(os.environ),
         "ranks": machine.ranks(os.environ),
         "coordinator": machine.coordinator(os.environ),
-        "memory": machine.memory(),
+        "memory": host_memory(),
         "disk": machine.disk(),
     }
     _compare(report)

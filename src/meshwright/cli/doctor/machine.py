@@ -119,22 +119,6 @@ def coordinator(environ: Mapping[str, str]) -> dict[str, Any] | None:
     return {"address": settings.master_addr, "port": settings.master_port, **source}
 
 
-def memory(root: Path = Path("/")) -> dict[str, int | None]:
-    """Return the host memory in bytes, and the limit of a container if there is one."""
-    total = available = None
-    info = root / "proc/meminfo"
-    if info.exists():
-        lines = dict(line.split(":", 1) for line in info.read_text().splitlines() if ":" in line)
-        total, available = _kibibytes(lines, "MemTotal"), _kibibytes(lines, "MemAvailable")
-    limit = root / "sys/fs/cgroup/memory.max"
-    limited = limit.read_text().strip() if limit.exists() else ""
-    return {
-        "host_total_bytes": total,
-        "host_available_bytes": available,
-        "container_limit_bytes": int(limited) if limited.isdecimal() else None,
-    }
-
-
 def disk(folder: str = ".") -> dict[str, int]:
     """Return the size and free space in bytes of the disk a folder is on."""
     usage = shutil.disk_usage(folder)
@@ -178,8 +162,3 @@ def _integer(text: str | None) -> int | None:
         return int(text or "")
     except ValueError:
         return None
-
-
-def _kibibytes(lines: Mapping[str, str], key: str) -> int | None:
-    words = lines.get(key, "").split()
-    return int(words[0]) * 1024 if words else None
