@@ -23,6 +23,7 @@ from meshwright.errors import ANY, OutOfMemory, Setting, UserError, first_line
 from meshwright.handshake import Facts, compare_processes, describe_own_devices
 from meshwright.heartbeat import Doing, own_heartbeat
 from meshwright.interrupt import Interrupt, Phase
+from meshwright.planner.fit_check import check_memory
 from meshwright.planner.out_of_memory import KnownProgram, MemoryAdvice
 from meshwright.processes import barrier, is_main, process_count
 from meshwright.profile import NoProfiling, Profile, Profiling
@@ -98,6 +99,7 @@ class TrainingRun:
         self._point, self._progress = spec.resume_point, Progress()
         self._check_rewinding()
         self._warnings = [*spec.warnings, *self._check_resume_point(), *self._check_samples()]
+        self._warnings += check_memory(spec.assembled)
 
     def run(self) -> FitResult:
         """Train in the run folder, which no other run can use meanwhile."""
