@@ -104,7 +104,7 @@ def decide(
     if not sharding.rules:
         check_tensor_size(classes, tensor)
     check_rules(sharding.rules, [leaf.path for leaf in traced.layout.leaves if leaf.is_weight])
-    divided = _place_all(traced, classes, tensor, sizes, sharding, staged)
+    divided = place_leaves(traced, classes, tensor, sizes, sharding, staged)
     tensor_only = tuple(_without(placement, "fsdp", "pipe") for placement in divided)
     without_fsdp = tuple(_without(placement, "fsdp") for placement in divided)
     axes = batch_axes(sizes)
@@ -177,15 +177,24 @@ def _role(leaf: Leaf) -> LeafRole:
     return "frozen" if leaf.is_weight and leaf.role == "state" else leaf.role
 
 
-def _place_all(
+def place_leaves(
     traced: TracedLoss,
     classes: DimClasses,
     tensor: TensorChoice,
     sizes: Mapping[str, int],
     sharding: ShardingConfig,
-    staged: Collection[int],
+    staged: Collection[int] = (),
 ) -> tuple[Placement, ...]:
-    """Return the placement of each step leaf, divided as far as the mesh does."""
+    """Return the placement of each step leaf, divided as far as the mesh does.
+
+    Args:
+        traced: the loss.
+        classes: its dim classes.
+        tensor: the dims that the tensor axis divides.
+        sizes: axis sizes of the mesh.
+        sharding: the sharding config.
+        staged: numbers of the step leaves that hold blocks of pipeline stages.
+    """
     paths = [leaf.path for leaf in traced.layout.leaves]
     return tuple(
         _place(

@@ -17,10 +17,16 @@ def planned_forward(
     traced: TracedLoss, decision: Decision, plan: Plan, mesh: Mesh, *, wide: bool = False
 ) -> Forward:
     """Return the loss on the mesh with the decided placements; ``wide`` computes in float64."""
+    return forward_on(traced, decision, MeshView(mesh), planned_remat(decision, plan), wide=wide)
+
+
+def forward_on(
+    traced: TracedLoss, decision: Decision, view: MeshView, remat: Remat, *, wide: bool = False
+) -> Forward:
+    """Return the loss on a mesh with the decided placements and this rematerialization."""
     whole = [placement.without("fsdp") for placement in decision.at_rest]
-    remat = planned_remat(decision, plan)
     evaluator = mesh_evaluator(
-        MeshView(mesh),
+        view,
         weight_uses(traced, decision.gathers, whole),
         remat,
         wide=wide,

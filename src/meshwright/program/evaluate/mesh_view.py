@@ -16,15 +16,17 @@ class MeshView:
     Attributes:
         mesh: the whole mesh.
         manual_axes: the axes of a `jax.shard_map` around the program.
+        planned_for: the platform that a program is traced for, if another will run it.
     """
 
     mesh: Mesh
     manual_axes: frozenset[str] = frozenset()
+    planned_for: str | None = None
 
     @property
     def platform(self) -> str:
         """The platform of the devices."""
-        return self.mesh.devices.flat[0].platform
+        return self.planned_for or self.mesh.devices.flat[0].platform
 
     @cached_property
     def auto_axes(self) -> dict[str, int]:

@@ -47,6 +47,7 @@ class LossKernel:
         graded: which outputs gradients come from.
         fused: whether gradients are computed together with the loss.
         layout: how the rows are divided over the mesh; None if they are not.
+        in_parts: whether rows are divided into parts at all; a plan knows the parts by itself.
     """
 
     match: LossMatch
@@ -54,6 +55,7 @@ class LossKernel:
     graded: tuple[bool, ...]
     fused: bool
     layout: PartitionSpec | None
+    in_parts: bool = True
 
     @property
     def name(self) -> str:
@@ -240,7 +242,7 @@ class _Work:
         hidden, weight, *others = operands
         num_whole = len(match.whole)
         dim, count = division(hidden.shape[:-1], aval_of(match.product.outvars[0]).shape[-1])
-        if count == 1:
+        if count == 1 or not self.kernel.in_parts:
             outputs, gradients = part(hidden, weight, others, cotangents)
             return list(outputs), list(gradients)
         size = hidden.shape[dim] // count
@@ -299,9 +301,14 @@ class _Work:
         return [True, False, *(v in self.match.by_row for v in trained)]
 
 
+def most_rows(classes: int) -> int:
+    """Return the rows of a part, at most, for logits of this many classes."""
+    return max(FEWEST_ROWS, min(MOST_ROWS, 2 ** int(math.log2(ENTRIES / classes))))
+
+
 def division(rows: Sequence[int], classes: int) -> tuple[int, int]:
     """Return which dim of the rows is divided, and into how many parts."""
-    most = max(FEWEST_ROWS, min(MOST_ROWS, 2 ** int(math.log2(ENTRIES / classes))))
+    most = most_rows(classes)
     needed = -(-math.prod(rows) // most)
     best = (0, 1)
     for dim, size in enumerate(rows):

@@ -71,12 +71,14 @@ class KernelSearch:
         platform: the platform it runs on.
         fused_loss: whether the gradients of the last projection may be computed with the loss.
         rows: whether products may join all dims of activations but their features.
+        planned: whether the program is only traced, for a plan on devices that are not present.
     """
 
     choice: KernelChoice
     platform: str
     fused_loss: bool = True
     rows: bool = True
+    planned: bool = False
 
 
 LayoutOf = Callable[[Frame, Var], PartitionSpec | None]
@@ -115,7 +117,7 @@ class _Finder:
     def __init__(self, layout: LayoutOf, search: KernelSearch) -> None:
         self.layout = layout
         self.choice, self.platform = search.choice, search.platform
-        self.fused_loss = search.fused_loss
+        self.fused_loss, self.planned = search.fused_loss, search.planned
         self.regions: list[Region] = []
         self.uses: list[Substitution] = []
         self.dead: set[Var] = set()
@@ -165,7 +167,7 @@ class _Finder:
         operands = match.operands
         layouts = self._attention_layouts(scope.frame, match)
         if self.choice == "auto":
-            check_cudnn(operands, self.platform)
+            check_cudnn(operands, self.platform, planned=self.planned)
         name = "cudnn" if self.choice == "auto" else "xla"
         inputs = (operands.query, operands.key, operands.value)
         inputs = inputs if operands.mask is None else (*inputs, operands.mask)
@@ -176,7 +178,7 @@ class _Finder:
             inputs,
             (match.output,),
             graph.place(match.eqns, inputs, [match.output]),
-            AttentionKernel(name, operands, layouts),
+            AttentionKernel(name, operands, layouts, self.planned),
             str(operands.allowed),
         )
 
@@ -205,7 +207,7 @@ class _Finder:
             inputs,
             match.outputs,
             graph.place(match.eqns, inputs, match.outputs),
-            LossKernel(match, trained, graded, fused, layout),
+            LossKernel(match, trained, graded, fused, layout, in_parts=not self.planned),
         )
 
 

@@ -43,15 +43,18 @@ class AttentionKernel:
         name: ``cudnn`` or ``xla``.
         operands: what it reads.
         layouts: by variable, how it is divided over the mesh; empty on one device.
+        planned: whether it is only traced, for a plan on devices that are not present.
     """
 
     name: str
     operands: AttentionOperands
     layouts: dict[Var, PartitionSpec]
+    planned: bool = False
 
     def __call__(self, region: Region, env: Environment, mesh: MeshView) -> list[Value]:
         """Return the result of the second product."""
         form = cudnn_attention if self.name == "cudnn" and env.evaluator.weights.casts else None
+        form = planned_attention if form and self.planned else form
         attend = (form or xla_attention)(self.operands.allowed, self.operands.scale)
         run = partial(_run, self.operands, attend)
         inputs = [env.read(variable) for variable in region.inputs]
@@ -122,8 +125,50 @@ def cudnn_attention(allowed: Allowed, scale: float) -> Attend:
     return attend
 
 
-def check_cudnn(operands: AttentionOperands, platform: str) -> None:
-    """Raise if cuDNN has no kernel for these operands."""
+def planned_attention(allowed: Allowed, scale: float) -> Attend:
+    """Return attention as one call for each pass, which reads, saves and writes what cuDNN does.
+
+    The calls are named, and say which part of the scores is computed. It is traced for plans, on
+    machines without cuDNN.
+    """
+
+    @jax.jit
+    def planned_attention(query: Any, key: Any, value: Any, mask: Any, part: Any) -> Any:
+        del mask, part
+        scores = jnp.einsum("bthc,bsic->bhts", query, key)
+        mixed = jnp.einsum("bhts,bsic->bthc", scores, value)
+        return mixed, scores.sum(-1).astype(jnp.float32)
+
+    @jax.jit
+    def planned_attention_gradient(
+        query: Any, key: Any, value: Any, mask: Any, out: Any, sums: Any, cotangent: Any, part: Any
+    ) -> Any:
+        del mask, out, cotangent, part
+        factor = sums.sum().astype(query.dtype)
+        return query * factor, key * factor, value * factor
+
+    @jax.custom_vjp
+    def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        return planned_attention(query, key, value, mask, _part(query, key))[0]
+
+    def forward(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        results = planned_attention(query, key, value, mask, _part(query, key))
+        out, sums = (checkpoint_name(result, ATTENDED) for result in results)
+        return out, (query, key, value, mask, out, sums)
+
+    def backward(saved: Any, cotangent: Any) -> Any:
+        part = _part(saved[0], saved[1])
+        return (*planned_attention_gradient(*saved, cotangent, part), None)
+
+    def _part(query: Any, key: Any) -> float:
+        return allowed.part(query.shape[1], key.shape[1])
+
+    attend.defvjp(forward, backward)
+    return attend
+
+
+def check_cudnn(operands: AttentionOperands, platform: str, *, planned: bool = False) -> None:
+    """Raise if cuDNN has no kernel for these operands; ``planned`` asks no installed release."""
     if platform != "gpu":
         raise NotReplaced("it needs a GPU")
     query, value = aval_of(operands.query), aval_of(operands.value)
@@ -140,7 +185,8 @@ def check_cudnn(operands: AttentionOperands, platform: str) -> None:
     keys = aval_of(operands.key).shape[operands.key_dims[-2]]
     if operands.mask is not None and (length % 2 or keys % 2):
         raise NotReplaced(f"packed documents need rows of even length, not {length}")
-    _try_cudnn(length, keys, channels, query.dtype, operands)
+    if not planned:
+        _try_cudnn(length, keys, channels, query.dtype, operands)
 
 
 def _try_cudnn(

@@ -45,6 +45,14 @@ class Allowed:
         """How many keys before and after a query it attends to; None for any number."""
         return None if self.window is None else (self.window - 1, 0)
 
+    def part(self, queries: int, keys: int) -> float:
+        """Return which part of all pairs of queries and keys is allowed, documents aside."""
+        before = min(keys, self.window or keys)
+        if not self.causal:
+            return before / keys
+        # The first queries of a row have fewer keys before them than the window holds.
+        return (before * queries - before * (before - 1) / 2) / (queries * keys)
+
     def __str__(self) -> str:
         parts = ["causal" if self.causal else "full"]
         parts += [f"window {self.window}"] if self.window is not None else []

@@ -1,0 +1,160 @@
+"""What training costs: time, device-hours and money for so many tokens, samples or epochs."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from meshwright.errors import UserError, did_you_mean
+from meshwright.units import human_count, human_seconds
+
+Unit = Literal["tokens", "samples", "epochs", "updates"]
+_FACTORS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_SHORT: dict[str, Unit] = {"": "tokens", "ep": "epochs", "st": "updates", "steps": "updates"}
+_WRITTEN = re.compile(
+    r"\s*(\d[\d_,]*(?:\.\d+)?(?:e\d+)?)\s*([kmbgt]?)\s*([a-z]*)\s*", re.IGNORECASE
+)
+_MOST = 1e18
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How much to train: a number of tokens, samples, epochs or updates."""
+
+    amount: float
+    unit: Unit
+
+    def __str__(self) -> str:
+        noun = self.unit.removesuffix("s") if self.amount == 1 else self.unit
+        return f"{human_count(self.amount).replace('G', 'B')} {noun}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What it costs to reach a goal.
+
+    Attributes:
+        goal: how much is trained.
+        updates: optimizer updates, rounded up.
+        seconds: how long they take.
+        devices: how many devices run meanwhile.
+        device_hours: the time of all devices together.
+        usd: what they cost; None without a price.
+    """
+
+    goal: Goal
+    updates: int
+    seconds: float
+    devices: int
+    device_hours: float
+    usd: float | None = None
+
+    @property
+    def days(self) -> float:
+        """How long it takes, in days."""
+        return self.seconds / 86400
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures for JSON."""
+        return {**asdict(self), "days": self.days}
+
+    def __str__(self) -> str:
+        noun = "update" if self.updates == 1 else "updates"
+        parts = [
+            f"{self.goal}: {self.updates:,} {noun} in {human_seconds(self.seconds)}",
+            f"{_figure(self.device_hours)} device-hours",
+        ]
+        return ", ".join(parts + ([f"{_figure(self.usd)} USD"] if self.usd is not None else []))
+
+
+def make_budget(
+    goal: Goal,
+    *,
+    seconds_per_update: float,
+    samples_per_update: int,
+    devices: int,
+    tokens_per_sample: int | None = None,
+    num_samples: int | None = None,
+    usd_per_device_hour: float | None = None,
+) -> Budget:
+    """Return what it costs to reach a goal.
+
+    Args:
+        goal: how much to train.
+        seconds_per_update: how long an update takes.
+        samples_per_update: the global batch size.
+        devices: how many devices run.
+        tokens_per_sample: needed for a goal in tokens.
+        num_samples: samples of the data, needed for a goal in epochs.
+        usd_per_device_hour: the price of a device; None leaves the money out.
+    """
+    samples = {
+        "updates": goal.amount * samples_per_update,
+        "samples": goal.amount,
+        "tokens": goal.amount / tokens_per_sample if tokens_per_sample else None,
+        "epochs": goal.amount * num_samples if num_samples else None,
+    }[goal.unit]
+    if samples is None:
+        raise UserError(
+            f"{goal} cannot be counted in updates",
+            why="the samples have no tokens"
+            if goal.unit == "tokens"
+            else "the data does not say how many samples it has",
+            fix="write a number of samples, such as 10M samples, or of updates",
+        )
+    updates = math.ceil(samples / samples_per_update)
+    seconds = updates * seconds_per_update
+    hours = devices * seconds / 3600
+    return Budget(
+        goal=goal,
+        updates=updates,
+        seconds=seconds,
+        devices=devices,
+        device_hours=hours,
+        usd=None if usd_per_device_hour is None else hours * usd_per_device_hour,
+    )
+
+
+def parse_goal(text: str | float) -> Goal:
+    """Read ``300B`` (tokens), ``10M samples``, ``3 epochs`` or ``5000 updates``."""
+    match = _WRITTEN.fullmatch(str(text))
+    word = match[3].lower() if match else ""
+    letter = match[2].lower() if match else ""
+    # Of `3 tokens`, the t is no trillion.
+    unit = _unit(word) or _unit(letter + word)
+    factor = _FACTORS[letter] if _unit(word) else 1
+    number = float(re.sub("[_,]", "", match[1])) * factor if match else 0.0
+    if unit is None or not 0 < number <= _MOST:
+        raise UserError(
+            f"`{text!s:.60}` is not an amount of training",
+            why="an amount is a positive number, with k, M, B or T for thousands to trillions, of "
+            f"{', '.join(get_args(Unit))}",
+            fix=did_you_mean(word, get_args(Unit))
+            or "write 300B (tokens), 10M samples, 3 epochs or 5000 updates",
+        )
+    return Goal(number, unit)
+
+
+def parse_price(price: str | float) -> float:
+    """Read a price in USD per device and hour: ``2.5`` or ``$2.50``."""
+    try:
+        number = float(str(price).strip().removeprefix("$").removesuffix("$"))
+    except ValueError:
+        number = math.nan
+    if isinstance(price, bool) or not 0 <= number < math.inf:
+        raise UserError(
+            f"`{price!s:.60}` is not a price",
+            fix="write USD per device and hour, such as 2.5",
+        )
+    return number
+
+
+def _unit(word: str) -> Unit | None:
+    known = {unit: unit for unit in get_args(Unit)} | _SHORT
+    return known.get(word) or known.get(f"{word}s" if word else "…")
+
+
+def _figure(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

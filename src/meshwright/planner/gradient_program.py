@@ -1,0 +1,139 @@
+"""The loss and its gradients as scheduled kernels, traced once for two samples of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from meshwright.config.schema import KernelChoice, Precision, ShardingConfig
+from meshwright.planner.in_memory import Lifetime, find_lifetimes
+from meshwright.planner.operations import list_operations
+from meshwright.planner.schedule import Kernel, schedule
+from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
+from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.kernels.chunked_loss import LossKernel, most_rows
+from meshwright.program.kernels.find_kernels import KernelSearch
+from meshwright.program.on_mesh.remat import choose_remat
+from meshwright.program.trace.traced_loss import TracedLoss
+from meshwright.sharding.decide import decide
+from meshwright.step.gradients import compute_gradients
+from meshwright.step.planned_forward import forward_on
+
+SAMPLES = 2
+"""Samples that programs are traced for. A dim of size one would not be recognized as samples."""
+
+
+class Variant(NamedTuple):
+    """What a program depends on besides the model.
+
+    Attributes:
+        remat: what the backward pass computes again.
+        gathers: whether weights are gathered block by block.
+        rows: whether products may join all dims of activations but their features.
+        kernels: what evaluates known parts.
+        platform: the platform it will run on.
+    """
+
+    remat: str
+    gathers: bool
+    rows: bool
+    kernels: KernelChoice
+    platform: str
+
+
+@dataclass(frozen=True)
+class GradientProgram:
+    """A loss and its gradients for a few samples.
+
+    Attributes:
+        kernels: what runs, in order.
+        lifetimes: how long its arrays are in memory.
+        classes: the dims of its arrays.
+        gradients: by array, the number of the step leaf whose gradient it is.
+        row_limit: by class of the logits' last dim, rows of a part at most, where the loss is
+            computed in parts.
+        token_rows: rows of the logits for one sample.
+    """
+
+    kernels: list[Kernel]
+    lifetimes: list[Lifetime]
+    classes: DimClasses
+    gradients: Mapping[int, int]
+    row_limit: Mapping[int, int]
+    token_rows: float
+
+
+def trace_gradients(
+    traced: TracedLoss, mesh: Mesh, variant: Variant, precision: Precision
+) -> GradientProgram:
+    """Trace the gradients of a loss and schedule them.
+
+    Args:
+        traced: the loss of `SAMPLES` samples.
+        mesh: a mesh of one device.
+        variant: what the program depends on.
+        precision: the compute format.
+    """
+    search = KernelSearch(
+        variant.kernels, platform=variant.platform, rows=variant.rows, planned=True
+    )
+    decision = decide(traced, {}, ShardingConfig(), search=search)
+    remat = choose_remat(variant.remat, keep_gathered=not variant.gathers)
+    view = MeshView(mesh, planned_for=variant.platform)
+    forward = forward_on(traced, decision, view, remat)
+    leaves = traced.layout.step_leaves
+    trained = [n for n, step in enumerate(leaves) if step.leaf.role == "param"]
+    other = [n for n, step in enumerate(leaves) if step.leaf.role != "param"]
+
+    def loss(params: Sequence[Any], state: Sequence[Any], batch: Sequence[Any]) -> Any:
+        values = dict(zip((*trained, *other), (*params, *state), strict=True))
+        return forward([values[n] for n in range(len(leaves))], batch)
+
+    def gradients(values: Sequence[Any], batch: Sequence[Any]) -> Any:
+        params, state = ([values[n] for n in numbers] for numbers in (trained, other))
+        found = compute_gradients(loss, params, state, batch)
+        return found.values, found.loss, found.metrics, found.model_state
+
+    structs = [step.leaf.struct for step in leaves]
+    batch = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in traced.batch]
+    closed = jax.make_jaxpr(gradients)(structs, batch)
+    labels = [LeafLabel("param" if s.leaf.is_weight else "state", s.leaf.path) for s in leaves]
+    labels += [LeafLabel("batch", leaf.path) for leaf in traced.batch]
+    classes = find_dim_classes(closed, labels)
+    weights = frozenset(n for n, step in enumerate(leaves) if step.leaf.is_weight)
+    operations = list_operations(classes.root, weights)
+    found = zip(trained, operations.outputs, strict=False)
+    owners = {id(array): number for number, array in found if array is not None}
+    limits, rows = _loss_parts(decision.kernels.regions.values(), classes)
+    kernels = schedule(operations)
+    return GradientProgram(kernels, find_lifetimes(kernels), classes, owners, limits, rows)
+
+
+def _loss_parts(regions: Any, classes: DimClasses) -> tuple[dict[int, int], float]:
+    """Return rows of a part by class of the logits' last dim, and rows of one sample."""
+    limits: dict[int, int] = {}
+    rows = 1.0
+    for region in regions:
+        if not isinstance(region.kernel, LossKernel):
+            continue
+        shape = region.kernel.match.product.outvars[0].aval.shape
+        ids = {
+            dim[0].id
+            for leaf in classes.leaves
+            for dim in leaf.dims
+            if len(dim) == 1 and dim[0].size == shape[-1]
+        }
+        limits |= dict.fromkeys(ids, most_rows(shape[-1]))
+        rows = max(rows, float(_size(shape[:-1])) / SAMPLES)
+    return limits, rows
+
+
+def _size(shape: Sequence[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size

@@ -1,0 +1,208 @@
+"""A program as operations on arrays: calls replaced by their bodies, loops nested."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from meshwright.program.dims import Atom, Frame
+from meshwright.program.jaxpr.equations import Equation, Literal, name_stack, scan_counts
+
+LOOPS = ("scan", "while", "cond")
+SAME = frozenset(
+    {
+        "bitcast_convert_type",
+        "copy",
+        "expand_dims",
+        "name",
+        "optimization_barrier",
+        "reshape",
+        "sharding_constraint",
+        "squeeze",
+        "stop_gradient",
+    }
+)
+"""Operations whose result is their operand in memory."""
+
+OPAQUE = frozenset({"planned_attention", "planned_attention_gradient"})
+"""Calls that stand for one kernel: only their operands and results exist in memory."""
+
+
+@dataclass(eq=False)
+class Array:
+    """A value of the program.
+
+    Attributes:
+        dims: for each dim its factors, whose classes say along which dims it can be divided.
+        itemsize: bytes of an element.
+        leaf: the number of the program's input that it is; None for other values.
+        of_weights: whether it is computed from weights alone.
+        of_row: whether it is one row of a stack, which a loop runs over.
+    """
+
+    dims: tuple[tuple[Atom, ...], ...]
+    itemsize: int
+    leaf: int | None = None
+    of_weights: bool = False
+    of_row: bool = False
+
+    @cached_property
+    def classes(self) -> frozenset[int]:
+        """The classes of its dims."""
+        return frozenset(atom.id for dim in self.dims for atom in dim)
+
+    @cached_property
+    def size(self) -> int:
+        """Its number of elements."""
+        return math.prod(atom.size for dim in self.dims for atom in dim)
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.size * self.itemsize
+
+
+@dataclass(eq=False)
+class Operation:
+    """An equation of the program, or a loop.
+
+    Attributes:
+        name: the primitive.
+        eqn: the equation.
+        reads: its operands; None for literals.
+        writes: its results.
+        bodies: the programs of a loop or of branches.
+        times: how often a body runs.
+        backward: whether it belongs to the backward pass.
+    """
+
+    name: str
+    eqn: Equation
+    reads: list[Array | None]
+    writes: list[Array]
+    bodies: list[Operations] = field(default_factory=list["Operations"])
+    times: int = 1
+    backward: bool = False
+
+
+@dataclass(eq=False)
+class Operations:
+    """A program.
+
+    Attributes:
+        inputs: its arguments.
+        operations: what it does, in order.
+        outputs: its results; None for literals.
+    """
+
+    inputs: list[Array]
+    operations: list[Operation]
+    outputs: list[Array | None]
+
+    def arrays(self) -> Iterator[Array]:
+        """Yield every array, those of loops included."""
+        yield from self.inputs
+        for operation in self.operations:
+            yield from operation.writes
+            for body in operation.bodies:
+                yield from body.arrays()
+
+
+def list_operations(frame: Frame, weights: Collection[int] = ()) -> Operations:
+    """Return the operations of a walked program.
+
+    Args:
+        frame: the program.
+        weights: the numbers of its inputs that are weights.
+    """
+    inputs = [_array(frame, v) for v in frame.jaxpr.invars]
+    for number in weights:
+        inputs[number].leaf, inputs[number].of_weights = number, True
+    return _program(frame, inputs)
+
+
+def _program(frame: Frame, inputs: list[Array]) -> Operations:
+    operations: list[Operation] = []
+    outputs = _inline(frame, inputs, operations)
+    return Operations(inputs, _needed(operations, outputs), outputs)
+
+
+def _inline(
+    frame: Frame, arguments: Sequence[Array | None], operations: list[Operation]
+) -> list[Array | None]:
+    """Add the operations of a program, with calls replaced by their bodies; return its results."""
+    jaxpr = frame.jaxpr
+    values: dict[Any, Array | None] = dict(zip(jaxpr.invars, arguments, strict=True))
+    values.update({v: _array(frame, v) for v in jaxpr.constvars})
+
+    def read(atom: Any) -> Array | None:
+        return None if isinstance(atom, Literal) else values[atom]
+
+    for number, eqn in enumerate(jaxpr.eqns):
+        name = eqn.primitive.name
+        reads = [read(atom) for atom in eqn.invars]
+        called = frame.calls.get(number, ())
+        opaque = eqn.params.get("name") in OPAQUE
+        if called and name not in LOOPS and not opaque:
+            results = _inline(called[0], reads, operations)
+            values.update(
+                (v, _array(frame, v) if r is None else r)
+                for v, r in zip(eqn.outvars, results, strict=True)
+            )
+            continue
+        writes = [_array(frame, v) for v in eqn.outvars]
+        weights = [r for r in reads if r is not None]
+        of_weights = bool(weights) and all(r.of_weights for r in weights)
+        for array in writes:
+            array.of_weights = of_weights
+        if name in SAME and reads[0] is not None:
+            writes[0].leaf, writes[0].of_row = reads[0].leaf, reads[0].of_row
+        operation = Operation(
+            eqn.params["name"] if opaque else name,
+            eqn,
+            reads,
+            writes,
+            backward="transpose(" in name_stack(eqn) or "rematted" in name_stack(eqn),
+        )
+        if called and not opaque:
+            _add_bodies(operation, called)
+        operations.append(operation)
+        values.update(zip(eqn.outvars, writes, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _add_bodies(operation: Operation, called: Sequence[Frame]) -> None:
+    eqn = operation.eqn
+    for frame in called:
+        body_inputs = [_array(frame, v) for v in frame.jaxpr.invars]
+        if operation.name == "scan":
+            for outer, inner in zip(operation.reads, body_inputs, strict=True):
+                inner.of_weights = outer is not None and outer.of_weights
+                inner.leaf = None if outer is None else outer.leaf
+            consts, carries = scan_counts(eqn)
+            for inner in body_inputs[consts : consts + carries]:
+                inner.of_weights, inner.leaf = False, None
+            for inner in body_inputs[consts + carries :]:
+                inner.of_row = True
+        operation.bodies.append(_program(frame, body_inputs))
+    if operation.name == "scan":
+        operation.times = eqn.params["length"]
+
+
+def _needed(operations: Sequence[Operation], outputs: Iterable[Array | None]) -> list[Operation]:
+    """Return the operations that outputs depend on."""
+    wanted = {id(array) for array in outputs}
+    kept: list[Operation] = []
+    for operation in reversed(operations):
+        if any(id(array) in wanted for array in operation.writes):
+            kept.append(operation)
+            wanted.update(id(array) for array in operation.reads)
+    return kept[::-1]
+
+
+def _array(frame: Frame, variable: Any) -> Array:
+    dtype = getattr(variable.aval, "dtype", None)
+    return Array(frame.dims(variable), getattr(dtype, "itemsize", 4))

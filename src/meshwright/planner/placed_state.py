@@ -1,0 +1,77 @@
+"""What a device holds of the training state on a mesh: exact bytes, leaf by leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import optax
+
+from meshwright.planner.sizes import LeafShares
+from meshwright.program.trace.layout import Layout
+from meshwright.sharding.placement import Placement
+from meshwright.step.optimizer import FlatOptimizer
+
+
+@dataclass(frozen=True)
+class PlacedState:
+    """The training state on one device.
+
+    Attributes:
+        parameters: bytes of parameters and of the model's other state.
+        optimizer: bytes of the optimizer's state.
+        gradients: bytes of reduced gradients.
+        sums: bytes of the sums of gradients over microbatches.
+        shares: by number of the step leaf, which part of it the device has.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    sums: int
+    shares: Mapping[int, LeafShares]
+
+
+def place_state(
+    layout: Layout,
+    divided: Sequence[Placement],
+    sizes: Mapping[str, int],
+    optimizer: optax.GradientTransformation,
+    *,
+    zero: int,
+) -> PlacedState:
+    """Return the training state on one device.
+
+    Args:
+        layout: the step's leaves.
+        divided: the placement of each, divided as far as the mesh does.
+        sizes: axis sizes of the mesh.
+        optimizer: the optimizer.
+        zero: what the fsdp axis divides: optimizer state, gradients, parameters.
+    """
+    leaves = layout.step_leaves
+    trained = [n for n, step in enumerate(leaves) if step.leaf.role == "param"]
+    shares: dict[int, LeafShares] = {}
+    parameters = gradients = sums = 0
+    for number, (step, placement) in enumerate(zip(leaves, divided, strict=True)):
+        without = _shards(placement, sizes, "fsdp")
+        whole = 1 / without
+        least = 1 / placement.shards(sizes)
+        at_rest = least if zero == 3 else 1 / _shards(placement, sizes, "fsdp", "pipe")
+        at_rest = 1 / without if zero < 3 and "pipe" in placement.axes() else at_rest
+        gradient = whole if zero == 1 else least
+        shares[number] = LeafShares(whole, at_rest, gradient)
+        parameters += round(step.leaf.nbytes * at_rest)
+        if step.leaf.role == "param":
+            gradients += round(step.leaf.nbytes * gradient)
+            sums += round(4 * step.leaf.nbytes / step.leaf.dtype.itemsize * gradient)
+    flat = FlatOptimizer(optimizer, layout, [divided[n] for n in trained], dict(sizes))
+    state = sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in flat.leaves)
+    return PlacedState(parameters, state, gradients, sums, shares)
+
+
+def _shards(placement: Placement, sizes: Mapping[str, int], *without: str) -> int:
+    count = 1
+    for axis in placement.axes():
+        count *= 1 if axis in without else sizes.get(axis, 1)
+    return count
