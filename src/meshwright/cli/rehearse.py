@@ -16,15 +16,17 @@ from meshwright.columns import Indented
 from meshwright.config.compose import parse_overrides, validate
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode, Setting, UserError
-from meshwright.hardware import LOCAL, Hardware, parse_hardware
+from meshwright.hardware import LOCAL, Hardware, chip_by_name, parse_hardware
 from meshwright.launch.environments import count_gpus
 from meshwright.mesh.axes import INFER
 from meshwright.mesh.simulate import MAX_DEVICES, simulate_devices
-from meshwright.plan import make_plan, mesh_sizes
+from meshwright.plan import Plan, make_plan, mesh_sizes
+from meshwright.planner.estimate import Estimate
+from meshwright.planner.estimator import ProgramEstimator
 from meshwright.planner.figures import Figure, figures_table, make_figures
 from meshwright.planner.rehearsal import Rehearsal, rehearse
 from meshwright.processes import process_count
-from meshwright.recipe import make_recipe
+from meshwright.recipe import Recipe, make_recipe
 from meshwright.trees import resize_batch
 from meshwright.units import human_bytes
 
@@ -46,10 +48,18 @@ def run(request: Request) -> int:
     batch = resize_batch(recipe.example_batch(1), plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, batch)
     rehearsal = rehearse(assembled, run=on_gpu)
-    figures = make_figures(rehearsal, hardware, None)
+    figures = make_figures(rehearsal, hardware, _estimate(recipe, batch, plan, hardware))
     report = _report(rehearsal, hardware, figures, list(assembled.remarks))
     request.output.result(report, _picture(rehearsal, hardware, figures, report))
     return ExitCode.DONE
+
+
+def _estimate(recipe: Recipe, batch: Any, plan: Plan, hardware: Hardware | None) -> Estimate:
+    """Return what the planner predicts; without a name the hardware is what was simulated."""
+    hardware = hardware or Hardware(chip=chip_by_name("CPU"), count=plan.num_devices)
+    estimator = ProgramEstimator(recipe.model, recipe.loss, recipe.optimizer, batch)
+    with activity("estimating the plan"):
+        return estimator.estimate(plan, hardware)
 
 
 def count_devices(config: Config, hardware: Hardware | None) -> int:

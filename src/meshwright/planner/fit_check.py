@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from meshwright.config.schema import ShardingConfig
-from meshwright.errors import OutOfMemory, Setting, UserError
+from meshwright.errors import OutOfMemory, Setting
 from meshwright.hardware import detect
 from meshwright.mesh.axes import canonical_sizes, mesh_setting, shown_sizes
 from meshwright.planner.capacity import Capacity, device_capacity
@@ -34,13 +34,16 @@ class Change:
 
 
 def check_memory(
-    assembled: Assembled, estimator: Estimator | None = None, capacity: Capacity | None = None
+    assembled: Assembled,
+    make_estimator: Callable[[], Estimator] | None = None,
+    capacity: Capacity | None = None,
 ) -> list[str]:
     """Refuse a step whose state, gradients and batch alone exceed a device's memory.
 
     Args:
         assembled: the step.
-        estimator: predicts what else it needs; None without predictions.
+        make_estimator: returns what predicts the rest; None without predictions. It is not asked
+            on CPUs, whose devices share the memory of the host with everything else.
         capacity: the memory of a device; what this process finds by default.
 
     Returns:
@@ -52,7 +55,8 @@ def check_memory(
     least = least_memory(assembled)
     if least.total > capacity.bytes:
         raise _too_large(assembled, least, capacity)
-    return list(_warn(assembled, capacity, estimator))
+    on_cpu = assembled.mesh.devices.flat[0].platform == "cpu"
+    return [] if make_estimator is None or on_cpu else _warn(assembled, capacity, make_estimator)
 
 
 def _too_large(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> OutOfMemory:
@@ -67,19 +71,23 @@ def _too_large(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> 
     )
 
 
-def _warn(assembled: Assembled, capacity: Capacity, estimator: Estimator | None) -> Iterator[str]:
+def _warn(
+    assembled: Assembled, capacity: Capacity, make_estimator: Callable[[], Estimator]
+) -> list[str]:
     hardware = detect(list(assembled.mesh.devices.flat))
-    if estimator is None or hardware is None:
-        return
+    if hardware is None:
+        return []
     try:
-        needs = estimator.estimate(assembled.plan, hardware).memory.total
-    except UserError:
-        return
-    if needs > capacity.bytes:
-        yield (
-            f"an update is predicted to need {human_bytes(needs)} per device, and each has "
-            f"{capacity}"
-        )
+        needs = make_estimator().estimate(assembled.plan, hardware).memory.total
+    except Exception:
+        # Whatever a prediction fails on, the run itself may not.
+        return []
+    if needs <= capacity.bytes:
+        return []
+    return [
+        f"an update is predicted to need {human_bytes(needs)} per device, and each has {capacity}; "
+        "`meshwright plan` finds settings that fit"
+    ]
 
 
 def _changes(assembled: Assembled, least: LeastMemory, limit: int) -> Iterator[Change]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 from meshwright.compiled.largest_buffers import largest_buffers
 from meshwright.compiled.memory import MemoryUse
@@ -15,7 +16,7 @@ from meshwright.compiled.shortage import (
     find_shortage,
 )
 from meshwright.errors import MeshwrightError, OutOfMemory, UserError
-from meshwright.hardware import detect
+from meshwright.hardware import Hardware, detect
 from meshwright.planner.estimator import Estimator
 from meshwright.planner.least_memory import least_memory
 from meshwright.planner.remedies import find_remedies, rank_remedies
@@ -45,7 +46,7 @@ class MemoryAdvice:
 
     Args:
         assembled: the step.
-        estimator: predicts memory; None without predictions.
+        make_estimator: returns what predicts memory; None without predictions.
         resumable: whether the run has checkpoints, so that only changes it could resume with
             are suggested.
     """
@@ -54,10 +55,10 @@ class MemoryAdvice:
         self,
         assembled: Assembled,
         *,
-        estimator: Estimator | None = None,
+        make_estimator: Callable[[], Estimator] | None = None,
         resumable: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._assembled, self._estimator = assembled, estimator
+        self._assembled, self._make_estimator = assembled, make_estimator
         self._resumable = resumable
 
     @contextmanager
@@ -99,9 +100,8 @@ class MemoryAdvice:
             trains=trains,
             same_results=self._resumable(),
         )
-        hardware = detect(list(assembled.mesh.devices.flat))
-        if hardware is not None:
-            found = rank_remedies(found, assembled.plan, hardware, self._estimator)
+        if self._predicts is not None:
+            found = rank_remedies(found, assembled.plan, *self._predicts) or found
         if not found:
             return ["use devices with more memory, a smaller batch or a smaller model"]
         title = "what needs less memory, with the same global batch:"
@@ -126,12 +126,24 @@ class MemoryAdvice:
             yield from (f"  {buffer}" for buffer in largest_buffers(text))
 
     def _predicted(self) -> Iterator[str]:
+        if self._predicts is not None:
+            hardware, estimator = self._predicts
+            memory = estimator.estimate(self._assembled.plan, hardware).memory
+            yield f"the planner predicts {human_bytes(memory.total)} per device"
+
+    @cached_property
+    def _predicts(self) -> tuple[Hardware, Estimator] | None:
+        """The hardware and an estimator that knows this plan; None if there is none."""
         hardware = detect(list(self._assembled.mesh.devices.flat))
-        if self._estimator is None or hardware is None:
-            return
-        with suppress(UserError):
-            memory = self._estimator.estimate(self._assembled.plan, hardware).memory
-            yield f"predicted: {human_bytes(memory.total)} per device"
+        if self._make_estimator is None or hardware is None:
+            return None
+        try:
+            estimator = self._make_estimator()
+            estimator.estimate(self._assembled.plan, hardware)
+        except Exception:
+            # Whatever a prediction fails on, the message about memory comes first.
+            return None
+        return hardware, estimator
 
     def _has_blocks(self) -> bool:
         traced, plan = self._assembled.traced, self._assembled.plan

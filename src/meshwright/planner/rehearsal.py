@@ -16,7 +16,7 @@ from meshwright.compiled.memory import MemoryUse
 from meshwright.compiled.quick_options import quick_options
 from meshwright.ledgers import Ledger, lower_step, read_ledger
 from meshwright.plan import Plan
-from meshwright.planner.least_memory import batch_shapes, bytes_on_device
+from meshwright.planner.least_memory import batch_shapes, least_memory
 from meshwright.planner.out_of_memory import KnownProgram, MemoryAdvice
 from meshwright.step.assemble import Assembled
 
@@ -45,7 +45,9 @@ class Rehearsal:
         plan: the plan.
         compiled_for: the devices, in words.
         memory: the memory of the compiled program on each device.
-        batch: bytes of the batch on each device, a part of the program's arguments.
+        state: bytes of parameters, model state and optimizer state on each device, exact; the step
+            itself counts a few bytes more.
+        batch: bytes of the batch on each device.
         ledger: what the program sends.
         compile_seconds: how long compiling took.
         measured: what running it showed; None if it did not run.
@@ -54,15 +56,11 @@ class Rehearsal:
     plan: Plan
     compiled_for: str
     memory: MemoryUse
+    state: int
     batch: int
     ledger: Ledger
     compile_seconds: float
     measured: Measured | None = None
-
-    @property
-    def state(self) -> int:
-        """Bytes of the training state on each device."""
-        return self.memory.argument - self.batch
 
 
 def rehearse(assembled: Assembled, *, run: bool = False) -> Rehearsal:
@@ -80,6 +78,7 @@ def rehearse(assembled: Assembled, *, run: bool = False) -> Rehearsal:
         # On CPUs nothing runs, so that machine code need not be polished.
         program = compile_program(lowered, {} if run else quick_options())
         seconds = time.perf_counter() - started
+    least = least_memory(assembled)
     known = KnownProgram(program.memory, program.optimized_or_none)
     measured = None
     if run:
@@ -90,7 +89,8 @@ def rehearse(assembled: Assembled, *, run: bool = False) -> Rehearsal:
         compiled_for=f"{devices.size} × {devices.flat[0].device_kind}"
         + (" (mocked)" if run else " (virtual)"),
         memory=program.memory,
-        batch=bytes_on_device(batch_shapes(assembled)),
+        state=least.state,
+        batch=least.batch,
         ledger=read_ledger(assembled, program, compile_seconds=seconds),
         compile_seconds=round(seconds, 2),
         measured=measured,

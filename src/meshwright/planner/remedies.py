@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.config.schema import Precision, ShardingConfig
-from meshwright.errors import Setting, Spelling, UserError, current_spelling
+from meshwright.errors import Setting, Spelling, current_spelling
 from meshwright.hardware import Hardware
 from meshwright.mesh.axes import canonical_sizes, mesh_setting, shown_sizes
 from meshwright.plan import Plan
@@ -65,22 +65,19 @@ def find_remedies(
 
 
 def rank_remedies(
-    remedies: Sequence[Remedy], plan: Plan, hardware: Hardware, estimator: Estimator | None
+    remedies: Sequence[Remedy], plan: Plan, hardware: Hardware, estimator: Estimator
 ) -> list[Remedy]:
     """Return remedies with their predicted savings, those that fit and the largest first.
 
-    Those that are predicted to save nothing are left out. Without an estimator they stay as they
-    are.
+    Those that are predicted to save nothing, or nothing can be said about, are left out.
     """
-    if estimator is None:
-        return list(remedies)
     now = estimator.estimate(plan, hardware).memory.total
     ranked: list[Remedy] = []
     for remedy in remedies:
         more = replace(hardware, count=remedy.plan.num_devices, nodes=1)
         try:
             changed = estimator.estimate(remedy.plan, more)
-        except UserError:
+        except Exception:
             # Not every plan suits every model.
             continue
         saving = now - changed.memory.total

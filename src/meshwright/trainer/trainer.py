@@ -51,6 +51,7 @@ from meshwright.plan import (
     Plan,
     unused_pipeline,
 )
+from meshwright.planner.estimator import Estimator, ProgramEstimator
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.proof import Certificate, verify
 from meshwright.step.assemble import Assembled, assemble
@@ -483,7 +484,12 @@ class Trainer:
                 "clip_norm": self.clip_norm,
             },
             code=[self.model, self.loss, self.eval_loss],
+            estimator=lambda: self._estimator(batch),
         )
+
+    def _estimator(self, batch: Any) -> Estimator:
+        source = model_source(self.model, self.loss, lambda: batch)
+        return ProgramEstimator(source, self.loss, self.optimizer, batch, trainable=self.trainable)
 
     def _evaluation(
         self, data: Any, every: int | None, batches: int | None, like: Any

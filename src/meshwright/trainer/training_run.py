@@ -99,7 +99,7 @@ class TrainingRun:
         self._point, self._progress = spec.resume_point, Progress()
         self._check_rewinding()
         self._warnings = [*spec.warnings, *self._check_resume_point(), *self._check_samples()]
-        self._warnings += check_memory(spec.assembled)
+        self._warnings += check_memory(spec.assembled, spec.estimator)
 
     def run(self) -> FitResult:
         """Train in the run folder, which no other run can use meanwhile."""
@@ -484,6 +484,7 @@ class TrainingRun:
         saves = self._run_dir is not None and self._spec.output.checkpoint.enabled
         return MemoryAdvice(
             self._spec.assembled,
+            make_estimator=self._spec.estimator,
             resumable=lambda: saves and newest_checkpoint(self._run_dir) is not None,
         )
 
