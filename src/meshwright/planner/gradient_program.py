@@ -16,6 +16,7 @@ from meshwright.planner.schedule import Kernel, schedule
 from meshwright.planner.stage_parts import BlockParts, find_blocks
 from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
 from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.jaxpr.equations import aval_of
 from meshwright.program.kernels.chunked_loss import LossKernel, most_rows
 from meshwright.program.kernels.find_kernels import KernelSearch
 from meshwright.program.on_mesh.remat import choose_remat
@@ -121,7 +122,7 @@ def _loss_parts(regions: Any, classes: DimClasses) -> tuple[dict[int, int], floa
     for region in regions:
         if not isinstance(region.kernel, LossKernel):
             continue
-        shape = region.kernel.match.product.outvars[0].aval.shape
+        shape = aval_of(region.kernel.match.product.outvars[0]).shape
         ids = {
             dim[0].id
             for leaf in classes.leaves

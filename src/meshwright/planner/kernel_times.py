@@ -115,7 +115,8 @@ def _part(operation: Operation, sizes: DeviceSizes) -> float:
 
 def _attention(operation: Operation, sizes: DeviceSizes, nbytes: float, times: int) -> Work:
     query, key = operation.reads[0], operation.reads[1]
-    assert query is not None and key is not None
+    assert query is not None
+    assert key is not None
     kind, _, part = operation.name.rpartition("_")
     elements = query.size * sizes.part(query)
     flops = 2 * _ATTENTION_PRODUCTS[kind] * elements * _length(key.dims[1]) * int(part) / 1000

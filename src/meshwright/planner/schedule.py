@@ -263,7 +263,7 @@ class _Scheduler:
 
 
 def _rearranged(operation: Operation) -> list[Array]:
-    """Return the operands of a product whose dims are not in the order [batch, rows, contracted]."""
+    """Return what a product copies first: not in the order [batch, rows, contracted]."""
     if operation.name != "dot_general":
         return []
     contracted, batch = operation.eqn.params["dimension_numbers"]

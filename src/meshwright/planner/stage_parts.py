@@ -12,7 +12,7 @@ from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.planner.operations import Array
 from meshwright.planner.schedule import Kernel
 from meshwright.planner.sizes import DeviceSizes
-from meshwright.program.jaxpr.equations import scan_counts
+from meshwright.program.jaxpr.equations import aval_of, scan_counts
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def find_blocks(kernels: Sequence[Kernel]) -> BlockParts | None:
     ]
     wanted = [v for v in frame.jaxpr.outvars[carries:] if v in frame.values]
     saved = least_saved(frame.jaxpr.eqns, inputs[consts:] or inputs, wanted)
-    arrays = tuple(Array(frame.dims(v), v.aval.dtype.itemsize) for v in saved)
+    arrays = tuple(Array(frame.dims(v), aval_of(v).dtype.itemsize) for v in saved)
     return BlockParts(forward, arrays, tuple(body.inputs[consts : consts + carries]))
 
 
