@@ -1,0 +1,187 @@
+"""Disturbs a training for minutes, and compares it with one that nothing has happened to.
+
+Three processes train under `meshwright launch --restarts`, while random ones of them are killed
+(SIGKILL), paused (SIGSTOP, and SIGCONT after up to six seconds) or preempted (SIGTERM, after which
+the same command is launched again). At the end the run is stopped, and an undisturbed run of as
+many updates must have the same losses and parameters, bit for bit.
+
+    python benchmarks/soak.py [--minutes 5] [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from record import write_record
+
+import meshwright as mw
+
+PROCESSES = 3
+TRAINING = (
+    *("train", "model=mlp", "model.widths=[784,384,384,10]", "optimizer=adamw"),
+    *("optimizer.schedule=constant", "training.global_batch_size=48", f"mesh.fsdp={PROCESSES}"),
+    *("mesh.data=1", "checkpoint.every=50", "tracking.log_every=1"),
+)
+PAUSE_SECONDS = (0.3, 6.0)
+BETWEEN_SECONDS = (8.0, 30.0)
+"""Between two faults; starting takes about 10 s, so some of them hit a run that starts."""
+STOPPED, GRACE_SECONDS = 75, 180.0
+
+
+@dataclass
+class Soak:
+    """A training that is disturbed.
+
+    Attributes:
+        folder: the working directory.
+        chance: chooses the faults.
+        faults: how often each signal was sent.
+        exits: how often a launch ended with each exit code.
+        restarts: how often launches started their processes again.
+    """
+
+    folder: Path
+    chance: random.Random
+    faults: Counter[str] = field(default_factory=Counter[str])
+    exits: Counter[int] = field(default_factory=Counter[int])
+    restarts: int = 0
+
+    def run(self, seconds: float) -> float:
+        """Train for this long and return the seconds it took, with the last save."""
+        started = time.monotonic()
+        launcher = self._launch()
+        while time.monotonic() - started < seconds:
+            pause = self.chance.uniform(*BETWEEN_SECONDS)
+            until = min(time.monotonic() + pause, started + seconds)
+            while time.monotonic() < until:
+                if launcher.poll() is not None:
+                    self._ended(launcher)
+                    launcher = self._launch()
+                time.sleep(0.1)
+            if time.monotonic() - started < seconds:
+                self._disturb(launcher)
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait(GRACE_SECONDS)
+        self._ended(launcher)
+        return time.monotonic() - started
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        return launch(self.folder, "--restarts=1000", "training.steps=1000000")
+
+    def _ended(self, launcher: subprocess.Popen[bytes]) -> None:
+        self.exits[launcher.returncode] += 1
+        text = (self.folder / "stderr").read_text(errors="replace")
+        self.restarts = len(re.findall(r"^launch: .*; restart \d+ of", text, re.MULTILINE))
+
+    def _disturb(self, launcher: subprocess.Popen[bytes]) -> None:
+        workers = workers_of(launcher.pid)
+        if not workers:
+            return
+        pid = self.chance.choice(workers)
+        name = self.chance.choices(["SIGKILL", "SIGSTOP", "SIGTERM"], [5, 3, 2])[0]
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.Signals[name])
+            self.faults[name] += 1
+            if name == "SIGSTOP":
+                time.sleep(self.chance.uniform(*PAUSE_SECONDS))
+                os.kill(pid, signal.SIGCONT)
+
+
+def launch(folder: Path, *words: str) -> subprocess.Popen[bytes]:
+    """Launch the training in a folder."""
+    flags = [word for word in words if word.startswith("--")]
+    settings = [word for word in words if not word.startswith("--")]
+    start = [sys.executable, "-m", "meshwright", "launch", f"--nprocs={PROCESSES}", *flags, "--"]
+    with (folder / "stderr").open("ab") as stderr:
+        return subprocess.Popen(
+            [*start, *TRAINING, "hydra.run.dir=run", *settings],
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+
+
+def workers_of(launcher: int) -> list[int]:
+    """Return the processes that a launcher has started, in order."""
+    found: dict[int, int] = {}
+    for text in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        with suppress(OSError):
+            environ = Path(f"/proc/{text}/environ").read_bytes()
+            if rank := re.search(rb"(?:^|\0)RANK=(\d+)\0", environ):
+                found[int(rank[1])] = int(text)
+    return [found[rank] for rank in sorted(found)]
+
+
+def updates_of(run: Path) -> dict[int, dict[str, Any]]:
+    """Return the metrics of each update, as it was done last."""
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {row["update"]: row for row in rows if row["split"] == "train"}
+
+
+def compare(disturbed: Path, undisturbed: Path, last: int) -> dict[str, bool]:
+    """Return whether two runs have the same losses and parameters, bit for bit."""
+    one, other = updates_of(disturbed), updates_of(undisturbed)
+    params, expected = (mw.read_params(run, update=last) for run in (disturbed, undisturbed))
+    losses = [[rows[update]["loss"] for update in range(1, last + 1)] for rows in (one, other)]
+    return {
+        "losses": losses[0] == losses[1],
+        "parameters": params.keys() == expected.keys()
+        and all(np.array_equal(params[path], expected[path]) for path in params),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder, calm = Path(name, "disturbed"), Path(name, "undisturbed")
+        folder.mkdir()
+        calm.mkdir()
+        soak = Soak(folder, random.Random(asked.seed))
+        seconds = soak.run(60 * asked.minutes)
+        updates = updates_of(folder / "run")
+        last = max(int(path.name) for path in folder.glob("run/checkpoints/*[0-9]"))
+        assert launch(calm, f"training.steps={last}").wait() == 0, (calm / "stderr").read_text()
+        same = compare(folder / "run", calm / "run", last)
+    useful = sum(row["step_seconds"] for update, row in updates.items() if update <= last)
+    figures = {
+        "minutes": round(seconds / 60, 1),
+        "updates": last,
+        "faults": dict(sorted(soak.faults.items())),
+        "launches": sum(soak.exits.values()),
+        "restarts": soak.restarts,
+        "exit_codes": {str(code): count for code, count in sorted(soak.exits.items())},
+        "goodput": round(useful / seconds, 3),
+        "targets": {
+            "losses and parameters equal to an undisturbed run, bit for bit": "met"
+            if all(same.values())
+            else f"missed: {same}",
+            "launches end with exit code 75 only, after a SIGTERM": "met"
+            if set(soak.exits) == {STOPPED}
+            else "missed",
+        },
+    }
+    print(figures)
+    write_record("soak", figures)
+
+
+if __name__ == "__main__":
+    main()
