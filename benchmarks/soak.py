@@ -38,9 +38,11 @@ TRAINING = (
     *("mesh.data=1", "checkpoint.every=50", "tracking.log_every=1"),
 )
 PAUSE_SECONDS = (0.3, 6.0)
-BETWEEN_SECONDS = (8.0, 30.0)
-"""Between two faults; starting takes about 10 s, so some of them hit a run that starts."""
-STOPPED, GRACE_SECONDS = 75, 180.0
+TRAINING_SECONDS = (1.0, 20.0)
+"""How long a run trains before the next fault."""
+EARLY, EARLY_SECONDS = 0.2, (0.0, 8.0)
+"""The share of faults that hit a run while it starts."""
+STOPPED, GRACE_SECONDS, START_SECONDS = 75, 180.0, 300.0
 
 
 @dataclass
@@ -64,32 +66,48 @@ class Soak:
     def run(self, seconds: float) -> float:
         """Train for this long and return the seconds it took, with the last save."""
         started = time.monotonic()
-        launcher = self._launch()
+        self._launch()
+        early = True
         while time.monotonic() - started < seconds:
-            pause = self.chance.uniform(*BETWEEN_SECONDS)
-            until = min(time.monotonic() + pause, started + seconds)
-            while time.monotonic() < until:
-                if launcher.poll() is not None:
-                    self._ended(launcher)
-                    launcher = self._launch()
-                time.sleep(0.1)
+            # Never two of them in a row: three starts without progress would end the launch.
+            early = not early and self.chance.random() < EARLY
+            if not early:
+                self._wait_for_updates()
+            self._watch(self.chance.uniform(*(EARLY_SECONDS if early else TRAINING_SECONDS)))
             if time.monotonic() - started < seconds:
-                self._disturb(launcher)
-        launcher.send_signal(signal.SIGTERM)
-        launcher.wait(GRACE_SECONDS)
-        self._ended(launcher)
+                self._disturb()
+        self._wait_for_updates()
+        self._launcher.send_signal(signal.SIGTERM)
+        self._launcher.wait(GRACE_SECONDS)
+        self._ended()
         return time.monotonic() - started
 
-    def _launch(self) -> subprocess.Popen[bytes]:
-        return launch(self.folder, "--restarts=1000", "training.steps=1000000")
+    def _wait_for_updates(self) -> None:
+        file = self.folder / "run/metrics.jsonl"
+        before, until = _size(file), time.monotonic() + START_SECONDS
+        while _size(file) == before:
+            assert time.monotonic() < until, (self.folder / "stderr").read_text(errors="replace")
+            self._watch(0.2)
 
-    def _ended(self, launcher: subprocess.Popen[bytes]) -> None:
-        self.exits[launcher.returncode] += 1
+    def _watch(self, seconds: float) -> None:
+        """Wait, and launch again what has ended."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self._launcher.poll() is not None:
+                self._ended()
+                self._launch()
+            time.sleep(0.1)
+
+    def _launch(self) -> None:
+        self._launcher = launch(self.folder, "--restarts=1000", "training.steps=1000000")
+
+    def _ended(self) -> None:
+        self.exits[self._launcher.returncode] += 1
         text = (self.folder / "stderr").read_text(errors="replace")
         self.restarts = len(re.findall(r"^launch: .*; restart \d+ of", text, re.MULTILINE))
 
-    def _disturb(self, launcher: subprocess.Popen[bytes]) -> None:
-        workers = workers_of(launcher.pid)
+    def _disturb(self) -> None:
+        workers = workers_of(self._launcher.pid)
         if not workers:
             return
         pid = self.chance.choice(workers)
@@ -128,9 +146,15 @@ def workers_of(launcher: int) -> list[int]:
     return [found[rank] for rank in sorted(found)]
 
 
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
 def updates_of(run: Path) -> dict[int, dict[str, Any]]:
     """Return the metrics of each update, as it was done last."""
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    # A killed process may have left half a line.
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
     return {row["update"]: row for row in rows if row["split"] == "train"}
 
 

@@ -50,9 +50,9 @@ class Net(nnx.Module):
     """Dropout, so that random streams have to be restored too."""
 
     def __init__(self, *, rngs: nnx.Rngs):
-        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.up = nnx.Linear(12, 24, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.down = nnx.Linear(16, 8, rngs=rngs)
+        self.down = nnx.Linear(24, 12, rngs=rngs)
 
     def __call__(self, x):
         return self.down(self.dropout(nnx.relu(self.up(x))))
@@ -65,7 +65,7 @@ def loss(model, batch):
 
 
 def data(step, batch_size):
-    x = np.random.default_rng(step).normal(size=(batch_size, 8)).astype("float32")
+    x = np.random.default_rng(step).normal(size=(batch_size, 12)).astype("float32")
     ids = np.arange(step * batch_size, (step + 1) * batch_size, dtype="float32")
     return {"x": x, "id": ids}
 '''
@@ -73,7 +73,7 @@ def data(step, batch_size):
 TRAINING = (
     *("model.kind=own:Net", "task.kind=own:loss", "data.kind=own:data", "optimizer.kind=adamw"),
     *("optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.learning_rate=0.01"),
-    *("training.global_batch_size=8", "tracking.log_every=1", f"hydra.run.dir={RUN}"),
+    *("training.global_batch_size=12", "tracking.log_every=1", f"hydra.run.dir={RUN}"),
     *("sharding.min_shard_size=0", "checkpoint.every=3"),
 )
 """A small model whose parameters and optimizer state are sharded over all processes."""

@@ -32,7 +32,7 @@ from own import Net, RANK, data, loss
 
 def batches():
     for step in range(6 if RANK == 1 else 100):
-        yield data(step, 8)
+        yield data(step, 12)
 
 trainer = mw.Trainer(model=lambda rngs: Net(rngs=rngs), loss=loss, optimizer=optax.adamw(0.01),
                      mesh="fsdp=2", log_every=1)
