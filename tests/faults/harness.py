@@ -17,58 +17,18 @@ from typing import Any
 
 from meshwright.checkpoint import CheckpointReader
 
-LIMIT_SECONDS = 240
-"""No launch takes this long, even on a machine that is busy with other things."""
+LIMIT_SECONDS = 600
+"""No launch takes this long, even on a machine that is very busy with other things."""
 STEPS = 10
 RUN = "run"
 """The run folder, in the folder of a test."""
 MARK = "MESHWRIGHT_FAULT_TEST"
 """An environment variable by which all processes of a launch are found."""
 
-OWN = '''
-import ctypes, os, signal, sys, threading, time
-from pathlib import Path
-
-import numpy as np
-from flax import nnx
-
-import meshwright as mw
-
-RANK = int(os.environ.get("RANK", "0"))
-
-
-def once(name):
-    """Whether this is the first call with the name, by any process of any attempt."""
-    try:
-        Path(name).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
-class Net(nnx.Module):
-    """Dropout, so that random streams have to be restored too."""
-
-    def __init__(self, *, rngs: nnx.Rngs):
-        self.up = nnx.Linear(12, 24, rngs=rngs)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.down = nnx.Linear(24, 12, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(self.dropout(nnx.relu(self.up(x))))
-
-
-def loss(model, batch):
-    off = ((model(batch["x"]) - batch["x"][:, ::-1]) ** 2).mean()
-    # Which samples an update has seen.
-    return off, {"samples": batch["id"].mean(), "squares": (batch["id"] ** 2).mean()}
-
-
-def data(step, batch_size):
-    x = np.random.default_rng(step).normal(size=(batch_size, 12)).astype("float32")
-    ids = np.arange(step * batch_size, (step + 1) * batch_size, dtype="float32")
-    return {"x": x, "id": ids}
-'''
+OWN = Path(__file__).with_name("own_training.py").read_text()
+"""The file ``own.py`` in the folder of a test: a model, a loss and data."""
+FOR_FAULTS = "import ctypes, os, signal, sys, time\nimport meshwright as mw\n"
+"""What the code of faults needs in addition."""
 
 TRAINING = (
     *("model.kind=own:Net", "task.kind=own:loss", "data.kind=own:data", "optimizer.kind=adamw"),
@@ -126,7 +86,7 @@ class Launch:
         """What was printed to stderr so far."""
         return "\n".join(line for _, line in self.lines)
 
-    def wait_for(self, pattern: str, seconds: float = 120) -> re.Match[str]:
+    def wait_for(self, pattern: str, seconds: float = 300) -> re.Match[str]:
         """Wait until a line of stderr matches, and return the match."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -218,7 +178,7 @@ def launch(
         body = textwrap.indent(textwrap.dedent(fault).strip("\n"), " " * 8)
         callback = f"class Fault(mw.Callback):\n    def on_log(self, update, metrics):\n{body}\n"
         words = (*words, "training.callbacks=[own:Fault]")
-    (folder / "own.py").write_text(f"{OWN}\n{textwrap.dedent(own)}\n{callback}")
+    (folder / "own.py").write_text(f"{OWN}\n{FOR_FAULTS}\n{textwrap.dedent(own)}\n{callback}")
     mesh = ("mesh.data=1", f"mesh.fsdp={nprocs}")
     command = ("train", *TRAINING, *mesh, f"training.steps={steps}", *words)
     return start(folder, f"--nprocs={nprocs}", *flags, "--", *command, environ=environ)
