@@ -19,8 +19,13 @@ from faults.own_training import Net, data, loss
 
 import meshwright as mw
 from meshwright.checkpoint import CheckpointReader
+from meshwright.data import loader
 from meshwright.distributed import setup_multinode
+from meshwright.trainer import trainer as training
+from meshwright.trainer import training_run
 
+IMPORTED = (loader, training, training_run)
+"""What a training would import only when it begins."""
 PROCESSES = 3
 LONGEST_SAVE = 0.3
 """Seconds within which a save of the small model is usually complete."""
