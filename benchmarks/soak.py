@@ -185,7 +185,8 @@ def main() -> None:
         last = max(int(path.name) for path in folder.glob("run/checkpoints/*[0-9]"))
         assert launch(calm, f"training.steps={last}").wait() == 0, (calm / "stderr").read_text()
         same = compare(folder / "run", calm / "run", last)
-    useful = sum(row["step_seconds"] for update, row in updates.items() if update <= last)
+    # The last update before a stop is not timed.
+    useful = sum(row.get("step_seconds", 0.0) for update, row in updates.items() if update <= last)
     figures = {
         "minutes": round(seconds / 60, 1),
         "updates": last,

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import time
 
 import pytest
 from faults.harness import environ_of, launch, metrics
@@ -36,6 +37,18 @@ def test_sigkill_of(tmp_path, undisturbed, rank):
     undisturbed().check_same(done)
 
 
+def wait_until_free(port: int, seconds: float = 30) -> None:
+    """Wait until a port can be listened on: the kernel closes it when a process has ended."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+            return
+        except OSError:
+            assert time.monotonic() < until, f"port {port} is still taken"
+            time.sleep(0.1)
+
+
 def test_sigkill_of_the_launcher(tmp_path, undisturbed):
     killed = launch(tmp_path, "--restarts=3", steps=1000, fault="time.sleep(0.05)")
     killed.wait_for(r"saved update 6 ")
@@ -45,8 +58,7 @@ def test_sigkill_of_the_launcher(tmp_path, undisturbed):
     os.kill(killed.process.pid, signal.SIGKILL)
     # Nobody is left to print anything; the workers end with the launcher, and free the port.
     killed.check_nothing_left(seconds=30)
-    with socket.create_server(("127.0.0.1", port)):
-        pass
+    wait_until_free(port)
     again = launch(tmp_path).finish()
     assert again.code == 0, again.err
     assert "continuing after update" in again.err
