@@ -28,15 +28,18 @@ from meshwright.distributed import setup_multinode
 setup_multinode()
 import optax
 import meshwright as mw
+from meshwright.data.protocols import OutOfData
 from own import Net, RANK, data, loss
 
-def batches():
-    for step in range(6 if RANK == 1 else 100):
-        yield data(step, 12)
+class Ends:
+    def batch(self, step, batch_size):
+        if step >= (6 if RANK == 1 else 100):
+            raise OutOfData
+        return data(step, batch_size)
 
 trainer = mw.Trainer(model=lambda rngs: Net(rngs=rngs), loss=loss, optimizer=optax.adamw(0.01),
                      mesh="fsdp=2", log_every=1)
-result = trainer.fit(batches, steps=20, run_dir="run")
+result = trainer.fit(Ends(), batch_size=12, steps=20, run_dir="run")
 print(result.updates, result.stopped)
 """
 
