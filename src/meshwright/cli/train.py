@@ -13,7 +13,7 @@ import jax
 import yaml
 from rich.text import Text
 
-from meshwright.attempts import EarlierAttempts
+from meshwright.attempts import EarlierAttempts, ProcessRange
 from meshwright.cli.invocation import invoked_as
 from meshwright.cli.request import Request
 from meshwright.cli.sample import generate_sample
@@ -31,6 +31,7 @@ from meshwright.recipe import Recipe, make_recipe
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.trainer.callbacks import Callback, EarlyStopping
+from meshwright.trainer.fewer_processes import plan_for_those_left
 from meshwright.trainer.fit_result import FitResult
 from meshwright.trainer.initial import find_initial, remembered_files
 from meshwright.trainer.not_finite import NonfinitePolicy
@@ -52,7 +53,11 @@ def run(request: Request) -> int:
     folder = Path(broadcast(str(chosen.absolute())))
     point = find_resume_point(request.config.resume, folder)
     config = _keep_batch(request.config, point)
-    plan = make_plan(config, jax.device_count())
+    plan = plan_for_those_left(
+        partial(make_plan, config),
+        jax.device_count(),
+        keep_micro=config.training.micro_batch_size is not None,
+    )
     recipe = make_recipe(_with_tokenizer(config, point, folder), plan.batch.global_batch_size)
     # Mistakes in the model, the task or the data show here, before a file is written.
     example = recipe.example_batch(plan.batch.global_batch_size)
@@ -113,7 +118,7 @@ def run(request: Request) -> int:
 
 
 def _check_distributed() -> None:
-    if process_count() == 1:
+    if process_count() == 1 and ProcessRange.from_environment() is None:
         raise UserError(
             "--distributed: this process would train alone",
             why="the environment names no other processes",

@@ -50,6 +50,7 @@ class FitResult:
         extra: further results of whoever started the run, such as a sample of text.
         goodput: the share of the time since the start, with earlier attempts of the same launch,
             that went into updates whose results were kept; None if the result was restored.
+        attempts: how often the launcher has started the processes.
     """
 
     losses: dict[int, float]
@@ -65,6 +66,7 @@ class FitResult:
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     updates_before: int = 0
     goodput: float | None = None
+    attempts: int = 1
 
     def __repr__(self) -> str:
         """Show how the run went; states and programs would fill pages."""
@@ -193,6 +195,7 @@ class FitResult:
             "eval_loss": self.eval_loss,
             "seconds": self.seconds,
             "goodput": self.goodput,
+            "attempts": self.attempts,
             "stopped": self.stopped,
             **self.extra,
         }

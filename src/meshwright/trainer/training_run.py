@@ -41,6 +41,7 @@ from meshwright.trainer.compiled_step import (
     refuse_deviations,
 )
 from meshwright.trainer.evaluation import Evaluator
+from meshwright.trainer.fewer_processes import fewer_processes_note
 from meshwright.trainer.fit_result import FitResult
 from meshwright.trainer.flight_record import FlightRecorder
 from meshwright.trainer.folder import make_run_folder, write_files
@@ -214,6 +215,9 @@ class TrainingRun:
             self._write_json("ledger.json", compiled.ledger.model_dump(mode="json"))
         for warning in warnings:
             tracker.event("warning", 0, warning, {})
+        if fewer := fewer_processes_note(self._plan):
+            details = {"processes": process_count(), "mesh": dict(self._plan.mesh)}
+            tracker.event("processes", self._updates_before, fewer, details)
         if self._evaluator is not None and (note := self._evaluator.samples.note()):
             tracker.event("note", 0, note, {})
 
@@ -272,7 +276,7 @@ class TrainingRun:
     def _finish(
         self, tracker: Tracker, state: TrainState, progress: Progress, seconds: float
     ) -> FitResult:
-        stop = progress.stop
+        stop, earlier = progress.stop, EarlierAttempts.from_environment()
         tracker.event(
             "stop", progress.update, stop.text, {"seconds": seconds, "reason": stop.reason.value}
         )
@@ -288,7 +292,8 @@ class TrainingRun:
             metadata=self._metadata_at(progress.update),
             run_dir=self._run_dir,
             hf_files=self._spec.output.hf_files,
-            goodput=EarlierAttempts.from_environment().goodput(own_heartbeat().useful, seconds),
+            goodput=earlier.goodput(own_heartbeat().useful, seconds),
+            attempts=earlier.count + 1,
             extra={} if stop.interrupted else self._spec.extra_results(state),
         )
 

@@ -72,6 +72,7 @@ const FACTS = [
   ["Updates", (run) => number(updatesDone(run))],
   ["Time", (run) => seconds(run.result?.seconds)],
   ["Goodput", (run) => percent(run.result?.goodput)],
+  ["Attempts", (run) => (run.result?.attempts > 1 ? number(run.result.attempts) : "")],
   ["First loss", (run) => number(run.result?.first_loss ?? curveOf(run, "train", "loss")?.points[0]?.[1])],
   ["Final loss", (run) => number(finalLoss(run))],
   ["Loss on held-out data", (run) => number(evalLoss(run))],
