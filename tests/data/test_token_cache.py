@@ -209,9 +209,9 @@ def test_skipping_goes_on_after_the_record_that_stopped_the_run(tmp_path, monkey
         if policy == "stop":
             with pytest.raises(UserError, match=r"t\.jsonl, line 2 cannot be read") as caught:
                 JsonLines(**settings).source()
-            assert caught.value.why == "`text` is a int, not text"
+            assert caught.value.why == "`text` is an int, not text"
         else:
-            with pytest.warns(UserWarning, match=r"t\.jsonl, line 2: `text` is a int"):
+            with pytest.warns(UserWarning, match=r"t\.jsonl, line 2: `text` is an int"):
                 source = JsonLines(**settings, on_corrupt="skip").source()
             assert source.num_skipped == 1
 

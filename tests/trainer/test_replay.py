@@ -14,6 +14,7 @@ from quick import quick_module
 import meshwright as mw
 from meshwright.checkpoint import read_params
 from meshwright.cli.main import main
+from meshwright.report import read_run
 
 __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
@@ -177,6 +178,12 @@ def test_the_command_line(tmp_path, monkeypatch, capfd):
     error = " ".join(capfd.readouterr().err.split())
     assert "error: the loss is inf at update 3" in error
     assert "meshwright replay " in error
+    assert "if only some samples fail, training.on_nonfinite=skip goes on without the" in error
+    assert "if all do, the parameters are the cause: go back to a checkpoint with" in error
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["updates"], result["failed"]) == (2, True)
+    assert result["stopped"] == "failed: the loss is inf at update 3"
+    assert read_run(tmp_path / "run")["failure"] == result["stopped"]
     assert main(["replay", "run/incidents/000003", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["loss_bit_equal"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,14 @@ from meshwright.step.state import TrainState
 from meshwright.trainer.callbacks import Callback, EarlyStopping
 from meshwright.trainer.fewer_processes import plan_for_those_left
 from meshwright.trainer.fit_result import FitResult
+from meshwright.trainer.folder import claimed_folder
 from meshwright.trainer.initial import find_initial, remembered_files
 from meshwright.trainer.not_finite import NonfinitePolicy
 from meshwright.trainer.resume import ResumePoint, find_resume_point
 from meshwright.trainer.run_spec import EvaluationSpec, LoadingSpec, OutputSpec, RunSpec
 from meshwright.trainer.schedule_warnings import schedule_warnings
 from meshwright.trainer.training_run import TrainingRun
+from meshwright.units import a_type
 from meshwright.weights.hf_folder import TOKENIZER, open_folder
 from meshwright.weights.kept import HF_FOLDER, end_tokens, keep_files
 from meshwright.weights.resolve import without_tokenizer
@@ -48,9 +51,24 @@ def run(request: Request) -> int:
     """Train, and print a summary."""
     if request.arguments.has("--distributed"):
         _check_distributed()
+    with _run_folder(request) as folder:
+        return _train(request, folder)
+
+
+@contextmanager
+def _run_folder(request: Request) -> Generator[Path]:
+    """Yield the run folder; one that is named by the time alone is new."""
     # A run that its launcher starts again goes on in its folder, whose name may contain the time.
-    chosen = EarlierAttempts.from_environment().folder or request.composed.run_dir
-    folder = Path(broadcast(str(chosen.absolute())))
+    earlier, composed = EarlierAttempts.from_environment().folder, request.composed
+    folder = Path(broadcast(str((earlier or composed.run_dir).absolute())))
+    if earlier is not None or "${now:" not in str(composed.hydra["run"]["dir"]):
+        yield folder
+        return
+    with claimed_folder(folder) as claimed:
+        yield claimed
+
+
+def _train(request: Request, folder: Path) -> int:
     point = find_resume_point(request.config.resume, folder)
     config = _keep_batch(request.config, point)
     plan = plan_for_those_left(
@@ -236,7 +254,7 @@ def _make_callback(name: str) -> Callback:
         return callback
     raise UserError(
         f"{setting} is no callback",
-        why=f"it gives a {type(callback).__name__}",
+        why=f"it gives {a_type(callback)}",
         fix="name a class that extends mw.Callback and takes no arguments",
     )
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from meshwright.errors import EnvironmentProblem, MeshwrightError, UserError
-from meshwright.processes.ports import EVERYWHERE, Address, listen, resolve
+from meshwright.processes.ports import EVERYWHERE, Address, check_own_name, listen, resolve
 
 MAX_MESSAGE = 4096
 """Bytes; whoever sends more is not one of our processes."""
@@ -123,6 +123,7 @@ def _host(
     me: Member, meeting: Meeting, choose: Callable[[list[int]], list[int]]
 ) -> tuple[socket.socket | None, list[int]]:
     """Collect the others, and tell them who takes part."""
+    check_own_name(meeting.address)
     listener, kept = listen(meeting.address, meeting.interface)
     try:
         with listener:

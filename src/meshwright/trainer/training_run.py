@@ -19,7 +19,8 @@ from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, 
 from meshwright.checkpoint.damage import DamagedCheckpoint
 from meshwright.code_digests import own_code, users_code
 from meshwright.data.streams import IterableData
-from meshwright.errors import ANY, Setting, UserError, first_line
+from meshwright.data.token_cache import take_origins
+from meshwright.errors import ANY, NotFinite, Setting, UserError, first_line
 from meshwright.handshake import Facts, compare_processes, describe_own_devices
 from meshwright.heartbeat import Doing, own_heartbeat
 from meshwright.interrupt import Interrupt, Phase
@@ -42,7 +43,7 @@ from meshwright.trainer.compiled_step import (
 )
 from meshwright.trainer.evaluation import Evaluator
 from meshwright.trainer.fewer_processes import fewer_processes_note
-from meshwright.trainer.fit_result import FitResult
+from meshwright.trainer.fit_result import FitResult, summarize
 from meshwright.trainer.flight_record import FlightRecorder
 from meshwright.trainer.folder import make_run_folder, write_files
 from meshwright.trainer.limits import Limits
@@ -151,10 +152,26 @@ class TrainingRun:
             checkpointer.abandon()
             reason = first_line(error)
             tracker.event("stop", progress.update, f"failed: {reason}", {"failed": True})
+            if isinstance(error, NotFinite):
+                summary = self._failed_summary(progress, reason, time.perf_counter() - started)
             raise
         finally:
             tracker.close(summary)
         return result
+
+    def _failed_summary(self, progress: Progress, reason: str, seconds: float) -> dict[str, Any]:
+        """Return the content of result.json for a run that another attempt would not save."""
+        earlier = EarlierAttempts.from_environment()
+        return {
+            **summarize(progress.losses, progress.eval),
+            "updates": progress.update,
+            "skipped": progress.skipped - self._skipped_before,
+            "seconds": seconds,
+            "goodput": earlier.goodput(own_heartbeat().useful, seconds),
+            "attempts": earlier.count + 1,
+            "stopped": f"failed: {reason}",
+            "failed": True,
+        }
 
     def _compiled_step(self) -> CompiledStep:
         spec = self._spec
@@ -215,6 +232,8 @@ class TrainingRun:
             self._write_json("ledger.json", compiled.ledger.model_dump(mode="json"))
         for warning in warnings:
             tracker.event("warning", 0, warning, {})
+        for origin in take_origins():
+            tracker.event("note", 0, origin, {})
         if fewer := fewer_processes_note(self._plan):
             details = {"processes": process_count(), "mesh": dict(self._plan.mesh)}
             tracker.event("processes", self._updates_before, fewer, details)
@@ -294,6 +313,7 @@ class TrainingRun:
             hf_files=self._spec.output.hf_files,
             goodput=earlier.goodput(own_heartbeat().useful, seconds),
             attempts=earlier.count + 1,
+            skipped=progress.skipped - self._skipped_before,
             extra={} if stop.interrupted else self._spec.extra_results(state),
         )
 
@@ -468,6 +488,10 @@ class TrainingRun:
     @property
     def _updates_before(self) -> int:
         return self._spec.updates_done if self._point is None else self._point.update
+
+    @property
+    def _skipped_before(self) -> int:
+        return 0 if self._point is None else self._point.metadata.skipped
 
     @cached_property
     def _form(self) -> CanonicalForm:

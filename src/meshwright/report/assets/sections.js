@@ -35,7 +35,7 @@ function updatesDone(run) {
 }
 
 function status(run) {
-  if (!run.result && run.failure) return { text: run.failure, style: "bad" };
+  if ((!run.result || run.result.failed) && run.failure) return { text: run.failure, style: "bad" };
   if (!run.result) return { text: "no result yet: still running, or interrupted", style: "open" };
   return { text: run.result.stopped ? `finished: ${run.result.stopped}` : "finished", style: "done" };
 }
