@@ -86,7 +86,7 @@ class FitResult:
         ended = (
             f"trained {counted(new, 'update') if new else 'nothing'}"
             f"{f' ({done} in all)' if self.updates_before else ''}{samples}"
-            f"{f', skipped {self.skipped} that were not finite,' if self.skipped else ''} on "
+            f"{f' and skipped {self.skipped}' if self.skipped else ''} on "
             f"{counted(plan.num_devices, 'device')} in {self.seconds:.0f} s: {self.stopped}"
         )
         losses = [f"{loss:.4f}" for loss in self.losses.values()]
