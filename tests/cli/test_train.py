@@ -328,12 +328,13 @@ def test_names_in_the_users_own_files_are_suggested(run, name, hint):
     assert hint in " ".join(err.split())
 
 
+@pytest.mark.full
 def test_it_says_where_tokens_come_from(run, tmp_path):
     (tmp_path / "own.txt").write_text("a few words\n" * 400)
     own = ("data.path=own.txt", f"data.cache_dir={tmp_path / 'kept'}", "training.steps=0")
     for said in (
-        "note: tokenized 1 documents of own.txt, 4,8",
-        " tokens of own.txt from the cache: ",
+        "note: tokenized 1 document of data.path=own.txt, 4,801 tokens, into ",
+        "note: 4,801 tokens of data.path=own.txt from the cache: ",
     ):
         code, _, err = run(*own)
         assert code == 0, err

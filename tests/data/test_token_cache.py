@@ -19,6 +19,7 @@ from meshwright.data.jsonl import JsonLines
 from meshwright.data.long_texts import pieces
 from meshwright.data.parquet import ParquetRows
 from meshwright.data.text import text_source
+from meshwright.data.token_cache import take_origins
 from meshwright.data.token_rows import StreamRows
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
@@ -317,3 +318,19 @@ def mapped_bytes():
     """Return how much of mapped files is in this process's memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile"))
+
+
+def test_where_tokens_come_from_is_told_once(tmp_path):
+    (tmp_path / "own.txt").write_text("a few words\n" * 400)
+    settings = {
+        "sequence_length": 16,
+        "path": str(tmp_path / "own.txt"),
+        "cache_dir": str(tmp_path),
+    }
+    take_origins()
+    for said in ("own.txt, 4,801 tokens, into ", "own.txt from the cache: "):
+        text_source(**settings)
+        (line,) = take_origins()
+        assert said in line
+        assert str(tmp_path) in line
+    assert not take_origins()

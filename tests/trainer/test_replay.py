@@ -15,6 +15,8 @@ import meshwright as mw
 from meshwright.checkpoint import read_params
 from meshwright.cli.main import main
 from meshwright.report import read_run
+from meshwright.trainer.replay import Replay
+from meshwright.trainer.responsible import Responsible
 
 __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
@@ -191,3 +193,15 @@ def test_the_command_line(tmp_path, monkeypatch, capfd):
     assert found["samples"] == {"samples": [5], "finite_without": True}
     assert main(["replay"]) == 2
     sys.modules.pop("ownparts", None)
+
+
+def test_an_update_that_fails_with_every_sample_is_blamed_on_the_parameters(tmp_path):
+    def told(samples: tuple[int, ...], finite_without: bool | None) -> str:
+        responsible = Responsible(samples, finite_without)
+        numbers = ("nan", "nan")
+        facts = (numbers, numbers, True, True, "1 device", (), None, responsible, True)
+        return str(Replay(tmp_path, 3, 2, *facts))
+
+    advice = "leaving out the batch would not help: the parameters are the cause: go back to a"
+    assert advice in told((0, 1, 2), None)
+    assert advice not in told((1,), True)

@@ -175,7 +175,8 @@ def _cached(corpus: Corpus, cache_dir: str | None) -> Entry:
 
 def _origin(name: str, entry: Entry, *, written: bool) -> str:
     """Return where tokens come from."""
-    documents = f"{entry.lengths['boundaries'] - 1:,} documents"
+    count = entry.lengths["boundaries"] - 1
+    documents = f"{count:,} document{'s' * (count != 1)}"
     tokens = f"{entry.lengths['tokens']:,} tokens"
     if written:
         return f"tokenized {documents} of {name}, {tokens}, into {entry.folder}"
