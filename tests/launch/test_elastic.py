@@ -263,6 +263,7 @@ def test_training_goes_on_with_the_same_losses(tmp_path, expected, full, setting
 SCRIPT = """
 import os, sys
 import numpy as np
+import optax
 from flax import nnx
 import meshwright as mw
 from meshwright.distributed import setup_multinode
@@ -284,7 +285,11 @@ data = {
     "y": numbers.normal(size=(64, 2)).astype("float32"),
 }
 trainer = mw.Trainer(
-    nnx.Linear(4, 2, rngs=nnx.Rngs(0)), loss, "sgd", 0.1, mesh=sys.argv[1], log_every=1
+    model=lambda rngs: nnx.Linear(4, 2, rngs=rngs),
+    loss=loss,
+    optimizer=optax.sgd(0.1),
+    mesh=sys.argv[1],
+    log_every=1,
 )
 result = trainer.fit(data, batch_size=8, steps=4, callbacks=[Gone()])
 print(result.assembled.plan.mesh, [f"{x:.5f}" for x in result.losses.values()])
