@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.units import counted
+from meshwright.units import a_type, counted
 
 
 @pytest.mark.parametrize(
@@ -16,3 +16,13 @@ from meshwright.units import counted
 )
 def test_a_count_and_its_noun(count, words, text):
     assert counted(count, *words) == text
+
+
+def test_types_have_their_article():
+    assert [a_type(value) for value in (1, "x", [], None, b"")] == [
+        "an int",
+        "a str",
+        "a list",
+        "a NoneType",
+        "a bytes",
+    ]

@@ -1,4 +1,4 @@
-"""What a restarted process knows of the attempts before it, from its launcher."""
+"""What a process knows from its launcher: the attempts before it, and how many may be left."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 
 EARLIER_ATTEMPTS = "MESHWRIGHT_EARLIER_ATTEMPTS"
 """The environment variable with the earlier attempts, as JSON."""
+PROCESS_RANGE = "MESHWRIGHT_PROCESS_RANGE"
+"""The environment variable with the numbers of processes that a run may have, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -53,3 +55,56 @@ class EarlierAttempts:
         """
         wall = seconds if self.started is None else time.time() - self.started
         return min((self.useful + useful) / max(wall, 1e-9), 1.0)
+
+
+@dataclass(frozen=True)
+class ProcessRange:
+    """The numbers of processes that a run may have: it goes on if some do not come back.
+
+    Attributes:
+        full: the processes if all are there.
+        least: the fewest to go on with.
+        step: how many are lost together: the processes of a machine, or 1.
+    """
+
+    full: int
+    least: int
+    step: int = 1
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> ProcessRange | None:
+        """Return what the launcher says; None if all processes have to be there."""
+        text = (os.environ if environ is None else environ).get(PROCESS_RANGE, "")
+        return cls(**json.loads(text)) if text else None
+
+    def to_environment(self) -> dict[str, str]:
+        """Return the environment variable for processes."""
+        return {PROCESS_RANGE: json.dumps(asdict(self))}
+
+    @property
+    def counts(self) -> range:
+        """The numbers of processes, the largest first."""
+        return range(self.full, self.least - 1, -self.step)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a run can go on with a number of processes.
+
+    Attributes:
+        mesh: the mesh it would have; empty if there is none.
+        problem: why there is none.
+    """
+
+    mesh: str = ""
+    problem: str = ""
+
+
+def fits_to_json(fits: Mapping[int, Fit]) -> str:
+    """Return what is known of numbers of processes as text, for the launcher."""
+    return json.dumps({str(count): asdict(fit) for count, fit in fits.items()})
+
+
+def fits_from_json(text: str) -> dict[int, Fit]:
+    """Return what the processes said, by their number; nothing for an empty text."""
+    return {int(count): Fit(**fit) for count, fit in json.loads(text or "{}").items()}

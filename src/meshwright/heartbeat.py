@@ -129,6 +129,11 @@ def folder_file(heartbeat: Path) -> Path:
     return heartbeat.with_suffix(".folder")
 
 
+def meshes_file(heartbeat: Path) -> Path:
+    """Return the file with the meshes for fewer processes, of the process with this heartbeat."""
+    return heartbeat.with_suffix(".meshes")
+
+
 class Heartbeat:
     """Writes the heartbeat of this process, from the thread that trains.
 
@@ -171,6 +176,11 @@ class Heartbeat:
         """Tell the launcher the run folder."""
         if self._file is not None:
             folder_file(self._file).write_text(str(folder), encoding="utf-8")
+
+    def tell_meshes(self, text: str) -> None:
+        """Tell the launcher on which meshes fewer processes would go on."""
+        if self._file is not None:
+            meshes_file(self._file).write_text(text, encoding="utf-8")
 
     def start_from(self, update: int) -> None:
         """Say after which update training begins."""

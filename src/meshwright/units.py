@@ -36,6 +36,12 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
+def a_type(value: object) -> str:
+    """Return the type of a value with its article: ``an int``, ``a list``."""
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
+
+
 def either(numbers: Iterable[int]) -> str:
     """Return numbers to choose from: ``4 or 8``."""
     return " or ".join(map(str, numbers))

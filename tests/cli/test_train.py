@@ -3,6 +3,8 @@
 import json
 import logging
 import sys
+from datetime import datetime, timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -294,3 +296,47 @@ def test_a_saved_config_runs_again(run, tmp_path):
     assert json.loads(second)["final_loss"] == json.loads(first)["final_loss"]
     saved = [tmp_path / folder / "config.yaml" for folder in ("run", "again")]
     assert saved[0].read_text() == saved[1].read_text()
+
+
+def test_a_run_of_the_same_second_gets_a_folder_of_its_own(run, tmp_path):
+    now = datetime.now()
+    for second in range(120):
+        at = now + timedelta(seconds=second)
+        (tmp_path / f"outputs/meshwright/{at:%Y-%m-%d/%H-%M-%S}").mkdir(parents=True)
+    code, out, err = run("model=mlp", "model.widths=[784,4,10]")
+    assert code == 0, err
+    folder = Path(out.partition("run folder: ")[2].splitlines()[0])
+    assert folder.name.endswith("-2")
+    assert (folder / "result.json").is_file()
+
+
+def test_a_mistake_leaves_no_folder_behind(run, tmp_path):
+    assert run("model.kind=own_train:Net", "task.kind=own_train:Nothing")[0] == 2
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("own_train:Nte", "`model.kind=own_train:Nte`: did you mean `Net`?"),
+        ("own_trian:Net", "`model.kind=own_trian:Net`: did you mean `own_train`?"),
+    ],
+)
+def test_names_in_the_users_own_files_are_suggested(run, name, hint):
+    code, _, err = run(f"model.kind={name}", "task.kind=own_train:loss")
+    assert code == 2
+    assert hint in " ".join(err.split())
+
+
+@pytest.mark.full
+def test_it_says_where_tokens_come_from(run, tmp_path):
+    (tmp_path / "own.txt").write_text("a few words\n" * 400)
+    own = ("data.path=own.txt", f"data.cache_dir={tmp_path / 'kept'}", "training.steps=0")
+    for said in (
+        "note: tokenized 1 document of data.path=own.txt, 4,801 tokens, into ",
+        "note: 4,801 tokens of data.path=own.txt from the cache: ",
+    ):
+        code, _, err = run(*own)
+        assert code == 0, err
+        assert said in " ".join(err.split())
+        assert str(tmp_path / "kept") in err

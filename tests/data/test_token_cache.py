@@ -19,6 +19,7 @@ from meshwright.data.jsonl import JsonLines
 from meshwright.data.long_texts import pieces
 from meshwright.data.parquet import ParquetRows
 from meshwright.data.text import text_source
+from meshwright.data.token_cache import take_origins
 from meshwright.data.token_rows import StreamRows
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
@@ -209,9 +210,9 @@ def test_skipping_goes_on_after_the_record_that_stopped_the_run(tmp_path, monkey
         if policy == "stop":
             with pytest.raises(UserError, match=r"t\.jsonl, line 2 cannot be read") as caught:
                 JsonLines(**settings).source()
-            assert caught.value.why == "`text` is a int, not text"
+            assert caught.value.why == "`text` is an int, not text"
         else:
-            with pytest.warns(UserWarning, match=r"t\.jsonl, line 2: `text` is a int"):
+            with pytest.warns(UserWarning, match=r"t\.jsonl, line 2: `text` is an int"):
                 source = JsonLines(**settings, on_corrupt="skip").source()
             assert source.num_skipped == 1
 
@@ -317,3 +318,19 @@ def mapped_bytes():
     """Return how much of mapped files is in this process's memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile"))
+
+
+def test_where_tokens_come_from_is_told_once(tmp_path):
+    (tmp_path / "own.txt").write_text("a few words\n" * 400)
+    settings = {
+        "sequence_length": 16,
+        "path": str(tmp_path / "own.txt"),
+        "cache_dir": str(tmp_path),
+    }
+    take_origins()
+    for said in ("own.txt, 4,801 tokens, into ", "own.txt from the cache: "):
+        text_source(**settings)
+        (line,) = take_origins()
+        assert said in line
+        assert str(tmp_path) in line
+    assert not take_origins()

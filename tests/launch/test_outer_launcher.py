@@ -39,7 +39,6 @@ def launch(monkeypatch, capfd):
         {"MASTER_ADDR": "10.0.0.1", "RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"},
         {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "4"},
         {"WORLD_SIZE": "2"},
-        {"RANK": "1"},
         {"MASTER_ADDR": "node7.example.org"},
         {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"},
         {"SLURM_PROCID": "3"},
@@ -90,3 +89,16 @@ def test_the_module_refuses_as_well():
     )
     assert done.returncode == 2
     assert "MASTER_ADDR=10.0.0.1 RANK=2 WORLD_SIZE=4" in done.stderr
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("words", [["launch", "--nprocs=2", "doctor"], ["doctor"], ["train"]])
+def test_a_rank_alone_is_refused_the_same_way_everywhere(monkeypatch, capfd, rank, words):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(words) == 2
+    assert capfd.readouterr().err.splitlines()[:3] == [
+        f"error: RANK={rank} tells of other processes, and WORLD_SIZE is not set",
+        "  without joining them, each process would train a model of its own",
+        "  export WORLD_SIZE=… in each process, or run `unset RANK` to train in this process alone",
+    ]

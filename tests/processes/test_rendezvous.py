@@ -12,7 +12,7 @@ from real_processes import free_port
 
 from meshwright.errors import EnvironmentProblem, MeshwrightError, UserError
 from meshwright.processes.ports import Address
-from meshwright.processes.rendezvous import Meeting, Member, meet
+from meshwright.processes.rendezvous import Meeting, Member, call_roll, meet
 
 
 def attend(port: int, member: Member, seconds: float = 1.0, notices=None) -> str:
@@ -136,3 +136,54 @@ def test_a_port_that_is_taken_names_its_holder():
             meet(Member(0, 2), Meeting(Address("127.0.0.1", port), 1.0, "127.0.0.1"))
     assert f"process {Member(0, 2).pid} listens there: " in caught.value.why
     assert sys.executable in caught.value.why
+
+
+def test_process_0_notices_at_once_that_its_name_is_wrong(monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"host name `no\.invalid` of process 0 cannot be resolved"):
+        meet(Member(0, 2), Meeting(Address("no.invalid", 29500), 300.0))
+    assert time.monotonic() - began < 20
+
+
+def call(port: int, number: int, **more) -> list[int] | str:
+    """Take part in the roll call of four machines; number 0 chooses all that have come."""
+    meeting = Meeting(Address("127.0.0.1", port), 1.0, "127.0.0.1", noun="machine", least=2, **more)
+    try:
+        return call_roll(Member(number, 4, pid=number), meeting, lambda joined: joined)
+    except MeshwrightError as error:
+        return str(error)
+
+
+def roll_call(numbers: tuple[int, ...], **more) -> list[list[int] | str]:
+    port = free_port()
+    with ThreadPoolExecutor(4) as threads:
+        waiting = [threads.submit(call, port, number, **more) for number in numbers]
+        return [each.result(30) for each in waiting]
+
+
+def test_a_roll_call_ends_without_those_that_do_not_come():
+    assert roll_call((0, 3)) == [[0, 3]] * 2
+
+
+def test_a_roll_call_waits_for_those_that_are_expected_only():
+    began = time.monotonic()
+    assert roll_call((1, 0), expected=frozenset({0, 1})) == [[0, 1]] * 2
+    assert time.monotonic() - began < 0.9
+
+
+def test_a_roll_call_of_too_few_says_who_is_missing():
+    (text,) = roll_call((0,))
+    assert isinstance(text, str)
+    assert text.startswith(
+        "1 of 4 machines joined, missing machines 1, 2, 3 after 1 s, and at least 2 are needed"
+    )
+
+
+def test_a_machine_that_comes_late_does_not_disturb_processes_that_meet():
+    port = free_port()
+    with ThreadPoolExecutor(3) as threads:
+        late = threads.submit(call, port, 1)
+        members = [threads.submit(attend, port, Member(n, 2, pid=n), 5.0) for n in (0, 1)]
+        assert [each.result(30) for each in members] == ["", ""]
+        assert "machine 1 of 4 cannot join machine 0" in str(late.result(30))

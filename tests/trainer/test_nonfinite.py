@@ -105,6 +105,7 @@ def test_a_skipped_update_leaves_no_trace(tmp_path):
     clean = fit(without(5, 6, 10), steps=STEPS - 3, on_nonfinite="skip")
     assert list(skipped.losses.values()) == list(clean.losses.values())
     assert list(skipped.losses) == [1, 2, 3, 4, 5, 8, 9, 10, 12]
+    assert str(skipped).startswith(f"trained {STEPS - 3} updates of 8 samples and skipped 3 on ")
     assert same(skipped, clean)
     assert [(e["update"], e["action"], e["batch"]) for e in incidents(tmp_path / "a")] == [
         (6, "skip", 5),
@@ -133,6 +134,8 @@ def test_too_many_skipped_in_a_row_stop_the_run(tmp_path):
     with pytest.raises(mw.UserError, match="the loss is nan at update 8") as caught:
         fit(spoiled(4, 5, 6, 7, 8), tmp_path, on_nonfinite="skip", max_skipped=3)
     assert "the 3 updates before it were skipped" in caught.value.why
+    # The first three are recorded, and the one that stops the run is not.
+    assert f'mw.replay("{tmp_path / "incidents" / "000007"}"' in caught.value.fix
     assert caught.value.exit_code == 4
     # The last good state, with the updates that were skipped.
     assert CheckpointReader(tmp_path / "checkpoints").latest() == 7

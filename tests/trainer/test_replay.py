@@ -14,6 +14,9 @@ from quick import quick_module
 import meshwright as mw
 from meshwright.checkpoint import read_params
 from meshwright.cli.main import main
+from meshwright.report import read_run
+from meshwright.trainer.replay import Replay
+from meshwright.trainer.responsible import Responsible
 
 __all__ = ["quick_module"]
 pytestmark = pytest.mark.usefixtures("quick_module")
@@ -177,6 +180,12 @@ def test_the_command_line(tmp_path, monkeypatch, capfd):
     error = " ".join(capfd.readouterr().err.split())
     assert "error: the loss is inf at update 3" in error
     assert "meshwright replay " in error
+    assert "if only some samples fail, training.on_nonfinite=skip goes on without the" in error
+    assert "if all do, the parameters are the cause: go back to a checkpoint with" in error
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["updates"], result["failed"]) == (2, True)
+    assert result["stopped"] == "failed: the loss is inf at update 3"
+    assert read_run(tmp_path / "run")["failure"] == result["stopped"]
     assert main(["replay", "run/incidents/000003", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["loss_bit_equal"]
@@ -184,3 +193,15 @@ def test_the_command_line(tmp_path, monkeypatch, capfd):
     assert found["samples"] == {"samples": [5], "finite_without": True}
     assert main(["replay"]) == 2
     sys.modules.pop("ownparts", None)
+
+
+def test_an_update_that_fails_with_every_sample_is_blamed_on_the_parameters(tmp_path):
+    def told(samples: tuple[int, ...], finite_without: bool | None) -> str:
+        responsible = Responsible(samples, finite_without)
+        numbers = ("nan", "nan")
+        facts = (numbers, numbers, True, True, "1 device", (), None, responsible, True)
+        return str(Replay(tmp_path, 3, 2, *facts))
+
+    advice = "leaving out the batch would not help: the parameters are the cause: go back to a"
+    assert advice in told((0, 1, 2), None)
+    assert advice not in told((1,), True)

@@ -153,7 +153,22 @@ def _kernels(assembled: Assembled) -> Iterator[RenderableType]:
     if lines:
         yield Text("kernels")
         yield from (Indented(line, 4, first=2) for line in lines)
-        yield Text()
+    else:
+        yield Text(f"kernels: {_why_no_kernels(assembled)}")
+    yield Text()
+
+
+def _why_no_kernels(assembled: Assembled) -> str:
+    """Return why no part of the model is evaluated by a kernel."""
+    choice, platform = assembled.plan.kernels, assembled.mesh.devices.flat[0].platform
+    if choice == "none":
+        return "off (kernels=none)"
+    if choice == "auto" and platform != "gpu":
+        return (
+            f"none on {platform.upper()}s (kernels=auto); kernels=xla evaluates the same parts by "
+            "forms for any device"
+        )
+    return f"no part of the model is one that a kernel evaluates (kernels={choice})"
 
 
 def _timeline(plan: Plan) -> Timeline:

@@ -77,7 +77,7 @@ def picture(profile: Profile) -> RenderableType:
     parts: list[RenderableType] = [
         Text.assemble(
             (f"{1000 * profile.seconds_per_update:,.1f} ms per update", "bold"),
-            f", mean of {profile.updates} on {len(profile.devices)} devices",
+            f", mean of {profile.updates} on {counted(len(profile.devices), 'device')}",
         ),
         _shares(profile),
     ]

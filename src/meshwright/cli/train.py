@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import jax
 import yaml
 from rich.text import Text
 
-from meshwright.attempts import EarlierAttempts
+from meshwright.attempts import EarlierAttempts, ProcessRange
 from meshwright.cli.invocation import invoked_as
 from meshwright.cli.request import Request
 from meshwright.cli.sample import generate_sample
@@ -32,13 +33,16 @@ from meshwright.recipe import Recipe, make_recipe
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.trainer.callbacks import Callback, EarlyStopping
+from meshwright.trainer.fewer_processes import plan_for_those_left
 from meshwright.trainer.fit_result import FitResult
+from meshwright.trainer.folder import claimed_folder
 from meshwright.trainer.initial import find_initial, remembered_files
 from meshwright.trainer.not_finite import NonfinitePolicy
 from meshwright.trainer.resume import ResumePoint, find_resume_point
 from meshwright.trainer.run_spec import EvaluationSpec, LoadingSpec, OutputSpec, RunSpec
 from meshwright.trainer.schedule_warnings import schedule_warnings
 from meshwright.trainer.training_run import TrainingRun
+from meshwright.units import a_type
 from meshwright.weights.hf_folder import TOKENIZER, open_folder
 from meshwright.weights.kept import HF_FOLDER, end_tokens, keep_files
 from meshwright.weights.resolve import without_tokenizer
@@ -48,12 +52,31 @@ def run(request: Request) -> int:
     """Train, and print a summary."""
     if request.arguments.has("--distributed"):
         _check_distributed()
+    with _run_folder(request) as folder:
+        return _train(request, folder)
+
+
+@contextmanager
+def _run_folder(request: Request) -> Generator[Path]:
+    """Yield the run folder; one that is named by the time alone is new."""
     # A run that its launcher starts again goes on in its folder, whose name may contain the time.
-    chosen = EarlierAttempts.from_environment().folder or request.composed.run_dir
-    folder = Path(broadcast(str(chosen.absolute())))
+    earlier, composed = EarlierAttempts.from_environment().folder, request.composed
+    folder = Path(broadcast(str((earlier or composed.run_dir).absolute())))
+    if earlier is not None or "${now:" not in str(composed.hydra["run"]["dir"]):
+        yield folder
+        return
+    with claimed_folder(folder) as claimed:
+        yield claimed
+
+
+def _train(request: Request, folder: Path) -> int:
     point = find_resume_point(request.config.resume, folder)
     config = _keep_batch(request.config, point)
-    plan = make_plan(config, jax.device_count())
+    plan = plan_for_those_left(
+        partial(make_plan, config),
+        jax.device_count(),
+        keep_micro=config.training.micro_batch_size is not None,
+    )
     recipe = make_recipe(_with_tokenizer(config, point, folder), plan.batch.global_batch_size)
     # Mistakes in the model, the task or the data show here, before a file is written.
     example = recipe.example_batch(plan.batch.global_batch_size)
@@ -117,7 +140,7 @@ def run(request: Request) -> int:
 
 
 def _check_distributed() -> None:
-    if process_count() == 1:
+    if process_count() == 1 and ProcessRange.from_environment() is None:
         raise UserError(
             "--distributed: this process would train alone",
             why="the environment names no other processes",
@@ -235,7 +258,7 @@ def _make_callback(name: str) -> Callback:
         return callback
     raise UserError(
         f"{setting} is no callback",
-        why=f"it gives a {type(callback).__name__}",
+        why=f"it gives {a_type(callback)}",
         fix="name a class that extends mw.Callback and takes no arguments",
     )
 

@@ -9,6 +9,7 @@ import os
 import sys
 import typing
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -165,6 +166,7 @@ def import_named(setting: str, name: str) -> Builder:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     module_name, _, attribute = name.partition(":")
+    builder: Any = None
     try:
         builder = importlib.import_module(module_name)
         count_as_users(builder)
@@ -172,11 +174,21 @@ def import_named(setting: str, name: str) -> Builder:
             builder = getattr(builder, part)
     except Exception as error:
         # The user's module may raise anything while it is imported.
+        hint = _nearest_name(module_name, attribute, builder)
         raise UserError(
-            f"cannot load `{setting}`",
+            f"cannot load `{setting}`" + (f": {hint}" if hint else ""),
             why=typed_line(error),
             fix="write package.module:Name, importable from this directory",
         ) from error
     if not callable(builder):
         raise UserError(f"`{setting}` is not a class or function", why=f"it is {shorten(builder)}")
     return builder
+
+
+def _nearest_name(module: str, attribute: str, found: Any) -> str:
+    """Suggest a name of the user's module, or a module of the working directory, if one is near."""
+    if found is None:
+        return did_you_mean(module, [path.stem for path in Path.cwd().glob("*.py")])
+    wrong = next((part for part in attribute.split(".") if not hasattr(found, part)), attribute)
+    known = [each for each, value in vars(found).items() if callable(value) and each[0] != "_"]
+    return did_you_mean(wrong, known)

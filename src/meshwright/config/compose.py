@@ -22,6 +22,7 @@ from meshwright.config.synonyms import expand_shorthands
 from meshwright.errors import UserError, did_you_mean, first_line
 from meshwright.masking import hidden_names, mask_tree
 from meshwright.mesh.axes import resolve_alias
+from meshwright.units import a_type
 
 _KIND_SECTIONS = tuple(
     name
@@ -149,7 +150,7 @@ def _read_saved(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(
             f"--config {file} is not a config",
-            why=f"it holds a {type(values).__name__}",
+            why=f"it holds {a_type(values)}",
             fix="name the config.yaml of a run folder",
         )
     return {str(key): value for key, value in values.items()}

@@ -156,7 +156,9 @@ def _refuse_incomplete(
     told = [
         one
         for one in found
-        if one.numbers.get("world_size", 1) > 1 or (one.engine is JAX and one.variables)
+        if one.numbers.get("world_size", 1) > 1
+        or (one.engine is JAX and one.variables)
+        or (one.engine is ENVIRONMENT and "rank" in one.numbers)
     ]
     missing = [key for key in ("world_size", "rank") if key not in settings and key not in known]
     if not told or not missing or settings.get("world_size") == 1:

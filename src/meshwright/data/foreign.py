@@ -21,6 +21,7 @@ from meshwright.data.source_data import SourceData
 from meshwright.data.stack import stack_samples
 from meshwright.data.streams import READ_AGAIN, IterableData
 from meshwright.errors import UserError
+from meshwright.units import a_type
 
 
 def read_foreign(given: Any, seed: int, expected: Expected, *, samples: bool) -> Data | None:
@@ -222,7 +223,7 @@ def _several_splits(given: Mapping[Any, Any]) -> UserError:
     names = list(map(str, given))
     chosen = "train" if "train" in names else names[0]
     return UserError(
-        f"the data are a {type(given).__name__} of several splits",
+        f"the data are {a_type(given)} of several splits",
         why=f"it has {', '.join(names)}",
         fix=f'choose one: data["{chosen}"]',
     )

@@ -19,6 +19,7 @@ from meshwright.data.protocols import Source
 from meshwright.data.token_cache import Corpus, nothing
 from meshwright.data.tokenizer import check_vocabulary, load_tokenizer, token_dtype
 from meshwright.errors import Setting, UserError
+from meshwright.units import a_type
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def _arrays(records: RecordFiles, files: Sequence[Path]) -> Source:
 
 def _field(record: Any, name: str) -> Any:
     if not isinstance(record, dict):
-        raise ValueError(f"it is a {type(record).__name__}, not an object with fields")
+        raise ValueError(f"it is {a_type(record)}, not an object with fields")
     if record.get(name) is None:
         raise ValueError(f"it has no `{name}`, but {', '.join(map(str, record)) or 'nothing'}")
     return record[name]
@@ -208,7 +209,7 @@ def _field(record: Any, name: str) -> Any:
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"`{name}` is a {type(value).__name__}, not text")
+        raise ValueError(f"`{name}` is {a_type(value)}, not text")
     try:
         value.encode()
     except UnicodeEncodeError as error:

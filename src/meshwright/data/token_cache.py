@@ -29,6 +29,8 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.user_cache import user_cache
 
+_origins: dict[str, None] = {}
+"""What there is to tell about tokens, until a run tells it."""
 NOTE_SECONDS = 5.0
 """How often a writer notes how far it is, for another process to go on from there."""
 
@@ -142,7 +144,11 @@ def _cached(corpus: Corpus, cache_dir: str | None) -> Entry:
     with activity(f"looking for changes in {corpus.name}") as tell:
         name = corpus.key(digests(corpus.files, root / "files", tell))
 
+    written = False
+
     def write(entry: PartialEntry, progress: Progress) -> dict[str, Any]:
+        nonlocal written
+        written = True
         facts = corpus.write(entry, progress)
         for file, known in zip(corpus.files, before, strict=True):
             if stamp(file) != known:
@@ -152,7 +158,9 @@ def _cached(corpus: Corpus, cache_dir: str | None) -> Entry:
     dtypes = {"tokens": corpus.dtype, "boundaries": np.int64}
     job = Job(f"tokenizing {corpus.name}", dtypes, write)
     try:
-        return build_once(root / name, job)
+        entry = build_once(root / name, job)
+        _origins[_origin(corpus.name, entry, written=written)] = None
+        return entry
     except OSError as error:
         why = error.strerror or str(error)
         if cache_dir is not None:
@@ -163,6 +171,23 @@ def _cached(corpus: Corpus, cache_dir: str | None) -> Entry:
             ) from error
         _warn_unwritable(str(root), why)
         return build_once(_temporary_folder() / name, job)
+
+
+def _origin(name: str, entry: Entry, *, written: bool) -> str:
+    """Return where tokens come from."""
+    count = entry.lengths["boundaries"] - 1
+    documents = f"{count:,} document{'s' * (count != 1)}"
+    tokens = f"{entry.lengths['tokens']:,} tokens"
+    if written:
+        return f"tokenized {documents} of {name}, {tokens}, into {entry.folder}"
+    return f"{tokens} of {name} from the cache: {entry.folder}"
+
+
+def take_origins() -> list[str]:
+    """Return where the tokens come from that were read since the last call, a line for each."""
+    taken = list(_origins)
+    _origins.clear()
+    return taken
 
 
 def _packed(entry: Entry, row_length: int, name: str) -> PackingIndex:

@@ -22,6 +22,7 @@ from meshwright.data.streams import IterableData
 from meshwright.errors import UserError
 from meshwright.processes import process_count
 from meshwright.trees import Batch
+from meshwright.units import a_type
 
 UserData = Data | Source | Samples | Iterable[Batch] | Callable[..., Batch]
 """Data as users pass it; see `as_data`."""
@@ -184,7 +185,7 @@ def read_data(kind: str, builder: Builder, arguments: dict[str, Any]) -> Data | 
         return made
     raise UserError(
         f"data.kind={kind} returns no batches",
-        why=f"it returned a {type(made).__name__}, with neither batch() nor rows() and a length",
+        why=f"it returned {a_type(made)}, with neither batch() nor rows() and a length",
         fix="give it a method batch(self, step, batch_size) that returns a dict of arrays, or name "
         "a function of step and batch_size",
     )
@@ -199,7 +200,7 @@ def _iterable_data(given: Iterable[Any], expected: Expected, *, samples: bool) -
     once = isinstance(given, Iterator)
     read = IterableData(
         open=lambda _: iter(given),
-        name=f"a {type(given).__name__}",
+        name=f"{a_type(given)}",
         once=once,
         length=len(given) if hasattr(given, "__len__") else None,  # pyright: ignore[reportArgumentType]
     )
@@ -224,7 +225,7 @@ def _iterator_function(
         if isinstance(made, Mapping) or hasattr(made, "shape") or not isinstance(made, Iterable):
             raise UserError(
                 f"the function {name} returns no batches",
-                why=f"it takes no arguments and returned a {type(made).__name__}, not an iterator",
+                why=f"it takes no arguments and returned {a_type(made)}, not an iterator",
                 fix="write a generator function, or a function of (step, batch_size)",
             )
         return iter(made)

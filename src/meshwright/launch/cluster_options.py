@@ -37,7 +37,7 @@ CLUSTER_FLAGS = {
 }
 """Each flag with its help text and the placeholder of its value; empty for switches."""
 
-_ON_THE_MACHINE = ("--node-rank", "--grace")
+_ON_THE_MACHINE = ("--node-rank", "--grace", "--min-procs", "--min-nodes", "--lost-timeout")
 """Flags about processes that are started here and now."""
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SLURM_TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")

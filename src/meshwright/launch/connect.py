@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from meshwright import processes
+from meshwright.attempts import ProcessRange
 from meshwright.config.distributed_config import DistributedConfig
 from meshwright.errors import EnvironmentProblem, UserError, first_line
 from meshwright.jax_internals import jax_has_started
@@ -36,7 +37,10 @@ def connect_processes(
     environ = os.environ if environ is None else environ
     settings = DistributedConfig.from_environment(environ)
     if simulate is not None:
-        own = devices_per_process(simulate, settings.world_size, environ)
+        # Devices of processes that did not come back are not simulated by the others.
+        allowed = ProcessRange.from_environment(environ)
+        full = settings.world_size if allowed is None else allowed.full
+        own = devices_per_process(simulate, full, environ)
         from meshwright.mesh.simulate import simulate_devices
 
         simulate_devices(own)

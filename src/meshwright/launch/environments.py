@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from meshwright.config.environment import run_name
 from meshwright.errors import UserError
 from meshwright.launch.options import LaunchOptions
 from meshwright.launch.whole_run import WholeRun, find_run
-from meshwright.processes import JOIN_TIMEOUT
+from meshwright.processes import JOIN_TIMEOUT, LOST_SECONDS, LOST_TIMEOUT
 from meshwright.units import counted
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -26,6 +26,7 @@ def environments(
     environ: Mapping[str, str],
     root: Path = Path("/"),
     run: WholeRun | None = None,
+    places: Sequence[int] | None = None,
 ) -> list[dict[str, str]]:
     """Return the environment of each process of this machine, in the order of their ranks.
 
@@ -34,7 +35,10 @@ def environments(
         environ: the environment of the launcher.
         root: the file system with the device files.
         run: the run that the launch belongs to; found from the other arguments by default.
+        places: the places of this machine, each with devices of its own, that are used; all by
+            default.
     """
+    places = range(launch.nprocs) if places is None else places
     run = find_run(launch, environ) if run is None else run
     base = {key: value for key, value in environ.items() if key not in process_variables()}
     if run.address.startswith("127."):
@@ -44,7 +48,7 @@ def environments(
         "MASTER_ADDR": run.address,
         "MASTER_PORT": str(run.port),
         "WORLD_SIZE": str(run.world_size),
-        "LOCAL_WORLD_SIZE": str(launch.nprocs),
+        "LOCAL_WORLD_SIZE": str(len(places)),
         # Lines appear when they are printed, not when a buffer is full.
         "PYTHONUNBUFFERED": "1",
     }
@@ -53,12 +57,21 @@ def environments(
         base["MESHWRIGHT_LAUNCH_ID"] = name
     if launch.join_seconds is not None:
         base[JOIN_TIMEOUT] = f"{launch.join_seconds:g}"
+    if launch.lost_seconds is not None:
+        base[LOST_TIMEOUT] = f"{launch.lost_seconds:g}"
+    elif (launch.nodes or 1) > 1:
+        base.setdefault(LOST_TIMEOUT, f"{LOST_SECONDS:g}")
     # Otherwise JAX handles SIGTERM itself once connected, and the process does not stop.
     base.setdefault("JAX_ENABLE_PREEMPTION_SERVICE", "false")
     devices = _devices(launch, base, root)
     return [
-        {**base, "RANK": str(run.first_rank + number), "LOCAL_RANK": str(number), **own}
-        for number, own in enumerate(devices)
+        {
+            **base,
+            "RANK": str(run.first_rank + number),
+            "LOCAL_RANK": str(number),
+            **devices[place],
+        }
+        for number, place in enumerate(places)
     ]
 
 

@@ -23,6 +23,9 @@ _CRASH_DUMP = re.compile(
     rb"|\*\*\* Check failure stack trace|\s+@ +0x"
 )
 """What JAX prints when it ends a process whose peers are gone."""
+_SILENT = b"(stopped sending heartbeats):"
+_SILENT_NUMBERS = re.compile(rb"[\d, ]+\n|The tasks have crashed\.|\n")
+"""What follows in the lines after it: the processes that are gone, and advice."""
 
 
 class MergedOutput:
@@ -35,6 +38,8 @@ class MergedOutput:
 
     Attributes:
         causes: by process, its first error.
+        left_behind: the processes whose first error is that others are gone.
+        silent: the processes that gave no sign of life any more, as the others say.
     """
 
     def __init__(self, target: IO[bytes]) -> None:
@@ -43,12 +48,18 @@ class MergedOutput:
         self._errors: set[bytes] = set()
         self._held: list[bytes] = []
         self.causes: dict[int, str] = {}
+        self.left_behind: set[int] = set()
+        self.silent: set[int] = set()
 
     def pump(self, rank: int, source: IO[bytes]) -> None:
         """Copy everything a process prints until it closes the stream."""
-        repeated = held = False
+        repeated = held = silent = False
         for line in source:
             with self._lock:
+                if silent and _SILENT_NUMBERS.match(line):
+                    self.silent |= {int(number) for number in re.findall(rb"\d+", line)}
+                    continue
+                silent = _SILENT in line
                 if _LOST in line:
                     line = b"lost its connection to the other processes\n"
                 self._note(rank, line)
@@ -73,6 +84,8 @@ class MergedOutput:
 
     def _note(self, rank: int, line: bytes) -> None:
         """Remember what the line says about the run."""
+        if rank not in self.causes and _CONSEQUENCE.match(line):
+            self.left_behind.add(rank)
         if cause := _CAUSE.match(line):
             text = (cause[1] or cause[2]).decode(errors="replace").strip()
             self.causes.setdefault(rank, text)
@@ -88,4 +101,24 @@ class MergedOutput:
             self._target.flush()
         except (BrokenPipeError, ValueError):
             # The reader is gone; the processes continue, and their exit codes still count.
+            pass
+
+
+class LauncherLines:
+    """Prints the lines of the launcher itself, outside of attempts.
+
+    Args:
+        target: where they go.
+    """
+
+    def __init__(self, target: IO[bytes]) -> None:
+        self._target = target
+
+    def __call__(self, text: str) -> None:
+        """Print a line."""
+        try:
+            self._target.write(f"launch: {text}\n".encode(errors="backslashreplace"))
+            self._target.flush()
+        except (BrokenPipeError, ValueError):
+            # The reader is gone; exit codes still count.
             pass

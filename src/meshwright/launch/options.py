@@ -30,10 +30,20 @@ FLAGS = {
         "seconds for all processes to join (default 60, over several machines 300)",
         "SECONDS",
     ),
+    "--lost-timeout": (
+        "seconds without a sign of life after which a machine counts as lost (default 10)",
+        "SECONDS",
+    ),
     "--restarts": (
-        "how often all are started again after a failure (default 0, jobs of clusters 3)",
+        "how often all are started again after a failure (default 0, jobs of clusters 3, with "
+        "--min-procs or --min-nodes 10)",
         "N",
     ),
+    "--min-procs": (
+        "go on with the processes that are left, down to N, if some do not come back",
+        "N",
+    ),
+    "--min-nodes": ("the same for machines; give it to each launch of the run", "N"),
     "--hang-timeout": (
         "seconds without progress in an update that count as a hang (default 600; 0 for never)",
         "SECONDS",
@@ -49,6 +59,8 @@ FLAGS = {
 MAX_PROCESSES = 256
 MAX_NODES = 65_536
 MAX_RESTARTS = 1000
+ELASTIC_RESTARTS = 10
+"""Restarts of a run that may go on with fewer processes, unless the user says how many."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +76,12 @@ class LaunchOptions:
         node_rank: the number of this machine; None if it was not given.
         coordinator: ``host:port`` of process 0; empty if it was not given.
         join_seconds: how long processes wait for each other; None for the default.
+        lost_seconds: after how long a silent machine counts as lost; None for the default.
         cluster: how to submit it to a cluster; None to start processes on this machine.
         restarts: how often all processes are started again after a failure.
         hang_seconds: how long an update may make no progress; None for the default.
+        min_procs: the fewest processes to go on with; None if all have to be there.
+        min_nodes: the fewest machines to go on with; None if all have to be there.
     """
 
     program: tuple[str, ...]
@@ -77,9 +92,12 @@ class LaunchOptions:
     node_rank: int | None = None
     coordinator: str = ""
     join_seconds: float | None = None
+    lost_seconds: float | None = None
     cluster: ClusterOptions | None = None
     restarts: int = 0
     hang_seconds: float | None = None
+    min_procs: int | None = None
+    min_nodes: int | None = None
 
     @property
     def command(self) -> list[str]:
@@ -118,10 +136,46 @@ def parse_launch(words: Sequence[str]) -> LaunchOptions:
         node_rank=_optional(given, "--node-rank", partial(_count, least=0, most=MAX_NODES)),
         coordinator=given.get("--coordinator", ""),
         join_seconds=_optional(given, "--join-timeout", partial(_seconds, least=1)),
+        lost_seconds=_optional(given, "--lost-timeout", partial(_seconds, least=1)),
         cluster=cluster,
-        restarts=_optional(given, "--restarts", partial(_count, least=0, most=MAX_RESTARTS)) or 0,
+        restarts=_restarts(given),
         hang_seconds=_optional(given, "--hang-timeout", _seconds),
+        min_procs=_fewest(given, "--min-procs", "--nprocs"),
+        min_nodes=_fewest(given, "--min-nodes", "--nodes"),
     )
+
+
+def _restarts(given: Mapping[str, str]) -> int:
+    elastic = next((flag for flag in ("--min-procs", "--min-nodes") if flag in given), None)
+    count = _optional(given, "--restarts", partial(_count, least=0, most=MAX_RESTARTS))
+    if elastic is None or count is None:
+        return count or (0 if elastic is None else ELASTIC_RESTARTS)
+    if count == 0:
+        raise UserError(
+            f"--restarts 0 contradicts {elastic}",
+            why="going on with fewer processes starts them again",
+            fix=f"leave --restarts out for {ELASTIC_RESTARTS}, or write a larger number",
+        )
+    return count
+
+
+def _fewest(given: Mapping[str, str], flag: str, of: str) -> int | None:
+    """Return how many processes or machines are enough to go on; None if all are needed."""
+    if flag not in given:
+        return None
+    several = given.get("--nodes", "1") != "1"
+    if several != (flag == "--min-nodes"):
+        other = "--min-nodes" if several else "--min-procs"
+        raise UserError(
+            f"{flag} is for {'one machine' if several else 'several machines'}",
+            why=f"this is a launch with --nodes {given.get('--nodes', '1')}"
+            + (": a machine takes part with all its processes" if several else ""),
+            fix=f"write {other} instead",
+        )
+    fewest, most = _count(flag, given[flag], most=MAX_NODES), int(given.get(of, "1"))
+    if fewest > most:
+        raise UserError(f"{flag} {fewest} is more than {of} {most}", fix=f"write 1 to {most}")
+    return fewest
 
 
 def _check_machines(given: Mapping[str, str]) -> None:

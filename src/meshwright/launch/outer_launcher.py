@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping
 
 from meshwright.config.engines import ENGINES, ENVIRONMENT, Engine, Found, read_engine
+from meshwright.config.environment import read_environment
 from meshwright.errors import UserError
 from meshwright.units import counted
 
@@ -22,6 +23,9 @@ def refuse_outer_launcher(
         if (is_shared and engine is ENVIRONMENT) or not engine.started(environ):
             continue
         found = read_engine(engine, environ)
+        if engine is ENVIRONMENT and "rank" in found.numbers and not found.is_complete:
+            # The same message as without launch.
+            read_environment({name: environ[name] for name in found.variables.values()})
         if not _says_more(found):
             continue
         given = _variables(engine, found, environ)
@@ -29,9 +33,9 @@ def refuse_outer_launcher(
         name = "the environment" if engine is ENVIRONMENT else engine.name
         raise UserError(
             f"{name} and --nprocs {nprocs} describe different processes",
-            why=f"{shown} says that this is one process among others, and --nprocs {nprocs} starts "
-            f"{counted(nprocs, 'process', 'processes')} that know nothing of them: each launch "
-            "would train a model of its own",
+            why=f"{shown} says that this is one process among others, and the "
+            f"{counted(nprocs, 'process', 'processes')} of --nprocs {nprocs} would not join them: "
+            "each launch would train a model of its own",
             fix="leave launch out, and start the command itself as each of these processes; or, "
             f"for processes on this machine only, run `unset {' '.join(given)}` first; or, for a "
             "launch on each of several machines, add --nodes with their number",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -13,8 +13,8 @@ from meshwright.attempts import EarlierAttempts
 from meshwright.errors import ExitCode
 from meshwright.launch.environments import environments
 from meshwright.launch.options import LaunchOptions
+from meshwright.launch.processes_left import Change, Gathered, Team
 from meshwright.launch.supervise import Outcome, Requests, Supervisor
-from meshwright.launch.whole_run import WholeRun, find_run
 from meshwright.units import counted, human_seconds
 
 WITHOUT_PROGRESS = 3
@@ -41,13 +41,15 @@ class Attempts:
         options: what to launch.
         environ: the environment of the launcher.
         stderr: where the lines of all processes go.
-        first: the run of the first attempt.
+        team: decides which processes take part.
+        say: prints a line of the launcher.
     """
 
     options: LaunchOptions
     environ: Mapping[str, str]
     stderr: IO[bytes]
-    first: WholeRun
+    team: Team
+    say: Callable[[str], None]
     _done: int = 0
     _useless: int = 0
     _useful: float = 0.0
@@ -59,21 +61,28 @@ class Attempts:
     def run(self) -> int:
         """Return the exit code of the last attempt."""
         with self._requests.listening():
-            while True:
-                outcome = self._attempt()
-                end = self._why_end(outcome)
+            while (gathered := self.team.gather(self._requests)) is not None:
+                outcome = self._attempt(gathered)
+                change = self._change(outcome)
+                end = self._why_end(outcome, change)
                 if end is not None:
                     self._summarize(outcome, end)
-                    return outcome.code
+                    return outcome.code if change is None or change.code is None else change.code
+                if change is not None:
+                    self.say(change.text)
                 if not self._wait(outcome):
-                    return ExitCode.PREEMPTED
+                    break
+            return ExitCode.PREEMPTED
 
-    def _attempt(self) -> Outcome:
-        # A new port: messages from processes of an earlier attempt must not reach this one.
-        run = self.first if self._done == 0 else find_run(self.options, self.environ)
+    def _attempt(self, gathered: Gathered) -> Outcome:
+        if gathered.text:
+            self.say(gathered.text)
         run_dir = "" if self._run_dir is None else str(self._run_dir)
         earlier = EarlierAttempts(self._done, self._started, self._useful, run_dir)
-        own = environments(self.options, self.environ, run=run)
+        told = earlier.to_environment()
+        if (allowed := self.team.allowed) is not None:
+            told |= allowed.to_environment()
+        own = environments(self.options, self.environ, run=gathered.run, places=gathered.places)
         supervisor = Supervisor(
             self.options.command,
             stderr=self.stderr,
@@ -82,12 +91,21 @@ class Attempts:
             hang_seconds=self.options.hang_seconds,
             remedy=self._remedy(),
         )
-        outcome = supervisor.run([{**each, **earlier.to_environment()} for each in own])
+        outcome = supervisor.run([{**each, **told} for each in own])
         self._done += 1
-        self._note(outcome)
         return outcome
 
-    def _note(self, outcome: Outcome) -> None:
+    def _change(self, outcome: Outcome) -> Change | None:
+        """Note how an attempt ended, and return what it changes for the next one."""
+        progress = self._note(outcome)
+        if outcome.asked or not self._may_restart():
+            return None
+        change = self.team.after(outcome, progress=progress)
+        if change is not None and change.is_fresh:
+            self._useless = 0
+        return change
+
+    def _note(self, outcome: Outcome) -> bool:
         """Note whether there is a new checkpoint, and how much of the time led to it."""
         self._run_dir = outcome.run_dir or self._run_dir
         newest = newest_checkpoint(self._run_dir)
@@ -98,16 +116,22 @@ class Attempts:
         whole = outcome.code in (ExitCode.DONE, ExitCode.PREEMPTED)
         if whole or progress:
             self._useful += outcome.watch.useful_until(None if whole else newest)
+        return progress
 
-    def _why_end(self, outcome: Outcome) -> str | None:
+    def _may_restart(self) -> bool:
+        return self._done <= self.options.restarts
+
+    def _why_end(self, outcome: Outcome, change: Change | None) -> str | None:
         """Return why there is no other attempt, empty if that is plain; None for another one."""
+        if change is not None:
+            return change.text if change.ends else None
         if outcome.asked or outcome.code in FINAL_CODES or not self.options.restarts:
             return ""
         if self._useless >= WITHOUT_PROGRESS:
             return (
                 f"{WITHOUT_PROGRESS} restarts without a new checkpoint: the cause has to be fixed"
             )
-        if self._done > self.options.restarts:
+        if not self._may_restart():
             return f"all {counted(self.options.restarts, 'restart')} used"
         return None
 
@@ -117,22 +141,22 @@ class Attempts:
         start = "from the beginning"
         if self._committed is not None:
             start = f"from the checkpoint of update {self._committed}"
-        self._say(
+        self.say(
             f"{outcome.text}; restart {self._done} of {self.options.restarts} in "
             f"{seconds:g} s, {start}"
         )
         if self._requests.take(timeout=seconds) is None:
             return True
-        self._say("stopped before the restart; the same command goes on" + self._folder_hint())
+        self.say("stopped before the restart; the same command goes on" + self._folder_hint())
         return False
 
     def _summarize(self, outcome: Outcome, end: str) -> None:
         """Say at the end what failed, why there is no other attempt, and how time was spent."""
         if outcome.text and not outcome.asked:
-            self._say("; ".join(filter(None, (outcome.text, end))) + self._how_to_go_on(outcome))
+            self.say("; ".join(filter(None, (outcome.text, end))) + self._how_to_go_on(outcome))
         if self._done > 1:
             wall = max(time.time() - self._started, 1e-9)
-            self._say(
+            self.say(
                 f"goodput {min(self._useful / wall, 1):.0%}: {human_seconds(self._useful)} of "
                 f"{human_seconds(wall)} were updates that count, in "
                 f"{counted(self._done, 'attempt')}"
@@ -155,14 +179,6 @@ class Attempts:
         if self._done < self.options.restarts:
             return "all processes are started again"
         return "" if self.options.restarts else "--restarts N starts all processes again"
-
-    def _say(self, text: str) -> None:
-        try:
-            self.stderr.write(f"launch: {text}\n".encode(errors="backslashreplace"))
-            self.stderr.flush()
-        except (BrokenPipeError, ValueError):
-            # The reader is gone; exit codes still count.
-            pass
 
 
 def newest_checkpoint(run_dir: Path | None) -> int | None:

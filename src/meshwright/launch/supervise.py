@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -10,13 +11,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from meshwright.errors import ExitCode
-from meshwright.heartbeat import HEARTBEAT_FILE, folder_file
+from meshwright.heartbeat import HEARTBEAT_FILE, folder_file, meshes_file
 from meshwright.launch import guard
 from meshwright.launch.merged_output import MergedOutput
 from meshwright.launch.stacks import dump_stacks, keep_stacks
@@ -32,6 +33,8 @@ STOP_DELAY = 5.0
 """The same if one has stopped by request: they stop with it, and a signal might cut that short."""
 
 _NEVER = float("inf")
+_MISSING = re.compile(r"processes joined, missing process(?:es)? ([\d, …]+) after")
+"""How process 0 reports who did not come to the rendezvous."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -45,6 +48,9 @@ class Outcome:
         text: which process failed, at which update and why; empty without a failure.
         run_dir: the run folder; None if no process named one.
         watch: what the heartbeats said.
+        rank: the process that failed or hung; None without one, or if that was because another
+            one is gone.
+        meshes: what the processes said about going on with fewer, as JSON; empty for nothing.
     """
 
     code: int
@@ -52,6 +58,8 @@ class Outcome:
     text: str
     run_dir: Path | None
     watch: Watch
+    rank: int | None = None
+    meshes: str = ""
 
 
 class Requests:
@@ -135,12 +143,20 @@ class Supervisor:
                 self._look()
                 self._end_processes()
             self._watch.look({}, force=True)
-            run_dir = self._run_dir()
+            run_dir, meshes = self._run_dir(), self._meshes()
         # The group has ended, so the pipes are closed.
         for pump in self._pumps:
             pump.join()
         self._merged.release()
-        return Outcome(self._code(), self._asked, self._text(), run_dir, self._watch)
+        return Outcome(
+            self._code(),
+            self._asked,
+            self._text(),
+            run_dir,
+            self._watch,
+            self._culprit(),
+            meshes,
+        )
 
     def _start(self, rank: int, environ: Mapping[str, str], group: int) -> None:
         worker = subprocess.Popen(
@@ -241,6 +257,9 @@ class Supervisor:
         if self._failure is None:
             return ""
         rank, returncode = self._failure
+        if rank in self._merged.left_behind and (silent := sorted(self._merged.silent)):
+            who = "process" if len(silent) == 1 else "processes"
+            return f"process {rank} lost {who} {', '.join(map(str, silent))}{self._when(rank)}"
         cause = self._merged.causes.get(rank, "")
         why = f": {cause}" if cause else ""
         return f"process {rank} {_describe_exit(returncode)}{self._when(rank)}{why}"
@@ -260,6 +279,26 @@ class Supervisor:
             return Path(folder_file(self._files[min(self._files)]).read_text(encoding="utf-8"))
         except OSError:
             return None
+
+    def _meshes(self) -> str:
+        for file in self._files.values():
+            with suppress(OSError):
+                return meshes_file(file).read_text(encoding="utf-8")
+        return ""
+
+    def _culprit(self) -> int | None:
+        """Return the process that failed by itself, as far as that is known."""
+        if self._stuck is not None:
+            return self._stuck.ranks[0] if len(self._stuck.ranks) == 1 else None
+        if self._failure is None or self._failure[0] in self._merged.left_behind:
+            return None
+        rank = self._failure[0]
+        missing = _MISSING.search(self._merged.causes.get(rank, ""))
+        if missing is None:
+            return rank
+        # Process 0 says who did not join; of several, none is to blame more than another.
+        absent = int(missing[1]) if missing[1].isdecimal() else None
+        return absent if absent in self._workers else None
 
     def _send(self, number: int) -> None:
         for rank in self._running:

@@ -31,6 +31,7 @@ from meshwright.ledgers.stage_minimum import needed_by_stage
 from meshwright.pipeline.execute.op_counts import OpCounts, count_operations
 from meshwright.program.weight_reads import weight_reads
 from meshwright.step.assemble import Assembled
+from meshwright.units import a_type
 
 _Explained = Sequence[tuple[Collective, Reason | None]]
 """The collectives of a stage, and why they are sent where it is not for the minimum."""
@@ -57,7 +58,7 @@ def ledger(trainer: Assembles, batch: Any) -> Ledger:
     """
     if not callable(getattr(trainer, "assemble", None)):
         raise UserError(
-            f"the ledger is asked of a {type(trainer).__name__}",
+            f"the ledger is asked of {a_type(trainer)}",
             why="the step that it compiles is built by a trainer",
             fix="write mw.ledger(mw.Trainer(model=…, loss=…, optimizer=…, mesh=…), batch)",
         )

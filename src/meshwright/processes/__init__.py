@@ -23,6 +23,10 @@ from meshwright.processes.rendezvous import Meeting, Member, meet
 
 JOIN_TIMEOUT = "MESHWRIGHT_JOIN_TIMEOUT"
 """The environment variable with the seconds that processes wait for each other at the start."""
+LOST_TIMEOUT = "MESHWRIGHT_LOST_TIMEOUT"
+"""The environment variable with the seconds after which a silent process counts as lost."""
+LOST_SECONDS = 10.0
+"""The same by default, over several machines."""
 START_SECONDS = 120
 """How long JAX may take to connect processes that are all there."""
 TIMEOUT_SECONDS = 600.0
@@ -77,8 +81,7 @@ def connect(
     # Before the processes meet, since it may take long, and differently so on each machine.
     importlib.import_module("jax")
     address = Address.parse(coordinator_address)
-    given = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").strip()
-    interface = Address.parse(given).host if given else interface_for(address.host)
+    interface = own_interface(address)
     seconds = join_timeout(address) if timeout_seconds is None else timeout_seconds
     meeting = Meeting(address, seconds, interface, notify)
     kept = meet(Member(process_id, num_processes, run_name), meeting)
@@ -96,19 +99,38 @@ def connect(
     _calls.made = _calls.failed = _calls.deleted = 0
 
 
+def own_interface(address: Address) -> str:
+    """Return the interface on which process 0 listens, or its launcher."""
+    given = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", "").strip()
+    return Address.parse(given).host if given else interface_for(address.host)
+
+
 def join_timeout(address: Address) -> float:
     """Return how long processes wait for each other at the start."""
-    text = os.environ.get(JOIN_TIMEOUT, "").strip()
+    return _seconds(JOIN_TIMEOUT, 60.0 if is_loopback(address.host) else 300.0)
+
+
+def lost_timeout(address: Address) -> float:
+    """Return after how long without a sign of life a process counts as lost.
+
+    On one machine the launcher sees processes end, and a suspended machine has lost nobody, so
+    that JAX's own 100 seconds are soon enough there.
+    """
+    return _seconds(LOST_TIMEOUT, 100.0 if is_loopback(address.host) else LOST_SECONDS)
+
+
+def _seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable, "").strip()
     if not text:
-        return 60.0 if is_loopback(address.host) else 300.0
+        return default
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not 0 < seconds <= 86_400:
         raise UserError(
-            f"the environment variable {JOIN_TIMEOUT} is `{text}`",
-            fix=f"export {JOIN_TIMEOUT}=120 for two minutes, or unset it",
+            f"the environment variable {variable} is `{text}`",
+            fix=f"export {variable}=120 for two minutes, or unset it",
         )
     return seconds
 
@@ -135,6 +157,7 @@ def _initialize(
             process_id,
             local_device_ids=local_device_ids,
             initialization_timeout=START_SECONDS,
+            heartbeat_timeout_seconds=max(round(lost_timeout(address)), 1),
             coordinator_bind_address=str(Address(interface, address.port)),
             # Nothing is left to detect, and detection may contact services of a cluster.
             cluster_detection_method="deactivate",

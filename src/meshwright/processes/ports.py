@@ -57,6 +57,20 @@ def resolve(host: str) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
+def check_own_name(address: Address) -> None:
+    """Raise if the machine of process 0 does not know the name by which the others look for it.
+
+    On Kubernetes the name of a pod appears a while after the pod.
+    """
+    if not resolve(address.host) and "KUBERNETES_SERVICE_HOST" not in os.environ:
+        raise UserError(
+            f"the host name `{address.host}` of process 0 cannot be resolved",
+            why=f"this machine, {socket.gethostname()}, is to listen there on port {address.port}",
+            fix="write the name or the address by which others reach this machine: --coordinator "
+            "HOST:PORT or MASTER_ADDR=…",
+        )
+
+
 def interface_for(host: str) -> str:
     """Return the address that process 0 listens on, so that others reach it under ``host``.
 

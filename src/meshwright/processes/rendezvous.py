@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.errors import EnvironmentProblem, MeshwrightError, UserError
-from meshwright.processes.ports import EVERYWHERE, Address, listen, resolve
+from meshwright.processes.ports import EVERYWHERE, Address, check_own_name, listen, resolve
 
 MAX_MESSAGE = 4096
 """Bytes; whoever sends more is not one of our processes."""
@@ -32,6 +32,9 @@ START_SECONDS = 60.0
 """How long JAX may take to open the port once all are there."""
 NOTICE_SECONDS = 10.0
 """After how long process 0 tells for whom it waits."""
+
+
+Noun = Literal["process", "machine"]
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,23 @@ class Meeting:
         seconds: how long to wait.
         interface: the address that process 0 listens on.
         notify: called with a line when waiting takes long.
+        noun: what meets: processes, or the launchers of machines before they start processes.
+        least: how many go on once the time is over; None if all have to be there.
+        expected: those that are waited for; None for all.
     """
 
     address: Address
     seconds: float
     interface: str = EVERYWHERE
     notify: Callable[[str], None] = lambda _: None
+    noun: Noun = "process"
+    least: int | None = None
+    expected: frozenset[int] | None = None
+
+    @property
+    def greeting(self) -> dict[str, str | int]:
+        """What tells members of this meeting from others that come to the port."""
+        return {"meshwright": 1 if self.noun == "process" else self.noun}
 
 
 def meet(me: Member, meeting: Meeting) -> socket.socket | None:
@@ -83,23 +97,49 @@ def meet(me: Member, meeting: Meeting) -> socket.socket | None:
     """
     if me.process:
         _join(me, meeting)
+        _wait_for_service(meeting.address)
         return None
+    kept, _ = _host(me, meeting, lambda joined: joined)
+    return kept
+
+
+def call_roll(me: Member, meeting: Meeting, choose: Callable[[list[int]], list[int]]) -> list[int]:
+    """Return the numbers of those that take part, the same for all, once the meeting is over.
+
+    Args:
+        me: this member; its ``process`` is the number of its machine.
+        meeting: where they meet, and who is waited for.
+        choose: called in number 0 with those that have come; returns those that take part.
+    """
+    if me.process:
+        return _join(me, meeting)
+    kept, chosen = _host(me, meeting, choose)
+    if kept is not None:
+        kept.close()
+    return chosen
+
+
+def _host(
+    me: Member, meeting: Meeting, choose: Callable[[list[int]], list[int]]
+) -> tuple[socket.socket | None, list[int]]:
+    """Collect the others, and tell them who takes part."""
+    check_own_name(meeting.address)
     listener, kept = listen(meeting.address, meeting.interface)
     try:
         with listener:
             host = _Host(me, meeting, listener)
-            host.gather()
+            chosen = choose(host.gather())
         # The port is closed before anybody is told to go on.
-        host.tell_all({"go": True})
+        host.tell_all({"go": chosen})
     except BaseException:
         if kept is not None:
             kept.close()
         raise
-    return kept
+    return kept, chosen
 
 
 class _Host:
-    """Process 0: collects the others."""
+    """Number 0: collects the others."""
 
     def __init__(self, me: Member, meeting: Meeting, listener: socket.socket) -> None:
         self._me, self._meeting = me, meeting
@@ -111,12 +151,15 @@ class _Host:
         self._selector.register(listener, selectors.EVENT_READ)
         self._until = time.monotonic() + meeting.seconds
 
-    def gather(self) -> None:
-        """Wait until all are there."""
+    def gather(self) -> list[int]:
+        """Wait until all are there that are expected; return who is."""
         notice = time.monotonic() + NOTICE_SECONDS
-        while len(self._members) < self._me.count - 1:
+        expected = self._meeting.expected or set(range(self._me.count))
+        while not expected <= set(self._joined()):
             left = self._until - time.monotonic()
             if left <= 0:
+                if len(self._joined()) >= (self._meeting.least or self._me.count):
+                    break
                 self._fail(_missing(self._me.count, self._joined(), self._meeting))
             for key, _ in self._selector.select(min(left, 0.5)):
                 if key.fileobj is self._listener:
@@ -125,7 +168,8 @@ class _Host:
                     self._read(key.fileobj)
             if time.monotonic() > notice:
                 notice = float("inf")
-                self._meeting.notify(_waiting(self._me.count, self._joined()))
+                self._meeting.notify(_waiting(self._me.count, self._joined(), self._meeting.noun))
+        return self._joined()
 
     def tell_all(self, message: dict[str, Any]) -> None:
         """Send a message to all and close the connections."""
@@ -166,7 +210,7 @@ class _Host:
             self._introduce(connection, text)
 
     def _introduce(self, connection: socket.socket, text: bytes) -> None:
-        member = _read_member(text)
+        member = _read_member(text, self._meeting)
         if member is None:
             self._drop(connection)
             return
@@ -182,15 +226,15 @@ class _Host:
     def _check(self, member: Member) -> None:
         """Refuse a process with which the run cannot start, in all processes."""
         if member.count != self._me.count:
-            self._fail(_other_count(self._me, member))
+            self._fail(_other_count(self._me, member, self._meeting.noun))
         for connection, other in list(self._members.items()):
             if (other.process, other.host, other.pid) == (member.process, member.host, member.pid):
                 # It has connected again.
                 self._drop(connection)
             elif other.process == member.process:
-                self._fail(_same_number(other, member))
+                self._fail(_same_number(other, member, self._meeting.noun))
         if not 0 < member.process < self._me.count:
-            self._fail(_same_number(self._me, member))
+            self._fail(_same_number(self._me, member, self._meeting.noun))
 
     def _fail(self, error: MeshwrightError) -> None:
         kind = "user" if isinstance(error, UserError) else "environment"
@@ -206,27 +250,28 @@ class _Host:
         connection.close()
 
 
-def _join(me: Member, meeting: Meeting) -> None:
-    """Introduce this process to process 0, again and again until it answers."""
+def _join(me: Member, meeting: Meeting) -> list[int]:
+    """Introduce this member to number 0, again and again until it answers who takes part."""
     until = time.monotonic() + meeting.seconds
     reason = ""
     while True:
         left = until - time.monotonic()
         if left <= 0:
             raise _unreachable(me, meeting, reason)
-        reason = _try_to_join(me, meeting.address, left)
-        if not reason:
-            break
+        answer = _try_to_join(me, meeting, left)
+        if not isinstance(answer, str):
+            return answer
+        reason = answer
         time.sleep(min(0.2, max(left, 0)))
-    _wait_for_service(meeting.address)
 
 
-def _try_to_join(me: Member, address: Address, left: float) -> str:
-    """Wait at process 0 until all may go; return an empty text, or why it did not work."""
+def _try_to_join(me: Member, meeting: Meeting, left: float) -> list[int] | str:
+    """Wait at number 0 until all may go; return who takes part, or why it did not work."""
+    address = meeting.address
     try:
         with socket.create_connection((address.host, address.port), min(left, 5.0)) as connection:
-            _send(connection, {"meshwright": 1, **asdict(me)})
-            return _wait_for_answer(connection, address)
+            _send(connection, {**meeting.greeting, **asdict(me)})
+            return _wait_for_answer(connection, meeting)
     except TimeoutError:
         return f"no answer from {address}: a firewall, or a machine that is off"
     except ConnectionRefusedError:
@@ -237,8 +282,9 @@ def _try_to_join(me: Member, address: Address, left: float) -> str:
         return getattr(error, "strerror", None) or str(error)
 
 
-def _wait_for_answer(connection: socket.socket, address: Address) -> str:
-    strange = f"what listens on {address} is not process 0 of a Meshwright run"
+def _wait_for_answer(connection: socket.socket, meeting: Meeting) -> list[int] | str:
+    address, zero = meeting.address, f"{meeting.noun} 0"
+    strange = f"what listens on {address} is not {zero} of a Meshwright run"
     connection.settimeout(ANSWER_SECONDS)
     with connection.makefile("rb") as lines:
         while True:
@@ -247,18 +293,18 @@ def _wait_for_answer(connection: socket.socket, address: Address) -> str:
             except TimeoutError:
                 return strange
             if not line:
-                return f"process 0 on {address} ended, or refused this process"
+                return f"{zero} on {address} ended, or refused this {meeting.noun}"
             message = _read_json(line)
             if "wait" in message:
                 # Process 0 decides; it only does not if its machine is gone.
                 connection.settimeout(float(message["wait"]) + ANSWER_SECONDS)
             elif "other_run" in message:
-                return f"process 0 on {address} belongs to another run, {message['other_run']}"
+                return f"{zero} on {address} belongs to another run, {message['other_run']}"
             elif "error" in message:
                 kind, *parts = map(str, message["error"])
                 raise _remote_error(kind, *parts)
-            elif "go" in message:
-                return ""
+            elif isinstance(message.get("go"), list):
+                return [int(number) for number in message["go"]]
             else:
                 return strange
 
@@ -293,9 +339,9 @@ def _read_json(line: bytes) -> dict[str, Any]:
     return message if isinstance(message, dict) else {}
 
 
-def _read_member(text: bytes) -> Member | None:
+def _read_member(text: bytes, meeting: Meeting) -> Member | None:
     message = _read_json(text.partition(b"\n")[0])
-    if message.pop("meshwright", None) != 1:
+    if message.get("meshwright") != meeting.greeting["meshwright"]:
         return None
     try:
         return Member(
@@ -314,55 +360,65 @@ def _remote_error(kind: str, what: str, why: str, fix: str) -> MeshwrightError:
     return error(what, why=why, fix=fix)
 
 
-def _named(numbers: Iterable[int]) -> str:
+def _plural(noun: Noun) -> str:
+    return "processes" if noun == "process" else f"{noun}s"
+
+
+def _named(numbers: Iterable[int], noun: Noun) -> str:
     listed = list(numbers)
     shown = [str(number) for number in listed[:8]] + (["…"] if len(listed) > 8 else [])
-    return f"{'process' if len(listed) == 1 else 'processes'} {', '.join(shown)}"
+    return f"{noun if len(listed) == 1 else _plural(noun)} {', '.join(shown)}"
 
 
-def _waiting(count: int, joined: list[int]) -> str:
+def _waiting(count: int, joined: list[int], noun: Noun) -> str:
     absent = [number for number in range(count) if number not in joined]
-    return f"waiting for {_named(absent)}: {len(joined)} of {count} processes have joined"
+    return (
+        f"waiting for {_named(absent, noun)}: {len(joined)} of {count} {_plural(noun)} have joined"
+    )
 
 
 def _missing(count: int, joined: list[int], meeting: Meeting) -> EnvironmentProblem:
-    absent = [number for number in range(count) if number not in joined]
+    absent = _named((n for n in range(count) if n not in joined), meeting.noun)
+    least = "" if meeting.least is None else f", and at least {meeting.least} are needed"
     return EnvironmentProblem(
-        f"{len(joined)} of {count} processes joined, missing {_named(absent)} after "
-        f"{meeting.seconds:g} s",
-        why=f"process 0 waited on {meeting.address}",
-        fix=f"look at the output of {_named(absent)}: not started, stopped, or unable to reach "
+        f"{len(joined)} of {count} {_plural(meeting.noun)} joined, missing {absent} after "
+        f"{meeting.seconds:g} s{least}",
+        why=f"{meeting.noun} 0 waited on {meeting.address}",
+        fix=f"look at the output of {absent}: not started, stopped, or unable to reach "
         "that address; if it only needs longer, write --join-timeout SECONDS or "
         "MESHWRIGHT_JOIN_TIMEOUT=SECONDS",
     )
 
 
 def _unreachable(me: Member, meeting: Meeting, reason: str) -> EnvironmentProblem:
+    noun = meeting.noun
     return EnvironmentProblem(
-        f"process {me.process} of {me.count} cannot join process 0 at {meeting.address} within "
+        f"{noun} {me.process} of {me.count} cannot join {noun} 0 at {meeting.address} within "
         f"{meeting.seconds:g} s",
         why=reason,
-        fix="check the address of process 0 (--coordinator, MASTER_ADDR and MASTER_PORT), that "
-        "process 0 runs, and that this machine may connect to it",
+        fix=f"check the address of {noun} 0 (--coordinator, MASTER_ADDR and MASTER_PORT), that "
+        f"{noun} 0 runs, and that this machine may connect to it",
     )
 
 
-def _other_count(host: Member, member: Member) -> UserError:
+def _other_count(host: Member, member: Member, noun: Noun) -> UserError:
     return UserError(
-        f"process {member.process} is one of {member.count} processes, and process 0 is one of "
+        f"{noun} {member.process} is one of {member.count} {_plural(noun)}, and {noun} 0 is one of "
         f"{host.count}",
-        why=f"process {member.process} runs on {member.host}, process 0 on {host.host}",
-        fix="give every process the same number of processes: --nodes and --nprocs, or WORLD_SIZE",
+        why=f"{noun} {member.process} runs on {member.host}, {noun} 0 on {host.host}",
+        fix=f"give every {noun} the same number of {_plural(noun)}: --nodes and --nprocs, or "
+        "WORLD_SIZE",
     )
 
 
-def _same_number(first: Member, second: Member) -> UserError:
+def _same_number(first: Member, second: Member, noun: Noun) -> UserError:
     return UserError(
-        f"two processes have the number {second.process} of {first.count}"
+        f"two {_plural(noun)} have the number {second.process} of {first.count}"
         if first.process == second.process
-        else f"process {second.process} of {first.count} does not exist",
+        else f"{noun} {second.process} of {first.count} does not exist",
         why=f"one is process {first.pid} on {first.host}, the other {second.pid} on {second.host}"
         if first.process == second.process
         else f"it is process {second.pid} on {second.host}",
-        fix=f"number the processes from 0 to {first.count - 1}: --node-rank, RANK, JAX_PROCESS_ID",
+        fix=f"number the {_plural(noun)} from 0 to {first.count - 1}: --node-rank, RANK, "
+        "JAX_PROCESS_ID",
     )

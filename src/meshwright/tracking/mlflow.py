@@ -56,9 +56,10 @@ class MlflowTracker:
         """Do nothing: MLflow has no events."""
 
     def close(self, result: Mapping[str, Any]) -> None:
-        """End the run, as failed if there is no result."""
+        """End the run, as failed if there is no result, or it says so."""
         if self._id:
-            self._client.set_terminated(self._id, status="FINISHED" if result else "FAILED")
+            failed = result.get("failed", not result)
+            self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
 
     def _log_settings(self, settings: Mapping[str, Any]) -> None:
         param = importlib.import_module("mlflow.entities").Param

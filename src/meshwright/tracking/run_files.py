@@ -49,7 +49,7 @@ class RunFiles:
         self._append("events.jsonl", {**details, **own})
 
     def close(self, result: Mapping[str, Any]) -> None:
-        """Write result.json, unless the run failed, and close the files."""
+        """Write result.json, unless it is empty, and close the files."""
         for file in self._files.values():
             file.close()
         self._files.clear()

@@ -28,7 +28,7 @@ class Tracker(Protocol):
         ...
 
     def close(self, result: Mapping[str, Any]) -> None:
-        """Record the content of result.json (empty after a failure) and release resources."""
+        """Record the content of result.json (after most failures empty) and release resources."""
         ...
 
 

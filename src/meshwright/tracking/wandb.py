@@ -53,7 +53,7 @@ class WandbTracker:
             self._run.alert(title="meshwright", text=message)
 
     def close(self, result: Mapping[str, Any]) -> None:
-        """Note the result and end the run, as failed if there is none."""
+        """Note the result and end the run, as failed if there is none, or it says so."""
         if self._run is not None:
             self._run.summary.update(dict(result))
-            self._run.finish(exit_code=0 if result else 1)
+            self._run.finish(exit_code=1 if result.get("failed", not result) else 0)

@@ -50,6 +50,8 @@ class FitResult:
         extra: further results of whoever started the run, such as a sample of text.
         goodput: the share of the time since the start, with earlier attempts of the same launch,
             that went into updates whose results were kept; None if the result was restored.
+        attempts: how often the launcher has started the processes.
+        skipped: updates since ``updates_before`` that changed nothing, as they were not finite.
     """
 
     losses: dict[int, float]
@@ -65,6 +67,8 @@ class FitResult:
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     updates_before: int = 0
     goodput: float | None = None
+    attempts: int = 1
+    skipped: int = 0
 
     def __repr__(self) -> str:
         """Show how the run went; states and programs would fill pages."""
@@ -77,15 +81,16 @@ class FitResult:
         plan, done = self.assembled.plan, counted(self.updates, "update")
         if self.stop.reason is StopReason.RESTORED:
             return f"{done}, {self.stopped}"
-        new = self.updates - self.updates_before
+        new = self.updates - self.updates_before - self.skipped
         samples = f" of {counted(plan.batch.global_batch_size, 'sample')}" if new else ""
         ended = (
             f"trained {counted(new, 'update') if new else 'nothing'}"
-            f"{f' ({done} in all)' if self.updates_before else ''}{samples} on "
+            f"{f' ({done} in all)' if self.updates_before else ''}{samples}"
+            f"{f' and skipped {self.skipped}' if self.skipped else ''} on "
             f"{counted(plan.num_devices, 'device')} in {self.seconds:.0f} s: {self.stopped}"
         )
         losses = [f"{loss:.4f}" for loss in self.losses.values()]
-        values = [f"loss {losses[0]} → {losses[-1]}"] if losses else []
+        values = [f"loss {' → '.join(losses[:1] + losses[1:][-1:])}"] if losses else []
         if self.eval_loss is not None:
             values.append(f"held out {self.eval_loss:.4f}")
         return "\n".join(filter(None, (ended, ", ".join(values))))
@@ -185,14 +190,25 @@ class FitResult:
 
     def summary(self) -> dict[str, Any]:
         """Return the content of result.json."""
-        losses = list(self.losses.values())
         return {
             "updates": self.updates,
-            "first_loss": losses[0] if losses else None,
-            "final_loss": losses[-1] if losses else None,
-            "eval_loss": self.eval_loss,
+            "skipped": self.skipped,
+            **summarize(self.losses, self.eval),
             "seconds": self.seconds,
             "goodput": self.goodput,
+            "attempts": self.attempts,
             "stopped": self.stopped,
             **self.extra,
         }
+
+
+def summarize(
+    losses: Mapping[int, float], evaluations: Mapping[int, Mapping[str, float]]
+) -> dict[str, float | None]:
+    """Return the first and the last loss, and that of the last evaluation; None for none."""
+    values = list(losses.values())
+    return {
+        "first_loss": values[0] if values else None,
+        "final_loss": values[-1] if values else None,
+        "eval_loss": evaluations[max(evaluations)]["loss"] if evaluations else None,
+    }

@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import broadcast, is_main
+
+
+@contextmanager
+def claimed_folder(folder: Path) -> Generator[Path]:
+    """Yield a new folder for this run: the one given, or if it exists one with a number.
+
+    Runs that start in the same second are given the same name. What is still empty after the
+    block is removed again.
+    """
+    made: list[Path] = []
+    claimed = ""
+    if is_main():
+        # Whoever cannot write here gets a clear error once the folder is needed.
+        with suppress(OSError):
+            claimed = str(_claim(folder, made))
+    try:
+        yield Path(broadcast(claimed or str(folder)))
+    finally:
+        with suppress(OSError):
+            for path in reversed(made):
+                path.rmdir()
+
+
+def _claim(folder: Path, made: list[Path]) -> Path:
+    """Make a new folder and return it; note all folders that were made, the outermost first."""
+    for parent in reversed(folder.parents):
+        with suppress(FileExistsError):
+            parent.mkdir()
+            made.append(parent)
+    for number in itertools.count(1):
+        path = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        with suppress(FileExistsError):
+            path.mkdir()
+            made.append(path)
+            return path
+    raise AssertionError("there is always another number")
 
 
 def make_run_folder(folder: Path) -> None:

@@ -17,6 +17,14 @@ def smaller_updates() -> str:
     return f"try a smaller learning rate, or {Setting('optimizer.clip_norm', 1.0)}"
 
 
+def parameters_fail() -> str:
+    """Return what to do where no batch would be finite any more."""
+    return (
+        "the parameters are the cause: go back to a checkpoint with "
+        f"{Setting('training.on_nonfinite', 'rewind')}, and {smaller_updates()}"
+    )
+
+
 @dataclass(frozen=True)
 class NonfinitePolicy:
     """What a run does about an update whose loss or gradient is not finite.

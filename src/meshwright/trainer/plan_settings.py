@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from meshwright.inputs.checks import mesh_sizes
 from meshwright.mesh.axes import shown_sizes
 from meshwright.mesh.build import Device
 from meshwright.plan import Plan, pipeline_fields, resolve_mesh
+from meshwright.trainer.fewer_processes import plan_for_those_left
 from meshwright.trainer.fit_arguments import read_pipeline
 
 
@@ -33,14 +35,15 @@ class PlanSettings:
 
     def plan(self, num_samples: int) -> Plan:
         """Return the plan for global batches of this many samples."""
-        if not isinstance(self.mesh, Plan):
-            return self._made(num_samples)
-        self._check_given(self.mesh, num_samples)
-        return self.mesh
-
-    def _made(self, num_samples: int) -> Plan:
         count = len(self.devices) if self.devices is not None else jax.device_count()
-        sizes = resolve_mesh(mesh_sizes(self.mesh), count)
+        return plan_for_those_left(partial(self._for_all, num_samples), count)
+
+    def _for_all(self, num_samples: int, num_devices: int) -> Plan:
+        """Return the plan for this many devices, with all processes there."""
+        if isinstance(self.mesh, Plan):
+            self._check_given(self.mesh, num_samples)
+            return self.mesh
+        sizes = resolve_mesh(mesh_sizes(self.mesh), num_devices)
         steps, pipeline = self.gradient_accumulation_steps, read_pipeline(self.pipeline)
         batch = solve_pipeline_batch(
             pipeline,

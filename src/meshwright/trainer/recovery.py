@@ -28,6 +28,7 @@ from meshwright.trainer.not_finite import (
     BadUpdate,
     NonfinitePolicy,
     bad_update_error,
+    parameters_fail,
     smaller_updates,
 )
 from meshwright.trainer.run_progress import Progress
@@ -73,6 +74,7 @@ class Recovery:
         self._limits, self._tracker = limits, tracker
         self._data, self._batch_size = data, batch_size
         self._skipped: list[int] = []
+        self._record: Path | None = None
         self._rewinds = len(feed.left_out)
 
     @property
@@ -105,6 +107,8 @@ class Recovery:
         record, remark = self._recorder.write(
             Incident(bad, number, samples, batch, list(check.history), action), snapshot
         )
+        # Only the first few are recorded; one of them shows what the later ones are like.
+        self._record = record or self._record
         where = f"batch {number}{_shown(samples)}"
         kept = f"record: {record}" if record else remark
         if action == "stop":
@@ -174,7 +178,7 @@ class Recovery:
             bad.values,
             batch=where,
             limit="" if self._policy.action == "stop" and good else limit,
-            fix=_next_steps(record, self._policy),
+            fix=_next_steps(record or self._record, self._policy),
         )
 
     def _samples(self, number: int) -> list[int] | None:
@@ -229,5 +233,9 @@ def _next_steps(record: Path | None, policy: NonfinitePolicy) -> str:
         command = call if python else f"meshwright replay {shlex.quote(str(record))}"
         steps.append(f"{command} finds the module and the samples")
     if policy.action == "stop":
-        steps.append(f"go on without the batch: {Setting('training.on_nonfinite', 'skip')}")
+        steps.append(
+            f"if only some samples fail, {Setting('training.on_nonfinite', 'skip')} goes on "
+            f"without the batch; if all do, {parameters_fail()}"
+        )
+        return "; ".join(steps)
     return "; ".join([*steps, smaller_updates()])

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from meshwright.json_text import finite
+from meshwright.trainer.not_finite import parameters_fail
 from meshwright.units import counted
 
 if TYPE_CHECKING:
@@ -102,7 +103,10 @@ def _sample_lines(replay: Replay) -> list[str]:
     if not found.samples:
         return ["samples: each of them alone is finite"] if replay.reproduced else []
     if found.finite_without is None:
-        return [f"samples: none is finite alone ({_samples(found.samples, replay)})"]
+        lines = [f"samples: none is finite alone ({_samples(found.samples, replay)})"]
+        if not replay.bad_arrays and len(found.samples) > 1:
+            lines.append(f"leaving out the batch would not help: {parameters_fail()}")
+        return lines
     rest = "finite" if found.finite_without else "still not finite"
     without = "it" if len(found.samples) == 1 else "them"
     named = _samples(found.samples, replay)

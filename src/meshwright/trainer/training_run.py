@@ -19,7 +19,8 @@ from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, 
 from meshwright.checkpoint.damage import DamagedCheckpoint
 from meshwright.code_digests import own_code, users_code
 from meshwright.data.streams import IterableData
-from meshwright.errors import ANY, OutOfMemory, Setting, UserError, first_line
+from meshwright.data.token_cache import take_origins
+from meshwright.errors import ANY, NotFinite, OutOfMemory, Setting, UserError, first_line
 from meshwright.handshake import Facts, compare_processes, describe_own_devices
 from meshwright.heartbeat import Doing, own_heartbeat
 from meshwright.interrupt import Interrupt, Phase
@@ -44,7 +45,8 @@ from meshwright.trainer.compiled_step import (
 )
 from meshwright.trainer.disk_space import check_disk_space
 from meshwright.trainer.evaluation import Evaluator
-from meshwright.trainer.fit_result import FitResult
+from meshwright.trainer.fewer_processes import fewer_processes_note
+from meshwright.trainer.fit_result import FitResult, summarize
 from meshwright.trainer.flight_record import FlightRecorder
 from meshwright.trainer.folder import make_run_folder, write_files
 from meshwright.trainer.limits import Limits
@@ -175,10 +177,26 @@ class TrainingRun:
             tracker.event("stop", progress.update, f"failed: {reason}", {"failed": True})
             if isinstance(error, OutOfMemory):
                 raise with_resuming(error, self._run_dir) from error.__cause__
+            if isinstance(error, NotFinite):
+                summary = self._failed_summary(progress, reason, time.perf_counter() - started)
             raise
         finally:
             tracker.close(summary)
         return result
+
+    def _failed_summary(self, progress: Progress, reason: str, seconds: float) -> dict[str, Any]:
+        """Return the content of result.json for a run that another attempt would not save."""
+        earlier = EarlierAttempts.from_environment()
+        return {
+            **summarize(progress.losses, progress.eval),
+            "updates": progress.update,
+            "skipped": progress.skipped - self._skipped_before,
+            "seconds": seconds,
+            "goodput": earlier.goodput(own_heartbeat().useful, seconds),
+            "attempts": earlier.count + 1,
+            "stopped": f"failed: {reason}",
+            "failed": True,
+        }
 
     def _compiled_step(self) -> CompiledStep:
         spec = self._spec
@@ -239,6 +257,11 @@ class TrainingRun:
             self._write_json("ledger.json", compiled.ledger.model_dump(mode="json"))
         for warning in warnings:
             tracker.event("warning", 0, warning, {})
+        for origin in take_origins():
+            tracker.event("note", 0, origin, {})
+        if fewer := fewer_processes_note(self._plan):
+            details = {"processes": process_count(), "mesh": dict(self._plan.mesh)}
+            tracker.event("processes", self._updates_before, fewer, details)
         if self._evaluator is not None and (note := self._evaluator.samples.note()):
             tracker.event("note", 0, note, {})
 
@@ -297,7 +320,7 @@ class TrainingRun:
     def _finish(
         self, tracker: Tracker, state: TrainState, progress: Progress, seconds: float
     ) -> FitResult:
-        stop = progress.stop
+        stop, earlier = progress.stop, EarlierAttempts.from_environment()
         tracker.event(
             "stop", progress.update, stop.text, {"seconds": seconds, "reason": stop.reason.value}
         )
@@ -313,7 +336,9 @@ class TrainingRun:
             metadata=self._metadata_at(progress.update),
             run_dir=self._run_dir,
             hf_files=self._spec.output.hf_files,
-            goodput=EarlierAttempts.from_environment().goodput(own_heartbeat().useful, seconds),
+            goodput=earlier.goodput(own_heartbeat().useful, seconds),
+            attempts=earlier.count + 1,
+            skipped=progress.skipped - self._skipped_before,
             extra={} if stop.interrupted else self._spec.extra_results(state),
         )
 
@@ -488,6 +513,10 @@ class TrainingRun:
     @property
     def _updates_before(self) -> int:
         return self._spec.updates_done if self._point is None else self._point.update
+
+    @property
+    def _skipped_before(self) -> int:
+        return 0 if self._point is None else self._point.metadata.skipped
 
     @cached_property
     def _advice(self) -> MemoryAdvice:

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.config.model_folders import download_command
 from meshwright.errors import Setting, UserError, first_line
+from meshwright.units import a_type
 from meshwright.weights.family import HfConfig
 from meshwright.weights.safetensors_format import DTYPES, Tensor, read_header
 
@@ -148,6 +149,6 @@ def _read_json(file: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {file}", why=first_line(error), fix=_AGAIN) from error
     if not isinstance(values, dict):
-        why = f"it holds a {type(values).__name__} instead of an object with keys"
+        why = f"it holds {a_type(values)} instead of an object with keys"
         raise UserError(f"cannot read {file}", why=why, fix=_AGAIN)
     return values

@@ -208,3 +208,12 @@ def test_inspect_lists_kernels(capfd):
     assert main(["inspect", "kernels=xla", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)["kernels"]
     assert {use["kind"] for use in found} == {"attention", "loss", "norm", "activation"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [("auto", "kernels: none on CPUs (kernels=auto)"), ("none", "kernels: off (kernels=none)")],
+)
+def test_inspect_says_why_there_are_no_kernels(capfd, choice, said):
+    assert main(["inspect", "model=mlp", f"kernels={choice}"]) == 0
+    assert said in capfd.readouterr().out

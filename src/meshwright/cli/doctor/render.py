@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from meshwright.columns import Indented
+from meshwright.units import counted
 
 Report = Mapping[str, Any]
 
@@ -63,9 +64,12 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "devices", (kinds or "none") + virtual + _device_memory(report)
     count = report["process_count"]
     among = "the only one" if count == 1 else f"among {count}"
-    yield "process", f"{report['process_index']}, {among}, with {report['local_devices']} devices"
+    devices = counted(report["local_devices"], "device")
+    yield "process", f"{report['process_index']}, {among}, with {devices}"
     for entry in report["ranks"]:
-        rank = f"rank {entry['rank']} of {entry['world_size']}, local rank {entry['local_rank']}"
+        rank = f"rank {entry['rank']} of {entry['world_size']}"
+        if entry["local_rank"] is not None:
+            rank += f", local rank {entry['local_rank']}"
         names = ", ".join(entry.get("variables", {}).values())
         yield f"  {entry['source']}", rank + (f" (from {names})" if names else "")
     if where := report.get("coordinator"):

@@ -15,6 +15,7 @@ from meshwright.errors import UserError
 from meshwright.pipeline.aliases import Array
 from meshwright.program.flops import forward_flops
 from meshwright.trees import PyTree, is_key
+from meshwright.units import a_type
 
 Layer = (
     nnx.Module
@@ -79,7 +80,7 @@ def read_part(layer: object, x: PyTree, key: Array) -> Part:
     if callable(layer):
         return _from_function(lambda params, x: layer(x), (), lambda params: layer)
     raise UserError(
-        f"a stage cannot be a {type(layer).__name__}",
+        f"a stage cannot be {a_type(layer)}",
         why="it is neither a module nor a function",
         fix="give an NNX or Linen module, a function of x, or a pair (function(params, x), params)",
     )

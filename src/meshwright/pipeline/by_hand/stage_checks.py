@@ -16,7 +16,7 @@ from meshwright.mesh.build import Device
 from meshwright.pipeline.execute.slots import is_float
 from meshwright.pipeline.schedule.schedules import Schedule, get_schedule
 from meshwright.trees import PyTree, check_num_samples
-from meshwright.units import counted
+from meshwright.units import a_type, counted
 from meshwright.weighted import Weighted
 
 
@@ -257,4 +257,4 @@ def check_like(name: str, new: PyTree, present: PyTree) -> None:
 def _kind(value: PyTree) -> str:
     if isinstance(value, jax.ShapeDtypeStruct):
         return describe(value)
-    return f"a {type(value).__name__} of {describe(value)}"
+    return f"{a_type(value)} of {describe(value)}"

@@ -35,7 +35,7 @@ function updatesDone(run) {
 }
 
 function status(run) {
-  if (!run.result && run.failure) return { text: run.failure, style: "bad" };
+  if ((!run.result || run.result.failed) && run.failure) return { text: run.failure, style: "bad" };
   if (!run.result) return { text: "no result yet: still running, or interrupted", style: "open" };
   return { text: run.result.stopped ? `finished: ${run.result.stopped}` : "finished", style: "done" };
 }
@@ -72,6 +72,7 @@ const FACTS = [
   ["Updates", (run) => number(updatesDone(run))],
   ["Time", (run) => seconds(run.result?.seconds)],
   ["Goodput", (run) => percent(run.result?.goodput)],
+  ["Attempts", (run) => (run.result?.attempts > 1 ? number(run.result.attempts) : "")],
   ["First loss", (run) => number(run.result?.first_loss ?? curveOf(run, "train", "loss")?.points[0]?.[1])],
   ["Final loss", (run) => number(finalLoss(run))],
   ["Loss on held-out data", (run) => number(evalLoss(run))],
