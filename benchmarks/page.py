@@ -291,17 +291,21 @@ def ddp_scaling(record: dict[str, Any]) -> list[str]:
     heads = ("model", "side", "samples/s, 1 process", "2 processes", "efficiency", "95%")
     names = {"meshwright": "meshwright", "torch": "PyTorch DDP"}
     rows = [
-        [row["case"], name, *(f"{speed:,.0f}" for speed in row["samples_per_second"][side])]
-        + [f"{row['efficiency'][side]['median']:.3f}", spread(row["efficiency"][side]["interval"])]
+        [row["case"], name]
+        + [f"{speed:,.0f}" for speed in row["samples_per_second"][side]]
+        + _median(row["efficiency"][side])
         for row in record["rows"]
         for side, name in names.items()
     ]
     ratios = [
-        [row["case"], "meshwright / PyTorch DDP", "", "", f"{row['ratio']['median']:.3f}"]
-        + [spread(row["ratio"]["interval"])]
+        [row["case"], "meshwright / PyTorch DDP", "", "", *_median(row["ratio"])]
         for row in record["rows"]
     ]
     return table(heads, [*rows, *ratios])
+
+
+def _median(figure: dict[str, Any]) -> list[str]:
+    return [f"{figure['median']:.3f}", spread(figure["interval"])]
 
 
 def gpu_overlap(record: dict[str, Any]) -> list[str]:
