@@ -12,6 +12,7 @@
 #   make docs       build the documentation into site/
 #   make benchmarks run the benchmarks that need no accelerator
 #   make soak       disturb a training for five minutes, and compare it with an undisturbed one
+#   make peer-benchmarks compare with PyTorch DDP on this machine's cores
 #   make gpu-benchmarks run those that need a GPU
 #   make clean      remove virtual environments, caches and the built site
 #
@@ -54,7 +55,7 @@ QUICK := $(addprefix tests/, \
   test_jax_internals.py test_json_text.py test_lazy.py test_plan.py test_trees.py test_units.py \
   test_weighted.py)
 
-.PHONY: setup train quick test test-all lint types suite test-faults browser slurm docs benchmarks soak gpu-benchmarks format clean
+.PHONY: setup train quick test test-all lint types suite test-faults browser slurm docs benchmarks soak peer-benchmarks gpu-benchmarks format clean
 
 setup: $(STAMP)
 
@@ -137,6 +138,12 @@ benchmarks: setup
 
 soak: setup
 	@$(BIN)/python benchmarks/soak.py
+	@$(BIN)/python benchmarks/page.py
+
+# Needs two cores, and an interpreter that has PyTorch: make peer-benchmarks TORCH_PYTHON=PATH
+TORCH_PYTHON ?= $(BIN)/python
+peer-benchmarks: setup
+	@$(BIN)/python benchmarks/ddp_scaling.py --torch-python $(TORCH_PYTHON)
 	@$(BIN)/python benchmarks/page.py
 
 # Needs a GPU, and PyTorch with transformers to compare with.

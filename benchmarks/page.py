@@ -297,6 +297,28 @@ def pipeline(record: dict[str, Any]) -> list[str]:
     return table(heads, rows)
 
 
+def ddp_scaling(record: dict[str, Any]) -> list[str]:
+    """One row for each model and side, then the ratio."""
+    heads = ("model", "side", "samples/s, 1 process", "2 processes", "efficiency", "95%")
+    names = {"meshwright": "meshwright", "torch": "PyTorch DDP"}
+    rows = [
+        [row["case"], name]
+        + [f"{speed:,.0f}" for speed in row["samples_per_second"][side]]
+        + _median(row["efficiency"][side])
+        for row in record["rows"]
+        for side, name in names.items()
+    ]
+    ratios = [
+        [row["case"], "meshwright / PyTorch DDP", "", "", *_median(row["ratio"])]
+        for row in record["rows"]
+    ]
+    return table(heads, [*rows, *ratios])
+
+
+def _median(figure: dict[str, Any]) -> list[str]:
+    return [f"{figure['median']:.3f}", spread(figure["interval"])]
+
+
 def gpu_overlap(record: dict[str, Any]) -> list[str]:
     """One row for each mesh and way to run blocks."""
     heads = ("mesh", "blocks", "sent", "of gathers", "of reductions", "overlapped in all")
@@ -343,6 +365,7 @@ TABLES = {
     "verify_time": verify_time,
     "step_guard": step_guard,
     "soak": soak,
+    "ddp_scaling": ddp_scaling,
     "gpu_peers": gpu_peers,
     "gpu_user_models": gpu_user_models,
     "gpu_losses": gpu_losses,

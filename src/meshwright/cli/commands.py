@@ -149,6 +149,21 @@ COMMANDS = {
             usage="--nprocs N [flags] -- COMMAND [flags of the command] [overrides]",
         ),
         Command(
+            "drill",
+            "let faults happen to a training on this machine, and check what comes of each",
+            "meshwright.cli.drill",
+            "meshwright drill model=gpt2_tiny mesh.data=2",
+            flags=(
+                Flag("--nprocs", "processes of the training (default 2)", "N"),
+                Flag("--devices-per-process", LAUNCH_FLAGS["--devices-per-process"][0], "N"),
+                Flag("--only", "the faults to let happen, such as sigkill,preempt", "NAMES"),
+                Flag("--list", "list the faults and what has to come of each"),
+                Flag("--steps", "updates of each training (default 8)", "N"),
+                Flag("--keep", "keep the logs and run folders; those of a failure always are"),
+            ),
+            needs_devices=False,
+        ),
+        Command(
             "report",
             "write an HTML report about a run, or comparing several",
             "meshwright.cli.report",

@@ -133,7 +133,7 @@ class Supervisor:
         ranks = [int(environ["RANK"]) for environ in environments]
         self._files = {rank: folder / f"{rank}.beat" for rank in ranks}
         self._watch = Watch(self._files, self._hang)
-        with _guarded_group(folder) as group:
+        with guarded_group(folder) as group:
             for rank, environ in zip(ranks, environments, strict=True):
                 own = {**environ, HEARTBEAT_FILE: str(self._files[rank])}
                 self._start(rank, own, group)
@@ -324,7 +324,7 @@ def _describe_exit(returncode: int) -> str:
 
 
 @contextmanager
-def _guarded_group(folder: Path) -> Generator[int]:
+def guarded_group(folder: Path) -> Generator[int]:
     """Yield a process group that ends with this block, or with this process, as does a folder."""
     leader = subprocess.Popen(
         [sys.executable, "-I", "-S", guard.__file__, str(folder)],

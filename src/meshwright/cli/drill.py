@@ -1,0 +1,152 @@
+"""`meshwright drill`: lets faults happen to a training, and shows what comes of each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from meshwright.activity import activity
+from meshwright.cli.arguments import Arguments
+from meshwright.cli.request import Request
+from meshwright.columns import Columns
+from meshwright.config.distributed_config import DistributedConfig
+from meshwright.drill.configuration import DEFAULT_STEPS, FEWEST_STEPS, Configuration
+from meshwright.drill.fault import Fault
+from meshwright.drill.fault_table import FAULTS
+from meshwright.drill.run_drill import Report, Row, run_drill
+from meshwright.errors import ExitCode, UserError, did_you_mean
+from meshwright.launch.environments import count_gpus
+from meshwright.launch.options import MAX_PROCESSES
+from meshwright.units import counted, human_seconds
+
+_STYLES = {"passed": "green", "failed": "bold red", "not applicable": "dim"}
+_DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+
+
+def run(request: Request) -> int:
+    """Run the drill and print its table."""
+    arguments, output = request.arguments, request.output
+    faults = _chosen(arguments)
+    if arguments.has("--list"):
+        rows = [(fault.name, fault.what, fault.expected) for fault in faults]
+        listed = [dict(zip(("fault", "what", "expected"), row, strict=True)) for row in rows]
+        output.result(listed, Columns(("fault", "what happens", "what has to come of it"), rows))
+        return ExitCode.DONE
+    _refuse_other_launcher()
+    folder = Path(tempfile.mkdtemp(prefix="meshwright-drill-"))
+    keep = arguments.has("--keep")
+    try:
+        configuration = _configuration(request, folder)
+        with activity("drilling", afterwards=False) as tell:
+            report = run_drill(
+                configuration, faults, folder, tell, lambda row: output.say(_line(row))
+            )
+        keep |= bool(report.failed)
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    kept = str(folder) if keep else None
+    output.result({**report.to_json(), "folder": kept}, _picture(report, kept))
+    return ExitCode.CHECK_FAILED if report.failed else ExitCode.DONE
+
+
+def _configuration(request: Request, folder: Path) -> Configuration:
+    """Return what is drilled, and prepare this process and the environment of the others."""
+    import jax
+
+    # Checkpoints are read here, while the accelerators belong to the processes of the drill.
+    jax.config.update("jax_platforms", "cpu")
+    gpus = request.config.simulate is None and count_gpus(os.environ) > 0
+    if gpus:
+        # Otherwise even two identical runs differ in the last bits.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DETERMINISTIC}".strip()
+    arguments = request.arguments
+    devices = arguments.flags.get("--devices-per-process")
+    flags = [
+        f"{name}={arguments.flags[name]}"
+        for name in ("--config", "--config-dir")
+        if arguments.has(name)
+    ]
+    return Configuration(
+        words=(*flags, *arguments.overrides),
+        nprocs=arguments.number("--nprocs", 2, most=MAX_PROCESSES),
+        devices=None if devices is None else arguments.number("--devices-per-process", 1),
+        steps=_steps(request),
+        # Of several processes with GPUs, one that finds a program would wait for one that does not.
+        cache=None if gpus else folder / "compiled",
+    )
+
+
+def _steps(request: Request) -> int:
+    """Return the updates of each training: those of the config, if they are few."""
+    arguments, own = request.arguments, request.config.training.steps
+    steps = arguments.number("--steps", max(FEWEST_STEPS, min(own, DEFAULT_STEPS)))
+    if steps < FEWEST_STEPS:
+        raise UserError(
+            f"--steps {steps} is not enough for a drill",
+            why="two checkpoints come before a fault, and updates after it",
+            fix=f"write --steps {FEWEST_STEPS} or more",
+        )
+    return steps
+
+
+def _chosen(arguments: Arguments) -> list[Fault]:
+    """Return the faults that --only names; all by default."""
+    if not arguments.has("--only"):
+        return list(FAULTS.values())
+    names = [name.strip() for name in arguments.flags["--only"].split(",") if name.strip()]
+    for name in names:
+        if name not in FAULTS:
+            hint = did_you_mean(name, FAULTS)
+            raise UserError(
+                f"--only: there is no fault `{name}`" + (f": {hint}" if hint else ""),
+                why=f"faults: {', '.join(FAULTS)}",
+                fix="meshwright drill --list describes them",
+            )
+    return [fault for name, fault in FAULTS.items() if name in names]
+
+
+def _refuse_other_launcher() -> None:
+    if DistributedConfig.from_environment().world_size > 1:
+        raise UserError(
+            "a drill starts its processes itself",
+            why="the environment says that this is one process among others",
+            fix="leave launch out, and write meshwright drill --nprocs N …",
+        )
+
+
+def _line(row: Row) -> RenderableType:
+    return Text.assemble((row.verdict, _STYLES[row.verdict]), f"  {row.fault}: {row.happened}")
+
+
+def _picture(report: Report, folder: str | None) -> RenderableType:
+    rows = [
+        (
+            row.fault,
+            Text(row.verdict, style=_STYLES[row.verdict]),
+            f"{row.seconds:.1f}" if row.seconds else "",
+            row.happened,
+        )
+        for row in report.rows
+    ]
+    table = Columns(("fault", "verdict", "seconds", "what happened"), rows, right=("seconds",))
+    where = [] if folder is None else [Text(f"logs and run folders: {folder}", no_wrap=True)]
+    return Group(table, Text(_summary(report)), *where)
+
+
+def _summary(report: Report) -> str:
+    verdicts: Sequence[str] = [row.verdict for row in report.rows]
+    mesh = " × ".join(f"{axis}={size}" for axis, size in report.mesh.items())
+    skipped = verdicts.count("not applicable")
+    return (
+        f"{mesh} in {counted(report.processes, 'process', 'processes')}: "
+        f"{verdicts.count('passed')} passed, {len(report.failed)} failed"
+        + (f", {skipped} not applicable" if skipped else "")
+        + f", in {human_seconds(report.seconds)}"
+    )

@@ -1,0 +1,162 @@
+"""A launch of a drill: a real launcher with real processes, what they print, and how they end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from meshwright.drill.fault import Missed
+from meshwright.drill.hooks import BATCH, INJECTED, LAUNCHED
+from meshwright.drill.told import read_notes
+from meshwright.launch.supervise import exit_code, guarded_group
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that was printed.
+
+    Attributes:
+        time: when, in seconds since 1970.
+        text: the line.
+    """
+
+    time: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A launch that has ended.
+
+    Attributes:
+        code: its exit code, as a shell reports it.
+        lines: what it and its processes printed.
+        ended: when it ended, in seconds since 1970.
+        notes: the folder with the notes of its processes.
+    """
+
+    code: int
+    lines: Sequence[Line]
+    ended: float
+    notes: Path
+
+    @property
+    def processes(self) -> list[dict[str, Any]]:
+        """What the processes noted when they started."""
+        return read_notes(self.notes, LAUNCHED)
+
+    @property
+    def injected(self) -> list[dict[str, Any]]:
+        """What the processes noted when a fault happened to them."""
+        return read_notes(self.notes, INJECTED)
+
+    @property
+    def batch_kinds(self) -> list[str]:
+        """The kinds of numbers in a batch."""
+        return [kind for note in read_notes(self.notes, BATCH) for kind in note["kinds"]]
+
+    @property
+    def happened(self) -> float:
+        """When the fault happened; raise if it did not."""
+        if not self.injected:
+            raise Missed(f"the fault did not happen: exit code {self.code}, {self.problem()}")
+        return min(note["time"] for note in self.injected)
+
+    def check_code(self, *codes: int) -> None:
+        """Raise unless it ended with one of these exit codes."""
+        if self.code not in codes:
+            wanted = " or ".join(map(str, codes))
+            raise Missed(f"exit code {self.code} instead of {wanted}: {self.problem()}")
+
+    def find(self, pattern: str) -> re.Match[str]:
+        """Return what the first line with a pattern says; raise if there is none."""
+        return self._first(pattern)[1]
+
+    def check_silent_about(self, pattern: str) -> None:
+        """Raise if a line has a pattern."""
+        for line in self.lines:
+            if re.search(pattern, line.text):
+                raise Missed(f"it prints {line.text.strip()!r}")
+
+    def noticed(self, pattern: str, within: float) -> float:
+        """Return the seconds from the fault to the first line with a pattern.
+
+        Raise if there is no such line, or if it came later than it has to.
+        """
+        line, _ = self._first(pattern)
+        seconds = line.time - self.happened
+        if seconds > within:
+            raise Missed(f"noticed after {seconds:.1f} s, more than {within:g} s")
+        return max(seconds, 0.0)
+
+    def stopped(self, within: float) -> float:
+        """Return the seconds from the fault to the end; raise if it took longer than it has to."""
+        seconds = self.ended - self.happened
+        if seconds > within:
+            raise Missed(f"ended {seconds:.1f} s after the fault, more than {within:g} s")
+        return seconds
+
+    def problem(self) -> str:
+        """Return the first error that was printed, or the last line."""
+        texts = [line.text for line in self.lines if line.text.strip()]
+        errors = [text for text in texts if re.match(r"(\[\d+\] )?(internal )?error: ", text)]
+        return (errors or texts[-1:] or ["nothing was printed"])[0].strip()
+
+    def _first(self, pattern: str) -> tuple[Line, re.Match[str]]:
+        for line in self.lines:
+            if found := re.search(pattern, line.text):
+                return line, found
+        raise Missed(f"no line says {pattern!r}: {self.problem()}")
+
+
+def launch(
+    words: Sequence[str], environ: Mapping[str, str], log: Path, notes: Path, seconds: float
+) -> Launched:
+    """Run ``meshwright launch`` with some words until it ends.
+
+    Args:
+        words: what follows ``launch``.
+        environ: environment variables besides those of this process.
+        log: a file for everything that is printed.
+        notes: the folder for the notes of the processes.
+        seconds: the time after which it is killed, which is not what anything waits for.
+    """
+    lines: list[Line] = []
+    # The launcher ends with this process, also if that is killed, and its processes with it.
+    with guarded_group(Path(tempfile.mkdtemp(prefix="meshwright-drill-group-"))) as group:
+        launcher = subprocess.Popen(
+            [sys.executable, "-P", "-m", "meshwright", "launch", *words],
+            env={**os.environ, **environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=group,
+        )
+        assert launcher.stdout is not None
+        pump = threading.Thread(target=_read, args=(launcher.stdout, lines, log), daemon=True)
+        pump.start()
+        try:
+            returncode = launcher.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise Missed(f"it did not end within {seconds:.0f} s") from None
+        ended = time.time()
+    # Processes that outlive their launcher hold the pipe; they are found by their notes.
+    pump.join(5.0)
+    return Launched(exit_code(returncode), lines, ended, notes)
+
+
+def _read(source: IO[bytes], lines: list[Line], log: Path) -> None:
+    with log.open("ab") as file:
+        for line in source:
+            lines.append(Line(time.time(), line.decode(errors="replace").rstrip("\n")))
+            file.write(line)
+            file.flush()
