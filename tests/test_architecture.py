@@ -21,6 +21,7 @@ NEIGHBOURS = {
     ("hardware", "hardware_file"),
     ("pipeline", "sharding"),
     ("plan", "config"),
+    ("planner", "ledgers"),
     ("plan", "mesh"),
 }
 """Imports within a layer that the documentation explains."""

@@ -66,6 +66,12 @@ class CheckFailed(MeshwrightError):
     exit_code = ExitCode.CHECK_FAILED
 
 
+class OutOfMemory(MeshwrightError, RuntimeError):
+    """A plan needs more memory than its devices have."""
+
+    exit_code = ExitCode.NOTHING_FITS
+
+
 class EnvironmentProblem(MeshwrightError, RuntimeError):
     """A problem of the environment, not the input: a missing package, a lost process."""
 

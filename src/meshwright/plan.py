@@ -237,7 +237,8 @@ def unused_settings(config: Config, plan: Plan) -> list[str]:
     unused = unused_pipeline(config.pipeline, plan)
     if config.hardware is not None:
         unused.append(
-            f"hardware={config.hardware} has no effect on a run, which uses the devices present"
+            f"hardware={config.hardware} has no effect here, where the devices present are used; "
+            "it is for `meshwright plan` and `meshwright rehearse`"
         )
     return unused
 

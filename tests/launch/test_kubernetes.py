@@ -93,7 +93,7 @@ def test_a_plain_job_ignores_preemptions_and_ends_with_a_mistake(capsys):
         for rule in job["spec"]["podFailurePolicy"]["rules"]
         if "onExitCodes" in rule
     }
-    assert rules == {"Ignore": [75], "FailJob": [2, 4]}
+    assert rules == {"Ignore": [75], "FailJob": [2, 3, 4]}
 
 
 @pytest.mark.parametrize("kind", ["--kubernetes", "--kubernetes=job"])

@@ -121,6 +121,16 @@ COMMANDS = {
             "meshwright ledger simulate=8 mesh.fsdp=8",
         ),
         Command(
+            "rehearse",
+            "compile a step for devices that are not here: memory and communication",
+            "meshwright.cli.rehearse",
+            "meshwright rehearse model=gpt2_tiny hardware=8xA100-40GB mesh.fsdp=8",
+            flags=(
+                Flag("--on", "cpu compiles for CPUs; gpu for GPUs, of which one is here", "DEVICE"),
+            ),
+            needs_devices=False,
+        ),
+        Command(
             "profile",
             "profile a few updates and show where their time goes",
             "meshwright.cli.profile",

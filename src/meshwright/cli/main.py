@@ -141,6 +141,13 @@ def _unexpected(error: Exception, *, debug: bool) -> int:
         if lost is not None:
             print_error(lost)
             return lost.exit_code
+    if "jax" in sys.modules:
+        from meshwright.compiled.shortage import find_shortage, tell_shortage
+
+        if shortage := find_shortage(error):
+            short = tell_shortage(shortage, "running the command")
+            print_error(short)
+            return short.exit_code
     from meshwright.user_code import explain_users_exception
 
     users = explain_users_exception(error)

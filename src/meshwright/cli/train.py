@@ -26,6 +26,7 @@ from meshwright.interrupt import current_interrupt
 from meshwright.masking import mask_tree
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.plan import Plan, make_plan, unused_settings
+from meshwright.planner.estimator import ProgramEstimator
 from meshwright.processes import broadcast, process_count
 from meshwright.recipe import Recipe, make_recipe
 from meshwright.step.assemble import Assembled
@@ -104,6 +105,9 @@ def run(request: Request) -> int:
                 *without_tokenizer(config),
             ],
             interrupt=current_interrupt(),
+            estimator=lambda: ProgramEstimator(
+                recipe.model, recipe.loss, recipe.optimizer, example
+            ),
         )
     )
     _show_mesh(request, assembled)

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_
 from meshwright.config.base import Frozen
 from meshwright.config.duration import parse_duration
 from meshwright.errors import UserError
-from meshwright.hardware import LOCAL, parse_hardware
+from meshwright.hardware import is_local, parse_hardware
 from meshwright.mesh.axes import INFER, resolve_alias
 
 Precision = Literal["no", "bf16", "fp16"]
@@ -419,6 +419,6 @@ class Config(Frozen):
     @field_validator("hardware")
     @classmethod
     def _known_hardware(cls, text: str | None) -> str | None:
-        if text is not None and text != LOCAL:
+        if text is not None and not is_local(text):
             parse_hardware(text)
         return text

@@ -93,7 +93,7 @@ def _service(cluster: ClusterOptions) -> Manifest:
 def _job(launch: LaunchOptions, cluster: ClusterOptions, pod: Manifest) -> Manifest:
     nodes = launch.nodes or 1
     rules = [
-        _on_exit("FailJob", ExitCode.BAD_INPUT, ExitCode.NOT_FINITE),
+        _on_exit("FailJob", ExitCode.BAD_INPUT, ExitCode.NOTHING_FITS, ExitCode.NOT_FINITE),
         _on_exit("Ignore", ExitCode.PREEMPTED),
         _on_disruption("Ignore"),
     ]

@@ -66,6 +66,9 @@ case "$code" in
   {bad_input})
     echo "exit code {bad_input}, a mistake in the input: job $SLURM_JOB_ID is not requeued"
     exit "$code" ;;
+  {nothing_fits})
+    echo "exit code {nothing_fits}, too little memory: job $SLURM_JOB_ID is not requeued"
+    exit "$code" ;;
   {not_finite})
     echo "exit code {not_finite}, an update that is not finite: job $SLURM_JOB_ID is not requeued"
     exit "$code" ;;
@@ -112,6 +115,7 @@ def sbatch_script(launch: LaunchOptions, cluster: ClusterOptions, folder: Path, 
         preempted=int(ExitCode.PREEMPTED),
         unhandled=_USR1_UNHANDLED,
         bad_input=int(ExitCode.BAD_INPUT),
+        nothing_fits=int(ExitCode.NOTHING_FITS),
         not_finite=int(ExitCode.NOT_FINITE),
         max_restarts=cluster.max_restarts,
     )

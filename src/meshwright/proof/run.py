@@ -20,6 +20,7 @@ from flax.nnx.filterlib import Filter
 
 from meshwright.activity import activity, show_on_terminal
 from meshwright.compiled.quick_options import quick_options
+from meshwright.compiled.shortage import telling_shortage
 from meshwright.config.argument_checks import (
     check_clip_norm,
     check_count,
@@ -29,7 +30,7 @@ from meshwright.config.argument_checks import (
 )
 from meshwright.config.schema import Precision
 from meshwright.data.batches import read_batch
-from meshwright.errors import Setting, UserError
+from meshwright.errors import ANY, Setting, UserError
 from meshwright.inputs.checks import check_loss, check_trainable
 from meshwright.mesh.build import Device, check_devices
 from meshwright.plan import Plan
@@ -128,7 +129,8 @@ def verify(
     with show_on_terminal(), jax.enable_x64(False):
         with activity("reading the data"):
             global_batches = [read_batch(batches(n)) for n in range(steps)]
-        return _make_proof(problem, global_batches).certify(say)
+        with telling_shortage("comparing the mesh with one device", fix=_smaller()):
+            return _make_proof(problem, global_batches).certify(say)
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,14 @@ class _Problem:
     seed: int
     trainable: Filter
     devices: Sequence[Device] | None
+
+
+def _smaller() -> str:
+    return (
+        "verify also trains in float64, and on one device alone; verify the same mesh with a "
+        f"smaller batch ({Setting('training.global_batch_size', ANY)}), fewer blocks or smaller "
+        "layers: what it proves is how the step is divided"
+    )
 
 
 def _make_proof(problem: _Problem, batches: list[Batch]) -> _Proof:

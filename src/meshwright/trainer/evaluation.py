@@ -18,6 +18,7 @@ from meshwright.data.protocols import Data
 from meshwright.data.user_data import as_data
 from meshwright.errors import UserError
 from meshwright.heartbeat import own_heartbeat
+from meshwright.planner.out_of_memory import MemoryAdvice
 from meshwright.step.state import TrainState
 from meshwright.trainer.every_sample import EverySample, no_data
 from meshwright.trainer.programs import Programs
@@ -54,6 +55,10 @@ class Evaluator:
             state: the training state.
             warn: called if evaluation cannot run in pipeline stages as training does.
         """
+        with MemoryAdvice(self._programs.assembled).during(lambda: "evaluating", trains=False):
+            return self._evaluate(state, warn)
+
+    def _evaluate(self, state: TrainState, warn: Callable[[str], None]) -> dict[str, float]:
         sums, num_samples = _Sums(), 0
         leaves, heartbeat = self._programs.assembled.step.leaf_values(state), own_heartbeat()
         with ExitStack() as stack:
@@ -192,6 +197,13 @@ def predict(
     Returns:
         The function's tree, with NumPy arrays of all samples.
     """
+    with MemoryAdvice(programs.assembled).during(lambda: "predicting", trains=False):
+        return _predict(programs, state, data, function)
+
+
+def _predict(
+    programs: Programs, state: TrainState, data: Data, function: Callable[[Any, Any], Any]
+) -> Any:
     parts: list[Any] = []
     leaves = programs.assembled.step.leaf_values(state)
     in_flight: deque[Any] = deque()

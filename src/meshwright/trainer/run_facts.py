@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import jax
 import numpy as np
 
 from meshwright.masking import mask_words
 from meshwright.mesh.svg_drawing import mesh_svg
 from meshwright.pipeline.schedule.timeline_svg import timeline_svg
+from meshwright.planner.least_memory import bytes_on_device
 from meshwright.processes import process_count
 from meshwright.program.flops import count_flops, peak_flops
 from meshwright.sharding.explain import explain
@@ -108,15 +108,15 @@ def memory_per_device(assembled: Assembled, compiled: CompiledStep) -> dict[str,
     state = assembled.step.abstract_state()
     batch = 0
     if compiled.memory is not None:
-        batch = compiled.memory.argument - _bytes(state)
+        batch = compiled.memory.argument - bytes_on_device(state)
     temporary = None if compiled.memory is None else compiled.memory.temp
     return {
-        "parameters": _bytes(state.params),
-        "optimizer": _bytes(state.optimizer),
-        "state": _bytes([state.model_state, state.step, state.loss_scale]),
+        "parameters": bytes_on_device(state.params),
+        "optimizer": bytes_on_device(state.optimizer),
+        "state": bytes_on_device([state.model_state, state.step, state.loss_scale]),
         "batch": max(batch, 0),
         "temporary": temporary,
-        "total": _bytes(state) + max(batch, 0) + (temporary or 0),
+        "total": bytes_on_device(state) + max(batch, 0) + (temporary or 0),
     }
 
 
@@ -144,11 +144,3 @@ def tokens_per_sample(batch: Any) -> int | None:
         if len(shape) == 2 and np.issubdtype(dtype, np.integer):
             return int(shape[1]) - beyond
     return None
-
-
-def _bytes(tree: Any) -> int:
-    """Return the bytes of one device's shards of a tree of sharded shapes."""
-    return sum(
-        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )

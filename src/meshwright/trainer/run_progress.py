@@ -29,6 +29,10 @@ class Progress:
     skipped: int = 0
     left_out: list[list[int]] = field(default_factory=list[list[int]])
 
+    def near(self) -> str:
+        """Say what the run is doing; devices may be an update or two behind."""
+        return f"training, near update {max(self.update, 1)}"
+
     def go_back(self, update: int, skipped: int) -> None:
         """Forget what came after an update."""
         self.update, self.skipped = update, skipped

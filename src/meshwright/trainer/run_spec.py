@@ -11,6 +11,7 @@ from meshwright.config.duration import Duration
 from meshwright.config.schema import CheckpointConfig, TrackingConfig
 from meshwright.data.protocols import Data
 from meshwright.interrupt import Interrupt
+from meshwright.planner.estimator import Estimator
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
@@ -108,6 +109,7 @@ class RunSpec:
         code: the user's model, loss and callbacks, whose files must be the same in every process.
         interrupt: watches signals already; by default they are watched during training only.
         programs: programs that are compiled already; None for none.
+        estimator: returns what predicts the memory of plans; None without predictions.
     """
 
     assembled: Assembled
@@ -134,3 +136,4 @@ class RunSpec:
     code: Sequence[Any] = ()
     interrupt: Interrupt | None = None
     programs: Programs | None = None
+    estimator: Callable[[], Estimator] | None = None

@@ -52,6 +52,7 @@ from meshwright.plan import (
     unused_pipeline,
 )
 from meshwright.program.trace.build_model import ModelSource
+from meshwright.planner.estimator import Estimator, ProgramEstimator
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.proof import Certificate, verify
 from meshwright.step.assemble import Assembled, assemble
@@ -486,7 +487,12 @@ class Trainer:
                 "clip_norm": self.clip_norm,
             },
             code=[self.model, self.loss, self.eval_loss],
+            estimator=lambda: self._estimator(batch),
         )
+
+    def _estimator(self, batch: Any) -> Estimator:
+        source = model_source(self.model, self.loss, lambda: batch)
+        return ProgramEstimator(source, self.loss, self.optimizer, batch, trainable=self.trainable)
 
     def _evaluation(
         self, data: Any, every: int | None, batches: int | None, like: Any

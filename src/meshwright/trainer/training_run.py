@@ -19,10 +19,12 @@ from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, 
 from meshwright.checkpoint.damage import DamagedCheckpoint
 from meshwright.code_digests import own_code, users_code
 from meshwright.data.streams import IterableData
-from meshwright.errors import ANY, Setting, UserError, first_line
+from meshwright.errors import ANY, OutOfMemory, Setting, UserError, first_line
 from meshwright.handshake import Facts, compare_processes, describe_own_devices
 from meshwright.heartbeat import Doing, own_heartbeat
 from meshwright.interrupt import Interrupt, Phase
+from meshwright.planner.fit_check import check_memory
+from meshwright.planner.out_of_memory import KnownProgram, MemoryAdvice
 from meshwright.processes import barrier, is_main, process_count
 from meshwright.profile import NoProfiling, Profile, Profiling
 from meshwright.step.canonical import CanonicalForm
@@ -60,6 +62,7 @@ from meshwright.trainer.resume import (
     restore,
     set_damaged_aside,
 )
+from meshwright.trainer.resume_hint import newest_checkpoint, with_resuming
 from meshwright.trainer.run_facts import describe_run, work_per_update
 from meshwright.trainer.run_lock import RunLock
 from meshwright.trainer.run_progress import Progress
@@ -96,6 +99,7 @@ class TrainingRun:
         self._point, self._progress = spec.resume_point, Progress()
         self._check_rewinding()
         self._warnings = [*spec.warnings, *self._check_resume_point(), *self._check_samples()]
+        self._warnings += check_memory(spec.assembled, spec.estimator)
 
     def run(self) -> FitResult:
         """Train in the run folder, which no other run can use meanwhile."""
@@ -124,7 +128,9 @@ class TrainingRun:
         """Train; after a failure the checkpointer and the trackers are closed as well."""
         started = time.perf_counter()
         spec, output = self._spec, self._spec.output
-        compiled = self._compiled_step()
+        with self._advice.during(lambda: "compiling the step"):
+            compiled = self._compiled_step()
+        known = KnownProgram(compiled.memory, compiled.text)
         if spec.strict:
             refuse_deviations([*spec.assembled.remarks, *compiled.deviations()])
         tracker = make_trackers(
@@ -138,10 +144,17 @@ class TrainingRun:
         summary: dict[str, Any] = {}
         try:
             self._log_start(tracker, compiled)
-            state = self._first_state(tracker, progress)
-            checkpointer = self._make_checkpointer(tracker)
+            with self._advice.during(lambda: "placing the state", known):
+                state = self._first_state(tracker, progress)
+                checkpointer = self._make_checkpointer(tracker)
             loop = self._make_loop(compiled, tracker, checkpointer, interrupt)
-            with interrupt.watch(), loop.limits.watching():
+            with (
+                interrupt.watch(),
+                loop.limits.watching(),
+                self._advice.during(
+                    lambda: f"training, near update {max(progress.update, 1)}", known
+                ),
+            ):
                 state = loop.train(state, progress)
             interrupt.phase = Phase.ENDED
             result = self._finish(tracker, state, progress, time.perf_counter() - started)
@@ -150,6 +163,8 @@ class TrainingRun:
             checkpointer.abandon()
             reason = first_line(error)
             tracker.event("stop", progress.update, f"failed: {reason}", {"failed": True})
+            if isinstance(error, OutOfMemory):
+                raise with_resuming(error, self._run_dir) from error.__cause__
             raise
         finally:
             tracker.close(summary)
@@ -463,6 +478,15 @@ class TrainingRun:
     @property
     def _updates_before(self) -> int:
         return self._spec.updates_done if self._point is None else self._point.update
+
+    @cached_property
+    def _advice(self) -> MemoryAdvice:
+        saves = self._run_dir is not None and self._spec.output.checkpoint.enabled
+        return MemoryAdvice(
+            self._spec.assembled,
+            make_estimator=self._spec.estimator,
+            resumable=lambda: saves and newest_checkpoint(self._run_dir) is not None,
+        )
 
     @cached_property
     def _form(self) -> CanonicalForm:

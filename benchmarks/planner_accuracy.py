@@ -1,0 +1,312 @@
+"""Compares what the planner predicts with what the compiler says, for six models on many meshes.
+
+Every plan is compiled for virtual CPU devices; nothing runs. The training state must be predicted
+exactly. What is not state is temporary: gradients, gathered weights, activations.
+
+    python benchmarks/planner_accuracy.py [--compiled FILE] [--models NAME …]
+
+With --compiled, what the compiler says is kept in a file and read from it the next time. With
+--models, only some models are compared, and nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from record import verdict, write_record
+
+from meshwright.mesh.simulate import simulate_devices
+
+DEVICES = 8
+TOTAL, WORST, REST = 0.05, 0.15, 0.20
+"""The largest median and single error of the total, and the largest median of the rest."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its task, and samples per device and microbatch."""
+
+    kind: str
+    sizes: Mapping[str, Any]
+    task: str
+    task_sizes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    rows: int = 4
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a model is trained."""
+
+    mesh: Mapping[str, int]
+    remat: str = "none"
+    accumulation: int = 1
+
+    def __str__(self) -> str:
+        mesh = " × ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one device"
+        more = [f"remat={self.remat}"] if self.remat != "none" else []
+        more += [f"{self.accumulation} microbatches"] if self.accumulation > 1 else []
+        return ", ".join([mesh, *more])
+
+
+WORDS = {"vocab_size": 512, "context_length": 128}
+IMAGES = {"image_size": 32, "channels_in": 3}
+CASES = {
+    "GPT-2": Case(
+        "gpt",
+        {**WORDS, "num_blocks": 8, "hidden_size": 128, "num_heads": 4},
+        "language_modeling",
+        WORDS,
+    ),
+    "Gemma 3": Case(
+        "gemma3",
+        {
+            **WORDS,
+            "num_blocks": 6,
+            "hidden_size": 128,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 32,
+            "mlp_size": 384,
+            "sliding_window": 32,
+            "global_every": 3,
+        },
+        "language_modeling",
+        WORDS,
+    ),
+    "ViT": Case(
+        "vit",
+        {
+            **IMAGES,
+            "patch_size": 4,
+            "num_blocks": 8,
+            "hidden_size": 128,
+            "num_heads": 4,
+            "num_classes": 100,
+        },
+        "classification",
+        {"input_shape": (32, 32, 3), "num_classes": 100},
+        rows=8,
+    ),
+    "ResNet": Case(
+        "resnet",
+        {"channels_in": 3, "depths": (2, 2, 2, 2), "width": 16, "num_classes": 100},
+        "classification",
+        {"input_shape": (64, 64, 3), "num_classes": 100},
+        rows=8,
+    ),
+    "VAE": Case("vae", {"hidden_size": 512}, "reconstruction", {}, rows=64),
+    "MLP": Case("mlp", {"widths": (784, 1024, 1024, 10)}, "classification", {}, rows=64),
+}
+BLOCKS = (
+    Setting({}),
+    Setting({}, "full"),
+    Setting({"data": 8}),
+    Setting({"fsdp": 8}),
+    Setting({"fsdp": 8}, "dots"),
+    Setting({"data": 4, "tensor": 2}),
+    Setting({"fsdp": 4, "tensor": 2}, "full"),
+    Setting({"data": 2, "fsdp": 4}, "none", 2),
+    Setting({"fsdp": 2, "tensor": 4}),
+    Setting({"pipe": 2, "data": 4}, "none", 8),
+    Setting({"pipe": 2, "fsdp": 2, "tensor": 2}, "full", 8),
+    Setting({"data": 8}, "dots", 4),
+)
+FLAT = tuple(
+    Setting(mesh, "none", accumulation)
+    for mesh in ({}, {"data": 2}, {"data": 4}, {"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4})
+    for accumulation in (1, 2)
+)
+REPEATED = ("GPT-2", "Gemma 3", "ViT")
+"""Models of equal blocks, which stages divide and scans roll."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--compiled", type=Path)
+    parser.add_argument("--models", nargs="*", choices=CASES)
+    arguments = parser.parse_args()
+    kept: Path | None = arguments.compiled
+    chosen: list[str] = arguments.models or list(CASES)
+    simulate_devices(DEVICES)
+    compiled = json.loads(kept.read_text()) if kept and kept.exists() else {}
+    rows: list[dict[str, Any]] = []
+    for name in chosen:
+        workload = Workload(CASES[name])
+        for setting in BLOCKS if name in REPEATED else FLAT:
+            key = f"{name}: {setting}"
+            if key not in compiled:
+                compiled[key] = workload.compile(setting)
+                if kept:
+                    kept.write_text(json.dumps(compiled, indent=1))
+            row = {"model": name, "setting": str(setting), **compiled[key]}
+            rows.append({**row, **compare(workload.predict(setting), compiled[key])})
+            print(line(rows[-1]), flush=True)
+    figures = {"model": "small models, float32, AdamW, rolled blocks", "rows": rows}
+    targets = summarize(rows)
+    for what, found in targets.items():
+        print(f"{what}: {found}")
+    if not arguments.models:
+        write_record("planner_accuracy", {**figures, **medians(rows), "targets": targets})
+
+
+class Workload:
+    """Compiles and predicts the plans of one model."""
+
+    def __init__(self, case: Case) -> None:
+        import optax
+
+        from meshwright.models import build_model
+        from meshwright.tasks import find_task
+
+        self.case, self.task = case, find_task(case.task)(**case.task_sizes)
+        self.optimizer = optax.adamw(1e-3)
+        self.model = lambda rngs: build_model(case.kind, rngs=rngs, **case.sizes)
+        self._estimator: Any = None
+
+    def plan(self, setting: Setting) -> Any:
+        """Return the plan of a setting."""
+        from meshwright.config.batch import solve_batch
+        from meshwright.config.schema import ShardingConfig
+        from meshwright.plan import Plan
+
+        mesh = dict(setting.mesh)
+        batch = solve_batch(
+            replicas=mesh.get("data", 1) * mesh.get("fsdp", 1),
+            micro_batch_size=self.case.rows,
+            gradient_accumulation_steps=setting.accumulation,
+        )
+        staged = {"schedule": "1f1b", "num_microbatches": setting.accumulation}
+        return Plan(
+            mesh=mesh,
+            batch=batch,
+            sharding=ShardingConfig(remat=setting.remat, blocks="scan"),
+            **(staged if mesh.get("pipe", 1) > 1 else {}),
+        )
+
+    def compile(self, setting: Setting) -> dict[str, Any]:
+        """Return what the compiler says about a plan."""
+        import jax
+
+        from meshwright.planner.rehearsal import rehearse
+        from meshwright.step.assemble import assemble
+
+        plan = self.plan(setting)
+        assembled = assemble(
+            self.model,
+            self.task.loss,
+            self.optimizer,
+            plan,
+            self.task.example_batch(plan.batch.global_batch_size),
+            clip_norm=1.0,
+            devices=jax.devices()[: plan.num_devices],
+            guarded=True,
+        )
+        found = rehearse(assembled)
+        return {
+            "state_bytes": found.state,
+            "batch_bytes": found.batch,
+            "argument_bytes": found.memory.argument,
+            "temp_bytes": found.memory.temp,
+            "total_bytes": found.memory.total,
+            "sent_bytes": {axis: own.sent_bytes for axis, own in found.ledger.axes.items()},
+            "compile_seconds": found.compile_seconds,
+        }
+
+    def predict(self, setting: Setting) -> dict[str, Any] | None:
+        """Return what the planner predicts for a plan; None without an estimator."""
+        from meshwright.hardware import Hardware, chip_by_name
+        from meshwright.planner import estimator
+
+        make = getattr(estimator, "ProgramEstimator", None)
+        if make is None:
+            return None
+        if self._estimator is None:
+            batch = self.task.example_batch(1)
+            self._estimator = make(self.model, self.task.loss, self.optimizer, batch)
+        plan = self.plan(setting)
+        hardware = Hardware(chip=chip_by_name("CPU"), count=plan.num_devices)
+        started = time.perf_counter()
+        found = self._estimator.estimate(plan, hardware)
+        return {
+            "predicted_state_bytes": found.memory.state,
+            "predicted_total_bytes": found.memory.compiled,
+            "predicted_batch_bytes": found.memory.batch,
+            "predicted_sent_bytes": {
+                axis: traffic.sent_bytes for axis, traffic in found.time.traffic.items()
+            },
+            "estimate_ms": round(1e3 * (time.perf_counter() - started), 1),
+        }
+
+
+def compare(predicted: dict[str, Any] | None, compiled: dict[str, Any]) -> dict[str, Any]:
+    """Return a prediction with its errors, as shares of what the compiler says."""
+    if predicted is None:
+        return {}
+    state, total = compiled["state_bytes"], compiled["total_bytes"]
+    guess = predicted["predicted_total_bytes"]
+    rest, guessed_rest = total - state, guess - predicted["predicted_state_bytes"]
+    return {
+        **predicted,
+        "state_exact": predicted["predicted_state_bytes"] == state,
+        "total_error": round(guess / total - 1, 4),
+        "rest_error": round(guessed_rest / rest - 1, 4),
+    }
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """Return a row for reading."""
+    text = f"{row['model']:8} {row['setting']:45} {row['total_bytes'] / 2**20:8.1f} MiB"
+    text += f" ({row['compile_seconds']:.0f} s)"
+    if "total_error" not in row:
+        return text
+    exact = "exact" if row["state_exact"] else "STATE DIFFERS"
+    return f"{text} {exact} total {row['total_error']:+7.1%} rest {row['rest_error']:+7.1%}"
+
+
+def medians(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the errors of each model and of all, without their signs."""
+    rows = [row for row in rows if "total_error" in row]
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    found = {name: _errors([row for row in rows if row["model"] == name]) for name in names}
+    return {"errors": {**found, "all": _errors(rows)} if rows else {}}
+
+
+def _errors(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    total, rest = ([abs(row[key]) for row in rows] for key in ("total_error", "rest_error"))
+    return {
+        "plans": len(rows),
+        "state_exact": sum(row["state_exact"] for row in rows),
+        "total_median": round(statistics.median(total), 4),
+        "total_worst": round(max(total), 4),
+        "rest_median": round(statistics.median(rest), 4),
+        "rest_worst": round(max(rest), 4),
+    }
+
+
+def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return whether the targets are met."""
+    if not (errors := medians(rows)["errors"]):
+        return {}
+    found = errors["all"]
+    exact = "met" if found["state_exact"] == found["plans"] else "missed"
+    return {
+        "state": f"exact in {found['state_exact']} of {found['plans']} plans: {exact}",
+        "median error of the total": _against(found["total_median"], TOTAL),
+        "largest error of the total": _against(found["total_worst"], WORST),
+        "median error of what is not state": _against(found["rest_median"], REST),
+    }
+
+
+def _against(value: float, limit: float) -> str:
+    return f"at most {limit:.0%}: {verdict(value, limit)} ({value:.1%})"
+
+
+if __name__ == "__main__":
+    main()

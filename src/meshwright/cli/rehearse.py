@@ -1,0 +1,200 @@
+"""`meshwright rehearse`: compiles a step for devices that are not there, and says what it needs."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from meshwright.activity import activity
+from meshwright.cli.request import Request, compose
+from meshwright.columns import Indented
+from meshwright.config.compose import parse_overrides, validate
+from meshwright.config.schema import Config
+from meshwright.errors import ExitCode, Setting, UserError
+from meshwright.hardware import LOCAL, Hardware, chip_by_name, parse_hardware
+from meshwright.launch.environments import count_gpus
+from meshwright.mesh.axes import INFER
+from meshwright.mesh.simulate import MAX_DEVICES, simulate_devices
+from meshwright.plan import Plan, make_plan, mesh_sizes
+from meshwright.planner.estimate import Estimate
+from meshwright.planner.estimator import ProgramEstimator
+from meshwright.planner.figures import Figure, figures_table, make_figures
+from meshwright.planner.rehearsal import Rehearsal, rehearse
+from meshwright.processes import process_count
+from meshwright.recipe import Recipe, make_recipe
+from meshwright.trees import resize_batch
+from meshwright.units import human_bytes
+
+ON = "--on"
+_MOCKED = "--xla_gpu_shard_autotuning=false"
+"""Mocked devices would wait for each other to tune kernels."""
+
+
+def run(request: Request) -> int:
+    """Compile the step, run it on a GPU if there is one, and print what is known of it."""
+    _check_alone()
+    hardware = _hardware(request.config)
+    count = count_devices(request.config, hardware)
+    on_gpu = _choose(request, hardware)
+    with activity("starting JAX"):
+        _start_devices(count, on_gpu=on_gpu)
+        plan = make_plan(request.config, count)
+        recipe = make_recipe(_without_data(request), plan.batch.global_batch_size)
+    batch = resize_batch(recipe.example_batch(1), plan.batch.global_batch_size)
+    assembled = recipe.assemble(plan, batch)
+    rehearsal = rehearse(assembled, run=on_gpu)
+    figures = make_figures(rehearsal, hardware, _estimate(recipe, batch, plan, hardware))
+    report = _report(rehearsal, hardware, figures, list(assembled.remarks))
+    request.output.result(report, _picture(rehearsal, hardware, figures, report))
+    return ExitCode.DONE
+
+
+def _estimate(recipe: Recipe, batch: Any, plan: Plan, hardware: Hardware | None) -> Estimate:
+    """Return what the planner predicts; without a name the hardware is what was simulated."""
+    hardware = hardware or Hardware(chip=chip_by_name("CPU"), count=plan.num_devices)
+    estimator = ProgramEstimator(recipe.model, recipe.loss, recipe.optimizer, batch)
+    with activity("estimating the plan"):
+        return estimator.estimate(plan, hardware)
+
+
+def count_devices(config: Config, hardware: Hardware | None) -> int:
+    """Return how many devices to compile for: those of the hardware, or of the mesh."""
+    sizes = mesh_sizes(config)
+    known = config.simulate if hardware is None else hardware.count
+    if known is None and INFER not in sizes.values():
+        known = math.prod(sizes.values())
+    if known is None:
+        raise UserError(
+            "a rehearsal needs the number of devices",
+            why="one size of the mesh follows from it, and no hardware is given",
+            fix=f"write {Setting('hardware', '8xH100')}, or {Setting('simulate', 8)}",
+        )
+    return known
+
+
+def _check_alone() -> None:
+    if process_count() > 1:
+        raise UserError(
+            "a rehearsal runs in one process",
+            why=f"there are {process_count()}",
+            fix="run it without `meshwright launch`; it compiles for all devices by itself",
+        )
+
+
+def _hardware(config: Config) -> Hardware | None:
+    if config.hardware is None:
+        return None
+    if config.hardware.strip().lower() == LOCAL:
+        raise UserError(
+            f"{Setting('hardware', LOCAL)} is this machine, which needs no rehearsal",
+            why="a rehearsal compiles for devices that are not here",
+            fix="name the hardware, such as hardware=8xH100",
+        )
+    return parse_hardware(config.hardware)
+
+
+def _choose(request: Request, hardware: Hardware | None) -> bool:
+    """Whether to compile for GPUs, of which one must be here."""
+    asked = request.arguments.flags.get(ON)
+    if asked not in (None, "cpu", "gpu"):
+        raise UserError(f"{ON} {asked} is not valid", fix=f"write {ON} cpu or {ON} gpu")
+    here = count_gpus(os.environ) > 0
+    if asked == "gpu" and not here:
+        raise UserError(
+            f"{ON} gpu needs a GPU, which stands for all of them",
+            why="JAX sees none on this machine",
+            fix=f"write {ON} cpu, which compiles for virtual CPU devices",
+        )
+    for_gpus = hardware is not None and hardware.chip.platform in ("cuda", "rocm")
+    return here and for_gpus if asked is None else asked == "gpu"
+
+
+def _start_devices(count: int, *, on_gpu: bool) -> None:
+    """Start as many devices, of which at most one exists."""
+    import jax
+
+    if not on_gpu:
+        if count > MAX_DEVICES:
+            raise UserError(
+                f"cannot rehearse on {count} virtual devices",
+                why=f"one process has at most {MAX_DEVICES}",
+                fix=f"rehearse with {MAX_DEVICES}, or where there is a GPU: {ON} gpu",
+            )
+        simulate_devices(count)
+        return
+    if count > 1:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_MOCKED}".strip()
+        # Slices × hosts × devices of a host; each host has the one GPU that exists.
+        jax.config.update("jax_mock_gpu_topology", f"1x{count}x1")
+
+
+def _without_data(request: Request) -> Config:
+    """Return the config with random samples, which have the same shapes, for data not chosen."""
+    arguments, config = request.arguments, request.config
+    named = {override.key_or_group for override in parse_overrides(arguments.overrides)}
+    chosen = any(name == "data" or name.startswith("data.") for name in named)
+    if chosen or config.data.kind == "synthetic" or request.composed.config_file is not None:
+        return config
+    return validate(compose(replace(arguments, overrides=(*arguments.overrides, "data=synthetic"))))
+
+
+def _report(
+    rehearsal: Rehearsal, hardware: Hardware | None, figures: list[Figure], remarks: list[str]
+) -> dict[str, Any]:
+    return {
+        "plan": rehearsal.plan.model_dump(mode="json"),
+        "hardware": None if hardware is None else str(hardware),
+        "compiled_for": rehearsal.compiled_for,
+        "compile_seconds": rehearsal.compile_seconds,
+        "memory": {
+            "state_bytes": rehearsal.state,
+            "batch_bytes": rehearsal.batch,
+            "argument_bytes": rehearsal.memory.argument,
+            "temp_bytes": rehearsal.memory.temp,
+            "total_bytes": rehearsal.memory.total,
+        },
+        "sent_bytes": {axis: own.sent_bytes for axis, own in rehearsal.ledger.axes.items()},
+        "figures": [figure.to_json() for figure in figures],
+        "remarks": remarks,
+    }
+
+
+def _picture(
+    rehearsal: Rehearsal, hardware: Hardware | None, figures: list[Figure], report: dict[str, Any]
+) -> RenderableType:
+    lines = [*_room(rehearsal, hardware), *_caveats(rehearsal)]
+    return Group(
+        Text(rehearsal.plan.describe(), style="bold"),
+        Text(f"compiled for {rehearsal.compiled_for} in {rehearsal.compile_seconds} s"),
+        Text(),
+        figures_table(figures),
+        Text(),
+        *(Indented(line, 2, first=0) for line in lines),
+        *(Indented(f"remark: {remark}", 2, first=0) for remark in report["remarks"]),
+    )
+
+
+def _room(rehearsal: Rehearsal, hardware: Hardware | None) -> list[str]:
+    """Say whether the program fits on the hardware."""
+    if hardware is None:
+        return []
+    needs, capacity = rehearsal.memory.total, int(hardware.chip.hbm_gb_per_device * 1e9)
+    verdict = "fits on" if needs <= capacity else "does not fit on"
+    return [
+        f"It {verdict} {hardware.chip.name}: {human_bytes(needs)} of {human_bytes(capacity)} "
+        f"({needs / capacity:.0%})."
+    ]
+
+
+def _caveats(rehearsal: Rehearsal) -> list[str]:
+    if rehearsal.measured is not None:
+        return ["The program of the first device ran, with communication that takes no time."]
+    return [
+        "Compiled for CPUs: state, batch and what is sent are the same on accelerators, temporary "
+        "values are similar."
+    ]

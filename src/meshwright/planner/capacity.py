@@ -1,0 +1,70 @@
+"""How much memory a device of this process has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from meshwright.hardware import find_chip
+from meshwright.host_memory import host_memory
+from meshwright.units import counted, human_bytes
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The memory of one device.
+
+    Attributes:
+        bytes: how much it is.
+        source: where the figure comes from, in words.
+    """
+
+    bytes: int
+    source: str
+
+    def __str__(self) -> str:
+        return f"{human_bytes(self.bytes)} ({self.source})"
+
+
+def device_capacity(
+    devices: Sequence[Any], host: Callable[[], Mapping[str, int | None]] = host_memory
+) -> Capacity | None:
+    """Return the memory of the smallest of these devices; None if it is not known.
+
+    Args:
+        devices: devices of this process.
+        host: returns the memory of the host, which virtual devices share.
+    """
+    if not devices:
+        return None
+    if all(device.platform == "cpu" for device in devices):
+        return _shared(len(devices), host())
+    limits = [_limit(device) for device in devices]
+    known = [limit for limit in limits if limit is not None]
+    return min(known, key=lambda capacity: capacity.bytes) if len(known) == len(limits) else None
+
+
+def _limit(device: Any) -> Capacity | None:
+    try:
+        stats = device.memory_stats() or {}
+    except (jax.errors.JaxRuntimeError, NotImplementedError, AttributeError):
+        stats = {}
+    if limit := stats.get("bytes_limit"):
+        return Capacity(int(limit), f"what JAX may use of a {device.device_kind}")
+    chip = find_chip(device.device_kind)
+    if chip is None:
+        return None
+    return Capacity(int(chip.hbm_gb_per_device * 1e9), f"the memory of a {chip.name}")
+
+
+def _shared(count: int, memory: Mapping[str, int | None]) -> Capacity | None:
+    known = (memory.get("host_total_bytes"), memory.get("container_limit_bytes"))
+    totals = [total for total in known if total]
+    if not totals:
+        return None
+    whole = min(totals)
+    text = f"the {human_bytes(whole)} of this host, shared by {counted(count, 'device')}"
+    return Capacity(whole // count, text)

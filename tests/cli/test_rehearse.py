@@ -1,0 +1,171 @@
+"""Rehearsals: a step compiled for other devices, with every figure and how it is known."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import optax
+import pytest
+from quick import quick_module
+
+import meshwright as mw
+from meshwright.cli.main import main
+from meshwright.hardware import parse_hardware
+from meshwright.planner.estimate import AxisTraffic, Estimate, MemoryEstimate, TimeEstimate
+from meshwright.planner.figures import make_figures, sending_seconds
+from meshwright.planner.links import axis_links, collective_seconds
+from meshwright.planner.prove import proof_table, prove
+from meshwright.planner.rehearsal import Measured, rehearse
+
+__all__ = ["quick_module"]
+pytestmark = pytest.mark.usefixtures("quick_module")
+
+SMALL = ("model=mlp", "model.widths=[784,64,10]", "optimizer=sgd", "training.micro_batch_size=2")
+PARAMETERS = (784 * 64 + 64 + 64 * 10 + 10) * 4
+
+
+def result(capfd, *words):
+    code = main([*words, "--json"])
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_a_rehearsal_needs_no_data_and_agrees_with_the_ledger(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = (*SMALL, "mesh.data=8", "data=digits")
+    report = result(capfd, "rehearse", *SMALL, "hardware=8xA100-40GB", "mesh.data=8")
+    ledger = result(capfd, "ledger", *words)
+    memory, figures = report["memory"], {f["name"]: f for f in report["figures"]}
+    assert report["compiled_for"] == "8 × cpu (virtual)"
+    assert memory["argument_bytes"] == ledger["argument_bytes"]
+    assert report["sent_bytes"] == {"data": ledger["axes"]["data"]["sent_bytes"]}
+    # SGD has momentum, and its schedule counts updates; the batch has 2 images and labels.
+    assert memory["state_bytes"] == 2 * PARAMETERS + 4
+    assert memory["batch_bytes"] == 2 * (784 + 1) * 4
+    assert 0 <= memory["argument_bytes"] - memory["state_bytes"] - memory["batch_bytes"] <= 8
+    assert figures["state"]["error"] == 0.0
+    assert {f["source"] for f in report["figures"]} == {"compiled", "modelled"}
+    assert figures["sending over data"]["value"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_says_how_each_figure_is_known(capfd):
+    assert main(["rehearse", *SMALL, "simulate=8", "mesh.fsdp=8"]) == 0
+    out, _ = capfd.readouterr()
+    assert "compiled for 8 × cpu (virtual) in " in out
+    state = next(line for line in out.splitlines() if line.startswith("state "))
+    assert state.split()[-1] == "exact"
+    assert " compiled " in state
+    assert "Compiled for CPUs: " in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--on", "gpu", "simulate=8"], "--on gpu needs a GPU, which stands for all of them"),
+        (["--on", "tpu", "simulate=8"], "--on tpu is not valid\n  write --on cpu or --on gpu"),
+        ([], "a rehearsal needs the number of devices"),
+        (["hardware=local"], "hardware=local is this machine, which needs no rehearsal"),
+        (["hardware=256x8xH100"], "cannot rehearse on 2048 virtual devices"),
+        (["hardware=4xH100", "mesh.fsdp=8"], "the mesh does not match the 4 devices"),
+    ],
+)
+def test_bad_input(capfd, monkeypatch, words, message):
+    monkeypatch.setattr("meshwright.cli.rehearse.simulate_devices", lambda count: None)
+    assert main(["rehearse", *SMALL, *words]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert f"error: {message}" in err
+    assert err.count("error: ") == 1
+
+
+@pytest.fixture(scope="module")
+def rehearsed():
+    """A step that was compiled and run, on the virtual devices that tests have."""
+    trainer = mw.Trainer(
+        model=lambda rngs: mw_model(rngs),
+        loss=lambda model, batch: ((model(batch["x"]) - 1.0) ** 2).mean(),
+        optimizer=optax.adam(1e-3),
+        mesh="fsdp=8",
+    )
+    return rehearse(trainer.assemble({"x": np.ones((16, 256), np.float32)}), run=True)
+
+
+def mw_model(rngs):
+    from flax import nnx
+
+    return nnx.Linear(256, 256, use_bias=False, rngs=rngs)
+
+
+def test_a_step_that_runs_is_measured(rehearsed):
+    hardware = parse_hardware("8xA100-40GB")
+    assert rehearsed.state == 3 * 256 * 256 * 4 // 8 + 4
+    assert rehearsed.measured.compute_seconds > 0
+    measured = replace(rehearsed, measured=Measured(0.5, 12345))
+    figures = {figure.name: figure for figure in make_figures(measured, hardware, None)}
+    assert figures["computing"].source == "measured"
+    assert figures["peak of the memory in use"].value == 12345
+    alone = sending_seconds(rehearsed.ledger, hardware)["fsdp"]
+    assert figures["update"].source == "measured + modelled"
+    # CPUs do not say what overlaps, so all of it is added.
+    assert figures["update"].value == pytest.approx(0.5 + alone)
+    link = axis_links(hardware, {"fsdp": 8})["fsdp"]
+    by_hand = sum(
+        line.count * collective_seconds(line.kind, line.payload_bytes / line.count, link, hardware)
+        for line in rehearsed.ledger.lines
+    )
+    assert alone == pytest.approx(by_hand)
+
+
+def estimate(rehearsed, *, off):
+    """Return an estimate that is too large by some share everywhere but in the state."""
+    memory, sent = rehearsed.memory, rehearsed.ledger.axes["fsdp"].sent_bytes
+    rest = round((memory.total - rehearsed.state) * (1 + off))
+    traffic = {"fsdp": AxisTraffic(sent * (1 + off), 1.0, 1.0)}
+    return Estimate(
+        rehearsed.plan,
+        parse_hardware("8xA100-40GB"),
+        MemoryEstimate(rehearsed.state, 0, 0, 0, 0, rest, 0),
+        TimeEstimate(1.0, traffic),
+    )
+
+
+def test_a_proof_compares_predictions_with_what_is_compiled(rehearsed):
+    report = {
+        "memory": {"state_bytes": rehearsed.state, "total_bytes": rehearsed.memory.total},
+        "sent_bytes": {"fsdp": rehearsed.ledger.axes["fsdp"].sent_bytes},
+        "compiled_for": rehearsed.compiled_for,
+        "compile_seconds": rehearsed.compile_seconds,
+    }
+    guess = estimate(rehearsed, off=0.25)
+    (proved,) = prove([guess], [], lambda given: report if given is guess else {})
+    assert proved.errors["state"] == 0.0
+    assert proved.errors["rest"] == pytest.approx(0.25, abs=1e-4)
+    assert 0 < proved.errors["total"] < 0.25
+    assert proved.errors["sent over fsdp"] == pytest.approx(0.25)
+    assert proved.to_json()["figures"]["state"]["error"] == 0.0
+    table = str(proof_table([proved]).rows)
+    assert "exact" in table
+    assert "+25.0%" in table
+
+
+@pytest.mark.full
+def test_a_rehearsal_starts_as_many_devices_as_the_hardware_has(tmp_path):
+    words = (*SMALL, "hardware=8x8xH100", "mesh.fsdp=8", "--json")
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", "rehearse", *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=240,
+        check=True,
+    )
+    report = json.loads(done.stdout)
+    assert report["plan"]["mesh"] == {"data": 8, "fsdp": 8}
+    assert report["compiled_for"] == "64 × cpu (virtual)"
+    assert set(report["sent_bytes"]) == {"data", "fsdp"}
