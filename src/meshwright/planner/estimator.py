@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -45,11 +45,13 @@ from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.dims import DimClasses
 from meshwright.program.flops import count_flops
 from meshwright.program.trace.build_model import ModelSource, describe_model
-from meshwright.program.trace.layout import StepLeaf
+from meshwright.program.trace.layout import Layout, StepLeaf
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.sharding.decide import dim_classes, place_leaves
+from meshwright.sharding.placement import Placement
 from meshwright.sharding.tensor import TensorChoice, check_tensor_size, choose_tensor_dims
+from meshwright.step.optimizer import FlatOptimizer
 from meshwright.step.step_program import StepProgram, step_program, unstaged_program
 from meshwright.trees import Batch, resize_batch
 
@@ -123,6 +125,7 @@ class ProgramEstimator:
         self._states: dict[Any, PlacedState] = {}
         self._peaks: dict[Any, Peak] = {}
         self._counted: dict[Any, float] = {}
+        self._flat_optimizers: dict[int, tuple[Layout, FlatOptimizer]] = {}
 
     @cached_property
     def num_parameters(self) -> int:
@@ -374,9 +377,20 @@ class ProgramEstimator:
             else:
                 decided = decide_stages(program.cut, sizes, plan.sharding, plan.num_chunks)
                 divided = decided.optimizer
-            zero = plan.sharding.zero
-            self._states[key] = place_state(layout, divided, sizes, self._optimizer, zero=zero)
+            optimizer, zero = self._flat_optimizer(layout, divided, sizes), plan.sharding.zero
+            self._states[key] = place_state(layout, divided, sizes, optimizer, zero=zero)
         return self._states[key]
+
+    def _flat_optimizer(
+        self, layout: Layout, divided: Sequence[Placement], sizes: Mapping[str, int]
+    ) -> FlatOptimizer:
+        """Return the optimizer for a layout, which is traced once for all meshes."""
+        if id(layout) not in self._flat_optimizers:
+            own = [divided[n] for n, s in enumerate(layout.step_leaves) if s.leaf.role == "param"]
+            flat = FlatOptimizer(self._optimizer, layout, own, sizes)
+            # The layout is kept, so that no other one gets its number.
+            self._flat_optimizers[id(layout)] = (layout, flat)
+        return self._flat_optimizers[id(layout)][1]
 
 
 def _blocks(plan: Plan) -> str:

@@ -77,10 +77,17 @@ class FlatOptimizer:
         with refusing("init"):
             abstract = jax.eval_shape(self._initial, structs)
         check_optimizer_state(abstract)
-        flat, self._treedef = jax.tree_util.tree_flatten_with_path(abstract)
-        self.leaves = tuple(
+        self._state, self._treedef = jax.tree_util.tree_flatten_with_path(abstract)
+        self._owned_by = self._owners(abstract)
+        self.leaves = self.placed(placements, sizes)
+
+    def placed(
+        self, placements: Sequence[Placement], sizes: Mapping[str, int]
+    ) -> tuple[OptimizerLeaf, ...]:
+        """Return the leaves of the state as they would be placed on another mesh."""
+        return tuple(
             self._describe(path, leaf, owner, placements, sizes)
-            for (path, leaf), owner in zip(flat, self._owners(abstract), strict=True)
+            for (path, leaf), owner in zip(self._state, self._owned_by, strict=True)
         )
 
     def init(self, params: Sequence[Any]) -> list[Any]:
