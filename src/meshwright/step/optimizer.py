@@ -59,6 +59,7 @@ class FlatOptimizer:
         layout: the step's leaves.
         placements: placement of the optimizer state of each parameter leaf.
         sizes: size of each mesh axis.
+        stacks_alike: whether stacked blocks are updated like single ones, if it is known.
     """
 
     def __init__(
@@ -67,13 +68,18 @@ class FlatOptimizer:
         layout: Layout,
         placements: Sequence[Placement],
         sizes: Mapping[str, int],
+        *,
+        stacks_alike: bool | None = None,
     ) -> None:
         self._transformation = transformation
         self._params = layout.select("param")
         self._leaves = layout.leaves
         structs = [step.leaf.struct for step in self._params]
         stacked = any(step.stacked for step in self._params)
-        self._unstack = stacked and not self._treats_stacks_alike(structs)
+        if stacked and stacks_alike is None:
+            stacks_alike = self._treats_stacks_alike(structs)
+        self.stacks_alike = bool(stacks_alike)
+        self._unstack = stacked and not self.stacks_alike
         with refusing("init"):
             abstract = jax.eval_shape(self._initial, structs)
         check_optimizer_state(abstract)
