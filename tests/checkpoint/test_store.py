@@ -108,6 +108,25 @@ def test_a_save_that_is_cut_off_leaves_no_checkpoint(folder):
     assert not list((folder / "checkpoints").glob("*tmp*"))
 
 
+def test_an_old_checkpoint_of_which_a_part_is_deleted_is_not_listed(folder, monkeypatch):
+    checkpoints = folder / "checkpoints"
+    store = CheckpointStore(checkpoints, keep_last=1)
+    with monkeypatch.context() as killed:
+        # The process is killed when it has deleted one file.
+        killed.setattr(
+            "meshwright.checkpoint.store.shutil.rmtree",
+            lambda path, **_: next(path.rglob("*metadata")).unlink(),
+        )
+        save(store, 5)
+        store.wait()
+    assert (checkpoints / "deleted").is_dir()
+    assert CheckpointReader(checkpoints).updates() == [5]
+    again = CheckpointStore(checkpoints, keep_last=1)
+    assert {path.name for path in checkpoints.iterdir()} == {"5"}
+    for each in (store, again):
+        each.close()
+
+
 def test_a_save_that_fails_is_told_and_the_next_is_tried(folder, monkeypatch):
     store = CheckpointStore(folder / "checkpoints")
 

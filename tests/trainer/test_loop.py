@@ -243,7 +243,7 @@ class BrokenStore:
         return self.saved
 
 
-def test_a_failed_save_is_told_and_the_last_one_fails_the_run():
+def test_a_failed_save_fails_the_run():
     logged = []
     checkpointer = BackgroundCheckpointer(
         BrokenStore(),
@@ -253,7 +253,12 @@ def test_a_failed_save_is_told_and_the_last_one_fails_the_run():
         last_saved=None,
         log_event=lambda *event: logged.append(event),
     )
-    checkpointer.save(None, 10, loss=None)
+    # After a failure of another kind, it is a warning.
+    checkpointer.abandon()
     assert logged[0][:3] == ("warning", 5, "update 5 could not be saved: disk full")
-    with pytest.raises(EnvironmentProblem, match="after 5 updates could not be saved"):
-        checkpointer.finish()
+    for fails in (lambda: checkpointer.save(None, 10, loss=None), checkpointer.finish):
+        with pytest.raises(EnvironmentProblem, match="after 5 updates could not be saved") as found:
+            fails()
+        assert found.value.why == "disk full"
+    checkpointer.abandon()
+    assert len(logged) == 1

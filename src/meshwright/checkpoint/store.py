@@ -32,6 +32,9 @@ from meshwright.units import human_bytes
 
 logger = logging.getLogger("meshwright.checkpoint")
 
+DELETED = "deleted"
+"""Where an old checkpoint is moved to be deleted: a kill would leave a part of it listed."""
+
 
 class StateNotFinite(Exception):
     """A state was not saved because it is not finite.
@@ -76,6 +79,7 @@ class CheckpointStore:
         self.folder = folder.absolute()
         _make_folder(self.folder)
         _set_aside_unreadable(self.folder)
+        _remove_deleted(self.folder)
         # With named processes Orbax synchronizes through the coordinator. By default it runs a
         # device program, which a background thread must not start while the step runs.
         together = ocp.options.MultiprocessingOptions(
@@ -95,6 +99,7 @@ class CheckpointStore:
                 best_mode="min",
                 create=False,
                 cleanup_tmp_directories=True,
+                todelete_subdir=DELETED,
                 # The thread of this class is the background: Orbax's own threads wait for minutes
                 # for folders that could not be made, and forget the old checkpoints.
                 enable_async_checkpointing=False,
@@ -183,6 +188,7 @@ class CheckpointStore:
             metrics=None if loss is None else {"loss": loss},
             force=True,
         )
+        _remove_deleted(self.folder)
         if is_main():
             # A checkpoint without its checksums would be taken for damaged later.
             read_checksums(self.folder / str(metadata.update) / CHECKSUMS)
@@ -227,6 +233,12 @@ def _set_aside_unreadable(folder: Path) -> None:
                 set_aside(folder, update)
     # The others list the folder afterwards.
     broadcast(None)
+
+
+def _remove_deleted(folder: Path) -> None:
+    """Delete the old checkpoints that were moved."""
+    if is_main():
+        shutil.rmtree(folder / DELETED, ignore_errors=True)
 
 
 def _remove_temporary(folder: Path, update: int) -> None:

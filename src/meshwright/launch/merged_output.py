@@ -11,7 +11,10 @@ _GLOO_CONNECTED = b"[Gloo] Rank "
 """What Gloo prints on stdout, once per device, when it has connected."""
 _CAUSE = re.compile(rb"(?:internal )?error: (.+)|((?:\w+\.)*\w*(?:Error|Exception): .+)")
 """How a process says why it fails: Meshwright's own errors, and the end of a traceback."""
-_CONSEQUENCE = re.compile(rb"error: process \d+ lost |lost its connection to the other processes")
+_CONSEQUENCE = re.compile(
+    rb"error: process \d+ lost |lost its connection to the other processes"
+    rb"|stop: failed: .*(Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED)"
+)
 """What processes say because another one is gone."""
 _LOST = b"Terminating process because the JAX distributed service detected fatal errors"
 _CRASH_DUMP = re.compile(

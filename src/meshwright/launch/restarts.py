@@ -139,7 +139,8 @@ class Attempts:
             )
 
     def _how_to_go_on(self, outcome: Outcome) -> str:
-        if outcome.code in FINAL_CODES or self._committed is None:
+        final = outcome.code in FINAL_CODES and outcome.code != ExitCode.PREEMPTED
+        if final or self._committed is None:
             return ""
         return f"; update {self._committed} is saved, and the same command goes on from it" + (
             self._folder_hint()

@@ -28,6 +28,8 @@ GRACE_AFTER_REQUEST = 60.0
 """Seconds; a run may save a checkpoint before it stops."""
 TERMINATE_DELAY = 0.5
 """Seconds the others have to fail on their own before they are terminated."""
+STOP_DELAY = 5.0
+"""The same if one has stopped by request: they stop with it, and a signal might cut that short."""
 
 _NEVER = float("inf")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -180,7 +182,8 @@ class Supervisor:
             return
         self._failure = (rank, returncode)
         if not self._asked:
-            self._terminate_at = time.monotonic() + TERMINATE_DELAY
+            stopped = returncode == ExitCode.PREEMPTED
+            self._terminate_at = time.monotonic() + (STOP_DELAY if stopped else TERMINATE_DELAY)
             self._kill_at = self._terminate_at + self._seconds(GRACE_AFTER_FAILURE)
             if returncode < 0:
                 # A killed process cannot print an error itself.

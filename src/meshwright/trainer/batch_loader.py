@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from meshwright.data.batches import read_batches
 from meshwright.data.loader import load_batches
 from meshwright.data.protocols import Data
+from meshwright.heartbeat import Doing, own_heartbeat
 from meshwright.processes import agree, process_count
 from meshwright.step.place_batch import local_rows, place_batch
 
@@ -79,4 +80,6 @@ class BatchLoader:
         """Whether all processes have a batch; data of unknown length may end earlier in one."""
         if process_count() == 1 or self.data.num_samples is not None:
             return batch is not None
-        return agree(batch is not None, "all")
+        # The others may wait for a process with slow data, which is no wait for their own.
+        with own_heartbeat().during(Doing.WAITING):
+            return agree(batch is not None, "all")

@@ -12,6 +12,7 @@ from meshwright.errors import EnvironmentProblem, Setting
 from meshwright.processes import process_count
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
+from meshwright.units import counted
 
 LogEvent = Callable[[str, int, str, dict[str, Any]], None]
 """Logs an event: its kind, its update, a message, and details."""
@@ -29,7 +30,12 @@ class Checkpointer(Protocol):
         ...
 
     def poll(self) -> None:
-        """Log the saves completed since the last call; raise `StateNotFinite` for such a state."""
+        """Log the saves completed since the last call.
+
+        Raises:
+            StateNotFinite: the state was not finite.
+            EnvironmentProblem: it could not be written.
+        """
         ...
 
     def settle(self) -> None:
@@ -98,6 +104,7 @@ class BackgroundCheckpointer:
         self._every, self._last_saved, self._log_event = every, last_saved, log_event
         self._blocked_seconds: dict[int, float] = {}
         self._not_finite: StateNotFinite | None = None
+        self._failed: Saved | None = None
 
     def due(self, update: int) -> bool:
         """Whether the update is a multiple of ``every``."""
@@ -115,6 +122,7 @@ class BackgroundCheckpointer:
         )
         self._blocked_seconds[update] = time.perf_counter() - started
         self._log_outcome(previous)
+        self._raise_failed()
         self._raise_not_finite()
         self._last_saved = update
         return True
@@ -122,6 +130,8 @@ class BackgroundCheckpointer:
     def poll(self) -> None:
         """Log the last save if it is complete."""
         self._log_outcome(self._store.finished())
+        # The others need not fail as well: they end with this process.
+        self._raise_failed()
         # Several processes finish a save at different times, but must raise at the same update.
         if process_count() == 1:
             self._raise_not_finite()
@@ -129,24 +139,32 @@ class BackgroundCheckpointer:
     def settle(self) -> None:
         """Wait for the save in progress."""
         self._log_outcome(self._store.wait())
+        self._raise_failed()
 
     def finish(self) -> None:
         """Wait for the last save; if it failed, the run fails."""
-        last = self._store.close()
-        if last is None or last.error is None or isinstance(last.error, StateNotFinite):
-            self._log_outcome(last)
-            self._raise_not_finite()
-        else:
-            raise EnvironmentProblem(
-                f"the state after {last.update} updates could not be saved",
-                why=last.reason,
-                fix=f"free disk space or choose another {Setting('hydra.run.dir')}, and resume "
-                "from the previous checkpoint",
-            )
+        self._log_outcome(self._store.close())
+        self._raise_failed()
+        self._raise_not_finite()
 
     def abandon(self) -> None:
         """Wait for the save in progress, and log its outcome."""
+        earlier, self._failed = self._failed, None
         self._log_outcome(self._store.close())
+        if self._failed is not None and earlier is None:
+            update, reason = self._failed.update, self._failed.reason
+            message = f"update {update} could not be saved: {reason}"
+            self._log_event("warning", update, message, {})
+
+    def _raise_failed(self) -> None:
+        """End the run, which would otherwise go on with nothing to go back to."""
+        if self._failed is not None:
+            raise EnvironmentProblem(
+                f"the state after {counted(self._failed.update, 'update')} could not be saved",
+                why=self._failed.reason,
+                fix=f"free disk space or choose another {Setting('hydra.run.dir')}, and resume "
+                "from the previous checkpoint",
+            )
 
     def _raise_not_finite(self) -> None:
         if self._not_finite is not None:
@@ -167,10 +185,4 @@ class BackgroundCheckpointer:
                 {"seconds": saved.seconds, "blocked_seconds": blocked},
             )
         else:
-            self._last_saved = None
-            self._log_event(
-                "warning",
-                saved.update,
-                f"update {saved.update} could not be saved: {saved.reason}",
-                {},
-            )
+            self._failed = saved

@@ -145,6 +145,7 @@ class Loop:
             mark(Doing.WAITING)
             self.finite_check.add(done, metrics)
             mark(Doing.TRAINING)
+            self.checkpointer.poll()
             self._profile(metrics, progress)
             reported = to_log is not None
             if to_log is not None:
@@ -197,7 +198,6 @@ class Loop:
         )
         values |= self.shares
         progress.losses[update] = values["loss"]
-        self.checkpointer.poll()
         self.context.metrics = values
         self.tracker.log("train", update, values)
         if update == 1 and values["grad_norm"] == 0:

@@ -42,6 +42,7 @@ from meshwright.trainer.compiled_step import (
     compile_step,
     refuse_deviations,
 )
+from meshwright.trainer.disk_space import check_disk_space
 from meshwright.trainer.evaluation import Evaluator
 from meshwright.trainer.fit_result import FitResult
 from meshwright.trainer.flight_record import FlightRecorder
@@ -117,12 +118,21 @@ class TrainingRun:
         lock.acquire()
         try:
             check_newest(self._point, run_dir)
+            self._check_disk_space(run_dir)
             write_files(run_dir, self._spec.output.files)
             write_files(run_dir / HF_FOLDER, self._spec.output.hf_files)
             self._set_damaged_aside()
             return self._run()
         finally:
             lock.release()
+
+    def _check_disk_space(self, run_dir: Path) -> None:
+        config = self._spec.output.checkpoint
+        if config.enabled:
+            present = CheckpointReader(run_dir / FOLDER).updates()
+            most = config.keep_last + config.keep_best + 1
+            warning = check_disk_space(run_dir, self._form.structs, most=most, present=len(present))
+            self._warnings += [warning] if warning else []
 
     def _run(self) -> FitResult:
         """Train; after a failure the checkpointer and the trackers are closed as well."""

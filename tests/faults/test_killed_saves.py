@@ -1,0 +1,75 @@
+"""Row 4: processes are killed at random moments of 50 saves, and no checkpoint is ever in doubt."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from faults import forked_training
+from faults.forked_training import temporary
+from faults.harness import LIMIT_SECONDS, Launch, checkpoints, launch, metrics, read_all
+
+pytestmark = [pytest.mark.full, pytest.mark.faults]
+
+FORKED, LAUNCHED = 45, 5
+"""Kills of processes that are forked, which start within a second, and of those of a launch."""
+FORKED_SECONDS = 3600
+"""A limit for a machine that is very busy; on two idle cores they take two minutes."""
+
+
+def train_forked(folder: Path, kills: int, steps: int) -> str:
+    """Train in forked processes of which some are killed; return what the mother says."""
+    done = subprocess.run(
+        [sys.executable, forked_training.__file__, str(folder), str(kills), "1", str(steps)],
+        capture_output=True,
+        text=True,
+        timeout=FORKED_SECONDS,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_NUM_CPU_DEVICES": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_sigkill_at_45_random_moments_of_saves(tmp_path):
+    said = train_forked(tmp_path / "killed", kills=FORKED, steps=100)
+    assert said.count("kill ") == FORKED
+    # Most kills leave a part of a checkpoint, or there would be nothing to see.
+    assert said.count("tmp") > FORKED // 2, said
+    train_forked(tmp_path / "whole", kills=0, steps=100)
+    found, expected = metrics(tmp_path / "killed"), metrics(tmp_path / "whole")
+    assert list(expected) == list(range(1, 101))
+    assert found == expected
+    assert checkpoints(tmp_path / "killed") == checkpoints(tmp_path / "whole")
+
+
+def kill_the_next(running: Launch, chance: random.Random) -> None:
+    """Kill a random process of a launch in a save that follows a complete one."""
+    before, until = max(checkpoints(running.run), default=0), time.monotonic() + LIMIT_SECONDS
+    while max(checkpoints(running.run), default=0) == before or not temporary(running.run):
+        assert time.monotonic() < until, running.err
+        assert running.process.poll() is None, running.err
+        time.sleep(0.002)
+    workers = running.workers()
+    os.kill(workers[chance.choice(sorted(workers))], 9)
+    while set(workers.values()) & set(running.workers().values()):
+        assert time.monotonic() < until, running.err
+        time.sleep(0.02)
+
+
+def test_sigkill_in_5_saves_of_a_launch(tmp_path, undisturbed):
+    flags, words = (f"--restarts={LAUNCHED}", "--grace=1"), ("checkpoint.every=1",)
+    running = launch(tmp_path, *flags, nprocs=3, steps=60, words=words)
+    try:
+        for number in range(LAUNCHED):
+            kill_the_next(running, random.Random(number))
+            assert sorted(read_all(running.run)) == checkpoints(running.run)
+        running.finish()
+    finally:
+        running.kill()
+    assert running.code == 0, running.err
+    assert f"restart {LAUNCHED} of {LAUNCHED}" in running.err
+    assert all(name.isdecimal() for name in os.listdir(running.run / "checkpoints"))
+    undisturbed(3, 60).check_same(running)

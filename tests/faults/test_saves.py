@@ -1,0 +1,133 @@
+"""Rows 5, 8 and 13: saves that fail, checkpoints that are damaged, and full disks."""
+
+import re
+import shutil
+
+import pytest
+from faults.harness import RUN, checkpoints, launch, metrics, read_all
+
+pytestmark = [pytest.mark.full, pytest.mark.faults]
+
+SLOWLY = "time.sleep(1 if update >= 5 else 0)"
+"""An update is longer than a save."""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_background_save_that_raises_ends_the_run_by_the_next_update(tmp_path, undisturbed, rank):
+    own = f"""
+        from meshwright.checkpoint import store
+
+        write = store.CheckpointStore._write
+
+        def fail(self, state, metadata, loss):
+            if metadata.update == 6 and RANK == {rank} and once("failed"):
+                raise OSError(5, "Input/output error")
+            write(self, state, metadata, loss)
+
+        store.CheckpointStore._write = fail
+    """
+    failed = launch(tmp_path, own=own, fault=SLOWLY, steps=100).finish()
+    assert failed.code == 1, failed.err
+    assert failed.first_error == f"[{rank}] error: the state after 6 updates could not be saved"
+    assert "Input/output error; a checkpoint takes up to" in failed.err
+    assert "resume from the previous checkpoint" in failed.err
+    assert re.search(rf"launch: process {rank} ended with exit code 1 at update [78]: ", failed.err)
+    assert failed.seconds_between(r"train +6/", "^launch: process") < 20
+    assert max(metrics(failed.run)) <= 7
+    assert max(checkpoints(failed.run)) == 3
+    read_all(failed.run)
+    again = launch(tmp_path, own=own).finish()
+    assert again.code == 0, again.err
+    assert "continuing after update 3" in again.err
+    undisturbed().check_same(again)
+
+
+FULL = """
+    import resource
+    from meshwright.checkpoint import store
+
+    write = store.CheckpointStore._write
+
+    def write_to_a_full_disk(self, state, metadata, loss):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if metadata.update == 6 and once(f"full{RANK}"):
+            # No file may become larger than this, as on a full disk.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))
+        try:
+            write(self, state, metadata, loss)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    store.CheckpointStore._write = write_to_a_full_disk
+"""
+
+
+def test_a_disk_that_gets_full_is_told_with_the_bytes_and_the_older_checkpoint_is_intact(
+    tmp_path, undisturbed
+):
+    failed = launch(tmp_path, own=FULL, fault=SLOWLY).finish()
+    assert failed.code == 1, failed.err
+    pattern = r"\[\d\] error: the state after 6 updates could not be saved"
+    assert re.fullmatch(pattern, failed.first_error)
+    pattern = r"File too large; a checkpoint takes up to 7.\d KiB, and \S+ \S+ are free in "
+    assert re.search(pattern, failed.err), failed.err
+    assert checkpoints(failed.run) == [3]
+    read_all(failed.run)
+    again = launch(tmp_path, own=FULL).finish()
+    assert again.code == 0, again.err
+    assert "continuing after update 3" in again.err
+    undisturbed().check_same(again)
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_run(tmp_path):
+    own = """
+        import shutil
+
+        usage = shutil.disk_usage
+        shutil.disk_usage = lambda path: usage(path)._replace(free=1000)
+    """
+    done = launch(tmp_path, own=own).finish()
+    assert done.code == 2, done.err
+    assert done.first_error.endswith(f"error: there is no room for a checkpoint in {done.run}")
+    assert re.search(r"it takes 7\.\d KiB, and 1000 B are free", done.err)
+    assert "train  1/" not in done.err
+
+
+def damage(checkpoint, how: str) -> str:
+    """Damage a checkpoint, and return the file."""
+    shards = [file for file in (checkpoint / "state").rglob("d/*") if file.is_file()]
+    shard = max(shards, key=lambda file: file.stat().st_size)
+    if how == "a flipped byte":
+        for file in shards:
+            content = bytearray(file.read_bytes())
+            for at in range(0, len(content), 7):
+                content[at] ^= 16
+            file.write_bytes(content)
+    elif how == "a truncated shard":
+        for file in shards:
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    else:
+        shard = checkpoint / "passport/metadata"
+        shard.unlink()
+    return str(shard.relative_to(checkpoint))
+
+
+@pytest.mark.parametrize("how", ["a flipped byte", "a truncated shard", "deleted metadata"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, undisturbed, how):
+    run = shutil.copytree(undisturbed().run, tmp_path / RUN)
+    last, before = 10, 9
+    assert checkpoints(run) == [before, last]
+    name = damage(run / "checkpoints" / str(last), how)
+    words = (f"resume={run}/checkpoints/{last}", "hydra.run.dir=other")
+    asked = launch(tmp_path, words=words).finish()
+    assert asked.code == 2, asked.err
+    assert f"checkpoints/{last} is damaged" in asked.first_error
+    again = launch(tmp_path).finish()
+    assert again.code == 0, again.err
+    warning = f"warning: the checkpoint {run}/checkpoints/{last} is damaged ("
+    assert again.err.count(warning) == 1
+    found = again.err.partition(warning)[2].partition("); it was renamed")[0]
+    assert (name if how == "deleted metadata" else ".") in found, found
+    assert f"it was renamed to {last}.damaged, and the run resumes from an earlier one" in again.err
+    assert f"continuing after update {before}, from" in again.err
+    undisturbed().check_same(again)
