@@ -31,7 +31,7 @@ def test_the_mesh_is_chosen_and_the_reason_is_one_line(run, tmp_path):
     code, _, err = run("train", *MLP, "mesh=auto", "training.global_batch_size=32")
     assert code == 0
     (line,) = [line for line in err.splitlines() if line.startswith("mesh=auto: ")]
-    assert "data=8; data parallel: a whole copy of the model fits on each device" in line
+    assert "data=8; data parallel: a whole copy fits on each device" in line
     assert "per device, estimated for 8xCPU" in line
     plan = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())
     assert plan["mesh"] == {"data": 8}

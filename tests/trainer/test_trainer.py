@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from closed_form import ClosedForm
 from flax import nnx
 from quick import quick_module
 
@@ -109,9 +110,21 @@ def test_no_more_batches_are_taken_than_needed(assembled):
     assert len(list(stream)) == 3
 
 
-@pytest.mark.parametrize("mesh", ["auto", ""])
-def test_auto_puts_all_devices_on_data(mesh):
-    assert trainer(mesh=mesh).assemble(next(batches(1))).plan.mesh == {"data": 8}
+@pytest.mark.parametrize("settings", [{}, {"mesh": ""}])
+def test_all_devices_are_on_data_by_default(settings):
+    own = mw.Trainer(model=Net, loss=loss, optimizer=optax.sgd(0.1), **settings)
+    assert own.assemble(next(batches(1))).plan.mesh == {"data": 8}
+
+
+def test_auto_takes_what_the_planner_chooses_and_keeps_it(monkeypatch, capfd):
+    wide = ClosedForm(blocks=4, hidden=64, heads=4, vocabulary=256, tokens=2**20)
+    monkeypatch.setattr("meshwright.trainer.auto_mesh.ProgramEstimator", lambda *_, **__: wide)
+    own, batch = trainer(mesh="auto", gradient_accumulation_steps=2), next(batches(1))
+    plan = own.assemble(batch).plan
+    assert (plan.mesh, plan.batch.gradient_accumulation_steps) == ({"data": 8}, 2)
+    assert own.assemble(batch).plan == plan
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "estimated for" in line]
+    assert line.startswith('mesh="auto": data=8, 1 × 2 microbatches; data parallel')
 
 
 def test_a_linen_module_is_trained_as_it_is():

@@ -18,7 +18,8 @@ from meshwright.plan import Plan
 REMATS: tuple[Remat, ...] = ("none", "dots", "full")
 """From the fastest to the smallest."""
 SCHEDULES = ("1f1b", "zb_h1", "interleaved")
-BLOCKS: tuple[Literal["unroll", "scan"], ...] = ("unroll", "scan")
+MOST_UNROLLED = 32
+"""Blocks up to which running them one by one is considered: it takes long to compile."""
 
 Sizes = Mapping[str, int]
 """The size of every axis, 1 included."""
@@ -135,16 +136,16 @@ def _allowed(steps: int, micro: int, pins: Pins, sizes: Sizes, variant: Variant)
 
 
 def first_variants(task: PlanTask, sizes: Sizes, num_blocks: int) -> list[Variant]:
-    """Return the choices of remat and blocks, the fastest remat first."""
+    """Return the choices of remat, the fastest first.
+
+    Repeated blocks are a scan here: a scan is traced once for all of them. Whether they should run
+    one by one is decided for the best plan.
+    """
     pins = task.pins
     remats = (pins.remat,) if pins.remat else REMATS if num_blocks else REMATS[:1]
-    blocks = (pins.blocks,) if pins.blocks else BLOCKS if num_blocks else BLOCKS[:1]
+    blocks = pins.blocks or ("scan" if num_blocks else "unroll")
     schedule, chunks = _schedules(task, sizes, num_blocks)[0] if sizes["pipe"] > 1 else (None, 1)
-    return [
-        Variant(remat, each, schedule=schedule, num_chunks=chunks)
-        for remat in remats
-        for each in blocks
-    ]
+    return [Variant(remat, blocks, schedule=schedule, num_chunks=chunks) for remat in remats]
 
 
 def schedule_choices(task: PlanTask, sizes: Sizes, num_blocks: int) -> list[tuple[str, int]]:

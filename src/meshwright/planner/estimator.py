@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from meshwright.config.schema import Precision, ShardingConfig
 from meshwright.errors import UserError
 from meshwright.hardware import Chip, Hardware
 from meshwright.mesh.build import build_mesh
-from meshwright.pipeline.divide.cut import cut_blocks, ordered_by_stage
+from meshwright.pipeline.divide.cut import BlockCut, cut_blocks, ordered_by_stage
 from meshwright.pipeline.place import decide_stages
 from meshwright.plan import Plan
 from meshwright.planner.estimate import Estimate, MemoryEstimate, TimeEstimate
@@ -45,11 +45,13 @@ from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.dims import DimClasses
 from meshwright.program.flops import count_flops
 from meshwright.program.trace.build_model import ModelSource, describe_model
-from meshwright.program.trace.layout import StepLeaf
+from meshwright.program.trace.layout import Layout, StepLeaf
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.sharding.decide import dim_classes, place_leaves
+from meshwright.sharding.placement import Placement
 from meshwright.sharding.tensor import TensorChoice, check_tensor_size, choose_tensor_dims
+from meshwright.step.optimizer import FlatOptimizer
 from meshwright.step.step_program import StepProgram, step_program, unstaged_program
 from meshwright.trees import Batch, resize_batch
 
@@ -123,6 +125,9 @@ class ProgramEstimator:
         self._states: dict[Any, PlacedState] = {}
         self._peaks: dict[Any, Peak] = {}
         self._counted: dict[Any, float] = {}
+        self._cuts: dict[Precision, BlockCut] = {}
+        self._alike: list[tuple[Any, bool]] = []
+        self._flat_optimizers: dict[int, tuple[Layout, FlatOptimizer]] = {}
         self._seconds: dict[Any, tuple[float, float]] = {}
 
     @property
@@ -368,13 +373,17 @@ class ProgramEstimator:
             return self._program(plan.precision, plan.sharding.blocks)
         key = (plan.precision, stages, plan.num_chunks)
         if key not in self._programs:
-            rolled = roll_program(
-                self._program(plan.precision, "unroll").traced, evenly_joined=True
-            )
-            cut = cut_blocks(rolled.traced, rolled.remarks)
-            cut = ordered_by_stage(cut, stages, plan.num_chunks)
+            cut = ordered_by_stage(self._cut(plan.precision), stages, plan.num_chunks)
             self._programs[key] = StepProgram(cut.traced, cut, ())
         return self._programs[key]
+
+    def _cut(self, precision: Precision) -> BlockCut:
+        """Return the program cut into its blocks, which is the same for any number of stages."""
+        if precision not in self._cuts:
+            traced = self._program(precision, "unroll").traced
+            rolled = roll_program(traced, evenly_joined=True)
+            self._cuts[precision] = cut_blocks(rolled.traced, rolled.remarks)
+        return self._cuts[precision]
 
     def _tensor_choice(self, plan: Plan) -> TensorChoice:
         key = (plan.precision, _blocks(plan), plan.size("tensor"))
@@ -404,9 +413,25 @@ class ProgramEstimator:
             else:
                 decided = decide_stages(program.cut, sizes, plan.sharding, plan.num_chunks)
                 divided = decided.optimizer
-            zero = plan.sharding.zero
-            self._states[key] = place_state(layout, divided, sizes, self._optimizer, zero=zero)
+            optimizer, zero = self._flat_optimizer(layout, divided, sizes), plan.sharding.zero
+            self._states[key] = place_state(layout, divided, sizes, optimizer, zero=zero)
         return self._states[key]
+
+    def _flat_optimizer(
+        self, layout: Layout, divided: Sequence[Placement], sizes: Mapping[str, int]
+    ) -> FlatOptimizer:
+        """Return the optimizer for a layout, which is traced once for all meshes."""
+        if id(layout) not in self._flat_optimizers:
+            own = [divided[n] for n, s in enumerate(layout.step_leaves) if s.leaf.role == "param"]
+            # Whether stacks are treated like their blocks does not depend on the order of blocks.
+            stacks = sorted((s.leaf.path, s.leaf.shape) for s in layout.step_leaves if s.stacked)
+            alike = next((known for paths, known in self._alike if paths == stacks), None)
+            flat = FlatOptimizer(self._optimizer, layout, own, sizes, stacks_alike=alike)
+            if stacks and alike is None:
+                self._alike.append((stacks, flat.stacks_alike))
+            # The layout is kept, so that no other one gets its number.
+            self._flat_optimizers[id(layout)] = (layout, flat)
+        return self._flat_optimizers[id(layout)][1]
 
 
 def _blocks(plan: Plan) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import optax
-
 from meshwright.planner.sizes import LeafShares
 from meshwright.program.trace.layout import Layout
 from meshwright.sharding.placement import Placement
@@ -36,7 +34,7 @@ def place_state(
     layout: Layout,
     divided: Sequence[Placement],
     sizes: Mapping[str, int],
-    optimizer: optax.GradientTransformation,
+    optimizer: FlatOptimizer,
     *,
     zero: int,
 ) -> PlacedState:
@@ -46,7 +44,7 @@ def place_state(
         layout: the step's leaves.
         divided: the placement of each, divided as far as the mesh does.
         sizes: axis sizes of the mesh.
-        optimizer: the optimizer.
+        optimizer: the optimizer with this layout, on any mesh.
         zero: what the fsdp axis divides: optimizer state, gradients, parameters.
     """
     leaves = layout.step_leaves
@@ -65,8 +63,8 @@ def place_state(
         if step.leaf.role == "param":
             gradients += round(step.leaf.nbytes * gradient)
             sums += round(4 * step.leaf.nbytes / step.leaf.dtype.itemsize * gradient)
-    flat = FlatOptimizer(optimizer, layout, [divided[n] for n in trained], dict(sizes))
-    state = sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in flat.leaves)
+    placed = optimizer.placed([divided[n] for n in trained], sizes)
+    state = sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed)
     return PlacedState(parameters, state, gradients, sums, shares)
 
 

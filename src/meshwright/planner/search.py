@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.activity import activity
+from meshwright.config.schema import Remat
 from meshwright.mesh.axes import shown_sizes
 from meshwright.planner.candidates import (
+    MOST_UNROLLED,
     PlanTask,
     Sizes,
     Variant,
@@ -93,33 +95,47 @@ class _Search:
                 rejected.append(obstacle)
         if not usable:
             raise no_mesh(task, rejected)
-        fitting = [sizes for sizes in usable if not self._reject_large(sizes, rejected)]
+        bounds = [(self._bound(sizes), sizes) for sizes in usable]
+        fitting = [
+            (bound, sizes)
+            for bound, sizes in bounds
+            if self._fits(bound) or not self._reject_large(sizes, rejected)
+        ]
         plans, slower = self._ranked(fitting)
         rejected += [_slower(each, task, plans[0], at_least=bound) for each, bound in slower]
-        return SearchResult(task, plans, rejected, len(self.known))
+        return SearchResult(task, self._unrolled(plans), rejected, len(self.known))
 
     def _reject_large(self, sizes: Sizes, rejected: list[Rejection]) -> bool:
         """Reject a mesh that does not fit even with the settings that need least memory."""
-        variants = first_variants(self.task, sizes, self.estimator.num_blocks)
-        leanest = [variant for variant in variants if variant.remat == variants[-1].remat]
-        micro = micro_batch_sizes(self.task, sizes, variants[-1])[0]
-        estimates = [self._estimate(sizes, variant, micro) for variant in leanest]
-        smallest = min(estimates, key=lambda estimate: estimate.memory.total)
+        leanest = first_variants(self.task, sizes, self.estimator.num_blocks)[-1]
+        micro = micro_batch_sizes(self.task, sizes, leanest)[0]
+        smallest = self._estimate(sizes, leanest, micro)
         if self._fits(smallest):
             return False
         reason = too_large(smallest, self.task.memory_share)
         rejected.append(Rejection(shown_sizes(sizes), "memory", reason, smallest))
         return True
 
+    def _unrolled(self, plans: list[Estimate]) -> list[Estimate]:
+        """Return the plans; the first runs its blocks one by one if that fits and is as fast."""
+        pinned = self.task.pins.blocks is not None
+        if not plans or pinned or not 0 < self.estimator.num_blocks <= MOST_UNROLLED:
+            return plans
+        first, *others = plans
+        sharding = first.plan.sharding.model_copy(update={"blocks": "unroll"})
+        plan = first.plan.model_copy(update={"sharding": sharding})
+        own = self.estimator.estimate(plan, self.task.hardware)
+        better = self._fits(own) and own.time.step <= first.time.step
+        return [own, *others] if better else plans
+
     def _ranked(
-        self, meshes: Sequence[Sizes]
+        self, bounds: list[tuple[Estimate, Sizes]]
     ) -> tuple[list[Estimate], list[tuple[Estimate, bool]]]:
         """Return the best plans, and the estimates of slower ones: exact, or a bound of the mesh.
 
         Meshes are searched in the order of a lower bound of their time, until no other mesh can be
         among the best.
         """
-        bounds = [(self._bound(sizes), sizes) for sizes in meshes]
         bounds.sort(key=lambda item: item[0].time.step)
         found, slower = list[Estimate](), list[tuple[Estimate, bool]]()
         for bound, sizes in bounds:
@@ -142,16 +158,13 @@ class _Search:
 
         Computing again only adds work, so only the first choice of remat is considered.
         """
-        variants = first_variants(self.task, sizes, self.estimator.num_blocks)
-        first = [variant for variant in variants if variant.remat == variants[0].remat]
-        start = self._with_few_reductions(first[0])
+        first = first_variants(self.task, sizes, self.estimator.num_blocks)[0]
+        start = self._with_few_reductions(first)
         best = self._fastest(sizes, start, micro_batch_sizes(self.task, sizes, start))
         micro = best.plan.batch.micro_batch_size
-        others = [self._with_few_reductions(variant) for variant in first[1:]]
-        others += self._other_schedules(sizes, start)
         estimates = [
             self._estimate(sizes, variant, micro)
-            for variant in others
+            for variant in self._other_schedules(sizes, start)
             if micro in micro_batch_sizes(self.task, sizes, variant)
         ]
         return min([best, *estimates], key=lambda estimate: estimate.time.step)
@@ -160,42 +173,33 @@ class _Search:
         """Return the fastest plan of a mesh that fits; None if all take longer than the limit.
 
         Settings are tried in the order of their time on devices with any amount of memory, until no
-        other can be faster.
+        other can be faster; what the backward pass computes again, from nothing to everything.
         """
         micro = bound.plan.batch.micro_batch_size
-        hopes = list[tuple[float, Variant, list[int]]]()
-        for variant in self._variants(sizes):
-            if choices := micro_batch_sizes(self.task, sizes, variant):
-                near = micro if micro in choices else choices[-1]
-                hopes.append((self._estimate(sizes, variant, near).time.step, variant, choices))
         best: Estimate | None = None
-        for hope, variant, choices in sorted(hopes, key=lambda item: item[0]):
-            if hope * BOUND_SLACK > limit:
+        for first in first_variants(self.task, sizes, self.estimator.num_blocks):
+            hopes = list[tuple[float, Variant, list[int]]]()
+            for variant in self._variants(sizes, first.remat):
+                if choices := micro_batch_sizes(self.task, sizes, variant):
+                    near = micro if micro in choices else choices[-1]
+                    hopes.append((self._estimate(sizes, variant, near).time.step, variant, choices))
+            for hope, variant, choices in sorted(hopes, key=lambda item: item[0]):
+                if hope * BOUND_SLACK > limit:
+                    break
+                possible = self._fitting(sizes, variant, choices)
+                own = self._fastest(sizes, variant, possible) if possible else None
+                if own is not None and own.time.step <= limit:
+                    best, limit = own, own.time.step * (1 - 1e-9)
+            # Computing again is of use only where memory limits the microbatch.
+            if best is not None and best.time.step <= bound.time.step / BOUND_SLACK:
                 break
-            possible = self._fitting(sizes, variant, choices)
-            own = self._fastest(sizes, variant, possible) if possible else None
-            if own is not None and own.time.step <= limit:
-                best, limit = own, own.time.step * (1 - 1e-9)
         return best
 
-    def _variants(self, sizes: Sizes) -> list[Variant]:
-        """Return every choice of settings, without a form of blocks that is worse in all."""
+    def _variants(self, sizes: Sizes, remat: Remat) -> list[Variant]:
+        """Return every choice of settings with this remat."""
         variants = first_variants(self.task, sizes, self.estimator.num_blocks)
-        choices = micro_batch_sizes(self.task, sizes, variants[0])
-
-        def costs(variant: Variant) -> tuple[float, float]:
-            lean = self._estimate(sizes, replace(variant, remat=variants[-1].remat), choices[0])
-            fast = self._estimate(sizes, replace(variant, remat=variants[0].remat), choices[-1])
-            return lean.memory.total, fast.time.step
-
-        first, limits = variants[0].blocks, costs(variants[0])
-        useful = [
-            variant
-            for variant in variants
-            if variant.blocks == first
-            or any(own < limit for own, limit in zip(costs(variant), limits, strict=True))
-        ]
-        scheduled = [v for each in useful for v in (each, *self._other_schedules(sizes, each))]
+        own = [variant for variant in variants if variant.remat == remat]
+        scheduled = [v for each in own for v in (each, *self._other_schedules(sizes, each))]
         return list(dict.fromkeys([*scheduled, *map(self._with_few_reductions, scheduled)]))
 
     def _with_few_reductions(self, variant: Variant) -> Variant:

@@ -170,7 +170,7 @@ def reason_for(result: SearchResult, estimate: Estimate, *, fits_alone: bool) ->
     if not mesh:
         return "the only device"
     if set(mesh) == {"data"}:
-        return "data parallel: a whole copy of the model fits on each device, and nothing is faster"
+        return "data parallel: a whole copy fits on each device, and nothing is clearly faster"
     cause = "and is fastest" if fits_alone else "because a whole copy does not fit on one device"
     does = " and ".join(f"{axis}={mesh[axis]} {_DOES[axis]}" for axis in _DOES if axis in mesh)
     return f"{does}, {cause}"

@@ -59,6 +59,7 @@ class FlatOptimizer:
         layout: the step's leaves.
         placements: placement of the optimizer state of each parameter leaf.
         sizes: size of each mesh axis.
+        stacks_alike: whether stacked blocks are updated like single ones, if it is known.
     """
 
     def __init__(
@@ -67,20 +68,32 @@ class FlatOptimizer:
         layout: Layout,
         placements: Sequence[Placement],
         sizes: Mapping[str, int],
+        *,
+        stacks_alike: bool | None = None,
     ) -> None:
         self._transformation = transformation
         self._params = layout.select("param")
         self._leaves = layout.leaves
         structs = [step.leaf.struct for step in self._params]
         stacked = any(step.stacked for step in self._params)
-        self._unstack = stacked and not self._treats_stacks_alike(structs)
+        if stacked and stacks_alike is None:
+            stacks_alike = self._treats_stacks_alike(structs)
+        self.stacks_alike = bool(stacks_alike)
+        self._unstack = stacked and not self.stacks_alike
         with refusing("init"):
             abstract = jax.eval_shape(self._initial, structs)
         check_optimizer_state(abstract)
-        flat, self._treedef = jax.tree_util.tree_flatten_with_path(abstract)
-        self.leaves = tuple(
+        self._state, self._treedef = jax.tree_util.tree_flatten_with_path(abstract)
+        self._owned_by = self._owners(abstract)
+        self.leaves = self.placed(placements, sizes)
+
+    def placed(
+        self, placements: Sequence[Placement], sizes: Mapping[str, int]
+    ) -> tuple[OptimizerLeaf, ...]:
+        """Return the leaves of the state as they would be placed on another mesh."""
+        return tuple(
             self._describe(path, leaf, owner, placements, sizes)
-            for (path, leaf), owner in zip(flat, self._owners(abstract), strict=True)
+            for (path, leaf), owner in zip(self._state, self._owned_by, strict=True)
         )
 
     def init(self, params: Sequence[Any]) -> list[Any]:

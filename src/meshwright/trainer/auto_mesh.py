@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import jax
 import optax
@@ -42,7 +41,7 @@ def automatic_plan(
         num_samples: its samples.
     """
     devices = settings.devices if settings.devices is not None else jax.devices()
-    estimator: Any = ProgramEstimator(model, loss, optimizer, batch, trainable=trainable)
+    estimator = ProgramEstimator(model, loss, optimizer, batch, trainable=trainable)
     task = PlanTask(
         hardware=hardware_of(devices),
         global_batch_size=num_samples,
