@@ -365,6 +365,9 @@ def test_the_file_of_the_config_folder_is_read_but_not_that_of_the_current_one(
         ("chips: {New: {like: H1OO}}", "like `H1OO`, which is not known"),
         ("chips: {New: {like: H100, aliases: [v5e]}}", "`v5e` of chips.New.*TPU-v5e"),
         ("chips: {H200: {batch_sizes: {min: 1}}}", "batch_sizes"),
+        ("chips: {New: {aliases: 3}, H200: {}}", "`aliases: 3`"),
+        ("chips: {H200: {1: 2}}", "there is no `1`"),
+        ("chips: {H200: {launch_us: .inf}}", "finite"),
         ("chip: {}", "unknown section `chip`.*\n.*\ndid you mean `chips`"),
         ("chips: [H200]", "not a mapping"),
         ("chips: {H200: 3}", "chips.H200 in .* is 3, not a mapping"),
@@ -389,6 +392,11 @@ def test_own_chips_can_be_planned_for_on_the_command_line(own_file, capfd):
     assert "override hardware=8xToy-1" in capfd.readouterr().out
 
 
+def test_this_machine_is_hardware_too(capfd):
+    assert main(["config", "hardware=Local"]) == 0
+    assert "override hardware=Local" in capfd.readouterr().out
+
+
 def test_rates_of_products_by_type_and_shape():
     h200, v100 = load_chips()["H200"], load_chips()["V100-32GB"]
     assert h200.peak_of("bfloat16") == 989e12
@@ -407,3 +415,15 @@ def test_prices_and_usable_memory_are_per_device():
     chip = dataclasses.replace(load_chips()["TPU7x"], usd_per_hour=6.0, memory_share=0.5)
     assert (chip.usd_per_device_hour, chip.usable_gb_per_device) == (3.0, 48)
     assert load_chips()["TPU7x"].usd_per_device_hour is None
+
+
+def test_products_of_gpt2_take_about_as_long_as_they_did_on_an_h200():
+    """The profile of a GPT-2 124M step with 32 × 1024 tokens had 32 ms of matrix products."""
+    chip, tokens = load_chips()["H200"], 32 * 1024
+    shapes = 12 * [(768, 2304), (768, 768), (768, 3072), (3072, 768)] + [(768, 50257)]
+    seconds = sum(
+        # Forward, and the gradients of inputs and weights.
+        3 * (2 * tokens * i * o / chip.product_flops_per_s(tokens, o, i) + chip.launch_us * 1e-6)
+        for i, o in shapes
+    )
+    assert seconds == pytest.approx(0.032, rel=0.05)

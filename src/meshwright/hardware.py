@@ -32,6 +32,7 @@ MEASURED = "measured on this machine"
 """The source of figures that were measured."""
 
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Topology = Literal["switch", "point_to_point", "torus_2d", "torus_3d", "shared_memory"]
@@ -113,21 +114,21 @@ class Chip:
     bfloat16_share: Amount = 1.0
     float16_share: Amount = 1.0
     product_share: Share = 1.0
-    product_half_size: Annotated[float, Field(ge=0)] = 0.0
+    product_half_size: NotNegative = 0.0
     hbm_gb: Amount
     memory_share: Share = 1.0
     hbm_tb_per_s: Amount
     hbm_share: Share = 1.0
-    launch_us: Annotated[float, Field(ge=0)] = 0.0
+    launch_us: NotNegative = 0.0
     links_per_chip: Count
     link_gb_per_s: Amount
     topology: Topology
     fast_domain_chips: Count | None = None
     inter_node_gb_per_s: Amount | None = None
     link_share: Share = 1.0
-    intra_node_latency_us: Annotated[float, Field(ge=0)] = 0.0
-    inter_node_latency_us: Annotated[float, Field(ge=0)] = 0.0
-    usd_per_hour: Annotated[float, Field(ge=0)] | None = None
+    intra_node_latency_us: NotNegative = 0.0
+    inter_node_latency_us: NotNegative = 0.0
+    usd_per_hour: NotNegative | None = None
     batch_sizes: BatchSizeRecommendation
     source: str = "table"
 
@@ -252,6 +253,11 @@ def roofline_batch_sizes(peak_tflops: float, hbm_tb_per_s: float) -> BatchSizeRe
         critical_batch_size=critical,
         notes=f"roofline: {peak_tflops:g} TFLOP/s ÷ {hbm_tb_per_s:g} TB/s",
     )
+
+
+def is_local(text: str) -> bool:
+    """Whether a hardware text stands for this machine, measured."""
+    return plain_name(text) == LOCAL
 
 
 def find_chip(device_kind: str) -> Chip | None:

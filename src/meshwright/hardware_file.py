@@ -98,7 +98,7 @@ def checked_row(kind: type[Record], row: Row, where: str, source: str) -> Record
         source: the file it is in.
     """
     # YAML has lists, records have tuples; true would be read as 1.
-    plain = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    plain = {str(k): tuple(value) if isinstance(value, list) else value for k, value in row.items()}
     wrong = [key for key, value in plain.items() if isinstance(value, bool)]
     if wrong:
         raise UserError(
@@ -152,7 +152,10 @@ def _inherited(like: str, name: str, rows: Mapping[str, Row], path: Path) -> Row
 def _known_name(text: str, rows: Mapping[str, Row]) -> str | None:
     wanted = plain_name(text)
     for name, row in rows.items():
-        if wanted in map(plain_name, (name, *map(str, row.get("aliases") or ()))):
+        aliases = row.get("aliases")
+        # An entry that is not in order is reported when it is checked.
+        listed = map(str, aliases) if isinstance(aliases, list) else ()
+        if wanted in map(plain_name, (name, *listed)):
             return name
     return None
 

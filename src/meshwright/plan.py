@@ -174,7 +174,7 @@ def make_plan(config: Config, num_devices: int) -> Plan:
         config.pipeline,
         sizes,
         global_batch_size=training.global_batch_size,
-        micro_batch_size=training.micro_batch_size,
+        micro_batch_size=_known_size(training.micro_batch_size),
         gradient_accumulation_steps=training.gradient_accumulation_steps,
         sync_gradients_every=training.sync_gradients_every,
     )
@@ -187,6 +187,15 @@ def make_plan(config: Config, num_devices: int) -> Plan:
         kernels=config.kernels,
         **pipeline_fields(config.pipeline, sizes, batch),
     )
+
+
+def _known_size(micro_batch_size: int | str | None) -> int | None:
+    if isinstance(micro_batch_size, str):
+        raise UserError(
+            f"{Setting('training.micro_batch_size', micro_batch_size)} has to be chosen first",
+            fix=f"write a number, or {Setting('mesh', 'auto')} and leave it out",
+        )
+    return micro_batch_size
 
 
 def resolve_mesh(

@@ -14,6 +14,14 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def human_gigabytes(count: float) -> str:
+    """Return bytes with a decimal unit, as memory of chips is counted: ``36.0 GB``."""
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(count) >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
 def human_count(count: float) -> str:
     """Return a number with three digits and a letter: ``52.7k``."""
     for letter in ("", "k", "M", "G"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -10,6 +11,7 @@ from meshwright.errors import UserError
 from meshwright.hardware import detect, load_chips, parse_hardware
 from meshwright.host_memory import host_memory
 from meshwright.planner import local_hardware
+from meshwright.planner.device_speed import Timed
 from meshwright.planner.links import axis_links, collective_seconds
 from meshwright.planner.local_hardware import chip_yaml, find_hardware, measure_local
 
@@ -20,6 +22,74 @@ def measured(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield measure_local(jax.devices()[:2], seconds=0.4)
+
+
+@dataclasses.dataclass
+class MadeUpTimer:
+    """Times devices that are not here: half of the published figures of an H200."""
+
+    devices: list
+    seconds: float
+    deadline: float
+
+    def launch_seconds(self):
+        return 2e-6
+
+    def products(self, dtype, launch):
+        return [self.product(dtype, size, launch) for size in (512, 2048, 8192)]
+
+    def product(self, dtype, size, launch):
+        rate = {"bfloat16": 989e12 / 2, "float16": 989e12 / 2, "float32": 989e12 / 5}[dtype]
+        return Timed(size, 2 * size**3 / rate)
+
+    def copy_bytes_per_s(self, nbytes):
+        return 4.8e12 / 2
+
+    def all_reduce_seconds(self, nbytes):
+        count = len(self.devices)
+        return 12e-6 + (2 * (count - 1) / count * nbytes / 225e9 if nbytes > 1024 else 0.0)
+
+
+def gpus(kind, count):
+    memory = {"bytes_limit": 100e9}
+    gpu = SimpleNamespace(device_kind=kind, platform="gpu", memory_stats=lambda: memory)
+    return [gpu] * count
+
+
+@pytest.fixture
+def made_up(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(local_hardware, "DeviceTimer", MadeUpTimer)
+
+
+@pytest.mark.usefixtures("made_up")
+def test_of_a_known_chip_the_shares_are_measured():
+    table, chip = load_chips()["H200"], measure_local(gpus("NVIDIA H200", 8)).chip
+    assert chip == dataclasses.replace(
+        table,
+        product_share=pytest.approx(0.5),
+        product_half_size=0,
+        float32_share=pytest.approx(0.4),
+        hbm_share=pytest.approx(0.5),
+        memory_share=pytest.approx(100 / 141),
+        launch_us=pytest.approx(2),
+        link_share=pytest.approx(0.5, rel=0.01),
+        intra_node_latency_us=pytest.approx(2),
+        source=chip.source,
+    )
+
+
+@pytest.mark.usefixtures("made_up")
+def test_of_an_unknown_chip_everything_is_measured():
+    hardware = measure_local(gpus("NVIDIA GeForce RTX 9090", 2))
+    chip = hardware.chip
+    assert str(hardware) == "2xNVIDIA GeForce RTX 9090"
+    assert (chip.platform, chip.peak_tflops) == ("cuda", pytest.approx(989 / 2))
+    assert (chip.product_share, chip.hbm_share, chip.memory_share) == (1, 1, 1)
+    assert (chip.hbm_gb, chip.hbm_tb_per_s) == (100, pytest.approx(2.4))
+    assert chip.batch_sizes.critical_batch_size == round(989 / 2 / 2.4)
+    assert axis_links(hardware, {"data": 2})["data"].gb_per_s == pytest.approx(225, rel=0.01)
+    assert measure_local(gpus("NVIDIA GeForce RTX 9090", 1)).chip.hbm_gb == 100
 
 
 @pytest.fixture
@@ -92,15 +162,6 @@ def test_the_setting_names_a_machine(monkeypatch):
 def test_devices_must_be_of_one_kind():
     with pytest.raises(UserError, match="not of one kind"):
         measure_local([])
-
-
-def test_a_listed_chip_keeps_its_published_figures(monkeypatch):
-    chip = load_chips()["H200"]
-    reached = local_hardware._reached(chip, "peak_tflops", "product_share", 0.8 * 989)
-    assert (reached.peak_tflops, reached.product_share) == (989, pytest.approx(0.8))
-    own = dataclasses.replace(chip, name="a chip of no table")
-    reached = local_hardware._reached(own, "peak_tflops", "product_share", 500.0)
-    assert (reached.peak_tflops, reached.product_share) == (500, 1)
 
 
 def test_what_was_measured_can_be_planned_with_in_any_number(measured, monkeypatch, tmp_path):

@@ -98,6 +98,23 @@ COMMANDS = {
             ),
         ),
         Command(
+            "plan",
+            "find the fastest mesh and settings for some hardware, and say why",
+            "meshwright.cli.plan",
+            "meshwright plan model=gpt2_medium hardware=8xA100-40GB",
+            flags=(
+                Flag("--top", "how many plans to rank (default 5)", "N"),
+                Flag("--compare", "settings of another plan to compare with", "SETTINGS"),
+                Flag("--html", "also write a page with drawings to FILE", "FILE"),
+                Flag("--out", "write the best plan to FILE, for train plan=FILE", "FILE"),
+                Flag("--tokens", "how much to train, such as 300B, for the budget", "N"),
+                Flag("--epochs", "the same in passes over the data", "N"),
+                Flag("--price", "USD per device and hour (default: of the table)", "USD"),
+                Flag("--memory-share", "how much of a device a plan may take (default 0.9)", "S"),
+            ),
+            needs_devices=False,
+        ),
+        Command(
             "ledger",
             "compile a step and compare what it sends with the minimum",
             "meshwright.cli.ledger",

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
 from meshwright.code_digests import own_code
-from meshwright.config.compose import Composed, compose_config, validate
+from meshwright.config.compose import Composed, compose_config, parse_overrides, validate
 from meshwright.config.schema import Config
 from meshwright.handshake import compare_processes, describe_own_devices
+from meshwright.planner.config_task import set_by_user
+from meshwright.planner.plan_file import KEY, apply_plan_file
 from meshwright.processes import process_count
 from meshwright.versions import package_versions
 from meshwright.weights.resolve import resolve_weights
@@ -65,7 +67,20 @@ def make_request(arguments: Arguments, output: Output) -> Request:
         composed = prepare_devices(config, composed)
         _prepare_compiler(config)
         _compare(arguments, config)
+        if config.mesh.auto or config.training.micro_batch_size == "auto":
+            config, composed = _choose(config, composed, output)
     return Request(arguments, composed, config, output)
+
+
+def _choose(config: Config, composed: Composed, output: Output) -> tuple[Config, Composed]:
+    """Return the config with what it leaves to the planner, and say what that is."""
+    from rich.text import Text
+
+    from meshwright.cli.auto_settings import choose_settings
+
+    config, composed, line = choose_settings(config, composed)
+    output.say(Text(line))
+    return config, composed
 
 
 def _compare(arguments: Arguments, config: Config) -> None:
@@ -91,10 +106,21 @@ def _compare(arguments: Arguments, config: Config) -> None:
 
 
 def compose(arguments: Arguments) -> Composed:
-    """Compose the config, and complete it from the folder that model.weights names."""
+    """Compose the config, and complete it from the files that model.weights and plan name."""
     composed = compose_config(arguments.overrides, arguments.config_dir, arguments.config_file)
     resolved = resolve_weights(composed.values, saved=composed.config_file is not None)
-    return replace(composed, values=resolved.values, read_from=resolved.origins)
+    composed = replace(composed, values=resolved.values, read_from=resolved.origins)
+    return _with_plan(composed)
+
+
+def _with_plan(composed: Composed) -> Composed:
+    """Return the config with the settings of its plan; a saved config has them already."""
+    named = KEY in {override.key_or_group for override in parse_overrides(composed.overrides)}
+    if composed.values.get(KEY) is None or (composed.config_file is not None and not named):
+        return composed
+    planned = apply_plan_file(composed.values, set_by_user(validate(composed), composed))
+    origins = {**composed.read_from, **planned.origins}
+    return replace(composed, values=planned.values, read_from=origins)
 
 
 def prepare_devices(config: Config, composed: Composed) -> Composed:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_
 from meshwright.config.base import Frozen
 from meshwright.config.duration import parse_duration
 from meshwright.errors import UserError
-from meshwright.hardware import LOCAL, parse_hardware
+from meshwright.hardware import is_local, parse_hardware
 from meshwright.mesh.axes import INFER, resolve_alias
 
 Precision = Literal["no", "bf16", "fp16"]
@@ -134,7 +134,8 @@ class TrainingConfig(Frozen):
         steps: optimizer updates; 0 trains nothing: the initial model is evaluated and saved.
         max_duration: overrides steps: 1000st (updates), 2ep (epochs), 30min, 12h.
         global_batch_size: samples per update = micro_batch_size × data × fsdp × accumulation.
-        micro_batch_size: samples per device and microbatch.
+        micro_batch_size: samples per device and microbatch; auto takes what is estimated to be
+            fastest of what fits.
         gradient_accumulation_steps: microbatches per update.
         sync_gradients_every: microbatches between two gradient reductions.
         mixed_precision: no, fp16 or bf16; another spelling of precision.compute.
@@ -157,7 +158,7 @@ class TrainingConfig(Frozen):
     steps: int = Field(default=600, ge=0, lt=2**31)
     max_duration: str | None = None
     global_batch_size: Count | None = None
-    micro_batch_size: Count | None = None
+    micro_batch_size: Count | Literal["auto"] | None = None
     gradient_accumulation_steps: Count | None = None
     sync_gradients_every: Count = 1
     mixed_precision: PrecisionKey = None
@@ -189,12 +190,14 @@ class MeshConfig(Frozen):
         data: replicas of the model, on different samples.
         fsdp: devices that shard parameters, gradients and optimizer state, on different samples.
         tensor: devices that shard each layer.
+        auto: whether the planner chooses the sizes that are not set, and other settings with them.
     """
 
     pipe: AxisSize = 1
     data: AxisSize = INFER
     fsdp: AxisSize = 1
     tensor: AxisSize = 1
+    auto: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -204,6 +207,9 @@ class MeshConfig(Frozen):
         named: dict[str, Any] = {}
         for key, size in values.items():
             axis = resolve_alias(key)
+            if axis == "auto":
+                named[axis] = size
+                continue
             # A size replaces -1, so that `dp: 2` overrides a file's `data: -1`.
             if axis in named and INFER not in (size, named[axis]) and size != named[axis]:
                 raise UserError(
@@ -354,6 +360,8 @@ class Config(Frozen):
         simulate: number of virtual CPU devices to use.
         hardware: the hardware a plan is for, such as 8xA100-40GB, or local for this machine,
             measured; null is this machine's, from the table.
+        plan: a file of `meshwright plan --out`, which sets mesh, batch, sharding, pipeline and
+            precision.
         kernels: what evaluates known parts of the model, such as attention: auto, the kernels of
             this platform; xla, their forms for any device; none, the model as written.
         strict: make a program that deviates from its plan an error.
@@ -377,6 +385,7 @@ class Config(Frozen):
     run: RunConfig = RunConfig()
     simulate: int | None = Field(default=None, ge=1, le=1024)
     hardware: str | None = None
+    plan: str | None = None
     kernels: KernelChoice = "auto"
     strict: bool = False
     resume: str = Field(default="auto", min_length=1)
@@ -410,6 +419,6 @@ class Config(Frozen):
     @field_validator("hardware")
     @classmethod
     def _known_hardware(cls, text: str | None) -> str | None:
-        if text is not None and text != LOCAL:
+        if text is not None and not is_local(text):
             parse_hardware(text)
         return text

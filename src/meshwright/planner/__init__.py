@@ -1,1 +1,1 @@
-"""Plans: what they need, what a machine can do, and which one is best for some hardware."""
+"""Plans: what they need, how fast they are, and which one is best for some hardware."""

@@ -22,6 +22,8 @@ class MemoryEstimate:
         activations: values that the backward pass needs, at the moment of the peak.
         working: everything else at the moment of the peak.
         reserved: what the runtime and its libraries keep for themselves; not in `compiled`.
+        all_gradients: all gradients, which exist together before the optimizer runs; exact. When
+            most memory is in use, there may be fewer.
     """
 
     parameters: int
@@ -32,6 +34,7 @@ class MemoryEstimate:
     activations: int
     working: int
     reserved: int = 0
+    all_gradients: int = 0
 
     @property
     def state(self) -> int:
@@ -40,8 +43,8 @@ class MemoryEstimate:
 
     @property
     def least(self) -> int:
-        """Bytes without which no update is possible: state, gradients of one copy, batch."""
-        return self.state + self.batch + self.gradients
+        """Bytes without which no update is possible: state, gradients, batch."""
+        return self.state + self.batch + self.all_gradients
 
     @property
     def compiled(self) -> int:

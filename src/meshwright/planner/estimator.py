@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import Precision, ShardingConfig
-from meshwright.hardware import Hardware
+from meshwright.errors import UserError
+from meshwright.hardware import Chip, Hardware
 from meshwright.mesh.build import build_mesh
+from meshwright.pipeline.divide.cut import cut_blocks, ordered_by_stage
+from meshwright.pipeline.place import decide_stages
 from meshwright.plan import Plan
 from meshwright.planner.estimate import Estimate, MemoryEstimate, TimeEstimate
 from meshwright.planner.gradient_program import (
@@ -24,16 +29,34 @@ from meshwright.planner.gradient_program import (
     Variant,
     trace_gradients,
 )
-from meshwright.planner.in_memory import Peak, peak_of
+from meshwright.planner.in_memory import Peak, Use, peak_of
+from meshwright.planner.kernel_times import Work, seconds_of, works_of
 from meshwright.planner.placed_state import PlacedState, place_state
 from meshwright.planner.sizes import DeviceSizes
+from meshwright.planner.stage_parts import SlotCounts, count_slots, nbytes_of
+from meshwright.planner.traffic import (
+    Sent,
+    stage_traffic,
+    tensor_traffic,
+    time_traffic,
+    weight_traffic,
+)
+from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.dims import DimClasses
+from meshwright.program.flops import count_flops
 from meshwright.program.trace.build_model import ModelSource, describe_model
+from meshwright.program.trace.layout import StepLeaf
+from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.sharding.decide import dim_classes, place_leaves
-from meshwright.sharding.tensor import TensorChoice, choose_tensor_dims
-from meshwright.step.step_program import StepProgram, step_program
+from meshwright.sharding.tensor import TensorChoice, check_tensor_size, choose_tensor_dims
+from meshwright.step.step_program import StepProgram, step_program, unstaged_program
 from meshwright.trees import Batch, resize_batch
+
+_TENSOR_SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64)
+
+_STAGE_OVERHEAD: Mapping[str, float] = {"gpipe": 1.4, "1f1b": 1.4, "interleaved": 1.5, "zb_h1": 1.7}
+"""Time of a stage relative to its share of the work (benchmarks/results/gpu_pipeline.json)."""
 
 PLATFORMS: Mapping[str, str] = {"cuda": "gpu", "rocm": "gpu", "tpu": "tpu", "cpu": "cpu"}
 
@@ -99,33 +122,141 @@ class ProgramEstimator:
         self._gradients: dict[Any, GradientProgram] = {}
         self._states: dict[Any, PlacedState] = {}
         self._peaks: dict[Any, Peak] = {}
+        self._counted: dict[Any, float] = {}
 
     @cached_property
     def num_parameters(self) -> int:
         """The number of the model's parameters."""
         return sum(math.prod(leaf.shape) for leaf in self._leaves.leaves if leaf.is_weight)
 
+    @cached_property
+    def num_blocks(self) -> int:
+        """The number of repeated blocks, which pipeline stages divide; 0 without such blocks."""
+        traced = self._program("no", "unroll").traced
+        try:
+            rolled = roll_program(traced, evenly_joined=True)
+            return cut_blocks(rolled.traced, rolled.remarks).num_blocks
+        except UserError:
+            return 0
+
+    @cached_property
+    def tensor_sizes(self) -> frozenset[int]:
+        """The sizes of a tensor axis, up to 64, that divide what it would divide."""
+        classes = dim_classes(self._program("no", "scan").traced)
+        return frozenset(size for size in _TENSOR_SIZES if _divides(classes, size))
+
+    @cached_property
+    def tokens_per_sample(self) -> int:
+        """Tokens of one sample; 1 for data other than tokens."""
+        lengths = [
+            leaf.shape[1]
+            for leaf in self._batch_leaves()
+            if jnp.issubdtype(leaf.dtype, jnp.integer) and len(leaf.shape) == 2
+        ]
+        return max(lengths, default=1)
+
     def estimate(self, plan: Plan, hardware: Hardware) -> Estimate:
         """Return what a plan needs on some hardware."""
-        memory = self._memory(plan, hardware)
-        return Estimate(plan, hardware, memory, TimeEstimate(compute=1.0))
+        return Estimate(plan, hardware, self._memory(plan, hardware), self._time(plan, hardware))
+
+    def works(self, plan: Plan, hardware: Hardware) -> list[Work]:
+        """Return what the kernels of one microbatch do on a device, all stages together."""
+        program = self._gradient_program(plan, hardware)
+        sizes = replace(self._sizes(plan, program, hardware), row_limit={}, _known={})
+        return list(works_of(program.kernels, sizes))
+
+    def _time(self, plan: Plan, hardware: Hardware) -> TimeEstimate:
+        chip, stages = hardware.chip, plan.size("pipe")
+        rate = chip.tflops_per_device * 1e12 * _product_share(chip, plan.precision)
+        seconds = {True: 0.0, False: 0.0}
+        for work in self.works(plan, hardware):
+            seconds[work.in_loop] += work.times * seconds_of(work, chip, rate)
+        state = self._state(plan)
+        # The optimizer reads gradients twice, for their norm and the update; the rest once.
+        moved = 2 * (state.parameters + state.optimizer) + 2 * state.gradients
+        update = moved / (chip.hbm_tb_per_s_per_device * 1e12 * chip.hbm_share)
+        steps = plan.batch.gradient_accumulation_steps
+        # Blocks are divided over stages; the last stage also computes the loss.
+        compute = steps * (seconds[True] / stages + seconds[False])
+        bubble = 0.0
+        if stages > 1:
+            compute *= _STAGE_OVERHEAD.get(plan.schedule or "", 1.4)
+            waits = self._slots(plan).bubble
+            bubble = compute * waits / (1 - waits)
+        peak = chip.tflops_per_device * 1e12 * _peak_share(chip, plan.precision)
+        return TimeEstimate(
+            compute=compute + update,
+            traffic=time_traffic(self._sent(plan, hardware), plan, hardware, compute),
+            bubble=bubble,
+            flops=self._flops(plan),
+            peak_flops=peak * hardware.count,
+        )
+
+    def _flops(self, plan: Plan) -> float:
+        key = plan.precision
+        if key not in self._counted:
+            traced = self._program(plan.precision, "unroll").traced
+            self._counted[key] = count_flops(traced) / SAMPLES
+        return self._counted[key] * plan.batch.global_batch_size
+
+    def _sent(self, plan: Plan, hardware: Hardware) -> Iterator[Sent]:
+        program, state = self._gradient_program(plan, hardware), self._state(plan)
+        leaves = self._staged(plan).traced.layout.step_leaves
+        twice = [n for n, step in enumerate(leaves) if _in_blocks(step)]
+        yield from weight_traffic(leaves, state, plan, twice)
+        tensor = self._tensor_choice(plan)
+        rows = plan.batch.micro_batch_size / SAMPLES
+        if tensor.size > 1:
+            yield from tensor_traffic(self._dim_classes(plan).events_of(tensor.ways), plan, rows)
+        blocks = program.blocks
+        if plan.size("pipe") > 1 and blocks is not None:
+            carried = nbytes_of(blocks.carried, self._sizes(plan, program, hardware))
+            yield from stage_traffic(carried, plan)
 
     def _memory(self, plan: Plan, hardware: Hardware) -> MemoryEstimate:
-        state = self._state(plan)
-        peak = self._peak(plan, hardware)
+        state, peak = self._state(plan), self._peak(plan, hardware)
         steps = plan.batch.gradient_accumulation_steps
-        rows = plan.batch.micro_batch_size * steps
-        samples = sum(leaf.size * leaf.dtype.itemsize for leaf in self._batch_leaves())
-        gradients = peak.uses["gradients"] + (state.sums if steps > 1 else 0)
+        sample = sum(leaf.size * leaf.dtype.itemsize for leaf in self._batch_leaves()) / SAMPLES
+        sums = state.sums + state.gradients if steps > 1 else 0
+        if plan.size("pipe") > 1:
+            sums = state.sums
+        # Before the optimizer runs there are all gradients, and nothing else.
+        missing = max(0.0, max(state.gradients, sums) - peak.nbytes - sums)
         return MemoryEstimate(
             parameters=state.parameters,
             optimizer=state.optimizer,
-            gradients=round(max(gradients, state.gradients)),
-            batch=round(samples / SAMPLES * rows),
+            gradients=round(peak.uses["gradients"] + sums + missing),
+            batch=round(sample * plan.batch.micro_batch_size * steps),
             gathered=round(peak.uses["gathered"]),
             activations=round(peak.uses["activations"]),
             working=round(peak.uses["working"]),
+            all_gradients=max(state.gradients, sums),
         )
+
+    def _slots(self, plan: Plan) -> SlotCounts:
+        return count_slots(
+            plan.schedule or "1f1b", plan.num_chunks, plan.num_microbatches, plan.size("pipe")
+        )
+
+    def _stage_peak(self, plan: Plan, program: GradientProgram, sizes: DeviceSizes) -> Peak:
+        """Return the peak of a pipeline stage."""
+        stages, blocks = plan.size("pipe"), program.blocks
+        whole = peak_of(program.lifetimes, sizes)
+        if blocks is None:
+            return whole
+        slots = self._slots(plan)
+        each = nbytes_of(blocks.saved, sizes) * math.ceil(blocks.forward.times / stages)
+        carried = nbytes_of(blocks.carried, sizes) * slots.carried
+        state = self._state(plan)
+        half = COMPUTE_DTYPES[plan.precision] is not None
+        casts = state.parameters / 2 if half and plan.size("fsdp") == 1 else 0.0
+        uses: dict[Use, float] = {
+            "gradients": 0.0,
+            "gathered": whole.uses["gathered"] + casts,
+            "activations": each / plan.num_chunks * (slots.saved + slots.cuts / 2) + carried,
+            "working": whole.uses["working"],
+        }
+        return Peak(sum(uses.values()), uses, whole.largest)
 
     def _batch_leaves(self) -> list[Any]:
         return [
@@ -133,12 +264,17 @@ class ProgramEstimator:
         ]
 
     def _peak(self, plan: Plan, hardware: Hardware) -> Peak:
-        key = (plan.sharding, plan.mesh.get("fsdp"), plan.mesh.get("tensor"), plan.precision,
-               plan.batch.micro_batch_size, hardware.chip.platform, plan.kernels)  # fmt: skip
-        key = str(key)
+        staged = (plan.schedule, plan.num_microbatches, plan.num_chunks, plan.size("pipe"))
+        key = (self._state_key(plan), plan.precision, plan.batch.micro_batch_size,
+               hardware.chip.platform, plan.kernels, staged)  # fmt: skip
         if key not in self._peaks:
             program = self._gradient_program(plan, hardware)
-            self._peaks[key] = peak_of(program.lifetimes, self._sizes(plan, program, hardware))
+            sizes = self._sizes(plan, program, hardware)
+            self._peaks[key] = (
+                self._stage_peak(plan, program, sizes)
+                if plan.size("pipe") > 1
+                else peak_of(program.lifetimes, sizes)
+            )
         return self._peaks[key]
 
     def _sizes(self, plan: Plan, program: GradientProgram, hardware: Hardware) -> DeviceSizes:
@@ -169,45 +305,102 @@ class ProgramEstimator:
             kernels=plan.kernels,
             platform=PLATFORMS[hardware.chip.platform],
         )
-        key = (variant, plan.precision, sharding.blocks)
+        blocks = _blocks(plan)
+        key = (variant, plan.precision, blocks)
         if key not in self._gradients:
-            traced = self._program(plan.precision, sharding.blocks).traced
-            self._gradients[key] = trace_gradients(traced, self._mesh, variant, plan.precision)
+            traced = self._program(plan.precision, blocks).traced
+            self._gradients[key] = trace_gradients(traced, self._mesh, variant)
         return self._gradients[key]
 
     def _program(self, precision: Precision, blocks: Any) -> StepProgram:
         key = (precision, blocks)
         if key not in self._programs:
-            plan = Plan(
-                mesh={},
-                batch=solve_batch(replicas=1, global_batch_size=SAMPLES),
-                sharding=ShardingConfig(blocks=blocks),
-                precision=precision,
+            plan = self._traced_plan(precision, blocks)
+            if blocks == "unroll":
+                made = step_program(self._loss, self._leaves, self._samples, plan)
+            else:
+                made = unstaged_program(self._program(precision, "unroll").traced, plan)
+            self._programs[key] = made
+        return self._programs[key]
+
+    def _traced_plan(self, precision: Precision, blocks: Any) -> Plan:
+        return Plan(
+            mesh={},
+            batch=solve_batch(replicas=1, global_batch_size=SAMPLES),
+            sharding=ShardingConfig(blocks=blocks),
+            precision=precision,
+        )
+
+    def _staged(self, plan: Plan) -> StepProgram:
+        """Return the program whose leaves a plan's step has."""
+        stages = plan.size("pipe")
+        if stages == 1:
+            return self._program(plan.precision, plan.sharding.blocks)
+        key = (plan.precision, stages, plan.num_chunks)
+        if key not in self._programs:
+            rolled = roll_program(
+                self._program(plan.precision, "unroll").traced, evenly_joined=True
             )
-            self._programs[key] = step_program(self._loss, self._leaves, self._samples, plan)
+            cut = cut_blocks(rolled.traced, rolled.remarks)
+            cut = ordered_by_stage(cut, stages, plan.num_chunks)
+            self._programs[key] = StepProgram(cut.traced, cut, ())
         return self._programs[key]
 
     def _tensor_choice(self, plan: Plan) -> TensorChoice:
-        key = (plan.precision, plan.sharding.blocks, plan.size("tensor"))
+        key = (plan.precision, _blocks(plan), plan.size("tensor"))
         if key not in self._tensor:
             self._tensor[key] = choose_tensor_dims(self._dim_classes(plan), plan.size("tensor"))
         return self._tensor[key]
 
     def _dim_classes(self, plan: Plan) -> DimClasses:
-        key = (plan.precision, plan.sharding.blocks)
+        key = (plan.precision, _blocks(plan))
         if key not in self._classes:
             self._classes[key] = dim_classes(self._program(*key).traced)
         return self._classes[key]
 
+    def _state_key(self, plan: Plan) -> tuple[Any, ...]:
+        sizes = tuple((axis, size) for axis, size in plan.mesh.items() if axis != "data")
+        return sizes, plan.sharding.model_dump_json(), plan.precision, plan.num_chunks
+
     def _state(self, plan: Plan) -> PlacedState:
-        sizes = {axis: size for axis, size in plan.mesh.items() if axis != "data"}
-        key = str((sizes, plan.sharding, plan.precision))
+        key = self._state_key(plan)
         if key not in self._states:
-            traced = self._program(plan.precision, plan.sharding.blocks).traced
-            divided = place_leaves(
-                traced, self._dim_classes(plan), self._tensor_choice(plan), sizes, plan.sharding
-            )
-            self._states[key] = place_state(
-                traced.layout, divided, sizes, self._optimizer, zero=plan.sharding.zero
-            )
+            sizes = {axis: size for axis, size in plan.mesh.items() if axis != "data"}
+            program = self._staged(plan)
+            layout = program.traced.layout
+            if program.cut is None:
+                classes, tensor = self._dim_classes(plan), self._tensor_choice(plan)
+                divided = place_leaves(program.traced, classes, tensor, sizes, plan.sharding)
+            else:
+                decided = decide_stages(program.cut, sizes, plan.sharding, plan.num_chunks)
+                divided = decided.optimizer
+            zero = plan.sharding.zero
+            self._states[key] = place_state(layout, divided, sizes, self._optimizer, zero=zero)
         return self._states[key]
+
+
+def _blocks(plan: Plan) -> str:
+    """Return how the blocks of a plan run; stages scan theirs."""
+    return "scan" if plan.size("pipe") > 1 else plan.sharding.blocks
+
+
+def _in_blocks(step: StepLeaf) -> bool:
+    """Whether a leaf belongs to a repeated block, whose weights are gathered in each pass."""
+    return step.stacked or any(part.isdigit() for part in step.leaf.path.split("."))
+
+
+def _divides(classes: DimClasses, size: int) -> bool:
+    try:
+        check_tensor_size(classes, choose_tensor_dims(classes, size))
+    except UserError:
+        return False
+    return True
+
+
+def _peak_share(chip: Chip, precision: Precision) -> float:
+    return _product_share(chip, precision) / chip.product_share
+
+
+def _product_share(chip: Chip, precision: Precision) -> float:
+    shares = {"no": chip.float32_share, "bf16": chip.bfloat16_share, "fp16": chip.float16_share}
+    return chip.product_share * shares[precision]

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from meshwright.config.schema import KernelChoice, Precision, ShardingConfig
+from meshwright.config.schema import KernelChoice, ShardingConfig
 from meshwright.planner.in_memory import Lifetime, find_lifetimes
 from meshwright.planner.operations import list_operations
 from meshwright.planner.schedule import Kernel, schedule
+from meshwright.planner.stage_parts import BlockParts, find_blocks
 from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
 from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.jaxpr.equations import aval_of
 from meshwright.program.kernels.chunked_loss import LossKernel, most_rows
 from meshwright.program.kernels.find_kernels import KernelSearch
 from meshwright.program.on_mesh.remat import choose_remat
@@ -53,6 +55,7 @@ class GradientProgram:
         kernels: what runs, in order.
         lifetimes: how long its arrays are in memory.
         classes: the dims of its arrays.
+        blocks: its loop over repeated blocks; None if they are not rolled.
         gradients: by array, the number of the step leaf whose gradient it is.
         row_limit: by class of the logits' last dim, rows of a part at most, where the loss is
             computed in parts.
@@ -62,21 +65,19 @@ class GradientProgram:
     kernels: list[Kernel]
     lifetimes: list[Lifetime]
     classes: DimClasses
+    blocks: BlockParts | None
     gradients: Mapping[int, int]
     row_limit: Mapping[int, int]
     token_rows: float
 
 
-def trace_gradients(
-    traced: TracedLoss, mesh: Mesh, variant: Variant, precision: Precision
-) -> GradientProgram:
+def trace_gradients(traced: TracedLoss, mesh: Mesh, variant: Variant) -> GradientProgram:
     """Trace the gradients of a loss and schedule them.
 
     Args:
         traced: the loss of `SAMPLES` samples.
         mesh: a mesh of one device.
         variant: what the program depends on.
-        precision: the compute format.
     """
     search = KernelSearch(
         variant.kernels, platform=variant.platform, rows=variant.rows, planned=True
@@ -109,8 +110,9 @@ def trace_gradients(
     found = zip(trained, operations.outputs, strict=False)
     owners = {id(array): number for number, array in found if array is not None}
     limits, rows = _loss_parts(decision.kernels.regions.values(), classes)
-    kernels = schedule(operations)
-    return GradientProgram(kernels, find_lifetimes(kernels), classes, owners, limits, rows)
+    kernels = schedule(operations, variant.platform)
+    blocks = find_blocks(kernels)
+    return GradientProgram(kernels, find_lifetimes(kernels), classes, blocks, owners, limits, rows)
 
 
 def _loss_parts(regions: Any, classes: DimClasses) -> tuple[dict[int, int], float]:
@@ -120,7 +122,7 @@ def _loss_parts(regions: Any, classes: DimClasses) -> tuple[dict[int, int], floa
     for region in regions:
         if not isinstance(region.kernel, LossKernel):
             continue
-        shape = region.kernel.match.product.outvars[0].aval.shape
+        shape = aval_of(region.kernel.match.product.outvars[0]).shape
         ids = {
             dim[0].id
             for leaf in classes.leaves

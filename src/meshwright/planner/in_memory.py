@@ -134,7 +134,7 @@ def peak_of(lifetimes: Sequence[Lifetime], sizes: Sizes) -> Peak:
     here = np.flatnonzero((start <= at) & (end >= at))
     uses: dict[Use, float] = dict.fromkeys(USES, 0.0)
     for number in here:
-        each = lifetimes[number]
+        each = lifetimes[int(number)]
         uses[_use(each, sizes)] += float(nbytes[number])
     packed = _packed(nbytes, start, end, most * _LARGE)
     uses["working"] += max(0.0, packed - most)
@@ -171,7 +171,7 @@ def _packed(nbytes: np.ndarray, start: np.ndarray, end: np.ndarray, least: float
         beside = (start[placed] <= end[number]) & (end[placed] >= start[number])
         begins = offsets[:position][beside]
         ends = begins + nbytes[placed][beside]
-        offsets[position] = _smallest_gap(begins, ends, nbytes[number])
+        offsets[position] = _smallest_gap(begins, ends, float(nbytes[number]))
     top = float((offsets + nbytes[large]).max()) if len(large) else 0.0
     small = np.flatnonzero(nbytes < max(least, 1))
     changes = np.zeros(end.max() + 2)

@@ -15,13 +15,13 @@ from typing import Any
 from meshwright.activity import activity
 from meshwright.errors import UserError
 from meshwright.hardware import (
-    LOCAL,
     MEASURED,
     BatchSizeRecommendation,
     Chip,
     Hardware,
     detect,
     find_chip,
+    is_local,
     load_chips,
     parse_hardware,
     roofline_batch_sizes,
@@ -55,7 +55,7 @@ def find_hardware(text: str | None, *, refresh: bool = False) -> Hardware:
             the table for the devices that are present, and measures them if they are not in it.
         refresh: whether to measure again although there is a measurement.
     """
-    if text is not None and text.strip().lower() != LOCAL:
+    if text is not None and not is_local(text):
         return parse_hardware(text)
     known = detect() if text is None else None
     return known or measure_local(refresh=refresh)

@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.program.dims import Atom, Frame
 from meshwright.program.jaxpr.equations import Equation, Literal, name_stack, scan_counts
+from meshwright.program.kernels.fused_attention import PLANNED, PLANNED_GRADIENT
 
 LOOPS = ("scan", "while", "cond")
 SAME = frozenset(
@@ -27,8 +28,8 @@ SAME = frozenset(
 )
 """Operations whose result is their operand in memory."""
 
-OPAQUE = frozenset({"planned_attention", "planned_attention_gradient"})
-"""Calls that stand for one kernel: only their operands and results exist in memory."""
+OPAQUE = (PLANNED, PLANNED_GRADIENT)
+"""How calls are named that stand for one kernel: only their operands and results exist."""
 
 
 @dataclass(eq=False)
@@ -93,11 +94,13 @@ class Operations:
     """A program.
 
     Attributes:
+        frame: the program as it was walked.
         inputs: its arguments.
         operations: what it does, in order.
         outputs: its results; None for literals.
     """
 
+    frame: Frame
     inputs: list[Array]
     operations: list[Operation]
     outputs: list[Array | None]
@@ -127,7 +130,7 @@ def list_operations(frame: Frame, weights: Collection[int] = ()) -> Operations:
 def _program(frame: Frame, inputs: list[Array]) -> Operations:
     operations: list[Operation] = []
     outputs = _inline(frame, inputs, operations)
-    return Operations(inputs, _needed(operations, outputs), outputs)
+    return Operations(frame, inputs, _needed(operations, outputs), outputs)
 
 
 def _inline(
@@ -145,7 +148,7 @@ def _inline(
         name = eqn.primitive.name
         reads = [read(atom) for atom in eqn.invars]
         called = frame.calls.get(number, ())
-        opaque = eqn.params.get("name") in OPAQUE
+        opaque = str(eqn.params.get("name", "")).startswith(OPAQUE)
         if called and name not in LOOPS and not opaque:
             results = _inline(called[0], reads, operations)
             values.update(

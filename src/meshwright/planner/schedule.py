@@ -48,7 +48,7 @@ _EXPENSIVE = frozenset(
         "tanh",
     }
 )
-"""Fused operations that are not computed twice for two kernels."""
+"""Fused operations that are not computed twice for two kernels on CPUs."""
 
 _REDUCTIONS = frozenset(
     {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod",
@@ -89,20 +89,23 @@ class Kernel:
 Sources = Mapping[int, tuple[Array, Array]]
 
 
-def schedule(program: Operations, rows: Collection[Array] | None = None) -> list[Kernel]:
+def schedule(
+    program: Operations, platform: str, rows: Collection[Array] | None = None
+) -> list[Kernel]:
     """Return the kernels of a program, in order.
 
     Args:
         program: the program.
+        platform: the platform whose compiler schedules it.
         rows: for the body of a loop, its inputs that are rows of larger arrays; its results are
             written into arrays that the loop has allocated.
     """
-    return _Scheduler(program, rows).kernels()
+    return _Scheduler(program, platform, rows).kernels()
 
 
 class _Scheduler:
-    def __init__(self, program: Operations, rows: Collection[Array] | None) -> None:
-        self._program, self._in_loop = program, rows is not None
+    def __init__(self, program: Operations, platform: str, rows: Collection[Array] | None) -> None:
+        self._platform, self._in_loop = platform, rows is not None
         self._rows = {id(array) for array in rows or ()}
         self._same: dict[int, Array] = {}
         self._operations = [op for op in program.operations if not self._is_same(op)]
@@ -120,7 +123,7 @@ class _Scheduler:
         sources: dict[int, Sources] = {}
         kernels: list[Kernel] = []
         for operation in self._operations:
-            read = self._sources(operation, sources)
+            read = self._sources(operation, sources, self._stored)
             writes = [array for array in operation.writes if id(array) in self._stored]
             for array in operation.writes:
                 if id(array) not in self._stored:
@@ -145,27 +148,44 @@ class _Scheduler:
 
     def _find_stored(self) -> set[int]:
         """Return the arrays that are written to memory."""
-        stored = set[int]()
+        stored = set(self._inputs)
+        sources: dict[int, Sources] = {}
         for operation in self._operations:
+            read = self._sources(operation, sources, stored)
             for array in operation.writes:
-                readers = self._readers.get(id(array), [])
-                fused = operation.name in _FUSED and id(array) not in self._outputs
-                if (
-                    not fused
-                    or any(_needs_array(reader) for reader in readers)
-                    or (operation.name in _EXPENSIVE and len({id(r) for r in readers}) > 1)
-                ):
+                if self._is_stored(operation, array, read):
                     stored.add(id(array))
+                else:
+                    sources[id(array)] = read
         return stored
 
-    def _sources(self, operation: Operation, known: Mapping[int, Sources]) -> Sources:
+    def _is_stored(self, operation: Operation, array: Array, read: Sources) -> bool:
+        if operation.name not in _FUSED or id(array) in self._outputs:
+            return True
+        readers = {id(reader): reader for reader in self._readers.get(id(array), [])}
+        direct = [reader for reader in readers.values() if _needs_array(reader)]
+        if array.of_weights and all(reader.name == "scan" for reader in direct):
+            # Loops read the rows of a weight and cast them.
+            direct = []
+        if direct:
+            return True
+        if len(readers) < 2:
+            return False
+        # Computed for each reader again, unless that takes longer than to read it.
+        large = [whole for whole, _ in read.values() if 2 * whole.nbytes >= array.nbytes]
+        expensive = self._platform == "cpu" and operation.name in _EXPENSIVE
+        return expensive or len(large) > 1
+
+    def _sources(
+        self, operation: Operation, known: Mapping[int, Sources], stored: Collection[int]
+    ) -> Sources:
         """Return the stored arrays that an operation reads, and how much of each."""
         found: dict[int, tuple[Array, Array]] = {}
         for operand in operation.reads:
             if operand is None:
                 continue
             array = self._find(operand)
-            if id(array) in self._stored or id(array) in self._inputs:
+            if id(array) in stored:
                 found.setdefault(id(array), (array, array))
             else:
                 for key, source in known.get(id(array), {}).items():
@@ -183,7 +203,7 @@ class _Scheduler:
                 rows = body.inputs[sum(scan_counts(operation.eqn)) :]
             elif operation.name == "while":
                 rows = []
-            kernel.bodies.append(schedule(body, rows))
+            kernel.bodies.append(schedule(body, self._platform, rows))
         return kernel
 
     def _end_lives(self, kernels: Sequence[Kernel]) -> None:
@@ -243,7 +263,7 @@ class _Scheduler:
 
 
 def _rearranged(operation: Operation) -> list[Array]:
-    """Return the operands of a product whose dims are not in the order [batch, rows, contracted]."""
+    """Return what a product copies first: not in the order [batch, rows, contracted]."""
     if operation.name != "dot_general":
         return []
     contracted, batch = operation.eqn.params["dimension_numbers"]

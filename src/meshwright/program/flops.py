@@ -29,7 +29,7 @@ def count_flops(traced: TracedLoss) -> int:
 
 def forward_flops(jaxpr: Jaxpr) -> int:
     """Count the operations of products and convolutions in a program, in every loop iteration."""
-    return sum(_flops(eqn) for eqn in jaxpr.eqns)
+    return sum(equation_flops(eqn) for eqn in jaxpr.eqns)
 
 
 def peak_flops(devices: Sequence[Any], precision: Precision) -> float | None:
@@ -43,7 +43,8 @@ def peak_flops(devices: Sequence[Any], precision: Precision) -> float | None:
     return hardware.count * hardware.chip.peak_of(_DTYPES[precision])
 
 
-def _flops(eqn: Equation) -> int:
+def equation_flops(eqn: Equation) -> int:
+    """Count the operations of one equation: of products, convolutions and what it calls."""
     name = eqn.primitive.name
     if rule := _RULES.get(name):
         return rule(eqn)

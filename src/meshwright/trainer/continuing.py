@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax
 from meshwright.data.batches import form_of
 from meshwright.errors import ExitCode, UserError
 from meshwright.interrupt import PREEMPTIONS, stop_text
+from meshwright.plan import Plan
 from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
@@ -25,10 +26,12 @@ class Memory:
     Attributes:
         result: the result of the last `fit`.
         data: the data of the last `fit`, as given and as read.
+        plans: what the planner chose, by samples per batch.
     """
 
     result: FitResult | None = None
     data: tuple[Any, Any] | None = None
+    plans: dict[int, Plan] = field(default_factory=dict[int, Plan])
     _programs: tuple[tuple[Any, ...], Programs] | None = None
 
     def programs(self, settings: tuple[Any, ...], batch: Any) -> Programs | None:

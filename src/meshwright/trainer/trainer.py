@@ -51,6 +51,7 @@ from meshwright.plan import (
     Plan,
     unused_pipeline,
 )
+from meshwright.program.trace.build_model import ModelSource
 from meshwright.planner.estimator import Estimator, ProgramEstimator
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.proof import Certificate, verify
@@ -110,8 +111,8 @@ class Trainer:
         eval_loss: what evaluations compute instead of the loss, in the same form: for example
             without label smoothing, or with further metrics. Early stopping and the best
             checkpoint go by it.
-        mesh: ``"fsdp=4,tensor=2"``, a mapping of axis sizes, or a whole `Plan`; ``"auto"`` and an
-            empty string put all devices on ``data``.
+        mesh: ``"fsdp=4,tensor=2"``, a mapping of axis sizes, or a whole `Plan`; ``"auto"`` lets
+            the planner choose, and an empty string puts all devices on ``data``.
         precision: no (float32), bf16 or fp16.
         kernels: what evaluates known parts of the model, such as attention: auto, xla or none.
         gradient_accumulation_steps: microbatches per update.
@@ -144,7 +145,7 @@ class Trainer:
     loss: Loss
     optimizer: optax.GradientTransformation
     eval_loss: Loss | None = None
-    mesh: str | Mapping[str, int] | Plan = "auto"
+    mesh: str | Mapping[str, int] | Plan = ""
     precision: Precision = "no"
     kernels: KernelChoice = "auto"
     gradient_accumulation_steps: int = 1
@@ -317,11 +318,12 @@ class Trainer:
         """Build the step for batches of this shape; nothing is compiled yet."""
         use_disk_cache(self.compilation_cache)
         batch = read_batch(batch)
+        source = model_source(self.model, self.loss, lambda: batch)
         return assemble(
-            model_source(self.model, self.loss, lambda: batch),
+            source,
             self.loss,
             self.optimizer,
-            self._plan(form_of(batch).num_samples),
+            self._plan(source, batch),
             batch,
             clip_norm=self.clip_norm,
             trainable=self.trainable,
@@ -343,10 +345,11 @@ class Trainer:
         use_disk_cache(self.compilation_cache)
         batches = self._by_update(data, batch_size)
         first = read_batch(batches(0))
+        source = model_source(self.model, self.loss, lambda: first)
         return verify(
-            model_source(self.model, self.loss, lambda: first),
+            source,
             self.loss,
-            self._plan(form_of(first).num_samples),
+            self._plan(source, first),
             lambda step: read_batch(batches(step)),
             optimizer=self.optimizer,
             steps=steps,
@@ -529,6 +532,17 @@ class Trainer:
     def _initial_state(self, assembled: Assembled) -> TrainState:
         return assembled.adopt(self.model) if exists(self.model) else assembled.init(self.seed)
 
-    def _plan(self, num_samples: int) -> Plan:
+    def _plan(self, source: ModelSource, batch: Batch) -> Plan:
         names = [each.name for each in fields(PlanSettings)]
-        return PlanSettings(**{name: getattr(self, name) for name in names}).plan(num_samples)
+        settings = PlanSettings(**{name: getattr(self, name) for name in names})
+        num_samples = form_of(batch).num_samples
+        if self.mesh != "auto":
+            return settings.plan(num_samples)
+        known = self._memory.plans
+        if num_samples not in known:
+            from meshwright.trainer.auto_mesh import automatic_plan
+
+            known[num_samples] = automatic_plan(
+                settings, source, self.loss, self.optimizer, self.trainable, batch, num_samples
+            )
+        return known[num_samples]

@@ -125,43 +125,53 @@ def cudnn_attention(allowed: Allowed, scale: float) -> Attend:
     return attend
 
 
+PLANNED = "planned_attention"
+"""How the calls of planned attention are named; what follows is the part of the scores that is
+computed, in thousandths."""
+PLANNED_GRADIENT = "planned_gradient_of_attention"
+
+
 def planned_attention(allowed: Allowed, scale: float) -> Attend:
     """Return attention as one call for each pass, which reads, saves and writes what cuDNN does.
 
-    The calls are named, and say which part of the scores is computed. It is traced for plans, on
-    machines without cuDNN.
+    It is traced for plans, on machines without cuDNN.
     """
+    del scale
 
-    @jax.jit
-    def planned_attention(query: Any, key: Any, value: Any, mask: Any, part: Any) -> Any:
-        del mask, part
-        scores = jnp.einsum("bthc,bsic->bhts", query, key)
-        mixed = jnp.einsum("bhts,bsic->bthc", scores, value)
-        return mixed, scores.sum(-1).astype(jnp.float32)
+    def call(name: str, run: Callable[..., Any], query: Any, key: Any, *others: Any) -> Any:
+        part = allowed.part(query.shape[1], key.shape[1])
+        run.__name__ = f"{name}_{round(1000 * part)}"
+        return jax.jit(run)(query, key, *others)
 
-    @jax.jit
-    def planned_attention_gradient(
-        query: Any, key: Any, value: Any, mask: Any, out: Any, sums: Any, cotangent: Any, part: Any
-    ) -> Any:
-        del mask, out, cotangent, part
-        factor = sums.sum().astype(query.dtype)
-        return query * factor, key * factor, value * factor
+    def attended(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        def run(query: Any, key: Any, value: Any, mask: Any) -> Any:
+            del mask
+            heads = (*query.shape[:2], key.shape[2], -1, query.shape[3])
+            scores = jnp.einsum("btkgc,bskc->bkgts", query.reshape(heads), key)
+            mixed = jnp.einsum("bkgts,bskc->btkgc", scores, value).reshape(query.shape)
+            sums = scores.sum(-1).reshape(query.shape[0], query.shape[2], query.shape[1])
+            return mixed, sums.astype(jnp.float32)
+
+        return call(PLANNED, run, query, key, value, mask)
+
+    def gradients(query: Any, key: Any, value: Any, *others: Any) -> Any:
+        def run(query: Any, key: Any, value: Any, *others: Any) -> Any:
+            del others
+            return query, key, value
+
+        return call(PLANNED_GRADIENT, run, query, key, value, *others)
 
     @jax.custom_vjp
     def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        return planned_attention(query, key, value, mask, _part(query, key))[0]
+        return attended(query, key, value, mask)[0]
 
     def forward(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        results = planned_attention(query, key, value, mask, _part(query, key))
+        results = attended(query, key, value, mask)
         out, sums = (checkpoint_name(result, ATTENDED) for result in results)
         return out, (query, key, value, mask, out, sums)
 
     def backward(saved: Any, cotangent: Any) -> Any:
-        part = _part(saved[0], saved[1])
-        return (*planned_attention_gradient(*saved, cotangent, part), None)
-
-    def _part(query: Any, key: Any) -> float:
-        return allowed.part(query.shape[1], key.shape[1])
+        return (*gradients(*saved, cotangent), None)
 
     attend.defvjp(forward, backward)
     return attend

@@ -1,0 +1,36 @@
+"""Settings that are left to the planner: `mesh=auto` and `training.micro_batch_size=auto`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+
+from meshwright import processes
+from meshwright.cli.config_estimator import config_estimator
+from meshwright.config.compose import Composed, validate
+from meshwright.config.schema import Config
+from meshwright.plan import Plan
+from meshwright.planner.auto_plan import AUTO, choose_plan, hardware_of
+from meshwright.planner.config_task import config_task, set_by_user
+from meshwright.planner.plan_file import plan_settings, with_settings
+
+_FIXED = ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.pipe", "sharding.remat", "sharding.blocks",
+          "training.sync_gradients_every", "pipeline.schedule", "pipeline.num_chunks")  # fmt: skip
+"""What `training.micro_batch_size=auto` by itself leaves as it is."""
+
+
+def choose_settings(config: Config, composed: Composed) -> tuple[Config, Composed, str]:
+    """Return the config with what the planner chooses for the devices present, and the reason."""
+    decided = set_by_user(config, composed) | set(() if config.mesh.auto else _FIXED)
+    hardware = hardware_of(jax.devices())
+    task = config_task(config, decided, hardware).task
+    key = "mesh" if config.mesh.auto else "training.micro_batch_size"
+    chosen = choose_plan(config_estimator(config, task.global_batch_size), task, f"{key}={AUTO}")
+    # Every process finds a plan; that of the first one counts.
+    text, line = processes.broadcast([chosen.plan.to_yaml(), chosen.line])
+    settings = plan_settings(Plan.from_yaml(text))
+    values = with_settings(composed.values, settings)
+    origins = {**composed.read_from, **dict.fromkeys(settings, "chosen by the planner")}
+    composed = replace(composed, values=values, read_from=origins)
+    return validate(composed), composed, line

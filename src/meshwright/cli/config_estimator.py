@@ -1,0 +1,20 @@
+"""The estimator for the model, loss and optimizer of a config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.activity import activity
+from meshwright.config.schema import Config
+from meshwright.planner.estimator import Estimator, ProgramEstimator
+from meshwright.recipe import make_recipe
+
+
+def config_estimator(config: Config, global_batch_size: int) -> Estimator:
+    """Return the estimator for a config; the model is traced, and nothing is allocated."""
+    recipe = make_recipe(config, global_batch_size)
+    with activity("tracing the model"):
+        estimator: Any = ProgramEstimator(
+            recipe.model, recipe.loss, recipe.optimizer, recipe.example_batch(1)
+        )
+    return estimator

@@ -1,0 +1,162 @@
+"""`meshwright plan`: the best mesh and settings for some hardware, and why."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+from rich.text import Text
+
+from meshwright.cli.arguments import Arguments
+from meshwright.cli.config_estimator import config_estimator
+from meshwright.cli.output import write_file
+from meshwright.cli.request import Request, compose
+from meshwright.config.compose import parse_overrides, validate
+from meshwright.config.schema import Config, DataConfig
+from meshwright.errors import ExitCode, UserError
+from meshwright.hardware import LOCAL, Hardware, chip_by_name
+from meshwright.planner.budget import Goal, parse_goal, parse_price
+from meshwright.planner.candidates import PlanTask
+from meshwright.planner.config_task import config_task, set_by_user
+from meshwright.planner.local_hardware import find_hardware
+from meshwright.planner.plan_file import plan_yaml
+from meshwright.planner.plan_report import (
+    NothingFits,
+    PlanGoal,
+    PlanReport,
+    make_report,
+    report_json,
+)
+from meshwright.planner.plan_text import report_text
+from meshwright.recipe import find_data, make_task, training_duration
+from meshwright.report.plan_page import plan_page
+
+COMPARABLE = ("mesh", "sharding", "pipeline", "training", "precision", "hardware", "kernels")
+"""Settings that two plans for the same model may differ in."""
+
+
+def run(request: Request) -> int:
+    """Find the best plan, explain it, and write it to the files that were asked for."""
+    arguments, config = request.arguments, request.config
+    share, top = read_share(arguments), arguments.number("--top", 5)
+    hardware = _hardware(config)
+    decided = set_by_user(config, request.composed)
+    asked = config_task(config, decided, hardware, memory_share=share)
+    other, goal = _compared(arguments, asked.task), _goal(request, hardware)
+    estimator = config_estimator(_with_any_data(request, decided), asked.task.global_batch_size)
+    try:
+        report = make_report(
+            estimator,
+            asked.task,
+            name=request.composed.choices.get("model", config.model.kind),
+            top=top,
+            other=other,
+            goal=goal,
+            remarks=asked.remarks,
+        )
+    except NothingFits as error:
+        if request.output.as_json:
+            request.output.result(error.report)
+        raise
+    _write_files(request, report)
+    request.output.result(report_json(report), report_text(report))
+    return ExitCode.DONE
+
+
+def read_share(arguments: Arguments) -> float:
+    """Return the share of a device's memory that a plan may take."""
+    text = arguments.flags.get("--memory-share", "0.9")
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise UserError(
+            f"--memory-share {text} is not valid", fix="write a share from 0 to 1, such as 0.9"
+        )
+    return share
+
+
+def _hardware(config: Config) -> Hardware:
+    """Return the hardware that is named, simulated or present; JAX starts only for the last."""
+    if config.hardware is None and config.simulate is not None:
+        return Hardware(chip=chip_by_name("CPU"), count=config.simulate)
+    if config.hardware is not None and config.hardware.strip().lower() != LOCAL:
+        import jax
+
+        # The model is only traced, for which this machine's accelerators stay untouched.
+        jax.config.update("jax_platforms", "cpu")
+    return find_hardware(config.hardware)
+
+
+def _goal(request: Request, hardware: Hardware) -> PlanGoal | None:
+    """Return how much to train: by a flag, or as the config says."""
+    flags, given = request.arguments.flags, hardware.chip.usd_per_device_hour
+    price = parse_price(flags["--price"]) if "--price" in flags else given
+    if "--tokens" in flags and "--epochs" in flags:
+        raise UserError("--tokens and --epochs are both given", fix="write one of them")
+    if "--tokens" in flags:
+        return PlanGoal(parse_goal(flags["--tokens"]), usd_per_device_hour=price)
+    if "--epochs" in flags:
+        goal = parse_goal(f"{flags['--epochs']} epochs")
+        return PlanGoal(goal, _num_samples(request.config), price)
+    duration = training_duration(request.config)
+    if duration.epochs is not None:
+        return PlanGoal(Goal(duration.epochs, "epochs"), _num_samples(request.config), price)
+    if not duration.updates:
+        return None
+    return PlanGoal(Goal(duration.updates, "updates"), usd_per_device_hour=price)
+
+
+def _num_samples(config: Config) -> int | None:
+    return find_data(config, make_task(config)).train.num_samples
+
+
+def _with_any_data(request: Request, decided: set[str]) -> Config:
+    """Return the config with random samples, which have the same shapes, for data not chosen."""
+    named = {override.key_or_group for override in parse_overrides(request.arguments.overrides)}
+    saved = request.composed.config_file is not None
+    if saved or "data" in named or any(key.startswith("data.") for key in decided):
+        return request.config
+    return request.config.model_copy(update={"data": DataConfig(kind="synthetic")})
+
+
+def _compared(arguments: Arguments, task: PlanTask) -> PlanTask | None:
+    """Return the task with the settings of ``--compare``, and otherwise the same."""
+    if not arguments.has("--compare"):
+        return None
+    words = tuple(shlex.split(arguments.flags["--compare"]))
+    changed = {override.key_or_group for override in parse_overrides(words)}
+    for key in changed:
+        if key.partition(".")[0] not in COMPARABLE:
+            raise UserError(
+                f"--compare cannot change {key}",
+                why=f"plans for the same model differ in {', '.join(COMPARABLE)}",
+                fix='write --compare mesh.tensor=4, or --compare "mesh.tensor=4 mesh.pipe=2"',
+            )
+    kept = tuple(
+        text
+        for text in arguments.overrides
+        if not {override.key_or_group for override in parse_overrides([text])} & changed
+    )
+    composed = compose(replace(arguments, overrides=(*kept, *words)))
+    config = validate(composed)
+    hardware = _hardware(config) if "hardware" in changed else task.hardware
+    other = config_task(
+        config, set_by_user(config, composed), hardware, memory_share=task.memory_share
+    )
+    if config.training.global_batch_size is None:
+        return replace(other.task, global_batch_size=task.global_batch_size)
+    return other.task
+
+
+def _write_files(request: Request, report: PlanReport) -> None:
+    flags = request.arguments.flags
+    if "--html" in flags:
+        write_file(Path(flags["--html"]), plan_page(report))
+    if "--out" in flags:
+        write_file(Path(flags["--out"]), plan_yaml(report.best, report.name))
+        told = [w for w in request.arguments.overrides if w.partition("=")[0] != "hardware"]
+        command = shlex.join(["meshwright", "train", *told, f"plan={flags['--out']}"])
+        request.output.say(Text(f"to train with this plan: {command}"))

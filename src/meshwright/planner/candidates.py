@@ -1,0 +1,187 @@
+"""What a search chooses from: meshes of a number of devices, batch sizes, and other settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from types import MappingProxyType
+from typing import Literal
+
+from meshwright.config.batch import Batch
+from meshwright.config.schema import KernelChoice, Precision, Remat, ShardingConfig
+from meshwright.hardware import Hardware
+from meshwright.mesh.axes import AXES, shown_sizes
+from meshwright.plan import Plan
+
+REMATS: tuple[Remat, ...] = ("none", "dots", "full")
+"""From the fastest to the smallest."""
+SCHEDULES = ("1f1b", "zb_h1", "interleaved")
+BLOCKS: tuple[Literal["unroll", "scan"], ...] = ("unroll", "scan")
+
+Sizes = Mapping[str, int]
+"""The size of every axis, 1 included."""
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the user has set, which a search does not change; None leaves it to the search.
+
+    Attributes:
+        mesh: sizes of some axes.
+        remat: what the backward pass computes again.
+        blocks: whether repeated blocks run one by one or as a scan.
+        micro_batch_size: samples per device and microbatch.
+        gradient_accumulation_steps: microbatches per update.
+        sync_gradients_every: microbatches between two gradient reductions.
+        schedule: pipeline schedule.
+        num_microbatches: microbatches between two flushes of the pipeline.
+        num_chunks: pieces of the model on each stage, with interleaved.
+    """
+
+    mesh: Sizes = field(default_factory=lambda: MappingProxyType(dict[str, int]()))
+    remat: Remat | None = None
+    blocks: Literal["scan", "unroll"] | None = None
+    micro_batch_size: int | None = None
+    gradient_accumulation_steps: int | None = None
+    sync_gradients_every: int | None = None
+    schedule: str | None = None
+    num_microbatches: int | None = None
+    num_chunks: int | None = None
+
+
+@dataclass(frozen=True)
+class PlanTask:
+    """What is to be planned: an update of some samples on some hardware.
+
+    Attributes:
+        hardware: the devices.
+        global_batch_size: samples of one update.
+        pins: what the user has set.
+        sharding: other settings of sharding, the same in every plan.
+        precision: compute format.
+        matmul: precision of float32 matrix products.
+        kernels: what evaluates known parts of the model.
+        memory_share: the share of a device's memory that a plan may take.
+    """
+
+    hardware: Hardware
+    global_batch_size: int
+    pins: Pins = field(default_factory=Pins)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    precision: Precision = "bf16"
+    matmul: str = "default"
+    kernels: KernelChoice = "auto"
+    memory_share: float = 0.9
+
+    def replicas_batch(self, sizes: Sizes) -> int:
+        """Return the samples of one replica and update; 0 if they cannot be divided."""
+        replicas = sizes["data"] * sizes["fsdp"]
+        return 0 if self.global_batch_size % replicas else self.global_batch_size // replicas
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The settings of a plan besides its mesh and microbatch size.
+
+    Attributes:
+        remat: what the backward pass computes again.
+        blocks: whether repeated blocks run one by one or as a scan.
+        sync_once: whether gradients are reduced once per update, not after each microbatch.
+        schedule: pipeline schedule; None without stages.
+        num_chunks: pieces of the model on each stage.
+    """
+
+    remat: Remat = "none"
+    blocks: Literal["scan", "unroll"] = "unroll"
+    sync_once: bool = False
+    schedule: str | None = None
+    num_chunks: int = 1
+
+
+def all_sizes(num_devices: int, pinned: Sizes) -> Iterator[dict[str, int]]:
+    """Yield every mesh of this many devices with the pinned sizes, in canonical order of axes."""
+    divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
+    choices = {axis: [pinned[axis]] if axis in pinned else divisors for axis in AXES}
+    first, *others = AXES
+    for sizes in product(*(choices[axis] for axis in others)):
+        rest, left = divmod(num_devices, math.prod(sizes))
+        if not left and rest in choices[first]:
+            yield dict(zip(AXES, (rest, *sizes), strict=True))
+
+
+def micro_batch_sizes(task: PlanTask, sizes: Sizes, variant: Variant) -> list[int]:
+    """Return the microbatch sizes that divide the batch on this mesh, the smallest first."""
+    own, pins = task.replicas_batch(sizes), task.pins
+    small = [size for size in range(1, math.isqrt(own) + 1) if own % size == 0]
+    divisors = sorted({*small, *(own // size for size in small)})
+    return [size for size in divisors if _allowed(own // size, size, pins, sizes, variant)]
+
+
+def _allowed(steps: int, micro: int, pins: Pins, sizes: Sizes, variant: Variant) -> bool:
+    """Whether an update may have this many microbatches of this size."""
+    if micro != (pins.micro_batch_size or micro):
+        return False
+    if steps != (pins.gradient_accumulation_steps or steps):
+        return False
+    sync = pins.sync_gradients_every
+    if sync is not None and (steps % sync or (sizes["pipe"] > 1 and sync not in (1, steps))):
+        return False
+    if sizes["pipe"] == 1:
+        return True
+    flushed = pins.num_microbatches or steps
+    return steps % flushed == 0 and flushed % (sizes["pipe"] if variant.num_chunks > 1 else 1) == 0
+
+
+def first_variants(task: PlanTask, sizes: Sizes, num_blocks: int) -> list[Variant]:
+    """Return the choices of remat and blocks, the fastest remat first."""
+    pins = task.pins
+    remats = (pins.remat,) if pins.remat else REMATS if num_blocks else REMATS[:1]
+    blocks = (pins.blocks,) if pins.blocks else BLOCKS if num_blocks else BLOCKS[:1]
+    schedule, chunks = _schedules(task, sizes, num_blocks)[0] if sizes["pipe"] > 1 else (None, 1)
+    return [
+        Variant(remat, each, schedule=schedule, num_chunks=chunks)
+        for remat in remats
+        for each in blocks
+    ]
+
+
+def schedule_choices(task: PlanTask, sizes: Sizes, num_blocks: int) -> list[tuple[str, int]]:
+    """Return the pipeline schedules that this mesh can use, with their chunks."""
+    return _schedules(task, sizes, num_blocks) if sizes["pipe"] > 1 else []
+
+
+def _schedules(task: PlanTask, sizes: Sizes, num_blocks: int) -> list[tuple[str, int]]:
+    pins = task.pins
+    chunks = pins.num_chunks or 2
+    names = [pins.schedule] if pins.schedule else list(SCHEDULES)
+    found = [(name, chunks if name == "interleaved" else 1) for name in names]
+    fitting = [choice for choice in found if sizes["pipe"] * choice[1] <= num_blocks]
+    return fitting or found[:1]
+
+
+def make_candidate(task: PlanTask, sizes: Sizes, variant: Variant, micro: int) -> Plan:
+    """Return the plan with this mesh, these settings and this microbatch size."""
+    replicas, pins = sizes["data"] * sizes["fsdp"], task.pins
+    steps = task.replicas_batch(sizes) // micro
+    stages = sizes["pipe"] > 1
+    return Plan(
+        mesh=shown_sizes(sizes),
+        batch=Batch(
+            global_batch_size=task.global_batch_size,
+            micro_batch_size=micro,
+            replicas=replicas,
+            gradient_accumulation_steps=steps,
+            sync_gradients_every=pins.sync_gradients_every or (steps if variant.sync_once else 1),
+        ),
+        sharding=task.sharding.model_copy(
+            update={"remat": variant.remat, "blocks": variant.blocks}
+        ),
+        schedule=variant.schedule,
+        num_microbatches=(pins.num_microbatches or steps) if stages else 1,
+        num_chunks=variant.num_chunks if stages else 1,
+        precision=task.precision,
+        matmul=task.matmul,
+        kernels=task.kernels,
+    )

@@ -1,0 +1,148 @@
+"""How long scheduled kernels take on a chip: by their products, and by the bytes they move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.hardware import Chip
+from meshwright.planner.operations import OPAQUE, Array, Operation
+from meshwright.planner.schedule import Kernel
+from meshwright.planner.sizes import DeviceSizes
+from meshwright.program.flops import equation_flops
+from meshwright.program.kernels.fused_attention import PLANNED, PLANNED_GRADIENT
+
+_ATTENTION_SHARE = {PLANNED: 0.62, PLANNED_GRADIENT: 0.5}
+"""Share of a chip's attainable product rate that attention kernels reach, measured."""
+
+_ATTENTION_PRODUCTS = {PLANNED: 2, PLANNED_GRADIENT: 5}
+"""Products of queries, keys and values in the two passes."""
+
+_OVERLAP = 0.5
+"""The part of a product's memory traffic that its arithmetic does not hide, measured."""
+
+_PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one kernel does on a device.
+
+    Attributes:
+        kind: ``product``, ``attention`` or ``memory``.
+        flops: its operations.
+        nbytes: the bytes it reads and writes.
+        smallest: the shortest of the three dims of a product.
+        times: how often it runs.
+        in_loop: whether a loop runs it.
+    """
+
+    kind: str
+    flops: float
+    nbytes: float
+    smallest: float
+    times: int
+    in_loop: bool = False
+
+
+def works_of(kernels: Sequence[Kernel], sizes: DeviceSizes) -> Iterator[Work]:
+    """Yield what each kernel does, those of loops as often as they run."""
+    for work in _works_of(kernels, sizes, 1):
+        yield replace(work, in_loop=work.times > 1)
+
+
+def _works_of(kernels: Sequence[Kernel], sizes: DeviceSizes, times: int) -> Iterator[Work]:
+    for kernel in kernels:
+        operation = kernel.operation
+        if kernel.bodies:
+            # Branches are alternatives; the longest decides, and loops have one body.
+            for body in kernel.bodies[:1]:
+                yield from _works_of(body, sizes, times * kernel.times)
+            continue
+        nbytes = _moved(kernel, sizes)
+        if operation.name.startswith(OPAQUE):
+            yield _attention(operation, sizes, nbytes, times)
+        elif operation.name in _PRODUCTS:
+            flops = equation_flops(operation.eqn) * _part(operation, sizes)
+            yield Work("product", flops, nbytes, _smallest(operation, sizes), times)
+        else:
+            yield Work("memory", 0.0, nbytes, math.inf, times)
+
+
+def seconds_of(work: Work, chip: Chip, product_rate: float) -> float:
+    """Return the seconds of one run of a kernel.
+
+    Args:
+        work: what it does.
+        chip: where.
+        product_rate: operations per second that large products reach.
+    """
+    memory = work.nbytes / (chip.hbm_tb_per_s_per_device * 1e12 * chip.hbm_share)
+    launch = chip.launch_us * 1e-6
+    if work.kind in _ATTENTION_SHARE:
+        rate = product_rate * _ATTENTION_SHARE[work.kind]
+        return max(work.flops / rate, memory) + launch
+    if work.kind == "product":
+        compute = work.flops / product_rate
+        compute *= 1 + chip.product_half_size / max(work.smallest, 1.0)
+        return max(compute, memory) + _OVERLAP * min(compute, memory) + launch
+    return memory + launch
+
+
+def _moved(kernel: Kernel, sizes: DeviceSizes) -> float:
+    """Return the bytes that a kernel reads and writes."""
+    operation = kernel.operation
+    written = sum(map(sizes.of, kernel.writes)) or sum(map(sizes.of, operation.writes))
+    if operation.name == "gather":
+        # Only the rows that are looked up are read.
+        return 2 * written
+    if operation.name.startswith("scatter"):
+        updates = operation.reads[-1]
+        return 3 * (sizes.of(updates) if updates is not None else 0.0)
+    copied = 2 * sum(map(sizes.of_copy, kernel.copied))
+    read = sum(min(sizes.of(whole), sizes.of(part)) for whole, part in kernel.reads)
+    return written + read + copied
+
+
+def _part(operation: Operation, sizes: DeviceSizes) -> float:
+    """Return the part of a product that one device computes."""
+    arrays = [a for a in (*operation.reads[:2], *operation.writes[:1]) if a is not None]
+    joined = Array(tuple(dim for array in arrays for dim in array.dims), 1)
+    return sizes.part(joined)
+
+
+def _attention(operation: Operation, sizes: DeviceSizes, nbytes: float, times: int) -> Work:
+    query, key = operation.reads[0], operation.reads[1]
+    assert query is not None
+    assert key is not None
+    kind, _, part = operation.name.rpartition("_")
+    elements = query.size * sizes.part(query)
+    flops = 2 * _ATTENTION_PRODUCTS[kind] * elements * _length(key.dims[1]) * int(part) / 1000
+    return Work(kind, flops, nbytes, math.inf, times)
+
+
+def _smallest(operation: Operation, sizes: DeviceSizes) -> float:
+    """Return the shortest of rows, columns and contracted length of a product on a device."""
+    left, right = operation.reads[0], operation.reads[1]
+    out = operation.writes[0]
+    if left is None or right is None or operation.name != "dot_general":
+        return math.inf
+    (contracted, _), (batch, _) = operation.eqn.params["dimension_numbers"]
+    inner = math.prod(_length(left.dims[d]) for d in contracted)
+    shared = math.prod(_length(left.dims[d]) for d in batch)
+    rows = left.size / (inner * shared)
+    columns = right.size / (inner * shared)
+    del out
+    return min(
+        rows * _scale(left, sizes), columns * _scale(right, sizes), inner * _scale(left, sizes)
+    )
+
+
+def _scale(array: Array, sizes: DeviceSizes) -> float:
+    return sizes.part(array)
+
+
+def _length(dim: Sequence[Any]) -> int:
+    return math.prod(atom.size for atom in dim)

@@ -1,0 +1,247 @@
+"""The HTML page about plans: sentences, tables and drawings, without scripts."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from meshwright.mesh.axes import describe_sizes
+from meshwright.mesh.build import abstract_mesh
+from meshwright.mesh.svg_drawing import mesh_svg
+from meshwright.planner.estimate import Estimate
+from meshwright.planner.plan_report import PlanReport
+from meshwright.planner.scaling import ScalingPoint
+from meshwright.planner.words import kind_of_mesh, memory_parts, settings_of, time_parts
+from meshwright.units import counted, human_count, human_gigabytes, human_seconds
+
+_ASSETS = Path(__file__).parent / "assets"
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+def plan_page(report: PlanReport) -> str:
+    """Return a page about plans that loads nothing from elsewhere."""
+    title = f"{report.name} on {report.result.task.hardware}"
+    limit = report.result.task.memory_share
+    sections = (
+        ("Decision", _decision(report)),
+        ("Plans", _plans(report)),
+        ("Memory of a device", _memory(report.result.plans, limit)),
+        ("Time of an update", _times(report.result.plans)),
+        ("Mesh", f'<div class="plan-drawing">{_mesh(report.best)}</div>'),
+        ("Scaling", _scaling(report)),
+        ("Budget", _list([str(report.budget)] if report.budget else [])),
+        ("What would change the decision", _list(map(str, report.changes))),
+        ("Rejected meshes", _rejected(report)),
+    )
+    files = (_ASSETS / "style.css", _ASSETS / "plan.css")
+    style = "".join(file.read_text(encoding="utf-8") for file in files)
+    body = "\n".join(f"<section><h2>{name}</h2>{text}</section>" for name, text in sections if text)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<title>{_escape(title)} · Meshwright</title>
+<link rel="icon" href="data:,">
+<style>
+{style}</style>
+</head>
+<body>
+<div id="page">
+<header><h1>{_escape(title)}<span>{_escape(describe_sizes(report.best.plan.mesh))}</span></h1></header>
+{body}
+<footer>Meshwright {_escape(version("meshwright"))}</footer>
+</div>
+</body>
+</html>
+"""
+
+
+def _decision(report: PlanReport) -> str:
+    best, task = report.best, report.result.task
+    tiles = {
+        "parameters": human_count(report.num_parameters),
+        "global batch": counted(task.global_batch_size, "sample"),
+        "update": human_seconds(best.time.step),
+        "MFU": f"{best.time.mfu:.0%}",
+        "memory": human_gigabytes(best.memory.total),
+        "communication": f"{best.time.exposed / best.time.step:.0%} of the time",
+    }
+    shown = "".join(
+        f"<div><dt>{_escape(name)}</dt><dd>{_escape(value)}</dd></div>"
+        for name, value in tiles.items()
+    )
+    kind = f"<p>{_escape(f'{describe_sizes(best.plan.mesh)}: {kind_of_mesh(best.plan.mesh)}')}</p>"
+    lines = [*report.decision, *map(str, report.mistakes), *report.comparison, *report.remarks]
+    return f'{kind}<dl class="tiles">{shown}</dl>{_list(lines)}'
+
+
+def _plans(report: PlanReport) -> str:
+    unit = "tokens/s" if report.tokens_per_sample > 1 else "samples/s"
+    batch = report.result.task.global_batch_size * report.tokens_per_sample
+    rows = [
+        (
+            str(number),
+            describe_sizes(each.plan.mesh),
+            settings_of(each.plan),
+            human_seconds(each.time.step),
+            human_count(batch / each.time.step),
+            f"{each.time.mfu:.0%}",
+            human_gigabytes(each.memory.total),
+            reason,
+        )
+        for number, (each, reason) in enumerate(
+            zip(report.result.plans, report.reasons, strict=True), 1
+        )
+    ]
+    return _table(("", "mesh", "settings", "update", unit, "MFU", "memory", "why"), rows)
+
+
+def _memory(plans: Sequence[Estimate], share: float) -> str:
+    rows = [
+        _bar(
+            describe_sizes(each.plan.mesh),
+            memory_parts(each.memory),
+            max(each.capacity, each.memory.total),
+            human_gigabytes(each.memory.total),
+            human_gigabytes,
+            mark=share,
+        )
+        for each in plans
+    ]
+    note = f'<p class="note">The line is {share:.0%} of a device.</p>'
+    return _legend(list(memory_parts(plans[0].memory))) + "".join(rows) + note
+
+
+def _times(plans: Sequence[Estimate]) -> str:
+    names = list(dict.fromkeys(name for each in plans for name in time_parts(each)))
+    slowest = max(each.time.step for each in plans)
+    rows = [
+        _bar(
+            describe_sizes(each.plan.mesh),
+            {name: time_parts(each).get(name, 0.0) for name in names},
+            slowest,
+            human_seconds(each.time.step),
+            human_seconds,
+        )
+        for each in plans
+    ]
+    return _legend(names) + "".join(rows)
+
+
+def _bar(
+    name: str,
+    parts: Mapping[str, float],
+    whole: float,
+    total: str,
+    show: Callable[[float], str],
+    *,
+    mark: float | None = None,
+) -> str:
+    pieces = "".join(
+        f'<span class="c{number}" style="width:{100 * size / whole:.3f}%" '
+        f'title="{_escape(f"{part}: {show(size)}")}"></span>'
+        for number, (part, size) in enumerate(parts.items())
+    )
+    line = "" if mark is None else f'<i style="left:{100 * mark:.2f}%"></i>'
+    return (
+        f'<div class="plan-row"><b>{_escape(name)}</b>'
+        f'<div class="plan-bar">{pieces}{line}</div><span>{_escape(total)}</span></div>'
+    )
+
+
+def _legend(names: Sequence[str]) -> str:
+    items = "".join(
+        f'<li><span class="swatch c{number}"></span>{_escape(name)}</li>'
+        for number, name in enumerate(names)
+    )
+    return f'<ul class="legend">{items}</ul><p></p>'
+
+
+def _mesh(best: Estimate) -> str:
+    return mesh_svg(abstract_mesh(best.plan.mesh or {"data": 1}))
+
+
+def _scaling(report: PlanReport) -> str:
+    unit = "tokens/s" if report.tokens_per_sample > 1 else "samples/s"
+    rows = [
+        (
+            str(point.num_devices),
+            describe_sizes(best.plan.mesh),
+            human_seconds(best.time.step),
+            human_count(point.tokens_per_second),
+            f"{point.efficiency:.0%}",
+        )
+        if (best := point.estimate)
+        else (str(point.num_devices), "does not fit", "", "", "")
+        for point in report.points
+    ]
+    table = _table(("devices", "mesh", "update", unit, "per device"), rows)
+    return _curve([point for point in report.points if point.estimate], unit) + table
+
+
+def _curve(points: Sequence[ScalingPoint], unit: str) -> str:
+    """Return speed by devices as a drawing, with linear scaling as a dashed line."""
+    if len(points) < 2:
+        return ""
+    width, height, left, foot = 720.0, 280.0, 70.0, 40.0
+    devices, base = points[-1].num_devices, points[0]
+    ideal = base.tokens_per_second / base.num_devices * devices
+    top = max(ideal, *(point.tokens_per_second for point in points)) * 1.05
+
+    def place(count: float, speed: float) -> tuple[float, float]:
+        x = left + (width - left - 20) * count / devices
+        return round(x, 1), round((height - foot) * (1 - speed / top) + 8, 1)
+
+    places = [place(point.num_devices, point.tokens_per_second) for point in points]
+    path = "M" + " L".join(f"{x},{y}" for x, y in places)
+    start, end = place(0, 0), place(devices, ideal)
+    marks = "".join(
+        f'<circle cx="{x}" cy="{y}" r="4"><title>'
+        + _escape(
+            f"{point.num_devices} devices: {human_count(point.tokens_per_second)} {unit}, "
+            f"{point.efficiency:.0%} per device"
+        )
+        + f'</title></circle><text x="{x}" y="{height - 12}" text-anchor="middle">'
+        f"{point.num_devices}</text>"
+        for (x, y), point in zip(places, points, strict=True)
+        if point.num_devices >= devices / 12
+    )
+    return (
+        f'<svg class="plan-curve" viewBox="0 0 {width:g} {height:g}" role="img" '
+        f'aria-label="{unit} by devices">'
+        f'<path class="ideal" d="M{start[0]},{start[1]} L{end[0]},{end[1]}"/>'
+        f'<path d="{path}"/>{marks}'
+        f'<text x="4" y="{places[-1][1] + 4}">{_escape(human_count(points[-1].tokens_per_second))}'
+        f"</text></svg>"
+        f'<p class="note">{unit} by number of devices; dashed: linear scaling.</p>'
+    )
+
+
+def _rejected(report: PlanReport) -> str:
+    rows = [(describe_sizes(each.mesh), each.reason) for each in report.result.rejected]
+    count = counted(len(rows), "mesh", "meshes")
+    table = _table(("mesh", "reason"), rows)
+    return f"<details><summary>{count}</summary>{table}</details>" if rows else ""
+
+
+def _list(lines: Iterable[str]) -> str:
+    items = "".join(f"<li>{_escape(line)}</li>" for line in lines)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    names = "".join(f"<th>{_escape(name)}</th>" for name in head)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f'<table class="plan-table"><tr>{names}</tr>{body}</table>'
+
+
+def _escape(text: str) -> str:
+    # File names may contain bytes that are not text.
+    return html.escape(text.encode(errors="replace").decode())

@@ -1,0 +1,76 @@
+"""The plan of a trainer with `mesh="auto"`: what the planner chooses for its devices."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax
+import optax
+from flax.nnx.filterlib import Filter
+
+from meshwright import processes
+from meshwright.plan import Plan
+from meshwright.planner.auto_plan import AUTO, choose_plan, hardware_of
+from meshwright.planner.candidates import Pins, PlanTask
+from meshwright.planner.estimator import ProgramEstimator
+from meshwright.program.trace.build_model import ModelSource
+from meshwright.program.trace.traced_loss import Loss
+from meshwright.trainer.fit_arguments import read_pipeline
+from meshwright.trainer.plan_settings import PlanSettings
+from meshwright.trees import Batch
+
+
+def automatic_plan(
+    settings: PlanSettings,
+    model: ModelSource,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    trainable: Filter,
+    batch: Batch,
+    num_samples: int,
+) -> Plan:
+    """Return the plan that is estimated to be fastest, and print it with the reason.
+
+    Args:
+        settings: the settings of the trainer; what is not the default stays as it is.
+        model: builds the model.
+        loss: the loss.
+        optimizer: the optimizer.
+        trainable: NNX filter of what is trained.
+        batch: a global batch.
+        num_samples: its samples.
+    """
+    devices = settings.devices if settings.devices is not None else jax.devices()
+    estimator: Any = ProgramEstimator(model, loss, optimizer, batch, trainable=trainable)
+    task = PlanTask(
+        hardware=hardware_of(devices),
+        global_batch_size=num_samples,
+        pins=_pins(settings),
+        sharding=settings.sharding,
+        precision=settings.precision,
+        kernels=settings.kernels,
+    )
+    chosen = choose_plan(estimator, task, f'mesh="{AUTO}"')
+    # Every process finds a plan; that of the first one counts.
+    text = processes.broadcast(chosen.plan.to_yaml())
+    if jax.process_index() == 0:
+        print(chosen.line, file=sys.stderr)
+    return Plan.from_yaml(text)
+
+
+def _pins(settings: PlanSettings) -> Pins:
+    """Return the settings that are not the defaults, which the planner does not change."""
+    sharding, pipeline = settings.sharding, read_pipeline(settings.pipeline)
+    steps, sync = settings.gradient_accumulation_steps, settings.sync_gradients_every
+    explicit = sharding.model_fields_set
+    given = pipeline.model_fields_set
+    return Pins(
+        remat=sharding.remat if "remat" in explicit else None,
+        blocks=sharding.blocks if "blocks" in explicit else None,
+        gradient_accumulation_steps=None if steps == 1 else steps,
+        sync_gradients_every=None if sync == 1 else sync,
+        schedule=pipeline.schedule if "schedule" in given else None,
+        num_microbatches=pipeline.num_microbatches,
+        num_chunks=pipeline.num_chunks if "num_chunks" in given else None,
+    )

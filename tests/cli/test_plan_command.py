@@ -1,0 +1,251 @@
+"""`meshwright plan` as a person types it: text, JSON, files, exit codes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from closed_form import GPT2_MEDIUM, GPT3
+
+from meshwright.cli.main import main
+from meshwright.config.batch import solve_batch
+from meshwright.config.schema import ShardingConfig
+from meshwright.plan import Plan
+
+
+@pytest.fixture
+def plan(capfd, monkeypatch):
+    """Run `meshwright plan` and return (exit code, stdout, stderr)."""
+
+    def call(*argv: str, estimator=GPT2_MEDIUM) -> tuple[int, str, str]:
+        monkeypatch.setattr("meshwright.cli.plan.config_estimator", lambda *_: estimator)
+        code = main(["plan", *argv])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+MEDIUM = ("model=gpt2_medium", "hardware=8xA100-40GB", "training.global_batch_size=32")
+
+
+def test_it_says_what_to_do_and_why(plan):
+    code, out, _ = plan(*MEDIUM, "precision=bf16")
+    assert code == 0
+    assert out.startswith("gpt2_medium, 353,501,184 parameters, on 8xA100-40GB; 32 samples")
+    for text in (
+        "data=8 (data parallel): 52.2 ms per update, 628k tokens/s, MFU 53%, 11.3 GB of 40.0 GB",
+        "fits on one device, which has 36.0 GB for it",
+        "16.0 bytes for each of 353,501,184 parameters",
+        "█ parameters      1.4 GB",
+        "computing         52.2 ms 100%",
+        "8 times the devices are 7.3 times as fast, not 8",
+        "160.0 GB of memory per device: still data=8",
+        "600 updates in 31.3 s, 0.0696 device-hours",
+        "15 meshes are slower, such as",
+    ):
+        assert text in out
+
+
+def test_json_has_the_plans_in_order_and_every_other_mesh_with_a_reason(plan):
+    budget = ("--tokens", "300B", "--price", "2.5")
+    code, out, _ = plan(*MEDIUM, "--json", "--top", "3", *budget)
+    found = json.loads(out)
+    assert code == 0
+    assert found["plans"][0]["mesh"] == {"data": 8}
+    assert len(found["plans"]) == 3
+    assert len(found["plans"]) + len(found["rejected"]) == 20
+    assert all(each["reason"] for each in [*found["plans"], *found["rejected"]])
+    first = found["plans"][0]
+    memory = first["memory"]
+    total = memory.pop("total")
+    assert memory.pop("capacity") == 40 * 10**9
+    assert sum(memory.values()) == total
+    assert sum(first["time"].values()) == pytest.approx(first["step_time"])
+    assert first["tokens_per_second"] == pytest.approx(32 * 1024 / first["step_time"])
+    assert [point["devices"] for point in found["scaling"]] == [1, 2, 4, 8]
+    hours = 300e9 / first["tokens_per_second"] * 8 / 3600
+    assert found["budget"]["device_hours"] == pytest.approx(hours, rel=1e-6)
+    assert found["budget"]["usd"] == pytest.approx(2.5 * hours, rel=1e-6)
+
+
+def test_settings_of_the_user_are_kept(plan):
+    code, out, _ = plan(*MEDIUM, "mesh.tp=4", "sharding.remat=full", "pipeline=zb_h1", "--json")
+    assert code == 0
+    for each in json.loads(out)["plans"]:
+        assert each["mesh"]["tensor"] == 4
+        assert each["plan"]["sharding"]["remat"] == "full"
+        assert each["plan"]["schedule"] in (None, "zb_h1")
+
+
+def test_a_whole_mesh_is_one_plan(plan):
+    code, out, _ = plan(*MEDIUM, "mesh=fsdp", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert [each["mesh"] for each in found["plans"]] == [{"fsdp": 8}]
+    assert found["rejected"] == []
+
+
+def test_another_plan_is_compared_in_words(plan):
+    code, out, _ = plan(*MEDIUM, "--compare", "mesh.tensor=4")
+    assert code == 0
+    assert "data=2 × tensor=4 costs 30.2% more than data=8 (68 ms per update, not 52.2 ms)" in out
+    assert "20.1 ms more of exposed all-reduces inside layers over tensor" in out
+    assert "tensor parallelism where data parallelism fits" in out
+
+
+def test_comparing_another_model_is_refused(plan):
+    code, _, err = plan(*MEDIUM, "--compare", "model.num_blocks=3")
+    assert code == 2
+    assert "--compare cannot change model.num_blocks" in err
+
+
+def test_a_plan_that_does_not_fit_is_compared_too(plan):
+    code, out, _ = plan(
+        "model=gpt2_medium",
+        "hardware=64xA100-80GB",
+        "training.global_batch_size=64",
+        "--compare",
+        "mesh.data=-1",
+        estimator=GPT3,
+    )
+    assert code == 0
+    assert "replicating a model that does not fit: each device needs 2.8 TB and has 80.0 GB" in out
+
+
+def test_nothing_fits_names_the_smallest_cluster(plan):
+    argv = ("model=gpt2_medium", "hardware=8xA100-40GB", "training.global_batch_size=64", "--json")
+    code, out, err = plan(*argv, estimator=GPT3)
+    assert code == 3
+    assert "no plan fits on 8xA100-40GB" in err
+    assert "the smallest cluster of A100-40GB that holds it is 11x8xA100-40GB" in err
+    found = json.loads(out)
+    assert found["plans"] == []
+    assert found["smallest_hardware"] == "11x8xA100-40GB"
+    assert all(each["reason"] for each in found["rejected"])
+
+
+def test_the_page_loads_nothing_and_escapes_names(plan, tmp_path):
+    page = tmp_path / "plan.html"
+    own = tmp_path / "conf" / "model"
+    own.mkdir(parents=True)
+    (own / "a&b.yaml").write_text("kind: gpt\nnum_blocks: 2\n")
+    code, _, _ = plan(
+        "model='a&b'", *MEDIUM[1:], "--html", str(page), "--config-dir", str(own.parent)
+    )
+    text = page.read_text()
+    assert code == 0
+    assert "<title>a&amp;b on 8xA100-40GB · Meshwright</title>" in text
+    assert "http-equiv" in text
+    assert "src=" not in text.replace("-src ", "")
+    assert text.count("plan-row") > 10
+    assert "<script" not in text
+    assert 'class="mw-mesh"' in text
+
+
+def test_the_plan_is_written_for_train(plan, tmp_path):
+    file = tmp_path / "plan.yaml"
+    code, _, err = plan(*MEDIUM, "--out", str(file))
+    assert code == 0
+    assert Plan.from_yaml(file.read_text()).mesh == {"data": 8}
+    assert f"meshwright train model=gpt2_medium training.global_batch_size=32 plan={file}" in err
+
+
+def test_without_hardware_it_plans_for_what_is_there(plan):
+    code, out, _ = plan("model=gpt2_nano", "simulate=4", "--json")
+    assert code == 0
+    assert json.loads(out)["hardware"] == "4xCPU"
+    code, out, _ = plan("model=gpt2_nano", "--json")
+    assert json.loads(out)["hardware"] == "8xCPU"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["hardware=8xA1000"], "unknown chip `A1000`"),
+        (["hardware=8xA100-40GB", "mesh.tensor=3"], "mesh.tensor=3 = 3, which does not divide 8"),
+        (["hardware=8xA100-40GB", "--memory-share", "2"], "--memory-share 2 is not valid"),
+        (["hardware=8xA100-40GB", "--tokens", "many"], "`many` is not an amount of training"),
+        (["hardware=8xA100-40GB", "--tokens", "1B", "--epochs", "2"], "are both given"),
+        (["hardware=8xA100-40GB", "--top", "0"], "--top 0 is not valid"),
+        (
+            ["hardware=8xA100-40GB", "--out", "/nowhere/plan.yaml"],
+            "cannot write /nowhere/plan.yaml",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_one_message(plan, argv, message):
+    code, _, err = plan(*argv)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """Write a plan with every kind of setting."""
+    path = tmp_path_factory.mktemp("plans") / "plan.yaml"
+    made = Plan(
+        mesh={"pipe": 2, "fsdp": 4},
+        batch=solve_batch(replicas=4, global_batch_size=32, gradient_accumulation_steps=8),
+        sharding=ShardingConfig(remat="full", blocks="scan"),
+        schedule="zb_h1",
+        num_microbatches=8,
+        precision="bf16",
+    )
+    path.write_text(made.to_yaml())
+    return path
+
+
+def settings(capfd, *argv: str) -> tuple[int, dict, str]:
+    code = main(["train", "model=gpt2_nano", *argv, "--cfg", "job"])
+    out, err = capfd.readouterr()
+    return code, yaml.safe_load(out) or {}, err
+
+
+def test_train_takes_the_plan(file, capfd):
+    code, config, _ = settings(capfd, f"plan={file}", "mesh.fsdp=4")
+    assert code == 0
+    assert config["mesh"] == {"pipe": 2, "data": 1, "fsdp": 4, "tensor": 1, "auto": False}
+    assert config["training"]["global_batch_size"] == 32
+    assert config["training"]["micro_batch_size"] == 1
+    assert config["sharding"]["remat"] == "full"
+    assert config["pipeline"]["schedule"] == "zb_h1"
+    assert config["precision"]["compute"] == "bf16"
+
+
+def test_settings_that_contradict_the_plan_are_refused_with_both_values(file, capfd):
+    mixed = "training.mixed_precision=fp16"
+    code, _, err = settings(capfd, f"plan={file}", "mesh.tensor=2", "mesh.fsdp=4", mixed)
+    assert code == 2
+    assert "mesh.tensor is 1 in the plan and 2 in your settings" in err
+    assert "mesh.fsdp" not in err
+    assert "precision.compute is bf16 in the plan, and training.mixed_precision is fp16" in err
+
+
+def test_a_missing_or_foreign_plan_is_refused(tmp_path, capfd):
+    code, _, err = settings(capfd, "plan=nowhere.yaml")
+    assert code == 2
+    assert "cannot read plan=nowhere.yaml" in err
+    other = tmp_path / "other.yaml"
+    other.write_text("a: 1\n")
+    assert settings(capfd, f"plan={other}")[0] == 2
+
+
+@pytest.mark.full
+def test_a_run_trains_with_the_plan_and_can_be_run_again_without_its_file(
+    tmp_path, capfd, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    batch = solve_batch(replicas=8, global_batch_size=16)
+    wanted = Plan(mesh={"data": 2, "fsdp": 4}, batch=batch, sharding=ShardingConfig(zero=2))
+    Path("plan.yaml").write_text(wanted.to_yaml())
+    tiny = ("model=mlp", "data=synthetic", "training.steps=1", "checkpoint=none")
+    assert main(["train", *tiny, "plan=plan.yaml", "hydra.run.dir=run"]) == 0
+    assert Plan.from_yaml(Path("run/plan.yaml").read_text()) == wanted
+    origins = json.loads(Path("run/config.json").read_text())
+    assert {each["key"]: each["from"] for each in origins}["mesh.fsdp"] == "plan.yaml"
+    Path("plan.yaml").unlink()
+    capfd.readouterr()
+    assert main(["train", "--config", "run", "--cfg", "job"]) == 0
+    assert yaml.safe_load(capfd.readouterr().out)["mesh"]["fsdp"] == 4
