@@ -123,15 +123,24 @@ class ProgramEstimator:
         self._states: dict[Any, PlacedState] = {}
         self._peaks: dict[Any, Peak] = {}
         self._counted: dict[Any, float] = {}
+        self._seconds: dict[Any, tuple[float, float]] = {}
 
-    @cached_property
+    @property
     def num_parameters(self) -> int:
         """The number of the model's parameters."""
-        return sum(math.prod(leaf.shape) for leaf in self._leaves.leaves if leaf.is_weight)
+        return self._num_parameters
 
     @cached_property
+    def _num_parameters(self) -> int:
+        return sum(math.prod(leaf.shape) for leaf in self._leaves.leaves if leaf.is_weight)
+
+    @property
     def num_blocks(self) -> int:
         """The number of repeated blocks, which pipeline stages divide; 0 without such blocks."""
+        return self._num_blocks
+
+    @cached_property
+    def _num_blocks(self) -> int:
         traced = self._program("no", "unroll").traced
         try:
             rolled = roll_program(traced, evenly_joined=True)
@@ -139,15 +148,23 @@ class ProgramEstimator:
         except UserError:
             return 0
 
-    @cached_property
+    @property
     def tensor_sizes(self) -> frozenset[int]:
         """The sizes of a tensor axis, up to 64, that divide what it would divide."""
+        return self._tensor_sizes
+
+    @cached_property
+    def _tensor_sizes(self) -> frozenset[int]:
         classes = dim_classes(self._program("no", "scan").traced)
         return frozenset(size for size in _TENSOR_SIZES if _divides(classes, size))
 
-    @cached_property
+    @property
     def tokens_per_sample(self) -> int:
         """Tokens of one sample; 1 for data other than tokens."""
+        return self._tokens_per_sample
+
+    @cached_property
+    def _tokens_per_sample(self) -> int:
         lengths = [
             leaf.shape[1]
             for leaf in self._batch_leaves()
@@ -167,17 +184,14 @@ class ProgramEstimator:
 
     def _time(self, plan: Plan, hardware: Hardware) -> TimeEstimate:
         chip, stages = hardware.chip, plan.size("pipe")
-        rate = chip.tflops_per_device * 1e12 * _product_share(chip, plan.precision)
-        seconds = {True: 0.0, False: 0.0}
-        for work in self.works(plan, hardware):
-            seconds[work.in_loop] += work.times * seconds_of(work, chip, rate)
+        in_loops, outside = self._kernel_seconds(plan, hardware)
         state = self._state(plan)
         # The optimizer reads gradients twice, for their norm and the update; the rest once.
         moved = 2 * (state.parameters + state.optimizer) + 2 * state.gradients
         update = moved / (chip.hbm_tb_per_s_per_device * 1e12 * chip.hbm_share)
         steps = plan.batch.gradient_accumulation_steps
         # Blocks are divided over stages; the last stage also computes the loss.
-        compute = steps * (seconds[True] / stages + seconds[False])
+        compute = steps * (in_loops / stages + outside)
         bubble = 0.0
         if stages > 1:
             compute *= _STAGE_OVERHEAD.get(plan.schedule or "", 1.4)
@@ -191,6 +205,19 @@ class ProgramEstimator:
             flops=self._flops(plan),
             peak_flops=peak * hardware.count,
         )
+
+    def _kernel_seconds(self, plan: Plan, hardware: Hardware) -> tuple[float, float]:
+        """Return the seconds of one microbatch's kernels: in loops, and outside of them."""
+        chip, tensor = hardware.chip, plan.size("tensor")
+        variant = self._variant(plan, hardware)
+        key = (variant, plan.precision, _blocks(plan), tensor, plan.batch.micro_batch_size, chip)
+        if key not in self._seconds:
+            rate = chip.tflops_per_device * 1e12 * _product_share(chip, plan.precision)
+            seconds = {True: 0.0, False: 0.0}
+            for work in self.works(plan, hardware):
+                seconds[work.in_loop] += work.times * seconds_of(work, chip, rate)
+            self._seconds[key] = seconds[True], seconds[False]
+        return self._seconds[key]
 
     def _flops(self, plan: Plan) -> float:
         key = plan.precision
@@ -296,15 +323,18 @@ class ProgramEstimator:
             row_limit=limits,
         )
 
-    def _gradient_program(self, plan: Plan, hardware: Hardware) -> GradientProgram:
+    def _variant(self, plan: Plan, hardware: Hardware) -> Variant:
         sharding = plan.sharding
-        variant = Variant(
+        return Variant(
             sharding.remat,
             gathers=plan.size("fsdp") > 1 and sharding.zero == 3 and not sharding.keep_gathered,
             rows=plan.size("tensor") == 1,
             kernels=plan.kernels,
             platform=PLATFORMS[hardware.chip.platform],
         )
+
+    def _gradient_program(self, plan: Plan, hardware: Hardware) -> GradientProgram:
+        variant = self._variant(plan, hardware)
         blocks = _blocks(plan)
         key = (variant, plan.precision, blocks)
         if key not in self._gradients:
