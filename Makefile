@@ -134,6 +134,7 @@ benchmarks: setup
 	@$(BIN)/python benchmarks/pipeline.py
 	@$(BIN)/python benchmarks/verify_time.py
 	@$(BIN)/python benchmarks/step_guard.py
+	@$(BIN)/python benchmarks/planner_accuracy.py
 	@$(BIN)/python benchmarks/page.py
 
 soak: setup

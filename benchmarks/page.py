@@ -147,6 +147,29 @@ def soak(record: dict[str, Any]) -> list[str]:
     ]
 
 
+def planner_accuracy(record: dict[str, Any]) -> list[str]:
+    """The errors of each model, then every plan."""
+    heads = ("model", "plans", "state exact", "total, median", "worst", "rest, median", "worst")
+    keys = ("total_median", "total_worst", "rest_median", "rest_worst")
+    models = [
+        [name, found["plans"], found["state_exact"], *(f"{found[key]:.1%}" for key in keys)]
+        for name, found in record["errors"].items()
+    ]
+    rows = [
+        [
+            f"{row['model']}, {row['setting']}",
+            f"{row['predicted_total_bytes'] / 2**20:.1f} MiB",
+            f"{row['total_bytes'] / 2**20:.1f} MiB",
+            f"{row['total_error']:+.1%}",
+            f"{row['rest_error']:+.1%}",
+        ]
+        for row in record["rows"]
+        if "total_error" in row
+    ]
+    every = ("plan", "predicted", "compiled", "error", "of what is not state")
+    return [*table(heads, models), "", *table(every, rows)]
+
+
 def host_overhead(record: dict[str, Any]) -> list[str]:
     """One row for each loop, then the ratios."""
     heads = ("loop", "leaves", "ms per step", "fastest block", "thread CPU time")
@@ -366,6 +389,7 @@ TABLES = {
     "step_guard": step_guard,
     "soak": soak,
     "ddp_scaling": ddp_scaling,
+    "planner_accuracy": planner_accuracy,
     "gpu_peers": gpu_peers,
     "gpu_user_models": gpu_user_models,
     "gpu_losses": gpu_losses,

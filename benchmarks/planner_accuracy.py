@@ -96,7 +96,7 @@ CASES = {
     ),
     "ResNet": Case(
         "resnet",
-        {"channels_in": 3, "depths": (2, 2, 2, 2), "width": 16, "num_classes": 100},
+        {"channels_in": 3, "depths": (1, 1, 1), "width": 32, "num_classes": 100},
         "classification",
         {"input_shape": (64, 64, 3), "num_classes": 100},
         rows=8,

@@ -169,3 +169,19 @@ def test_a_rehearsal_starts_as_many_devices_as_the_hardware_has(tmp_path):
     assert report["plan"]["mesh"] == {"data": 8, "fsdp": 8}
     assert report["compiled_for"] == "64 × cpu (virtual)"
     assert set(report["sent_bytes"]) == {"data", "fsdp"}
+
+
+@pytest.mark.full
+def test_plans_are_proved_by_compiling_them_in_another_process(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    small = ("model=mlp", "model.widths=[784,64,10]", "training.global_batch_size=32")
+    words = ("hardware=4xA100-40GB", "mesh.data=4", "--top", "1", "--prove")
+    report = result(capfd, "plan", *small, *words)
+    (proof,) = report["proof"]
+    assert proof["plan"]["mesh"] == {"data": 4}
+    assert proof["compiled_for"] == "4 × cpu (virtual)"
+    assert proof["figures"]["state"]["error"] == 0.0
+    # The gradients of all parameters are added up by a ring of four devices, besides some scalars.
+    sent = proof["figures"]["sent over data"]["compiled"]
+    assert 0 <= sent - 2 * 3 / 4 * PARAMETERS < 100

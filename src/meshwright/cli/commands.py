@@ -110,6 +110,7 @@ COMMANDS = {
                 Flag("--tokens", "how much to train, such as 300B, for the budget", "N"),
                 Flag("--epochs", "the same in passes over the data", "N"),
                 Flag("--price", "USD per device and hour (default: of the table)", "USD"),
+                Flag("--prove", "compile the ranked plans, and compare with what was predicted"),
                 Flag("--memory-share", "how much of a device a plan may take (default 0.9)", "S"),
             ),
             needs_devices=False,

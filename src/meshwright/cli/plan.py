@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rich.console import Group
 from rich.text import Text
 
 from meshwright.cli.arguments import Arguments
@@ -19,6 +21,7 @@ from meshwright.hardware import LOCAL, Hardware, chip_by_name
 from meshwright.planner.budget import Goal, parse_goal, parse_price
 from meshwright.planner.candidates import PlanTask
 from meshwright.planner.config_task import config_task, set_by_user
+from meshwright.planner.estimator import Estimator
 from meshwright.planner.local_hardware import find_hardware
 from meshwright.planner.plan_file import plan_yaml
 from meshwright.planner.plan_report import (
@@ -29,6 +32,7 @@ from meshwright.planner.plan_report import (
     report_json,
 )
 from meshwright.planner.plan_text import report_text
+from meshwright.planner.prove import ProvedPlan, proof_table, prove
 from meshwright.recipe import find_data, make_task, training_duration
 from meshwright.report.plan_page import plan_page
 
@@ -44,7 +48,7 @@ def run(request: Request) -> int:
     decided = set_by_user(config, request.composed)
     asked = config_task(config, decided, hardware, memory_share=share)
     other, goal = _compared(arguments, asked.task), _goal(request, hardware)
-    estimator = config_estimator(_with_any_data(request, decided), asked.task.global_batch_size)
+    estimator = config_estimator(with_any_data(request, decided), asked.task.global_batch_size)
     try:
         report = make_report(
             estimator,
@@ -60,8 +64,21 @@ def run(request: Request) -> int:
             request.output.result(error.report)
         raise
     _write_files(request, report)
-    request.output.result(report_json(report), report_text(report))
+    found, text = report_json(report), report_text(report)
+    if arguments.has("--prove"):
+        proved = _prove(estimator, report, arguments.overrides)
+        found["proof"] = [each.to_json() for each in proved]
+        text = Group(text, Text(), proof_table(proved))
+    request.output.result(found, text)
     return ExitCode.DONE
+
+
+def _prove(estimator: Estimator, report: PlanReport, overrides: Sequence[str]) -> list[ProvedPlan]:
+    """Compile the ranked plans for CPUs, and compare with what is predicted for these."""
+    plans = [each.plan for each in report.result.plans]
+    cpu = chip_by_name("CPU")
+    estimates = [estimator.estimate(p, Hardware(chip=cpu, count=p.num_devices)) for p in plans]
+    return prove(estimates, overrides)
 
 
 def read_share(arguments: Arguments) -> float:
@@ -113,7 +130,7 @@ def _num_samples(config: Config) -> int | None:
     return find_data(config, make_task(config)).train.num_samples
 
 
-def _with_any_data(request: Request, decided: set[str]) -> Config:
+def with_any_data(request: Request, decided: set[str]) -> Config:
     """Return the config with random samples, which have the same shapes, for data not chosen."""
     named = {override.key_or_group for override in parse_overrides(request.arguments.overrides)}
     saved = request.composed.config_file is not None

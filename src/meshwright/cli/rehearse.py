@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import replace
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.activity import activity
-from meshwright.cli.request import Request, compose
+from meshwright.cli.plan import with_any_data
+from meshwright.cli.request import Request
 from meshwright.columns import Indented
-from meshwright.config.compose import parse_overrides, validate
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode, Setting, UserError
 from meshwright.hardware import LOCAL, Hardware, chip_by_name, parse_hardware
@@ -21,6 +20,7 @@ from meshwright.launch.environments import count_gpus
 from meshwright.mesh.axes import INFER
 from meshwright.mesh.simulate import MAX_DEVICES, simulate_devices
 from meshwright.plan import Plan, make_plan, mesh_sizes
+from meshwright.planner.config_task import set_by_user
 from meshwright.planner.estimate import Estimate
 from meshwright.planner.estimator import ProgramEstimator
 from meshwright.planner.figures import Figure, figures_table, make_figures
@@ -44,7 +44,8 @@ def run(request: Request) -> int:
     with activity("starting JAX"):
         _start_devices(count, on_gpu=on_gpu)
         plan = make_plan(request.config, count)
-        recipe = make_recipe(_without_data(request), plan.batch.global_batch_size)
+        decided = set_by_user(request.config, request.composed)
+        recipe = make_recipe(with_any_data(request, decided), plan.batch.global_batch_size)
     batch = resize_batch(recipe.example_batch(1), plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, batch)
     rehearsal = rehearse(assembled, run=on_gpu)
@@ -131,16 +132,6 @@ def _start_devices(count: int, *, on_gpu: bool) -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_MOCKED}".strip()
         # Slices × hosts × devices of a host; each host has the one GPU that exists.
         jax.config.update("jax_mock_gpu_topology", f"1x{count}x1")
-
-
-def _without_data(request: Request) -> Config:
-    """Return the config with random samples, which have the same shapes, for data not chosen."""
-    arguments, config = request.arguments, request.config
-    named = {override.key_or_group for override in parse_overrides(arguments.overrides)}
-    chosen = any(name == "data" or name.startswith("data.") for name in named)
-    if chosen or config.data.kind == "synthetic" or request.composed.config_file is not None:
-        return config
-    return validate(compose(replace(arguments, overrides=(*arguments.overrides, "data=synthetic"))))
 
 
 def _report(

@@ -27,7 +27,7 @@ from meshwright.interrupt import current_interrupt
 from meshwright.masking import mask_tree
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.plan import Plan, make_plan, unused_settings
-from meshwright.planner.estimator import ProgramEstimator
+from meshwright.planner.estimator import Estimator, ProgramEstimator
 from meshwright.processes import broadcast, process_count
 from meshwright.recipe import Recipe, make_recipe
 from meshwright.step.assemble import Assembled
@@ -128,15 +128,18 @@ def _train(request: Request, folder: Path) -> int:
                 *without_tokenizer(config),
             ],
             interrupt=current_interrupt(),
-            estimator=lambda: ProgramEstimator(
-                recipe.model, recipe.loss, recipe.optimizer, example
-            ),
+            estimator=partial(_estimator, recipe, example),
         )
     )
     _show_mesh(request, assembled)
     result = training_run.run()
     _print_result(request, plan, result)
     return ExitCode.PREEMPTED if result.interrupted else ExitCode.DONE
+
+
+def _estimator(recipe: Recipe, batch: Any) -> Estimator:
+    estimator: Any = ProgramEstimator(recipe.model, recipe.loss, recipe.optimizer, batch)
+    return estimator
 
 
 def _check_distributed() -> None:

@@ -129,8 +129,8 @@ def _divided(
         if least.gradients and step.leaf.role == "param":
             total += step.leaf.nbytes // decision.gradients[number].shards(sizes)
     for leaf in assembled.step.optimizer.leaves:
-        owner = None if leaf.param is None else params[leaf.param]
-        same = owner is not None and leaf.shape == leaves[owner].leaf.shape
+        owner = -1 if leaf.param is None else params[leaf.param]
+        same = owner >= 0 and leaf.shape == leaves[owner].leaf.shape
         total += leaf.nbytes // (decision.optimizer[owner].shards(sizes) if same else 1)
     return total
 

@@ -10,9 +10,9 @@ import jax
 from jax.sharding import Mesh
 
 from meshwright.config.schema import KernelChoice, ShardingConfig
+from meshwright.planner.array_operations import list_operations
 from meshwright.planner.in_memory import Lifetime, find_lifetimes
-from meshwright.planner.operations import list_operations
-from meshwright.planner.schedule import Kernel, schedule
+from meshwright.planner.kernel_schedule import Kernel, schedule
 from meshwright.planner.stage_parts import BlockParts, find_blocks
 from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
 from meshwright.program.evaluate.mesh_view import MeshView

@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from meshwright.planner.operations import Array
-from meshwright.planner.schedule import Kernel
+from meshwright.planner.array_operations import Array
+from meshwright.planner.kernel_schedule import Kernel
 
 Use = Literal["gradients", "gathered", "activations", "working"]
 USES: tuple[Use, ...] = ("gradients", "gathered", "activations", "working")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.hardware import Chip
-from meshwright.planner.operations import OPAQUE, Array, Operation
-from meshwright.planner.schedule import Kernel
+from meshwright.planner.array_operations import OPAQUE, Array, Operation
+from meshwright.planner.kernel_schedule import Kernel
 from meshwright.planner.sizes import DeviceSizes
 from meshwright.program.flops import equation_flops
 from meshwright.program.kernels.fused_attention import PLANNED, PLANNED_GRADIENT

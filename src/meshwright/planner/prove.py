@@ -22,6 +22,20 @@ Compile = Callable[[Estimate], Mapping[str, Any]]
 """Compiles the plan of an estimate, and returns the report of a rehearsal."""
 
 
+_PLANNED = (
+    *("mesh", "sharding", "pipeline", "precision", "kernels"),
+    *("hardware", "simulate", "plan"),
+)
+_PLANNED_OF_TRAINING = (
+    "global_batch_size",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "sync_gradients_every",
+    "mixed_precision",
+)
+"""Settings that a plan and its devices replace."""
+
+
 @dataclass(frozen=True)
 class ProvedPlan:
     """A plan that was predicted and compiled; bytes are per device.
@@ -92,7 +106,7 @@ def prove(
 
 def rehearse_apart(estimate: Estimate, overrides: Sequence[str]) -> Mapping[str, Any]:
     """Rehearse a plan on virtual CPU devices in another process, which has enough of them."""
-    kept = [word for word in overrides if word.partition("=")[0] not in ("hardware", "simulate")]
+    kept = [word for word in overrides if not _set_by_plan(word.partition("=")[0])]
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as folder:
         file = Path(folder) / "plan.yaml"
         file.write_text(estimate.plan.to_yaml(), encoding="utf-8")
@@ -108,6 +122,11 @@ def rehearse_apart(estimate: Estimate, overrides: Sequence[str]) -> Mapping[str,
             fix="`meshwright rehearse` with the same settings shows more",
         )
     return json.loads(done.stdout)
+
+
+def _set_by_plan(key: str) -> bool:
+    section, _, name = key.lstrip("+").partition(".")
+    return section in _PLANNED or (section == "training" and name in _PLANNED_OF_TRAINING)
 
 
 def read_report(estimate: Estimate, report: Mapping[str, Any]) -> ProvedPlan:

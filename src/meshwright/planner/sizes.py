@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from meshwright.planner.array_operations import Array
 from meshwright.planner.in_memory import Use
-from meshwright.planner.operations import Array
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from functools import lru_cache
 from meshwright.pipeline.execute.buffers import allocate_slots
 from meshwright.pipeline.execute.least_saved import least_saved
 from meshwright.pipeline.schedule.schedules import get_schedule
-from meshwright.planner.operations import Array
-from meshwright.planner.schedule import Kernel
+from meshwright.planner.array_operations import Array
+from meshwright.planner.kernel_schedule import Kernel
 from meshwright.planner.sizes import DeviceSizes
 from meshwright.program.jaxpr.equations import aval_of, scan_counts
 

@@ -492,7 +492,10 @@ class Trainer:
 
     def _estimator(self, batch: Any) -> Estimator:
         source = model_source(self.model, self.loss, lambda: batch)
-        return ProgramEstimator(source, self.loss, self.optimizer, batch, trainable=self.trainable)
+        estimator: Any = ProgramEstimator(
+            source, self.loss, self.optimizer, batch, trainable=self.trainable
+        )
+        return estimator
 
     def _evaluation(
         self, data: Any, every: int | None, batches: int | None, like: Any

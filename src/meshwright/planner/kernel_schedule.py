@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.pipeline.execute.least_saved import CHEAP
-from meshwright.planner.operations import SAME, Array, Operation, Operations
+from meshwright.planner.array_operations import SAME, Array, Operation, Operations
 from meshwright.program.jaxpr.equations import scan_counts
 
 _FUSED = CHEAP | {
