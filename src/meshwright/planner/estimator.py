@@ -103,6 +103,7 @@ class ProgramEstimator:
         optimizer: any optax transformation.
         batch: a batch of any size, as arrays or shapes.
         trainable: NNX filter of what is trained.
+        guarded: whether updates that are not finite change nothing.
     """
 
     def __init__(
@@ -113,7 +114,9 @@ class ProgramEstimator:
         batch: Batch,
         *,
         trainable: Filter = nnx.Param,
+        guarded: bool = True,
     ) -> None:
+        self._guarded = guarded
         self._loss, self._optimizer = loss, optimizer
         self._leaves = describe_model(model, trainable)
         self._samples = resize_batch(batch, SAMPLES)
@@ -253,7 +256,11 @@ class ProgramEstimator:
         if plan.size("pipe") > 1:
             sums = state.sums
         # Before the optimizer runs there are all gradients, and nothing else.
-        missing = max(0.0, max(state.gradients, sums) - peak.nbytes - sums)
+        last = max(state.gradients, sums)
+        if self._guarded and hardware.chip.platform == "cpu":
+            # The CPU's compiler keeps old and new values until it is known which ones stay.
+            last = max(last, state.parameters + state.optimizer)
+        missing = max(0.0, last - peak.nbytes - sums)
         return MemoryEstimate(
             parameters=state.parameters,
             optimizer=state.optimizer,
@@ -305,7 +312,7 @@ class ProgramEstimator:
             self._peaks[key] = (
                 self._stage_peak(plan, program, sizes)
                 if plan.size("pipe") > 1
-                else peak_of(program.lifetimes, sizes)
+                else _with_part_sums(peak_of(program.lifetimes, sizes), program, sizes)
             )
         return self._peaks[key]
 
@@ -432,6 +439,14 @@ class ProgramEstimator:
             # The layout is kept, so that no other one gets its number.
             self._flat_optimizers[id(layout)] = (layout, flat)
         return self._flat_optimizers[id(layout)][1]
+
+
+def _with_part_sums(peak: Peak, program: GradientProgram, sizes: DeviceSizes) -> Peak:
+    """Add what a loss in parts adds its gradients up in."""
+    if not any(sizes.rows > limit for limit in sizes.row_limit.values()):
+        return peak
+    uses = {**peak.uses, "working": peak.uses["working"] + program.part_sums}
+    return Peak(peak.nbytes + program.part_sums, uses, peak.largest)
 
 
 def _blocks(plan: Plan) -> str:

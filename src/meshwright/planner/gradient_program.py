@@ -60,6 +60,7 @@ class GradientProgram:
         row_limit: by class of the logits' last dim, rows of a part at most, where the loss is
             computed in parts.
         token_rows: rows of the logits for one sample.
+        part_sums: bytes of the gradient of the last projection, which parts add up to.
     """
 
     kernels: list[Kernel]
@@ -69,6 +70,7 @@ class GradientProgram:
     gradients: Mapping[int, int]
     row_limit: Mapping[int, int]
     token_rows: float
+    part_sums: int = 0
 
 
 def trace_gradients(traced: TracedLoss, mesh: Mesh, variant: Variant) -> GradientProgram:
@@ -109,16 +111,18 @@ def trace_gradients(traced: TracedLoss, mesh: Mesh, variant: Variant) -> Gradien
     operations = list_operations(classes.root, weights)
     found = zip(trained, operations.outputs, strict=False)
     owners = {id(array): number for number, array in found if array is not None}
-    limits, rows = _loss_parts(decision.kernels.regions.values(), classes)
+    limits, rows, sums = _loss_parts(decision.kernels.regions.values(), classes)
     kernels = schedule(operations, variant.platform)
     blocks = find_blocks(kernels)
-    return GradientProgram(kernels, find_lifetimes(kernels), classes, blocks, owners, limits, rows)
+    return GradientProgram(
+        kernels, find_lifetimes(kernels), classes, blocks, owners, limits, rows, sums
+    )
 
 
-def _loss_parts(regions: Any, classes: DimClasses) -> tuple[dict[int, int], float]:
-    """Return rows of a part by class of the logits' last dim, and rows of one sample."""
+def _loss_parts(regions: Any, classes: DimClasses) -> tuple[dict[int, int], float, int]:
+    """Return rows of a part by class of the logits' last dim, rows of a sample, bytes of sums."""
     limits: dict[int, int] = {}
-    rows = 1.0
+    rows, sums = 1.0, 0
     for region in regions:
         if not isinstance(region.kernel, LossKernel):
             continue
@@ -131,7 +135,8 @@ def _loss_parts(regions: Any, classes: DimClasses) -> tuple[dict[int, int], floa
         }
         limits |= dict.fromkeys(ids, most_rows(shape[-1]))
         rows = max(rows, float(_size(shape[:-1])) / SAMPLES)
-    return limits, rows
+        sums += 4 * _size(aval_of(region.kernel.match.kernel).shape)
+    return limits, rows, sums
 
 
 def _size(shape: Sequence[int]) -> int:
