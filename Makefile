@@ -158,6 +158,7 @@ gpu-benchmarks: setup
 	@$(BIN)/python benchmarks/gpu_pipeline.py
 	@$(BIN)/python benchmarks/gpu_reductions.py
 	@$(BIN)/python benchmarks/gpu_overlap.py
+	@$(BIN)/python benchmarks/gpu_planner.py
 	@$(BIN)/python benchmarks/page.py
 
 format: setup

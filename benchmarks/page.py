@@ -170,6 +170,23 @@ def planner_accuracy(record: dict[str, Any]) -> list[str]:
     return [*table(heads, models), "", *table(every, rows)]
 
 
+def gpu_planner(record: dict[str, Any]) -> list[str]:
+    """Predicted and measured memory and time of every point."""
+    rows = [
+        [
+            f"{row['model']}, {row['rows']} rows, remat={row['remat']}, blocks={row['blocks']}, "
+            f"× {row['microbatches']}" + ("" if row["fitted"] else " (not fitted)"),
+            f"{row['predicted_bytes'] / 1e9:.2f} of {row['bytes'] / 1e9:.2f} GB",
+            f"{row['memory_error']:+.1%}",
+            f"{row['predicted_ms']:.1f} of {row['ms']:.1f} ms",
+            f"{row['time_error']:+.1%}",
+        ]
+        for row in record["rows"]
+        if "ms" in row
+    ]
+    return table(("point", "memory", "error", "update", "error"), rows)
+
+
 def host_overhead(record: dict[str, Any]) -> list[str]:
     """One row for each loop, then the ratios."""
     heads = ("loop", "leaves", "ms per step", "fastest block", "thread CPU time")
@@ -390,6 +407,7 @@ TABLES = {
     "soak": soak,
     "ddp_scaling": ddp_scaling,
     "planner_accuracy": planner_accuracy,
+    "gpu_planner": gpu_planner,
     "gpu_peers": gpu_peers,
     "gpu_user_models": gpu_user_models,
     "gpu_losses": gpu_losses,

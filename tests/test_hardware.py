@@ -386,8 +386,9 @@ def test_a_missing_file_is_an_error_on_the_command_line(capfd, monkeypatch):
     assert "MESHWRIGHT_HARDWARE=nowhere.yaml is not a file" in capfd.readouterr().err
 
 
-def test_own_chips_can_be_planned_for_on_the_command_line(own_file, capfd):
+def test_own_chips_can_be_planned_for_on_the_command_line(own_file, capfd, monkeypatch):
     own_file(OWN)
+    monkeypatch.setenv("COLUMNS", "400")
     assert main(["config", "hardware=8xToy-1"]) == 0
     assert "override hardware=8xToy-1" in capfd.readouterr().out
 

@@ -18,6 +18,7 @@ def plan(capfd, monkeypatch):
     """Run `meshwright plan` and return (exit code, stdout, stderr)."""
 
     def call(*argv: str, estimator=GPT2_MEDIUM) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", "400")
         monkeypatch.setattr("meshwright.cli.plan.config_estimator", lambda *_: estimator)
         code = main(["plan", *argv])
         out, err = capfd.readouterr()

@@ -1,0 +1,264 @@
+"""Compares predicted with measured memory and time of updates on one GPU.
+
+Each point is a model, rows of a batch, what the backward pass computes again, whether blocks are
+rolled, and microbatches. The constants of the time model (planner/kernel_times) were fitted to the
+points marked `fitted`; the others were not looked at before.
+
+    python benchmarks/gpu_planner.py [--only llama] [--at-once 6]
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpu_peers import gpu_name
+
+MEMORY, TIME_MEDIAN, TIME_WORST = 0.10, 0.08, 0.20
+"""The errors that are asked for, at most."""
+
+
+class Point(NamedTuple):
+    """A plan for one GPU."""
+
+    model: str
+    rows: int
+    remat: str
+    blocks: str
+    microbatches: int
+    fitted: bool = False
+
+
+POINTS = (
+    Point("gpt2", 32, "none", "unroll", 1, fitted=True),
+    Point("gpt2", 16, "dots", "unroll", 1, fitted=True),
+    Point("gpt2", 32, "full", "unroll", 1, fitted=True),
+    Point("gpt2", 8, "none", "scan", 1, fitted=True),
+    Point("gpt2", 8, "none", "unroll", 4, fitted=True),
+    Point("medium", 16, "none", "unroll", 1, fitted=True),
+    Point("medium", 16, "full", "scan", 1, fitted=True),
+    Point("medium", 8, "dots", "unroll", 1, fitted=True),
+    Point("small", 64, "none", "unroll", 1, fitted=True),
+    Point("small", 32, "none", "scan", 1, fitted=True),
+    Point("llama", 4, "none", "unroll", 1, fitted=True),
+    Point("llama", 4, "full", "unroll", 1, fitted=True),
+    Point("llama", 8, "none", "scan", 1, fitted=True),
+    Point("gpt2", 64, "none", "unroll", 1),
+    Point("gpt2", 24, "full", "scan", 1),
+    Point("gpt2", 4, "dots", "unroll", 8),
+    Point("medium", 32, "dots", "unroll", 1),
+    Point("llama", 8, "dots", "unroll", 2),
+    Point("gemma", 4, "none", "unroll", 1),
+    Point("gemma", 8, "full", "scan", 1),
+    Point("vit", 256, "none", "unroll", 1),
+    Point("vit", 128, "dots", "unroll", 1),
+    Point("resnet", 128, "none", "unroll", 1),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="models, separated by commas")
+    parser.add_argument("--at-once", type=int, default=6, help="points that compile at a time")
+    parser.add_argument("--point", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.point is not None:
+        print(json.dumps(measure(POINTS[options.point])))
+        return
+    chosen = [n for n, p in enumerate(POINTS) if not options.only or p.model in options.only]
+    rows = run_all(chosen, options.at_once)
+    for row in rows:
+        print(line(row), flush=True)
+    if gpu_name() and not options.only:
+        save(rows)
+
+
+def run_all(numbers: list[int], at_once: int) -> list[dict[str, Any]]:
+    """Run points in processes of their own: compiling together, running one at a time."""
+    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    waiting, running = list(numbers), dict[int, Any]()
+    found: dict[int, dict[str, Any]] = {}
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            number = waiting.pop(0)
+            command = [sys.executable, __file__, "--point", str(number)]
+            running[number] = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+            )
+        for number in [n for n, process in running.items() if process.poll() is not None]:
+            out, errors = running.pop(number).communicate()
+            last = out.strip().splitlines()[-1:]
+            told = (errors.strip().splitlines() or ["no output"])[-1]
+            point = POINTS[number]._asdict()
+            found[number] = json.loads(last[0]) if last else {**point, "failed": told[:300]}
+        time.sleep(0.2)
+    return [found[number] for number in numbers]
+
+
+def measure(point: Point) -> dict[str, Any]:
+    """Predict, compile and run one point."""
+    import jax
+    import optax
+
+    from meshwright.compiled.memory import memory_of
+    from meshwright.config.batch import solve_batch
+    from meshwright.config.schema import ShardingConfig
+    from meshwright.hardware import detect, parse_hardware
+    from meshwright.plan import Plan
+    from meshwright.planner.estimator import ProgramEstimator
+    from meshwright.step.assemble import assemble
+
+    model, task = build(point.model)
+    sharding = ShardingConfig.model_validate({"blocks": point.blocks, "remat": point.remat})
+    batch = solve_batch(
+        replicas=1, micro_batch_size=point.rows, gradient_accumulation_steps=point.microbatches
+    )
+    plan = Plan(mesh={}, batch=batch, sharding=sharding, precision="bf16")
+    optimizer = optax.adamw(1e-4, weight_decay=0.1)
+    hardware = detect(jax.devices()[:1])
+    if hardware is None or hardware.chip.platform == "cpu":
+        hardware = parse_hardware("1xH200")
+    started = time.perf_counter()
+    estimator = ProgramEstimator(model, task.loss, optimizer, task.example_batch(8))
+    estimate = estimator.estimate(plan, hardware)
+    row: dict[str, Any] = {
+        **point._asdict(),
+        "predicted_bytes": estimate.memory.compiled,
+        "predicted_ms": 1e3 * estimate.time.step,
+        "estimate_seconds": time.perf_counter() - started,
+    }
+    if not gpu_name():
+        return row
+    samples = task.synthetic_batch(0, batch.global_batch_size)
+    assembled = assemble(model, task.loss, optimizer, plan, samples, clip_norm=1.0, guarded=True)
+    step = assembled.step
+    shapes = [
+        jax.ShapeDtypeStruct(
+            (batch.global_batch_size, *leaf.shape[1:]), leaf.dtype, sharding=step.shardings.batch
+        )
+        for leaf in assembled.traced.batch
+    ]
+    compiled = step.lower(shapes).compile()
+    memory = memory_of(compiled)
+    row |= {"bytes": memory.total, "state_bytes": memory.argument, "ms": run(assembled, compiled)}
+    row["memory_error"] = row["predicted_bytes"] / row["bytes"] - 1
+    row["time_error"] = row["predicted_ms"] / row["ms"] - 1
+    return row
+
+
+def run(assembled: Any, compiled: Any, updates: int = 6, rounds: int = 3) -> float:
+    """Return the milliseconds of an update, while no other point runs."""
+    import jax
+    import jax.numpy as jnp
+
+    step = assembled.step
+    abstract, shardings = step.abstract_state(), step.shardings.state
+    with Path(tempfile.gettempdir(), "gpu_planner.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        zeros = jax.jit(
+            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract),
+            out_shardings=shardings,
+        )
+        state = zeros()
+        batch = [
+            jnp.zeros((assembled.plan.batch.global_batch_size, *leaf.shape[1:]), leaf.dtype)
+            for leaf in assembled.traced.batch
+        ]
+        for _ in range(4):
+            state, _ = compiled(state, batch)
+        jax.block_until_ready(state)
+        taken: list[float] = []
+        for _ in range(rounds):
+            begun = time.perf_counter()
+            for _ in range(updates):
+                state, _ = compiled(state, batch)
+            jax.block_until_ready(state)
+            taken.append((time.perf_counter() - begun) / updates)
+    return 1e3 * statistics.median(taken)
+
+
+def build(name: str) -> tuple[Any, Any]:
+    """Return what builds a model, and its task."""
+    from meshwright.models import build_model
+    from meshwright.tasks import find_task
+
+    if name in ("vit", "resnet"):
+        sizes: dict[str, Any] = {"num_classes": 1000}
+        if name == "vit":
+            sizes |= {"image_size": 224, "patch_size": 16, "channels_in": 3, "num_blocks": 12}
+            sizes |= {"hidden_size": 768, "num_heads": 12, "mlp_size": 3072}
+        task = find_task("classification")(
+            input_name="image", input_shape=(224, 224, 3), num_classes=1000
+        )
+        return (lambda rngs: build_model(name, rngs=rngs, **sizes)), task
+    kind, sizes = DECODERS[name]
+    task = find_task("language_modeling")(
+        vocab_size=sizes["vocab_size"], context_length=sizes["context_length"]
+    )
+    return (lambda rngs: build_model(kind, rngs=rngs, **sizes)), task
+
+
+_GPT = {"vocab_size": 50304, "context_length": 1024, "dropout": 0.0}
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt", {**_GPT, "num_blocks": 12, "hidden_size": 768, "num_heads": 12}),
+    "medium": ("gpt", {**_GPT, "num_blocks": 24, "hidden_size": 1024, "num_heads": 16}),
+    "small": ("gpt", {**_GPT, "num_blocks": 8, "hidden_size": 512, "num_heads": 8}),
+    "llama": (
+        "llama3",
+        {"vocab_size": 32000, "context_length": 2048, "num_blocks": 8, "hidden_size": 2048,
+         "num_heads": 32, "num_kv_heads": 8, "mlp_size": 8192},
+    ),
+    "gemma": (
+        "gemma3",
+        {"vocab_size": 262144, "context_length": 2048, "num_blocks": 12, "hidden_size": 1152,
+         "num_heads": 4, "num_kv_heads": 1, "head_dim": 256, "mlp_size": 6912,
+         "sliding_window": 512, "global_every": 6},
+    ),
+}  # fmt: skip
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a row as text."""
+    name = f"{row['model']} {row['rows']} {row['remat']} {row['blocks']} ×{row['microbatches']}"
+    if "ms" not in row:
+        return f"{name:32} {row.get('failed', 'predicted only')}"
+    return (
+        f"{name:32} {row['predicted_bytes'] / 1e9:6.2f} of {row['bytes'] / 1e9:6.2f} GB "
+        f"({row['memory_error']:+.1%})  {row['predicted_ms']:6.1f} of {row['ms']:6.1f} ms "
+        f"({row['time_error']:+.1%}){'' if row['fitted'] else '  not fitted'}"
+    )
+
+
+def save(rows: list[dict[str, Any]]) -> None:
+    """Write the record."""
+    from record import verdict, write_record
+
+    measured = [row for row in rows if "ms" in row]
+    new = [row for row in measured if not row["fitted"]]
+    memory = max(abs(row["memory_error"]) for row in measured)
+    errors = [abs(row["time_error"]) for row in measured]
+    median, worst = statistics.median(errors), max(errors)
+    targets = {
+        "memory: worst error at most 10%": f"{verdict(memory, MEMORY)} ({memory:.1%})",
+        "time: median error at most 8%": f"{verdict(median, TIME_MEDIAN)} ({median:.1%})",
+        "time: worst error at most 20%": f"{verdict(worst, TIME_WORST)} ({worst:.1%})",
+    }
+    if new:
+        fresh = statistics.median(abs(row["time_error"]) for row in new)
+        targets["time: median error of points that were not fitted at most 8%"] = (
+            f"{verdict(fresh, TIME_MEDIAN)} ({fresh:.1%})"
+        )
+    write_record("gpu_planner", {"gpu": gpu_name(), "rows": rows, "targets": targets})
+
+
+if __name__ == "__main__":
+    main()
