@@ -445,7 +445,8 @@ def _with_part_sums(peak: Peak, program: GradientProgram, sizes: DeviceSizes) ->
     """Add what a loss in parts adds its gradients up in."""
     if not any(sizes.rows > limit for limit in sizes.row_limit.values()):
         return peak
-    uses = {**peak.uses, "working": peak.uses["working"] + program.part_sums}
+    uses: dict[Use, float] = dict(peak.uses)
+    uses["working"] += program.part_sums
     return Peak(peak.nbytes + program.part_sums, uses, peak.largest)
 
 
