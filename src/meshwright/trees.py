@@ -61,3 +61,17 @@ def check_num_samples(sizes: Mapping[str, int], name: str) -> int:
             f"{name} has no samples", why="dim 0 of its arrays is 0", fix="give at least one sample"
         )
     return count
+
+
+def tokens_per_sample(batch: Any) -> int | None:
+    """Return the tokens per sample of a language-modeling batch; None for other batches."""
+    if not isinstance(batch, Mapping):
+        return None
+    # `tokens` holds one token more than the model reads: the last target.
+    for name, beyond in (("tokens", 1), ("inputs", 0)):
+        array = batch.get(name)
+        # Anything else under this name, such as a tree, has no tokens to count.
+        shape, dtype = getattr(array, "shape", ()), getattr(array, "dtype", None)
+        if len(shape) == 2 and jnp.issubdtype(dtype, jnp.integer):
+            return int(shape[1]) - beyond
+    return None

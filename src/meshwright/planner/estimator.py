@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
@@ -53,7 +52,7 @@ from meshwright.sharding.placement import Placement
 from meshwright.sharding.tensor import TensorChoice, check_tensor_size, choose_tensor_dims
 from meshwright.step.optimizer import FlatOptimizer
 from meshwright.step.step_program import StepProgram, step_program, unstaged_program
-from meshwright.trees import Batch, resize_batch
+from meshwright.trees import Batch, resize_batch, tokens_per_sample
 
 _TENSOR_SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64)
 
@@ -173,12 +172,7 @@ class ProgramEstimator:
 
     @cached_property
     def _tokens_per_sample(self) -> int:
-        lengths = [
-            leaf.shape[1]
-            for leaf in self._batch_leaves()
-            if jnp.issubdtype(leaf.dtype, jnp.integer) and len(leaf.shape) == 2
-        ]
-        return max(lengths, default=1)
+        return tokens_per_sample(self._samples) or 1
 
     def estimate(self, plan: Plan, hardware: Hardware) -> Estimate:
         """Return what a plan needs on some hardware."""
@@ -417,11 +411,15 @@ class ProgramEstimator:
             if program.cut is None:
                 classes, tensor = self._dim_classes(plan), self._tensor_choice(plan)
                 divided = place_leaves(program.traced, classes, tensor, sizes, plan.sharding)
+                staged: set[int] = set()
             else:
                 decided = decide_stages(program.cut, sizes, plan.sharding, plan.num_chunks)
                 divided = decided.optimizer
+                staged = {stack.number for stack in program.cut.stacks}
             optimizer, zero = self._flat_optimizer(layout, divided, sizes), plan.sharding.zero
-            self._states[key] = place_state(layout, divided, sizes, optimizer, zero=zero)
+            self._states[key] = place_state(
+                layout, divided, sizes, optimizer, zero=zero, staged=staged
+            )
         return self._states[key]
 
     def _flat_optimizer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.planner.sizes import LeafShares
@@ -37,6 +37,7 @@ def place_state(
     optimizer: FlatOptimizer,
     *,
     zero: int,
+    staged: Collection[int] = (),
 ) -> PlacedState:
     """Return the training state on one device.
 
@@ -46,6 +47,7 @@ def place_state(
         sizes: axis sizes of the mesh.
         optimizer: the optimizer with this layout, on any mesh.
         zero: what the fsdp axis divides: optimizer state, gradients, parameters.
+        staged: numbers of the leaves that hold blocks of pipeline stages.
     """
     leaves = layout.step_leaves
     trained = [n for n, step in enumerate(leaves) if step.leaf.role == "param"]
@@ -55,8 +57,9 @@ def place_state(
         without = _shards(placement, sizes, "fsdp")
         whole = 1 / without
         least = 1 / placement.shards(sizes)
-        at_rest = least if zero == 3 else 1 / _shards(placement, sizes, "fsdp", "pipe")
-        at_rest = 1 / without if zero < 3 and "pipe" in placement.axes() else at_rest
+        # Below zero 3, parameters outside of stages are whole on all of them.
+        kept = ("fsdp",) if number in staged else ("fsdp", "pipe")
+        at_rest = least if zero == 3 else 1 / _shards(placement, sizes, *kept)
         gradient = whole if zero == 1 else least
         shares[number] = LeafShares(whole, at_rest, gradient)
         parameters += round(step.leaf.nbytes * at_rest)

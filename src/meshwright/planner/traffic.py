@@ -70,7 +70,8 @@ def weight_traffic(
             if plan.sharding.zero < 3:
                 yield Sent("fsdp", "all-gather", whole)
         if data > 1:
-            yield Sent("data", "all-reduce", whole / (fsdp if divided else 1), reductions)
+            # Only one fsdp shard of each gradient goes over the slower axis.
+            yield Sent("data", "all-reduce", whole / fsdp, reductions)
 
 
 def tensor_traffic(events: Iterable[Event], plan: Plan, rows: float) -> Iterator[Sent]:

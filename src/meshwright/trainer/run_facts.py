@@ -20,6 +20,7 @@ from meshwright.sharding.explain import explain
 from meshwright.step.assemble import Assembled
 from meshwright.trainer.compiled_step import CompiledStep
 from meshwright.trainer.meter import Work
+from meshwright.trees import tokens_per_sample
 from meshwright.versions import package_versions
 
 FORMAT = 1
@@ -130,17 +131,3 @@ def work_per_update(assembled: Assembled, batch: Any) -> Work:
         flops=count_flops(assembled.traced) * plan.batch.gradient_accumulation_steps,
         peak_flops=peak_flops(list(assembled.mesh.devices.flat), plan.precision),
     )
-
-
-def tokens_per_sample(batch: Any) -> int | None:
-    """Return the tokens per sample of a language-modeling batch; None for other batches."""
-    if not isinstance(batch, Mapping):
-        return None
-    # `tokens` holds one token more than the model reads: the last target.
-    for name, beyond in (("tokens", 1), ("inputs", 0)):
-        array = batch.get(name)
-        # Anything else under this name, such as a tree, has no tokens to count.
-        shape, dtype = getattr(array, "shape", ()), getattr(array, "dtype", None)
-        if len(shape) == 2 and np.issubdtype(dtype, np.integer):
-            return int(shape[1]) - beyond
-    return None
