@@ -22,6 +22,7 @@ IMPORTS_BY_NAME = {
     "lazy.py",
     "models/__init__.py",
     "tasks/__init__.py",
+    "drill/worker.py",  # this package
     "processes/__init__.py",  # a fixed name
     "tracking/mlflow.py",
     "tracking/tensorboard.py",

@@ -72,6 +72,6 @@ def tokens_per_sample(batch: Any) -> int | None:
         array = batch.get(name)
         # Anything else under this name, such as a tree, has no tokens to count.
         shape, dtype = getattr(array, "shape", ()), getattr(array, "dtype", None)
-        if len(shape) == 2 and jnp.issubdtype(dtype, jnp.integer):
+        if len(shape) == 2 and dtype is not None and jnp.issubdtype(dtype, jnp.integer):
             return int(shape[1]) - beyond
     return None

@@ -161,6 +161,7 @@ def test_a_fault_that_is_not_survived_fails_the_drill(tmp_path, capfd, monkeypat
     monkeypatch.setattr(run_drill, "_train_undisturbed", undisturbed)
     monkeypatch.setitem(FAULTS, "own", Fault("own", "something", "nothing", play))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "400")
     assert main(["drill", "--only=own"]) == 1
     out = capfd.readouterr().out
     assert "failed" in out

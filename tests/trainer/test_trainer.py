@@ -221,7 +221,7 @@ def test_a_loss_that_is_not_finite_is_told_with_its_update(assembled):
     "pipeline", ["zb_h1", {"schedule": "zb_h1"}, mw.PipelineConfig(schedule="zb_h1")]
 )
 def test_a_schedule_may_be_a_name_a_dict_or_a_config(pipeline):
-    plan = trainer(mesh="pipe=2,fsdp=4", pipeline=pipeline)._plan(32)
+    plan = trainer(mesh="pipe=2,fsdp=4", pipeline=pipeline)._plan(Net, next(batches(1, 32)))
     assert (plan.schedule, plan.num_microbatches) == ("zb_h1", 8)
 
 
@@ -240,7 +240,7 @@ def test_what_is_no_pipeline_is_refused_at_once(pipeline, said):
 
 def test_a_mesh_for_more_devices_names_the_way_to_simulate_them():
     with pytest.raises(UserError, match=r"mw.simulate_devices\(16\) before JAX starts"):
-        trainer(mesh="fsdp=16")._plan(32)
+        trainer(mesh="fsdp=16")._plan(Net, next(batches(1, 32)))
 
 
 def test_progress_is_shown_on_request_and_warnings_always(assembled, capfd):

@@ -136,7 +136,7 @@ def _picture(report: Report, folder: str | None) -> RenderableType:
         for row in report.rows
     ]
     table = Columns(("fault", "verdict", "seconds", "what happened"), rows, right=("seconds",))
-    where = [] if folder is None else [Text(f"logs and run folders: {folder}", no_wrap=True)]
+    where = [] if folder is None else [Text(f"logs and run folders: {folder}", overflow="fold")]
     return Group(table, Text(_summary(report)), *where)
 
 

@@ -539,7 +539,7 @@ class Trainer:
         names = [each.name for each in fields(PlanSettings)]
         settings = PlanSettings(**{name: getattr(self, name) for name in names})
         num_samples = form_of(batch).num_samples
-        if self.mesh != "auto":
+        if not (isinstance(self.mesh, str) and self.mesh == "auto"):
             return settings.plan(num_samples)
         known = self._memory.plans
         if num_samples not in known:

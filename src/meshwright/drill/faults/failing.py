@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import module_from_spec
 from pathlib import Path
-from typing import Any
 
 from meshwright.drill.fault import Fault, Missed
 from meshwright.drill.hooks import Hooks
@@ -19,11 +20,12 @@ _CRASH_CODE = 9
 def _raise(hooks: Hooks) -> None:
     # Code outside the package, as the user's is.
     file = Path(hooks.told.notes) / "raises.py"
-    namespace: dict[str, Any] = {}
     if hooks.is_last:
         file.write_text(f"def act():\n    raise RuntimeError({_TEXT!r})\n", encoding="utf-8")
-        exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), namespace)
-        hooks.at_update(namespace["act"])
+        loader = SourceFileLoader(file.stem, str(file))
+        module = module_from_spec(ModuleSpec(file.stem, loader, origin=str(file)))
+        loader.exec_module(module)
+        hooks.at_update(module.act)
 
 
 def _crash(hooks: Hooks) -> None:
