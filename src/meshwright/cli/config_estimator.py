@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwright.activity import activity
 from meshwright.config.schema import Config
+from meshwright.plan import precision
 from meshwright.planner.estimator import Estimator, ProgramEstimator
 from meshwright.recipe import make_recipe
 
@@ -13,5 +14,10 @@ def config_estimator(config: Config, global_batch_size: int) -> Estimator:
     recipe = make_recipe(config, global_batch_size)
     with activity("tracing the model"):
         return ProgramEstimator(
-            recipe.model, recipe.loss, recipe.optimizer, recipe.example_batch(1)
+            recipe.model,
+            recipe.loss,
+            recipe.optimizer,
+            recipe.example_batch(1),
+            guarded=recipe.guarded,
+            precision=precision(config),
         )

@@ -103,6 +103,8 @@ class ProgramEstimator:
         batch: a batch of any size, as arrays or shapes.
         trainable: NNX filter of what is trained.
         guarded: whether updates that are not finite change nothing.
+        precision: the compute format of most plans that will be asked for, in which the model is
+            traced to describe it.
     """
 
     def __init__(
@@ -114,8 +116,10 @@ class ProgramEstimator:
         *,
         trainable: Filter = nnx.Param,
         guarded: bool = True,
+        precision: Precision = "no",
     ) -> None:
         self._guarded = guarded
+        self._precision: Precision = precision
         self._loss, self._optimizer = loss, optimizer
         self._leaves = describe_model(model, trainable)
         self._samples = resize_batch(batch, SAMPLES)
@@ -148,10 +152,8 @@ class ProgramEstimator:
 
     @cached_property
     def _num_blocks(self) -> int:
-        traced = self._program("no", "unroll").traced
         try:
-            rolled = roll_program(traced, evenly_joined=True)
-            return cut_blocks(rolled.traced, rolled.remarks).num_blocks
+            return self._cut(self._precision).num_blocks
         except UserError:
             return 0
 
@@ -162,7 +164,7 @@ class ProgramEstimator:
 
     @cached_property
     def _tensor_sizes(self) -> frozenset[int]:
-        classes = dim_classes(self._program("no", "scan").traced)
+        classes = dim_classes(self._program(self._precision, "scan").traced)
         return frozenset(size for size in _TENSOR_SIZES if _divides(classes, size))
 
     @property
