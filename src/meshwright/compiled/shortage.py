@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,9 +108,14 @@ def explain_shortage(
     return OutOfMemory(what, why="\n".join([*lines, f"JAX says: {shortage.text}"]), fix=fix)
 
 
-@contextmanager
-def telling_shortage(doing: str, *, fix: str = "") -> Generator[None]:
+def telling_shortage(doing: str, *, fix: str = "") -> AbstractContextManager[None]:
     """Turn JAX's exception about memory into one message."""
+    return explaining_shortage(lambda shortage: tell_shortage(shortage, doing, fix))
+
+
+@contextmanager
+def explaining_shortage(explain: Callable[[Shortage], OutOfMemory]) -> Generator[None]:
+    """Turn JAX's exception about memory into the error that ``explain`` returns."""
     try:
         yield
     except MeshwrightError:
@@ -119,7 +124,7 @@ def telling_shortage(doing: str, *, fix: str = "") -> Generator[None]:
         shortage = find_shortage(error)
         if shortage is None:
             raise
-        raise tell_shortage(shortage, doing, fix) from error
+        raise explain(shortage) from error
 
 
 def tell_shortage(shortage: Shortage, doing: str, fix: str = "") -> OutOfMemory:

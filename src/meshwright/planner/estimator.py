@@ -139,10 +139,6 @@ class ProgramEstimator:
     @property
     def num_parameters(self) -> int:
         """The number of the model's parameters."""
-        return self._num_parameters
-
-    @cached_property
-    def _num_parameters(self) -> int:
         return sum(math.prod(leaf.shape) for leaf in self._leaves.leaves if leaf.is_weight)
 
     @property
@@ -170,10 +166,6 @@ class ProgramEstimator:
     @property
     def tokens_per_sample(self) -> int:
         """Tokens of one sample; 1 for data other than tokens."""
-        return self._tokens_per_sample
-
-    @cached_property
-    def _tokens_per_sample(self) -> int:
         return tokens_per_sample(self._samples) or 1
 
     def estimate(self, plan: Plan, hardware: Hardware) -> Estimate:

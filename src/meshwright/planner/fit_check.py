@@ -16,6 +16,10 @@ from meshwright.sharding.decide import decide
 from meshwright.step.assemble import Assembled
 from meshwright.units import human_bytes
 
+PREDICTED_FROM = 0.25
+"""The part of a device's memory from which the exact bytes of a step make a prediction worth its
+seconds: the model is traced for it once more, while every run waits to start."""
+
 MOST_DEVICES = 4096
 """Searches for a number of devices that is enough end here."""
 
@@ -43,7 +47,8 @@ def check_memory(
     Args:
         assembled: the step.
         make_estimator: returns what predicts the rest; None without predictions. It is not asked
-            on CPUs, whose devices share the memory of the host with everything else.
+            on CPUs, whose devices share the memory of the host with everything else, nor where
+            state, gradients and batch are small (`PREDICTED_FROM`).
         capacity: the memory of a device; what this process finds by default.
 
     Returns:
@@ -56,7 +61,10 @@ def check_memory(
     if least.total > capacity.bytes:
         raise _too_large(assembled, least, capacity)
     on_cpu = assembled.mesh.devices.flat[0].platform == "cpu"
-    return [] if make_estimator is None or on_cpu else _warn(assembled, capacity, make_estimator)
+    small = least.total < PREDICTED_FROM * capacity.bytes
+    if make_estimator is None or on_cpu or small:
+        return []
+    return _warn(assembled, capacity, make_estimator)
 
 
 def _too_large(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> OutOfMemory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -134,13 +135,6 @@ def _loss_parts(regions: Any, classes: DimClasses) -> tuple[dict[int, int], floa
             if len(dim) == 1 and dim[0].size == shape[-1]
         }
         limits |= dict.fromkeys(ids, most_rows(shape[-1]))
-        rows = max(rows, float(_size(shape[:-1])) / SAMPLES)
-        sums += 4 * _size(aval_of(region.kernel.match.kernel).shape)
+        rows = max(rows, math.prod(shape[:-1]) / SAMPLES)
+        sums += 4 * math.prod(aval_of(region.kernel.match.kernel).shape)
     return limits, rows, sums
-
-
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

@@ -66,11 +66,11 @@ def _works_of(kernels: Sequence[Kernel], sizes: DeviceSizes, times: int) -> Iter
     for kernel in kernels:
         operation = kernel.operation
         if kernel.bodies:
-            # Branches are alternatives; the longest decides, and loops have one body.
             if operation.name == "scan" and kernel.times > 1:
                 yield Work("loop", 0.0, 0.0, times * kernel.times)
-            for body in kernel.bodies[:1]:
-                yield from _works_of(body, sizes, times * kernel.times)
+            # Branches are alternatives, and a while loop's condition is small beside its body.
+            bodies = [list(_works_of(b, sizes, times * kernel.times)) for b in kernel.bodies]
+            yield from max(bodies, key=_amount)
             continue
         nbytes = _moved(kernel, sizes)
         if operation.name.startswith(OPAQUE):
@@ -101,6 +101,11 @@ def seconds_of(work: Work, chip: Chip, product_rate: float) -> float:
     if work.kind == "loop":
         return _ITERATION.get(chip.platform, 0.0)
     return _READ_ONCE * memory + launch
+
+
+def _amount(works: Sequence[Work]) -> float:
+    """Return how much some kernels do, to compare them."""
+    return sum(work.times * (work.flops + work.nbytes) for work in works)
 
 
 def _moved(kernel: Kernel, sizes: DeviceSizes) -> float:

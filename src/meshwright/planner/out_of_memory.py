@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,9 +13,9 @@ from meshwright.compiled.shortage import (
     Shortage,
     describe_devices,
     explain_shortage,
-    find_shortage,
+    explaining_shortage,
 )
-from meshwright.errors import MeshwrightError, OutOfMemory, UserError
+from meshwright.errors import OutOfMemory, UserError
 from meshwright.hardware import Hardware, detect
 from meshwright.planner.estimator import Estimator
 from meshwright.planner.least_memory import least_memory
@@ -61,10 +61,9 @@ class MemoryAdvice:
         self._assembled, self._make_estimator = assembled, make_estimator
         self._resumable = resumable
 
-    @contextmanager
     def during(
         self, doing: Callable[[], str], program: KnownProgram | None = None, *, trains: bool = True
-    ) -> Generator[None]:
+    ) -> AbstractContextManager[None]:
         """Turn JAX's exception about memory into a message with numbers and remedies.
 
         Args:
@@ -72,15 +71,9 @@ class MemoryAdvice:
             program: the compiled step, if it runs.
             trains: whether gradients are computed.
         """
-        try:
-            yield
-        except MeshwrightError:
-            raise
-        except Exception as error:
-            shortage = find_shortage(error)
-            if shortage is None:
-                raise
-            raise self._explain(shortage, doing(), program, trains=trains) from error
+        return explaining_shortage(
+            lambda shortage: self._explain(shortage, doing(), program, trains=trains)
+        )
 
     def _explain(
         self, shortage: Shortage, doing: str, program: KnownProgram | None, *, trains: bool
