@@ -33,9 +33,10 @@ COUNTS = (1, 2)
 
 def main() -> None:
     arguments = parse()
-    rows = [measure(name, arguments) for name in arguments.only.split(",")]
-    for row in rows:
-        print(summary(row))
+    rows: list[dict[str, Any]] = []
+    for name in arguments.only.split(","):
+        rows.append(measure(name, arguments))
+        print(summary(rows[-1]), flush=True)
     if arguments.pairs < 20:
         print("not recorded: fewer than 20 pairs")
         return
@@ -73,7 +74,10 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 groups[side, count] = stack.enter_context(group)
         for group in groups.values():
             group.take_turn()
-        rounds = [_round(groups, number) for number in range(arguments.pairs)]
+        rounds: list[dict[tuple[str, int], float]] = []
+        for number in range(arguments.pairs):
+            rounds.append(_round(groups, number))
+            print(f"{name}: round {number + 1} of {arguments.pairs}", end="\r", flush=True)
     return {"case": name, **figures(rounds)}
 
 

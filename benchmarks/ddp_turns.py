@@ -27,7 +27,7 @@ class Case:
     updates: int
 
 
-CASES = {"mlp": Case(batch=512, updates=20), "cnn": Case(batch=64, updates=10)}
+CASES = {"mlp": Case(batch=512, updates=6), "cnn": Case(batch=64, updates=6)}
 WIDTHS = (784, 1024, 1024, 10)
 IMAGE, CHANNELS = 32, (3, 32, 64, 64)
 """The images have as many rows as columns; each convolution halves them."""

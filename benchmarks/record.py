@@ -27,7 +27,7 @@ def write_record(name: str, figures: dict[str, Any], *, note: str = "") -> None:
         note: versions of other packages that matter, in words.
     """
     record = {
-        "command": " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
+        "command": " ".join(["python", f"benchmarks/{name}.py", *map(_without_path, sys.argv[1:])]),
         "hardware": hardware(),
         "versions": {
             "python": platform.python_version(),
@@ -75,6 +75,11 @@ def verdict(value: float, limit: float, *, at_most: bool = True) -> str:
     """Return "met" if a figure is within its limit, else "missed"."""
     within = value <= limit if at_most else value >= limit
     return "met" if within else "missed"
+
+
+def _without_path(argument: str) -> str:
+    """Return an argument; PATH for one that means something on this machine only."""
+    return "PATH" if Path(argument).is_absolute() else argument
 
 
 def _cpu_model() -> str:

@@ -68,7 +68,8 @@ def test_all_faults_are_survived(tmp_path):
     assert set(rows) == set(FAULTS)
     assert {verdict for verdict, _ in rows.values()} == {"passed"}, rows
     for name in ("sigkill", "sigkill-first", "sigstop", "gil"):
-        assert "restarted from update 4, losses and state bit-equal" in rows[name][1]
+        pattern = r"restarted from update [46], losses and state bit-equal"
+        assert re.search(pattern, rows[name][1]), rows[name]
     for name in ("sigkill-launcher", "preempt", "ctrl-c-twice", "exception", "nan-batch"):
         assert "losses and state bit-equal" in rows[name][1]
     assert not list((tmp_path / "tmp").iterdir())

@@ -73,7 +73,7 @@ def test_a_slow_worker_is_named_with_its_ratio_and_goes_on(tmp_path, what, own, 
     words = ("data.prefetch=1",) if own else ()
     done = launch(tmp_path, own=own, fault=fault, words=words, steps=40).finish()
     assert done.code == 0, done.err
-    pattern = r"launch: process (\d) is slow: (.*) takes .* ms per update, (\S+) times"
+    pattern = r"launch: process (\d) is slow: (.*) takes .* ms per update, (?:over )?(\S+) times"
     named = re.findall(pattern, done.err)
     assert {(rank, kind) for rank, kind, _ in named} == {("1", what)}, done.err
     assert float(named[0][2]) > 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,12 +72,23 @@ def reading_error(folder: Path, update: int, error: Exception, what: str = "") -
     """
     if isinstance(error, UserError):
         return error
-    problem = ": ".join(filter(None, (what, first_line(error)[:_LONGEST_REASON])))
+    problem = _unreadable_file(folder / str(update), str(error)) or ": ".join(
+        filter(None, (what, first_line(error)[:_LONGEST_REASON]))
+    )
     if isinstance(error, MemoryError | PermissionError) or any(
         code in str(error) for code in _NOT_DAMAGE
     ):
         return UserError(f"the checkpoint {folder / str(update)} cannot be read", why=problem)
     return DamagedCheckpoint(folder, Damage(update, problem))
+
+
+def _unreadable_file(checkpoint: Path, text: str) -> str:
+    """Return the file that an exception of TensorStore names last, and why; empty without one."""
+    named = re.findall(rf'"{re.escape(str(checkpoint))}/([^"]*[^"/])"', text)
+    if not named:
+        return ""
+    why = text.rpartition(f'{named[-1]}"')[2].lstrip(": ").partition(" [")[0]
+    return f"{named[-1]} cannot be read: {why.splitlines()[0][:_LONGEST_REASON]}" if why else ""
 
 
 def set_aside(folder: Path, update: int) -> Path:

@@ -101,10 +101,10 @@ class CheckpointReader:
         """Read the shape of every array of a checkpoint, by group and path."""
 
         def read() -> dict[str, dict[str, tuple[int, ...]]]:
-            with self._checkpointer(ocp.StandardCheckpointHandler) as reader:
-                arrays: Any = reader.metadata(self.folder / str(update) / STATE)
-            tree: Any = getattr(arrays, "item_metadata", arrays)
-            tree = getattr(tree, "tree", tree)
+            # A checkpointer would return nothing, without saying why.
+            handler: Any = ocp.StandardCheckpointHandler(multiprocessing_options=self._alone)
+            arrays = handler.metadata(self.folder / str(update) / STATE)
+            tree = getattr(arrays, "tree", arrays)
             return {
                 group: {path: tuple(array.shape) for path, array in by_path.items()}
                 for group, by_path in tree.items()
