@@ -1,6 +1,7 @@
 """Damaged checkpoints: found by every command, named, set aside, and never used again."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -170,6 +171,18 @@ def test_a_file_of_the_checkpoint_is_damaged(run, name, how):
     }
     with pytest.raises(DamagedCheckpoint):
         reader.metadata(4), reader.shapes(4), reader.restore(4, structs)
+
+
+def test_a_truncated_shard_is_named(run, capfd):
+    files = list((run / "checkpoints/4/state/ocdbt.process_0/d").iterdir())
+    for file in files:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert main(["check", str(run), "--json"]) == 1
+    problem = json.loads(capfd.readouterr().out)["checkpoints"][1]["problem"]
+    # Either a file, or an array that is in it.
+    named = r"(state/ocdbt.process_0/d/\w+|(params|optimizer)\.\S+)"
+    assert re.match(f"{named} cannot be read: ", problem), problem
+    assert "is not valid for value of size" in problem
 
 
 def test_metadata_that_changed_is_not_believed(run):

@@ -72,7 +72,7 @@ def reading_error(folder: Path, update: int, error: Exception, what: str = "") -
     """
     if isinstance(error, UserError):
         return error
-    problem = _unreadable_file(folder / str(update), str(error)) or ": ".join(
+    problem = _unreadable(folder / str(update), str(error)) or ": ".join(
         filter(None, (what, first_line(error)[:_LONGEST_REASON]))
     )
     if isinstance(error, MemoryError | PermissionError) or any(
@@ -82,13 +82,14 @@ def reading_error(folder: Path, update: int, error: Exception, what: str = "") -
     return DamagedCheckpoint(folder, Damage(update, problem))
 
 
-def _unreadable_file(checkpoint: Path, text: str) -> str:
-    """Return the file that an exception of TensorStore names last, and why; empty without one."""
-    named = re.findall(rf'"{re.escape(str(checkpoint))}/([^"]*[^"/])"', text)
-    if not named:
+def _unreadable(checkpoint: Path, text: str) -> str:
+    """Return the file or array that an exception of TensorStore names last, and why; or nothing."""
+    files = re.findall(rf'"{re.escape(str(checkpoint))}/([^"]*[^"/])"', text)
+    arrays = re.findall(r'Error reading "([^"]+)/[^"/]*" in OCDBT', text)
+    why = re.split(r" \[(?:tensorstore_spec|source)", text)[0].rpartition('": ')[2]
+    if not why or not (named := files or arrays):
         return ""
-    why = text.rpartition(f'{named[-1]}"')[2].lstrip(": ").partition(" [")[0]
-    return f"{named[-1]} cannot be read: {why.splitlines()[0][:_LONGEST_REASON]}" if why else ""
+    return f"{named[-1]} cannot be read: {why.splitlines()[0][:_LONGEST_REASON]}"
 
 
 def set_aside(folder: Path, update: int) -> Path:
