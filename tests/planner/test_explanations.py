@@ -12,7 +12,7 @@ from meshwright.planner.scaling import device_counts, scaling_curve
 from meshwright.planner.search import search
 from meshwright.planner.smallest import smallest_cluster
 from meshwright.planner.what_if import what_ifs
-from meshwright.planner.why_this_plan import alone, explain_decision
+from meshwright.planner.why_this_plan import explain_decision
 from meshwright.planner.words import compare_plans, time_parts
 
 pytestmark = pytest.mark.usefixtures("command_line")
