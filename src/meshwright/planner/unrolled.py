@@ -60,7 +60,7 @@ class _Unrolling:
         return self._rows.get(id(array)) or [self._values.get(id(array), array)]
 
     def _keeps_rows(self, operation: Operation) -> bool:
-        """Whether an operation hands on rows that loops have written, so that it can be left out."""
+        """Whether an operation only hands on rows that loops have written."""
         pairs = list(zip(operation.reads, operation.writes, strict=False))
         if operation.name not in _ROWWISE or not any(id(old) in self._rows for old, _ in pairs):
             return False
