@@ -57,6 +57,7 @@ class ClosedForm:
             activations=int(saved / plan.size("tensor")),
             working=int(6 * micro_tokens * self.vocabulary / plan.size("tensor")),
             reserved=10**9,
+            all_gradients=int(4 * own) if once else 4 * shard,
         )
 
     def _time(self, plan: Plan, hardware: Hardware) -> TimeEstimate:

@@ -6,13 +6,13 @@ import pytest
 from closed_form import GPT2_MEDIUM, GPT3, ClosedForm
 
 from meshwright.hardware import parse_hardware
-from meshwright.planner.anti_patterns import find_anti_patterns, forgotten_state, linear_scaling
+from meshwright.planner.anti_patterns import find_anti_patterns, linear_scaling
 from meshwright.planner.candidates import Pins, PlanTask
 from meshwright.planner.scaling import device_counts, scaling_curve
 from meshwright.planner.search import search
 from meshwright.planner.smallest import smallest_cluster
 from meshwright.planner.what_if import what_ifs
-from meshwright.planner.why_this_plan import alone, explain_decision
+from meshwright.planner.why_this_plan import explain_decision
 from meshwright.planner.words import compare_plans, time_parts
 
 pytestmark = pytest.mark.usefixtures("command_line")
@@ -96,11 +96,11 @@ def test_a_model_that_does_not_fit_is_not_replicated():
 
 
 def test_optimizer_state_is_not_forgotten():
-    copy = alone(GPT2_MEDIUM, task())
-    assert "Training takes 16.0: 4.0 for parameters, 4.0 for gradients and 8.0" in str(
-        forgotten_state(GPT2_MEDIUM, copy, 2)
-    )
-    assert forgotten_state(GPT2_MEDIUM, copy, 16) is None
+    refused = search(LARGE, task(mesh={"data": 8})).rejected[0].estimate
+    assert refused.memory.parameters < 0.9 * refused.capacity < refused.memory.least
+    text = mistakes(LARGE, refused)["forgetting optimizer state"]
+    assert f"{refused.memory.optimizer / 1e9:.1f} GB for the optimizer" in text
+    assert "forgetting optimizer state" not in mistakes(GPT2_MEDIUM, best(GPT2_MEDIUM))
 
 
 def test_the_curve_has_the_best_plan_of_each_number_of_devices():

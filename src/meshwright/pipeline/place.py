@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
@@ -34,26 +34,29 @@ def decide_stages(
     """Decide the placement of every leaf: blocks on their stages, others divided over all."""
     staged = [stack.number for stack in cut.stacks]
     decision = decide(cut.traced, sizes, sharding, staged=staged, search=search)
-    division = divide_blocks(cut.num_blocks, sizes[PIPE], num_chunks)
-    reason = OnEachStage(division.most * num_chunks, division.even)
-    numbers = {stack.number for stack in cut.stacks}
-
-    def divide(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-        return tuple(
-            _on_pipe(placement, reason) if number in numbers else placement
-            for number, placement in enumerate(placements)
-        )
-
-    at_rest = divide(decision.at_rest)
+    at_rest = place_on_stages(cut, decision.at_rest, sizes[PIPE], num_chunks)
     return replace(
         decision,
         at_rest=at_rest,
-        optimizer=divide(decision.optimizer),
-        gradients=divide(decision.gradients),
+        optimizer=place_on_stages(cut, decision.optimizer, sizes[PIPE], num_chunks),
+        gradients=place_on_stages(cut, decision.gradients, sizes[PIPE], num_chunks),
         gathers={
             number: GatherSpecs(at_rest[number].without("fsdp"), at_rest[number].spec)
             for number in decision.gathers
         },
+    )
+
+
+def place_on_stages(
+    cut: BlockCut, placements: Sequence[Placement], num_stages: int, num_chunks: int
+) -> tuple[Placement, ...]:
+    """Return placements with the rows of blocks divided over the stages."""
+    division = divide_blocks(cut.num_blocks, num_stages, num_chunks)
+    reason = OnEachStage(division.most * num_chunks, division.even)
+    numbers = {stack.number for stack in cut.stacks}
+    return tuple(
+        _on_pipe(placement, reason) if number in numbers else placement
+        for number, placement in enumerate(placements)
     )
 
 

@@ -50,6 +50,7 @@ def find_anti_patterns(
     """
     found = (
         _replicated(estimate, share),
+        _forgotten_state(estimate, share),
         _slow_fsdp(estimate),
         _tensor_across(estimate),
         _tensor_for_nothing(estimate, better),
@@ -68,6 +69,19 @@ def _replicated(estimate: Estimate, share: float) -> AntiPattern | None:
         f"each device needs {human_gigabytes(estimate.memory.total)} and has "
         f"{human_gigabytes(estimate.capacity)}; more devices do not change that. Shard it: "
         f"{Setting('mesh.fsdp', estimate.plan.num_devices)}",
+    )
+
+
+def _forgotten_state(estimate: Estimate, share: float) -> AntiPattern | None:
+    """Return what is forgotten if only weights are counted, and only they fit."""
+    memory, room = estimate.memory, share * estimate.capacity
+    if estimate.fits(share) or memory.parameters > room or memory.least <= room:
+        return None
+    return AntiPattern(
+        "forgetting optimizer state",
+        f"the parameters alone would fit, with {human_gigabytes(memory.parameters)} per device; "
+        f"training also needs {human_gigabytes(memory.all_gradients)} of gradients and "
+        f"{human_gigabytes(memory.optimizer)} for the optimizer, before any activations",
     )
 
 
@@ -141,28 +155,6 @@ def _over_sharded(estimator: Estimator, estimate: Estimate) -> AntiPattern | Non
         f"{parts} devices share {estimator.num_parameters:,} parameters, {own:,} each, and wait "
         f"{time.exposed / time.step:.0%} of the time for each other. Use fewer devices for a copy, "
         f"such as {Setting('mesh.data', plan.num_devices)}",
-    )
-
-
-def forgotten_state(
-    estimator: Estimator, copy: Estimate, bytes_per_parameter: float
-) -> AntiPattern | None:
-    """Return what an estimate of so many bytes per parameter forgets; None if it is enough.
-
-    Args:
-        estimator: estimates plans for the model.
-        copy: a whole copy of the model on one device.
-        bytes_per_parameter: the user's own estimate.
-    """
-    memory, count = copy.memory, max(1, estimator.num_parameters)
-    real = (memory.parameters + memory.optimizer + memory.gradients) / count
-    if bytes_per_parameter >= 0.95 * real:
-        return None
-    return AntiPattern(
-        "forgetting optimizer state",
-        f"{bytes_per_parameter:g} bytes per parameter are too few. Training takes {real:.1f}: "
-        f"{memory.parameters / count:.1f} for parameters, {memory.gradients / count:.1f} for "
-        f"gradients and {memory.optimizer / count:.1f} for the optimizer, before any activations",
     )
 
 

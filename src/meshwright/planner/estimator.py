@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -19,13 +20,15 @@ from meshwright.errors import UserError
 from meshwright.hardware import Chip, Hardware
 from meshwright.mesh.build import build_mesh
 from meshwright.pipeline.divide.cut import BlockCut, cut_blocks, ordered_by_stage
-from meshwright.pipeline.place import decide_stages
+from meshwright.pipeline.place import place_on_stages
 from meshwright.plan import Plan
 from meshwright.planner.estimate import Estimate, MemoryEstimate, TimeEstimate
 from meshwright.planner.gradient_program import (
     SAMPLES,
     GradientProgram,
+    TracedGradients,
     Variant,
+    schedule_gradients,
     trace_gradients,
 )
 from meshwright.planner.in_memory import Peak, Use, peak_of
@@ -127,6 +130,7 @@ class ProgramEstimator:
         self._programs: dict[Any, StepProgram] = {}
         self._classes: dict[Any, DimClasses] = {}
         self._tensor: dict[Any, TensorChoice] = {}
+        self._traced: dict[Any, TracedGradients] = {}
         self._gradients: dict[Any, GradientProgram] = {}
         self._states: dict[Any, PlacedState] = {}
         self._peaks: dict[Any, Peak] = {}
@@ -306,6 +310,9 @@ class ProgramEstimator:
 
     def _sizes(self, plan: Plan, program: GradientProgram, hardware: Hardware) -> DeviceSizes:
         rows = plan.batch.micro_batch_size / SAMPLES
+        # The leaves are those of the program that was traced.
+        sharding = plan.sharding.model_copy(update={"blocks": self._traced_blocks(plan)})
+        plan = plan.model_copy(update={"sharding": sharding})
         tensor = self._tensor_choice(plan)
         parts: dict[int, int] = {}
         for leaf in program.classes.leaves:
@@ -334,13 +341,43 @@ class ProgramEstimator:
         )
 
     def _gradient_program(self, plan: Plan, hardware: Hardware) -> GradientProgram:
-        variant = self._variant(plan, hardware)
-        blocks = _blocks(plan)
+        variant, blocks = self._variant(plan, hardware), _blocks(plan)
         key = (variant, plan.precision, blocks)
         if key not in self._gradients:
-            traced = self._program(plan.precision, blocks).traced
-            self._gradients[key] = trace_gradients(traced, self._mesh, variant)
+            as_loop = self._traced_blocks(plan)
+            traced = self._traced_gradients(plan.precision, as_loop, variant)
+            self._gradients[key] = schedule_gradients(
+                traced, variant.platform, unrolled=blocks != as_loop
+            )
         return self._gradients[key]
+
+    def _traced_gradients(
+        self, precision: Precision, blocks: str, variant: Variant
+    ) -> TracedGradients:
+        key = (variant, precision, blocks)
+        if key not in self._traced:
+            traced = self._program(precision, blocks).traced
+            self._traced[key] = trace_gradients(traced, self._mesh, variant)
+        return self._traced[key]
+
+    def _traced_blocks(self, plan: Plan) -> str:
+        """Return how blocks run in the program that is traced for a plan.
+
+        Blocks that run one by one follow from a loop over them, which is traced faster, unless
+        an iteration has several blocks and computes all of them again.
+        """
+        blocks = _blocks(plan)
+        if blocks == "unroll" and self.num_blocks:
+            alone = plan.sharding.remat == "none" or self._one_block_at_a_time
+            return "scan" if alone else blocks
+        return blocks
+
+    @cached_property
+    def _one_block_at_a_time(self) -> bool:
+        """Whether an iteration of the loop over blocks runs one block."""
+        layout = self._program(self._precision, "scan").traced.layout
+        first = [layout.leaves[s.sources[0]].path for s in layout.step_leaves if s.stacked]
+        return len({re.sub(r"\b\d+\b", "*", path) for path in first}) == len(first)
 
     def _program(self, precision: Precision, blocks: Any) -> StepProgram:
         key = (precision, blocks)
@@ -407,14 +444,27 @@ class ProgramEstimator:
                 divided = place_leaves(program.traced, classes, tensor, sizes, plan.sharding)
                 staged: set[int] = set()
             else:
-                decided = decide_stages(program.cut, sizes, plan.sharding, plan.num_chunks)
-                divided = decided.optimizer
                 staged = {stack.number for stack in program.cut.stacks}
+                divided = self._place_stages(program.cut, plan, sizes, staged)
             optimizer, zero = self._flat_optimizer(layout, divided, sizes), plan.sharding.zero
             self._states[key] = place_state(
                 layout, divided, sizes, optimizer, zero=zero, staged=staged
             )
         return self._states[key]
+
+    def _place_stages(
+        self, cut: BlockCut, plan: Plan, sizes: Mapping[str, int], staged: Collection[int]
+    ) -> tuple[Placement, ...]:
+        """Return the placements of a program in stages; its dims do not depend on their number."""
+        key = (plan.precision, "stages")
+        if key not in self._classes:
+            self._classes[key] = dim_classes(self._cut(plan.precision).traced)
+        classes, tensor = self._classes[key], (*key, plan.size("tensor"))
+        if tensor not in self._tensor:
+            self._tensor[tensor] = choose_tensor_dims(classes, plan.size("tensor"))
+        chosen = self._tensor[tensor]
+        divided = place_leaves(cut.traced, classes, chosen, sizes, plan.sharding, staged)
+        return place_on_stages(cut, divided, plan.size("pipe"), plan.num_chunks)
 
     def _flat_optimizer(
         self, layout: Layout, divided: Sequence[Placement], sizes: Mapping[str, int]

@@ -11,10 +11,11 @@ import jax
 from jax.sharding import Mesh
 
 from meshwright.config.schema import KernelChoice, ShardingConfig
-from meshwright.planner.array_operations import list_operations
+from meshwright.planner.array_operations import Operations, list_operations
 from meshwright.planner.in_memory import Lifetime, find_lifetimes
 from meshwright.planner.kernel_schedule import Kernel, schedule
 from meshwright.planner.stage_parts import BlockParts, find_blocks
+from meshwright.planner.unrolled import unroll
 from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import aval_of
@@ -49,8 +50,30 @@ class Variant(NamedTuple):
 
 
 @dataclass(frozen=True)
+class TracedGradients:
+    """A loss and its gradients for a few samples, as operations.
+
+    Attributes:
+        operations: what is computed, with loops over repeated blocks if they are rolled.
+        classes: the dims of its arrays.
+        trained: the number of the step leaf whose gradient each of the first results is.
+        row_limit: by class of the logits' last dim, rows of a part at most, where the loss is
+            computed in parts.
+        token_rows: rows of the logits for one sample.
+        part_sums: bytes of the gradient of the last projection, which parts add up to.
+    """
+
+    operations: Operations
+    classes: DimClasses
+    trained: Sequence[int]
+    row_limit: Mapping[int, int]
+    token_rows: float
+    part_sums: int
+
+
+@dataclass(frozen=True)
 class GradientProgram:
-    """A loss and its gradients for a few samples.
+    """A loss and its gradients for a few samples, as kernels.
 
     Attributes:
         kernels: what runs, in order.
@@ -58,10 +81,9 @@ class GradientProgram:
         classes: the dims of its arrays.
         blocks: its loop over repeated blocks; None if they are not rolled.
         gradients: by array, the number of the step leaf whose gradient it is.
-        row_limit: by class of the logits' last dim, rows of a part at most, where the loss is
-            computed in parts.
-        token_rows: rows of the logits for one sample.
-        part_sums: bytes of the gradient of the last projection, which parts add up to.
+        row_limit: as in `TracedGradients`.
+        token_rows: the same.
+        part_sums: the same.
     """
 
     kernels: list[Kernel]
@@ -74,8 +96,8 @@ class GradientProgram:
     part_sums: int = 0
 
 
-def trace_gradients(traced: TracedLoss, mesh: Mesh, variant: Variant) -> GradientProgram:
-    """Trace the gradients of a loss and schedule them.
+def trace_gradients(traced: TracedLoss, mesh: Mesh, variant: Variant) -> TracedGradients:
+    """Trace the gradients of a loss.
 
     Args:
         traced: the loss of `SAMPLES` samples.
@@ -110,13 +132,40 @@ def trace_gradients(traced: TracedLoss, mesh: Mesh, variant: Variant) -> Gradien
     classes = find_dim_classes(closed, labels)
     weights = frozenset(n for n, step in enumerate(leaves) if step.leaf.is_weight)
     operations = list_operations(classes.root, weights)
-    found = zip(trained, operations.outputs, strict=False)
-    owners = {id(array): number for number, array in found if array is not None}
     limits, rows, sums = _loss_parts(decision.kernels.regions.values(), classes)
-    kernels = schedule(operations, variant.platform)
-    blocks = find_blocks(kernels)
+    return TracedGradients(operations, classes, trained, limits, rows, sums)
+
+
+def schedule_gradients(
+    traced: TracedGradients, platform: str, *, unrolled: bool
+) -> GradientProgram:
+    """Return the kernels of traced gradients.
+
+    Args:
+        traced: the gradients.
+        platform: the platform they will run on.
+        unrolled: whether blocks run one by one, not in the loops of the traced program.
+    """
+    operations = traced.operations
+    outputs = [[] if array is None else [array] for array in operations.outputs]
+    if unrolled:
+        made = unroll(operations)
+        operations, outputs = made.program, made.outputs
+    owners = {
+        id(array): number
+        for number, arrays in zip(traced.trained, outputs, strict=False)
+        for array in arrays
+    }
+    kernels = schedule(operations, platform)
     return GradientProgram(
-        kernels, find_lifetimes(kernels), classes, blocks, owners, limits, rows, sums
+        kernels,
+        find_lifetimes(kernels),
+        traced.classes,
+        find_blocks(kernels),
+        owners,
+        traced.row_limit,
+        traced.token_rows,
+        traced.part_sums,
     )
 
 
