@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from meshwright.planner.array_operations import Array, list_operations
-from meshwright.planner.in_memory import Lifetime, find_lifetimes, peak_of
+from meshwright.planner.in_memory import Lifetime, Timeline, find_lifetimes, peak_of
 from meshwright.planner.kernel_schedule import schedule
 from meshwright.planner.sizes import DeviceSizes
 from meshwright.program.dims import Atom, LeafLabel, find_dim_classes
@@ -26,16 +26,16 @@ def peak(function, *shapes, platform="gpu"):
     closed = jax.make_jaxpr(function)(*arguments)
     classes = find_dim_classes(closed, [LeafLabel("batch", "x") for _ in shapes])
     kernels = schedule(list_operations(classes.root), platform)
-    return peak_of(find_lifetimes(kernels), WHOLE).nbytes
+    return peak_of(Timeline(find_lifetimes(kernels)), WHOLE).nbytes
 
 
 def test_arrays_that_exist_together_are_added():
-    assert peak_of([life(100, 0, 2), life(50, 1, 3), life(70, 3, 4)], WHOLE).nbytes == 150
+    assert peak_of(Timeline([life(100, 0, 2), life(50, 1, 3), life(70, 3, 4)]), WHOLE).nbytes == 150
 
 
 def test_places_are_used_again():
     lives = [life(60, 0, 1), life(40, 1, 2), life(50, 2, 3)]
-    assert peak_of(lives, WHOLE).nbytes == 100
+    assert peak_of(Timeline(lives), WHOLE).nbytes == 100
 
 
 def test_elementwise_operations_store_nothing_but_their_result():

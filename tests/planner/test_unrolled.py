@@ -54,13 +54,13 @@ def traced_as(blocks, kind, precision):
 
 def needs(program):
     """Return the bytes at the peak, the operations, and the bytes that are moved."""
-    sizes = DeviceSizes(4.0, program.classes.batch, gradients=program.gradients)
+    sizes = DeviceSizes(4.0, program.classes.batch)
     works = list(works_of(program.kernels, sizes))
     assert not any(work.in_loop and work.kind == "product" for work in works)
     flops, moved = (
         sum(work.times * getattr(work, name) for work in works) for name in ("flops", "nbytes")
     )
-    return peak_of(program.lifetimes, sizes).nbytes, flops, moved
+    return peak_of(program.timeline, sizes).nbytes, flops, moved
 
 
 @pytest.mark.parametrize(

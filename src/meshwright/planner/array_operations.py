@@ -42,6 +42,7 @@ class Array:
         leaf: the number of the program's input that it is; None for other values.
         of_weights: whether it is computed from weights alone.
         of_row: whether it is one row of a stack, which a loop runs over.
+        gradient: the number of the input whose gradient it is; None for other values.
     """
 
     dims: tuple[tuple[Atom, ...], ...]
@@ -49,6 +50,7 @@ class Array:
     leaf: int | None = None
     of_weights: bool = False
     of_row: bool = False
+    gradient: int | None = None
 
     @cached_property
     def classes(self) -> frozenset[int]:

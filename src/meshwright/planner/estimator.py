@@ -272,7 +272,7 @@ class ProgramEstimator:
     def _stage_peak(self, plan: Plan, program: GradientProgram, sizes: DeviceSizes) -> Peak:
         """Return the peak of a pipeline stage."""
         stages, blocks = plan.size("pipe"), program.blocks
-        whole = peak_of(program.lifetimes, sizes)
+        whole = peak_of(program.timeline, sizes)
         if blocks is None:
             return whole
         slots = self._slots(plan)
@@ -304,7 +304,7 @@ class ProgramEstimator:
             self._peaks[key] = (
                 self._stage_peak(plan, program, sizes)
                 if plan.size("pipe") > 1
-                else _with_part_sums(peak_of(program.lifetimes, sizes), program, sizes)
+                else _with_part_sums(peak_of(program.timeline, sizes), program, sizes)
             )
         return self._peaks[key]
 
@@ -325,7 +325,6 @@ class ProgramEstimator:
             program.classes.batch,
             parts,
             self._state(plan).shares,
-            program.gradients,
             transposes=hardware.chip.platform == "cpu",
             row_limit=limits,
         )
@@ -473,7 +472,7 @@ class ProgramEstimator:
         if id(layout) not in self._flat_optimizers:
             own = [divided[n] for n, s in enumerate(layout.step_leaves) if s.leaf.role == "param"]
             # Whether stacks are treated like their blocks does not depend on the order of blocks.
-            stacks = sorted((s.leaf.path, s.leaf.shape) for s in layout.step_leaves if s.stacked)
+            stacks = sorted((s.leaf.path, s.sources) for s in layout.step_leaves if s.stacked)
             alike = next((known for paths, known in self._alike if paths == stacks), None)
             flat = FlatOptimizer(self._optimizer, layout, own, sizes, stacks_alike=alike)
             if stacks and alike is None:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from meshwright.config.schema import KernelChoice, ShardingConfig
 from meshwright.planner.array_operations import Operations, list_operations
-from meshwright.planner.in_memory import Lifetime, find_lifetimes
+from meshwright.planner.in_memory import Timeline, find_lifetimes
 from meshwright.planner.kernel_schedule import Kernel, schedule
 from meshwright.planner.stage_parts import BlockParts, find_blocks
 from meshwright.planner.unrolled import unroll
@@ -77,20 +77,18 @@ class GradientProgram:
 
     Attributes:
         kernels: what runs, in order.
-        lifetimes: how long its arrays are in memory.
+        timeline: how long its arrays are in memory.
         classes: the dims of its arrays.
         blocks: its loop over repeated blocks; None if they are not rolled.
-        gradients: by array, the number of the step leaf whose gradient it is.
         row_limit: as in `TracedGradients`.
         token_rows: the same.
         part_sums: the same.
     """
 
     kernels: list[Kernel]
-    lifetimes: list[Lifetime]
+    timeline: Timeline
     classes: DimClasses
     blocks: BlockParts | None
-    gradients: Mapping[int, int]
     row_limit: Mapping[int, int]
     token_rows: float
     part_sums: int = 0
@@ -151,18 +149,15 @@ def schedule_gradients(
     if unrolled:
         made = unroll(operations)
         operations, outputs = made.program, made.outputs
-    owners = {
-        id(array): number
-        for number, arrays in zip(traced.trained, outputs, strict=False)
-        for array in arrays
-    }
+    for number, arrays in zip(traced.trained, outputs, strict=False):
+        for array in arrays:
+            array.gradient = number
     kernels = schedule(operations, platform)
     return GradientProgram(
         kernels,
-        find_lifetimes(kernels),
+        Timeline(find_lifetimes(kernels)),
         traced.classes,
         find_blocks(kernels),
-        owners,
         traced.row_limit,
         traced.token_rows,
         traced.part_sums,

@@ -74,6 +74,39 @@ class Peak:
     largest: tuple[tuple[Array, float], ...] = ()
 
 
+class Timeline:
+    """Lifetimes as arrays of numbers, so that peaks are found fast.
+
+    Args:
+        lifetimes: how long each array is in memory.
+    """
+
+    def __init__(self, lifetimes: Sequence[Lifetime]) -> None:
+        self.lifetimes = lifetimes
+        self.start = np.array([each.start for each in lifetimes])
+        self.end = np.array([each.end for each in lifetimes])
+        self._whole = np.array([each.array.nbytes for each in lifetimes], float)
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for number, each in enumerate(lifetimes):
+            groups.setdefault(_alike(each), []).append(number)
+        self._groups = [np.array(group) for group in groups.values()]
+
+    def sizes(self, sizes: Sizes) -> np.ndarray:
+        """Return the bytes of each array on one device."""
+        share = np.zeros(len(self.lifetimes))
+        for group in self._groups:
+            first = self.lifetimes[group[0]]
+            whole = first.array.nbytes
+            share[group] = _size(first, sizes) / whole if whole else 0.0
+        return self._whole * share
+
+
+def _alike(each: Lifetime) -> tuple[object, ...]:
+    """Return what arrays have in common of which a device has the same part."""
+    array = each.array
+    return each.form, array.classes, array.leaf, array.of_row, array.gradient, array.nbytes > 0
+
+
 def find_lifetimes(kernels: Sequence[Kernel]) -> list[Lifetime]:
     """Return how long each array of a program is in memory, in moments of the whole program."""
     found: list[Lifetime] = []
@@ -118,13 +151,12 @@ def _walk(
     return moment
 
 
-def peak_of(lifetimes: Sequence[Lifetime], sizes: Sizes) -> Peak:
+def peak_of(timeline: Timeline, sizes: Sizes) -> Peak:
     """Return the peak of a program, its arguments not included."""
+    lifetimes, start, end = timeline.lifetimes, timeline.start, timeline.end
     if not lifetimes:
         return Peak(0.0, dict.fromkeys(USES, 0.0))
-    nbytes = np.array([_size(each, sizes) for each in lifetimes])
-    start = np.array([each.start for each in lifetimes])
-    end = np.array([each.end for each in lifetimes])
+    nbytes = timeline.sizes(sizes)
     changes = np.zeros(end.max() + 2)
     np.add.at(changes, start, nbytes)
     np.add.at(changes, end + 1, -nbytes)

@@ -36,7 +36,6 @@ class DeviceSizes:
         batch: the classes of samples.
         tensor: by class, into how many parts the tensor axis divides it.
         leaves: by number, which part of a weight the device has.
-        gradients: by array, the number of the leaf whose gradient it is.
         transposes: whether products copy operands whose dims are in another order.
         row_limit: by class, rows at most of arrays with that class: what is computed in parts.
     """
@@ -45,7 +44,6 @@ class DeviceSizes:
     batch: frozenset[int]
     tensor: Mapping[int, int] = field(default_factory=dict[int, int])
     leaves: Mapping[int, LeafShares] = field(default_factory=dict[int, LeafShares])
-    gradients: Mapping[int, int] = field(default_factory=dict[int, int])
     transposes: bool = False
     row_limit: Mapping[int, float] = field(default_factory=dict[int, float])
     _known: dict[int, float] = field(default_factory=dict[int, float])
@@ -72,7 +70,7 @@ class DeviceSizes:
 
     def use(self, array: Array, *, crosses: bool) -> Use:
         """Return what an array is used for; ``crosses`` if it lives through both passes."""
-        if id(array) in self.gradients:
+        if array.gradient is not None:
             return "gradients"
         if array.of_weights:
             return "gathered"
@@ -83,9 +81,8 @@ class DeviceSizes:
         return self._share(array)
 
     def _share(self, array: Array) -> float:
-        number = self.gradients.get(id(array))
-        if number is not None:
-            return self.leaves.get(number, WHOLE).gradient
+        if array.gradient is not None:
+            return self.leaves.get(array.gradient, WHOLE).gradient
         classes = array.classes
         share = 1.0
         if classes & self.batch:
