@@ -56,6 +56,8 @@ def test_names_of_other_settings_stay_readable(name):
         ("Authorization: Bearer ab.cd", f"Authorization: Bearer {HIDDEN}"),
         ("http://host:5000/a?b=c mail me@host", "http://host:5000/a?b=c mail me@host"),
         ("optimizer.learning_rate=0.1 a==b", "optimizer.learning_rate=0.1 a==b"),
+        ("--export=TOKEN=ab", f"--export=TOKEN={HIDDEN}"),
+        ("--export=ALL,A=b,HF_TOKEN=ab", f"--export=ALL,A=b,HF_TOKEN={HIDDEN}"),
     ],
 )
 def test_secrets_inside_of_text(text, shown):
@@ -70,6 +72,7 @@ def test_nested_settings_and_command_lines():
     assert (shown["token"], shown["n"]) == ("", 1)
     assert hidden_names(shown) == ["a.api_key", "a.rows"]
     assert given["a"]["api_key"] == SECRET
+    assert mask_words(["a.password=b;c)d", "a.b=c;d,e"]) == [f"a.password={HIDDEN}", "a.b=c;d,e"]
     words = ["train", "--token", SECRET, f"x.password={SECRET}", "--json"]
     assert mask_words(words) == ["train", "--token", HIDDEN, f"x.password={HIDDEN}", "--json"]
 

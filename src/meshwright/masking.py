@@ -29,8 +29,9 @@ _LOGIN = re.compile(r"(?<=://)[^/\s\"'`]+@")
 _PARAMETER = re.compile(r"(?<=[?&])([\w.-]+)=([^&\s\"'`#]+)")
 _ASSIGNMENT = re.compile(
     r"(?<![\w?&.-])(-{0,2}[A-Za-z_][\w.-]*)="
-    r"(?!\(hidden\))('[^']*'|\"[^\"]*\"|[^\s`'\",;)]+)"
+    r"(?!\(hidden\))('[^']*'|\"[^\"]*\"|(?:\(hidden\)|[^\s`'\",;)])+)"
 )
+_NAME = re.compile(r"[-+~]*[A-Za-z_][\w.-]*")
 _BEARER = re.compile(r"\b(bearer\s+)[\w.~+/=-]+", re.IGNORECASE)
 
 
@@ -84,8 +85,22 @@ def mask_words(words: Sequence[str]) -> list[str]:
     shown: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         flag = before.startswith("--") and "=" not in before and is_secret_name(before)
-        shown.append(HIDDEN if flag and not word.startswith("--") else mask_text(word))
+        shown.append(HIDDEN if flag and not word.startswith("--") else _mask_word(word))
     return shown
+
+
+def _mask_word(word: str) -> str:
+    """Return one word of a command line without its secrets, whatever characters they have."""
+    return ",".join(map(_mask_whole_value, mask_text(word).split(",")))
+
+
+def _mask_whole_value(part: str) -> str:
+    """Hide all that follows a secret's name, as in ``--export=TOKEN=…``."""
+    names = part.split("=")
+    for count, name in enumerate(names[:-1], start=1):
+        if _NAME.fullmatch(name) and is_secret_name(name.lstrip("+~")):
+            return "=".join([*names[:count], HIDDEN])
+    return part
 
 
 def hidden_names(values: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -104,4 +119,7 @@ def _hide_parameter(match: re.Match[str]) -> str:
 
 
 def _hide_assignment(match: re.Match[str]) -> str:
-    return f"{match[1]}={HIDDEN}" if is_secret_name(match[1]) else match[0]
+    if is_secret_name(match[1]):
+        return f"{match[1]}={HIDDEN}"
+    # A value may hold an assignment itself: --export=TOKEN=….
+    return f"{match[1]}={_ASSIGNMENT.sub(_hide_assignment, match[2])}"

@@ -181,6 +181,22 @@ def test_secrets_are_submitted_and_never_printed(cluster, capsys):
     assert "tracking.api_key=hunter2 --token s3cret" in (cluster / "script").read_text()
 
 
+def test_secrets_in_options_of_sbatch_are_submitted_and_never_printed(cluster, capsys):
+    options = (
+        "--export=TOKEN=sekret6 --comment=https://me:sekret6@host/x?token=sekret6&run=3",
+        "--export=ALL,SEED=3,DB_PASSWORD=sekret6;sekret6)",
+    )
+    for option in options:
+        assert main(["launch", "--slurm", "--dry-run", "--sbatch", option, "worker.py"]) == 0
+        printed = capsys.readouterr()
+        assert "sekret6" not in printed.out + printed.err
+        assert "secrets are hidden" in printed.err
+        assert "=(hidden)" in directives(printed.out)[-1]
+        assert main(["launch", "--slurm", "--sbatch", option, "worker.py"]) == 0
+        assert "sekret6" not in capsys.readouterr().out
+        assert directives((cluster / "script").read_text())[-1] == option.split()[-1]
+
+
 def test_a_mistake_in_the_config_shows_before_the_job_waits(cluster, capsys):
     assert main(["launch", "--slurm", "--", "train", "mesh.fsdq=2"]) == 2
     assert "mesh.fsdq" in capsys.readouterr().err

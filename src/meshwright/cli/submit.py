@@ -18,7 +18,7 @@ from meshwright.launch.cluster_options import ClusterKind, ClusterOptions
 from meshwright.launch.kubernetes import fixed_folder, manifest_text, manifests
 from meshwright.launch.options import LaunchOptions
 from meshwright.launch.slurm import LOG, sbatch_script
-from meshwright.masking import mask_words
+from meshwright.masking import mask_text, mask_words
 
 
 def submit(options: LaunchOptions, cluster: ClusterOptions) -> int:
@@ -45,7 +45,8 @@ def _submit_slurm(options: LaunchOptions, cluster: ClusterOptions) -> int:
     program, folder = _with_folder(options.program, cluster.name)
     options = replace(options, program=program)
     if cluster.dry_run:
-        print(sbatch_script(*_masked(options, cluster), folder, cwd), end="")
+        shown = Path(mask_text(str(folder)))
+        print(sbatch_script(*_masked(options, cluster), shown, cwd), end="")
         return ExitCode.DONE
     script = sbatch_script(options, cluster, folder, cwd)
     job = _run(["sbatch", "--parsable"], script, "job.sh").partition(";")[0]
