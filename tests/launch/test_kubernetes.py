@@ -31,7 +31,7 @@ JOB_SET_FIELDS = {
 """Fields of JobSet v1alpha2 since its release 0.6, and those that are Kubernetes' own below."""
 KUBERNETES_OWN = ("metadata.labels", "spec.replicatedJobs.template")
 
-COMMAND = ["train", "model=gpt2", "it's $(HOME) $HOME", "yes"]
+COMMAND = ["train", "model=gpt2", "run.name='$(HOME) $HOME'", "checkpoint.every=5"]
 
 
 def written(capsys, *flags: str, program=COMMAND, kind="--kubernetes") -> list[dict]:
@@ -129,7 +129,14 @@ def test_several_processes_in_a_pod_are_a_launch_in_the_pod(capsys):
 
 
 def test_secrets_are_hidden_and_a_lost_run_folder_is_mentioned(capsys):
-    words = ["--image", "a", "--dry-run", "--", "train", "tracking.api_key=hunter2"]
+    words = [
+        "--image",
+        "a",
+        "--dry-run",
+        "--",
+        "train",
+        "tracking.mlflow_uri=http://me:hunter2@host",
+    ]
     assert main(["launch", "--kubernetes", *words]) == 0
     printed = capsys.readouterr()
     assert "hunter2" not in printed.out + printed.err
@@ -168,6 +175,46 @@ def test_kubectl_gets_the_manifest_or_is_named(capsys, tmp_path, monkeypatch):
 def test_mistakes_are_named(words, message):
     with pytest.raises(UserError, match=re.escape(message)):
         parse_launch(words.split())
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("train modle=mlp optimizer.lr=3", "did you mean `model`?"),
+        ("train model=mlp mesh.fsdp=many", "`mesh.fsdp=many` is not valid"),
+        ("train --jsn", "did you mean `--json`?"),
+        ("python foo.py", "there is no command `python`"),
+        ("doctr", "did you mean `doctor`?"),
+    ],
+)
+@pytest.mark.parametrize("place", ["--slurm", "--kubernetes --image a"])
+def test_a_mistake_in_the_program_shows_before_the_job_is_made(capsys, place, program, message):
+    assert main(["launch", *place.split(), "--dry-run", "--", *program.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "train model=hf model.weights=/checkpoints/hf",
+        "train model.kind=in_the_image:X",
+        "train --config /checkpoints/old/config.yaml",
+        "train plan=/checkpoints/plan.yaml",
+        "in_the_image.py x",
+        "-m in_the_image",
+    ],
+)
+def test_files_and_modules_may_be_in_the_image_only(capsys, program):
+    (made,) = written(capsys, program=program.split())
+    assert made["kind"] == "JobSet"
+
+
+def test_settings_are_checked_although_weights_are_in_the_image_only(capsys):
+    words = ["train", "model=hf", "model.weights=/checkpoints/hf", "mesh.fsdq=2"]
+    assert main(["launch", "--kubernetes", "--image", "a", "--", *words]) == 2
+    assert "there is no `mesh.fsdq`" in capsys.readouterr().err
 
 
 def test_a_name_that_makes_host_names_too_long_is_refused(capsys):

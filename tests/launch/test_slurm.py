@@ -203,6 +203,20 @@ def test_a_mistake_in_the_config_shows_before_the_job_waits(cluster, capsys):
     assert not (cluster / "script").exists()
 
 
+@pytest.mark.parametrize(
+    "setting",
+    ["model.kind=nothere:X", "training.callbacks=[nothere.part:X]", "training.eval_loss=nothere:x"],
+)
+def test_a_module_that_does_not_exist_shows_before_the_job_waits(cluster, capsys, setting):
+    assert main(["launch", "--slurm", "--", "train", setting]) == 2
+    err = capsys.readouterr().err
+    assert f"cannot load `{setting}`" in err
+    assert "No module named 'nothere'" in err
+    Path("here.py").write_text("raise AssertionError('is not imported')")
+    words = ["train", setting.replace("nothere.part", "here").replace("nothere", "here")]
+    assert main(["launch", "--slurm", "--", *words]) == 0
+
+
 def test_what_sbatch_refuses_is_shown(cluster, capsys):
     (cluster / "sbatch").write_text("#!/bin/bash\necho 'invalid partition' >&2; exit 1\n")
     assert main(["launch", "--slurm", "--", "worker.py"]) == 2

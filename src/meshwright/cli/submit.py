@@ -11,14 +11,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from meshwright.cli.arguments import parse_arguments
+from meshwright.cli.job_program import check_program
 from meshwright.errors import EnvironmentProblem, ExitCode, UserError
 from meshwright.launch.cluster_options import ClusterKind, ClusterOptions
 from meshwright.launch.kubernetes import fixed_folder, manifest_text, manifests
 from meshwright.launch.options import LaunchOptions
 from meshwright.launch.slurm import LOG, sbatch_script
 from meshwright.masking import mask_text, mask_words
+
+if TYPE_CHECKING:
+    from meshwright.config.compose import Composed
 
 
 def submit(options: LaunchOptions, cluster: ClusterOptions) -> int:
@@ -42,7 +46,8 @@ def _check_resumes(program: tuple[str, ...]) -> None:
 
 def _submit_slurm(options: LaunchOptions, cluster: ClusterOptions) -> int:
     cwd = Path.cwd()
-    program, folder = _with_folder(options.program, cluster.name)
+    composed = check_program(options, in_image=False)
+    program, folder = _with_folder(options.program, composed, cluster.name)
     options = replace(options, program=program)
     if cluster.dry_run:
         shown = Path(mask_text(str(folder)))
@@ -57,6 +62,7 @@ def _submit_slurm(options: LaunchOptions, cluster: ClusterOptions) -> int:
 
 
 def _submit_kubernetes(options: LaunchOptions, cluster: ClusterOptions) -> int:
+    check_program(options, in_image=True)
     options = replace(options, program=fixed_folder(options.program, cluster))
     if options.program[0] == "train" and not cluster.claim:
         print(
@@ -72,19 +78,14 @@ def _submit_kubernetes(options: LaunchOptions, cluster: ClusterOptions) -> int:
     return ExitCode.DONE
 
 
-def _with_folder(program: tuple[str, ...], name: str) -> tuple[tuple[str, ...], Path]:
-    """Return the program and its run folder, which is the same each time the job starts.
-
-    The config of a training is checked too, so that a mistake shows before the job waits in a
-    queue.
-    """
-    if program[0] != "train":
+def _with_folder(
+    program: tuple[str, ...], composed: Composed | None, name: str
+) -> tuple[tuple[str, ...], Path]:
+    """Return the program and its run folder, which is the same each time the job starts."""
+    if composed is None:
         return program, Path("outputs").absolute() / name / f"{datetime.now():%Y-%m-%d/%H-%M-%S}"
-    from meshwright.cli.request import compose
-    from meshwright.config.compose import quoted, validate
+    from meshwright.config.compose import quoted
 
-    composed = compose(parse_arguments(program))
-    validate(composed)
     folder = composed.run_dir.absolute()
     value = str(folder) if re.fullmatch(r"[\w./-]+", str(folder)) else quoted(str(folder))
     others = (word for word in program if not word.startswith("hydra.run.dir="))

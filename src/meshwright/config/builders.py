@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
 import typing
 from collections.abc import Callable, Collection, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -175,14 +177,35 @@ def import_named(setting: str, name: str) -> Builder:
     except Exception as error:
         # The user's module may raise anything while it is imported.
         hint = _nearest_name(module_name, attribute, builder)
-        raise UserError(
-            f"cannot load `{setting}`" + (f": {hint}" if hint else ""),
-            why=typed_line(error),
-            fix="write package.module:Name, importable from this directory",
-        ) from error
+        raise _cannot_load(setting, typed_line(error), hint) from error
     if not callable(builder):
         raise UserError(f"`{setting}` is not a class or function", why=f"it is {shorten(builder)}")
     return builder
+
+
+def check_module_exists(setting: str, name: str) -> None:
+    """Raise if there is no package for ``package.module:Name``, without importing any code.
+
+    Args:
+        setting: the setting that names it, for messages.
+        name: the name of a class or function of the user.
+    """
+    module = name.partition(":")[0]
+    package = module.partition(".")[0]
+    if package in sys.modules or PathFinder.find_spec(package, [os.getcwd()]) is not None:
+        return
+    if package and importlib.util.find_spec(package) is not None:
+        return
+    why = f"ModuleNotFoundError: No module named {package!r}"
+    raise _cannot_load(setting, why, _nearest_name(module, "", None))
+
+
+def _cannot_load(setting: str, why: str, hint: str) -> UserError:
+    return UserError(
+        f"cannot load `{setting}`" + (f": {hint}" if hint else ""),
+        why=why,
+        fix="write package.module:Name, importable from this directory",
+    )
 
 
 def _nearest_name(module: str, attribute: str, found: Any) -> str:

@@ -100,10 +100,14 @@ class LaunchOptions:
     min_nodes: int | None = None
 
     @property
+    def is_own_command(self) -> bool:
+        """Whether the program is a Meshwright command, not a script or a module."""
+        return _is_own_command(self.program)
+
+    @property
     def command(self) -> list[str]:
         """The command line of each process."""
-        first = self.program[0]
-        if first == "-m" or first.endswith(".py"):
+        if not self.is_own_command:
             return [sys.executable, *self.program]
         # Without -P, a `yaml.py` in the working directory would be imported instead of the library.
         return [sys.executable, "-P", "-m", "meshwright", *self.program]
@@ -204,6 +208,10 @@ def _optional(given: Mapping[str, str], flag: str, read: Callable[[str, str], An
     return read(flag, given[flag]) if flag in given else None
 
 
+def _is_own_command(program: tuple[str, ...]) -> bool:
+    return program[0] != "-m" and not program[0].endswith(".py")
+
+
 def _check_program(program: tuple[str, ...], *, is_here: bool) -> None:
     if not program or program == ("-m",):
         raise UserError(
@@ -215,8 +223,7 @@ def _check_program(program: tuple[str, ...], *, is_here: bool) -> None:
         raise UserError(f"there is no file `{program[0]}`")
     if program[0] == "launch":
         raise UserError("a launch cannot launch a launch", fix="write --nprocs once")
-    own = program[0] != "-m" and not program[0].endswith(".py")
-    if own and {"--multirun", "-m"} & set(program):
+    if _is_own_command(program) and {"--multirun", "-m"} & set(program):
         raise UserError(
             "a sweep cannot be launched as one run",
             why="the processes of a launch work on one job together",
