@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -69,6 +70,29 @@ def test_help_of_a_command_lists_its_flags_and_the_groups(run, command):
     assert ("--multirun" in out) == COMMANDS[command].composes
     groups = [name in out for names in group_options().values() for name in names]
     assert all(groups) if COMMANDS[command].composes else "config groups" not in out
+
+
+@pytest.mark.parametrize("words", ["-h", "--nprocs 2 --help", "--slurm --debug -h -- train"])
+def test_launch_shows_its_help_wherever_its_flags_ask_for_it(run, words):
+    assert run("launch", *words.split()) == run("launch", "--help")
+
+
+def test_launch_takes_every_flag_that_its_help_lists(run):
+    listed = re.findall(r"^  (--[\w-]+)", run("launch", "--help")[1], re.M)
+    assert {"--nprocs", "--debug", "--help"} <= set(listed)
+    for flag in listed:
+        assert "has no flag" not in run("launch", flag)[2]
+    for flag in ("--json", "--cfg", "--multirun", "--config-dir", "--config"):
+        assert flag not in listed
+        assert f"`meshwright launch` has no flag `{flag}`" in run("launch", flag)[2]
+
+
+def test_launch_shows_the_traceback_of_its_own_error_if_asked(run):
+    code, _, err = run("launch", "--debug", "--nprocs", "0", "--", "doctor")
+    assert code == 2
+    assert err.startswith("Traceback")
+    assert "--nprocs 0 is not valid" in err
+    assert "Traceback" not in run("launch", "--nprocs", "0", "--", "doctor")[2]
 
 
 def test_version(run):

@@ -36,6 +36,7 @@ class Command:
         needs_devices: whether JAX devices must be ready before it runs.
         composes: whether it takes overrides of a config; if not, its function is
             ``run(arguments, output)``.
+        prints_result: whether it has a result of its own, which ``--json`` prints.
     """
 
     name: str
@@ -46,12 +47,14 @@ class Command:
     usage: str = "[flags] [overrides]"
     needs_devices: bool = True
     composes: bool = True
+    prints_result: bool = True
 
     @property
     def all_flags(self) -> tuple[Flag, ...]:
         """Its own flags and the common ones."""
-        common = (flag for flag in COMMON_FLAGS if self.composes or flag.name not in CONFIG_FLAGS)
-        return (*self.flags, *common)
+        left_out = () if self.composes else CONFIG_FLAGS
+        left_out = left_out if self.prints_result else (*left_out, "--json")
+        return (*self.flags, *(flag for flag in COMMON_FLAGS if flag.name not in left_out))
 
 
 COMMON_FLAGS = (
@@ -148,6 +151,8 @@ COMMANDS = {
             "meshwright launch --nprocs 2 --devices-per-process 2 -- train mesh.fsdp=4",
             flags=tuple(Flag(name, *text) for name, text in LAUNCH_FLAGS.items()),
             usage="--nprocs N [flags] -- COMMAND [flags of the command] [overrides]",
+            composes=False,
+            prints_result=False,
         ),
         Command(
             "drill",

@@ -11,11 +11,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 from meshwright.activity import activity, show_activities
 from meshwright.cli.arguments import Arguments, parse_arguments
+from meshwright.cli.commands import COMMANDS
 from meshwright.cli.help import command_help, general_help
 from meshwright.cli.output import Output, guarded_stdout, print_error
 from meshwright.cli.plain_warnings import print_warnings_plainly
 from meshwright.errors import ExitCode, MeshwrightError, ProcessesDiffer, Spelling, spelled_for
 from meshwright.interrupt import Interrupt
+from meshwright.launch.options import asks_for_help
 from meshwright.masking import mask_text
 
 INTERRUPTED = 128 + 2
@@ -63,10 +65,8 @@ def _main(argv: Sequence[str]) -> int:
             from importlib.metadata import version
 
             return _print(f"meshwright {version('meshwright')}")
-        if argv[0] == "launch" and not {"--help", "-h"} & set(argv[1:2]):
-            from meshwright.cli.launch import launch
-
-            return launch(argv[1:])
+        if argv[0] == "launch":
+            return _launch(argv[1:])
         arguments = parse_arguments(argv)
         if arguments.has("--help"):
             return _print(command_help(arguments.command))
@@ -91,6 +91,14 @@ def _main(argv: Sequence[str]) -> int:
         return BROKEN_PIPE
     except Exception as error:
         return _unexpected(error, debug=debug)
+
+
+def _launch(words: Sequence[str]) -> int:
+    if asks_for_help(words):
+        return _print(command_help(COMMANDS["launch"]))
+    from meshwright.cli.launch import launch
+
+    return launch(words)
 
 
 def _print(text: str) -> int:

@@ -56,6 +56,9 @@ FLAGS = {
 }
 """The flags of ``launch``, each with its help text and the placeholder of its value."""
 
+_COMMON = ("--debug", "--help", "-h")
+"""Switches that ``launch`` has in common with other commands; the entry point acts on them."""
+
 MAX_PROCESSES = 256
 MAX_NODES = 65_536
 MAX_RESTARTS = 1000
@@ -115,15 +118,7 @@ class LaunchOptions:
 
 def parse_launch(words: Sequence[str]) -> LaunchOptions:
     """Parse the flags before the program, which starts at the first other word."""
-    left = list(words)
-    given: dict[str, str] = {}
-    while left and left[0].startswith("--") and left[0] != "--":
-        name, equals, value = left.pop(0).partition("=")
-        if name not in FLAGS:
-            raise _unknown_flag(name)
-        is_switch = not FLAGS[name][1]
-        given[name] = value if equals else "" if is_switch or not left else left.pop(0)
-    program = tuple(left[1:] if left[:1] == ["--"] else left)
+    given, program = _split(words)
     cluster = read_cluster(given)
     _check_program(program, is_here=cluster is None or cluster.kind is ClusterKind.SLURM)
     if "--nprocs" not in given and cluster is None:
@@ -147,6 +142,27 @@ def parse_launch(words: Sequence[str]) -> LaunchOptions:
         min_procs=_fewest(given, "--min-procs", "--nprocs"),
         min_nodes=_fewest(given, "--min-nodes", "--nodes"),
     )
+
+
+def asks_for_help(words: Sequence[str]) -> bool:
+    """Whether the flags before the program ask what ``launch`` does."""
+    return bool({"--help", "-h"} & set(_split(words)[0]))
+
+
+def _split(words: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the flags with their values, and the program."""
+    left = list(words)
+    given: dict[str, str] = {}
+    while left and left[0] != "--" and (left[0].startswith("--") or left[0] in _COMMON):
+        name, equals, value = left.pop(0).partition("=")
+        if name in _COMMON and not equals:
+            given[name] = ""
+            continue
+        if name not in FLAGS:
+            raise _unknown_flag(name)
+        is_switch = not FLAGS[name][1]
+        given[name] = value if equals else "" if is_switch or not left else left.pop(0)
+    return given, tuple(left[1:] if left[:1] == ["--"] else left)
 
 
 def _restarts(given: Mapping[str, str]) -> int:
@@ -251,6 +267,6 @@ def _unknown_flag(name: str) -> UserError:
     hint = did_you_mean(name, FLAGS)
     return UserError(
         f"`meshwright launch` has no flag `{name}`" + (f": {hint}" if hint else ""),
-        why=f"its flags: {', '.join(FLAGS)}",
+        why=f"its flags: {', '.join([*FLAGS, '--debug', '--help'])}",
         fix="flags of the program go after it: … --nprocs 2 -- doctor --json",
     )
