@@ -50,6 +50,8 @@ def test_a_script_and_a_module_need_no_dashes(tmp_path):
         ("--nprocs 2 --node-rank 1 -- doctor", "--node-rank 1 needs the number of machines"),
         ("--nprocs 2 --nodes 2 --node-rank 2 -- doctor", "does not exist among --nodes 2"),
         ("--nprocs 2 --coordinator n1:x -- doctor", "must be a host and a port"),
+        ("--nprocs 2 --coordinator 127.0.0.1 -- doctor", "and has no port"),
+        ("--nprocs 2 --nodes 2 --node-rank 0 --coordinator n1 -- doctor", "and has no port"),
         ("--nprocs 2 missing.py", "there is no file `missing.py`"),
         ("--nprocs 2 -- launch --nprocs 2 -- doctor", "cannot launch a launch"),
         ("--nprocs 2 -- train --multirun training.steps=1,2", "a sweep cannot be launched"),

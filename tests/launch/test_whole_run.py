@@ -122,7 +122,7 @@ SLURM = {
     ("flags", "environ", "expected"),
     [
         ("--nodes 2 --node-rank 1 --coordinator n1:7000", {}, ("n1", 7000, 4, 8)),
-        ("--nodes 2 --node-rank 1 --coordinator n1", {}, ("n1", 29500, 4, 8)),
+        ("--nodes 2 --node-rank 1 --coordinator [::1]:29500", {}, ("[::1]", 29500, 4, 8)),
         ("--nodes 2", SKYPILOT, ("10.1.0.4", 29500, 4, 8)),
         ("--nodes 2 --node-rank 1", SKYPILOT, ("10.1.0.4", 29500, 4, 8)),
         ("--nodes 2", SLURM, ("n1", 61445, 4, 8)),

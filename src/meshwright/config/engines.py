@@ -181,10 +181,11 @@ def split_address(source: str, address: str, *, default_port: int | None = None)
     if not valid or not port.isdecimal() or not 1024 <= int(port[:6]) <= 65535:
         raise UserError(
             f"{source} is `{shorten(address)}`",
-            why="it must be a host and a port from 1024 to 65535",
-            fix=f"write {source}=node0:29500"
+            why="it must be a host and a port from 1024 to 65535"
+            + (", and has no port" if bare else ""),
+            fix=f"write {source}={shorten(address) if bare else 'node0'}:{DEFAULT_PORT}"
             if source.startswith("--")
-            else f"export {source}=node0:29500, or unset it",
+            else f"export {source}=node0:{DEFAULT_PORT}, or unset it",
         )
     return host, int(port)
 

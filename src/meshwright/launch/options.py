@@ -204,7 +204,9 @@ def _check_machines(given: Mapping[str, str]) -> None:
         # Help texts import this module, and must not wait for the libraries of configs.
         from meshwright.config.engines import DEFAULT_PORT, split_address
 
-        split_address("--coordinator", given["--coordinator"], default_port=DEFAULT_PORT)
+        # Without a port, a job of SLURM takes one that depends on its number.
+        default = DEFAULT_PORT if "--slurm" in given else None
+        split_address("--coordinator", given["--coordinator"], default_port=default)
     if "--node-rank" not in given:
         return
     rank, nodes = given["--node-rank"], given.get("--nodes")

@@ -48,7 +48,7 @@ def find_run(launch: LaunchOptions, environ: Mapping[str, str]) -> WholeRun:
         return _one_of_several(launch, launch.nodes, environ)
     nprocs = launch.nprocs
     if launch.coordinator:
-        host, port = split_address("--coordinator", launch.coordinator, default_port=DEFAULT_PORT)
+        host, port = split_address("--coordinator", launch.coordinator)
         return WholeRun(host, port, 0, nprocs, is_shared=False)
     given = [name for name in _NEEDED if environ.get(name, "").strip()]
     started = any(environ.get(name, "").strip() for name in _STARTED)
@@ -99,7 +99,7 @@ def _coordinator(launch: LaunchOptions, nodes: int, environ: Mapping[str, str]) 
     found = places[-1] if places else None
     place = None if found is None else found.place
     if launch.coordinator:
-        host, port = split_address("--coordinator", launch.coordinator, default_port=DEFAULT_PORT)
+        host, port = split_address("--coordinator", launch.coordinator)
         if found and place and place.is_given and (place.host, place.port or port) != (host, port):
             raise _contradiction(launch, found.engine.name, found.shown(environ, "address"))
         return host, port
