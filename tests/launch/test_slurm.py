@@ -128,6 +128,8 @@ def test_the_address_can_be_given(cluster, capsys):
         ("0,0", 0, ""),
         # The task that failed first counts: the others save and exit 75 when srun ends them.
         ("2,75", 2, "a mistake in the input"),
+        ("3,75", 3, "too little memory"),
+        ("4,75", 4, "an update that is not finite"),
         ("1,143", 1, "restart 1 of 3"),
         ("137,75", 137, "restart 1 of 3"),
     ],
@@ -137,7 +139,14 @@ def test_the_exit_code_decides_whether_the_job_is_requeued(cluster, capsys, code
     assert done.returncode == first
     assert says in done.stdout
     called = (cluster / "called").read_text() if (cluster / "called").exists() else ""
-    assert called == ("" if first in (0, 2) else "requeue 41\n")
+    assert called == ("" if first in (0, 2, 3, 4) else "requeue 41\n")
+
+
+def test_the_documentation_names_the_exit_codes_that_are_not_requeued(cluster, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "launch.md").read_text(encoding="utf-8")
+    row = re.search(r"^\| (.*) \| a mistake in the input.* \| fails \|$", page, re.M)
+    fatal = re.findall(r"^  (\d+)\)\n.*is not requeued", script(capsys), re.M)
+    assert re.findall(r"\d+", row[1]) == fatal
 
 
 def test_failures_are_requeued_as_often_as_asked_and_preemptions_always(cluster, capsys):
