@@ -11,6 +11,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.errors import UserError
 from meshwright.launch.options import parse_launch
+from meshwright.launch.slurm_time import limit_seconds
 
 STUBS = {
     # Runs the tasks one after another, and returns the largest exit code, as srun does.
@@ -257,6 +258,53 @@ def test_without_sbatch_it_says_how_to_submit_elsewhere(cluster, capsys, monkeyp
 def test_mistakes_are_named(words, message):
     with pytest.raises(UserError, match=re.escape(message)):
         parse_launch(words.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90 * 60),
+        ("5:00", 5 * 60),
+        ("0:01", 60),
+        ("1:30", 120),
+        ("0:01:00", 60),
+        ("4:00:00", 4 * 3600),
+        ("2-3", 51 * 3600),
+        ("1-0:30", 86400 + 1800),
+        ("1-0:30:01", 86400 + 1860),
+        ("0", None),
+        ("", None),
+    ],
+)
+def test_time_limits_are_read_as_sbatch_documents_them(text, seconds):
+    assert limit_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("flags", "seconds"),
+    [
+        ("--time 0:01:00", (60, 90)),
+        ("--time 4:00 --save-seconds 300", (240, 300)),
+        ("--sbatch --time=1", (60, 90)),
+        ("--time 2:00 --sbatch --signal=B:USR1@120", (120, 120)),
+        ("--time 1:00 --sbatch --signal=USR1", (60, 60)),
+    ],
+)
+def test_a_job_that_would_save_before_it_starts_is_refused(capsys, flags, seconds):
+    assert main(["launch", "--slurm", *flags.split(), "--dry-run", "--", "doctor"]) == 2
+    err = capsys.readouterr().err
+    limit, lead = seconds
+    assert f"is told to save {lead} seconds before its end" in err
+    assert f"it is {limit} seconds" in err
+    assert f"or --save-seconds {limit // 3}" in err
+
+
+@pytest.mark.parametrize(
+    "flags", ["--time 0:01:00 --save-seconds 20", "--time 2", "--time 0", "--save-seconds 3000"]
+)
+def test_a_job_with_time_to_save_is_made(capsys, flags):
+    assert main(["launch", "--slurm", *flags.split(), "--dry-run", "--", "doctor"]) == 0
+    assert "--signal=USR1@" in capsys.readouterr().out
 
 
 def test_gpus_that_processes_cannot_share_and_runs_that_cannot_resume_are_refused(cluster, capsys):

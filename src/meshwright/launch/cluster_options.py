@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from meshwright.errors import UserError
+from meshwright.launch.slurm_time import TIME, check_time_to_save
 
 SLURM_ONLY = {
     "--time": ("time limit of the SLURM job, such as 4:00:00", "LIMIT"),
@@ -40,7 +41,6 @@ CLUSTER_FLAGS = {
 _ON_THE_MACHINE = ("--node-rank", "--grace", "--min-procs", "--min-nodes", "--lost-timeout")
 """Flags about processes that are started here and now."""
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-_SLURM_TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 _SLURM_NAME = re.compile(r"[\w.,:@+-]+")
 _SLURM_OPTION = re.compile(r"--?[a-zA-Z][\w-]*(=[^\"'\\\n\r]*)?")
 _IMAGE = re.compile(r"[\w.:/@-]+")
@@ -99,14 +99,14 @@ def read_cluster(given: Mapping[str, str]) -> ClusterOptions | None:
         return None
     if kind is not ClusterKind.SLURM and not given.get("--image"):
         raise UserError("--kubernetes needs a container image", fix="add --image REGISTRY/NAME:TAG")
-    return ClusterOptions(
+    options = ClusterOptions(
         kind,
         dry_run="--dry-run" in given,
         name=_name(given, kind),
         gpus_per_node=_number(given, "--gpus-per-node", None, 1, 1024),
         max_restarts=_number(given, "--restarts", 3, 0, 1000) or 0,
         save_seconds=_number(given, "--save-seconds", 90, 1, 65535) or 90,
-        time=_matching(given, "--time", _SLURM_TIME, "--time 4:00:00 for four hours"),
+        time=_matching(given, "--time", TIME, "--time 4:00:00 for four hours"),
         partition=_matching(given, "--partition", _SLURM_NAME, "a name that `sinfo` shows"),
         account=_matching(given, "--account", _SLURM_NAME, "a name without spaces or quotes"),
         sbatch=_sbatch(given.get("--sbatch", "")),
@@ -115,6 +115,8 @@ def read_cluster(given: Mapping[str, str]) -> ClusterOptions | None:
         namespace=_label(given, "--namespace"),
         queue=_label(given, "--queue"),
     )
+    check_time_to_save(options.time, options.save_seconds, options.sbatch)
+    return options
 
 
 def _kind(given: Mapping[str, str]) -> ClusterKind | None:
