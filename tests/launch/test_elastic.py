@@ -10,10 +10,12 @@ import textwrap
 import time
 from pathlib import Path
 
+import jax
 import pytest
 from real_processes import free_port
 
-from meshwright.attempts import Fit, ProcessRange, fits_to_json
+from meshwright.attempts import PROCESS_RANGE, Fit, ProcessRange, fits_to_json
+from meshwright.cli.main import main
 from meshwright.errors import ExitCode, UserError
 from meshwright.launch.machines_left import MachinesLeft
 from meshwright.launch.options import parse_launch
@@ -163,6 +165,38 @@ def test_fewer_processes_are_started_if_one_does_not_come_back(tmp_path):
     assert sorted(re.findall(r"\[\d\] (\d \d 2 2)", done.stderr)) == ["0 0 2 2", "1 1 2 2"]
 
 
+@pytest.mark.parametrize(
+    "code", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
+)
+def test_a_mistake_ends_the_run_however_few_processes_are_enough(tmp_path, code):
+    (tmp_path / "work.py").write_text(
+        f"import os, sys, time\nsys.exit({code}) if os.environ['RANK'] == '1' else time.sleep(600)"
+    )
+    done = subprocess.run(
+        [*words("meshwright.launch"), "--nprocs=2", "--min-procs=1", "work.py"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == code
+    assert "going on" not in done.stderr
+    assert "restart 1" not in done.stderr
+
+
+def test_a_run_says_that_it_goes_on_with_fewer_from_its_beginning(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv(PROCESS_RANGE, ProcessRange(2, 1).to_environment()[PROCESS_RANGE])
+    devices = 2 * jax.device_count()
+    own = [f"mesh.data={devices}", "training.global_batch_size=16", "training.steps=1"]
+    own += ["data.eval_fraction=0"]
+    assert main(["train", *SMALL, *own, f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    assert (
+        f"processes: going on with 1 of 2 processes on data={devices // 2}; the samples stay the "
+        "same: 16 = 2 per device × 8 replicas × 1 microbatch\n" in capfd.readouterr().err
+    )
+
+
 def words(module: str) -> list[str]:
     return [sys.executable, "-m", module]
 
@@ -248,6 +282,7 @@ def test_training_goes_on_with_the_same_losses(tmp_path, expected, full, setting
         f"launch: process 1 did not come back after 2 tries; going on with {count} of {full} "
         f"processes (--min-procs {count}){shown}" in err
     )
+    assert f"[0] processes: going on with {count} of {full} processes on " in err
     assert_same_losses(tmp_path, expected)
     run = tmp_path / "run"
     assert json.loads((run / "run.json").read_text())["mesh"] == mesh
@@ -258,6 +293,28 @@ def test_training_goes_on_with_the_same_losses(tmp_path, expected, full, setting
     (event,) = [event for event in events if event["kind"] == "processes"]
     assert (event["processes"], event["mesh"], event["update"]) == (count, mesh, 6)
     assert f"going on with {count} of {full} processes" in event["message"]
+
+
+@pytest.mark.full
+@pytest.mark.faults
+def test_a_process_that_never_comes_is_left_out_from_the_beginning(tmp_path, expected):
+    fault = """
+        import os
+        import meshwright as mw
+        if os.environ["WORLD_SIZE"] == "2" and os.environ["RANK"] == "1":
+            os._exit(7)
+        class Fault(mw.Callback):
+            pass
+    """
+    (tmp_path / "fault.py").write_text(textwrap.dedent(fault))
+    own = ("mesh.data=2", "training.callbacks=[fault:Fault]")
+    code, err = finish(start(tmp_path, ("--nprocs=2", "--min-procs=1"), *own))
+    assert code == 0, err
+    assert (
+        "[0] processes: going on with 1 of 2 processes on 1 device; the samples stay the same: "
+        "24 = 24 per device × 1 replica × 1 microbatch\n" in err
+    )
+    assert_same_losses(tmp_path, expected)
 
 
 SCRIPT = """

@@ -19,6 +19,7 @@ SHOWN_EVENTS = (
     "start",
     "weights",
     "resume",
+    "processes",
     "checkpoint",
     "warning",
     "incident",
