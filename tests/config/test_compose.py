@@ -19,7 +19,7 @@ from meshwright.config.compose import (
 from meshwright.config.groups import GROUPS, group_options
 from meshwright.config.origins import trace_origins
 from meshwright.config.schema import Config
-from meshwright.errors import UserError
+from meshwright.errors import Spelling, UserError, spelled_for
 from meshwright.plan import make_plan
 
 quick = settings(
@@ -166,6 +166,10 @@ def test_an_axis_given_under_two_names_must_agree():
         ("training.steps=-1", "greater than or equal to 0"),
         ("run.project=../x", "`run.project=../x` is not valid"),
         ("run.project=..", "`run.project=..` is not valid"),
+        ("run.project='a b'", "digits, underscores, dots and dashes"),
+        ("run.project='a b'", "write run.project=a-b"),
+        ("run.project=''", "write run.project=my-project"),
+        ("run.project=3", "valid string"),
         ("model.mesh_shape=[[4]]", '[[4,2],["fsdp","tp"]]'),
         ("model.mesh_shape=4", '[[4,2],["fsdp","tp"]]'),
         ("~model", "`model` is missing"),
@@ -180,7 +184,7 @@ def test_an_axis_given_under_two_names_must_agree():
     ],
 )
 def test_mistakes_say_what_to_write(override, suggestion):
-    with pytest.raises(UserError) as caught:
+    with spelled_for(Spelling.COMMAND_LINE), pytest.raises(UserError) as caught:
         config_of(override)
     assert suggestion in str(caught.value)
     assert len(str(caught.value)) < 600

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from meshwright.config.base import Frozen
 from meshwright.config.duration import parse_duration
-from meshwright.errors import UserError
+from meshwright.errors import Setting, UserError
 from meshwright.hardware import is_local, parse_hardware
 from meshwright.mesh.axes import INFER, resolve_alias
 
@@ -351,6 +360,26 @@ class RunConfig(Frozen):
     project: str = Field(default="meshwright", min_length=1, pattern=r"^\w[\w.-]*$")
     name: str | None = Field(default=None, min_length=1, max_length=200)
     seed: int = Field(default=0, ge=0, lt=2**31)
+
+    @field_validator("project", mode="wrap")
+    @classmethod
+    def _folder_name(cls, value: Any, check: ValidatorFunctionWrapHandler) -> str:
+        try:
+            return check(value)
+        except ValidationError:
+            if not isinstance(value, str):
+                raise
+        raise UserError(
+            f"`{Setting('run.project', value)}` is not valid",
+            why="it names a folder: letters, digits, underscores, dots and dashes, of which a dot "
+            "or a dash cannot be the first",
+            fix=f"write {Setting('run.project', _as_project(value))}",
+        )
+
+
+def _as_project(text: str) -> str:
+    """Return the nearest name that a project can have."""
+    return re.sub(r"[^\w.-]+", "-", text.strip()).strip(".-")[:60] or "my-project"
 
 
 class Config(Frozen):
