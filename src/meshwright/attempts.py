@@ -24,12 +24,14 @@ class EarlierAttempts:
         started: when the launcher started, in seconds since 1970; None without a launcher.
         useful: seconds of their updates whose results were kept.
         run_dir: the run folder; empty if none was known.
+        failure: how the last one failed; empty if there was none.
     """
 
     count: int = 0
     started: float | None = None
     useful: float = 0.0
     run_dir: str = ""
+    failure: str = ""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> EarlierAttempts:

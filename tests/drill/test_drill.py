@@ -110,6 +110,8 @@ def test_a_configuration_that_fails_by_itself_ends_the_drill(tmp_path):
     assert (code, report) == (2, None)
     assert "error: this configuration fails without any fault" in err
     assert "the mesh does not match the 2 devices" in err
+    assert "nearest meshes that work: mesh.data=2" in err
+    assert "all of its output: meshwright launch --nprocs=2 -- train" in err
     assert not list((tmp_path / "tmp").iterdir())
 
 
@@ -197,6 +199,9 @@ def test_a_launch_is_judged_by_what_it_prints_and_when(tmp_path):
     (tmp_path / "injected-1.json").write_text(json.dumps(notes[0]))
     lines = [Line(101.5, "[1] hello"), Line(103.0, "error: process 1 was killed at update 5")]
     launched = Launched(1, lines, 112.0, tmp_path)
+    texts = ["[0] plan", "[1] error: no such key", "[1]   known: a, b", "[0]   x", "[1]   write a"]
+    failed = Launched(2, [Line(1.0, text) for text in texts], 2.0, tmp_path)
+    assert failed.message() == "[1] error: no such key\nknown: a, b\nwrite a"
     assert launched.noticed(r"process 1 was killed", 10.0) == 3.0
     assert launched.find(r"at update (\d+)")[1] == "5"
     for failing, told in [

@@ -34,6 +34,11 @@ def test_sigkill_of(tmp_path, undisturbed, rank):
     assert done.seconds_between("^error: ", "launch: process .*; restart 1") < 10 + 5
     assert not RPC.search(done.err), done.err
     assert re.search(r"launch: goodput \d+%: .* in 2 attempts", done.err)
+    killed = re.search(r"process \d was killed by SIGKILL at update \d+", done.first_error)[0]
+    assert f"{killed}; restart 1 of 3" in done.err
+    assert f"{killed}; restart 1 of 3" in (done.run / "launch.log").read_text()
+    for file in ("events.jsonl", "train.log"):
+        assert f"attempt 2, after {killed}" in (done.run / file).read_text()
     undisturbed().check_same(done)
 
 

@@ -15,6 +15,7 @@ import meshwright as mw
 from meshwright.checkpoint import read_params
 from meshwright.cli.main import main
 from meshwright.report import read_run
+from meshwright.trainer.read_record import read_record
 from meshwright.trainer.replay import Replay
 from meshwright.trainer.responsible import Responsible
 
@@ -113,6 +114,13 @@ def test_a_batch_that_is_not_finite_itself(tmp_path):
     assert [(a.name, a.nans, a.samples) for a in found.bad_arrays] == [("x", 4, (BAD,))]
     assert found.origin.operation == "batch array x"
     assert str(found).splitlines()[1].startswith("the batch is not finite itself: `x` has 4 NaN")
+    # The folder of all incidents will do, if there is only one.
+    assert read_record(path.parent).folder == path
+    whole = (path / "batch.npz").read_bytes()
+    for content in (b"", whole[: len(whole) // 2]):
+        (path / "batch.npz").write_bytes(content)
+        with pytest.raises(mw.UserError, match="cannot be read"):
+            read_record(path)
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -110,6 +111,16 @@ class Launched:
         texts = [line.text for line in self.lines if line.text.strip()]
         errors = [text for text in texts if re.match(r"(\[\d+\] )?(internal )?error: ", text)]
         return (errors or texts[-1:] or ["nothing was printed"])[0].strip()
+
+    def message(self) -> str:
+        """Return the first error with the lines that explain it."""
+        first = self.problem()
+        texts = [line.text.rstrip() for line in self.lines]
+        at = next((n for n, text in enumerate(texts) if text.strip() == first), len(texts))
+        prefix = found[0] if (found := re.match(r"\[\d+\] ", first)) else ""
+        own = (text for text in texts[at + 1 :] if text.startswith(prefix))
+        rest = itertools.takewhile(lambda text: text.startswith(f"{prefix}  "), own)
+        return "\n".join([first, *(text.removeprefix(prefix).strip() for text in rest)])
 
     def _first(self, pattern: str) -> tuple[Line, re.Match[str]]:
         for line in self.lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +13,7 @@ from meshwright.drill.configuration import Configuration
 from meshwright.drill.fault import Fault, Missed
 from meshwright.drill.scene import Scene
 from meshwright.errors import UserError
+from meshwright.masking import mask_words
 from meshwright.units import human_seconds
 
 Verdict = Literal["passed", "failed", "not applicable"]
@@ -109,14 +111,10 @@ def _train_undisturbed(configuration: Configuration, folder: Path) -> Scene:
     started, scene = time.monotonic(), Scene(configuration, folder)
     try:
         launched = scene.train()
-        launched.check_code(0)
     except Missed as missed:
-        raise UserError(
-            "this configuration fails without any fault",
-            why=str(missed),
-            fix="mend it first: meshwright launch --nprocs "
-            f"{configuration.nprocs} -- train … shows all of its output",
-        ) from None
+        raise _fails_anyway(configuration, str(missed)) from None
+    if launched.code:
+        raise _fails_anyway(configuration, launched.message())
     done = len(scene.run.losses())
     if done != configuration.steps:
         raise UserError(
@@ -125,6 +123,15 @@ def _train_undisturbed(configuration: Configuration, folder: Path) -> Scene:
         )
     seconds = time.monotonic() - started
     return replace(scene, reference=scene.run, seconds=seconds, batch_kinds=launched.batch_kinds)
+
+
+def _fails_anyway(configuration: Configuration, why: str) -> UserError:
+    words = ["launch", f"--nprocs={configuration.nprocs}", "--", "train", *configuration.words]
+    return UserError(
+        "this configuration fails without any fault",
+        why=why,
+        fix=f"mend it first; all of its output: {shlex.join(['meshwright', *mask_words(words)])}",
+    )
 
 
 def _drill(fault: Fault, scene: Scene) -> Row:

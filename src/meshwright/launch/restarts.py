@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -15,6 +16,7 @@ from meshwright.launch.environments import environments
 from meshwright.launch.options import LaunchOptions
 from meshwright.launch.processes_left import Change, Gathered, Team
 from meshwright.launch.supervise import Outcome, Requests, Supervisor
+from meshwright.masking import mask_text
 from meshwright.units import counted, human_seconds
 
 WITHOUT_PROGRESS = 3
@@ -29,6 +31,8 @@ FINAL_CODES = (
     ExitCode.PREEMPTED,
 )
 """Exit codes that another attempt would not change, or that ask for none."""
+LOG = "launch.log"
+"""The file of a run folder with what the launcher said about failures and restarts."""
 CHECKPOINTS = "checkpoints"
 """The folder of a run folder in which a checkpoint appears, under its update, once complete."""
 
@@ -55,6 +59,7 @@ class Attempts:
     _useful: float = 0.0
     _committed: int | None = None
     _run_dir: Path | None = None
+    _failure: str = ""
     _started: float = field(default_factory=time.time)
     _requests: Requests = field(default_factory=Requests)
 
@@ -69,7 +74,7 @@ class Attempts:
                     self._summarize(outcome, end)
                     return outcome.code if change is None or change.code is None else change.code
                 if change is not None:
-                    self.say(change.text)
+                    self._tell(change.text)
                 if not self._wait(outcome):
                     break
             return ExitCode.PREEMPTED
@@ -78,7 +83,7 @@ class Attempts:
         if gathered.text:
             self.say(gathered.text)
         run_dir = "" if self._run_dir is None else str(self._run_dir)
-        earlier = EarlierAttempts(self._done, self._started, self._useful, run_dir)
+        earlier = EarlierAttempts(self._done, self._started, self._useful, run_dir, self._failure)
         told = earlier.to_environment()
         if (allowed := self.team.allowed) is not None:
             told |= allowed.to_environment()
@@ -93,6 +98,7 @@ class Attempts:
         )
         outcome = supervisor.run([{**each, **told} for each in own])
         self._done += 1
+        self._failure = outcome.text
         return outcome
 
     def _change(self, outcome: Outcome) -> Change | None:
@@ -141,22 +147,29 @@ class Attempts:
         start = "from the beginning"
         if self._committed is not None:
             start = f"from the checkpoint of update {self._committed}"
-        self.say(
+        self._tell(
             f"{outcome.text}; restart {self._done} of {self.options.restarts} in "
             f"{seconds:g} s, {start}"
         )
         if self._requests.take(timeout=seconds) is None:
             return True
-        self.say("stopped before the restart; the same command goes on" + self._folder_hint())
+        self._tell("stopped before the restart; the same command goes on" + self._folder_hint())
         return False
+
+    def _tell(self, text: str) -> None:
+        """Print a line, and keep it in the run folder: the processes may not have known."""
+        self.say(text)
+        if self._run_dir is not None:
+            with suppress(OSError), (self._run_dir / LOG).open("a", encoding="utf-8") as log:
+                log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {mask_text(text)}\n")
 
     def _summarize(self, outcome: Outcome, end: str) -> None:
         """Say at the end what failed, why there is no other attempt, and how time was spent."""
         if outcome.text and not outcome.asked:
-            self.say("; ".join(filter(None, (outcome.text, end))) + self._how_to_go_on(outcome))
+            self._tell("; ".join(filter(None, (outcome.text, end))) + self._how_to_go_on(outcome))
         if self._done > 1:
             wall = max(time.time() - self._started, 1e-9)
-            self.say(
+            self._tell(
                 f"goodput {min(self._useful / wall, 1):.0%}: {human_seconds(self._useful)} of "
                 f"{human_seconds(wall)} were updates that count, in "
                 f"{counted(self._done, 'attempt')}"

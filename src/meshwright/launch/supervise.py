@@ -13,6 +13,7 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -118,7 +119,7 @@ class Supervisor:
         self._remedy = remedy
         self._merged = MergedOutput(stderr)
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
-        self._pumps: list[threading.Thread] = []
+        self._pumps: dict[int, list[threading.Thread]] = {}
         self._running: set[int] = set()
         self._ends: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._requests = requests
@@ -145,7 +146,7 @@ class Supervisor:
             self._watch.look({}, force=True)
             run_dir, meshes = self._run_dir(), self._meshes()
         # The group has ended, so the pipes are closed.
-        for pump in self._pumps:
+        for pump in chain.from_iterable(self._pumps.values()):
             pump.join()
         self._merged.release()
         return Outcome(
@@ -173,7 +174,7 @@ class Supervisor:
         for stream in filter(None, (worker.stdout, worker.stderr)):
             pump = threading.Thread(target=self._merged.pump, args=(rank, stream), daemon=True)
             pump.start()
-            self._pumps.append(pump)
+            self._pumps.setdefault(rank, []).append(pump)
         # One thread per process, so that failures arrive in the order they happen.
         threading.Thread(target=self._wait_for, args=(rank, worker), daemon=True).start()
 
@@ -197,13 +198,17 @@ class Supervisor:
         if returncode == 0 or self._failure is not None or self._stuck is not None:
             return
         self._failure = (rank, returncode)
+        # What it said and did last is not read yet.
+        for pump in self._pumps[rank]:
+            pump.join(timeout=1)
+        self._watch.look({}, force=True)
         if not self._asked:
             stopped = returncode == ExitCode.PREEMPTED
             self._terminate_at = time.monotonic() + (STOP_DELAY if stopped else TERMINATE_DELAY)
             self._kill_at = self._terminate_at + self._seconds(GRACE_AFTER_FAILURE)
             if returncode < 0:
                 # A killed process cannot print an error itself.
-                self._error(f"process {rank} {_describe_exit(returncode)}{self._when(rank)}")
+                self._error(self._text())
 
     def _look(self) -> None:
         """Look at the heartbeats, unless the processes are ending anyway."""
@@ -261,8 +266,10 @@ class Supervisor:
             who = "process" if len(silent) == 1 else "processes"
             return f"process {rank} lost {who} {', '.join(map(str, silent))}{self._when(rank)}"
         cause = self._merged.causes.get(rank, "")
+        # Processes run ahead of the update that they find out about.
+        when = "" if " update " in cause else self._when(rank)
         why = f": {cause}" if cause else ""
-        return f"process {rank} {_describe_exit(returncode)}{self._when(rank)}{why}"
+        return f"process {rank} {_describe_exit(returncode)}{when}{why}"
 
     def _when(self, rank: int) -> str:
         update = self._watch.update_of(rank)

@@ -17,6 +17,8 @@ from meshwright.units import human_bytes, human_count, human_seconds
 
 SHOWN_EVENTS = (
     "start",
+    "restart",
+    "processes",
     "weights",
     "resume",
     "processes",

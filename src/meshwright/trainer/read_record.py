@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import jax.numpy as jnp
 import numpy as np
@@ -77,7 +78,7 @@ class FlightRecord:
 
 
 def read_record(path: Any) -> FlightRecord:
-    """Read a record: its folder, or a run folder that has only one."""
+    """Read a record: its folder, or a run folder or its incidents with only one."""
     folder = _find(check_path("record", path).absolute())
     try:
         facts = json.loads((folder / RECORD).read_bytes())
@@ -92,7 +93,7 @@ def read_record(path: Any) -> FlightRecord:
                 stored[str(n)].view(jnp.dtype(each["dtype"])).reshape(each["shape"])
                 for n, each in enumerate(facts["arrays"])
             ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, BadZipFile, ValueError, KeyError, TypeError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(
@@ -104,7 +105,8 @@ def read_record(path: Any) -> FlightRecord:
 def _find(folder: Path) -> Path:
     if (folder / RECORD).is_file():
         return folder
-    inside = sorted((folder / INCIDENTS).glob(f"[0-9]*/{RECORD}"))
+    incidents = folder if folder.name == INCIDENTS else folder / INCIDENTS
+    inside = sorted(incidents.glob(f"[0-9]*/{RECORD}"))
     if len(inside) == 1:
         return inside[0].parent
     named = ", ".join(str(each.parent) for each in inside)

@@ -259,6 +259,10 @@ class TrainingRun:
             tracker.event("warning", 0, warning, {})
         for origin in take_origins():
             tracker.event("note", 0, origin, {})
+        earlier = EarlierAttempts.from_environment()
+        if earlier.failure:
+            message = f"attempt {earlier.count + 1}, after {earlier.failure}"
+            tracker.event("restart", self._updates_before, message, {"attempt": earlier.count + 1})
         if fewer := fewer_processes_note(self._plan):
             details = {"processes": process_count(), "mesh": dict(self._plan.mesh)}
             tracker.event("processes", self._updates_before, fewer, details)
