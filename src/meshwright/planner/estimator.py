@@ -331,9 +331,11 @@ class ProgramEstimator:
 
     def _variant(self, plan: Plan, hardware: Hardware) -> Variant:
         sharding = plan.sharding
+        gathers = plan.size("fsdp") > 1 and sharding.zero == 3 and not sharding.keep_gathered
         return Variant(
             sharding.remat,
-            gathers=plan.size("fsdp") > 1 and sharding.zero == 3 and not sharding.keep_gathered,
+            # Whatever else is computed again is the same with and without gathers.
+            gathers=gathers and sharding.remat == "none",
             rows=plan.size("tensor") == 1,
             kernels=plan.kernels,
             platform=PLATFORMS[hardware.chip.platform],
