@@ -21,7 +21,6 @@ SHOWN_EVENTS = (
     "processes",
     "weights",
     "resume",
-    "processes",
     "checkpoint",
     "warning",
     "incident",
