@@ -59,9 +59,11 @@ class InTurns(mw.Callback):
 
     def on_log(self, update: int, values: Mapping[str, float]) -> None:
         """Tell what was measured, and wait for the next turn."""
-        now = time.perf_counter()
         if self.over:
             return
+        # Nothing of it is left to run in the turns of others.
+        jax.block_until_ready(jax.live_arrays())
+        now = time.perf_counter()
         # The first update is logged by itself, and so that the process is ready.
         TURNS.tell(seconds=now - self.start)
         if not TURNS.told_to_go():

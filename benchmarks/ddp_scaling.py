@@ -14,6 +14,7 @@ PATH is an interpreter that has PyTorch; by default this one. It needs two cores
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import subprocess
 import sys
@@ -76,15 +77,16 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             group.take_turn()
         rounds: list[dict[tuple[str, int], float]] = []
         for number in range(arguments.pairs):
-            rounds.append(_round(groups, number))
+            rounds.append(_round(groups, random.Random(number)))
             print(f"{name}: round {number + 1} of {arguments.pairs}", end="\r", flush=True)
     return {"case": name, **figures(rounds)}
 
 
-def _round(groups: dict[tuple[str, int], Group], number: int) -> dict[tuple[str, int], float]:
-    """Let each group take a turn, in another order each time; return samples per second."""
-    order = list(groups)
-    order = order[number % len(order) :] + order[: number % len(order)]
+def _round(
+    groups: dict[tuple[str, int], Group], shuffle: random.Random
+) -> dict[tuple[str, int], float]:
+    """Let each group take a turn, in any order; return samples per second."""
+    order = shuffle.sample(list(groups), len(groups))
     return {key: groups[key].take_turn() for key in order}
 
 

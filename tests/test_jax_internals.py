@@ -97,6 +97,31 @@ print(state.process_id, state.num_processes, jax_internals.jax_has_started())
         assert ran.stdout.split() == ["0", "1", "False"], ran.stderr
 
 
+def test_only_the_thread_of_gloo_has_a_low_priority():
+    program = """
+import os, socket, time
+from meshwright import processes
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = "127.0.0.1:%d" % free.getsockname()[1]
+processes.connect(address, 1, 0, timeout_seconds=60)
+import jax
+jax.devices()
+time.sleep(1)  # The thread that started it ends.
+threads = [int(name) for name in os.listdir("/proc/self/task")]
+print(sorted(os.getpriority(os.PRIO_PROCESS, thread) for thread in threads)[-2:])
+"""
+    with relied_on(
+        "lower_priority_of_gloo",
+        "xla_bridge._jax.make_gloo_tcp_collectives",
+        "called once when devices of several processes are created, it starts Gloo's thread",
+    ):
+        ran = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+        )
+        assert ran.stdout.split() == ["[0,", "19]"], ran.stderr
+
+
 def test_a_lowered_program_has_the_compiler_options_of_its_jit():
     options = {"xla_backend_optimization_level": 0}
     with relied_on(

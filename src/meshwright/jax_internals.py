@@ -7,10 +7,16 @@ imports what it needs when called: some of their callers must not load JAX.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+
+_LOWEST = 19
+"""The lowest priority of a thread on Linux."""
 
 
 def jax_has_started() -> bool:
@@ -33,6 +39,32 @@ def distributed_state() -> Any:
     from jax._src import distributed
 
     return distributed.global_state
+
+
+def lower_priority_of_gloo() -> None:
+    """Let Gloo's thread, which sends and receives between CPUs, run only when others do not.
+
+    While a process still computes what a faster one has already sent it, this thread polls, on a
+    machine with few cores at the cost of what it waits for. Call it before devices are created.
+    """
+    # Gloo starts the thread in this call and offers no handle to it. On Linux a thread has the
+    # priority of the one that starts it.
+    from jax._src import xla_bridge
+
+    module: Any = xla_bridge
+    create = getattr(getattr(module, "_jax", None), "make_gloo_tcp_collectives", None)
+    if create is None or sys.platform != "linux":
+        return
+
+    def create_quietly(*arguments: Any, **named: Any) -> Any:
+        def create_in_thread() -> Any:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+            return create(*arguments, **named)
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(create_in_thread).result()
+
+    module._jax.make_gloo_tcp_collectives = create_quietly
 
 
 def surrounding_axes() -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """Reducing gradients once per several microbatches: the same update, less sent."""
 
+import re
+
 import jax
 import numpy as np
 import optax
@@ -12,6 +14,7 @@ from meshwright.config.batch import solve_batch
 from meshwright.errors import UserError
 from meshwright.ledgers import make_ledger
 from meshwright.plan import Plan
+from meshwright.step import step_program, train_step
 from meshwright.step.assemble import assemble
 
 random = np.random.default_rng(0)
@@ -118,3 +121,40 @@ def test_draws_that_depend_on_the_number_of_samples_are_refused():
 def test_divided_gradients_are_refused():
     with pytest.raises(UserError, match=r"zero=3 shards gradients over fsdp=4"):
         step_for({"fsdp": 4}, 2, zero=3)
+
+
+@pytest.fixture
+def through_gloo(monkeypatch):
+    """Gradients are sent as between processes on CPUs."""
+    for module in (step_program, train_step):
+        monkeypatch.setattr(module, "sends_through_gloo", lambda mesh: True)
+
+
+def reductions(assembled):
+    lowered = assembled.step.lower(assembled.put_batch(BATCH))
+    return re.findall(r" = (.*?) all-reduce\(", lowered.compile().as_text())
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_between_processes_on_cpus_all_gradients_are_one_array(through_gloo, count):
+    joined = step_for({"data": 4}, 1, count=count)
+    whole = step_for({}, 1, count=count)
+    for a, b in zip(gradients(whole), gradients(joined), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+    # The gradients, the loss and the weights of its samples.
+    numbers = sum(value.size for value in gradients(whole)) + 2
+    assert [kind.split("{")[0] for kind in reductions(joined)] == [f"f32[{numbers}]"]
+    axis = make_ledger(joined, BATCH).axes["data"]
+    assert axis.sent_bytes == count * (2 * 3 / 4 * 4 * numbers)
+
+
+@pytest.mark.parametrize("model", [Normed, Fickle])
+def test_a_model_that_needs_all_samples_is_divided_by_the_compiler(through_gloo, model):
+    divided = step_for({"data": 4}, 1, model=model, count=1)
+    whole = step_for({}, 1, model=model, count=1)
+    for a, b in zip(gradients(whole), gradients(divided), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+
+
+def test_divided_weights_are_reduced_by_the_compiler(through_gloo):
+    assert len(reductions(step_for({"data": 2, "fsdp": 2}, 1, count=1, zero=3))) > 1

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from meshwright.errors import EnvironmentProblem, UserError, first_line
 from meshwright.heartbeat import own_heartbeat
-from meshwright.jax_internals import distributed_state
+from meshwright.jax_internals import distributed_state, lower_priority_of_gloo
 from meshwright.processes.ports import Address, interface_for, is_loopback
 from meshwright.processes.rendezvous import Meeting, Member, meet
 
@@ -148,6 +148,7 @@ def _initialize(
 
     # The CPU backend needs this for collectives between processes.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    lower_priority_of_gloo()
     # Otherwise JAX handles SIGTERM itself, as a notice that must be polled.
     jax.config.update("jax_enable_preemption_service", False)
     try:

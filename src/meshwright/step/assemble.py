@@ -214,7 +214,7 @@ def assemble(
         model_leaves = describe_model(model, trainable)
     micro = _microbatch(batch, plan)
     program = step_program(loss, model_leaves, micro, plan)
-    local_program = per_device_program(loss, model_leaves, micro, plan)
+    local_program = per_device_program(loss, model_leaves, micro, plan, mesh)
     traced = program.traced
     remarks = (*dict.fromkeys([*reads, *program.remarks]), *_few_samples(traced, plan))
     if program.cut is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import jax
+from jax.sharding import Mesh
 
 from meshwright.errors import Setting, UserError
 from meshwright.pipeline.divide.block_cut import BlockCut
@@ -12,6 +14,7 @@ from meshwright.pipeline.divide.cut import cut_blocks, ordered_by_stage
 from meshwright.plan import Plan
 from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.dims.sample_mean import check_mean
+from meshwright.program.on_mesh.local_forward import LocalDraws
 from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
@@ -73,14 +76,18 @@ def unstaged_program(traced: TracedLoss, plan: Plan) -> StepProgram:
 
 
 def per_device_program(
-    loss: Loss, model_leaves: ModelLeaves, micro: Batch, plan: Plan
+    loss: Loss, model_leaves: ModelLeaves, micro: Batch, plan: Plan, mesh: Mesh
 ) -> StepProgram | None:
-    """Return the loss of one device's samples, if gradients accumulate on each device.
+    """Return the loss of one device's samples, if each device computes its own gradients.
 
-    None if every microbatch is reduced, or if no mesh axis divides the batch.
+    None if the compiler divides the whole microbatch instead, or if no mesh axis divides it.
     """
     axes = batch_axes(plan.mesh)
-    if plan.batch.sync_gradients_every == 1 or not axes:
+    if not axes:
+        return None
+    if plan.batch.sync_gradients_every == 1:
+        if sends_through_gloo(mesh) and _only_copies(plan):
+            return _if_possible(loss, model_leaves, micro, plan)
         return None
     if plan.sharding.zero > 1 and "fsdp" in axes:
         raise UserError(
@@ -90,9 +97,38 @@ def per_device_program(
             fix=f"write {Setting('sharding.zero', 1)} or "
             f"{Setting('training.sync_gradients_every', 1)}",
         )
-    samples = divide_batch(micro, plan.batch.replicas)
+    return _per_device(loss, model_leaves, micro, plan)
+
+
+def sends_through_gloo(mesh: Mesh) -> bool:
+    """Whether gradients cross processes on CPUs, where each array costs milliseconds to send.
+
+    It pays to send all of them as one array, for which each device has to compute its own.
+    """
+    return mesh.is_multi_process and mesh.devices.flat[0].platform == "cpu"
+
+
+def _only_copies(plan: Plan) -> bool:
+    """Whether every device has the whole model."""
+    return math.prod(plan.mesh.values()) == plan.size("data")
+
+
+def _if_possible(
+    loss: Loss, model_leaves: ModelLeaves, micro: Batch, plan: Plan
+) -> StepProgram | None:
+    """Return the loss of one device's samples; None if it needs all samples of the microbatch."""
+    try:
+        program = _per_device(loss, model_leaves, micro, plan)
+        whole = trace_loss(loss, model_leaves, micro, COMPUTE_DTYPES[plan.precision])
+        LocalDraws(dim_classes(whole), dim_classes(program.traced), batch_axes(plan.mesh))
+    except Exception:  # A model may refuse this number of samples in its own way.
+        return None
+    return program
+
+
+def _per_device(loss: Loss, model_leaves: ModelLeaves, micro: Batch, plan: Plan) -> StepProgram:
     _check_mean(loss, model_leaves, micro, plan)
-    return step_program(loss, model_leaves, samples, plan)
+    return step_program(loss, model_leaves, divide_batch(micro, plan.batch.replicas), plan)
 
 
 def _check_mean(loss: Loss, model_leaves: ModelLeaves, micro: Batch, plan: Plan) -> None:

@@ -38,6 +38,7 @@ from meshwright.step.optimizer import FlatOptimizer
 from meshwright.step.planned_forward import planned_forward
 from meshwright.step.scaler import LossScale, all_finite
 from meshwright.step.state import TrainState
+from meshwright.step.step_program import sends_through_gloo
 
 Metrics = dict[str, Array]
 HALTED = "halted"
@@ -69,7 +70,7 @@ class TrainStep:
         mesh: the mesh.
         optimizer: any optax transformation.
         clip_norm: largest global gradient norm; None for no clipping.
-        local: the loss of one device's samples, if gradients are not reduced at every microbatch.
+        local: the loss of one device's samples, if each device computes its own gradients.
         pipeline: the loss and its gradients by stages, on a mesh with a pipe axis.
         wide: compute in float64, for proofs, and compile quickly.
         runs: how often it will run, if only a few times: a small model's step is then compiled
@@ -250,7 +251,7 @@ class TrainStep:
             return finish_gradients(
                 state.params, result.gradients, *result.losses, result.state, scale
             )
-        if count == 1:
+        if count == 1 and self._local is None:
             return compute_gradients(self._loss, state.params, state.model_state, batch, scale)
         microbatches = split_strided(batch, count, self.mesh, self.decision.batch)
         if self._local is not None:
@@ -263,6 +264,7 @@ class TrainStep:
                 every=self.plan.batch.sync_gradients_every,
                 mesh=self.mesh,
                 batch_axes=batch_axes(self.plan.mesh),
+                joined=sends_through_gloo(self.mesh),
                 scale=scale,
                 written=self.traced.written_positions,
             )

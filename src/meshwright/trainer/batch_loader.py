@@ -77,8 +77,9 @@ class BatchLoader:
             yield place_batch(batch, self._sharding, self._batch_size, self._rows)
 
     def _all_have(self, batch: Any) -> bool:
-        """Whether all processes have a batch; data of unknown length may end earlier in one."""
-        if process_count() == 1 or self.data.num_samples is not None:
+        """Whether all processes have a batch; a stream may end earlier in one."""
+        stream = self.data.num_samples is None and getattr(self.data, "sequential", False)
+        if process_count() == 1 or not stream:
             return batch is not None
         # The others may wait for a process with slow data, which is no wait for their own.
         with own_heartbeat().during(Doing.WAITING):
