@@ -96,7 +96,8 @@ test-all: lint types
 
 # Processes that are killed, stopped or preempted, also in jobs of a real SLURM.
 test-faults: setup
-	@timeout -s INT 1200 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=15 -m faults
+	@timeout -s INT 1200 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		--durations=15 -m faults tests/drill tests/faults/test_killed_saves.py tests
 
 # The report page tests run in a real browser. Without one they are skipped, and the summary says
 # so. This target and `slurm` need root.
