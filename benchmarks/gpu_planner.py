@@ -1,8 +1,8 @@
 """Compares predicted with measured memory and time of updates on one GPU.
 
 Each point is a model, rows of a batch, what the backward pass computes again, whether blocks are
-rolled, and microbatches. The constants of the time model (planner/kernel_times) were fitted to the
-points marked `fitted`; the others were not looked at before.
+rolled, and microbatches. The constants of the time model (planner/workload/kernel_times) were
+fitted to the points marked `fitted`; the others were not looked at before.
 
     python benchmarks/gpu_planner.py [--only llama] [--at-once 6]
 """
@@ -114,7 +114,7 @@ def measure(point: Point) -> dict[str, Any]:
     from meshwright.config.schema import ShardingConfig
     from meshwright.hardware import detect, parse_hardware
     from meshwright.plan import Plan
-    from meshwright.planner.estimator import ProgramEstimator
+    from meshwright.planner.estimate.estimator import ProgramEstimator
     from meshwright.step.assemble import assemble
 
     model, task = build(point.model)

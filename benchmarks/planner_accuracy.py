@@ -196,7 +196,7 @@ class Workload:
         """Return what the compiler says about a plan."""
         import jax
 
-        from meshwright.planner.rehearsal import rehearse
+        from meshwright.planner.rehearse.rehearsal import rehearse
         from meshwright.step.assemble import assemble
 
         plan = self.plan(setting)
@@ -224,7 +224,7 @@ class Workload:
     def predict(self, setting: Setting) -> dict[str, Any] | None:
         """Return what the planner predicts for a plan; None without an estimator."""
         from meshwright.hardware import Hardware, chip_by_name
-        from meshwright.planner import estimator
+        from meshwright.planner.estimate import estimator
 
         make = getattr(estimator, "ProgramEstimator", None)
         if make is None:

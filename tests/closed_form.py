@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from meshwright.hardware import Hardware
 from meshwright.plan import Plan
-from meshwright.planner.estimate import AxisTraffic, Estimate, MemoryEstimate, TimeEstimate
+from meshwright.planner.estimate.estimate import AxisTraffic, Estimate, MemoryEstimate, TimeEstimate
 
 RECOMPUTED = {"none": 0.0, "dots": 0.06, "full": 1 / 3}
 SAVED = {"none": 34, "dots": 18, "full": 2}
@@ -38,7 +38,7 @@ class ClosedForm:
         return self.tokens
 
     def estimate(self, plan: Plan, hardware: Hardware) -> Estimate:
-        return Estimate(plan, hardware, self._memory(plan), self._time(plan, hardware))
+        return Estimate(plan, hardware, self._time(plan, hardware), lambda: self._memory(plan))
 
     def _memory(self, plan: Plan) -> MemoryEstimate:
         parts = plan.size("tensor") * plan.size("pipe")

@@ -11,9 +11,9 @@ from meshwright.cli.config_estimator import config_estimator
 from meshwright.config.compose import Composed, validate
 from meshwright.config.schema import Config
 from meshwright.plan import Plan
-from meshwright.planner.auto_plan import AUTO, choose_plan, hardware_of
-from meshwright.planner.config_task import config_task, set_by_user
-from meshwright.planner.plan_file import plan_settings, with_settings
+from meshwright.planner.guidance.auto_plan import AUTO, choose_plan, hardware_of
+from meshwright.planner.search.config_task import config_task, set_by_user
+from meshwright.planner.search.plan_file import plan_settings, with_settings
 
 _FIXED = ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.pipe", "sharding.remat", "sharding.blocks",
           "training.sync_gradients_every", "pipeline.schedule", "pipeline.num_chunks")  # fmt: skip

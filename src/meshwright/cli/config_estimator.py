@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.activity import activity
 from meshwright.config.schema import Config
 from meshwright.plan import precision
-from meshwright.planner.estimator import Estimator, ProgramEstimator
+from meshwright.planner.estimate.estimator import Estimator, ProgramEstimator
 from meshwright.recipe import make_recipe
 
 

@@ -18,21 +18,21 @@ from meshwright.config.compose import parse_overrides, validate
 from meshwright.config.schema import Config, DataConfig
 from meshwright.errors import ExitCode, UserError
 from meshwright.hardware import LOCAL, Hardware, chip_by_name
-from meshwright.planner.budget import Goal, parse_goal, parse_price
-from meshwright.planner.candidates import PlanTask
-from meshwright.planner.config_task import config_task, set_by_user
-from meshwright.planner.estimator import Estimator
-from meshwright.planner.local_hardware import find_hardware
-from meshwright.planner.plan_file import plan_yaml
-from meshwright.planner.plan_report import (
+from meshwright.planner.devices.local_hardware import find_hardware
+from meshwright.planner.estimate.estimator import Estimator
+from meshwright.planner.guidance.budget import Goal, parse_goal, parse_price
+from meshwright.planner.guidance.plan_report import (
     NothingFits,
     PlanGoal,
     PlanReport,
     make_report,
     report_json,
 )
-from meshwright.planner.plan_text import report_text
-from meshwright.planner.prove import ProvedPlan, proof_table, prove
+from meshwright.planner.guidance.plan_text import report_text
+from meshwright.planner.rehearse.prove import ProvedPlan, proof_table, prove
+from meshwright.planner.search.candidates import PlanTask
+from meshwright.planner.search.config_task import config_task, set_by_user
+from meshwright.planner.search.plan_file import plan_yaml
 from meshwright.recipe import find_data, make_task, training_duration
 from meshwright.report.plan_page import plan_page
 

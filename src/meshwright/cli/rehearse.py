@@ -20,11 +20,11 @@ from meshwright.launch.environments import count_gpus
 from meshwright.mesh.axes import INFER
 from meshwright.mesh.simulate import MAX_DEVICES, simulate_devices
 from meshwright.plan import Plan, make_plan, mesh_sizes
-from meshwright.planner.config_task import set_by_user
-from meshwright.planner.estimate import Estimate
-from meshwright.planner.estimator import ProgramEstimator
-from meshwright.planner.figures import Figure, figures_table, make_figures
-from meshwright.planner.rehearsal import Rehearsal, rehearse
+from meshwright.planner.estimate.estimate import Estimate
+from meshwright.planner.estimate.estimator import ProgramEstimator
+from meshwright.planner.rehearse.figures import Figure, figures_table, make_figures
+from meshwright.planner.rehearse.rehearsal import Rehearsal, rehearse
+from meshwright.planner.search.config_task import set_by_user
 from meshwright.processes import process_count
 from meshwright.recipe import Recipe, make_recipe
 from meshwright.trees import resize_batch

@@ -13,8 +13,8 @@ from meshwright.code_digests import own_code
 from meshwright.config.compose import Composed, compose_config, parse_overrides, validate
 from meshwright.config.schema import Config
 from meshwright.handshake import compare_processes, describe_own_devices
-from meshwright.planner.config_task import set_by_user
-from meshwright.planner.plan_file import KEY, apply_plan_file
+from meshwright.planner.search.config_task import set_by_user
+from meshwright.planner.search.plan_file import KEY, apply_plan_file
 from meshwright.processes import process_count
 from meshwright.versions import package_versions
 from meshwright.weights.resolve import resolve_weights

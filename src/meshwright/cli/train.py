@@ -27,7 +27,7 @@ from meshwright.interrupt import current_interrupt
 from meshwright.masking import mask_tree
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.plan import Plan, make_plan, unused_settings
-from meshwright.planner.estimator import Estimator, ProgramEstimator
+from meshwright.planner.estimate.estimator import Estimator, ProgramEstimator
 from meshwright.processes import broadcast, process_count
 from meshwright.recipe import Recipe, make_recipe
 from meshwright.step.assemble import Assembled

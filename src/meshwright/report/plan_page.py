@@ -10,10 +10,10 @@ from pathlib import Path
 from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.build import abstract_mesh
 from meshwright.mesh.svg_drawing import mesh_svg
-from meshwright.planner.estimate import Estimate
-from meshwright.planner.plan_report import PlanReport
-from meshwright.planner.scaling import ScalingPoint
-from meshwright.planner.words import kind_of_mesh, memory_parts, settings_of, time_parts
+from meshwright.planner.estimate.estimate import Estimate
+from meshwright.planner.estimate.words import kind_of_mesh, memory_parts, settings_of, time_parts
+from meshwright.planner.guidance.plan_report import PlanReport
+from meshwright.planner.search.scaling import ScalingPoint
 from meshwright.units import counted, human_count, human_gigabytes, human_seconds
 
 _ASSETS = Path(__file__).parent / "assets"

@@ -10,9 +10,9 @@ from flax.nnx.filterlib import Filter
 
 from meshwright import processes
 from meshwright.plan import Plan
-from meshwright.planner.auto_plan import AUTO, choose_plan, hardware_of
-from meshwright.planner.candidates import Pins, PlanTask
-from meshwright.planner.estimator import ProgramEstimator
+from meshwright.planner.estimate.estimator import ProgramEstimator
+from meshwright.planner.guidance.auto_plan import AUTO, choose_plan, hardware_of
+from meshwright.planner.search.candidates import Pins, PlanTask
 from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.trainer.fit_arguments import read_pipeline

@@ -18,7 +18,7 @@ from meshwright.data.protocols import Data
 from meshwright.data.user_data import as_data
 from meshwright.errors import UserError
 from meshwright.heartbeat import own_heartbeat
-from meshwright.planner.out_of_memory import MemoryAdvice
+from meshwright.planner.fit.out_of_memory import MemoryAdvice
 from meshwright.step.state import TrainState
 from meshwright.trainer.every_sample import EverySample, no_data
 from meshwright.trainer.programs import Programs

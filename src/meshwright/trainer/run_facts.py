@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.masking import mask_words
 from meshwright.mesh.svg_drawing import mesh_svg
 from meshwright.pipeline.schedule.timeline_svg import timeline_svg
-from meshwright.planner.least_memory import bytes_on_device
+from meshwright.planner.fit.least_memory import bytes_on_device
 from meshwright.processes import process_count
 from meshwright.program.flops import count_flops, peak_flops
 from meshwright.sharding.explain import explain

@@ -11,7 +11,7 @@ from meshwright.config.duration import Duration
 from meshwright.config.schema import CheckpointConfig, TrackingConfig
 from meshwright.data.protocols import Data
 from meshwright.interrupt import Interrupt
-from meshwright.planner.estimator import Estimator
+from meshwright.planner.estimate.estimator import Estimator
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState

@@ -51,7 +51,7 @@ from meshwright.plan import (
     Plan,
     unused_pipeline,
 )
-from meshwright.planner.estimator import Estimator, ProgramEstimator
+from meshwright.planner.estimate.estimator import Estimator, ProgramEstimator
 from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.proof import Certificate, verify

@@ -24,8 +24,8 @@ from meshwright.errors import ANY, NotFinite, OutOfMemory, Setting, UserError, f
 from meshwright.handshake import Facts, compare_processes, describe_own_devices
 from meshwright.heartbeat import Doing, own_heartbeat
 from meshwright.interrupt import Interrupt, Phase
-from meshwright.planner.fit_check import check_memory
-from meshwright.planner.out_of_memory import KnownProgram, MemoryAdvice
+from meshwright.planner.fit.fit_check import check_memory
+from meshwright.planner.fit.out_of_memory import KnownProgram, MemoryAdvice
 from meshwright.processes import barrier, is_main, process_count
 from meshwright.profile import NoProfiling, Profile, Profiling
 from meshwright.step.canonical import CanonicalForm

@@ -1,0 +1,1 @@
+"""The links, the measured speed and the memory of devices."""

@@ -1,0 +1,181 @@
+"""How long collectives take: which links each mesh axis uses, and the time of an exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from meshwright.errors import UserError, did_you_mean
+from meshwright.hardware import Chip, Hardware
+from meshwright.mesh.axes import AXES, canonical_sizes, resolve_sizes, shown_sizes
+from meshwright.planner.devices.axis_layout import InsideLinks, inside_links, split_over_nodes
+
+
+@dataclass(frozen=True)
+class AxisLink:
+    """How the devices of a mesh axis are connected.
+
+    Attributes:
+        axis: the axis.
+        size: its devices.
+        inside: devices of the axis in one node.
+        nodes: nodes it spans.
+        gb_per_s: what a device can send over the slowest link that the axis uses, in one
+            direction, 1e9 bytes/s; what collectives reach, not the peak.
+        latency_s: the time of a message over that link, besides its bytes.
+        fast: whether all of it is inside a node.
+        inside_gb_per_s: what a device can send to those in its node.
+        pair_gb_per_s: what a device can send to its neighbour on the axis.
+        steps: messages that follow each other inside a node when each receives from all others.
+        hops: links that a message inside a node crosses, on average.
+    """
+
+    axis: str
+    size: int
+    inside: int
+    nodes: int
+    gb_per_s: float
+    latency_s: float
+    fast: bool
+    inside_gb_per_s: float
+    pair_gb_per_s: float
+    steps: int
+    hops: float = 1.0
+
+
+def axis_links(hardware: Hardware, mesh: Mapping[str, int]) -> dict[str, AxisLink]:
+    """Return how each axis of a mesh is connected; axes of size 1 are left out.
+
+    Inner axes (tensor, then fsdp) are inside a node first, as `meshwright.build_mesh` places them.
+    """
+    given = dict.fromkeys(AXES, 1) | canonical_sizes(mesh)
+    sizes = shown_sizes(resolve_sizes(given, hardware.count))
+    spans = split_over_nodes(list(sizes.values()), hardware.nodes)
+    inside = inside_links([devices for devices, _ in spans], hardware.chip)
+    return {
+        axis: _axis_link(axis, size, span, links, hardware.chip)
+        for (axis, size), span, links in zip(sizes.items(), spans, inside, strict=True)
+    }
+
+
+def collective_seconds(kind: str, nbytes: float, link: AxisLink, hardware: Hardware) -> float:
+    """Return the time of one collective over an axis.
+
+    Args:
+        kind: ``all-reduce``, ``all-gather``, ``reduce-scatter``, ``all-to-all``,
+            ``collective-permute`` or ``collective-broadcast``; ``point-to-point`` is a permute.
+        nbytes: the size of the whole value: an all-gather's output, a reduce-scatter's input, what
+            one device sends in an all-to-all or a permute.
+        link: how the axis is connected.
+        hardware: the devices.
+    """
+    if kind not in _SECONDS:
+        raise UserError(
+            f"unknown collective `{kind}`",
+            why=f"known are {', '.join(_SECONDS)}",
+            fix=did_you_mean(kind, _SECONDS),
+        )
+    return _SECONDS[kind](nbytes, link, hardware.chip) if link.size > 1 else 0.0
+
+
+def _axis_link(
+    axis: str, size: int, span: tuple[int, int], links: InsideLinks, chip: Chip
+) -> AxisLink:
+    inside, nodes = span
+    per_link = chip.link_gb_per_s * chip.link_share / chip.devices_per_chip
+    own = links.links * per_link
+    network = _network(chip, axis) if nodes > 1 else math.inf
+    return AxisLink(
+        axis=axis,
+        size=size,
+        inside=inside,
+        nodes=nodes,
+        gb_per_s=min(network, own) if inside > 1 else network,
+        latency_s=(chip.inter_node_latency_us if nodes > 1 else chip.intra_node_latency_us) * 1e-6,
+        fast=nodes == 1,
+        inside_gb_per_s=own,
+        pair_gb_per_s=min(links.pair * per_link, network) if inside > 1 else network,
+        steps=links.steps,
+        hops=links.hops,
+    )
+
+
+def _network(chip: Chip, axis: str) -> float:
+    if chip.inter_node_gb_per_s is None:
+        raise UserError(
+            f"the {axis} axis spans several nodes, and the network between nodes of {chip.name} "
+            "is not known",
+            why="its bandwidth is not published",
+            fix=f"write inter_node_gb_per_s for chips.{chip.name} in your hardware file",
+        )
+    return chip.inter_node_gb_per_s * chip.link_share / chip.devices_per_chip
+
+
+def _gather(nbytes: float, link: AxisLink, chip: Chip) -> float:
+    """Return the time in which every device receives what all others have; a scatter is the same.
+
+    Either in two stages, across nodes and then inside them, where each device sends its own part
+    over the network; or in rings through all devices, which cross each node boundary as often as a
+    node has devices.
+    """
+    n, k, m = link.size, link.inside, link.nodes
+    inner, outer = chip.intra_node_latency_us * 1e-6, link.latency_s
+    inside, network = link.inside_gb_per_s * 1e9, link.gb_per_s * 1e9
+    stages = (k - 1) / k * nbytes / inside + link.steps * inner if k > 1 else 0.0
+    if m == 1:
+        return stages
+    stages += (m - 1) / m * nbytes / k / network + (m - 1) * outer
+    rings = (n - 1) / n * nbytes / _through(link) + (m - 1) * outer + (n - m) * inner
+    return min(stages, rings)
+
+
+def _all_reduce(nbytes: float, link: AxisLink, chip: Chip) -> float:
+    """Return the time of a reduce-scatter and an all-gather, or of two trees if they are faster.
+
+    Trees send a little more, in fewer steps. Neighbours on a torus make no trees.
+    """
+    ring = 2 * _gather(nbytes, link, chip)
+    if chip.topology.startswith("torus"):
+        return ring
+    inner, outer = chip.intra_node_latency_us * 1e-6, link.latency_s
+    depth = _log2(link.inside) * inner + (_log2(link.nodes) * outer if link.nodes > 1 else 0.0)
+    return min(ring, 2 * (nbytes / _through(link) + depth))
+
+
+def _all_to_all(nbytes: float, link: AxisLink, chip: Chip) -> float:
+    """Return the time of sending a part to each device; the network works while fast links do."""
+    n, k = link.size, link.inside
+    inside = (k - 1) / n * nbytes * link.hops / (link.inside_gb_per_s * 1e9)
+    inside += _log2(k) * chip.intra_node_latency_us * 1e-6
+    if link.nodes == 1:
+        return inside
+    return max(inside, (n - k) / n * nbytes / (link.gb_per_s * 1e9) + _log2(n) * link.latency_s)
+
+
+def _permute(nbytes: float, link: AxisLink, _: Chip) -> float:
+    return nbytes / (link.pair_gb_per_s * 1e9) + link.latency_s
+
+
+def _through(link: AxisLink) -> float:
+    """Return what passes through all devices at once, bytes/s: a node has a port per device."""
+    if link.nodes == 1:
+        return link.inside_gb_per_s * 1e9
+    ports = link.inside * link.gb_per_s * 1e9
+    return min(ports, link.inside_gb_per_s * 1e9) if link.inside > 1 else ports
+
+
+def _log2(count: int) -> int:
+    return math.ceil(math.log2(count)) if count > 1 else 0
+
+
+_SECONDS: Mapping[str, Callable[[float, AxisLink, Chip], float]] = {
+    "all-reduce": _all_reduce,
+    "all-gather": _gather,
+    "reduce-scatter": _gather,
+    "all-to-all": _all_to_all,
+    "ragged-all-to-all": _all_to_all,
+    "collective-permute": _permute,
+    "collective-broadcast": _gather,
+    "point-to-point": _permute,
+}

@@ -1,0 +1,231 @@
+"""This machine as hardware to plan for: measured once, and kept in the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.activity import activity
+from meshwright.errors import UserError
+from meshwright.hardware import (
+    MEASURED,
+    BatchSizeRecommendation,
+    Chip,
+    Hardware,
+    detect,
+    find_chip,
+    is_local,
+    load_chips,
+    parse_hardware,
+    roofline_batch_sizes,
+)
+from meshwright.hardware_file import checked_row, plain_name
+from meshwright.host_memory import host_memory
+from meshwright.planner.devices.axis_layout import inside_links
+from meshwright.planner.devices.device_speed import DeviceTimer, fit_products
+from meshwright.user_cache import user_cache
+from meshwright.versions import package_versions
+
+FORMAT = 1
+"""Changes when the same measurement would give other figures."""
+SECONDS = 8.0
+"""How long a measurement should take."""
+_TIMINGS = 40
+"""The time of a measurement is divided by this: there are a dozen timings, and most of it is
+compiling."""
+_COPIED_BYTES = {"cpu": 2**23}
+_SUMMED_BYTES = {"cpu": 2**20}
+_LARGE_BYTES = 2**27
+_SMALL_BYTES = 1024
+_HOST_SHARE = 0.9
+
+
+def find_hardware(text: str | None, *, refresh: bool = False) -> Hardware:
+    """Return the hardware that a setting names.
+
+    Args:
+        text: such as ``8xA100-40GB``; ``local`` measures this machine; None takes the figures of
+            the table for the devices that are present, and measures them if they are not in it.
+        refresh: whether to measure again although there is a measurement.
+    """
+    if text is not None and not is_local(text):
+        return parse_hardware(text)
+    known = detect() if text is None else None
+    return known or measure_local(refresh=refresh)
+
+
+def measure_local(
+    devices: Sequence[Any] | None = None, *, refresh: bool = False, seconds: float = SECONDS
+) -> Hardware:
+    """Measure the devices of this process, or return what was measured before.
+
+    Figures are of one device while all are busy: virtual devices share the cores of a host.
+
+    Args:
+        devices: the devices; by default all of this process.
+        refresh: whether to measure again.
+        seconds: how long a measurement should take.
+    """
+    import jax
+
+    present = list(jax.local_devices() if devices is None else devices)
+    kinds = sorted({device.device_kind for device in present})
+    if len(kinds) != 1:
+        raise UserError(
+            f"the devices are not of one kind: {', '.join(kinds) or 'there are none'}",
+            fix="pass devices= with those of one kind",
+        )
+    file = _cache_file(kinds[0], len(present))
+    chip = None if refresh else _kept(file)
+    if chip is None:
+        with activity("measuring this machine") as tell:
+            chip = _measure(present, seconds, tell)
+        _keep(file, chip)
+    return Hardware(chip=chip, count=len(present))
+
+
+def _measure(devices: Sequence[Any], seconds: float, tell: Callable[[str], None]) -> Chip:
+    timer = DeviceTimer(devices, seconds / _TIMINGS, time.perf_counter() + seconds / 2)
+    base = _base(devices)
+    tell("products")
+    launch = timer.launch_seconds()
+    timed = timer.products(base.peak_dtype, launch)
+    rate, half = fit_products(timed)
+    largest = timed[-1]
+    shares = {
+        f"{dtype}_share": timer.product(dtype, largest.size, launch).flops_per_s
+        / largest.flops_per_s
+        for dtype in ("float32", "bfloat16", "float16")
+        if dtype != base.peak_dtype
+    }
+    tell("memory")
+    copied = timer.copy_bytes_per_s(_COPIED_BYTES.get(base.platform, _LARGE_BYTES))
+    usable = _usable_bytes(devices)
+    chip = replace(
+        base,
+        **shares,
+        **{f"{base.peak_dtype}_share": 1.0},
+        product_half_size=half,
+        launch_us=launch * 1e6,
+        source=MEASURED,
+    )
+    on_chip = chip.devices_per_chip
+    chip = _reached(chip, "peak_tflops", "product_share", rate * on_chip / 1e12)
+    chip = _reached(chip, "hbm_tb_per_s", "hbm_share", copied * on_chip / 1e12)
+    chip = _reached(chip, "hbm_gb", "memory_share", usable * on_chip / 1e9) if usable else chip
+    if len(devices) > 1:
+        tell("sums over devices")
+        chip = _with_links(chip, len(devices), timer)
+    if chip.name in load_chips():
+        return chip
+    return replace(chip, batch_sizes=roofline_batch_sizes(chip.peak_tflops, chip.hbm_tb_per_s))
+
+
+def _base(devices: Sequence[Any]) -> Chip:
+    """Return the chip of the table, or one that is typical of the platform."""
+    kind = devices[0].device_kind
+    known = find_chip(kind)
+    if known is not None:
+        return known
+    # JAX calls GPUs of both vendors the same.
+    platform = "rocm" if "AMD" in kind else devices[0].platform
+    alike = {"gpu": "A100-80GB", "rocm": "MI300X", "tpu": "TPU-v5e"}.get(platform, "CPU")
+    return replace(
+        load_chips()[alike],
+        name=kind,
+        family=plain_name(kind),
+        aliases=(),
+        device_kinds=(kind,),
+        devices_per_chip=1,
+        fast_domain_chips=len(devices),
+        topology="switch",
+        links_per_chip=1,
+        inter_node_gb_per_s=None,
+        usd_per_hour=None,
+    )
+
+
+def _is_listed(chip: Chip) -> bool:
+    """Whether the table has figures of this chip; those of CPUs are only orders of magnitude."""
+    return chip.name in load_chips() and chip.platform != "cpu"
+
+
+def _reached(chip: Chip, figure: str, share: str, measured: float) -> Chip:
+    """Return the chip with what it reaches: as a share of the published figure, if there is one."""
+    peak = getattr(chip, figure) if _is_listed(chip) else measured
+    return replace(chip, **{figure: peak, share: min(measured / peak, 1.0)})
+
+
+def _with_links(chip: Chip, count: int, timer: DeviceTimer) -> Chip:
+    """Return the chip with the bandwidth and latency of sums over all devices."""
+    nbytes = _SUMMED_BYTES.get(chip.platform, _LARGE_BYTES)
+    small, large = timer.all_reduce_seconds(_SMALL_BYTES), timer.all_reduce_seconds(nbytes)
+    sent = 2 * (count - 1) / count * nbytes / max(large - small, large / 2)
+    inside = inside_links([count], chip)[0]
+    if not _is_listed(chip):
+        chip = replace(chip, link_gb_per_s=sent / 1e9 / inside.links * chip.devices_per_chip)
+    peak = inside.links * chip.link_gb_per_s / chip.devices_per_chip * 1e9
+    depth = inside.steps if chip.topology.startswith("torus") else math.ceil(math.log2(count))
+    latency = small / (2 * depth)
+    return replace(chip, link_share=min(sent / peak, 1.0), intra_node_latency_us=latency * 1e6)
+
+
+def _usable_bytes(devices: Sequence[Any]) -> float | None:
+    """Return what programs can use on one device: of its own memory, or its part of the host's."""
+    if devices[0].platform == "cpu":
+        memory = host_memory()
+        limits = (memory["host_total_bytes"], memory["container_limit_bytes"])
+        known = [limit for limit in limits if limit]
+        # The system and the program itself need some of it.
+        return _HOST_SHARE * min(known) / len(devices) if known else None
+    return (devices[0].memory_stats() or {}).get("bytes_limit")
+
+
+def _cache_file(kind: str, count: int) -> Path:
+    versions = package_versions()
+    cores = os.cpu_count() if kind == "cpu" else None
+    key = [FORMAT, kind, count, cores, versions.get("jax"), versions.get("jaxlib")]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
+    return user_cache("hardware") / f"{count}x{plain_name(kind)}-{digest}.json"
+
+
+def _kept(file: Path) -> Chip | None:
+    """Return the chip of an earlier measurement; None if there is none, or it is damaged."""
+    try:
+        row = json.loads(file.read_text(encoding="utf-8"))
+        sizes = BatchSizeRecommendation(**row["batch_sizes"])
+        return checked_row(Chip, {**row, "batch_sizes": sizes}, "the measurement", str(file))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _keep(file: Path, chip: Chip) -> None:
+    """Write a measurement down; without a place for it, it is made again."""
+    part = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(asdict(chip), indent=2), encoding="utf-8")
+        part.replace(file)
+    except OSError:
+        return
+
+
+def chip_yaml(chip: Chip, name: str) -> str:
+    """Return a chip as an entry of a hardware file, to plan for many of what was measured."""
+    import yaml
+
+    left_out = ("name", "aliases", "device_kinds", "batch_sizes", "source")
+    row = {
+        field.name: getattr(chip, field.name)
+        for field in fields(chip)
+        if field.name not in left_out
+    }
+    rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
+    return yaml.safe_dump({"chips": {name: rounded}}, sort_keys=False)

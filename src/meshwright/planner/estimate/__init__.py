@@ -1,0 +1,1 @@
+"""What a plan needs: memory and time."""

@@ -1,0 +1,150 @@
+"""What a plan needs on some hardware: memory and time per device, by what they are used for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from meshwright.hardware import Hardware
+from meshwright.plan import Plan
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes per device while an update runs.
+
+    Attributes:
+        parameters: trained and frozen parameters, and other state of the model; exact.
+        optimizer: the state of the optimizer; exact.
+        gradients: gradients that exist at the moment of the peak, and sums of them.
+        batch: the samples of an update; exact.
+        gathered: weights that are gathered or cast at the moment of the peak.
+        activations: values that the backward pass needs, at the moment of the peak.
+        working: everything else at the moment of the peak.
+        reserved: what the runtime and its libraries keep for themselves; not in `compiled`.
+        all_gradients: all gradients, which exist together before the optimizer runs; exact. When
+            most memory is in use, there may be fewer.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    batch: int
+    gathered: int
+    activations: int
+    working: int
+    reserved: int = 0
+    all_gradients: int = 0
+
+    @property
+    def state(self) -> int:
+        """Bytes of the training state: parameters and optimizer."""
+        return self.parameters + self.optimizer
+
+    @property
+    def least(self) -> int:
+        """Bytes without which no update is possible: state, gradients, batch."""
+        return self.state + self.batch + self.all_gradients
+
+    @property
+    def compiled(self) -> int:
+        """Bytes that the compiled program needs."""
+        return (
+            self.state
+            + self.gradients
+            + self.batch
+            + self.gathered
+            + self.activations
+            + self.working
+        )
+
+    @property
+    def total(self) -> int:
+        """Bytes in use on the device."""
+        return self.compiled + self.reserved
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """What the devices of one mesh axis send per update.
+
+    Attributes:
+        sent_bytes: bytes that each device sends.
+        seconds: how long that takes by itself.
+        exposed_seconds: the part that computing does not hide.
+    """
+
+    sent_bytes: float
+    seconds: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Seconds of one update.
+
+    Attributes:
+        compute: kernels of one device, without waiting.
+        traffic: what is sent, by mesh axis.
+        bubble: seconds in which a device waits for other pipeline stages.
+        flops: operations of one update on all devices, without recomputation.
+        peak_flops: operations per second that all devices together can do at most.
+    """
+
+    compute: float
+    traffic: Mapping[str, AxisTraffic] = field(default_factory=dict[str, AxisTraffic])
+    bubble: float = 0.0
+    flops: float = 0.0
+    peak_flops: float = 1.0
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which a device waits for what others send."""
+        return sum(axis.exposed_seconds for axis in self.traffic.values())
+
+    @property
+    def step(self) -> float:
+        """Seconds of one update."""
+        return self.compute + self.exposed + self.bubble
+
+    @property
+    def mfu(self) -> float:
+        """The share of the peak at which the model's operations run."""
+        return self.flops / (self.step * self.peak_flops)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A plan on some hardware, with what it needs.
+
+    Attributes:
+        plan: the plan.
+        hardware: the hardware.
+        time: seconds per update.
+        find_memory: computes the memory when it is asked for: of most plans only the time counts.
+    """
+
+    plan: Plan
+    hardware: Hardware
+    time: TimeEstimate
+    find_memory: Callable[[], MemoryEstimate] = field(repr=False)
+
+    @cached_property
+    def memory(self) -> MemoryEstimate:
+        """Bytes per device."""
+        return self.find_memory()
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of memory of one device."""
+        return int(self.hardware.chip.hbm_gb_per_device * 1e9)
+
+    @property
+    def share(self) -> float:
+        """The share of a device's memory that is in use."""
+        return self.memory.total / self.capacity
+
+    def fits(self, share: float = 0.9) -> bool:
+        """Whether it fits into this share of a device's memory."""
+        return self.memory.total <= share * self.capacity

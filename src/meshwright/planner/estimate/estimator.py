@@ -1,0 +1,304 @@
+"""Estimates of plans for one model, from its traced program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import optax
+from flax import nnx
+from flax.nnx.filterlib import Filter
+
+from meshwright.config.schema import Precision
+from meshwright.hardware import Chip, Hardware
+from meshwright.plan import Plan
+from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeEstimate
+from meshwright.planner.estimate.gradient_programs import GradientPrograms, variant_of
+from meshwright.planner.estimate.model_states import ModelStates, state_key
+from meshwright.planner.estimate.traced_programs import TracedPrograms, blocks_of
+from meshwright.planner.estimate.traffic import (
+    Sent,
+    stage_traffic,
+    tensor_traffic,
+    time_traffic,
+    weight_traffic,
+)
+from meshwright.planner.workload.gradient_program import SAMPLES, GradientProgram
+from meshwright.planner.workload.in_memory import Peak, Use, peak_of
+from meshwright.planner.workload.kernel_times import Work, seconds_of, works_of
+from meshwright.planner.workload.sizes import DeviceSizes
+from meshwright.planner.workload.stage_parts import SlotCounts, count_slots, nbytes_of
+from meshwright.program.trace.build_model import ModelSource, describe_model
+from meshwright.program.trace.layout import StepLeaf
+from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
+from meshwright.program.trace.traced_loss import Loss
+from meshwright.trees import Batch, resize_batch, tokens_per_sample
+
+_STAGE_OVERHEAD: Mapping[str, float] = {"gpipe": 1.4, "1f1b": 1.4, "interleaved": 1.5, "zb_h1": 1.7}
+"""Time of a stage relative to its share of the work (benchmarks/results/gpu_pipeline.json)."""
+
+
+class Estimator(Protocol):
+    """Estimates plans for one model, loss and optimizer."""
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of the model's parameters."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of repeated blocks, which pipeline stages divide; 0 without such blocks."""
+        ...
+
+    @property
+    def tensor_sizes(self) -> frozenset[int]:
+        """The sizes of a tensor axis, up to 64, that divide what it would divide."""
+        ...
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens of one sample; 1 for data other than tokens."""
+        ...
+
+    def estimate(self, plan: Plan, hardware: Hardware) -> Estimate:
+        """Return what a plan needs. Milliseconds: a search asks for thousands."""
+        ...
+
+
+class ProgramEstimator:
+    """Estimates plans from the traced program of a model.
+
+    Programs are traced for two samples and one device, once for each way to save activations;
+    what a plan needs follows from how its mesh divides their arrays. Nothing is allocated.
+
+    Args:
+        model: builds the model from `nnx.Rngs`.
+        loss: ``loss(model, batch)``.
+        optimizer: any optax transformation.
+        batch: a batch of any size, as arrays or shapes.
+        trainable: NNX filter of what is trained.
+        guarded: whether updates that are not finite change nothing.
+        precision: the compute format of most plans that will be asked for, in which the model is
+            traced to describe it.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource,
+        loss: Loss,
+        optimizer: optax.GradientTransformation,
+        batch: Batch,
+        *,
+        trainable: Filter = nnx.Param,
+        guarded: bool = True,
+        precision: Precision = "no",
+    ) -> None:
+        self._guarded = guarded
+        self._precision: Precision = precision
+        self._leaves = describe_model(model, trainable)
+        self._samples = resize_batch(batch, SAMPLES)
+        self._programs = TracedPrograms(loss, self._leaves, self._samples, precision)
+        self._gradients = GradientPrograms(self._programs)
+        self._states = ModelStates(self._programs, optimizer)
+        self._peaks: dict[Any, Peak] = {}
+        self._seconds: dict[Any, tuple[float, float]] = {}
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of the model's parameters."""
+        return sum(math.prod(leaf.shape) for leaf in self._leaves.leaves if leaf.is_weight)
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of repeated blocks, which pipeline stages divide; 0 without such blocks."""
+        return self._programs.num_blocks
+
+    @property
+    def tensor_sizes(self) -> frozenset[int]:
+        """The sizes of a tensor axis, up to 64, that divide what it would divide."""
+        return self._states.tensor_sizes(self._precision)
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens of one sample; 1 for data other than tokens."""
+        return tokens_per_sample(self._samples) or 1
+
+    def estimate(self, plan: Plan, hardware: Hardware) -> Estimate:
+        """Return what a plan needs on some hardware."""
+        find_memory = partial(self._memory, plan, hardware)
+        return Estimate(plan, hardware, self._time(plan, hardware), find_memory)
+
+    def works(self, plan: Plan, hardware: Hardware) -> list[Work]:
+        """Return what the kernels of one microbatch do on a device, all stages together."""
+        program = self._gradients.of(plan, hardware)
+        sizes = replace(self._sizes(plan, program, hardware), row_limit={}, _known={})
+        return list(works_of(program.kernels, sizes))
+
+    def _time(self, plan: Plan, hardware: Hardware) -> TimeEstimate:
+        chip, stages = hardware.chip, plan.size("pipe")
+        in_loops, outside = self._kernel_seconds(plan, hardware)
+        state = self._states.of(plan)
+        # The optimizer reads gradients twice, for their norm and the update; the rest once.
+        moved = 2 * (state.parameters + state.optimizer) + 2 * state.gradients
+        update = moved / (chip.hbm_tb_per_s_per_device * 1e12 * chip.hbm_share)
+        steps = plan.batch.gradient_accumulation_steps
+        # Blocks are divided over stages; the last stage also computes the loss.
+        compute = steps * (in_loops / stages + outside)
+        bubble = 0.0
+        if stages > 1:
+            compute *= _STAGE_OVERHEAD.get(plan.schedule or "", 1.4)
+            waits = self._slots(plan).bubble
+            bubble = compute * waits / (1 - waits)
+        peak = chip.tflops_per_device * 1e12 * _peak_share(chip, plan.precision)
+        return TimeEstimate(
+            compute=compute + update,
+            traffic=time_traffic(self._sent(plan, hardware), plan, hardware, compute),
+            bubble=bubble,
+            flops=self._programs.flops_per_sample(plan.precision) * plan.batch.global_batch_size,
+            peak_flops=peak * hardware.count,
+        )
+
+    def _kernel_seconds(self, plan: Plan, hardware: Hardware) -> tuple[float, float]:
+        """Return the seconds of one microbatch's kernels: in loops, and outside of them."""
+        chip, tensor = hardware.chip, plan.size("tensor")
+        variant = variant_of(plan, hardware)
+        key = (variant, plan.precision, blocks_of(plan), tensor, plan.batch.micro_batch_size, chip)
+        if key not in self._seconds:
+            rate = chip.tflops_per_device * 1e12 * _product_share(chip, plan.precision)
+            seconds = {True: 0.0, False: 0.0}
+            for work in self.works(plan, hardware):
+                seconds[work.in_loop] += work.times * seconds_of(work, chip, rate)
+            self._seconds[key] = seconds[True], seconds[False]
+        return self._seconds[key]
+
+    def _sent(self, plan: Plan, hardware: Hardware) -> Iterator[Sent]:
+        program, state = self._gradients.of(plan, hardware), self._states.of(plan)
+        leaves = self._programs.step_program(plan).traced.layout.step_leaves
+        twice = [n for n, step in enumerate(leaves) if _in_blocks(step)]
+        yield from weight_traffic(leaves, state, plan, twice)
+        tensor = self._states.tensor_choice(plan)
+        rows = plan.batch.micro_batch_size / SAMPLES
+        if tensor.size > 1:
+            classes = self._programs.classes(plan.precision, blocks_of(plan))
+            yield from tensor_traffic(classes.events_of(tensor.ways), plan, rows)
+        blocks = program.blocks
+        if plan.size("pipe") > 1 and blocks is not None:
+            carried = nbytes_of(blocks.carried, self._sizes(plan, program, hardware))
+            yield from stage_traffic(carried, plan)
+
+    def _memory(self, plan: Plan, hardware: Hardware) -> MemoryEstimate:
+        state, peak = self._states.of(plan), self._peak(plan, hardware)
+        steps = plan.batch.gradient_accumulation_steps
+        sample = sum(leaf.size * leaf.dtype.itemsize for leaf in self._batch_leaves()) / SAMPLES
+        sums = state.sums + state.gradients if steps > 1 else 0
+        if plan.size("pipe") > 1:
+            sums = state.sums
+        # Before the optimizer runs there are all gradients, and nothing else.
+        last = max(state.gradients, sums)
+        if self._guarded and hardware.chip.platform == "cpu":
+            # The CPU's compiler keeps old and new values until it is known which ones stay.
+            last = max(last, state.parameters + state.optimizer)
+        missing = max(0.0, last - peak.nbytes - sums)
+        return MemoryEstimate(
+            parameters=state.parameters,
+            optimizer=state.optimizer,
+            gradients=round(peak.uses["gradients"] + sums + missing),
+            batch=round(sample * plan.batch.micro_batch_size * steps),
+            gathered=round(peak.uses["gathered"]),
+            activations=round(peak.uses["activations"]),
+            working=round(peak.uses["working"]),
+            all_gradients=max(state.gradients, sums),
+        )
+
+    def _slots(self, plan: Plan) -> SlotCounts:
+        return count_slots(
+            plan.schedule or "1f1b", plan.num_chunks, plan.num_microbatches, plan.size("pipe")
+        )
+
+    def _stage_peak(self, plan: Plan, program: GradientProgram, sizes: DeviceSizes) -> Peak:
+        """Return the peak of a pipeline stage."""
+        stages, blocks = plan.size("pipe"), program.blocks
+        whole = peak_of(program.timeline, sizes)
+        if blocks is None:
+            return whole
+        slots = self._slots(plan)
+        each = nbytes_of(blocks.saved, sizes) * math.ceil(blocks.forward.times / stages)
+        carried = nbytes_of(blocks.carried, sizes) * slots.carried
+        state = self._states.of(plan)
+        half = COMPUTE_DTYPES[plan.precision] is not None
+        casts = state.parameters / 2 if half and plan.size("fsdp") == 1 else 0.0
+        uses: dict[Use, float] = {
+            "gradients": 0.0,
+            "gathered": whole.uses["gathered"] + casts,
+            "activations": each / plan.num_chunks * (slots.saved + slots.cuts / 2) + carried,
+            "working": whole.uses["working"],
+        }
+        return Peak(sum(uses.values()), uses, whole.largest)
+
+    def _batch_leaves(self) -> list[Any]:
+        return [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self._samples)
+        ]
+
+    def _peak(self, plan: Plan, hardware: Hardware) -> Peak:
+        staged = (plan.schedule, plan.num_microbatches, plan.num_chunks, plan.size("pipe"))
+        key = (state_key(plan), plan.precision, plan.batch.micro_batch_size,
+               hardware.chip.platform, plan.kernels, staged)  # fmt: skip
+        if key not in self._peaks:
+            program = self._gradients.of(plan, hardware)
+            sizes = self._sizes(plan, program, hardware)
+            self._peaks[key] = (
+                self._stage_peak(plan, program, sizes)
+                if plan.size("pipe") > 1
+                else _with_part_sums(peak_of(program.timeline, sizes), program, sizes)
+            )
+        return self._peaks[key]
+
+    def _sizes(self, plan: Plan, program: GradientProgram, hardware: Hardware) -> DeviceSizes:
+        rows = plan.batch.micro_batch_size / SAMPLES
+        # The leaves are those of the program that was traced.
+        sharding = plan.sharding.model_copy(update={"blocks": self._programs.traced_blocks(plan)})
+        plan = plan.model_copy(update={"sharding": sharding})
+        tensor = self._states.tensor_choice(plan)
+        parts: dict[int, int] = {}
+        for leaf in program.classes.leaves:
+            choice = tensor.leaves.get(leaf.path)
+            if choice is not None and choice.dim is not None:
+                parts |= {atom.id: tensor.size for atom in leaf.dims[choice.dim][:1]}
+        limits = {c: most / (program.token_rows * SAMPLES) for c, most in program.row_limit.items()}
+        return DeviceSizes(
+            rows,
+            program.classes.batch,
+            parts,
+            self._states.of(plan).shares,
+            transposes=hardware.chip.platform == "cpu",
+            row_limit=limits,
+        )
+
+
+def _with_part_sums(peak: Peak, program: GradientProgram, sizes: DeviceSizes) -> Peak:
+    """Add what a loss in parts adds its gradients up in."""
+    if not any(sizes.rows > limit for limit in sizes.row_limit.values()):
+        return peak
+    uses: dict[Use, float] = dict(peak.uses)
+    uses["working"] += program.part_sums
+    return Peak(peak.nbytes + program.part_sums, uses, peak.largest)
+
+
+def _in_blocks(step: StepLeaf) -> bool:
+    """Whether a leaf belongs to a repeated block, whose weights are gathered in each pass."""
+    return step.stacked or any(part.isdigit() for part in step.leaf.path.split("."))
+
+
+def _peak_share(chip: Chip, precision: Precision) -> float:
+    return _product_share(chip, precision) / chip.product_share
+
+
+def _product_share(chip: Chip, precision: Precision) -> float:
+    shares = {"no": chip.float32_share, "bf16": chip.bfloat16_share, "fp16": chip.float16_share}
+    return chip.product_share * shares[precision]

@@ -1,0 +1,119 @@
+"""The training state of a model on one device, for any plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import optax
+
+from meshwright.config.schema import Precision
+from meshwright.errors import UserError
+from meshwright.pipeline.divide.cut import BlockCut
+from meshwright.pipeline.place import place_on_stages
+from meshwright.plan import Plan
+from meshwright.planner.estimate.placed_state import PlacedState, place_state
+from meshwright.planner.estimate.traced_programs import Blocks, TracedPrograms, blocks_of
+from meshwright.program.dims import DimClasses
+from meshwright.program.trace.layout import Layout
+from meshwright.sharding.decide import place_leaves
+from meshwright.sharding.placement import Placement
+from meshwright.sharding.tensor import TensorChoice, check_tensor_size, choose_tensor_dims
+from meshwright.step.optimizer import FlatOptimizer
+
+_TENSOR_SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64)
+
+
+class ModelStates:
+    """Where the leaves of a model are placed, and what a device holds of them.
+
+    Args:
+        programs: the model's programs.
+        optimizer: any optax transformation.
+    """
+
+    def __init__(self, programs: TracedPrograms, optimizer: optax.GradientTransformation) -> None:
+        self._programs, self._optimizer = programs, optimizer
+        self.tensor_sizes = functools.cache(self._find_tensor_sizes)
+        self._tensor = functools.cache(self._choose_tensor)
+        self._stage_tensor = functools.cache(self._choose_stage_tensor)
+        self._known: dict[Any, PlacedState] = {}
+        self._alike: list[tuple[Any, bool]] = []
+        self._flat: dict[int, tuple[Layout, FlatOptimizer]] = {}
+
+    def of(self, plan: Plan) -> PlacedState:
+        """Return what one device holds with a plan."""
+        key = state_key(plan)
+        if key not in self._known:
+            self._known[key] = self._place(plan)
+        return self._known[key]
+
+    def tensor_choice(self, plan: Plan) -> TensorChoice:
+        """Return what the tensor axis of a plan divides, in the program without stages."""
+        return self._tensor(plan.precision, blocks_of(plan), plan.size("tensor"))
+
+    def _find_tensor_sizes(self, precision: Precision) -> frozenset[int]:
+        """Return the sizes of a tensor axis, up to 64, that divide what it would divide."""
+        classes = self._programs.classes(precision, "scan")
+        return frozenset(size for size in _TENSOR_SIZES if _divides(classes, size))
+
+    def _choose_tensor(self, precision: Precision, blocks: Blocks, size: int) -> TensorChoice:
+        return choose_tensor_dims(self._programs.classes(precision, blocks), size)
+
+    def _choose_stage_tensor(self, precision: Precision, size: int) -> TensorChoice:
+        return choose_tensor_dims(self._programs.stage_classes(precision), size)
+
+    def _place(self, plan: Plan) -> PlacedState:
+        sizes = {axis: size for axis, size in plan.mesh.items() if axis != "data"}
+        program = self._programs.step_program(plan)
+        layout = program.traced.layout
+        staged: set[int] = set()
+        if program.cut is None:
+            classes = self._programs.classes(plan.precision, plan.sharding.blocks)
+            tensor = self.tensor_choice(plan)
+            divided = place_leaves(program.traced, classes, tensor, sizes, plan.sharding)
+        else:
+            staged = {stack.number for stack in program.cut.stacks}
+            divided = self._place_stages(program.cut, plan, sizes, staged)
+        optimizer, zero = self._flat_optimizer(layout, divided, sizes), plan.sharding.zero
+        return place_state(layout, divided, sizes, optimizer, zero=zero, staged=staged)
+
+    def _place_stages(
+        self, cut: BlockCut, plan: Plan, sizes: Mapping[str, int], staged: Collection[int]
+    ) -> tuple[Placement, ...]:
+        """Return the placements of a program in stages; its dims do not depend on their number."""
+        classes = self._programs.stage_classes(plan.precision)
+        tensor = self._stage_tensor(plan.precision, plan.size("tensor"))
+        divided = place_leaves(cut.traced, classes, tensor, sizes, plan.sharding, staged)
+        return place_on_stages(cut, divided, plan.size("pipe"), plan.num_chunks)
+
+    def _flat_optimizer(
+        self, layout: Layout, divided: Sequence[Placement], sizes: Mapping[str, int]
+    ) -> FlatOptimizer:
+        """Return the optimizer for a layout, which is traced once for all meshes."""
+        if id(layout) not in self._flat:
+            own = [divided[n] for n, s in enumerate(layout.step_leaves) if s.leaf.role == "param"]
+            # Whether stacks are treated like their blocks does not depend on the order of blocks.
+            stacks = sorted((s.leaf.path, s.sources) for s in layout.step_leaves if s.stacked)
+            alike = next((known for paths, known in self._alike if paths == stacks), None)
+            flat = FlatOptimizer(self._optimizer, layout, own, sizes, stacks_alike=alike)
+            if stacks and alike is None:
+                self._alike.append((stacks, flat.stacks_alike))
+            # The layout is kept, so that no other one gets its number.
+            self._flat[id(layout)] = (layout, flat)
+        return self._flat[id(layout)][1]
+
+
+def state_key(plan: Plan) -> tuple[Any, ...]:
+    """Return what the training state on a device depends on."""
+    sizes = tuple((axis, size) for axis, size in plan.mesh.items() if axis != "data")
+    return sizes, plan.sharding.model_dump_json(), plan.precision, plan.num_chunks
+
+
+def _divides(classes: DimClasses, size: int) -> bool:
+    try:
+        check_tensor_size(classes, choose_tensor_dims(classes, size))
+    except UserError:
+        return False
+    return True

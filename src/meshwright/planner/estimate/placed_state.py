@@ -1,0 +1,78 @@
+"""What a device holds of the training state on a mesh: exact bytes, leaf by leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.planner.workload.sizes import LeafShares
+from meshwright.program.trace.layout import Layout
+from meshwright.sharding.placement import Placement
+from meshwright.step.optimizer import FlatOptimizer
+
+
+@dataclass(frozen=True)
+class PlacedState:
+    """The training state on one device.
+
+    Attributes:
+        parameters: bytes of parameters and of the model's other state.
+        optimizer: bytes of the optimizer's state.
+        gradients: bytes of reduced gradients.
+        sums: bytes of the sums of gradients over microbatches.
+        shares: by number of the step leaf, which part of it the device has.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    sums: int
+    shares: Mapping[int, LeafShares]
+
+
+def place_state(
+    layout: Layout,
+    divided: Sequence[Placement],
+    sizes: Mapping[str, int],
+    optimizer: FlatOptimizer,
+    *,
+    zero: int,
+    staged: Collection[int] = (),
+) -> PlacedState:
+    """Return the training state on one device.
+
+    Args:
+        layout: the step's leaves.
+        divided: the placement of each, divided as far as the mesh does.
+        sizes: axis sizes of the mesh.
+        optimizer: the optimizer with this layout, on any mesh.
+        zero: what the fsdp axis divides: optimizer state, gradients, parameters.
+        staged: numbers of the leaves that hold blocks of pipeline stages.
+    """
+    leaves = layout.step_leaves
+    trained = [n for n, step in enumerate(leaves) if step.leaf.role == "param"]
+    shares: dict[int, LeafShares] = {}
+    parameters = gradients = sums = 0
+    for number, (step, placement) in enumerate(zip(leaves, divided, strict=True)):
+        without = _shards(placement, sizes, "fsdp")
+        whole = 1 / without
+        least = 1 / placement.shards(sizes)
+        # Below zero 3, parameters outside of stages are whole on all of them.
+        kept = ("fsdp",) if number in staged else ("fsdp", "pipe")
+        at_rest = least if zero == 3 else 1 / _shards(placement, sizes, *kept)
+        gradient = whole if zero == 1 else least
+        shares[number] = LeafShares(whole, at_rest, gradient)
+        parameters += round(step.leaf.nbytes * at_rest)
+        if step.leaf.role == "param":
+            gradients += round(step.leaf.nbytes * gradient)
+            sums += round(4 * step.leaf.nbytes / step.leaf.dtype.itemsize * gradient)
+    placed = optimizer.placed([divided[n] for n in trained], sizes)
+    state = sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed)
+    return PlacedState(parameters, state, gradients, sums, shares)
+
+
+def _shards(placement: Placement, sizes: Mapping[str, int], *without: str) -> int:
+    count = 1
+    for axis in placement.axes():
+        count *= 1 if axis in without else sizes.get(axis, 1)
+    return count

@@ -1,0 +1,119 @@
+"""The programs of a model that estimates are made from, each traced once."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Literal
+
+from meshwright.config.batch import solve_batch
+from meshwright.config.schema import Precision, ShardingConfig
+from meshwright.errors import UserError
+from meshwright.pipeline.divide.cut import BlockCut, cut_blocks, ordered_by_stage
+from meshwright.plan import Plan
+from meshwright.planner.workload.gradient_program import SAMPLES
+from meshwright.program.blocks.to_scan import roll_program
+from meshwright.program.dims import DimClasses
+from meshwright.program.flops import count_flops
+from meshwright.program.trace.model_leaves import ModelLeaves
+from meshwright.program.trace.traced_loss import Loss
+from meshwright.sharding.decide import dim_classes
+from meshwright.step.step_program import StepProgram, step_program, unstaged_program
+from meshwright.trees import Batch
+
+Blocks = Literal["unroll", "scan"]
+
+
+class TracedPrograms:
+    """The loss of a few samples on one device, in each format and each way to run its blocks.
+
+    Args:
+        loss: ``loss(model, batch)``.
+        leaves: the model's leaves.
+        samples: the samples.
+        precision: the compute format in which the model is traced to describe it.
+    """
+
+    def __init__(
+        self, loss: Loss, leaves: ModelLeaves, samples: Batch, precision: Precision
+    ) -> None:
+        self._loss, self._leaves, self._samples = loss, leaves, samples
+        self._precision: Precision = precision
+        self.program = functools.cache(self._make_program)
+        self.cut = functools.cache(self._make_cut)
+        self.classes = functools.cache(self._find_classes)
+        self.stage_classes = functools.cache(self._find_stage_classes)
+        self.flops_per_sample = functools.cache(self._count_flops)
+        self._ordered = functools.cache(self._order_by_stage)
+
+    @functools.cached_property
+    def num_blocks(self) -> int:
+        """The number of repeated blocks, which pipeline stages divide; 0 without such blocks."""
+        try:
+            return self.cut(self._precision).num_blocks
+        except UserError:
+            return 0
+
+    def step_program(self, plan: Plan) -> StepProgram:
+        """Return the program whose leaves a plan's step has."""
+        stages = plan.size("pipe")
+        if stages > 1:
+            return self._ordered(plan.precision, stages, plan.num_chunks)
+        return self.program(plan.precision, plan.sharding.blocks)
+
+    def traced_blocks(self, plan: Plan) -> Blocks:
+        """Return how blocks run in the program whose gradients are traced for a plan.
+
+        Blocks that run one by one follow from a loop over them, which is traced faster, unless
+        an iteration has several blocks and computes all of them again.
+        """
+        blocks = blocks_of(plan)
+        if blocks == "unroll" and self.num_blocks:
+            alone = plan.sharding.remat == "none" or self._one_block_at_a_time
+            return "scan" if alone else blocks
+        return blocks
+
+    @functools.cached_property
+    def _one_block_at_a_time(self) -> bool:
+        """Whether an iteration of the loop over blocks runs one block."""
+        layout = self.program(self._precision, "scan").traced.layout
+        first = [layout.leaves[s.sources[0]].path for s in layout.step_leaves if s.stacked]
+        return len({re.sub(r"\b\d+\b", "*", path) for path in first}) == len(first)
+
+    def _make_program(self, precision: Precision, blocks: Blocks) -> StepProgram:
+        """Return the program without stages."""
+        plan = Plan(
+            mesh={},
+            batch=solve_batch(replicas=1, global_batch_size=SAMPLES),
+            sharding=ShardingConfig(blocks=blocks),
+            precision=precision,
+        )
+        if blocks == "unroll":
+            return step_program(self._loss, self._leaves, self._samples, plan)
+        return unstaged_program(self.program(precision, "unroll").traced, plan)
+
+    def _make_cut(self, precision: Precision) -> BlockCut:
+        """Return the program cut into its blocks, which is the same for any number of stages."""
+        rolled = roll_program(self.program(precision, "unroll").traced, evenly_joined=True)
+        return cut_blocks(rolled.traced, rolled.remarks)
+
+    def _order_by_stage(self, precision: Precision, stages: int, num_chunks: int) -> StepProgram:
+        cut = ordered_by_stage(self.cut(precision), stages, num_chunks)
+        return StepProgram(cut.traced, cut, ())
+
+    def _find_classes(self, precision: Precision, blocks: Blocks) -> DimClasses:
+        """Return how the dims of the program without stages relate."""
+        return dim_classes(self.program(precision, blocks).traced)
+
+    def _find_stage_classes(self, precision: Precision) -> DimClasses:
+        """Return how the dims of the program in stages relate, whatever their number."""
+        return dim_classes(self.cut(precision).traced)
+
+    def _count_flops(self, precision: Precision) -> float:
+        """Return the arithmetic of one sample, both passes."""
+        return count_flops(self.program(precision, "unroll").traced) / SAMPLES
+
+
+def blocks_of(plan: Plan) -> Blocks:
+    """Return how the blocks of a plan run; stages scan theirs."""
+    return "scan" if plan.size("pipe") > 1 else plan.sharding.blocks

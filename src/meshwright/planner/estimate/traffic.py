@@ -1,0 +1,130 @@
+"""What the devices of each mesh axis have to send per update, and how long that takes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.compiled.collectives import ring_bytes
+from meshwright.hardware import Hardware
+from meshwright.plan import Plan
+from meshwright.planner.devices.links import axis_links, collective_seconds
+from meshwright.planner.estimate.estimate import AxisTraffic
+from meshwright.planner.estimate.placed_state import PlacedState
+from meshwright.program.dims import Event
+from meshwright.program.trace.layout import StepLeaf
+from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
+
+_HIDDEN: Mapping[str, float] = {"fsdp": 0.55, "data": 0.6, "tensor": 0.0, "pipe": 0.0}
+"""The part of each axis's traffic that runs behind products, as compiled for eight GPUs
+(benchmarks/results/gpu_overlap.json)."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Collectives of one kind over one axis.
+
+    Attributes:
+        axis: the mesh axis.
+        kind: such as all-gather.
+        nbytes: bytes of the whole array.
+        times: how often per update.
+    """
+
+    axis: str
+    kind: str
+    nbytes: float
+    times: float = 1.0
+
+
+def weight_traffic(
+    leaves: Sequence[StepLeaf], state: PlacedState, plan: Plan, twice: Iterable[int]
+) -> Iterator[Sent]:
+    """Yield how weights are gathered and gradients reduced.
+
+    Args:
+        leaves: the step's leaves.
+        state: which part of each a device has.
+        plan: the plan.
+        twice: the numbers of weights that are gathered again for the backward pass.
+    """
+    again = set(twice)
+    steps = plan.batch.gradient_accumulation_steps
+    reductions = steps // plan.batch.sync_gradients_every
+    width = 0.5 if COMPUTE_DTYPES[plan.precision] is not None else 1.0
+    fsdp, data = plan.size("fsdp"), plan.size("data")
+    for number, step in enumerate(leaves):
+        if not step.leaf.is_weight:
+            continue
+        share = state.shares[number]
+        whole = step.leaf.nbytes * share.whole
+        if share.at_rest < share.whole and plan.sharding.zero == 3:
+            passes = 2 if number in again and not plan.sharding.keep_gathered else 1
+            yield Sent("fsdp", "all-gather", whole * width, steps * passes)
+        if step.leaf.role != "param":
+            continue
+        divided = share.gradient < share.whole
+        if fsdp > 1:
+            kind = "reduce-scatter" if divided else "all-reduce"
+            yield Sent("fsdp", kind, whole, reductions)
+            if plan.sharding.zero < 3:
+                yield Sent("fsdp", "all-gather", whole)
+        if data > 1:
+            # Only one fsdp shard of each gradient goes over the slower axis.
+            yield Sent("data", "all-reduce", whole / fsdp, reductions)
+
+
+def tensor_traffic(events: Iterable[Event], plan: Plan, rows: float) -> Iterator[Sent]:
+    """Yield what tensor parallelism reduces: one array per half block and pass.
+
+    Args:
+        events: what costs communication along the divided dims, for the samples traced.
+        plan: the plan.
+        rows: a device's samples of a microbatch, relative to those traced.
+    """
+    seen: set[tuple[str, int]] = set()
+    steps = plan.batch.gradient_accumulation_steps
+    for event in events:
+        key = (event.kind, event.source)
+        if event.source >= 0 and key in seen:
+            continue
+        seen.add(key)
+        kind = "all-gather" if event.blocking else "all-reduce"
+        yield Sent("tensor", kind, event.nbytes * rows, event.times * steps)
+
+
+def stage_traffic(carry: float, plan: Plan) -> Iterator[Sent]:
+    """Yield what stages send to each other: activations of this many bytes and their gradients."""
+    times = 2 * plan.batch.gradient_accumulation_steps * plan.num_chunks
+    yield Sent("pipe", "collective-permute", carry, times)
+
+
+def time_traffic(
+    sent: Iterable[Sent], plan: Plan, hardware: Hardware, compute: float
+) -> dict[str, AxisTraffic]:
+    """Return how long all of it takes, by axis.
+
+    Args:
+        sent: the collectives.
+        plan: the plan.
+        hardware: the devices and their links.
+        compute: seconds of computing, behind which a part of it can run.
+    """
+    links = axis_links(hardware, plan.mesh)
+    sums: dict[str, list[float]] = {}
+    alike: defaultdict[tuple[str, str, float], float] = defaultdict(float)
+    for each in sent:
+        if each.axis in links:
+            alike[each.axis, each.kind, each.nbytes] += each.times
+    for (axis, kind, nbytes), times in alike.items():
+        total = sums.setdefault(axis, [0.0, 0.0])
+        total[0] += times * ring_bytes(kind, nbytes, links[axis].size)
+        total[1] += times * collective_seconds(kind, nbytes, links[axis], hardware)
+    traffic: dict[str, AxisTraffic] = {}
+    room = compute
+    for axis, (nbytes, seconds) in sums.items():
+        hidden = min(_HIDDEN[axis] * seconds, room)
+        room -= hidden
+        traffic[axis] = AxisTraffic(nbytes, seconds, seconds - hidden)
+    return traffic

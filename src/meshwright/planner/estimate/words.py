@@ -1,0 +1,162 @@
+"""Estimates in words: what takes memory, what takes time, and why one plan is slower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshwright.mesh.axes import describe_sizes
+from meshwright.plan import Plan
+from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate
+from meshwright.units import counted, human_gigabytes, human_seconds
+
+CATEGORIES = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "batch",
+    "gathered",
+    "activations",
+    "working",
+    "reserved",
+)
+"""What memory is used for, in the order of drawings."""
+
+TRAFFIC = {
+    "data": "gradient reductions over data",
+    "fsdp": "gathering weights and reducing gradients over fsdp",
+    "tensor": "all-reduces inside layers over tensor",
+    "pipe": "activations between stages",
+}
+
+_AXIS_NAMES = {
+    "data": "data parallel",
+    "fsdp": "fully sharded",
+    "tensor": "tensor parallel",
+    "pipe": "pipeline",
+}
+
+
+def memory_parts(memory: MemoryEstimate) -> dict[str, int]:
+    """Return bytes by what they are used for."""
+    return {name: getattr(memory, name) for name in CATEGORIES}
+
+
+def time_parts(estimate: Estimate) -> dict[str, float]:
+    """Return seconds of an update by what they are spent on; their sum is the step."""
+    time = estimate.time
+    waits = {f"waiting for {axis}": own.exposed_seconds for axis, own in time.traffic.items()}
+    return {"computing": time.compute, **waits, "pipeline bubble": time.bubble}
+
+
+def kind_of_mesh(mesh: Mapping[str, int]) -> str:
+    """Return what a mesh does: ``fully sharded and tensor parallel``."""
+    names = [_AXIS_NAMES[axis] for axis in ("data", "fsdp", "tensor", "pipe") if axis in mesh]
+    if not names:
+        return "one device"
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def short_plan(plan: Plan) -> str:
+    """Return a plan in a few words, without what is usual."""
+    parts = [describe_sizes(plan.mesh), settings_of(plan)]
+    return ", ".join(filter(None, parts))
+
+
+def settings_of(plan: Plan) -> str:
+    """Return the settings of a plan besides its mesh that are not the usual ones."""
+    batch, sharding = plan.batch, plan.sharding
+    steps = batch.gradient_accumulation_steps
+    parts = [
+        f"{batch.micro_batch_size} × {steps} microbatches" if steps > 1 else "",
+        f"remat {sharding.remat}" if sharding.remat != "none" else "",
+        "scan" if sharding.blocks == "scan" else "",
+        f"{plan.schedule}" if plan.schedule else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def too_large(estimate: Estimate, share: float) -> str:
+    """Return by how much a plan does not fit, and which bytes those are."""
+    memory, limit = estimate.memory, share * estimate.capacity
+    parts = sorted(memory_parts(memory).items(), key=lambda part: -part[1])
+    largest = ", ".join(f"{human_gigabytes(size)} {name}" for name, size in parts[:3] if size)
+    return (
+        f"does not fit: {human_gigabytes(memory.total)} of {human_gigabytes(limit)} "
+        f"({share:.0%} of a device), {human_gigabytes(memory.total - limit)} too much, even with "
+        f"{_leanest_words(estimate.plan)}; mostly {largest}"
+    )
+
+
+def _leanest_words(plan: Plan) -> str:
+    samples = counted(plan.batch.micro_batch_size, "sample")
+    remat = f" and remat {plan.sharding.remat}" if plan.sharding.remat != "none" else ""
+    return f"{samples} per microbatch{remat}"
+
+
+def slower_because(other: Estimate, best: Estimate, *, at_least: bool = False) -> str:
+    """Return how much slower a plan is than the best one, and on what it spends the time."""
+    ratio, text = other.time.step / best.time.step - 1, _more_time(other, best)
+    if ratio < 0.0005:
+        name = describe_sizes(best.plan.mesh)
+        if ratio > -0.0005:
+            return f"as fast as {name}, but less simple"
+        return f"{-ratio:.1%} faster than {name}, within the error of estimates, but less simple"
+    bound = "at least " if at_least else ""
+    percent = f"{ratio:.0%}" if ratio >= 0.095 else f"{ratio:.1%}"
+    return (
+        f"{bound}{percent} slower than {describe_sizes(best.plan.mesh)} "
+        f"({bound}{human_seconds(other.time.step)} per update, not "
+        f"{human_seconds(best.time.step)})" + (f": {text}" if text else "")
+    )
+
+
+def slower_by_memory(bound: Estimate, best: Estimate, share: float) -> str:
+    """Return why a mesh is slower than the best one whose fastest settings do not fit.
+
+    Args:
+        bound: the fastest plan of the mesh with any amount of memory.
+        best: the best plan.
+        share: the share of a device's memory that a plan may take.
+    """
+    name, limit = describe_sizes(best.plan.mesh), human_gigabytes(share * bound.capacity)
+    need = (
+        f"its fastest settings need {human_gigabytes(bound.memory.total)} of {limit}, and those "
+        "that fit take longer"
+    )
+    if bound.time.step <= best.time.step:
+        return f"slower than {name} ({human_seconds(best.time.step)} per update): {need}"
+    return f"{slower_because(bound, best, at_least=True)}; {need}"
+
+
+def _more_time(slow: Estimate, fast: Estimate) -> str:
+    """Return what the slower plan spends more time on."""
+    usual = time_parts(fast)
+    more = {name: own - usual.get(name, 0.0) for name, own in time_parts(slow).items()}
+    causes = sorted((item for item in more.items() if item[1] > 0), key=lambda item: -item[1])
+    notable = [item for item in causes if item[1] > 0.1 * sum(seconds for _, seconds in causes)]
+    return ", ".join(f"{human_seconds(seconds)} more {_cause(name)}" for name, seconds in notable)
+
+
+def _cause(name: str) -> str:
+    axis = name.removeprefix("waiting for ")
+    if axis in TRAFFIC:
+        return f"of exposed {TRAFFIC[axis]}"
+    return {"computing": "computing", "pipeline bubble": "waiting in the pipeline"}[name]
+
+
+def compare_plans(one: Estimate, other: Estimate) -> str:
+    """Return how another plan differs from the first in time and memory, and why."""
+    first, second = short_plan(one.plan), short_plan(other.plan)
+    before, after = one.time.step, other.time.step
+    memory = f"{human_gigabytes(other.memory.total)} per device"
+    need = f"It needs {memory}, not {human_gigabytes(one.memory.total)}."
+    if abs(after / before - 1) < 0.0005:
+        return f"{second} takes as long as {first}, {human_seconds(before)} per update. {need}"
+    slow, fast = (other, one) if after > before else (one, other)
+    times = f"{human_seconds(after)} per update, not {human_seconds(before)}"
+    causes = _more_time(slow, fast)
+    if slow is other:
+        why = f": {causes}" if causes else ""
+        return f"{second} costs {after / before - 1:.1%} more than {first} ({times}){why}. {need}"
+    why = f"; {first} spends {causes}" if causes else ""
+    return f"{second} costs {1 - after / before:.1%} less than {first} ({times}){why}. {need}"

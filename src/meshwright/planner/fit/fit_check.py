@@ -1,0 +1,147 @@
+"""Whether a step can fit into memory, checked before it is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from meshwright.config.schema import ShardingConfig
+from meshwright.errors import OutOfMemory, Setting
+from meshwright.hardware import detect
+from meshwright.mesh.axes import canonical_sizes, mesh_setting, shown_sizes
+from meshwright.planner.devices.capacity import Capacity, device_capacity
+from meshwright.planner.estimate.estimator import Estimator
+from meshwright.planner.fit.least_memory import LeastMemory, least_memory
+from meshwright.sharding.decide import decide
+from meshwright.step.assemble import Assembled
+from meshwright.units import human_bytes
+
+PREDICTED_FROM = 0.25
+"""The part of a device's memory from which the exact bytes of a step make a prediction worth its
+seconds: the model is traced for it once more, while every run waits to start."""
+
+MOST_DEVICES = 4096
+"""Searches for a number of devices that is enough end here."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change after which the exact part of a plan would fit.
+
+    Attributes:
+        text: the change as its reader would write it.
+        bytes: what a device would need at least.
+    """
+
+    text: str
+    bytes: int
+
+
+def check_memory(
+    assembled: Assembled,
+    make_estimator: Callable[[], Estimator] | None = None,
+    capacity: Capacity | None = None,
+) -> list[str]:
+    """Refuse a step whose state, gradients and batch alone exceed a device's memory.
+
+    Args:
+        assembled: the step.
+        make_estimator: returns what predicts the rest; None without predictions. It is not asked
+            on CPUs, whose devices share the memory of the host with everything else, nor where
+            state, gradients and batch are small (`PREDICTED_FROM`).
+        capacity: the memory of a device; what this process finds by default.
+
+    Returns:
+        A warning if the step is predicted to need more than there is.
+    """
+    capacity = capacity or device_capacity(assembled.mesh.local_devices)
+    if capacity is None:
+        return []
+    least = least_memory(assembled)
+    if least.total > capacity.bytes:
+        raise _too_large(assembled, least, capacity)
+    on_cpu = assembled.mesh.devices.flat[0].platform == "cpu"
+    small = least.total < PREDICTED_FROM * capacity.bytes
+    if make_estimator is None or on_cpu or small:
+        return []
+    return _warn(assembled, capacity, make_estimator)
+
+
+def _too_large(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> OutOfMemory:
+    change = next(_changes(assembled, least, capacity.bytes), None)
+    return OutOfMemory(
+        f"the plan does not fit: an update needs at least {human_bytes(least.total)} per device, "
+        f"and each has {human_bytes(capacity.bytes)}",
+        why=f"{least}, before anything is computed; a device has {capacity}",
+        fix="use a smaller model, or devices with more memory"
+        if change is None
+        else f"write {change.text}, which needs at least {human_bytes(change.bytes)} per device",
+    )
+
+
+def _warn(
+    assembled: Assembled, capacity: Capacity, make_estimator: Callable[[], Estimator]
+) -> list[str]:
+    hardware = detect(list(assembled.mesh.devices.flat))
+    if hardware is None:
+        return []
+    try:
+        needs = make_estimator().estimate(assembled.plan, hardware).memory.total
+    except Exception as error:
+        # Whatever a prediction fails on, the run itself may not.
+        return [f"how much memory an update needs could not be predicted: {error}"]
+    if needs <= capacity.bytes:
+        return []
+    return [
+        f"an update is predicted to need {human_bytes(needs)} per device, and each has {capacity}; "
+        "`meshwright plan` finds settings that fit"
+    ]
+
+
+def _changes(assembled: Assembled, least: LeastMemory, limit: int) -> Iterator[Change]:
+    """Yield changes that would fit, the smallest first."""
+    plan = assembled.plan
+    if plan.size("pipe") > 1:
+        # How leaves are divided over other stages is only known once the model is cut again.
+        return
+    if plan.size("fsdp") > 1 and plan.sharding.zero < 3:
+        sharding = plan.sharding.model_copy(update={"zero": 3})
+        needs = _divided(assembled, plan.mesh, sharding, least)
+        if needs <= limit:
+            yield Change(str(Setting("sharding.zero", 3)), needs)
+    if plan.size("data") > 1:
+        sizes = _sizes({**plan.mesh, "data": 1, "fsdp": plan.size("data") * plan.size("fsdp")})
+        needs = _divided(assembled, sizes, plan.sharding, least)
+        if needs <= limit:
+            yield Change(mesh_setting(sizes), needs)
+    sizes = _sizes({**plan.mesh, "data": 1, "fsdp": plan.size("data") * plan.size("fsdp")})
+    count = plan.num_devices
+    while (count := 2 * count) <= MOST_DEVICES:
+        sizes = _sizes({**sizes, "fsdp": 2 * sizes.get("fsdp", 1)})
+        needs = _divided(assembled, sizes, plan.sharding, least)
+        if needs <= limit:
+            yield Change(f"{mesh_setting(sizes)} on {count} devices", needs)
+            return
+
+
+def _divided(
+    assembled: Assembled, sizes: Mapping[str, int], sharding: ShardingConfig, least: LeastMemory
+) -> int:
+    """Return what another mesh of fsdp and tensor would need at least, with as large a batch."""
+    decision = decide(assembled.traced, sizes, sharding)
+    leaves = assembled.traced.layout.step_leaves
+    params = [n for n, step in enumerate(leaves) if step.leaf.role == "param"]
+    total = least.batch
+    for number, step in enumerate(leaves):
+        total += step.leaf.nbytes // decision.at_rest[number].shards(sizes)
+        if least.gradients and step.leaf.role == "param":
+            total += step.leaf.nbytes // decision.gradients[number].shards(sizes)
+    for leaf in assembled.step.optimizer.leaves:
+        owner = -1 if leaf.param is None else params[leaf.param]
+        same = owner >= 0 and leaf.shape == leaves[owner].leaf.shape
+        total += leaf.nbytes // (decision.optimizer[owner].shards(sizes) if same else 1)
+    return total
+
+
+def _sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    return shown_sizes(canonical_sizes(sizes))

@@ -1,0 +1,153 @@
+"""What is said when a device is out of memory: what the step needs, and what would need less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshwright.compiled.largest_buffers import largest_buffers
+from meshwright.compiled.memory import MemoryUse
+from meshwright.compiled.shortage import (
+    Shortage,
+    describe_devices,
+    explain_shortage,
+    explaining_shortage,
+)
+from meshwright.errors import OutOfMemory, UserError
+from meshwright.hardware import Hardware, detect
+from meshwright.planner.estimate.estimator import Estimator
+from meshwright.planner.fit.least_memory import least_memory
+from meshwright.planner.fit.remedies import find_remedies, rank_remedies
+from meshwright.program.blocks.block_lists import find_block_lists
+from meshwright.program.blocks.to_scan import roll_program
+from meshwright.step.assemble import Assembled
+from meshwright.units import human_bytes
+
+MOST_REMEDIES = 6
+
+
+@dataclass(frozen=True)
+class KnownProgram:
+    """What is known of a compiled program.
+
+    Attributes:
+        memory: its memory on each device; None if the compiler does not report it.
+        text: returns its optimized text; None if the compiler has none.
+    """
+
+    memory: MemoryUse | None
+    text: Callable[[], str | None]
+
+
+class MemoryAdvice:
+    """Explains why a step does not fit into memory.
+
+    Args:
+        assembled: the step.
+        make_estimator: returns what predicts memory; None without predictions.
+        resumable: whether the run has checkpoints, so that only changes it could resume with
+            are suggested.
+    """
+
+    def __init__(
+        self,
+        assembled: Assembled,
+        *,
+        make_estimator: Callable[[], Estimator] | None = None,
+        resumable: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._assembled, self._make_estimator = assembled, make_estimator
+        self._resumable = resumable
+
+    def during(
+        self, doing: Callable[[], str], program: KnownProgram | None = None, *, trains: bool = True
+    ) -> AbstractContextManager[None]:
+        """Turn JAX's exception about memory into a message with numbers and remedies.
+
+        Args:
+            doing: returns what was being done.
+            program: the compiled step, if it runs.
+            trains: whether gradients are computed.
+        """
+        return explaining_shortage(
+            lambda shortage: self._explain(shortage, doing(), program, trains=trains)
+        )
+
+    def _explain(
+        self, shortage: Shortage, doing: str, program: KnownProgram | None, *, trains: bool
+    ) -> OutOfMemory:
+        devices = self._assembled.mesh.local_devices
+        lines = [*describe_devices(shortage, devices), *(self._needs(program) if trains else ())]
+        fix = "\n".join(self.remedies(trains=trains))
+        return explain_shortage(shortage, doing, lines=lines, fix=fix)
+
+    def remedies(self, *, trains: bool = True) -> list[str]:
+        """Return what would need less memory, a line each."""
+        assembled = self._assembled
+        found = find_remedies(
+            assembled.plan,
+            has_blocks=self._has_blocks(),
+            rolls_blocks=self._rolls_blocks(),
+            trains=trains,
+            same_results=self._resumable(),
+        )
+        if self._predicts is not None:
+            found = rank_remedies(found, assembled.plan, *self._predicts) or found
+        if not found:
+            return ["use devices with more memory, a smaller batch or a smaller model"]
+        title = "what needs less memory, with the same global batch:"
+        return [title, *(f"  {remedy}" for remedy in found[:MOST_REMEDIES])]
+
+    def _needs(self, program: KnownProgram | None) -> Iterator[str]:
+        least = least_memory(self._assembled)
+        memory = None if program is None else program.memory
+        if program is None or memory is None:
+            yield f"an update needs at least {human_bytes(least.total)} per device: {least}"
+        else:
+            yield (
+                f"the compiled step needs {human_bytes(memory.total)} per device: "
+                f"{human_bytes(least.parameters)} of parameters + {human_bytes(least.optimizer)} "
+                f"of optimizer state + {human_bytes(least.batch)} of batch + "
+                f"{human_bytes(memory.temp)} temporary"
+            )
+        yield from self._predicted()
+        text = None if program is None else program.text()
+        if text:
+            yield "its largest temporary values:"
+            yield from (f"  {buffer}" for buffer in largest_buffers(text))
+
+    def _predicted(self) -> Iterator[str]:
+        if self._predicts is not None:
+            hardware, estimator = self._predicts
+            memory = estimator.estimate(self._assembled.plan, hardware).memory
+            yield f"the planner predicts {human_bytes(memory.total)} per device"
+
+    @cached_property
+    def _predicts(self) -> tuple[Hardware, Estimator] | None:
+        """The hardware and an estimator that knows this plan's memory; None if there is none."""
+        hardware = detect(list(self._assembled.mesh.devices.flat))
+        if self._make_estimator is None or hardware is None:
+            return None
+        try:
+            estimator = self._make_estimator()
+            _ = estimator.estimate(self._assembled.plan, hardware).memory
+        except Exception:
+            # Whatever a prediction fails on, the message about memory comes first.
+            return None
+        return hardware, estimator
+
+    def _has_blocks(self) -> bool:
+        traced, plan = self._assembled.traced, self._assembled.plan
+        stacked = any(step.stacked for step in traced.layout.step_leaves)
+        return plan.size("pipe") > 1 or stacked or bool(find_block_lists(traced.closed.jaxpr.eqns))
+
+    def _rolls_blocks(self) -> bool:
+        plan = self._assembled.plan
+        if plan.sharding.blocks == "scan" or plan.size("pipe") > 1:
+            return False
+        with suppress(UserError):
+            rolled = roll_program(self._assembled.traced).traced
+            return any(step.stacked for step in rolled.layout.step_leaves)
+        return False

@@ -1,0 +1,167 @@
+"""Changes to a plan that need less memory, and how much each is predicted to save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.config.schema import Precision, ShardingConfig
+from meshwright.errors import Setting, Spelling, current_spelling
+from meshwright.hardware import Hardware
+from meshwright.mesh.axes import canonical_sizes, mesh_setting, shown_sizes
+from meshwright.plan import Plan
+from meshwright.planner.estimate.estimator import Estimator
+from meshwright.units import human_bytes
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change to a plan.
+
+    Attributes:
+        plan: the changed plan.
+        text: the change as its reader would write it.
+        saving: bytes per device that it is predicted to save; None if nobody has predicted it.
+        fits: whether the changed plan is predicted to fit; None if nobody has predicted it.
+    """
+
+    plan: Plan
+    text: str
+    saving: int | None = None
+    fits: bool | None = None
+
+    def __str__(self) -> str:
+        if self.saving is None:
+            return self.text
+        fits = "" if self.fits is None else ", which fits" if self.fits else ", which is not enough"
+        return f"{self.text}: {human_bytes(self.saving)} less{fits}"
+
+
+def find_remedies(
+    plan: Plan,
+    *,
+    has_blocks: bool,
+    rolls_blocks: bool,
+    trains: bool = True,
+    same_results: bool = False,
+) -> list[Remedy]:
+    """Return the changes that apply to a plan, those that cost least first.
+
+    Args:
+        plan: the plan that needs too much memory.
+        has_blocks: whether the model has blocks that can be computed again.
+        rolls_blocks: whether they are alike, and can become a scan.
+        trains: whether gradients are computed; evaluations keep nothing for them.
+        same_results: leave out what a resumed run refuses, such as another precision.
+    """
+    sharding = _sharding(plan, has_blocks, rolls_blocks) if trains else ()
+    found = [*_fewer_samples(plan), *sharding, *_divided(plan)]
+    if plan.precision == "no" and not same_results:
+        half: Precision = "bf16"
+        found.append(Remedy(_changed(plan, precision=half), str(Setting("precision", half))))
+    return [*found, *_more_devices(plan)]
+
+
+def rank_remedies(
+    remedies: Sequence[Remedy], plan: Plan, hardware: Hardware, estimator: Estimator
+) -> list[Remedy]:
+    """Return remedies with their predicted savings, those that fit and the largest first.
+
+    Those that are predicted to save nothing, or nothing can be said about, are left out.
+    """
+    now = estimator.estimate(plan, hardware).memory.total
+    ranked: list[Remedy] = []
+    for remedy in remedies:
+        more = replace(hardware, count=remedy.plan.num_devices, nodes=1)
+        try:
+            changed = estimator.estimate(remedy.plan, more)
+            saving = now - changed.memory.total
+        except Exception:
+            # Not every plan suits every model, and the message about memory comes first.
+            continue
+        if saving > 0:
+            ranked.append(replace(remedy, saving=saving, fits=changed.fits()))
+    return sorted(ranked, key=lambda r: (not r.fits, -(r.saving or 0)))
+
+
+def _fewer_samples(plan: Plan) -> Iterator[Remedy]:
+    """Yield smaller microbatches of the same global batch: half as many samples, and one."""
+    micro, steps = plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps
+    half = max((d for d in range(1, micro // 2 + 1) if micro % d == 0), default=None)
+    for smaller in dict.fromkeys(filter(None, (half, 1 if micro > 1 else None))):
+        more = steps * (micro // smaller)
+        changed = _with_batch(plan, micro_batch_size=smaller, gradient_accumulation_steps=more)
+        setting = str(Setting("training.gradient_accumulation_steps", more))
+        if current_spelling() is Spelling.COMMAND_LINE:
+            setting = f"{Setting('training.micro_batch_size', smaller)} {setting}"
+        yield Remedy(changed, setting)
+
+
+def _sharding(plan: Plan, has_blocks: bool, rolls_blocks: bool) -> Iterator[Remedy]:
+    now = plan.sharding
+    changes: list[dict[str, Any]] = []
+    if has_blocks and now.remat == "none":
+        changes.append({"remat": "dots"})
+    if has_blocks and now.remat in ("none", "dots"):
+        changes.append({"remat": "full"})
+    if rolls_blocks and now.blocks == "unroll" and plan.size("pipe") == 1:
+        changes.append({"blocks": "scan"})
+    if plan.size("fsdp") > 1 and now.zero < 3:
+        changes.append({"zero": 3})
+    if plan.size("fsdp") > 1 and now.keep_gathered:
+        changes.append({"keep_gathered": False})
+    for change in changes:
+        sharding = ShardingConfig(**{**now.model_dump(), **change})
+        ((name, value),) = change.items()
+        yield Remedy(_changed(plan, sharding=sharding), str(Setting(f"sharding.{name}", value)))
+
+
+def _divided(plan: Plan) -> Iterator[Remedy]:
+    """Yield the plan with its copies of the state divided over the same devices."""
+    copies = plan.size("data")
+    if copies > 1:
+        sizes = _outermost_first({**plan.mesh, "data": 1, "fsdp": copies * plan.size("fsdp")})
+        setting = f"{mesh_setting(sizes)} instead of {mesh_setting({'data': copies})}"
+        yield Remedy(_changed(plan, mesh=sizes), setting)
+
+
+def _more_devices(plan: Plan) -> Iterator[Remedy]:
+    """Yield the plan on twice as many devices, with the same global batch."""
+    batch, sizes = plan.batch, _outermost_first({**plan.mesh, "fsdp": 2 * plan.size("fsdp")})
+    micro, steps = batch.micro_batch_size, batch.gradient_accumulation_steps
+    micro, steps = (micro // 2, steps) if micro % 2 == 0 else (micro, steps // 2)
+    replicas = 2 * batch.replicas
+    whole = steps % max(plan.num_microbatches, batch.sync_gradients_every, 1) == 0
+    if steps and micro * steps * replicas == batch.global_batch_size and whole:
+        changed = _changed(
+            plan,
+            mesh=sizes,
+            batch=batch.model_copy(
+                update={
+                    "micro_batch_size": micro,
+                    "gradient_accumulation_steps": steps,
+                    "replicas": replicas,
+                }
+            ),
+        )
+        devices = math.prod(sizes.values())
+        setting = f"{devices} devices with {mesh_setting(sizes)}"
+        yield Remedy(changed, setting)
+
+
+def _with_batch(plan: Plan, **sizes: int) -> Plan:
+    batch = plan.batch.model_copy(update=sizes)
+    # The pipeline stays filled: each of its flushes has as many microbatches of the new size.
+    factor = batch.gradient_accumulation_steps // plan.batch.gradient_accumulation_steps
+    count = plan.num_microbatches * factor if plan.size("pipe") > 1 else plan.num_microbatches
+    return _changed(plan, batch=batch, num_microbatches=count)
+
+
+def _outermost_first(sizes: dict[str, int]) -> dict[str, int]:
+    return shown_sizes(canonical_sizes(sizes))
+
+
+def _changed(plan: Plan, **changes: Any) -> Plan:
+    return Plan(**{**{name: getattr(plan, name) for name in Plan.model_fields}, **changes})

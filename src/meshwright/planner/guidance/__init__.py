@@ -1,0 +1,1 @@
+"""Why a plan is the best one, what it costs, and what others would do."""

@@ -1,0 +1,172 @@
+"""Common mistakes in plans, by name, with the numbers of the plan that makes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
+from meshwright.errors import Setting
+from meshwright.mesh.axes import describe_sizes
+from meshwright.planner.estimate.estimate import Estimate
+from meshwright.planner.estimate.estimator import Estimator
+from meshwright.planner.search.obstacles import crosses_nodes, speeds
+from meshwright.planner.search.scaling import ScalingPoint
+from meshwright.units import human_gigabytes, human_seconds
+
+NOTABLE = 0.1
+"""The share of an update from which waiting is worth a word."""
+TINY_SHARD = 2**20
+"""Parameters on a device below which a mesh divides the model more than it needs."""
+
+
+@dataclass(frozen=True)
+class AntiPattern:
+    """A common mistake.
+
+    Attributes:
+        name: what it is called.
+        text: what it costs in this plan, and what to do instead.
+    """
+
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}"
+
+
+def find_anti_patterns(
+    estimator: Estimator, estimate: Estimate, better: Estimate | None, share: float = 0.9
+) -> list[AntiPattern]:
+    """Return the mistakes of a plan.
+
+    Args:
+        estimator: estimates plans for the model.
+        estimate: the plan.
+        better: the best plan that is known, if it is another one.
+        share: the share of a device's memory that a plan may take.
+    """
+    found = (
+        _replicated(estimate, share),
+        _forgotten_state(estimate, share),
+        _slow_fsdp(estimate),
+        _tensor_across(estimate),
+        _tensor_for_nothing(estimate, better),
+        _few_microbatches(estimate),
+        _over_sharded(estimator, estimate),
+    )
+    return [each for each in found if each is not None]
+
+
+def _replicated(estimate: Estimate, share: float) -> AntiPattern | None:
+    whole = all(estimate.plan.size(axis) == 1 for axis in ("fsdp", "tensor", "pipe"))
+    if not whole or estimate.fits(share):
+        return None
+    return AntiPattern(
+        "replicating a model that does not fit",
+        f"each device needs {human_gigabytes(estimate.memory.total)} and has "
+        f"{human_gigabytes(estimate.capacity)}; more devices do not change that. Shard it: "
+        f"{Setting('mesh.fsdp', estimate.plan.num_devices)}",
+    )
+
+
+def _forgotten_state(estimate: Estimate, share: float) -> AntiPattern | None:
+    """Return what is forgotten if only weights are counted, and only they fit."""
+    memory, room = estimate.memory, share * estimate.capacity
+    if estimate.fits(share) or memory.parameters > room or memory.least <= room:
+        return None
+    return AntiPattern(
+        "forgetting optimizer state",
+        f"the parameters alone would fit, with {human_gigabytes(memory.parameters)} per device; "
+        f"training also needs {human_gigabytes(memory.all_gradients)} of gradients and "
+        f"{human_gigabytes(memory.optimizer)} for the optimizer, before any activations",
+    )
+
+
+def _slow_fsdp(estimate: Estimate) -> AntiPattern | None:
+    plan, traffic = estimate.plan, estimate.time.traffic.get("fsdp")
+    spans = crosses_nodes(estimate.hardware, plan.size("fsdp") * plan.size("tensor"))
+    if traffic is None or not spans or traffic.exposed_seconds < NOTABLE * estimate.time.step:
+        return None
+    inside = math.gcd(
+        estimate.hardware.devices_per_node
+        // math.gcd(estimate.hardware.devices_per_node, plan.size("tensor")),
+        plan.size("fsdp"),
+    )
+    return AntiPattern(
+        "fsdp over a slow network",
+        f"fsdp={plan.size('fsdp')} crosses nodes, and devices wait "
+        f"{human_seconds(traffic.exposed_seconds)} of {human_seconds(estimate.time.step)} for "
+        f"weights over {speeds(estimate.hardware)}. Keep it in a node: "
+        f"{Setting('mesh.fsdp', inside)}, the rest data or pipe",
+    )
+
+
+def _tensor_across(estimate: Estimate) -> AntiPattern | None:
+    size, traffic = estimate.plan.size("tensor"), estimate.time.traffic.get("tensor")
+    if traffic is None or not crosses_nodes(estimate.hardware, size):
+        return None
+    return AntiPattern(
+        "tensor parallelism across nodes",
+        f"tensor={size} spans nodes of {estimate.hardware.devices_per_node}: "
+        f"{human_seconds(traffic.exposed_seconds)} of {human_seconds(estimate.time.step)} per "
+        f"update wait for {speeds(estimate.hardware)}",
+    )
+
+
+def _tensor_for_nothing(estimate: Estimate, better: Estimate | None) -> AntiPattern | None:
+    if estimate.plan.size("tensor") == 1 or better is None or better.plan.size("tensor") > 1:
+        return None
+    extra = estimate.time.step / better.time.step - 1
+    if extra <= 0 or better.plan.size("pipe") > 1:
+        return None
+    return AntiPattern(
+        "tensor parallelism where data parallelism fits",
+        f"{describe_sizes(better.plan.mesh)} fits without it and is faster: tensor="
+        f"{estimate.plan.size('tensor')} costs {extra:.1%} more",
+    )
+
+
+def _few_microbatches(estimate: Estimate) -> AntiPattern | None:
+    plan, time = estimate.plan, estimate.time
+    stages = plan.size("pipe")
+    enough = MICROBATCHES_PER_STAGE * stages
+    if stages == 1 or plan.num_microbatches >= enough or time.bubble < NOTABLE * time.step:
+        return None
+    return AntiPattern(
+        "too few microbatches for the stages",
+        f"{plan.num_microbatches} microbatches for {stages} stages: devices wait "
+        f"{time.bubble / time.step:.0%} of the time. Use {enough} or more: a larger "
+        f"{Setting('training.global_batch_size')}, or a smaller "
+        f"{Setting('training.micro_batch_size')}",
+    )
+
+
+def _over_sharded(estimator: Estimator, estimate: Estimate) -> AntiPattern | None:
+    plan, time = estimate.plan, estimate.time
+    parts = math.prod(plan.size(axis) for axis in ("fsdp", "tensor", "pipe"))
+    own = estimator.num_parameters // parts
+    if parts == 1 or own >= TINY_SHARD or time.exposed < NOTABLE * time.step:
+        return None
+    return AntiPattern(
+        "over-sharding",
+        f"{parts} devices share {estimator.num_parameters:,} parameters, {own:,} each, and wait "
+        f"{time.exposed / time.step:.0%} of the time for each other. Use fewer devices for a copy, "
+        f"such as {Setting('mesh.data', plan.num_devices)}",
+    )
+
+
+def linear_scaling(points: Sequence[ScalingPoint]) -> AntiPattern | None:
+    """Return how far the largest number of devices is from linear scaling; None if it is close."""
+    known = [point for point in points if point.estimate is not None]
+    if len(known) < 2 or known[-1].efficiency > 0.95:
+        return None
+    first, last = known[0], known[-1]
+    factor = last.num_devices // first.num_devices
+    return AntiPattern(
+        "assuming linear scaling",
+        f"{factor} times the devices are {last.efficiency * factor:.1f} times as fast, not "
+        f"{factor}: {last.efficiency:.0%} of the speed per device",
+    )

@@ -1,0 +1,60 @@
+"""The plan that `mesh=auto` chooses, in one line with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.hardware import Hardware, detect
+from meshwright.plan import Plan
+from meshwright.planner.devices.local_hardware import measure_local
+from meshwright.planner.estimate.estimator import Estimator
+from meshwright.planner.estimate.words import short_plan
+from meshwright.planner.guidance.plan_report import nothing_fits
+from meshwright.planner.guidance.why_this_plan import alone, reason_for
+from meshwright.planner.search.candidates import PlanTask
+from meshwright.planner.search.search import search
+from meshwright.units import human_gigabytes, human_seconds
+
+AUTO = "auto"
+"""The value of settings that are left to the planner."""
+
+
+@dataclass(frozen=True)
+class AutoPlan:
+    """A plan that was chosen.
+
+    Attributes:
+        plan: the plan.
+        line: what was chosen and why, in one line.
+    """
+
+    plan: Plan
+    line: str
+
+
+def hardware_of(devices: Sequence[Any]) -> Hardware:
+    """Return the hardware of these devices, from the table or measured."""
+    return detect(devices) or measure_local(devices)
+
+
+def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> AutoPlan:
+    """Return the best plan.
+
+    Args:
+        estimator: estimates plans for the model.
+        task: the devices, the batch and what the user has set.
+        setting: what the user wrote to ask for it.
+    """
+    result = search(estimator, task, top=3)
+    if not result.plans:
+        raise nothing_fits(estimator, result)
+    best = result.best
+    fits = alone(estimator, task).fits(task.memory_share)
+    line = (
+        f"{setting}: {short_plan(best.plan)}; {reason_for(result, best, fits_alone=fits)}; "
+        f"{human_seconds(best.time.step)} per update and "
+        f"{human_gigabytes(best.memory.total)} per device, estimated for {task.hardware}"
+    )
+    return AutoPlan(best.plan, line)

@@ -1,0 +1,162 @@
+"""A report about plans for the terminal: sentences, tables and bars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from meshwright.columns import Columns, Indented
+from meshwright.mesh.axes import describe_sizes
+from meshwright.planner.estimate.estimate import Estimate
+from meshwright.planner.estimate.words import kind_of_mesh, memory_parts, settings_of, time_parts
+from meshwright.planner.guidance.plan_report import PlanReport
+from meshwright.planner.search.obstacles import Rejection
+from meshwright.planner.search.scaling import ScalingPoint
+from meshwright.units import counted, human_count, human_gigabytes, human_seconds
+
+BAR = 48
+"""Columns of a full bar."""
+SHADES = "█▓▒░▞▚▤▥"
+
+
+def report_text(report: PlanReport) -> RenderableType:
+    """Return a report for reading."""
+    parts: list[RenderableType] = [*_head(report)]
+    for title, lines in (
+        ("why", [Indented(line, 2) for line in report.decision]),
+        ("watch out", [Indented(str(each), 2) for each in report.mistakes]),
+        ("compared", [Indented(line, 2) for line in report.comparison]),
+        ("plans", [_table(report)]),
+        ("memory of a device", list(_memory(report.best, report.result.task.memory_share))),
+        ("time of an update", list(_bars(time_parts(report.best)))),
+        ("scaling, for the same global batch", [_scaling(report)]),
+        ("budget", [Indented(str(report.budget), 2)] if report.budget else []),
+        ("what would change the decision", [Indented(str(each), 2) for each in report.changes]),
+        ("rejected", list(_rejected(report))),
+    ):
+        if lines:
+            parts += [Text(), Text(title, "bold"), *lines]
+    return Group(*parts)
+
+
+def _head(report: PlanReport) -> Iterator[RenderableType]:
+    task, best = report.result.task, report.best
+    samples = counted(task.global_batch_size, "sample")
+    tokens = task.global_batch_size * report.tokens_per_sample
+    size = f"{samples} ({tokens:,} tokens)" if report.tokens_per_sample > 1 else samples
+    yield Text(
+        f"{report.name}, {report.num_parameters:,} parameters, on {task.hardware}; {size} "
+        "per update"
+    )
+    yield Text.assemble(
+        (f"{describe_sizes(best.plan.mesh)}", "bold green"),
+        f" ({kind_of_mesh(best.plan.mesh)}): {human_seconds(best.time.step)} per update, "
+        f"{_speed(report, best)}, MFU {best.time.mfu:.0%}, "
+        f"{human_gigabytes(best.memory.total)} of {human_gigabytes(best.capacity)} per device",
+    )
+    yield Text(best.plan.describe())
+    yield from (Text(f"remark: {remark}") for remark in report.remarks)
+
+
+def _speed(report: PlanReport, estimate: Estimate) -> str:
+    per_second = report.result.task.global_batch_size / estimate.time.step
+    if report.tokens_per_sample > 1:
+        return f"{human_count(per_second * report.tokens_per_sample)} tokens/s"
+    return f"{human_count(per_second)} samples/s"
+
+
+def _table(report: PlanReport) -> Columns:
+    unit = "tokens/s" if report.tokens_per_sample > 1 else "samples/s"
+    head = ("", "mesh", "settings", "update", unit, "MFU", "memory", "waiting")
+    rows = [
+        (
+            str(number),
+            Text(describe_sizes(each.plan.mesh), "bold" if number == 1 else ""),
+            settings_of(each.plan),
+            human_seconds(each.time.step),
+            _speed(report, each).partition(" ")[0],
+            f"{each.time.mfu:.0%}",
+            human_gigabytes(each.memory.total),
+            f"{(each.time.exposed + each.time.bubble) / each.time.step:.0%}",
+        )
+        for number, each in enumerate(report.result.plans, 1)
+    ]
+    right = ("update", unit, "MFU", "memory", "waiting")
+    return Columns(head, rows, right=right, notes=report.reasons)
+
+
+def _memory(best: Estimate, share: float) -> Iterator[RenderableType]:
+    parts = {name: size for name, size in memory_parts(best.memory).items() if size}
+    limit = share * best.capacity
+    bar = Text("  ")
+    for shade, size in zip(SHADES, parts.values(), strict=False):
+        bar.append(shade * round(BAR * size / best.capacity))
+    bar.append("·" * max(0, BAR + 2 - len(bar)))
+    bar.append(f"  {best.share:.0%} of {human_gigabytes(best.capacity)}")
+    yield bar
+    for shade, (name, size) in zip(SHADES, parts.items(), strict=False):
+        yield Text(f"  {shade} {name:<12} {human_gigabytes(size):>9}")
+    yield Text(f"    {'free':<12} {human_gigabytes(limit - best.memory.total):>9} to the limit")
+
+
+def _bars(parts: dict[str, float]) -> Iterator[RenderableType]:
+    total = sum(parts.values())
+    width = max(map(len, parts))
+    for name, seconds in parts.items():
+        if seconds > 0:
+            bar = "█" * max(1, round(BAR * seconds / total))
+            yield Text(
+                f"  {name:<{width}} {human_seconds(seconds):>8} {seconds / total:>4.0%} {bar}"
+            )
+
+
+def _scaling(report: PlanReport) -> Columns:
+    unit = "tokens/s" if report.tokens_per_sample > 1 else "samples/s"
+    head = ("devices", "mesh", "update", unit, "per device", "")
+    fastest = max(point.tokens_per_second for point in report.points)
+    rows = [_point(point, fastest) for point in report.points]
+    return Columns(head, rows, right=("devices", "update", unit, "per device"))
+
+
+def _point(point: ScalingPoint, fastest: float) -> tuple[str, ...]:
+    best = point.estimate
+    if best is None:
+        return str(point.num_devices), "does not fit", "", "", "", ""
+    return (
+        str(point.num_devices),
+        describe_sizes(best.plan.mesh),
+        human_seconds(best.time.step),
+        human_count(point.tokens_per_second),
+        f"{point.efficiency:.0%}",
+        "█" * max(1, round(BAR / 2 * point.tokens_per_second / fastest)),
+    )
+
+
+_KINDS = {
+    "memory": "do not fit",
+    "slower": "are slower",
+    "topology": "cross nodes",
+    "division": "cannot divide the layers",
+    "blocks": "cannot divide the blocks",
+    "batch": "cannot divide the batch",
+}
+
+
+def _rejected(report: PlanReport) -> Iterator[RenderableType]:
+    """Yield how many meshes are rejected for what, each with the first of them."""
+    for kind, words in _KINDS.items():
+        of_kind = [each for each in report.result.rejected if each.kind == kind]
+        if of_kind:
+            nearest = min(of_kind, key=_distance)
+            meshes = counted(len(of_kind), "mesh", "meshes")
+            yield Indented(f"{meshes} {words}, such as {nearest}", 4, first=2)
+
+
+def _distance(rejected: Rejection) -> float:
+    """Return how far a mesh is from being recommended, compared with others of its kind."""
+    if rejected.estimate is None:
+        return 0.0
+    estimate = rejected.estimate
+    return estimate.memory.total if rejected.kind == "memory" else estimate.time.step

@@ -1,0 +1,176 @@
+"""The decision in plain words: why this mesh and these settings, with the numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwright.hardware import Hardware
+from meshwright.mesh.axes import AXES, describe_sizes
+from meshwright.planner.estimate.estimate import Estimate
+from meshwright.planner.estimate.estimator import Estimator
+from meshwright.planner.estimate.words import slower_because
+from meshwright.planner.search.candidates import REMATS, PlanTask, Variant, make_candidate
+from meshwright.planner.search.obstacles import Rejection
+from meshwright.planner.search.search import SearchResult, search
+from meshwright.units import counted, human_gigabytes, human_seconds
+
+LOOKED_AT = 12
+"""How many of the fastest meshes without an axis are searched to explain it."""
+_DOES = {
+    "fsdp": "shards parameters, gradients and optimizer state",
+    "tensor": "divides every layer",
+    "pipe": "divides the blocks into stages",
+}
+
+
+def alone(estimator: Estimator, task: PlanTask) -> Estimate:
+    """Return what a whole copy of the model needs on one device, with as little as possible."""
+    remat = REMATS[-1] if estimator.num_blocks else REMATS[0]
+    device = Hardware(chip=task.hardware.chip, count=1)
+    single = replace(task, hardware=device, global_batch_size=1, pins=type(task.pins)())
+    sizes = {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1}
+    return estimator.estimate(make_candidate(single, sizes, Variant(remat), 1), device)
+
+
+def explain_decision(estimator: Estimator, result: SearchResult) -> list[str]:
+    """Return the reasons for the recommended plan, one sentence or two each."""
+    best = result.best
+    copy = alone(estimator, result.task)
+    return [
+        whole_copy(estimator, copy, result.task),
+        *_axes(estimator, result, fits=copy.fits(result.task.memory_share)),
+        *_settings(result),
+        *_tie(result, best),
+    ]
+
+
+def whole_copy(estimator: Estimator, copy: Estimate, task: PlanTask) -> str:
+    """Return whether a whole copy of the model can be trained on one device."""
+    memory, parameters = copy.memory, max(1, estimator.num_parameters)
+    state = memory.parameters + memory.optimizer + memory.gradients
+    limit = human_gigabytes(task.memory_share * copy.capacity)
+    verdict = "fits on one device" if copy.fits(task.memory_share) else "does not fit on one device"
+    return (
+        f"Training a whole copy of the model takes {human_gigabytes(memory.total)} at least, and "
+        f"{verdict}, which has {limit} for it. Parameters, gradients and optimizer state are "
+        f"{human_gigabytes(state)} of this: {state / parameters:.1f} bytes for each of "
+        f"{parameters:,} parameters."
+    )
+
+
+def _axes(estimator: Estimator, result: SearchResult, *, fits: bool) -> Iterator[str]:
+    plan = result.best.plan
+    if not plan.mesh:
+        yield "There is one device, so nothing is divided."
+    if plan.size("data") > 1:
+        yield _data(result.best, fits=fits)
+    for axis in ("fsdp", "tensor", "pipe"):
+        if plan.size(axis) > 1:
+            yield f"{axis}={plan.size(axis)} {_DOES[axis]}. {without(estimator, result, axis)}"
+
+
+def _data(best: Estimate, *, fits: bool) -> str:
+    plan = best.plan
+    traffic = best.time.traffic.get("data")
+    hidden = "nothing else"
+    if traffic is not None:
+        hidden = (
+            f"{human_seconds(traffic.exposed_seconds)} of their {human_seconds(traffic.seconds)} "
+            "are not hidden behind computing"
+            if traffic.exposed_seconds > 0.01 * traffic.seconds
+            else f"their {human_seconds(traffic.seconds)} are hidden behind computing"
+        )
+    groups = counted(plan.size("data"), "replica")
+    if set(plan.mesh) == {"data"} and fits:
+        return (
+            f"So each device has its own copy and its own samples (data={plan.size('data')}), and "
+            f"gradients are all that is exchanged: {hidden}."
+        )
+    return f"data={plan.size('data')}: {groups} train on different samples; of gradients, {hidden}."
+
+
+def without(estimator: Estimator, result: SearchResult, axis: str) -> str:
+    """Return what happens without an axis: nothing fits, or how much slower the best mesh is."""
+    if axis in result.task.pins.mesh:
+        return "You asked for it."
+    other = _best_without(estimator, result, axis)
+    if other is None:
+        rejected = [each for each in result.rejected if each.mesh.get(axis, 1) == 1]
+        return f"Without it, no mesh works: {_most_common(rejected)}." if rejected else ""
+    mesh = describe_sizes(other.plan.mesh)
+    if other.time.step <= result.best.time.step:
+        return f"Without it, {mesh} takes as long."
+    return f"Without it, the best mesh is {mesh}: {slower_because(other, result.best)}."
+
+
+def _best_without(estimator: Estimator, result: SearchResult, axis: str) -> Estimate | None:
+    """Return the best plan without an axis, of the meshes that may be fast; None if none fits."""
+    slower = [each.estimate for each in result.rejected if each.kind == "slower" and each.estimate]
+    others = [each for each in (*result.plans, *slower) if each.plan.size(axis) == 1]
+    others.sort(key=lambda estimate: estimate.time.step)
+    if not others:
+        return None
+    meshes = [{name: each.plan.size(name) for name in AXES} for each in others[:LOOKED_AT]]
+    return search(estimator, result.task, top=1, meshes=meshes).best
+
+
+def _most_common(rejected: list[Rejection]) -> str:
+    kinds = Counter(each.kind for each in rejected)
+    kind = "memory" if kinds["memory"] else kinds.most_common(1)[0][0]
+    of_kind = [each for each in rejected if each.kind == kind]
+    if kind == "memory":
+        of_kind.sort(key=lambda each: each.estimate.memory.total if each.estimate else 0)
+    return str(of_kind[0])
+
+
+def _settings(result: SearchResult) -> Iterator[str]:
+    plan, pins = result.best.plan, result.task.pins
+    batch, sharding = plan.batch, plan.sharding
+    if sharding.remat != "none":
+        why = "as you asked" if pins.remat else "because memory would limit the microbatch more"
+        yield (
+            f"remat={sharding.remat}: the backward pass computes values again instead of keeping "
+            f"them, {why}."
+        )
+    steps = batch.gradient_accumulation_steps
+    if steps > 1:
+        reduced = (
+            "" if batch.sync_gradients_every == 1 else "; gradients are reduced once per update"
+        )
+        yield (
+            f"An update of {batch.global_batch_size} samples runs as {steps} microbatches of "
+            f"{counted(batch.micro_batch_size, 'sample')} per replica{reduced}."
+        )
+    if plan.schedule:
+        share = result.best.time.bubble / result.best.time.step
+        yield (
+            f"With {plan.schedule} and {plan.num_microbatches} microbatches for "
+            f"{plan.size('pipe')} stages, devices wait {share:.1%} of the time for other stages."
+        )
+
+
+def _tie(result: SearchResult, best: Estimate) -> Iterator[str]:
+    fastest = min(result.plans, key=lambda estimate: estimate.time.step)
+    gain = best.time.step / fastest.time.step - 1
+    if fastest is not best and gain > 0.0005:
+        yield (
+            f"{describe_sizes(fastest.plan.mesh)} is estimated {gain:.1%} faster, which is less "
+            "than an estimate can tell, so the simpler plan is recommended."
+        )
+
+
+def reason_for(result: SearchResult, estimate: Estimate, *, fits_alone: bool) -> str:
+    """Return in one sentence why a plan is recommended, or ranks where it does."""
+    best = result.best
+    if estimate is not best:
+        return slower_because(estimate, best)
+    mesh = estimate.plan.mesh
+    if not mesh:
+        return "the only device"
+    if set(mesh) == {"data"}:
+        return "data parallel: a whole copy fits on each device, and nothing is clearly faster"
+    cause = "and is fastest" if fits_alone else "because a whole copy does not fit on one device"
+    does = " and ".join(f"{axis}={mesh[axis]} {_DOES[axis]}" for axis in _DOES if axis in mesh)
+    return f"{does}, {cause}"

@@ -1,0 +1,164 @@
+"""Why a mesh cannot be used, before anything is estimated; and settings that exclude each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.errors import Setting, UserError
+from meshwright.hardware import Hardware
+from meshwright.mesh.axes import AXES, describe_sizes, shown_sizes
+from meshwright.planner.estimate.estimate import Estimate
+from meshwright.planner.estimate.estimator import Estimator
+from meshwright.planner.search.candidates import (
+    PlanTask,
+    Sizes,
+    Variant,
+    first_variants,
+    micro_batch_sizes,
+)
+from meshwright.units import counted
+
+Kind = Literal["blocks", "division", "topology", "batch", "memory", "slower"]
+"""What a mesh is rejected for."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A mesh that is not recommended.
+
+    Attributes:
+        mesh: axis sizes larger than 1.
+        kind: what it is rejected for.
+        reason: the reason in words, with the numbers.
+        estimate: its estimate, if there is one.
+    """
+
+    mesh: dict[str, int]
+    kind: Kind
+    reason: str
+    estimate: Estimate | None = None
+
+    def __str__(self) -> str:
+        return f"{describe_sizes(self.mesh)}: {self.reason}"
+
+
+def find_obstacle(estimator: Estimator, task: PlanTask, sizes: Sizes) -> Rejection | None:
+    """Return why a mesh cannot be used; None if it can."""
+    checks = (
+        _blocks(estimator, task, sizes),
+        _division(estimator, sizes),
+        _topology(task, sizes),
+        _batch(task, sizes, estimator.num_blocks),
+    )
+    return next(filter(None, checks), None)
+
+
+def _blocks(estimator: Estimator, task: PlanTask, sizes: Sizes) -> Rejection | None:
+    stages, blocks, pins = sizes["pipe"], estimator.num_blocks, task.pins
+    chunks = pins.num_chunks or 2 if pins.schedule == "interleaved" else 1
+    if stages == 1 or stages * chunks <= blocks:
+        return None
+    has = f"the model has {blocks}" if blocks else "the model has no repeated blocks"
+    needs = "a block for each stage"
+    if chunks > 1:
+        needs = f"{stages * chunks} blocks for {chunks} chunks a stage"
+    return _rejected(sizes, "blocks", f"pipe={stages} needs {needs}, and {has}")
+
+
+def _division(estimator: Estimator, sizes: Sizes) -> Rejection | None:
+    size, possible = sizes["tensor"], estimator.tensor_sizes
+    if size == 1 or size in possible:
+        return None
+    working = ", ".join(str(each) for each in sorted(possible) if each > 1) or "no size"
+    reason = f"tensor={size} does not divide the model's heads and features; {working} would"
+    return _rejected(sizes, "division", reason)
+
+
+def _topology(task: PlanTask, sizes: Sizes) -> Rejection | None:
+    hardware, size = task.hardware, sizes["tensor"]
+    if "tensor" in task.pins.mesh or not crosses_nodes(hardware, size):
+        return None
+    reason = (
+        f"tensor={size} crosses nodes of {counted(hardware.devices_per_node, 'device')}: each "
+        f"layer would wait for {speeds(hardware)}"
+    )
+    return _rejected(sizes, "topology", reason)
+
+
+def crosses_nodes(hardware: Hardware, size: int) -> bool:
+    """Whether an innermost axis of this size has devices of different nodes in a group."""
+    return hardware.nodes > 1 and hardware.devices_per_node % size != 0
+
+
+def speeds(hardware: Hardware) -> str:
+    """Return how fast devices of different nodes are connected, compared with those of one."""
+    chip = hardware.chip
+    within = f"{chip.links_per_chip * chip.link_gb_per_s:g} GB/s within a node"
+    if chip.inter_node_gb_per_s is None:
+        return f"the network between nodes, against {within}"
+    return f"the network's {chip.inter_node_gb_per_s:g} GB/s, against {within}"
+
+
+def _batch(task: PlanTask, sizes: Sizes, num_blocks: int) -> Rejection | None:
+    replicas, batch = sizes["data"] * sizes["fsdp"], task.global_batch_size
+    copies = f"data={sizes['data']} × fsdp={sizes['fsdp']} = {counted(replicas, 'replica')}"
+    if batch < replicas:
+        reason = f"a global batch of {counted(batch, 'sample')} is smaller than {copies}"
+        return _rejected(sizes, "batch", reason)
+    if batch % replicas:
+        reason = f"a global batch of {batch} samples cannot be divided over {copies}"
+        return _rejected(sizes, "batch", reason)
+    variant = first_variants(task, sizes, num_blocks)[0]
+    if micro_batch_sizes(task, sizes, variant):
+        return None
+    reason = f"the {batch // replicas} samples of each replica do not allow {_asked(task, variant)}"
+    return _rejected(sizes, "batch", reason)
+
+
+def _asked(task: PlanTask, variant: Variant) -> str:
+    pins = task.pins
+    settings = {
+        "training.micro_batch_size": pins.micro_batch_size,
+        "training.gradient_accumulation_steps": pins.gradient_accumulation_steps,
+        "training.sync_gradients_every": pins.sync_gradients_every,
+        "pipeline.num_microbatches": pins.num_microbatches,
+        "pipeline.num_chunks": variant.num_chunks if variant.num_chunks > 1 else None,
+    }
+    given = [str(Setting(key, value)) for key, value in settings.items() if value is not None]
+    return " with ".join(given)
+
+
+def _rejected(sizes: Sizes, kind: Kind, reason: str) -> Rejection:
+    return Rejection(shown_sizes(sizes), kind, reason)
+
+
+def check_pins(task: PlanTask) -> None:
+    """Refuse sizes of axes that the devices cannot have."""
+    pinned, count = task.pins.mesh, task.hardware.count
+    known = math.prod(pinned.values())
+    whole = set(pinned) == set(AXES)
+    if count % known == 0 and (not whole or known == count):
+        return
+    terms = " × ".join(f"mesh.{axis}={size}" for axis, size in pinned.items() if size > 1)
+    raise UserError(
+        f"the mesh does not match the {counted(count, 'device')} of {task.hardware}",
+        why=f"{terms or 'every axis of size 1'} = {known}, which "
+        + ("is not" if whole else "does not divide")
+        + f" {count}",
+        fix="leave some of these sizes out, and they are chosen",
+    )
+
+
+def no_mesh(task: PlanTask, rejected: Iterable[Rejection]) -> UserError:
+    """Return the error for settings that no mesh agrees with."""
+    reasons = list(dict.fromkeys(each.reason for each in rejected))
+    shown = "; ".join(reasons[:3])
+    return UserError(
+        f"no mesh of {task.hardware} agrees with these settings",
+        why=shown + (f"; and {len(reasons) - 3} similar reasons" if len(reasons) > 3 else ""),
+        fix=f"change {Setting('training.global_batch_size')}, or leave settings of the mesh and "
+        "the batch out",
+    )

@@ -1,0 +1,135 @@
+"""Plans in files: written by `meshwright plan --out`, and read by the setting `plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.config.origins import flatten
+from meshwright.errors import Setting, UserError, first_line
+from meshwright.mesh.axes import AXES, INFER, resolve_alias
+from meshwright.plan import Plan
+from meshwright.planner.estimate.estimate import Estimate
+from meshwright.units import human_gigabytes, human_seconds
+
+KEY = "plan"
+"""The setting that names the file."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A config whose plan was read from a file.
+
+    Attributes:
+        values: the config.
+        origins: the file that each value comes from, by key.
+    """
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+
+
+def plan_yaml(estimate: Estimate, name: str) -> str:
+    """Return a plan as a file that the setting `plan` reads, with what it was made for."""
+    head = (
+        f"# {name} on {estimate.hardware}: {human_seconds(estimate.time.step)} per update and "
+        f"{human_gigabytes(estimate.memory.total)} per device, estimated.\n"
+        "# Train with it: meshwright train … plan=THIS_FILE\n"
+    )
+    return head + estimate.plan.to_yaml()
+
+
+def plan_settings(plan: Plan) -> dict[str, Any]:
+    """Return a plan as settings of a config, by dotted key."""
+    batch, sizes = plan.batch, dict.fromkeys(AXES, 1) | plan.mesh
+    settings: dict[str, Any] = {f"mesh.{axis}": size for axis, size in sizes.items()}
+    settings |= {
+        "mesh.auto": False,
+        "training.global_batch_size": batch.global_batch_size,
+        "training.micro_batch_size": batch.micro_batch_size,
+        "training.gradient_accumulation_steps": batch.gradient_accumulation_steps,
+        "training.sync_gradients_every": batch.sync_gradients_every,
+        "precision.compute": plan.precision,
+        "precision.matmul": plan.matmul,
+        "kernels": plan.kernels,
+    }
+    settings |= {
+        f"sharding.{key}": value for key, value in plan.sharding.model_dump(mode="json").items()
+    }
+    if plan.schedule:
+        settings |= {
+            "pipeline.schedule": plan.schedule,
+            "pipeline.num_microbatches": plan.num_microbatches,
+        }
+        if plan.num_chunks > 1:
+            settings["pipeline.num_chunks"] = plan.num_chunks
+    return settings
+
+
+def apply_plan_file(values: Mapping[str, Any], decided: Collection[str]) -> Planned:
+    """Return a config with the settings of the file that `plan` names, if any.
+
+    Args:
+        values: the composed config, not validated yet.
+        decided: keys that the user has set; one that the plan sets to another value is an error.
+    """
+    path = values.get(KEY)
+    if path is None:
+        return Planned(dict(values), {})
+    settings = plan_settings(read_plan_file(str(path)))
+    given = dict(flatten({str(key): value for key, value in values.items()}))
+    _refuse_conflicts(str(path), settings, given, decided)
+    return Planned(with_settings(values, settings), dict.fromkeys(settings, str(path)))
+
+
+def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a composed config with other values, given by dotted key."""
+    changed: dict[str, Any] = {**values}
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        if section:
+            given = changed.get(section)
+            own = dict(given) if isinstance(given, Mapping) else {}
+            if section == "mesh":
+                own = {resolve_alias(str(axis)): size for axis, size in own.items()}
+            changed[section] = {**own, name: value}
+        else:
+            changed[name] = value
+    return changed
+
+
+def read_plan_file(path: str) -> Plan:
+    """Read a plan; a file that is missing or holds something else is a `UserError`."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot read {Setting(KEY, path)}",
+            why=first_line(error),
+            fix="name the plan.yaml of `meshwright plan --out plan.yaml`, or of a run folder",
+        ) from None
+    return Plan.from_yaml(text)
+
+
+def _refuse_conflicts(
+    path: str, settings: Mapping[str, Any], given: Mapping[str, Any], decided: Collection[str]
+) -> None:
+    conflicts = [
+        f"{key} is {value} in the plan and {given[key]} in your settings"
+        for key, value in settings.items()
+        if key in decided and key in given and given[key] not in (value, INFER)
+    ]
+    mixed = given.get("training.mixed_precision")
+    compute = settings["precision.compute"]
+    if mixed is not None and {False: "no"}.get(mixed, mixed) != compute:
+        conflicts.append(
+            f"precision.compute is {compute} in the plan, and training.mixed_precision is {mixed}"
+        )
+    if conflicts:
+        raise UserError(
+            f"{Setting(KEY, path)} contradicts other settings",
+            why="; ".join(conflicts),
+            fix=f"leave these settings out, or {Setting(KEY)}; or plan again with them",
+        )

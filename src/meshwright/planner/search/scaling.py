@@ -1,0 +1,114 @@
+"""How an update gets faster with more devices: the best plan for each number of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from meshwright.errors import UserError
+from meshwright.planner.estimate.estimate import Estimate
+from meshwright.planner.estimate.estimator import Estimator
+from meshwright.planner.search.candidates import Pins, PlanTask, Sizes, all_sizes
+from meshwright.planner.search.search import search
+from meshwright.planner.search.smallest import smaller_or_larger
+
+MOST_POINTS = 6
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """The best plan for a number of devices.
+
+    Attributes:
+        num_devices: the number of devices.
+        estimate: the best plan; None if nothing fits.
+        samples_per_second: how fast it trains.
+        tokens_per_second: the same in tokens; samples for data other than tokens.
+        efficiency: speed per device, relative to the fewest devices that hold the model.
+    """
+
+    num_devices: int
+    estimate: Estimate | None = None
+    samples_per_second: float = 0.0
+    tokens_per_second: float = 0.0
+    efficiency: float = 0.0
+
+
+def scaling_curve(
+    estimator: Estimator, task: PlanTask, best: Estimate | None = None
+) -> list[ScalingPoint]:
+    """Return the best plans from one device to all of them, for the same global batch.
+
+    Args:
+        estimator: estimates plans for the model.
+        task: the whole of the hardware; sizes of its mesh are free for fewer devices.
+        best: the best plan for all devices, if it is known.
+    """
+    counts = device_counts(task.hardware.count, task.hardware.devices_per_node)
+    found = dict[int, Estimate | None]()
+    for count in reversed(counts):
+        if count == task.hardware.count and best is not None:
+            found[count] = best
+        else:
+            larger = next((known for known in reversed(found.values()) if known), None)
+            found[count] = _best(estimator, task, count, larger)
+    base = next((count for count in counts if found[count]), 0)
+    return [_point(estimator, task, count, found[count], base, found) for count in counts]
+
+
+def _point(
+    estimator: Estimator,
+    task: PlanTask,
+    count: int,
+    best: Estimate | None,
+    base: int,
+    found: dict[int, Estimate | None],
+) -> ScalingPoint:
+    first = found.get(base)
+    if best is None or first is None:
+        return ScalingPoint(count)
+    samples = task.global_batch_size / best.time.step
+    efficiency = base * first.time.step / (count * best.time.step)
+    return ScalingPoint(count, best, samples, samples * estimator.tokens_per_sample, efficiency)
+
+
+def device_counts(total: int, per_node: int) -> list[int]:
+    """Return up to seven numbers of devices from one to all, each at least twice the one before.
+
+    All are parts of a node or whole nodes, and divide the total.
+    """
+    possible = [
+        count
+        for count in range(1, total + 1)
+        if total % count == 0 and (count % per_node == 0 or per_node % count == 0)
+    ]
+    for factor in (2, 4, 8, 16):
+        chosen = [total]
+        for count in reversed(possible):
+            if count * factor <= chosen[-1]:
+                chosen.append(count)
+        if len(chosen) <= MOST_POINTS:
+            break
+    return sorted({1, *chosen})
+
+
+def _best(
+    estimator: Estimator, task: PlanTask, count: int, larger: Estimate | None
+) -> Estimate | None:
+    """Return the best plan for fewer devices: of meshes like the best one for more, if one fits."""
+    pins = Pins(remat=task.pins.remat, blocks=task.pins.blocks, schedule=task.pins.schedule)
+    asked = replace(task, hardware=smaller_or_larger(task.hardware, count), pins=pins)
+    every = list(all_sizes(count, {}))
+    alike = [] if larger is None else [sizes for sizes in every if _alike(sizes, larger)]
+    for meshes in filter(None, (alike, every)):
+        try:
+            plans = search(estimator, asked, top=1, meshes=meshes).plans
+        except UserError:
+            # None of these meshes divides the model and the batch.
+            continue
+        if plans:
+            return plans[0]
+    return None
+
+
+def _alike(sizes: Sizes, larger: Estimate) -> bool:
+    return all(size <= max(8, 2 * larger.plan.size(axis)) for axis, size in sizes.items())

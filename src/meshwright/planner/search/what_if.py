@@ -1,0 +1,121 @@
+"""What would change the decision: the nearest change of the hardware or the batch that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from meshwright.mesh.axes import AXES, describe_sizes
+from meshwright.planner.estimate.estimate import Estimate
+from meshwright.planner.estimate.estimator import Estimator
+from meshwright.planner.search.candidates import PlanTask, Sizes
+from meshwright.planner.search.search import SearchResult, search
+from meshwright.units import human_gigabytes, human_seconds
+
+FACTORS = (1.5, 2.0, 4.0)
+NEAREST = 6
+"""How many meshes of those that were slower, and that did not fit, are looked at again."""
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """One thing changed, and the decision then.
+
+    Attributes:
+        change: what is changed, in words.
+        before: the recommended plan.
+        after: the recommended plan with the change; None if it stays the same mesh.
+    """
+
+    change: str
+    before: Estimate
+    after: Estimate | None
+
+    def __str__(self) -> str:
+        if self.after is None:
+            return f"{self.change}: still {describe_sizes(self.before.plan.mesh)}"
+        per = human_seconds(self.after.time.step)
+        return f"{self.change}: {describe_sizes(self.after.plan.mesh)}, {per} per update"
+
+
+def what_ifs(estimator: Estimator, result: SearchResult) -> list[WhatIf]:
+    """Return the smallest changes that lead to another mesh, or that none up to four times does."""
+    return [
+        _nearest(estimator, result, changes)
+        for changes in (_memory(result.task), _links(result.task), _batch(result.task))
+    ]
+
+
+Changes = list[tuple[str, PlanTask]]
+
+
+def _nearest(estimator: Estimator, result: SearchResult, changes: Changes) -> WhatIf:
+    """Try the largest change first: if it changes nothing, smaller ones do not either."""
+    before = result.best
+    farthest, task = changes[-1]
+    after = _decision(estimator, result, task)
+    if after.plan.mesh == before.plan.mesh:
+        return WhatIf(farthest, before, None)
+    for change, task in changes[:-1]:
+        found = _decision(estimator, result, task)
+        if found.plan.mesh != before.plan.mesh:
+            return WhatIf(change, before, found)
+    return WhatIf(farthest, before, after)
+
+
+def _decision(estimator: Estimator, result: SearchResult, task: PlanTask) -> Estimate:
+    return search(estimator, task, top=1, meshes=list(_near(result))).best
+
+
+def _near(result: SearchResult) -> Iterator[Sizes]:
+    """Yield the meshes that a change may favour: ranked, slower, or a little too large."""
+    slower = [e for r in result.rejected if r.kind == "slower" and (e := r.estimate)]
+    large = [e for r in result.rejected if r.kind == "memory" and (e := r.estimate)]
+    slower.sort(key=lambda estimate: estimate.time.step)
+    large.sort(key=lambda estimate: estimate.memory.total)
+    for estimate in (*result.plans, *slower[:NEAREST], *large[:NEAREST]):
+        yield {axis: estimate.plan.size(axis) for axis in AXES}
+
+
+def _memory(task: PlanTask) -> Changes:
+    chip = task.hardware.chip
+    return [
+        (
+            f"{human_gigabytes(factor * chip.hbm_gb_per_device * 1e9)} of memory per device",
+            _with_chip(task, hbm_gb=factor * chip.hbm_gb),
+        )
+        for factor in FACTORS
+    ]
+
+
+def _links(task: PlanTask) -> Changes:
+    chip, between = task.hardware.chip, task.hardware.chip.inter_node_gb_per_s
+    if task.hardware.nodes > 1 and between is not None:
+        return [
+            (
+                f"{factor * between:g} GB/s between nodes",
+                _with_chip(task, inter_node_gb_per_s=factor * between),
+            )
+            for factor in FACTORS
+        ]
+    own = chip.links_per_chip * chip.link_gb_per_s
+    return [
+        (
+            f"{factor * own:g} GB/s between devices",
+            _with_chip(task, link_gb_per_s=factor * chip.link_gb_per_s),
+        )
+        for factor in FACTORS
+    ]
+
+
+def _batch(task: PlanTask) -> Changes:
+    sizes = [factor * task.global_batch_size for factor in (2, 4)]
+    return [
+        (f"a global batch of {size} samples", replace(task, global_batch_size=size))
+        for size in sizes
+    ]
+
+
+def _with_chip(task: PlanTask, **figures: float) -> PlanTask:
+    chip = replace(task.hardware.chip, **figures)  # type: ignore[arg-type]
+    return replace(task, hardware=replace(task.hardware, chip=chip))

@@ -1,0 +1,184 @@
+"""The loss and its gradients as scheduled kernels, traced once for two samples of one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from meshwright.config.schema import KernelChoice, ShardingConfig
+from meshwright.planner.workload.array_operations import Operations, list_operations
+from meshwright.planner.workload.in_memory import Timeline, find_lifetimes
+from meshwright.planner.workload.kernel_schedule import Kernel, schedule
+from meshwright.planner.workload.stage_parts import BlockParts, find_blocks
+from meshwright.planner.workload.unrolled import unroll
+from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
+from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.jaxpr.equations import aval_of
+from meshwright.program.kernels.chunked_loss import LossKernel, most_rows
+from meshwright.program.kernels.find_kernels import KernelSearch
+from meshwright.program.on_mesh.remat import choose_remat
+from meshwright.program.trace.traced_loss import TracedLoss
+from meshwright.sharding.decide import decide
+from meshwright.step.gradients import compute_gradients
+from meshwright.step.planned_forward import forward_on
+
+SAMPLES = 2
+"""Samples that programs are traced for. A dim of size one would not be recognized as samples."""
+
+
+class Variant(NamedTuple):
+    """What a program depends on besides the model.
+
+    Attributes:
+        remat: what the backward pass computes again.
+        gathers: whether weights are gathered block by block.
+        rows: whether products may join all dims of activations but their features.
+        kernels: what evaluates known parts.
+        platform: the platform it will run on.
+    """
+
+    remat: str
+    gathers: bool
+    rows: bool
+    kernels: KernelChoice
+    platform: str
+
+
+@dataclass(frozen=True)
+class TracedGradients:
+    """A loss and its gradients for a few samples, as operations.
+
+    Attributes:
+        operations: what is computed, with loops over repeated blocks if they are rolled.
+        classes: the dims of its arrays.
+        trained: the number of the step leaf whose gradient each of the first results is.
+        row_limit: by class of the logits' last dim, rows of a part at most, where the loss is
+            computed in parts.
+        token_rows: rows of the logits for one sample.
+        part_sums: bytes of the gradient of the last projection, which parts add up to.
+    """
+
+    operations: Operations
+    classes: DimClasses
+    trained: Sequence[int]
+    row_limit: Mapping[int, int]
+    token_rows: float
+    part_sums: int
+
+
+@dataclass(frozen=True)
+class GradientProgram:
+    """A loss and its gradients for a few samples, as kernels.
+
+    Attributes:
+        kernels: what runs, in order.
+        timeline: how long its arrays are in memory.
+        classes: the dims of its arrays.
+        blocks: its loop over repeated blocks; None if they are not rolled.
+        row_limit: as in `TracedGradients`.
+        token_rows: the same.
+        part_sums: the same.
+    """
+
+    kernels: list[Kernel]
+    timeline: Timeline
+    classes: DimClasses
+    blocks: BlockParts | None
+    row_limit: Mapping[int, int]
+    token_rows: float
+    part_sums: int = 0
+
+
+def trace_gradients(traced: TracedLoss, mesh: Mesh, variant: Variant) -> TracedGradients:
+    """Trace the gradients of a loss.
+
+    Args:
+        traced: the loss of `SAMPLES` samples.
+        mesh: a mesh of one device.
+        variant: what the program depends on.
+    """
+    search = KernelSearch(
+        variant.kernels, platform=variant.platform, rows=variant.rows, planned=True
+    )
+    decision = decide(traced, {}, ShardingConfig(), search=search)
+    remat = choose_remat(variant.remat, keep_gathered=not variant.gathers)
+    view = MeshView(mesh, planned_for=variant.platform)
+    forward = forward_on(traced, decision, view, remat)
+    leaves = traced.layout.step_leaves
+    trained = [n for n, step in enumerate(leaves) if step.leaf.role == "param"]
+    other = [n for n, step in enumerate(leaves) if step.leaf.role != "param"]
+
+    def loss(params: Sequence[Any], state: Sequence[Any], batch: Sequence[Any]) -> Any:
+        values = dict(zip((*trained, *other), (*params, *state), strict=True))
+        return forward([values[n] for n in range(len(leaves))], batch)
+
+    def gradients(values: Sequence[Any], batch: Sequence[Any]) -> Any:
+        params, state = ([values[n] for n in numbers] for numbers in (trained, other))
+        found = compute_gradients(loss, params, state, batch)
+        return found.values, found.loss, found.metrics, found.model_state
+
+    structs = [step.leaf.struct for step in leaves]
+    batch = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in traced.batch]
+    closed = jax.make_jaxpr(gradients)(structs, batch)
+    labels = [LeafLabel("param" if s.leaf.is_weight else "state", s.leaf.path) for s in leaves]
+    labels += [LeafLabel("batch", leaf.path) for leaf in traced.batch]
+    classes = find_dim_classes(closed, labels)
+    weights = frozenset(n for n, step in enumerate(leaves) if step.leaf.is_weight)
+    operations = list_operations(classes.root, weights)
+    limits, rows, sums = _loss_parts(decision.kernels.regions.values(), classes)
+    return TracedGradients(operations, classes, trained, limits, rows, sums)
+
+
+def schedule_gradients(
+    traced: TracedGradients, platform: str, *, unrolled: bool
+) -> GradientProgram:
+    """Return the kernels of traced gradients.
+
+    Args:
+        traced: the gradients.
+        platform: the platform they will run on.
+        unrolled: whether blocks run one by one, not in the loops of the traced program.
+    """
+    operations = traced.operations
+    outputs = [[] if array is None else [array] for array in operations.outputs]
+    if unrolled:
+        made = unroll(operations)
+        operations, outputs = made.program, made.outputs
+    for number, arrays in zip(traced.trained, outputs, strict=False):
+        for array in arrays:
+            array.gradient = number
+    kernels = schedule(operations, platform)
+    return GradientProgram(
+        kernels,
+        Timeline(find_lifetimes(kernels)),
+        traced.classes,
+        find_blocks(kernels),
+        traced.row_limit,
+        traced.token_rows,
+        traced.part_sums,
+    )
+
+
+def _loss_parts(regions: Any, classes: DimClasses) -> tuple[dict[int, int], float, int]:
+    """Return rows of a part by class of the logits' last dim, rows of a sample, bytes of sums."""
+    limits: dict[int, int] = {}
+    rows, sums = 1.0, 0
+    for region in regions:
+        if not isinstance(region.kernel, LossKernel):
+            continue
+        shape = aval_of(region.kernel.match.product.outvars[0]).shape
+        ids = {
+            dim[0].id
+            for leaf in classes.leaves
+            for dim in leaf.dims
+            if len(dim) == 1 and dim[0].size == shape[-1]
+        }
+        limits |= dict.fromkeys(ids, most_rows(shape[-1]))
+        rows = max(rows, math.prod(shape[:-1]) / SAMPLES)
+        sums += 4 * math.prod(aval_of(region.kernel.match.kernel).shape)
+    return limits, rows, sums

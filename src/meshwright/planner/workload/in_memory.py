@@ -1,0 +1,224 @@
+"""The memory of scheduled kernels: which arrays exist at the same time, and where they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from meshwright.planner.workload.array_operations import Array
+from meshwright.planner.workload.kernel_schedule import Kernel
+
+Use = Literal["gradients", "gathered", "activations", "working"]
+USES: tuple[Use, ...] = ("gradients", "gathered", "activations", "working")
+Form = Literal["stored", "copied", "rearranged"]
+"""An array that a kernel writes, a copy of an input, or an operand copied for a product."""
+
+_LARGE = 1 / 200
+"""Arrays smaller than this part of the peak fill gaps, so that their place does not matter."""
+
+
+class Sizes(Protocol):
+    """How large arrays are on one device."""
+
+    def of(self, array: Array) -> float:
+        """Return the bytes of an array."""
+        ...
+
+    def of_copy(self, array: Array) -> float:
+        """Return the bytes of a copied input: a gathered weight or a row of a loop."""
+        ...
+
+    def of_rearranged(self, array: Array) -> float:
+        """Return the bytes of a product's operand that is copied first."""
+        ...
+
+    def use(self, array: Array, *, crosses: bool) -> Use:
+        """Return what an array is used for; ``crosses`` if it lives through both passes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """How long an array is in memory: from one moment up to and including another.
+
+    Attributes:
+        array: the array.
+        form: whether it is the array itself, or a copy.
+        start: the moment it is written.
+        end: the last moment it is read.
+        crosses: whether it is written in the forward pass and read in the backward pass.
+    """
+
+    array: Array
+    form: Form
+    start: int
+    end: int
+    crosses: bool
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes at a time.
+
+    Attributes:
+        nbytes: how many.
+        uses: what they are used for.
+        largest: the largest arrays, largest first, and their bytes.
+    """
+
+    nbytes: float
+    uses: Mapping[Use, float]
+    largest: tuple[tuple[Array, float], ...] = ()
+
+
+class Timeline:
+    """Lifetimes as arrays of numbers, so that peaks are found fast.
+
+    Args:
+        lifetimes: how long each array is in memory.
+    """
+
+    def __init__(self, lifetimes: Sequence[Lifetime]) -> None:
+        self.lifetimes = lifetimes
+        self.start = np.array([each.start for each in lifetimes])
+        self.end = np.array([each.end for each in lifetimes])
+        self._whole = np.array([each.array.nbytes for each in lifetimes], float)
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for number, each in enumerate(lifetimes):
+            groups.setdefault(_alike(each), []).append(number)
+        self._groups = [np.array(group) for group in groups.values()]
+
+    def sizes(self, sizes: Sizes) -> np.ndarray:
+        """Return the bytes of each array on one device."""
+        share = np.zeros(len(self.lifetimes))
+        for group in self._groups:
+            first = self.lifetimes[group[0]]
+            whole = first.array.nbytes
+            share[group] = _size(first, sizes) / whole if whole else 0.0
+        return self._whole * share
+
+
+def _alike(each: Lifetime) -> tuple[object, ...]:
+    """Return what arrays have in common of which a device has the same part."""
+    array = each.array
+    return each.form, array.classes, array.leaf, array.of_row, array.gradient, array.nbytes > 0
+
+
+def find_lifetimes(kernels: Sequence[Kernel]) -> list[Lifetime]:
+    """Return how long each array of a program is in memory, in moments of the whole program."""
+    found: list[Lifetime] = []
+    _walk(kernels, 0, found, backward=None)
+    return found
+
+
+def _walk(
+    kernels: Sequence[Kernel], moment: int, found: list[Lifetime], *, backward: bool | None
+) -> int:
+    """Add the lifetimes of a program that begins at a moment; return the moment after it."""
+    started: dict[tuple[int, Form], tuple[Array, int, bool]] = {}
+
+    def begin(array: Array, form: Form, late: bool) -> None:
+        started[id(array), form] = (array, moment, late)
+
+    def end(array: Array, form: Form, last: int, late: bool) -> None:
+        begun = started.pop((id(array), form), None)
+        if begun is not None and last >= begun[1]:
+            crosses = late and not begun[2]
+            found.append(Lifetime(array, form, begun[1], last, crosses))
+
+    for kernel in kernels:
+        late = kernel.operation.backward if backward is None else backward
+        for array in kernel.reused:
+            end(array, "stored", moment - 1, late)
+        for array in kernel.writes:
+            begin(array, "stored", late)
+        for array in kernel.copied:
+            begin(array, "copied", late)
+        found += [Lifetime(a, "rearranged", moment, moment, False) for a in kernel.rearranged]
+        after = moment
+        for body in kernel.bodies:
+            after = max(after, _walk(body, moment, found, backward=late) - 1)
+        for array in kernel.freed:
+            end(array, "stored", after, late)
+        for array in kernel.released:
+            end(array, "copied", after, late)
+        moment = after + 1
+    for key in list(started):
+        end(started[key][0], key[1], moment - 1, True)
+    return moment
+
+
+def peak_of(timeline: Timeline, sizes: Sizes) -> Peak:
+    """Return the peak of a program, its arguments not included."""
+    lifetimes, start, end = timeline.lifetimes, timeline.start, timeline.end
+    if not lifetimes:
+        return Peak(0.0, dict.fromkeys(USES, 0.0))
+    nbytes = timeline.sizes(sizes)
+    changes = np.zeros(end.max() + 2)
+    np.add.at(changes, start, nbytes)
+    np.add.at(changes, end + 1, -nbytes)
+    live = np.cumsum(changes)
+    at = int(live.argmax())
+    most = float(live[at])
+    here = np.flatnonzero((start <= at) & (end >= at))
+    uses: dict[Use, float] = dict.fromkeys(USES, 0.0)
+    for number in here:
+        each = lifetimes[int(number)]
+        uses[_use(each, sizes)] += float(nbytes[number])
+    packed = _packed(nbytes, start, end, most * _LARGE)
+    uses["working"] += max(0.0, packed - most)
+    order = here[np.argsort(-nbytes[here])][:8]
+    largest = tuple((lifetimes[n].array, float(nbytes[n])) for n in order)
+    return Peak(max(most, packed), uses, largest)
+
+
+def _size(each: Lifetime, sizes: Sizes) -> float:
+    if each.form == "copied":
+        return sizes.of_copy(each.array)
+    if each.form == "rearranged":
+        return sizes.of_rearranged(each.array)
+    return sizes.of(each.array)
+
+
+def _use(each: Lifetime, sizes: Sizes) -> Use:
+    if each.form == "stored":
+        return sizes.use(each.array, crosses=each.crosses)
+    return "gathered" if each.form == "copied" and each.array.leaf is not None else "working"
+
+
+def _packed(nbytes: np.ndarray, start: np.ndarray, end: np.ndarray, least: float) -> float:
+    """Return the bytes of a heap in which each array has a fixed place, as compilers assign them.
+
+    The largest arrays come first, each at the smallest gap that is free during its life. Small
+    ones are added as they are.
+    """
+    large = np.flatnonzero(nbytes >= max(least, 1))
+    large = large[np.argsort(-nbytes[large], kind="stable")]
+    offsets = np.zeros(len(large))
+    for position, number in enumerate(large):
+        placed = large[:position]
+        beside = (start[placed] <= end[number]) & (end[placed] >= start[number])
+        begins = offsets[:position][beside]
+        ends = begins + nbytes[placed][beside]
+        offsets[position] = _smallest_gap(begins, ends, float(nbytes[number]))
+    top = float((offsets + nbytes[large]).max()) if len(large) else 0.0
+    small = np.flatnonzero(nbytes < max(least, 1))
+    changes = np.zeros(end.max() + 2)
+    np.add.at(changes, start[small], nbytes[small])
+    np.add.at(changes, end[small] + 1, -nbytes[small])
+    return top + float(np.cumsum(changes).max())
+
+
+def _smallest_gap(begins: np.ndarray, ends: np.ndarray, size: float) -> float:
+    order = np.argsort(begins)
+    best, room = -1.0, float("inf")
+    reached = 0.0
+    for number in order:
+        gap = float(begins[number]) - reached
+        if size <= gap < room:
+            best, room = reached, gap
+        reached = max(reached, float(ends[number]))
+    return best if best >= 0 else reached

@@ -1,0 +1,279 @@
+"""The kernels that a compiler makes of a program, and how long each array is in memory.
+
+Operations that compilers fuse into whatever reads their result write nothing; what they read is
+read where their result is. The order is that of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.pipeline.execute.least_saved import CHEAP
+from meshwright.planner.workload.array_operations import SAME, Array, Operation, Operations
+from meshwright.program.jaxpr.equations import scan_counts
+
+_FUSED = CHEAP | {
+    "dynamic_slice",
+    "random_bits",
+    "random_fold_in",
+    "random_seed",
+    "random_unwrap",
+    "random_wrap",
+    "threefry2x32",
+}
+
+_SLICES = frozenset({"dynamic_slice", "slice", "split"})
+"""Operations that read a part of their operand."""
+
+_EXPENSIVE = frozenset(
+    {
+        "cbrt",
+        "cos",
+        "div",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "logistic",
+        "pow",
+        "rem",
+        "rsqrt",
+        "sin",
+        "sqrt",
+        "tanh",
+    }
+)
+"""Fused operations that are not computed twice for two kernels on CPUs."""
+
+_REDUCTIONS = frozenset(
+    {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod",
+     "reduce_sum"}
+)  # fmt: skip
+"""Operations that compute what they read while they read it."""
+
+
+@dataclass(eq=False)
+class Kernel:
+    """Something that runs on the device, and what is in memory meanwhile.
+
+    Attributes:
+        operation: the operation that ends it.
+        reads: what it reads: an array, and the array whose size says how much of it.
+        writes: the arrays that it allocates.
+        reused: arrays whose memory its results take over.
+        freed: arrays that nobody reads afterwards.
+        copied: inputs that are copied for it: weights that are gathered, rows of a loop.
+        released: copies that nobody reads afterwards.
+        rearranged: operands that it copies first, because their dims are in another order.
+        bodies: the kernels of a loop's body, or of branches.
+        times: how often they run.
+    """
+
+    operation: Operation
+    reads: list[tuple[Array, Array]]
+    writes: list[Array]
+    reused: list[Array] = field(default_factory=list[Array])
+    freed: list[Array] = field(default_factory=list[Array])
+    copied: list[Array] = field(default_factory=list[Array])
+    released: list[Array] = field(default_factory=list[Array])
+    rearranged: list[Array] = field(default_factory=list[Array])
+    bodies: list[list[Kernel]] = field(default_factory=list["list[Kernel]"])
+    times: int = 1
+
+
+Sources = Mapping[int, tuple[Array, Array]]
+
+
+def schedule(
+    program: Operations, platform: str, rows: Collection[Array] | None = None
+) -> list[Kernel]:
+    """Return the kernels of a program, in order.
+
+    Args:
+        program: the program.
+        platform: the platform whose compiler schedules it.
+        rows: for the body of a loop, its inputs that are rows of larger arrays; its results are
+            written into arrays that the loop has allocated.
+    """
+    return _Scheduler(program, platform, rows).kernels()
+
+
+class _Scheduler:
+    def __init__(self, program: Operations, platform: str, rows: Collection[Array] | None) -> None:
+        self._platform, self._in_loop = platform, rows is not None
+        self._rows = {id(array) for array in rows or ()}
+        self._same: dict[int, Array] = {}
+        self._operations = [op for op in program.operations if not self._is_same(op)]
+        self._readers: dict[int, list[Operation]] = {}
+        for operation in self._operations:
+            for array in operation.reads:
+                if array is not None:
+                    self._readers.setdefault(id(self._find(array)), []).append(operation)
+        outputs = [self._find(array) for array in program.outputs if array is not None]
+        self._outputs = {id(array) for array in outputs}
+        self._inputs = {id(array) for array in program.inputs}
+        self._stored = self._find_stored()
+
+    def kernels(self) -> list[Kernel]:
+        sources: dict[int, Sources] = {}
+        kernels: list[Kernel] = []
+        for operation in self._operations:
+            read = self._sources(operation, sources, self._stored)
+            writes = [array for array in operation.writes if id(array) in self._stored]
+            for array in operation.writes:
+                if id(array) not in self._stored:
+                    sources[id(array)] = read
+            if writes or operation.name not in _FUSED:
+                kernels.append(self._kernel(operation, read, writes))
+        self._end_lives(kernels)
+        return kernels
+
+    def _is_same(self, operation: Operation) -> bool:
+        reads = operation.reads
+        if operation.name not in SAME or reads[0] is None:
+            return False
+        pairs = zip(reads, operation.writes, strict=False)
+        self._same.update({id(new): old for old, new in pairs if old is not None})
+        return True
+
+    def _find(self, array: Array) -> Array:
+        while id(array) in self._same:
+            array = self._same[id(array)]
+        return array
+
+    def _find_stored(self) -> set[int]:
+        """Return the arrays that are written to memory."""
+        stored = set(self._inputs)
+        sources: dict[int, Sources] = {}
+        for operation in self._operations:
+            read = self._sources(operation, sources, stored)
+            for array in operation.writes:
+                if self._is_stored(operation, array, read):
+                    stored.add(id(array))
+                else:
+                    sources[id(array)] = read
+        return stored
+
+    def _is_stored(self, operation: Operation, array: Array, read: Sources) -> bool:
+        if operation.name not in _FUSED or id(array) in self._outputs:
+            return True
+        readers = {id(reader): reader for reader in self._readers.get(id(array), [])}
+        direct = [reader for reader in readers.values() if _needs_array(reader)]
+        if array.of_weights and all(reader.name == "scan" for reader in direct):
+            # Loops read the rows of a weight and cast them.
+            direct = []
+        if direct:
+            return True
+        if len(readers) < 2:
+            return False
+        # Computed for each reader again, unless that takes longer than to read it.
+        large = [whole for whole, _ in read.values() if 2 * whole.nbytes >= array.nbytes]
+        expensive = self._platform == "cpu" and operation.name in _EXPENSIVE
+        return expensive or len(large) > 1
+
+    def _sources(
+        self, operation: Operation, known: Mapping[int, Sources], stored: Collection[int]
+    ) -> Sources:
+        """Return the stored arrays that an operation reads, and how much of each."""
+        found: dict[int, tuple[Array, Array]] = {}
+        for operand in operation.reads:
+            if operand is None:
+                continue
+            array = self._find(operand)
+            if id(array) in stored:
+                found.setdefault(id(array), (array, array))
+            else:
+                for key, source in known.get(id(array), {}).items():
+                    found.setdefault(key, source)
+        if operation.name in _SLICES and operation.writes:
+            return {key: (array, operation.writes[0]) for key, (array, _) in found.items()}
+        return found
+
+    def _kernel(self, operation: Operation, read: Sources, writes: list[Array]) -> Kernel:
+        kernel = Kernel(operation, list(read.values()), writes, times=operation.times)
+        kernel.rearranged = _rearranged(operation)
+        rows: list[Array] | None = None
+        for body in operation.bodies:
+            if operation.name == "scan":
+                rows = body.inputs[sum(scan_counts(operation.eqn)) :]
+            elif operation.name == "while":
+                rows = []
+            kernel.bodies.append(schedule(body, self._platform, rows))
+        return kernel
+
+    def _end_lives(self, kernels: Sequence[Kernel]) -> None:
+        """Say where arrays are freed, and whose memory is used again."""
+        last: dict[int, int] = {}
+        arrays: dict[int, Array] = {}
+        for time, kernel in enumerate(kernels):
+            for array in (*kernel.writes, *(array for array, _ in kernel.reads)):
+                last[id(array)], arrays[id(array)] = time, array
+        own = [id(array) for kernel in kernels for array in kernel.writes]
+        for key in dict.fromkeys(own):
+            if self._in_loop or key not in self._outputs:
+                kernels[last[key]].freed.append(arrays[key])
+        for kernel in kernels:
+            if self._in_loop and kernel.operation.name in _FUSED:
+                self._write_into_loop(kernel)
+            self._reuse(kernel)
+        self._copy_inputs(kernels)
+
+    def _write_into_loop(self, kernel: Kernel) -> None:
+        """Leave out results that are written where the loop stores them, and read by nobody."""
+        ended = {id(array) for array in kernel.freed}
+        direct = {id(a) for a in kernel.writes if id(a) in self._outputs and id(a) in ended}
+        kernel.writes = [array for array in kernel.writes if id(array) not in direct]
+        kernel.freed = [array for array in kernel.freed if id(array) not in direct]
+
+    def _reuse(self, kernel: Kernel) -> None:
+        """Let results take over the memory of what is read for the last time."""
+        operation = kernel.operation
+        if operation.name == "scan":
+            consts, carries = scan_counts(operation.eqn)
+            carried = operation.reads[consts : consts + carries]
+            keys = {id(self._find(array)) for array in carried if array is not None}
+            kernel.reused = [array for array in kernel.freed if id(array) in keys]
+        elif operation.name in _FUSED:
+            for result in kernel.writes:
+                match = [a for a in kernel.freed if a.nbytes == result.nbytes and a is not result]
+                kernel.reused += match[:1]
+        kernel.freed = [array for array in kernel.freed if array not in kernel.reused]
+
+    def _copy_inputs(self, kernels: Sequence[Kernel]) -> None:
+        """Say where weights are gathered and rows of a loop copied, once for each pass."""
+        spans: dict[tuple[int, bool], tuple[Array, int, int]] = {}
+        for time, kernel in enumerate(kernels):
+            if kernel.bodies or not _needs_array(kernel.operation):
+                continue
+            for array, _ in kernel.reads:
+                if array.leaf is None and id(array) not in self._rows:
+                    continue
+                if id(array) in self._inputs:
+                    key = (id(array), kernel.operation.backward)
+                    first = spans[key][1] if key in spans else time
+                    spans[key] = (array, first, time)
+        for array, first, final in spans.values():
+            kernels[first].copied.append(array)
+            kernels[final].released.append(array)
+
+
+def _rearranged(operation: Operation) -> list[Array]:
+    """Return what a product copies first: not in the order [batch, rows, contracted]."""
+    if operation.name != "dot_general":
+        return []
+    contracted, batch = operation.eqn.params["dimension_numbers"]
+    left = operation.reads[0]
+    if left is None:
+        return []
+    first, last = len(batch[0]), len(left.dims) - len(contracted[0])
+    in_order = tuple(batch[0]) == tuple(range(first)) and min(contracted[0], default=last) >= last
+    return [] if in_order else [left]
+
+
+def _needs_array(operation: Operation) -> bool:
+    return operation.name not in _FUSED and operation.name not in _REDUCTIONS

@@ -1,0 +1,86 @@
+"""What pipeline stages keep: the parts of a program that stages divide, and their slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshwright.pipeline.execute.buffers import allocate_slots
+from meshwright.pipeline.execute.least_saved import least_saved
+from meshwright.pipeline.schedule.schedules import get_schedule
+from meshwright.planner.workload.array_operations import Array
+from meshwright.planner.workload.kernel_schedule import Kernel
+from meshwright.planner.workload.sizes import DeviceSizes
+from meshwright.program.jaxpr.equations import aval_of, scan_counts
+
+
+@dataclass(frozen=True)
+class BlockParts:
+    """The repeated blocks of a scheduled program.
+
+    Attributes:
+        forward: the loop that runs them.
+        saved: arrays of one block that its backward pass needs.
+        carried: arrays that one block hands to the next.
+    """
+
+    forward: Kernel
+    saved: tuple[Array, ...]
+    carried: tuple[Array, ...]
+
+
+@dataclass(frozen=True)
+class SlotCounts:
+    """How many values a stage keeps at most, by what they are.
+
+    Attributes:
+        saved: microbatches whose saved values it keeps, for each of its chunks of blocks.
+        carried: activations and gradients that arrived from other stages.
+        cuts: microbatches whose weight gradients are still to be computed.
+        bubble: share of the time in which it waits for other stages.
+    """
+
+    saved: int
+    carried: int
+    cuts: int
+    bubble: float
+
+
+def find_blocks(kernels: Sequence[Kernel]) -> BlockParts | None:
+    """Return the loop over blocks with the most to save; None without one."""
+    loops = [k for k in kernels if k.operation.name == "scan" and not k.operation.backward]
+    loops = [k for k in loops if k.times > 1 and k.operation.bodies]
+    if not loops:
+        return None
+    forward = max(loops, key=lambda k: sum(a.nbytes for a in k.writes))
+    operation = forward.operation
+    consts, carries = scan_counts(operation.eqn)
+    body = operation.bodies[0]
+    frame = body.frame
+    inputs = [
+        variable
+        for variable, array in zip(frame.jaxpr.invars, body.inputs, strict=True)
+        if not array.of_weights
+    ]
+    wanted = [v for v in frame.jaxpr.outvars[carries:] if v in frame.values]
+    saved = least_saved(frame.jaxpr.eqns, inputs[consts:] or inputs, wanted)
+    arrays = tuple(Array(frame.dims(v), aval_of(v).dtype.itemsize) for v in saved)
+    return BlockParts(forward, arrays, tuple(body.inputs[consts : consts + carries]))
+
+
+def nbytes_of(arrays: Sequence[Array], sizes: DeviceSizes) -> float:
+    """Return the bytes of some arrays on one device."""
+    return sum(map(sizes.of, arrays))
+
+
+@lru_cache(maxsize=4096)
+def count_slots(schedule: str, num_chunks: int, microbatches: int, stages: int) -> SlotCounts:
+    """Return what the stages of a schedule keep."""
+    chosen = get_schedule(schedule, num_chunks)
+    # More microbatches than this repeat the same pattern and need no further slots.
+    shown = microbatches if schedule == "gpipe" else min(microbatches, 4 * stages)
+    slots = allocate_slots(chosen.table(shown, stages))
+    bubble = float(chosen.bubble(microbatches, stages))
+    carried = slots.num_activations + slots.num_gradients
+    return SlotCounts(slots.num_saved, carried, slots.num_cuts, bubble)

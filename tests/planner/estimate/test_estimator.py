@@ -1,0 +1,162 @@
+"""Estimates from traced programs, against placements, compiled programs and closed forms."""
+
+import jax
+import optax
+import pytest
+
+from meshwright.compiled.memory import memory_of
+from meshwright.config.batch import solve_batch
+from meshwright.config.schema import ShardingConfig
+from meshwright.hardware import parse_hardware
+from meshwright.ledgers.minimum import needed_collectives
+from meshwright.models import build_model
+from meshwright.plan import Plan
+from meshwright.planner.estimate.estimator import ProgramEstimator
+from meshwright.step.assemble import assemble
+from meshwright.tasks import find_task
+
+VOCABULARY, LENGTH, WIDTH, BLOCKS = 512, 64, 64, 4
+OPTIMIZER = optax.adamw(1e-3)
+TASK = find_task("language_modeling")(vocab_size=VOCABULARY, context_length=LENGTH)
+
+
+def model(rngs):
+    sizes = {"vocab_size": VOCABULARY, "context_length": LENGTH, "dropout": 0.0}
+    return build_model("gpt", rngs=rngs, num_blocks=BLOCKS, hidden_size=WIDTH, num_heads=4, **sizes)
+
+
+@pytest.fixture(scope="module")
+def estimator():
+    return ProgramEstimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8), guarded=False)
+
+
+def make_plan(mesh, rows=4, microbatches=1, precision="no", **sharding):
+    replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
+    batch = solve_batch(
+        replicas=replicas, micro_batch_size=rows, gradient_accumulation_steps=microbatches
+    )
+    pipeline = {"schedule": "1f1b", "num_microbatches": microbatches} if "pipe" in mesh else {}
+    chosen = ShardingConfig(**{"blocks": "scan", **sharding})
+    return Plan(mesh=mesh, batch=batch, sharding=chosen, precision=precision, **pipeline)
+
+
+def assembled_for(plan):
+    batch = TASK.example_batch(plan.batch.global_batch_size)
+    devices = jax.devices()[: plan.num_devices]
+    return assemble(model, TASK.loss, OPTIMIZER, plan, batch, clip_norm=1.0, devices=devices)
+
+
+def on(plan, chip="CPU"):
+    return parse_hardware(f"{plan.num_devices}x{chip}")
+
+
+MESHES = [
+    {},
+    {"data": 8},
+    {"fsdp": 8},
+    {"fsdp": 4, "tensor": 2},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"pipe": 2, "data": 4},
+    {"pipe": 2, "fsdp": 2, "tensor": 2},
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_the_state_is_exact_on_every_mesh(estimator, mesh, zero):
+    plan = make_plan(mesh, microbatches=4 if "pipe" in mesh else 1, zero=zero)
+    step = assembled_for(plan).step
+    placed = zip(
+        jax.tree.leaves(step.abstract_state()),
+        jax.tree.leaves(step.shardings.state),
+        strict=True,
+    )
+    exact = 0
+    for leaf, sharding in placed:
+        size = leaf.dtype.itemsize
+        for length in sharding.shard_shape(leaf.shape):
+            size *= length
+        exact += size
+    # The number of the update is not counted: four bytes.
+    assert estimator.estimate(plan, on(plan)).memory.state == exact - 4
+
+
+@pytest.mark.parametrize("remat", ["none", "dots"])
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 4, "tensor": 2}], ids=str)
+def test_memory_is_close_to_the_compiled_program(estimator, mesh, remat):
+    plan = make_plan(mesh, rows=16, remat=remat)
+    assembled = assembled_for(plan)
+    shapes = [
+        jax.ShapeDtypeStruct(
+            (plan.batch.global_batch_size, *leaf.shape[1:]),
+            leaf.dtype,
+            sharding=assembled.step.shardings.batch,
+        )
+        for leaf in assembled.traced.batch
+    ]
+    compiled = memory_of(assembled.step.lower(shapes).compile())
+    predicted = estimator.estimate(plan, on(plan)).memory
+    assert predicted.compiled == pytest.approx(compiled.total, rel=0.15)
+
+
+def test_activations_grow_with_rows_and_shrink_with_what_is_computed_again(estimator):
+    def activations(rows, remat):
+        plan = make_plan({}, rows=rows, remat=remat)
+        return estimator.estimate(plan, on(plan)).memory.activations
+
+    assert activations(16, "none") == pytest.approx(2 * activations(8, "none"), rel=0.02)
+    assert activations(8, "none") > activations(8, "dots") > activations(8, "full")
+
+
+def test_accumulation_adds_sums_of_gradients(estimator):
+    once, often = (
+        estimator.estimate(plan, on(plan)).memory
+        for plan in (make_plan({}), make_plan({}, microbatches=4))
+    )
+    parameters = 4 * estimator.num_parameters
+    assert often.all_gradients >= once.all_gradients == parameters
+    assert often.compiled - once.compiled >= parameters
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 8}, {"data": 2, "fsdp": 4}], ids=str)
+def test_what_is_sent_is_the_minimum_of_the_ledger(estimator, mesh):
+    plan = make_plan(mesh)
+    minimum: dict[str, float] = {}
+    for need in needed_collectives(assembled_for(plan)):
+        minimum[need.axis] = minimum.get(need.axis, 0) + need.sent_bytes
+    traffic = estimator.estimate(plan, on(plan)).time.traffic
+    assert {axis: each.sent_bytes for axis, each in traffic.items()} == pytest.approx(minimum)
+
+
+def test_operations_are_those_of_the_formula(estimator):
+    plan = make_plan({}, precision="bf16")
+    work = estimator.works(plan, parse_hardware("1xH200"))
+    tokens = plan.batch.micro_batch_size * LENGTH
+    products = sum(each.flops * each.times for each in work if each.kind == "product")
+    weights = 12 * BLOCKS * WIDTH**2 + VOCABULARY * WIDTH
+    assert products == pytest.approx(6 * weights * tokens)
+    attention = sum(each.flops * each.times for each in work if "attention" in each.kind)
+    pairs = (LENGTH + 1) / 2
+    assert attention == pytest.approx(14 * BLOCKS * WIDTH * tokens * pairs, rel=2e-3)
+
+
+def test_faster_chips_and_more_devices_take_less_time(estimator):
+    plan = make_plan({}, precision="bf16")
+    slow, fast = (
+        estimator.estimate(plan, parse_hardware(f"1x{chip}")).time.step
+        for chip in ("A100-80GB", "H200")
+    )
+    assert slow > fast
+    staged = make_plan({"pipe": 2}, microbatches=8, precision="bf16")
+    time = estimator.estimate(staged, parse_hardware("2xH200")).time
+    assert time.bubble > 0
+    assert 0 < time.mfu < 1
+
+
+def test_a_model_is_described_without_being_made(estimator):
+    assert estimator.num_blocks == BLOCKS
+    assert {2, 4} <= estimator.tensor_sizes
+    assert 3 not in estimator.tensor_sizes
+    assert estimator.tokens_per_sample == LENGTH
+    table = VOCABULARY * WIDTH + LENGTH * WIDTH
+    assert estimator.num_parameters > table + 12 * BLOCKS * WIDTH**2

@@ -1,0 +1,125 @@
+"""Budgets: amounts and prices as they are written, and costs against arithmetic by hand."""
+
+import json
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.planner.guidance.budget import Goal, make_budget, parse_goal, parse_price
+
+
+@pytest.mark.parametrize(
+    ("text", "amount", "unit"),
+    [
+        ("300B", 300e9, "tokens"),
+        ("300B tokens", 300e9, "tokens"),
+        ("1.4T", 1.4e12, "tokens"),
+        ("15t tokens", 15e12, "tokens"),
+        (1e9, 1e9, "tokens"),
+        (20_000, 20_000, "tokens"),
+        ("2e9 tokens", 2e9, "tokens"),
+        ("1,000,000 samples", 1e6, "samples"),
+        ("10M samples", 10e6, "samples"),
+        ("10Msamples", 10e6, "samples"),
+        ("1 token", 1, "tokens"),
+        ("3 tokens", 3, "tokens"),
+        ("3 epochs", 3, "epochs"),
+        ("1 epoch", 1, "epochs"),
+        ("0.5ep", 0.5, "epochs"),
+        ("90 epochs", 90, "epochs"),
+        ("5k updates", 5000, "updates"),
+        ("1000st", 1000, "updates"),
+        ("100 steps", 100, "updates"),
+    ],
+)
+def test_amounts_are_read(text, amount, unit):
+    assert parse_goal(text) == Goal(pytest.approx(amount), unit)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "such as|write 300B"),
+        ("many", "positive number"),
+        ("0 epochs", "positive number"),
+        ("-3 epochs", "positive number"),
+        ("3 epoks", "did you mean `epochs`"),
+        ("3 hours", "positive number"),
+        ("1e400", "positive number"),
+        ("nan", "positive number"),
+        ("9" * 400, "positive number"),
+    ],
+)
+def test_other_amounts_are_refused(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_goal(text)
+
+
+def test_amounts_are_written_as_they_are_read():
+    for text in ("300B tokens", "10M samples", "3 epochs", "1 epoch", "1.5T tokens", "500 updates"):
+        assert str(parse_goal(text)) == text
+        assert parse_goal(str(parse_goal(text))) == parse_goal(text)
+
+
+def test_a_run_of_tokens_costs_what_its_updates_cost():
+    goal = parse_goal("300B")
+    cost = make_budget(
+        goal,
+        seconds_per_update=2.0,
+        samples_per_update=512,
+        tokens_per_sample=1024,
+        devices=128,
+        usd_per_device_hour=2.5,
+    )
+    updates = -(-300_000_000_000 // (512 * 1024))
+    assert cost.updates == updates
+    assert cost.seconds == 2 * updates
+    assert cost.device_hours == pytest.approx(128 * 2 * updates / 3600)
+    assert cost.usd == pytest.approx(2.5 * cost.device_hours)
+    assert cost.days == pytest.approx(13.245, rel=1e-3)
+    assert str(cost) == ("300B tokens: 572,205 updates in 13d05h, 40,690 device-hours, 101,725 USD")
+    assert json.loads(json.dumps(cost.to_json())) == {
+        "goal": {"amount": 300e9, "unit": "tokens"},
+        "updates": updates,
+        "seconds": cost.seconds,
+        "devices": 128,
+        "device_hours": cost.device_hours,
+        "usd": cost.usd,
+        "days": cost.days,
+    }
+
+
+def test_epochs_samples_and_updates_are_counted():
+    def updates(text, **known):
+        goal = parse_goal(text)
+        return make_budget(
+            goal, seconds_per_update=1.0, samples_per_update=64, devices=8, **known
+        ).updates
+
+    assert updates("3 epochs", num_samples=1000) == -(-3000 // 64)
+    assert updates("7 epochs", num_samples=6400) == 700
+    assert updates("1000 samples") == -(-1000 // 64)
+    assert updates("17 updates") == 17
+    with pytest.raises(UserError, match="how many samples"):
+        updates("3 epochs")
+    with pytest.raises(UserError, match="no tokens"):
+        updates("3B")
+
+
+def test_without_a_price_there_is_no_money():
+    cost = make_budget(
+        parse_goal("1 update"), seconds_per_update=36.0, samples_per_update=1, devices=1
+    )
+    assert cost.usd is None
+    assert str(cost) == "1 update: 1 update in 36 s, 0.01 device-hours"
+
+
+@pytest.mark.parametrize(("text", "price"), [("2.5", 2.5), (2, 2.0), ("$1.99", 1.99), (0, 0.0)])
+def test_prices_are_read(text, price):
+    assert parse_price(text) == price
+
+
+@pytest.mark.parametrize("text", ["", "cheap", "-1", "nan", "inf", True, "2,5"])
+def test_other_prices_are_refused(text):
+    with pytest.raises(UserError, match="is not a price"):
+        parse_price(text)

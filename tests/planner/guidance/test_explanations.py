@@ -1,0 +1,160 @@
+"""What is said about plans: the decision, comparisons, common mistakes, scaling and changes."""
+
+from dataclasses import replace
+
+import pytest
+from closed_form import GPT2_MEDIUM, GPT3, ClosedForm
+
+from meshwright.hardware import parse_hardware
+from meshwright.planner.estimate.words import compare_plans, time_parts
+from meshwright.planner.guidance.anti_patterns import find_anti_patterns, linear_scaling
+from meshwright.planner.guidance.why_this_plan import explain_decision
+from meshwright.planner.search.candidates import Pins, PlanTask
+from meshwright.planner.search.scaling import device_counts, scaling_curve
+from meshwright.planner.search.search import search
+from meshwright.planner.search.smallest import smallest_cluster
+from meshwright.planner.search.what_if import what_ifs
+
+pytestmark = pytest.mark.usefixtures("command_line")
+
+LARGE = ClosedForm(blocks=32, hidden=4096, heads=32, tokens=2048)
+NARROW = ClosedForm(blocks=64, hidden=256, heads=8, vocabulary=1000)
+
+
+def task(hardware="8xA100-40GB", batch=32, **pins):
+    return PlanTask(parse_hardware(hardware), batch, Pins(**pins))
+
+
+def best(estimator, hardware="8xA100-40GB", batch=32, **pins):
+    return search(estimator, task(hardware, batch, **pins), top=1).best
+
+
+def mistakes(estimator, estimate, better=None):
+    return {each.name: each.text for each in find_anti_patterns(estimator, estimate, better)}
+
+
+def test_a_small_model_is_explained_by_its_size():
+    words = " ".join(explain_decision(GPT2_MEDIUM, search(GPT2_MEDIUM, task())))
+    assert "takes 7.0 GB at least, and fits on one device, which has 36.0 GB for it" in words
+    assert "16.0 bytes for each of 353,501,184 parameters" in words
+    assert "its own copy and its own samples (data=8)" in words
+
+
+def test_a_large_model_is_explained_axis_by_axis():
+    result = search(LARGE, task("2x8xA100-40GB", 64))
+    words = " ".join(explain_decision(LARGE, result))
+    assert "does not fit on one device" in words
+    for axis, size in result.best.plan.mesh.items():
+        assert f"{axis}={size}" in words
+    assert "Without it, the best mesh is" in words
+
+
+def test_an_axis_without_which_nothing_fits_says_so():
+    result = search(LARGE, task("8xA100-80GB", 64, mesh={"tensor": 1, "pipe": 1}))
+    words = " ".join(explain_decision(LARGE, result))
+    assert "Without it, no mesh works: data=8: does not fit: 108.5 GB of 72.0 GB" in words
+
+
+def test_what_the_user_set_is_not_explained_away():
+    words = " ".join(explain_decision(GPT2_MEDIUM, search(GPT2_MEDIUM, task(mesh={"tensor": 4}))))
+    assert "tensor=4 divides every layer. You asked for it." in words
+
+
+def test_a_comparison_adds_up():
+    one, other = best(GPT2_MEDIUM), best(GPT2_MEDIUM, mesh={"tensor": 4})
+    extra = other.time.step / one.time.step - 1
+    assert f"costs {extra:.1%} more than data=8" in compare_plans(one, other)
+    assert f"costs {1 - 1 / (1 + extra):.1%} less than data=2 × tensor=4" in compare_plans(
+        other, one
+    )
+    assert sum(time_parts(other).values()) == pytest.approx(other.time.step)
+
+
+def test_common_mistakes_are_found_by_name():
+    good = best(GPT2_MEDIUM)
+    assert mistakes(GPT2_MEDIUM, good) == {}
+    assert "tensor parallelism where data parallelism fits" in mistakes(
+        GPT2_MEDIUM, best(GPT2_MEDIUM, mesh={"tensor": 8}), good
+    )
+    across = best(GPT2_MEDIUM, "2x8xA100-40GB", mesh={"tensor": 16})
+    assert "spans nodes of 8" in mistakes(GPT2_MEDIUM, across)["tensor parallelism across nodes"]
+    few = best(GPT2_MEDIUM, mesh={"pipe": 8}, micro_batch_size=8)
+    text = mistakes(GPT2_MEDIUM, few)["too few microbatches for the stages"]
+    assert "4 microbatches for 8 stages" in text
+    slow = best(LARGE, "4x8xA100-40GB", 32, mesh={"fsdp": 32})
+    assert "write" not in mistakes(LARGE, slow)["fsdp over a slow network"]
+    assert "mesh.fsdp=8" in mistakes(LARGE, slow)["fsdp over a slow network"]
+    tiny = best(NARROW, "8x8xA100-40GB", 64, mesh={"fsdp": 64})
+    assert "over-sharding" in mistakes(NARROW, tiny)
+
+
+def test_a_model_that_does_not_fit_is_not_replicated():
+    refused = search(LARGE, task(mesh={"data": 8})).rejected[0].estimate
+    text = mistakes(LARGE, refused)["replicating a model that does not fit"]
+    assert "more devices do not change that" in text
+    assert "mesh.fsdp=8" in text
+
+
+def test_optimizer_state_is_not_forgotten():
+    refused = search(LARGE, task(mesh={"data": 8})).rejected[0].estimate
+    assert refused.memory.parameters < 0.9 * refused.capacity < refused.memory.least
+    text = mistakes(LARGE, refused)["forgetting optimizer state"]
+    assert f"{refused.memory.optimizer / 1e9:.1f} GB for the optimizer" in text
+    assert "forgetting optimizer state" not in mistakes(GPT2_MEDIUM, best(GPT2_MEDIUM))
+
+
+def test_the_curve_has_the_best_plan_of_each_number_of_devices():
+    asked = task()
+    points = scaling_curve(GPT2_MEDIUM, asked)
+    assert [point.num_devices for point in points] == [1, 2, 4, 8]
+    for point in points:
+        hardware = parse_hardware(f"{point.num_devices}xA100-40GB")
+        own = search(GPT2_MEDIUM, replace(asked, hardware=hardware), top=1).best
+        assert point.estimate.time.step == pytest.approx(own.time.step, rel=0.01)
+        assert point.tokens_per_second == pytest.approx(32 * 1024 / point.estimate.time.step)
+    assert points[0].efficiency == 1
+    assert "8 times the devices are 7.3 times as fast" in linear_scaling(points).text
+
+
+def test_a_curve_starts_where_the_model_fits():
+    points = scaling_curve(LARGE, task("2x8xA100-40GB", 64))
+    assert [point.estimate is not None for point in points] == [False, False, True, True, True]
+    assert points[2].efficiency == 1
+
+
+@pytest.mark.parametrize(
+    ("total", "per_node", "counts"),
+    [
+        (1, 1, [1]),
+        (8, 8, [1, 2, 4, 8]),
+        (24, 8, [1, 2, 4, 8, 24]),
+        (1024, 8, [1, 4, 16, 64, 256, 1024]),
+    ],
+)
+def test_numbers_of_devices_are_parts_of_nodes_or_whole_nodes(total, per_node, counts):
+    assert device_counts(total, per_node) == counts
+
+
+def test_the_nearest_change_that_matters_is_found():
+    result = search(GPT2_MEDIUM, task())
+    memory, links, batch = what_ifs(GPT2_MEDIUM, result)
+    assert str(memory) == "160.0 GB of memory per device: still data=8"
+    assert str(batch) == "a global batch of 128 samples: still data=8"
+    assert links.after is not None
+    faster = replace(result.task.hardware.chip, link_gb_per_s=100)
+    hardware = replace(result.task.hardware, chip=faster)
+    again = search(GPT2_MEDIUM, replace(result.task, hardware=hardware), top=1).best
+    assert links.after.plan.mesh == again.plan.mesh
+
+
+@pytest.mark.full
+def test_no_smaller_cluster_holds_the_model():
+    found = smallest_cluster(GPT3, task("8xA100-40GB", 64))
+    assert str(found.task.hardware) == "11x8xA100-40GB"
+    fewer = replace(found.task, hardware=parse_hardware("10x8xA100-40GB"), global_batch_size=80)
+    assert search(GPT3, fewer).plans == []
+
+
+def test_a_small_cluster_may_be_a_part_of_a_node():
+    found = smallest_cluster(LARGE, task("1xA100-40GB", 8))
+    assert str(found.task.hardware) == "4xA100-40GB"

@@ -1,0 +1,175 @@
+"""The search against every combination of settings, and the reasons of what it rejects."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from closed_form import GPT2_MEDIUM, GPT3, ClosedForm
+
+from meshwright.errors import UserError
+from meshwright.hardware import parse_hardware
+from meshwright.planner.search.candidates import (
+    REMATS,
+    Pins,
+    PlanTask,
+    Variant,
+    all_sizes,
+    make_candidate,
+    micro_batch_sizes,
+    schedule_choices,
+)
+from meshwright.planner.search.obstacles import find_obstacle
+from meshwright.planner.search.search import TIE, search
+
+pytestmark = pytest.mark.usefixtures("command_line")
+
+
+def task(hardware="8xA100-40GB", batch=32, **pins):
+    return PlanTask(parse_hardware(hardware), batch, Pins(**pins))
+
+
+def fastest_of_all(estimator, task):
+    """Return the fastest estimate that fits, of all meshes and all settings."""
+    found = []
+    for sizes in all_sizes(task.hardware.count, task.pins.mesh):
+        if find_obstacle(estimator, task, sizes):
+            continue
+        schedules = schedule_choices(task, sizes, estimator.num_blocks) or [(None, 1)]
+        for remat in REMATS:
+            for blocks in ("scan", "unroll"):
+                for once in (False, True):
+                    for schedule, chunks in schedules:
+                        variant = Variant(remat, blocks, once, schedule, chunks)
+                        found += [
+                            estimator.estimate(
+                                make_candidate(task, sizes, variant, micro), task.hardware
+                            )
+                            for micro in micro_batch_sizes(task, sizes, variant)
+                        ]
+    return min((e for e in found if e.fits(task.memory_share)), key=lambda e: e.time.step)
+
+
+LARGE = ClosedForm(blocks=32, hidden=4096, heads=32, tokens=2048)
+CASES = [
+    (GPT2_MEDIUM, "8xA100-40GB", 32),
+    pytest.param(GPT2_MEDIUM, "8xV100-16GB", 96, marks=pytest.mark.full),
+    (LARGE, "8xA100-80GB", 64),
+    (LARGE, "2x8xA100-40GB", 64),
+    pytest.param(LARGE, "4x8xA100-40GB", 48, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("estimator", "hardware", "batch"), CASES)
+def test_it_finds_what_trying_everything_finds(estimator, hardware, batch):
+    asked = task(hardware, batch)
+    result = search(estimator, asked)
+    wanted = fastest_of_all(estimator, asked)
+    steps = [estimate.time.step for estimate in result.plans]
+    assert min(steps) == pytest.approx(wanted.time.step, rel=1e-9)
+    # The first may be a simpler one that is as good.
+    assert steps[0] <= (1 + TIE) * wanted.time.step
+    assert steps[1:] == sorted(steps[1:])
+
+
+@pytest.mark.parametrize(("estimator", "hardware", "batch"), CASES)
+def test_every_mesh_is_ranked_or_has_a_reason(estimator, hardware, batch):
+    asked = task(hardware, batch)
+    result = search(estimator, asked)
+    shown = [estimate.plan.mesh for estimate in result.plans]
+    rejected = [each.mesh for each in result.rejected]
+    every = [
+        {a: s for a, s in sizes.items() if s > 1} for sizes in all_sizes(asked.hardware.count, {})
+    ]
+    assert sorted(map(str, shown + rejected)) == sorted(map(str, every))
+    assert all(each.reason for each in result.rejected)
+    assert all(estimate.fits(0.9) for estimate in result.plans)
+
+
+def test_1024_devices_take_little_time_and_few_estimates():
+    started = time.perf_counter()
+    result = search(GPT3, task("1024xA100-80GB", 1536))
+    assert result.num_estimates < 5000
+    assert time.perf_counter() - started < 10
+    best = result.best
+    assert best.plan.size("tensor") <= 8
+    assert 0.3 < best.time.mfu < 0.65
+
+
+def test_a_small_model_is_data_parallel():
+    assert search(GPT2_MEDIUM, task()).best.plan.mesh == {"data": 8}
+
+
+def test_reasons_have_the_numbers():
+    by_kind = {}
+    for each in search(GPT3, task("1024xA100-80GB", 1536)).rejected:
+        by_kind.setdefault(each.kind, str(each))
+    assert "needs a block for each stage, and the model has 96" in by_kind["blocks"]
+    assert "crosses nodes of 8 devices" in by_kind["topology"]
+    assert "25 GB/s, against 300 GB/s" in by_kind["topology"]
+    assert "does not divide the model's heads" in by_kind["division"]
+    assert "cannot be divided over data=1 × fsdp=1024 = 1024 replicas" in by_kind["batch"]
+    assert (
+        "does not fit: 93.7 GB of 72.0 GB (90% of a device), 21.7 GB too much" in by_kind["memory"]
+    )
+    assert "slower than fsdp=128 × tensor=8" in by_kind["slower"]
+
+
+def test_pins_restrict_the_search():
+    pinned = search(
+        GPT2_MEDIUM,
+        task(
+            mesh={"tensor": 4},
+            remat="full",
+            blocks="scan",
+            micro_batch_size=2,
+        ),
+    )
+    assert len(pinned.plans) + len(pinned.rejected) == 3
+    for estimate in pinned.plans:
+        plan = estimate.plan
+        assert plan.size("tensor") == 4
+        assert (plan.sharding.remat, plan.sharding.blocks) == ("full", "scan")
+        assert plan.batch.micro_batch_size == 2
+
+
+def test_a_pinned_tensor_axis_may_cross_nodes():
+    best = search(GPT2_MEDIUM, task("2x8xA100-40GB", mesh={"tensor": 16})).best
+    assert best.plan.mesh == {"tensor": 16}
+
+
+def test_pinned_schedules_and_chunks_are_kept():
+    pins = {"mesh": {"pipe": 4}, "schedule": "interleaved", "num_chunks": 3}
+    best = search(GPT2_MEDIUM, task(**pins)).best
+    assert (best.plan.schedule, best.plan.num_chunks) == ("interleaved", 3)
+    assert best.plan.num_microbatches % 4 == 0
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        (
+            {"mesh": {"data": 4, "tensor": 4}},
+            "mesh.data=4 × mesh.tensor=4 = 16, which does not divide 8",
+        ),
+        ({"mesh": {"tensor": 5}}, "mesh.tensor=5 = 5, which does not divide 8"),
+        ({"micro_batch_size": 3}, "do not allow training.micro_batch_size=3"),
+        ({"mesh": {"pipe": 8}, "schedule": "interleaved", "num_chunks": 4}, "needs 32 blocks"),
+    ],
+)
+def test_contradictory_pins_are_refused_with_the_numbers(pins, message):
+    with pytest.raises(UserError) as caught:
+        search(GPT2_MEDIUM, task(**pins))
+    assert message in str(caught.value)
+
+
+def test_nothing_fits_is_a_result_with_reasons():
+    result = search(GPT3, task("8xA100-40GB", 64))
+    assert result.plans == []
+    assert {each.kind for each in result.rejected} <= {"memory", "batch", "division", "blocks"}
+
+
+def test_a_larger_share_of_memory_admits_more():
+    tight = search(LARGE, replace(task("8xA100-80GB", 64), memory_share=0.5))
+    loose = search(LARGE, replace(task("8xA100-80GB", 64), memory_share=1.0))
+    assert all(estimate.share <= 0.5 for estimate in tight.plans)
+    assert loose.best.time.step <= tight.best.time.step * (1 + TIE)

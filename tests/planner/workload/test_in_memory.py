@@ -1,0 +1,65 @@
+"""Arrays in memory at the same time, and where they fit: small cases counted by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from meshwright.planner.workload.array_operations import Array, list_operations
+from meshwright.planner.workload.in_memory import Lifetime, Timeline, find_lifetimes, peak_of
+from meshwright.planner.workload.kernel_schedule import schedule
+from meshwright.planner.workload.sizes import DeviceSizes
+from meshwright.program.dims import Atom, LeafLabel, find_dim_classes
+
+WHOLE = DeviceSizes(1.0, frozenset())
+
+
+def array(nbytes):
+    return Array(((Atom(0, nbytes),),), 1)
+
+
+def life(nbytes, start, end):
+    return Lifetime(array(nbytes), "stored", start, end, crosses=False)
+
+
+def peak(function, *shapes, platform="gpu"):
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    closed = jax.make_jaxpr(function)(*arguments)
+    classes = find_dim_classes(closed, [LeafLabel("batch", "x") for _ in shapes])
+    kernels = schedule(list_operations(classes.root), platform)
+    return peak_of(Timeline(find_lifetimes(kernels)), WHOLE).nbytes
+
+
+def test_arrays_that_exist_together_are_added():
+    assert peak_of(Timeline([life(100, 0, 2), life(50, 1, 3), life(70, 3, 4)]), WHOLE).nbytes == 150
+
+
+def test_places_are_used_again():
+    lives = [life(60, 0, 1), life(40, 1, 2), life(50, 2, 3)]
+    assert peak_of(Timeline(lives), WHOLE).nbytes == 100
+
+
+def test_elementwise_operations_store_nothing_but_their_result():
+    size = 4 * 64 * 64
+    assert peak(lambda x: jnp.tanh(x * 2 + 1), (64, 64)) == size
+
+
+def test_products_store_their_operands_and_results():
+    size = 4 * 64 * 64
+    assert peak(lambda x, y: (x * 2) @ y @ y, (64, 64), (64, 64)) == 2 * size
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_loops_store_what_they_stack(platform):
+    def run(x):
+        def step(carry, _):
+            return jnp.sin(carry), carry * 2
+
+        return jax.lax.scan(step, x, length=10)
+
+    size = 4 * 64 * 64
+    assert 11 * size <= peak(run, (64, 64), platform=platform) <= 13 * size
+
+
+def test_sizes_of_arrays_that_are_gone_are_not_those_of_others():
+    sizes = DeviceSizes(1.0, frozenset())
+    assert [sizes.of(array(nbytes)) for nbytes in range(100)] == list(range(100))
