@@ -221,22 +221,28 @@ class ProgramEstimator:
         )
 
     def _stage_peak(self, plan: Plan, program: GradientProgram, sizes: DeviceSizes) -> Peak:
-        """Return the peak of a pipeline stage."""
+        """Return the peak of a pipeline stage.
+
+        Besides the slots of its schedule, a stage has two microbatches at hand: one that it writes
+        to a slot, and one that it has read. What is outside of stages is whole on each of them,
+        with its gradient and the sum of its gradients.
+        """
         stages, blocks = plan.size("pipe"), program.blocks
         whole = peak_of(program.timeline, sizes)
         if blocks is None:
             return whole
         slots = self._slots(plan)
         each = nbytes_of(blocks.saved, sizes) * math.ceil(blocks.forward.times / stages)
+        each /= plan.num_chunks
         carried = nbytes_of(blocks.carried, sizes) * slots.carried
         state = self._states.of(plan)
         half = COMPUTE_DTYPES[plan.precision] is not None
         casts = state.parameters / 2 if half and plan.size("fsdp") == 1 else 0.0
         uses: dict[Use, float] = {
-            "gradients": 0.0,
-            "gathered": whole.uses["gathered"] + casts,
-            "activations": each / plan.num_chunks * (slots.saved + slots.cuts / 2) + carried,
-            "working": whole.uses["working"],
+            "gradients": 2 * state.outside,
+            "gathered": whole.uses["gathered"] + casts + state.outside * (0.5 if half else 1),
+            "activations": each * (slots.saved + slots.cuts) + carried,
+            "working": whole.uses["working"] + 2 * each,
         }
         return Peak(sum(uses.values()), uses, whole.largest)
 

@@ -67,4 +67,5 @@ def variant_of(plan: Plan, hardware: Hardware) -> Variant:
         rows=plan.size("tensor") == 1,
         kernels=plan.kernels,
         platform=PLATFORMS[hardware.chip.platform],
+        staged=plan.size("pipe") > 1,
     )

@@ -21,6 +21,8 @@ class PlacedState:
         gradients: bytes of reduced gradients.
         sums: bytes of the sums of gradients over microbatches.
         shares: by number of the step leaf, which part of it the device has.
+        outside: bytes of the parameters outside of pipeline stages, as each stage computes with
+            them: divided by the tensor axis alone.
     """
 
     parameters: int
@@ -28,6 +30,7 @@ class PlacedState:
     gradients: int
     sums: int
     shares: Mapping[int, LeafShares]
+    outside: float = 0.0
 
 
 def place_state(
@@ -53,6 +56,7 @@ def place_state(
     trained = [n for n, step in enumerate(leaves) if step.leaf.role == "param"]
     shares: dict[int, LeafShares] = {}
     parameters = gradients = sums = 0
+    outside = 0.0
     for number, (step, placement) in enumerate(zip(leaves, divided, strict=True)):
         without = _shards(placement, sizes, "fsdp")
         whole = 1 / without
@@ -64,11 +68,13 @@ def place_state(
         shares[number] = LeafShares(whole, at_rest, gradient)
         parameters += round(step.leaf.nbytes * at_rest)
         if step.leaf.role == "param":
+            if staged and number not in staged:
+                outside += step.leaf.nbytes / _shards(placement, sizes, "fsdp", "pipe")
             gradients += round(step.leaf.nbytes * gradient)
             sums += round(4 * step.leaf.nbytes / step.leaf.dtype.itemsize * gradient)
     placed = optimizer.placed([divided[n] for n in trained], sizes)
     state = sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed)
-    return PlacedState(parameters, state, gradients, sums, shares)
+    return PlacedState(parameters, state, gradients, sums, shares, outside)
 
 
 def _shards(placement: Placement, sizes: Mapping[str, int], *without: str) -> int:

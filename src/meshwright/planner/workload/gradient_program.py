@@ -40,6 +40,7 @@ class Variant(NamedTuple):
         rows: whether products may join all dims of activations but their features.
         kernels: what evaluates known parts.
         platform: the platform it will run on.
+        staged: whether it runs in pipeline stages.
     """
 
     remat: str
@@ -47,6 +48,7 @@ class Variant(NamedTuple):
     rows: bool
     kernels: KernelChoice
     platform: str
+    staged: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,11 @@ def trace_gradients(traced: TracedLoss, mesh: Mesh, variant: Variant) -> TracedG
         variant: what the program depends on.
     """
     search = KernelSearch(
-        variant.kernels, platform=variant.platform, rows=variant.rows, planned=True
+        variant.kernels,
+        platform=variant.platform,
+        fused_loss=not variant.staged,
+        rows=variant.rows,
+        planned=True,
     )
     decision = decide(traced, {}, ShardingConfig(), search=search)
     remat = choose_remat(variant.remat, keep_gathered=not variant.gathers)
