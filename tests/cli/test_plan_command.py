@@ -169,6 +169,16 @@ def test_without_hardware_it_plans_for_what_is_there(plan):
         (["hardware=8xA100-40GB", "--tokens", "many"], "`many` is not an amount of training"),
         (["hardware=8xA100-40GB", "--tokens", "1B", "--epochs", "2"], "are both given"),
         (["hardware=8xA100-40GB", "--top", "0"], "--top 0 is not valid"),
+        (["hardware=local", "simulate=4"], "hardware=local contradicts simulate=4"),
+        (
+            ["training.micro_batch_size=automatic"],
+            "`training.micro_batch_size=automatic` is not valid\n  input should be a valid "
+            "integer, unable to parse string as an integer or 'auto'\n  did you mean `auto`?",
+        ),
+        (
+            ["hardware=8xA100-40GB", "mesh.data=8", "training.global_batch_size=7"],
+            "write training.global_batch_size=8, or leave",
+        ),
         (
             ["hardware=8xA100-40GB", "--out", "/nowhere/plan.yaml"],
             "cannot write /nowhere/plan.yaml",
@@ -222,6 +232,13 @@ def test_settings_that_contradict_the_plan_are_refused_with_both_values(file, ca
     assert "mesh.tensor is 1 in the plan and 2 in your settings" in err
     assert "mesh.fsdp" not in err
     assert "precision.compute is bf16 in the plan, and training.mixed_precision is fp16" in err
+
+
+def test_a_yaml_file_by_itself_is_a_plan(file, capfd):
+    assert main(["config", str(file)]) == 0
+    by_itself = capfd.readouterr().out
+    assert main(["config", f"plan={file}"]) == 0
+    assert capfd.readouterr().out == by_itself
 
 
 def test_a_missing_or_foreign_plan_is_refused(tmp_path, capfd):

@@ -16,7 +16,7 @@ from meshwright.cli.output import write_file
 from meshwright.cli.request import Request, compose
 from meshwright.config.compose import parse_overrides, validate
 from meshwright.config.schema import Config, DataConfig
-from meshwright.errors import ExitCode, UserError
+from meshwright.errors import ExitCode, Setting, UserError
 from meshwright.hardware import LOCAL, Hardware, chip_by_name
 from meshwright.planner.devices.local_hardware import find_hardware
 from meshwright.planner.estimate.estimator import Estimator
@@ -99,6 +99,14 @@ def _hardware(config: Config) -> Hardware:
     """Return the hardware that is named, simulated or present; JAX starts only for the last."""
     if config.hardware is None and config.simulate is not None:
         return Hardware(chip=chip_by_name("CPU"), count=config.simulate)
+    local = config.hardware is not None and config.hardware.strip().lower() == LOCAL
+    if local and config.simulate is not None:
+        raise UserError(
+            f"{Setting('hardware', LOCAL)} contradicts {Setting('simulate', config.simulate)}",
+            why="the devices of this machine are measured, and simulated ones are not there",
+            fix=f"write {Setting('simulate', config.simulate)} without hardware, or name it, such "
+            f"as {Setting('hardware', '8xH100')}",
+        )
     if config.hardware is not None and config.hardware.strip().lower() != LOCAL:
         import jax
 

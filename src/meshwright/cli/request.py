@@ -107,10 +107,17 @@ def _compare(arguments: Arguments, config: Config) -> None:
 
 def compose(arguments: Arguments) -> Composed:
     """Compose the config, and complete it from the files that model.weights and plan name."""
-    composed = compose_config(arguments.overrides, arguments.config_dir, arguments.config_file)
+    overrides = [_as_setting(text) for text in arguments.overrides]
+    composed = compose_config(overrides, arguments.config_dir, arguments.config_file)
     resolved = resolve_weights(composed.values, saved=composed.config_file is not None)
     composed = replace(composed, values=resolved.values, read_from=resolved.origins)
     return _with_plan(composed)
+
+
+def _as_setting(text: str) -> str:
+    """Return an argument as a setting: a YAML file without a key is a plan."""
+    is_file = "=" not in text and Path(text).suffix in (".yaml", ".yml")
+    return f"{KEY}={text}" if is_file else text
 
 
 def _with_plan(composed: Composed) -> Composed:

@@ -55,12 +55,25 @@ class Frozen(BaseModel, metaclass=_Explaining):
 def explain(error: ValidationError, schema: type[BaseModel], prefix: str = "") -> UserError:
     """Turn pydantic's report into one message: what, why, and what to write instead."""
     details = error.errors(include_url=False)
-    messages = [_explain_one(detail, schema, prefix) for detail in details]
+    explained = [_explain_one(detail, schema, prefix) for detail in details]
+    messages = _joined(explained)
     first = messages[0]
     if len(messages) == 1:
         return first
     others = "; ".join(m.what + (f" ({m.fix})" if m.fix else "") for m in messages[1:])
     return UserError(first.what, why=first.why, fix=f"{first.fix}\nalso: {others}".strip())
+
+
+def _joined(messages: Sequence[UserError]) -> list[UserError]:
+    """Join what is said about one value, of which each of several forms is refused."""
+    joined: dict[str, UserError] = {}
+    for message in messages:
+        known = joined.get(message.what)
+        if known is not None:
+            other = message.why.removeprefix("input should be ")
+            message = UserError(known.what, why=f"{known.why} or {other}", fix=message.fix)
+        joined[message.what] = message
+    return list(joined.values())
 
 
 def field_paths(schema: type[BaseModel], prefix: str = "") -> list[str]:
@@ -76,7 +89,8 @@ def field_paths(schema: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _explain_one(detail: ErrorDetails, schema: type[BaseModel], prefix: str) -> UserError:
-    location = [str(part) for part in detail["loc"]]
+    # Pydantic also names the form of a union that refused the value, as in `constrained-int`.
+    location = [str(part) for part in detail["loc"] if not re.search(r"[^\w.]", str(part))]
     key = ".".join(([prefix] if prefix else []) + location) or schema.__name__
     if detail["type"] == "extra_forbidden":
         return unknown_key(key, [f"{prefix}.{p}" if prefix else p for p in field_paths(schema)])

@@ -154,11 +154,19 @@ def check_pins(task: PlanTask) -> None:
 
 def no_mesh(task: PlanTask, rejected: Iterable[Rejection]) -> UserError:
     """Return the error for settings that no mesh agrees with."""
-    reasons = list(dict.fromkeys(each.reason for each in rejected))
-    shown = "; ".join(reasons[:3])
+    # What the user set first: blocks and layers exclude meshes of any model.
+    ordered = sorted(rejected, key=lambda each: each.kind != "batch")
+    reasons = list(dict.fromkeys(each.reason for each in ordered))
+    more = f"; and {counted(len(reasons) - 2, 'similar reason')}" if len(reasons) > 2 else ""
+    count = task.hardware.count
+    whole = max(1, round(task.global_batch_size / count)) * count
+    batch = (
+        f"write {Setting('training.global_batch_size', whole)}"
+        if whole != task.global_batch_size
+        else f"change {Setting('training.global_batch_size')}"
+    )
     return UserError(
         f"no mesh of {task.hardware} agrees with these settings",
-        why=shown + (f"; and {len(reasons) - 3} similar reasons" if len(reasons) > 3 else ""),
-        fix=f"change {Setting('training.global_batch_size')}, or leave settings of the mesh and "
-        "the batch out",
+        why="; ".join(reasons[:2]) + more,
+        fix=f"{batch}, or leave settings of the mesh and the batch out",
     )

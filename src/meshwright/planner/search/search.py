@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from meshwright.activity import activity
 from meshwright.config.schema import Remat
-from meshwright.mesh.axes import shown_sizes
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.estimate.words import slower_because, slower_by_memory, too_large
@@ -27,6 +26,9 @@ from meshwright.planner.search.obstacles import Rejection, check_pins, find_obst
 
 TIE = 0.01
 """Estimates that are closer than this are equally good, and the simpler plan is preferred."""
+COMPARED = 3
+"""How many meshes are compared with blocks that run one by one, at least."""
+
 BOUND_SLACK = 0.98
 """How much faster a plan may turn out than the bound of its mesh, which a short search finds."""
 
@@ -40,13 +42,11 @@ class SearchResult:
         plans: the best plan of each of the fastest meshes that fit, the recommended one first and
             the others by step time; empty if nothing fits.
         rejected: every other mesh, with the reason.
-        num_estimates: how many plans were estimated.
     """
 
     task: PlanTask
     plans: list[Estimate]
     rejected: list[Rejection]
-    num_estimates: int = 0
 
     @property
     def best(self) -> Estimate:
@@ -101,32 +101,56 @@ class _Search:
             for bound, sizes in bounds
             if self._fits(bound) or not self._reject_large(sizes, rejected)
         ]
-        plans, slower = self._ranked(fitting)
-        rejected += [_slower(each, task, plans[0], at_least=bound) for each, bound in slower]
-        return SearchResult(task, self._unrolled(plans), rejected, len(self.known))
+        found, slower = self._ranked(fitting)
+        plans = rank([self._unrolled(each) for each in found])
+        if not plans:
+            rejected += [self._too_large(each) for each, _ in slower]
+            return SearchResult(task, [], rejected)
+        alike = [(each, False) for each in plans[self.top :]]
+        alike += [(self._as_unrolled(each, found, plans), bound) for each, bound in slower]
+        rejected += [_slower(each, task, plans[0], at_least=bound) for each, bound in alike]
+        return SearchResult(task, plans[: self.top], rejected)
+
+    def _too_large(self, estimate: Estimate) -> Rejection:
+        reason = too_large(estimate, self.task.memory_share)
+        return Rejection(dict(estimate.plan.mesh), "memory", reason, estimate)
 
     def _reject_large(self, sizes: Sizes, rejected: list[Rejection]) -> bool:
         """Reject a mesh that does not fit even with the settings that need least memory."""
         leanest = first_variants(self.task, sizes, self.estimator.num_blocks)[-1]
-        micro = micro_batch_sizes(self.task, sizes, leanest)[0]
-        smallest = self._estimate(sizes, leanest, micro)
+        choices = micro_batch_sizes(self.task, sizes, leanest)
+        # One sample at a time, or all at once, which needs no sums of gradients.
+        ends = [self._estimate(sizes, leanest, micro) for micro in {choices[0], choices[-1]}]
+        smallest = min(ends, key=lambda estimate: estimate.memory.total)
         if self._fits(smallest):
             return False
-        reason = too_large(smallest, self.task.memory_share)
-        rejected.append(Rejection(shown_sizes(sizes), "memory", reason, smallest))
+        rejected.append(self._too_large(smallest))
         return True
 
-    def _unrolled(self, plans: list[Estimate]) -> list[Estimate]:
-        """Return the plans; the first runs its blocks one by one if that fits and is as fast."""
-        pinned = self.task.pins.blocks is not None
-        if not plans or pinned or not 0 < self.estimator.num_blocks <= MOST_UNROLLED:
-            return plans
-        first, *others = plans
-        sharding = first.plan.sharding.model_copy(update={"blocks": "unroll"})
-        plan = first.plan.model_copy(update={"sharding": sharding})
+    def _unrolled(self, scanned: Estimate) -> Estimate:
+        """Return a plan whose blocks run one by one, if that fits and is as fast."""
+        unrolls = 0 < self.estimator.num_blocks <= MOST_UNROLLED
+        if self.task.pins.blocks is not None or not unrolls:
+            return scanned
+        sharding = scanned.plan.sharding.model_copy(update={"blocks": "unroll"})
+        plan = scanned.plan.model_copy(update={"sharding": sharding})
         own = self.estimator.estimate(plan, self.task.hardware)
-        better = self._fits(own) and own.time.step <= first.time.step
-        return [own, *others] if better else plans
+        better = self._fits(own) and own.time.step <= scanned.time.step
+        return own if better else scanned
+
+    def _as_unrolled(
+        self, other: Estimate, found: Sequence[Estimate], plans: Sequence[Estimate]
+    ) -> Estimate:
+        """Return a slower plan as if its blocks ran like those of the best one.
+
+        What that saves is taken from the best plan, so that all times can be compared.
+        """
+        best = plans[0]
+        scanned = next(each for each in found if each.plan.mesh == best.plan.mesh)
+        if other.plan.size("pipe") > 1 or other.plan.sharding.blocks == best.plan.sharding.blocks:
+            return other
+        share = best.time.compute / scanned.time.compute
+        return replace(other, time=replace(other.time, compute=share * other.time.compute))
 
     def _ranked(
         self, bounds: list[tuple[Estimate, Sizes]]
@@ -150,8 +174,8 @@ class _Search:
                 slower.append((bound, True))
             else:
                 found.append(best)
-        ordered = rank(found)
-        return ordered[: self.top], [*((each, False) for each in ordered[self.top :]), *slower]
+        ordered, most = rank(found), max(self.top, COMPARED)
+        return ordered[:most], [*((each, False) for each in ordered[most:]), *slower]
 
     def _bound(self, sizes: Sizes) -> Estimate:
         """Return the fastest plan of a mesh on devices with any amount of memory.
@@ -215,18 +239,23 @@ class _Search:
         ]
 
     def _fitting(self, sizes: Sizes, variant: Variant, choices: Sequence[int]) -> Sequence[int]:
-        """Return the microbatch sizes that fit: more samples need more memory."""
-        low, high = 0, len(choices)
+        """Return the microbatch sizes that fit: more samples need more memory.
+
+        The largest is looked at by itself: if it is the whole batch, gradients are not summed.
+        """
+        *several, largest = choices
+        low, high = 0, len(several)
         # Often all fit or none.
-        if choices and self._fits(self._estimate(sizes, variant, choices[-1])):
-            return choices
+        if several and self._fits(self._estimate(sizes, variant, several[-1])):
+            low = high
         while low < high:
             middle = (low + high) // 2
-            if self._fits(self._estimate(sizes, variant, choices[middle])):
+            if self._fits(self._estimate(sizes, variant, several[middle])):
                 low = middle + 1
             else:
                 high = middle
-        return choices[:low]
+        whole = self._fits(self._estimate(sizes, variant, largest))
+        return [*several[:low], *([largest] if whole else [])]
 
     def _fastest(self, sizes: Sizes, variant: Variant, choices: Sequence[int]) -> Estimate:
         """Return the fastest microbatch size, of which the time has one minimum."""

@@ -25,13 +25,17 @@ class WhatIf:
         change: what is changed, in words.
         before: the recommended plan.
         after: the recommended plan with the change; None if it stays the same mesh.
+        fits: whether there is a plan that fits.
     """
 
     change: str
     before: Estimate
     after: Estimate | None
+    fits: bool = True
 
     def __str__(self) -> str:
+        if not self.fits:
+            return f"{self.change}: no plan fits"
         if self.after is None:
             return f"{self.change}: still {describe_sizes(self.before.plan.mesh)}"
         per = human_seconds(self.after.time.step)
@@ -54,17 +58,19 @@ def _nearest(estimator: Estimator, result: SearchResult, changes: Changes) -> Wh
     before = result.best
     farthest, task = changes[-1]
     after = _decision(estimator, result, task)
-    if after.plan.mesh == before.plan.mesh:
-        return WhatIf(farthest, before, None)
+    if after is None or after.plan.mesh == before.plan.mesh:
+        return WhatIf(farthest, before, None, fits=after is not None)
     for change, task in changes[:-1]:
         found = _decision(estimator, result, task)
-        if found.plan.mesh != before.plan.mesh:
+        if found is not None and found.plan.mesh != before.plan.mesh:
             return WhatIf(change, before, found)
     return WhatIf(farthest, before, after)
 
 
-def _decision(estimator: Estimator, result: SearchResult, task: PlanTask) -> Estimate:
-    return search(estimator, task, top=1, meshes=list(_near(result))).best
+def _decision(estimator: Estimator, result: SearchResult, task: PlanTask) -> Estimate | None:
+    """Return the best plan after a change; None if nothing fits, as with a larger batch."""
+    plans = search(estimator, task, top=1, meshes=list(_near(result))).plans
+    return plans[0] if plans else None
 
 
 def _near(result: SearchResult) -> Iterator[Sizes]:
