@@ -164,11 +164,21 @@ class Plan(Frozen):
 def make_plan(config: Config, num_devices: int) -> Plan:
     """Return the plan a config describes for this number of devices."""
     blocks = config.model.arguments().get("num_blocks")
-    sizes = resolve_mesh(
-        mesh_sizes(config),
-        num_devices,
-        num_blocks=blocks if isinstance(blocks, int) else None,
-    )
+    try:
+        sizes = resolve_mesh(
+            mesh_sizes(config),
+            num_devices,
+            num_blocks=blocks if isinstance(blocks, int) else None,
+        )
+    except UserError as error:
+        if config.plan is None:
+            raise
+        raise UserError(
+            error.what,
+            why=error.why,
+            fix=f"the mesh is that of {Setting('plan', config.plan)}: train on as many devices as "
+            f"it was made for, or plan again for {num_devices}",
+        ) from None
     training = config.training
     batch = solve_pipeline_batch(
         config.pipeline,

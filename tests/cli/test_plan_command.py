@@ -247,7 +247,20 @@ def test_a_missing_or_foreign_plan_is_refused(tmp_path, capfd):
     assert "cannot read plan=nowhere.yaml" in err
     other = tmp_path / "other.yaml"
     other.write_text("a: 1\n")
-    assert settings(capfd, f"plan={other}")[0] == 2
+    code, _, err = settings(capfd, f"plan={other}")
+    assert code == 2
+    assert f"plan={other} is not a plan" in err
+
+
+def test_another_number_of_devices_asks_for_another_plan(tmp_path, capfd):
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        Plan(mesh={"data": 4}, batch=solve_batch(replicas=4, global_batch_size=8)).to_yaml()
+    )
+    assert main(["inspect", "model=mlp", f"plan={path}"]) == 2
+    err = capfd.readouterr().err
+    assert "the mesh does not match the 8 devices" in err
+    assert f"the mesh is that of plan={path}: train on as many devices" in err
 
 
 @pytest.mark.full

@@ -17,6 +17,8 @@ from meshwright.units import human_gigabytes, human_seconds
 KEY = "plan"
 """The setting that names the file."""
 
+_WHICH = "name the plan.yaml of `meshwright plan --out plan.yaml`, or of a run folder"
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -108,9 +110,16 @@ def read_plan_file(path: str) -> Plan:
         raise UserError(
             f"cannot read {Setting(KEY, path)}",
             why=first_line(error),
-            fix="name the plan.yaml of `meshwright plan --out plan.yaml`, or of a run folder",
+            fix=_WHICH,
         ) from None
-    return Plan.from_yaml(text)
+    try:
+        return Plan.from_yaml(text)
+    except UserError as error:
+        raise UserError(
+            f"{Setting(KEY, path)} is not a plan",
+            why=": ".join(filter(None, (error.what, error.why))),
+            fix=error.fix or _WHICH,
+        ) from None
 
 
 def _refuse_conflicts(
