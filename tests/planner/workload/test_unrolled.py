@@ -66,10 +66,10 @@ def needs(program):
 @pytest.mark.parametrize(
     ("kind", "precision", "remat"),
     [
-        ("gpt", "bf16", "none"),
+        pytest.param("gpt", "bf16", "none", marks=pytest.mark.full),
         ("gpt", "bf16", "dots"),
-        ("gpt", "no", "full"),
-        ("vit", "bf16", "none"),
+        pytest.param("gpt", "no", "full", marks=pytest.mark.full),
+        pytest.param("vit", "bf16", "none", marks=pytest.mark.full),
         ("vit", "bf16", "full"),
         # An iteration of its loop has two blocks, which are computed again together.
         ("gemma3", "bf16", "none"),
