@@ -100,6 +100,21 @@ def test_all_end_when_one_fails_and_its_exit_code_counts(started):
     assert "process 1 ended with exit code 7; the other 2 are being terminated" in err
 
 
+def test_a_process_that_ends_after_the_one_that_lost_it_is_the_cause(started):
+    script = """
+        if rank == "1":
+            print("error: process 1 lost process 0", file=sys.stderr)
+            sys.exit(1)
+        time.sleep(0.2)
+        print("error: the batch is too large", file=sys.stderr)
+        sys.exit(2)
+    """
+    code, _, err = finish(started(script))
+    assert code == 2
+    last = "launch: process 0 ended with exit code 2: the batch is too large"
+    assert err.splitlines()[-1] == last
+
+
 def test_a_process_that_ignores_the_request_is_killed_after_the_grace(started):
     script = """
         if rank == "0":

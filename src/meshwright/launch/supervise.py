@@ -195,12 +195,16 @@ class Supervisor:
         except queue.Empty:
             return
         self._running.discard(rank)
-        if returncode == 0 or self._failure is not None or self._stuck is not None:
+        if returncode == 0 or self._stuck is not None:
             return
-        self._failure = (rank, returncode)
         # What it said and did last is not read yet.
         for pump in self._pumps[rank]:
             pump.join(timeout=1)
+        if self._failure is not None:
+            if self._is_cause(rank, returncode):
+                self._failure = (rank, returncode)
+            return
+        self._failure = (rank, returncode)
         self._watch.look({}, force=True)
         if not self._asked:
             stopped = returncode == ExitCode.PREEMPTED
@@ -209,6 +213,17 @@ class Supervisor:
             if returncode < 0:
                 # A killed process cannot print an error itself.
                 self._error(self._text())
+
+    def _is_cause(self, rank: int, returncode: int) -> bool:
+        """Return whether a process failed by itself, and so took the one that ended before it.
+
+        One that prints an error may take longer to end than the one that loses its connection.
+        """
+        if self._failure is None or self._asked:
+            return False
+        by_itself = returncode > 0 and returncode != ExitCode.PREEMPTED
+        left_behind = self._merged.left_behind
+        return by_itself and self._failure[0] in left_behind and rank not in left_behind
 
     def _look(self) -> None:
         """Look at the heartbeats, unless the processes are ending anyway."""
