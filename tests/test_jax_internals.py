@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import re
 import subprocess
 import sys
@@ -234,3 +235,26 @@ def test_every_form_of_a_private_import_is_seen():
                  "x = jax._src.core.y"):  # fmt: skip
         assert private_imports(line), line
     assert not private_imports("from jax.core import Tracer\nimport jax")
+
+
+def test_attention_is_told_which_gpu_it_is_compiled_for():
+    with relied_on(
+        "attention_on",
+        "cudnn.fused_attention_stablehlo",
+        "the functions with which cuDNN's attention asks for the GPU and the release of cuDNN",
+    ):
+        heads = jax.ShapeDtypeStruct((1, 16, 1, 256), jnp.bfloat16)
+
+        def attend():
+            attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+            return jax.eval_shape(attention, heads, heads, heads).shape
+
+        with jax_internals.attention_on("9.0", (9, 10)):
+            assert attend() == heads.shape
+        with (
+            jax_internals.attention_on("8.0", (9, 10)),
+            pytest.raises(NotImplementedError, match="head dim must be <= 128"),
+        ):
+            attend()
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            attend()

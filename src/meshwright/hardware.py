@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field
 
 from meshwright.errors import UserError
 from meshwright.hardware_file import (
+    VARIABLE,
     checked_row,
     hardware_file,
     merge_chips,
@@ -65,6 +66,29 @@ class BatchSizeRecommendation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cores:
+    """The processors of an NVIDIA GPU: what the compiler must know to compile for it elsewhere.
+
+    Attributes:
+        capability: the compute capability, such as ``9.0``.
+        count: multiprocessors.
+        threads: the most threads that a multiprocessor runs at a time.
+        shared_kib: memory that the threads of a multiprocessor share, KiB.
+        clock_ghz: the highest clock, GHz.
+        l2_mib: second-level cache, MiB.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    capability: Annotated[str, Field(pattern=r"^\d+\.\d$")]
+    count: Count
+    threads: Count
+    shared_kib: Count
+    clock_ghz: Amount
+    l2_mib: Count
+
+
+@dataclass(frozen=True, kw_only=True)
 class Chip:
     """One kind of chip; figures are for the whole chip, units as in ``hardware.yaml``.
 
@@ -96,6 +120,7 @@ class Chip:
         intra_node_latency_us: time of a message over a fast link, besides its bytes, µs.
         inter_node_latency_us: the same over the network.
         usd_per_hour: price of the chip; None if it is not given.
+        cores: its processors; None if they are not known.
         batch_sizes: recommended batch sizes.
         source: where the figures come from: ``table``, a file, or a measurement.
     """
@@ -129,6 +154,7 @@ class Chip:
     intra_node_latency_us: NotNegative = 0.0
     inter_node_latency_us: NotNegative = 0.0
     usd_per_hour: NotNegative | None = None
+    cores: Cores | None = None
     batch_sizes: BatchSizeRecommendation
     source: str = "table"
 
@@ -298,6 +324,7 @@ def parse_hardware(text: str) -> Hardware:
     match = re.fullmatch(rf"{number}{number}(.+)", text.strip(), re.IGNORECASE)
     if match is None:
         raise UserError("the hardware is empty", fix="write it as 8xA100-40GB or 2x8xH100")
+    _check_numbers(match[3], text)
     chip = chip_by_name(match[3])
     numbers = [int(digits) for digits in (match[1], match[2]) if digits] or [chip.devices_per_chip]
     if 0 in numbers:
@@ -306,6 +333,17 @@ def parse_hardware(text: str) -> Hardware:
     _check_whole_chips(text, chip, numbers[-1])
     nodes = numbers[0] if len(numbers) == 2 else _fewest_nodes(text, chip, count)
     return Hardware(chip=chip, count=count, nodes=nodes)
+
+
+def _check_numbers(rest: str, text: str) -> None:
+    """Refuse a number of devices that is not a whole one, which would be read as a chip's name."""
+    wrong = re.match(r"\s*([-+]?[\d.,_]+)\s*[x×]\s*\S", rest, re.IGNORECASE)
+    if wrong:
+        raise UserError(
+            f"`{text:.60}` does not give a number of devices",
+            why=f"`{wrong[1]:.20}` is not a whole number from 1 to 9,999,999, or a third number",
+            fix="write it as 8xA100-40GB, or 2x8xH100 for two nodes",
+        )
 
 
 def chip_by_name(name: str) -> Chip:
@@ -328,7 +366,7 @@ def chip_by_name(name: str) -> Chip:
     raise UserError(
         f"unknown chip `{name}`",
         why=f"nearest: {', '.join(nearest)}" if nearest else "no chip has a similar name",
-        fix=f"known chips: {', '.join(chips)}",
+        fix=f"known chips: {', '.join(chips)}; your own file ({VARIABLE}) can add others",
     )
 
 

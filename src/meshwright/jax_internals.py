@@ -12,8 +12,9 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 _LOWEST = 19
 """The lowest priority of a thread on Linux."""
@@ -80,6 +81,31 @@ def compiler_options_of(lowered: Any) -> dict[str, Any]:
     # They decide what is compiled, and neither the text of a lowered program nor its public
     # attributes tell them.
     return dict(lowered._lowering._compiler_options_kvs)
+
+
+@contextmanager
+def attention_on(capability: str, cudnn: tuple[int, int]) -> Generator[None]:
+    """Let JAX's cuDNN attention be compiled for a GPU that is not on this machine.
+
+    Args:
+        capability: the compute capability of that GPU, such as ``9.0``.
+        cudnn: the release of cuDNN, such as ``(9, 10)``.
+    """
+    # It asks the GPU that is here what it can do, also while it compiles for another one.
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    def number(text: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in text.split("."))
+
+    answers: dict[str, Callable[..., Any]] = {
+        "check_cudnn_version": lambda: cudnn[0] * 10000 + cudnn[1] * 100,
+        "check_compute_capability": lambda least: number(capability) >= number(least),
+        "is_cuda_compute_capability_equal": lambda one: number(capability) == number(one),
+    }
+    with ExitStack() as replaced:
+        for name, answer in answers.items():
+            replaced.enter_context(mock.patch.object(attention, name, answer))
+        yield
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from meshwright.errors import ANY, MeshwrightError, Setting, UserError
 from meshwright.inputs.row_sizes import check_rows
 from meshwright.inputs.user_model import call_with_rngs, model_source
 from meshwright.inputs.user_task import HasLoss, read_task
+from meshwright.mesh.build import Device
 from meshwright.plan import Plan
 from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.traced_loss import Loss, LossOutput, Model
@@ -84,8 +85,16 @@ class Recipe:
         """The held-out data for evaluation; None without any."""
         return self.config_data.held_out
 
-    def assemble(self, plan: Plan, batch: Batch) -> Assembled:
-        """Build the step for a plan and batches of this shape; nothing is compiled yet."""
+    def assemble(
+        self, plan: Plan, batch: Batch, *, devices: Sequence[Device] | None = None
+    ) -> Assembled:
+        """Build the step for a plan and batches of this shape; nothing is compiled yet.
+
+        Args:
+            plan: the plan.
+            batch: a global batch, or its shapes.
+            devices: the devices of the mesh; all of this process by default.
+        """
         return assemble(
             self.model,
             self.loss,
@@ -94,6 +103,7 @@ class Recipe:
             batch,
             clip_norm=self.clip_norm,
             guarded=self.guarded,
+            devices=devices,
         )
 
     def first_batch(self, batch_size: int) -> Batch:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -66,7 +67,9 @@ def test_the_table_says_how_each_figure_is_known(capfd):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--on", "gpu", "simulate=8"], "--on gpu needs a GPU, which stands for all of them"),
+        (["--on", "gpu", "simulate=8"], "--on gpu needs a GPU, or a compiler for GPUs"),
+        (["--on", "gpu", "hardware=8xH100"], "--on gpu needs a GPU, or a compiler for GPUs"),
+        (["--on", "gpu", "hardware=8xMI300X"], "--on gpu needs a GPU, or a compiler for GPUs"),
         (["--on", "tpu", "simulate=8"], "--on tpu is not valid\n  write --on cpu or --on gpu"),
         ([], "a rehearsal needs the number of devices"),
         (["hardware=local"], "hardware=local is this machine, which needs no rehearsal"),
@@ -81,6 +84,40 @@ def test_bad_input(capfd, monkeypatch, words, message):
     assert out == ""
     assert f"error: {message}" in err
     assert err.count("error: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["simulate=8"], "no hardware is given to compile for"),
+        (["hardware=8xH100"], "its compiler for them is not installed"),
+        (["hardware=8xMI300X"], "the processors of MI300X are not known"),
+    ],
+)
+def test_what_is_missing_to_compile_for_gpus_is_said(capfd, monkeypatch, words, why):
+    monkeypatch.setattr("meshwright.planner.devices.absent_gpus.COMPILERS", ())
+    assert main(["rehearse", *SMALL, *words, "--on", "gpu"]) == 2
+    assert why in " ".join(capfd.readouterr().err.split())
+
+
+def test_gpus_that_are_elsewhere_are_compiled_for(capfd, monkeypatch):
+    asked = []
+
+    def devices(hardware):
+        asked.append(str(hardware))
+        return jax.devices()
+
+    # Virtual devices stand for the GPUs, for which no compiler is installed here.
+    monkeypatch.setattr("meshwright.cli.rehearse.can_compile_for", lambda hardware: True)
+    monkeypatch.setattr("meshwright.cli.rehearse.absent_gpus", devices)
+    monkeypatch.setattr("meshwright.cli.rehearse.simulate_devices", lambda count: None)
+    report = result(capfd, "rehearse", *SMALL, "hardware=8xA100-40GB", "mesh.data=8")
+    assert asked == ["8xA100-40GB"]
+    assert report["memory"]["state_bytes"] == 2 * PARAMETERS + 4
+    assert report["overlapped"] == {"data": None}
+    result(capfd, "rehearse", *SMALL, "hardware=8xA100-40GB", "mesh.data=8", "--on", "cpu")
+    result(capfd, "rehearse", *SMALL, "hardware=8xTPU-v5e", "mesh.data=8")
+    assert asked == ["8xA100-40GB"]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from meshwright.config.compose import parse_overrides, validate
 from meshwright.config.schema import Config, DataConfig
 from meshwright.errors import ExitCode, Setting, UserError
 from meshwright.hardware import LOCAL, Hardware, chip_by_name
+from meshwright.planner.devices.absent_gpus import can_compile_for
 from meshwright.planner.devices.local_hardware import find_hardware
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.budget import Goal, parse_goal, parse_price
@@ -74,8 +75,15 @@ def run(request: Request) -> int:
 
 
 def _prove(estimator: Estimator, report: PlanReport, overrides: Sequence[str]) -> list[ProvedPlan]:
-    """Compile the ranked plans for CPUs, and compare with what is predicted for these."""
-    plans = [each.plan for each in report.result.plans]
+    """Compile the ranked plans, and compare with what is predicted.
+
+    They are compiled for their hardware if there is a compiler for it here, else for CPUs, for
+    which they are then predicted as well.
+    """
+    ranked = list(report.result.plans)
+    if all(can_compile_for(each.hardware) for each in ranked):
+        return prove(ranked, overrides)
+    plans = [each.plan for each in ranked]
     cpu = chip_by_name("CPU")
     estimates = [estimator.estimate(p, Hardware(chip=cpu, count=p.num_devices)) for p in plans]
     return prove(estimates, overrides)

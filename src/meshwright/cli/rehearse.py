@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -16,10 +18,12 @@ from meshwright.columns import Indented
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode, Setting, UserError
 from meshwright.hardware import LOCAL, Hardware, chip_by_name, parse_hardware
+from meshwright.jax_internals import attention_on
 from meshwright.launch.environments import count_gpus
 from meshwright.mesh.axes import INFER
 from meshwright.mesh.simulate import MAX_DEVICES, simulate_devices
 from meshwright.plan import Plan, make_plan, mesh_sizes
+from meshwright.planner.devices.absent_gpus import absent_gpus, can_compile_for, cudnn_version
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import ProgramEstimator
 from meshwright.planner.rehearse.figures import Figure, figures_table, make_figures
@@ -35,20 +39,25 @@ _MOCKED = "--xla_gpu_shard_autotuning=false"
 """Mocked devices would wait for each other to tune kernels."""
 
 
+Target = Literal["gpu", "absent gpus", "cpu"]
+"""What the step is compiled for: the GPU here, which stands for all, GPUs elsewhere, or CPUs."""
+
+
 def run(request: Request) -> int:
     """Compile the step, run it on a GPU if there is one, and print what is known of it."""
     _check_alone()
     hardware = _hardware(request.config)
     count = count_devices(request.config, hardware)
-    on_gpu = _choose(request, hardware)
+    target = _choose(request, hardware)
     with activity("starting JAX"):
-        _start_devices(count, on_gpu=on_gpu)
+        _start_devices(count, target)
         plan = make_plan(request.config, count)
         decided = set_by_user(request.config, request.composed)
         recipe = make_recipe(with_any_data(request, decided), plan.batch.global_batch_size)
     batch = resize_batch(recipe.example_batch(1), plan.batch.global_batch_size)
-    assembled = recipe.assemble(plan, batch)
-    rehearsal = rehearse(assembled, run=on_gpu)
+    with _devices(target, hardware) as devices:
+        assembled = recipe.assemble(plan, batch, devices=devices)
+        rehearsal = rehearse(assembled, run=target == "gpu")
     figures = make_figures(rehearsal, hardware, _estimate(recipe, batch, plan, hardware))
     report = _report(rehearsal, hardware, figures, list(assembled.remarks))
     request.output.result(report, _picture(rehearsal, hardware, figures, report))
@@ -99,39 +108,76 @@ def _hardware(config: Config) -> Hardware | None:
     return parse_hardware(config.hardware)
 
 
-def _choose(request: Request, hardware: Hardware | None) -> bool:
-    """Whether to compile for GPUs, of which one must be here."""
+def _choose(request: Request, hardware: Hardware | None) -> Target:
+    """Return what to compile for: GPUs if the hardware has them, and they can be compiled for."""
     asked = request.arguments.flags.get(ON)
     if asked not in (None, "cpu", "gpu"):
         raise UserError(f"{ON} {asked} is not valid", fix=f"write {ON} cpu or {ON} gpu")
-    here = count_gpus(os.environ) > 0
-    if asked == "gpu" and not here:
-        raise UserError(
-            f"{ON} gpu needs a GPU, which stands for all of them",
-            why="JAX sees none on this machine",
-            fix=f"write {ON} cpu, which compiles for virtual CPU devices",
-        )
     for_gpus = hardware is not None and hardware.chip.platform in ("cuda", "rocm")
-    return here and for_gpus if asked is None else asked == "gpu"
+    if asked == "cpu" or not (asked or for_gpus):
+        return "cpu"
+    if count_gpus(os.environ) > 0:
+        return "gpu"
+    if hardware is not None and can_compile_for(hardware):
+        return "absent gpus"
+    if asked is None:
+        return "cpu"
+    raise _no_gpu(hardware)
 
 
-def _start_devices(count: int, *, on_gpu: bool) -> None:
-    """Start as many devices, of which at most one exists."""
+def _no_gpu(hardware: Hardware | None) -> UserError:
+    """Return why nothing can be compiled for GPUs here."""
+    what = f"{ON} gpu needs a GPU, or a compiler for GPUs that are elsewhere"
+    if hardware is None:
+        return UserError(
+            what,
+            why="JAX sees no GPU on this machine, and no hardware is given to compile for",
+            fix=f"write {Setting('hardware', '8xH100')}, or {ON} cpu",
+        )
+    if hardware.chip.cores is None:
+        return UserError(
+            what,
+            why=f"JAX sees no GPU on this machine, and the processors of {hardware.chip.name} are "
+            "not known",
+            fix=f"write {ON} cpu, or `cores` of an NVIDIA GPU in your hardware file",
+        )
+    return UserError(
+        what,
+        why="JAX sees no GPU on this machine, and its compiler for them is not installed",
+        fix=f"install it with `pip install 'jax[cuda12]'`, or write {ON} cpu",
+    )
+
+
+def _start_devices(count: int, target: Target) -> None:
+    """Start as many devices, of which at most one exists; one CPU where none is needed."""
     import jax
 
-    if not on_gpu:
+    if target == "absent gpus":
+        simulate_devices(1)
+    elif target == "cpu":
         if count > MAX_DEVICES:
             raise UserError(
                 f"cannot rehearse on {count} virtual devices",
                 why=f"one process has at most {MAX_DEVICES}",
-                fix=f"rehearse with {MAX_DEVICES}, or where there is a GPU: {ON} gpu",
+                fix=f"rehearse with {MAX_DEVICES}, or for GPUs: {ON} gpu",
             )
         simulate_devices(count)
-        return
-    if count > 1:
+    elif count > 1:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_MOCKED}".strip()
         # Slices × hosts × devices of a host; each host has the one GPU that exists.
         jax.config.update("jax_mock_gpu_topology", f"1x{count}x1")
+
+
+@contextmanager
+def _devices(target: Target, hardware: Hardware | None) -> Generator[list[Any] | None]:
+    """Yield the devices to compile for; None for those that JAX lists."""
+    if target != "absent gpus":
+        yield None
+        return
+    assert hardware is not None
+    assert hardware.chip.cores is not None
+    with attention_on(hardware.chip.cores.capability, cudnn_version()):
+        yield absent_gpus(hardware)
 
 
 def _report(
@@ -150,6 +196,7 @@ def _report(
             "total_bytes": rehearsal.memory.total,
         },
         "sent_bytes": {axis: own.sent_bytes for axis, own in rehearsal.ledger.axes.items()},
+        "overlapped": {axis: own.overlapped for axis, own in rehearsal.ledger.axes.items()},
         "figures": [figure.to_json() for figure in figures],
         "remarks": remarks,
     }
@@ -158,7 +205,7 @@ def _report(
 def _picture(
     rehearsal: Rehearsal, hardware: Hardware | None, figures: list[Figure], report: dict[str, Any]
 ) -> RenderableType:
-    lines = [*_room(rehearsal, hardware), *_caveats(rehearsal)]
+    lines = [*_room(rehearsal, hardware), *_overlap(rehearsal), *_caveats(rehearsal)]
     return Group(
         Text(rehearsal.plan.describe(), style="bold"),
         Text(f"compiled for {rehearsal.compiled_for} in {rehearsal.compile_seconds} s"),
@@ -182,9 +229,24 @@ def _room(rehearsal: Rehearsal, hardware: Hardware | None) -> list[str]:
     ]
 
 
+def _overlap(rehearsal: Rehearsal) -> list[str]:
+    """Say how much is sent while devices compute, if the compiled program tells."""
+    shares = [
+        f"{own.overlapped:.0%} over {axis}"
+        for axis, own in rehearsal.ledger.axes.items()
+        if own.overlapped is not None
+    ]
+    return [f"Sent while the devices compute: {', '.join(shares)}."] if shares else []
+
+
 def _caveats(rehearsal: Rehearsal) -> list[str]:
     if rehearsal.measured is not None:
         return ["The program of the first device ran, with communication that takes no time."]
+    if rehearsal.for_gpus:
+        return [
+            "Compiled for these GPUs without having one: memory and what is sent are those of the "
+            "program they would run, except for what tuning kernels on them changes."
+        ]
     return [
         "Compiled for CPUs: state, batch and what is sent are the same on accelerators, temporary "
         "values are similar."

@@ -89,7 +89,7 @@ class ProvedPlan:
 def prove(
     estimates: Sequence[Estimate], overrides: Sequence[str], compile_plan: Compile | None = None
 ) -> list[ProvedPlan]:
-    """Compile the plans of estimates, each in a process of its own with as many virtual devices.
+    """Compile the plans of estimates, each in a process of its own, for their hardware.
 
     Args:
         estimates: the estimates, such as those of the best plans.
@@ -105,15 +105,14 @@ def prove(
 
 
 def rehearse_apart(estimate: Estimate, overrides: Sequence[str]) -> Mapping[str, Any]:
-    """Rehearse a plan on virtual CPU devices in another process, which has enough of them."""
+    """Rehearse a plan in another process, which has enough virtual CPU devices if it needs them."""
     kept = [word for word in overrides if not _set_by_plan(word.partition("=")[0])]
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as folder:
         file = Path(folder) / "plan.yaml"
         file.write_text(estimate.plan.to_yaml(), encoding="utf-8")
-        words = [*kept, f"plan={file}", f"simulate={estimate.plan.num_devices}"]
-        command = [sys.executable, "-P", "-m", "meshwright", "rehearse", *words]
+        command = [sys.executable, "-P", "-m", "meshwright", "rehearse", *kept, f"plan={file}"]
         done = subprocess.run(
-            [*command, "--on", "cpu", "--json"], capture_output=True, text=True, check=False
+            [*command, *_target(estimate), "--json"], capture_output=True, text=True, check=False
         )
     if done.returncode:
         raise EnvironmentProblem(
@@ -122,6 +121,13 @@ def rehearse_apart(estimate: Estimate, overrides: Sequence[str]) -> Mapping[str,
             fix="`meshwright rehearse` with the same settings shows more",
         )
     return json.loads(done.stdout)
+
+
+def _target(estimate: Estimate) -> list[str]:
+    """Return what to compile for: the GPUs of the estimate, or virtual CPU devices."""
+    if estimate.hardware.chip.platform == "cpu":
+        return [f"simulate={estimate.plan.num_devices}", "--on", "cpu"]
+    return [f"hardware={estimate.hardware}", "--on", "gpu"]
 
 
 def _set_by_plan(key: str) -> bool:

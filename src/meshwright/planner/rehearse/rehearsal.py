@@ -44,6 +44,7 @@ class Rehearsal:
     Attributes:
         plan: the plan.
         compiled_for: the devices, in words.
+        for_gpus: whether those are GPUs.
         memory: the memory of the compiled program on each device.
         state: bytes of parameters, model state and optimizer state on each device, exact; the step
             itself counts a few bytes more.
@@ -55,6 +56,7 @@ class Rehearsal:
 
     plan: Plan
     compiled_for: str
+    for_gpus: bool
     memory: MemoryUse
     state: int
     batch: int
@@ -71,12 +73,13 @@ def rehearse(assembled: Assembled, *, run: bool = False) -> Rehearsal:
         run: whether to run it, on the one GPU that stands for all.
     """
     devices = assembled.mesh.devices
+    on_gpus = devices.flat[0].platform == "gpu"
     advice = MemoryAdvice(assembled)
     with advice.during(lambda: "compiling the step"), activity("compiling the step"):
         lowered = lower_step(assembled, batch_shapes(assembled))
         started = time.perf_counter()
-        # On CPUs nothing runs, so that machine code need not be polished.
-        program = compile_program(lowered, {} if run else quick_options())
+        # On CPUs nothing runs, so that machine code need not be polished; for GPUs that is quick.
+        program = compile_program(lowered, {} if on_gpus else quick_options())
         seconds = time.perf_counter() - started
     least = least_memory(assembled)
     known = KnownProgram(program.memory, program.optimized_or_none)
@@ -87,7 +90,8 @@ def rehearse(assembled: Assembled, *, run: bool = False) -> Rehearsal:
     return Rehearsal(
         plan=assembled.plan,
         compiled_for=f"{devices.size} × {devices.flat[0].device_kind}"
-        + (" (mocked)" if run else " (virtual)"),
+        + f" ({_existence(devices.flat[0], run=run)})",
+        for_gpus=on_gpus,
         memory=program.memory,
         state=least.state,
         batch=least.batch,
@@ -95,6 +99,13 @@ def rehearse(assembled: Assembled, *, run: bool = False) -> Rehearsal:
         compile_seconds=round(seconds, 2),
         measured=measured,
     )
+
+
+def _existence(device: Any, *, run: bool) -> str:
+    """Say in which sense a device is there."""
+    if run:
+        return "mocked"
+    return "virtual" if device.platform == "cpu" else "none of them here"
 
 
 def _measure(assembled: Assembled, program: CompiledProgram) -> Measured:
