@@ -1,16 +1,21 @@
 """Records which part of what a step of GPT-2 124M sends overlaps with computing on GPUs.
 
-One GPU compiles the program of eight (`jax_mock_gpu_topology`), and the ledger reads the compiler's
-schedule; nothing runs.
+JAX's compiler for GPUs is needed, a GPU is not: the ledger reads the compiler's schedule, and
+nothing runs.
 
     python benchmarks/gpu_overlap.py
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any, Literal
+
+from meshwright.config.schema import ShardingConfig
+from meshwright.hardware import parse_hardware
+from meshwright.jax_internals import attention_on
+from meshwright.mesh.simulate import simulate_devices
+from meshwright.planner.devices.absent_gpus import absent_gpus, can_compile_for, cudnn_version
 
 DEVICES, ROWS = 8, 16
 GPT2: dict[str, Any] = {
@@ -22,22 +27,27 @@ GPT2: dict[str, Any] = {
     "dropout": 0.0,
 }
 Blocks = Literal["scan", "unroll"]
-CASES: tuple[tuple[str, Blocks], ...] = (("fsdp", "unroll"), ("data", "unroll"), ("fsdp", "scan"))
+CASES: tuple[tuple[str, Blocks], ...] = (
+    ("fsdp", "unroll"),
+    ("data", "unroll"),
+    ("fsdp", "scan"),
+    ("data", "scan"),
+)
 
 
 def main() -> None:
-    # The mocked devices would wait for each other to tune kernels.
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_shard_autotuning=false"
-    import jax
     from record import write_record
 
-    jax.config.update("jax_mock_gpu_topology", f"1x{DEVICES}x1")
-    if jax.default_backend() != "gpu":
-        sys.exit("this benchmark needs a GPU, whose compiler schedules the program")
-    rows = [measure(axis, blocks, ROWS, GPT2) for axis, blocks in CASES]
+    hardware = parse_hardware(f"{DEVICES}xH200")
+    if not can_compile_for(hardware):
+        sys.exit("this benchmark needs JAX's compiler for GPUs: pip install 'jax[cuda12]'")
+    simulate_devices(1)
+    devices = absent_gpus(hardware)
+    assert hardware.chip.cores is not None
+    with attention_on(hardware.chip.cores.capability, cudnn_version()):
+        rows = [measure(axis, blocks, devices) for axis, blocks in CASES]
     figures = {
-        "compiled_for": f"{DEVICES} × {jax.local_devices()[0].device_kind} (mocked)",
+        "compiled_for": f"{DEVICES} × {devices[0].device_kind} (none of them here)",
         "model": f"GPT-2 124M, {ROWS} rows of 1024 tokens per device, bf16, AdamW, clip 1.0",
         "targets": {},
         "rows": rows,
@@ -45,21 +55,20 @@ def main() -> None:
     write_record("gpu_overlap", figures)
 
 
-def measure(axis: str, blocks: Blocks, rows: int, sizes: dict[str, Any]) -> dict[str, Any]:
+def measure(axis: str, blocks: Blocks, devices: list[Any]) -> dict[str, Any]:
     """Compile a step and return what its ledger says about an axis of all devices."""
     from small_gpt import assemble_gpt, batch_shapes
 
-    from meshwright.config.schema import ShardingConfig
     from meshwright.ledgers import make_ledger
 
-    sharding = ShardingConfig(blocks=blocks)
     assembled = assemble_gpt(
         {axis: DEVICES},
-        sharding=sharding,
-        per_replica=rows,
+        sharding=ShardingConfig(blocks=blocks),
+        per_replica=ROWS,
         precision="bf16",
         clip_norm=1.0,
-        **sizes,
+        devices=devices,
+        **GPT2,
     )
     ledger = make_ledger(assembled, batch_shapes(assembled))
     print(ledger, flush=True)

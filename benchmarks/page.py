@@ -371,6 +371,18 @@ def gpu_overlap(record: dict[str, Any]) -> list[str]:
     return table(heads, rows)
 
 
+def gpu_memory(record: dict[str, Any]) -> list[str]:
+    """One row for each plan, and its errors."""
+    heads = ("plan", "compiled", "predicted", "error", "of what is not state")
+    rows = [
+        [row["case"]]
+        + [f"{row[name] / 2**30:.2f} GiB" for name in ("total_bytes", "predicted_total_bytes")]
+        + [f"{row[name]:+.1%}" for name in ("error", "rest_error")]
+        for row in record["rows"]
+    ]
+    return table(heads, rows)
+
+
 def share(part: dict[str, Any] | None) -> str:
     return f"{part['overlapped']:.0%}" if part else "–"
 
@@ -415,6 +427,7 @@ TABLES = {
     "gpu_largest": gpu_largest,
     "gpu_gemma_floor": gpu_gemma_floor,
     "gpu_overlap": gpu_overlap,
+    "gpu_memory": gpu_memory,
     "gpu_pipeline": gpu_pipeline,
 }
 

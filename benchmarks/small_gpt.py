@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,9 +25,10 @@ def assemble_gpt(
     context_length: int = 128,
     precision: Precision = "no",
     clip_norm: float | None = None,
+    devices: Sequence[Any] | None = None,
     **model: Any,
 ) -> Assembled:
-    """Assemble a GPT (``gpt2_tiny`` by default) with AdamW for a mesh of all devices."""
+    """Assemble a GPT (``gpt2_tiny`` by default) with AdamW for a mesh of these devices."""
     replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
     plan = Plan(
         mesh=mesh,
@@ -44,6 +46,7 @@ def assemble_gpt(
         plan,
         batch,
         clip_norm=clip_norm,
+        devices=devices,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -10,18 +12,23 @@ _MEASURED = {"xla_gpu_enable_triton_gemm": False}
 """Products by cuBLAS only: benchmarks/NOTES.md has the figures."""
 
 
-def gpu_options(platform: str) -> dict[str, bool]:
-    """Return the options this compiler knows; none for other platforms."""
-    return _known_options() if platform == "gpu" else {}
+def gpu_options(platform: str, wanted: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the options this compiler knows; none for other platforms.
+
+    Args:
+        platform: the platform of the devices.
+        wanted: further options, of which a compiler may not know all.
+    """
+    if platform != "gpu":
+        return {}
+    options = {**_MEASURED, **(wanted or {})}
+    return {name: value for name, value in options.items() if _is_known(name, value)}
 
 
 @functools.cache
-def _known_options() -> dict[str, bool]:
-    known: dict[str, bool] = {}
-    for name, value in _MEASURED.items():
-        try:
-            jax.jit(lambda x: x + 1, compiler_options={name: value})(0)
-        except jax.errors.JaxRuntimeError:
-            continue
-        known[name] = value
-    return known
+def _is_known(name: str, value: Any) -> bool:
+    try:
+        jax.jit(lambda x: x + 1, compiler_options={name: value})(0)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True

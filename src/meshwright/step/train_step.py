@@ -25,6 +25,7 @@ from meshwright.program.flops import count_flops
 from meshwright.program.trace.traced_loss import LossValue, TracedLoss
 from meshwright.sharding.decide import Decision, batch_axes
 from meshwright.sharding.placement import Placement
+from meshwright.step.collective_options import collective_options
 from meshwright.step.gradients import (
     Gradients,
     accumulate_gradients,
@@ -118,7 +119,7 @@ class TrainStep:
         # JAX takes compiler options only where the step is not part of another program.
         self._traceable = compiled()
         options = {
-            **gpu_options(mesh.devices.flat[0].platform),
+            **gpu_options(mesh.devices.flat[0].platform, collective_options(traced, plan)),
             **self._quick_options(runs, wide=wide),
         }
         self._jitted = compiled(compiler_options=options) if options else self._traceable

@@ -1,0 +1,66 @@
+"""Compiler options with which GPUs send while they compute, chosen by the size of a block.
+
+XLA joins small collectives into large ones. Joined ones wait for the last of their parts, and if
+they hold the weights or gradients of several blocks, little is left to compute meanwhile. In a loop
+over blocks it starts a collective and waits for it in the same iteration, unless it is told to
+carry it over to the next one. benchmarks/NOTES.md has the figures.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.plan import Plan
+from meshwright.program.blocks.block_lists import find_block_lists
+from meshwright.program.trace.traced_loss import TracedLoss
+
+SMALLEST_BYTES = 4 * 2**20
+"""Smaller messages take as long as this one on most networks."""
+_GATHERS_PER_BLOCK = 2
+_SLACK = 1.2
+"""Sizes are limits: a block's own arrays must stay below them."""
+_HALF_BYTES, _FLOAT_BYTES = 2, 4
+
+_CARRIED_OVER: dict[str, Any] = {
+    f"xla_gpu_{name}_{kind}": value
+    for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    # Compilers know one of the two names.
+    for name, value in (("pipeline", "COLLECTIVE_PIPELINING_MODE_ON"), ("enable_pipelined", True))
+}
+
+
+def collective_options(traced: TracedLoss, plan: Plan) -> dict[str, Any]:
+    """Return the options for a step; some compilers may not know all of them."""
+    shards, copies = plan.size("fsdp"), plan.size("data")
+    if plan.size("pipe") > 1 or shards * copies == 1:
+        return {}
+    if any(step.stacked for step in traced.layout.step_leaves):
+        return _CARRIED_OVER
+    elements = _largest_block(traced) / plan.size("tensor")
+    if not elements:
+        return {}
+    weights = elements * (_FLOAT_BYTES if plan.precision == "no" else _HALF_BYTES)
+    gradients = elements * _FLOAT_BYTES
+    limits = {
+        "all_gather": _limit(weights / _GATHERS_PER_BLOCK),
+        # Of these, the compiler counts what a device keeps.
+        "reduce_scatter": _limit(gradients) // shards,
+        "all_reduce": _limit(gradients),
+    }
+    return {f"xla_gpu_{kind}_combine_threshold_bytes": size for kind, size in limits.items()}
+
+
+def _limit(nbytes: float) -> int:
+    return int(max(nbytes, SMALLEST_BYTES) * _SLACK)
+
+
+def _largest_block(traced: TracedLoss) -> int:
+    """Return the parameters of the largest repeated block; 0 if no blocks repeat."""
+    params = [step.leaf for step in traced.layout.step_leaves if step.leaf.role == "param"]
+    paths = [
+        tuple(f"{path}." for path in blocks.elements[first : first + blocks.period])
+        for blocks in find_block_lists(traced.closed.jaxpr.eqns)
+        for first in range(0, len(blocks.elements), blocks.period)
+    ]
+    sizes = (sum(leaf.size for leaf in params if leaf.path.startswith(block)) for block in paths)
+    return max(sizes, default=0)
