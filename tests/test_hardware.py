@@ -241,7 +241,10 @@ def test_hardware_writes_what_it_reads():
         ("3xTPU7x", "write 4 instead of 3"),
         ("2x3xTPU7x", "write 4 instead of 3"),
         ("12xH100", "2x6xH100"),
-        ("9" * 5000 + "xH100", "unknown chip"),
+        ("9" * 5000 + "xH100", "not a whole number from 1 to 9,999,999"),
+        ("-8xH100", "`-8` is not a whole number"),
+        ("2.5xH100", "`2.5` is not a whole number"),
+        ("2x4x8xH100", "`8` is not a whole number .* or a third number"),
     ],
 )
 def test_bad_hardware_text_says_what_to_write(text, message):

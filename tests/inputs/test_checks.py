@@ -59,6 +59,9 @@ def test_a_loss_is_a_function():
 
 def test_auto_and_an_empty_text_leave_all_sizes_open():
     assert mesh_sizes("auto") == mesh_sizes("") == {}
+    with pytest.raises(UserError, match='neither axis sizes nor "auto"') as caught:
+        mesh_sizes("automatic")
+    assert 'mesh="auto"' in caught.value.fix
     assert mesh_sizes("fsdp=4,tp=2") == {"fsdp": 4, "tensor": 2}
     assert mesh_sizes({"fsdp": 8}) == {"fsdp": 8}
 
@@ -69,7 +72,7 @@ def test_auto_and_an_empty_text_leave_all_sizes_open():
         (jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor")),
          'mesh="fsdp=4, tensor=2"'),
         (8, 'mesh="fsdp=4,tensor=2"'),
-        ("autp", "axis=size pairs"),
+        ("autp", 'mesh="auto" to let the planner choose'),
     ],
 )  # fmt: skip
 def test_what_is_no_mesh_says_what_to_write(mesh, fix):

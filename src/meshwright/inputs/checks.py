@@ -20,6 +20,11 @@ from meshwright.mesh.axes import parse_mesh
 def mesh_sizes(mesh: object) -> Mapping[str, int]:
     """Return the axis sizes of a mesh argument; empty for ``"auto"``."""
     if isinstance(mesh, str):
+        if mesh and "=" not in mesh and mesh != "auto":
+            raise UserError(
+                f'mesh="{mesh:.60}" is neither axis sizes nor "auto"',
+                fix='write mesh="fsdp=4,tensor=2", or mesh="auto" to let the planner choose',
+            )
         return parse_mesh("" if mesh == "auto" else mesh)
     if isinstance(mesh, Mesh):
         axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())

@@ -218,6 +218,28 @@ def test_all_plans_are_compared_with_blocks_that_run_alike():
         assert each.estimate.time.compute == pytest.approx(alone.time.compute, rel=0.02)
 
 
+class Equal(Sums):
+    """A model that is about as fast on all meshes; a larger batch slows the simplest one down."""
+
+    def estimate(self, plan, hardware):
+        simple = plan.size("data") == 8
+        slower = 1.005 if simple and plan.batch.global_batch_size > 32 else 1.0
+        memory = MemoryEstimate(10**9, 0, 0, 0, 0, 0, 0)
+        return Estimate(plan, hardware, TimeEstimate(slower), lambda: memory)
+
+
+def test_a_mesh_that_is_as_good_as_another_stays():
+    result = search(Equal(), task())
+    assert result.best.plan.mesh == {"data": 8}
+    assert all(each.after is None for each in what_ifs(Equal(), result))
+
+
+def test_a_device_by_itself_has_no_links_to_change():
+    result = search(Equal(), task("1xA100-40GB", batch=4))
+    changes = [each.change for each in what_ifs(Equal(), result)]
+    assert changes == ["160.0 GB of memory per device", "a global batch of 16 samples"]
+
+
 def test_a_change_with_which_nothing_fits_says_so():
     result = search(Sums(), task(micro_batch_size=4, mesh={"data": 8}))
     assert [str(each) for each in what_ifs(Sums(), result)][-1] == (

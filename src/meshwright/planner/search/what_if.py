@@ -9,12 +9,14 @@ from meshwright.mesh.axes import AXES, describe_sizes
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.candidates import PlanTask, Sizes
-from meshwright.planner.search.search import SearchResult, search
+from meshwright.planner.search.search import TIE, SearchResult, search
 from meshwright.units import human_gigabytes, human_seconds
 
 FACTORS = (1.5, 2.0, 4.0)
 NEAREST = 6
 """How many meshes of those that were slower, and that did not fit, are looked at again."""
+TIED = 3
+"""How many plans may be about equally fast."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,10 @@ class WhatIf:
 
 def what_ifs(estimator: Estimator, result: SearchResult) -> list[WhatIf]:
     """Return the smallest changes that lead to another mesh, or that none up to four times does."""
-    return [
-        _nearest(estimator, result, changes)
-        for changes in (_memory(result.task), _links(result.task), _batch(result.task))
-    ]
+    task = result.task
+    # A device by itself has no links.
+    links = [_links(task)] if task.hardware.count > 1 else []
+    return [_nearest(estimator, result, each) for each in (_memory(task), *links, _batch(task))]
 
 
 Changes = list[tuple[str, PlanTask]]
@@ -68,9 +70,16 @@ def _nearest(estimator: Estimator, result: SearchResult, changes: Changes) -> Wh
 
 
 def _decision(estimator: Estimator, result: SearchResult, task: PlanTask) -> Estimate | None:
-    """Return the best plan after a change; None if nothing fits, as with a larger batch."""
-    plans = search(estimator, task, top=1, meshes=list(_near(result))).plans
-    return plans[0] if plans else None
+    """Return the best plan after a change; None if nothing fits, as with a larger batch.
+
+    The mesh stays if it is as good as the best.
+    """
+    plans = search(estimator, task, top=TIED, meshes=list(_near(result))).plans
+    if not plans:
+        return None
+    limit, mesh = (1 + TIE) * min(each.time.step for each in plans), result.best.plan.mesh
+    stays = (each for each in plans if each.plan.mesh == mesh and each.time.step <= limit)
+    return next(stays, plans[0])
 
 
 def _near(result: SearchResult) -> Iterator[Sizes]:
