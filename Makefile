@@ -14,11 +14,14 @@
 #   make soak       disturb a training for five minutes, and compare it with an undisturbed one
 #   make peer-benchmarks compare with PyTorch DDP on this machine's cores
 #   make gpu-benchmarks run those that need a GPU
+#   make compiler-benchmarks run those that need the compiler for GPUs only, and install it
 #   make clean      remove virtual environments, caches and the built site
 #
 # PYTHON=/path/to/python selects another interpreter, which gets its own environment.
 
 SHELL := /bin/bash
+# Tests start hundreds of processes, which need not compile the source anew.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 ifeq ($(origin PYTHON), file)
 VENV := .venv
@@ -55,7 +58,7 @@ QUICK := $(addprefix tests/, \
   test_jax_internals.py test_json_text.py test_lazy.py test_plan.py test_trees.py test_units.py \
   test_weighted.py)
 
-.PHONY: setup train quick test test-all lint types suite test-faults browser slurm docs benchmarks soak peer-benchmarks gpu-benchmarks format clean
+.PHONY: setup train quick test test-all lint types suite test-faults browser slurm docs benchmarks soak peer-benchmarks gpu-benchmarks compiler-benchmarks format clean
 
 setup: $(STAMP)
 
@@ -97,7 +100,7 @@ test-all: lint types
 # Processes that are killed, stopped or preempted, also in jobs of a real SLURM.
 test-faults: setup
 	@timeout -s INT 1200 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-		--durations=15 -m faults tests/drill tests/faults/test_killed_saves.py tests
+		--durations=15 -m faults tests/faults/test_killed_saves.py tests
 
 # The report page tests run in a real browser. Without one they are skipped, and the summary says
 # so. This target and `slurm` need root.
@@ -158,8 +161,14 @@ gpu-benchmarks: setup
 	@$(BIN)/python benchmarks/gpu_gemma_floor.py
 	@$(BIN)/python benchmarks/gpu_pipeline.py
 	@$(BIN)/python benchmarks/gpu_reductions.py
-	@$(BIN)/python benchmarks/gpu_overlap.py
 	@$(BIN)/python benchmarks/gpu_planner.py
+	@$(BIN)/python benchmarks/page.py
+
+compiler-benchmarks: setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt -e '.[$(EXTRAS),cuda12]'
+	@$(BIN)/python benchmarks/gpu_overlap.py
+	@$(BIN)/python benchmarks/gpu_memory.py
 	@$(BIN)/python benchmarks/page.py
 
 format: setup

@@ -59,8 +59,8 @@ def test_two_faults_and_nothing_is_left(tmp_path):
     assert not list((tmp_path / "tmp").iterdir())
 
 
+# Each fault has a test of its own in tests/faults; this one takes as long as all of those.
 @pytest.mark.full
-@pytest.mark.faults
 def test_all_faults_are_survived(tmp_path):
     code, report, err = drill(tmp_path, "mesh.fsdp=2")
     assert code == 0, err
