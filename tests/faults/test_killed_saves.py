@@ -12,10 +12,11 @@ from faults import forked_training
 from faults.forked_training import temporary
 from faults.harness import LIMIT_SECONDS, Launch, checkpoints, launch, metrics, read_all
 
-pytestmark = [pytest.mark.full, pytest.mark.faults]
+pytestmark = pytest.mark.full
 
-FORKED, LAUNCHED = 45, 5
-"""Kills of processes that are forked, which start within a second, and of those of a launch."""
+FORKED, SOME, LAUNCHED = 45, 15, 5
+"""Kills of processes that are forked, which start within a second, of which the fault tests have
+only some, and of those of a launch."""
 FORKED_SECONDS = 3600
 """A limit for a machine that is very busy; on two idle cores they take two minutes."""
 
@@ -33,14 +34,16 @@ def train_forked(folder: Path, kills: int, steps: int) -> str:
     return done.stdout
 
 
-def test_sigkill_at_45_random_moments_of_saves(tmp_path):
-    said = train_forked(tmp_path / "killed", kills=FORKED, steps=100)
-    assert said.count("kill ") == FORKED
+@pytest.mark.parametrize("kills", [pytest.param(SOME, marks=pytest.mark.faults), FORKED])
+def test_sigkill_at_random_moments_of_saves(tmp_path, kills):
+    steps = 2 * kills + 10
+    said = train_forked(tmp_path / "killed", kills=kills, steps=steps)
+    assert said.count("kill ") == kills
     # Most kills leave a part of a checkpoint, or there would be nothing to see.
-    assert said.count("tmp") > FORKED // 2, said
-    train_forked(tmp_path / "whole", kills=0, steps=100)
+    assert said.count("tmp") > kills // 2, said
+    train_forked(tmp_path / "whole", kills=0, steps=steps)
     found, expected = metrics(tmp_path / "killed"), metrics(tmp_path / "whole")
-    assert list(expected) == list(range(1, 101))
+    assert list(expected) == list(range(1, steps + 1))
     assert found == expected
     assert checkpoints(tmp_path / "killed") == checkpoints(tmp_path / "whole")
 
@@ -59,6 +62,7 @@ def kill_the_next(running: Launch, chance: random.Random) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.faults
 def test_sigkill_in_5_saves_of_a_launch(tmp_path, undisturbed):
     flags, words = (f"--restarts={LAUNCHED}", "--grace=1"), ("checkpoint.every=1",)
     running = launch(tmp_path, *flags, nprocs=3, steps=60, words=words)
