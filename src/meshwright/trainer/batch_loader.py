@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from meshwright.data.batches import read_batches
 from meshwright.data.loader import load_batches
 from meshwright.data.protocols import Data
+from meshwright.data.user_data import FunctionData
 from meshwright.heartbeat import Doing, own_heartbeat
 from meshwright.processes import agree, process_count
 from meshwright.step.place_batch import local_rows, place_batch
@@ -77,9 +78,10 @@ class BatchLoader:
             yield place_batch(batch, self._sharding, self._batch_size, self._rows)
 
     def _all_have(self, batch: Any) -> bool:
-        """Whether all processes have a batch; a stream may end earlier in one."""
-        stream = self.data.num_samples is None and getattr(self.data, "sequential", False)
-        if process_count() == 1 or not stream:
+        """Whether all processes have a batch; data of unknown size may end earlier in one."""
+        # A function has a batch for every update, and asking each time would cost a round trip.
+        sized = self.data.num_samples is not None or isinstance(self.data, FunctionData)
+        if process_count() == 1 or sized:
             return batch is not None
         # The others may wait for a process with slow data, which is no wait for their own.
         with own_heartbeat().during(Doing.WAITING):
