@@ -11,7 +11,7 @@ from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.plan import Plan
 from meshwright.step.assemble import assemble
-from meshwright.step.collective_options import SMALLEST_BYTES, collective_options
+from meshwright.step.collective_options import collective_options
 
 WIDTH = 2048
 BLOCK = WIDTH * WIDTH + WIDTH
@@ -60,7 +60,7 @@ def limits(mesh, **settings):
 
 def test_a_block_is_sent_at_once_and_gathered_in_two_parts():
     assert limits({"fsdp": 8}, precision="bf16") == [
-        int(BLOCK * 2 / 2 * 1.2) if BLOCK > SMALLEST_BYTES else int(SMALLEST_BYTES * 1.2),
+        int(BLOCK * 2 / 2 * 1.2),
         int(BLOCK * 4 * 1.2) // 8,
         int(BLOCK * 4 * 1.2),
     ]

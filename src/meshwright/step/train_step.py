@@ -118,8 +118,11 @@ class TrainStep:
         )
         # JAX takes compiler options only where the step is not part of another program.
         self._traceable = compiled()
+        platform = mesh.devices.flat[0].platform
+        # Looking for blocks takes time, and only GPUs have use for their sizes.
+        wanted = collective_options(traced, plan) if platform == "gpu" else {}
         options = {
-            **gpu_options(mesh.devices.flat[0].platform, collective_options(traced, plan)),
+            **gpu_options(platform, wanted),
             **self._quick_options(runs, wide=wide),
         }
         self._jitted = compiled(compiler_options=options) if options else self._traceable
