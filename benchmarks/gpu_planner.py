@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,12 +70,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="models, separated by commas")
     parser.add_argument("--at-once", type=int, default=6, help="points that compile at a time")
-    parser.add_argument("--point", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--point", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.point is not None:
-        print(json.dumps(measure(POINTS[options.point])))
+        print(json.dumps(measure(Point(*options.point))))
         return
-    chosen = [n for n, p in enumerate(POINTS) if not options.only or p.model in options.only]
+    chosen = [p for p in POINTS if not options.only or p.model in options.only]
     rows = run_all(chosen, options.at_once)
     for row in rows:
         print(line(row), flush=True)
@@ -82,26 +83,26 @@ def main() -> None:
         save(rows)
 
 
-def run_all(numbers: list[int], at_once: int) -> list[dict[str, Any]]:
+def run_all(points: Sequence[Point], at_once: int) -> list[dict[str, Any]]:
     """Run points in processes of their own: compiling together, running one at a time."""
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    waiting, running = list(numbers), dict[int, Any]()
-    found: dict[int, dict[str, Any]] = {}
+    waiting, running = list(points), dict[Point, Any]()
+    found: dict[Point, dict[str, Any]] = {}
     while waiting or running:
         while waiting and len(running) < at_once:
-            number = waiting.pop(0)
-            command = [sys.executable, __file__, "--point", str(number)]
-            running[number] = subprocess.Popen(
+            point = waiting.pop(0)
+            command = [sys.executable, __file__, "--point", json.dumps(point)]
+            running[point] = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
             )
-        for number in [n for n, process in running.items() if process.poll() is not None]:
-            out, errors = running.pop(number).communicate()
+        for point in [p for p, process in running.items() if process.poll() is not None]:
+            out, errors = running.pop(point).communicate()
             last = out.strip().splitlines()[-1:]
             told = (errors.strip().splitlines() or ["no output"])[-1]
-            point = POINTS[number]._asdict()
-            found[number] = json.loads(last[0]) if last else {**point, "failed": told[:300]}
+            failed = {**point._asdict(), "failed": told[:300]}
+            found[point] = json.loads(last[0]) if last else failed
         time.sleep(0.2)
-    return [found[number] for number in numbers]
+    return [found[point] for point in points]
 
 
 def measure(point: Point) -> dict[str, Any]:

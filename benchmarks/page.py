@@ -301,6 +301,7 @@ def trainer_overhead(record: dict[str, Any]) -> list[str]:
     rows = [
         ["bare step", f"{record['bare_step_ms']:.1f} ms", ""],
         ["trainer / bare step", f"{record['ratio']:.3f}", f"95%: {spread(record['ratio_95'])}"],
+        ["a save costs", f"{record['save_costs_ms']:.0f} ms", "of updates"],
         ["a save blocks", f"{held:.1f} ms", f"{held / whole:.1%} of a synchronous save"],
     ]
     return table(("", "median", ""), rows)

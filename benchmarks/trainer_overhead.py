@@ -1,9 +1,10 @@
 """Measures what the trainer adds to its step: metrics, trackers, background checkpoints.
 
-A run of the whole trainer (metrics every 10 updates, JSONL and TensorBoard, a checkpoint every 50)
+A run of the whole trainer (metrics every 10 updates, JSONL and TensorBoard, checkpoints)
 alternates with blocks of the bare compiled step, in one process, so that load on the machine
-affects both equally. Each block of the trainer contains one checkpoint, which starts in its middle.
-Afterwards, a save is compared with a synchronous save of the same state.
+affects both equally. Every other block of the trainer contains a checkpoint, which starts in its
+middle; what such a block takes longer is the cost of a save. Afterwards, a save is compared with a
+synchronous save of the same state.
 
     python benchmarks/trainer_overhead.py
 
@@ -50,8 +51,9 @@ class Work:
     Attributes:
         trainer: the trainer.
         data: the batch of every update.
-        pairs: how often trainer and bare step take turns.
-        block: updates of a turn; also those between two checkpoints.
+        pairs: how often trainer and bare step take turns; every other time, a checkpoint is saved
+            in the middle of the trainer's turn.
+        block: updates of a turn.
     """
 
     trainer: mw.Trainer
@@ -98,7 +100,7 @@ class Alternating:
         return result
 
     def _batches(self) -> Iterator[list[Any]]:
-        # Half a block first, so that checkpoints start in the middle of the other blocks.
+        # Half a block first, so that checkpoints start in the middle of every other block.
         for _ in range(self._work.block // 2):
             yield self._batch
         for _ in range(self._work.pairs):
@@ -150,7 +152,7 @@ def measure(folder: Path, work: Work) -> dict[str, Any]:
             run_dir=folder,
             log_every=LOG_EVERY,
             tracking=mw.TrackingConfig(tensorboard=True),
-            checkpoint=mw.CheckpointConfig(every=block),
+            checkpoint=mw.CheckpointConfig(every=2 * block),
         ),
     )
     result = training_run.TrainingRun(spec).run()
@@ -185,13 +187,16 @@ def report(work: Work) -> dict[str, Any]:
     """Measure, print, and return the figures to record."""
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), work)
-    pairs = zip(found["trainer_ms"], found["bare_ms"], strict=True)
-    ratio, low, high = median_interval([a / b for a, b in pairs])
+    pairs = list(zip(found["trainer_ms"], found["bare_ms"], strict=True))
+    ratio, low, high = median_interval([a / b for a, b in pairs[::2]])
     bare = statistics.median(found["bare_ms"])
+    # What a turn with a save takes longer than one without.
+    saved = work.block * statistics.median(a - ratio * b for a, b in pairs[1::2])
     held, whole = (statistics.median(found[n]) for n in ("blocked_ms", "synchronous_ms"))
     print(f"bare step     {bare:8.1f} ms, {work.pairs} pairs of blocks of {work.block}")
     print(f"trainer       {ratio:8.3f} × bare step (95%: {low:.3f} to {high:.3f}), lower bound at "
           f"most {WITHIN}: {verdict(low, WITHIN)}")  # fmt: skip
+    print(f"a save costs  {saved:8.1f} ms of updates")
     print(f"a save blocks {held:8.1f} ms, {held / whole:.1%} of a synchronous save "
           f"({whole:.0f} ms), at most {BLOCKED:.0%}: {verdict(held / whole, BLOCKED)}")  # fmt: skip
     return {
@@ -200,6 +205,7 @@ def report(work: Work) -> dict[str, Any]:
         "bare_step_ms": round(bare, 2),
         "ratio": round(ratio, 4),
         "ratio_95": [round(low, 4), round(high, 4)],
+        "save_costs_ms": round(saved, 1),
         "save_blocks_ms": round(held, 2),
         "synchronous_save_ms": round(whole, 1),
         "save_blocks_share": round(held / whole, 4),

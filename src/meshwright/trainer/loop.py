@@ -164,6 +164,7 @@ class Loop:
                 progress.stop = stop
                 break
             mark(Doing.INPUT)
+        mark(Doing.WAITING)
         self.finite_check.look(done)
         if metrics is not None and done not in progress.losses:
             self._log(done, metrics | self.state_metrics(state), progress)
@@ -211,7 +212,8 @@ class Loop:
         saving = self.context.take_save() | self.checkpointer.due(update)
         if evaluating or saving:
             # What is saved under the number of an update must have all updates up to it.
-            self.finite_check.look(update)
+            with self.heartbeat.during(Doing.WAITING):
+                self.finite_check.look(update)
         if evaluating:
             self._evaluate(state, progress)
         # A callback may ask during the evaluation.

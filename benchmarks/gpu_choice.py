@@ -1,0 +1,121 @@
+"""Measures whether the planner chooses well on one GPU.
+
+For each model, all choices of what the backward pass computes again and of the microbatch are
+measured. The planner chooses for the whole memory of the GPU, and for a part of it; its choice is
+compared with the fastest one measured that needs no more.
+
+    python benchmarks/gpu_choice.py [--only llama] [--at-once 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import optax
+from gpu_peers import gpu_name
+from gpu_planner import Point, build, line, run_all
+from record import verdict, write_record
+
+from meshwright.hardware import parse_hardware
+from meshwright.planner.estimate.estimator import ProgramEstimator
+from meshwright.planner.search.candidates import REMATS, Pins, PlanTask
+from meshwright.planner.search.search import search
+
+HARDWARE = "1xH200"
+ROWS = {"medium": 64, "llama": 32}
+"""Models, with the rows of an update."""
+MICROBATCHES = (1, 2, 4, 8)
+SHARES = (0.9, 0.12)
+"""Shares of the GPU's memory that a plan may take: the default, and about 16 GiB."""
+WITHIN = 0.05
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=ROWS, help="a single model; nothing is recorded")
+    parser.add_argument("--at-once", type=int, default=8, help="points that compile at a time")
+    options = parser.parse_args()
+    models = [options.only] if options.only else list(ROWS)
+    choices = [choose(model, share) for model in models for share in SHARES]
+    points = dict.fromkeys(
+        Point(model, ROWS[model] // parts, remat, "unroll", parts)
+        for model in models
+        for remat in REMATS
+        for parts in MICROBATCHES
+    )
+    points |= dict.fromkeys(point for _, point in choices)
+    measured = dict(zip(points, run_all(list(points), options.at_once), strict=True))
+    for row in measured.values():
+        print(line(row), flush=True)
+    rows = [compare(share, point, measured) for share, point in choices]
+    targets = {f"{row['model']}, {row['memory_share']:.0%} of memory": told(row) for row in rows}
+    for name, text in targets.items():
+        print(f"{name}: {text}")
+    if gpu_name() and not options.only:
+        found = [row for row in measured.values() if "ms" in row]
+        record = {"gpu": gpu_name(), "targets": targets, "choices": rows, "measured": found}
+        write_record("gpu_choice", record)
+
+
+def choose(model: str, share: float) -> tuple[float, Point]:
+    """Return what the planner chooses, with the share of memory it may take."""
+    build_it, task = build(model)
+    optimizer = optax.adamw(1e-4, weight_decay=0.1)
+    estimator = ProgramEstimator(build_it, task.loss, optimizer, task.example_batch(8))
+    hardware = parse_hardware(HARDWARE)
+    pins = Pins(blocks="unroll")
+    plan = search(
+        estimator, PlanTask(hardware, ROWS[model], pins=pins, memory_share=share)
+    ).best.plan
+    batch = plan.batch
+    return share, Point(
+        model,
+        batch.micro_batch_size,
+        plan.sharding.remat,
+        plan.sharding.blocks,
+        batch.gradient_accumulation_steps,
+    )
+
+
+def compare(share: float, point: Point, measured: dict[Point, dict[str, Any]]) -> dict[str, Any]:
+    """Compare a choice with the fastest measured point of the model that needs no more memory."""
+    limit = 1e9 * share * parse_hardware(HARDWARE).chip.usable_gb_per_device
+    fitting = [
+        row
+        for other, row in measured.items()
+        if other.model == point.model and "ms" in row and row["bytes"] <= limit
+    ]
+    own = measured[point]
+    row: dict[str, Any] = {"model": point.model, "memory_share": share, "chosen": point._asdict()}
+    if not fitting or "ms" not in own:
+        return row
+    best = min(fitting, key=lambda each: each["ms"])
+    keys = ("rows", "remat", "microbatches", "ms", "bytes")
+    return {
+        **row,
+        "ms": own["ms"],
+        "bytes": own["bytes"],
+        "fits": own["bytes"] <= limit,
+        "best": {key: best[key] for key in keys},
+        "slower": round(own["ms"] / best["ms"] - 1, 4),
+    }
+
+
+def told(row: dict[str, Any]) -> str:
+    """Return what was found, in words."""
+    chosen = row["chosen"]
+    text = f"remat={chosen['remat']}, {chosen['microbatches']} × {chosen['rows']} rows"
+    if "ms" not in row:
+        return f"{text}; not measured"
+    best = row["best"]
+    fits = "fits" if row["fits"] else "does NOT fit"
+    return (
+        f"{text} takes {row['ms']:.1f} ms and {fits}; best of those that fit: "
+        f"remat={best['remat']}, {best['microbatches']} × {best['rows']} rows, {best['ms']:.1f} ms; "
+        f"at most {WITHIN:.0%} slower: {verdict(row['slower'], WITHIN)} ({row['slower']:+.1%})"
+    )
+
+
+if __name__ == "__main__":
+    main()
