@@ -1,6 +1,7 @@
 """Norms and activations are found, evaluated to the same numbers, and save less."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -147,16 +148,24 @@ def test_fewer_numbers_are_saved(name):
 
 
 def _saved(build, kernels):
-    made = assembled(build, loss, batch(8, 64), kernels, wide=False)
+    total, values = _loss_of_values(build, kernels)
+    saved = jax.eval_shape(lambda v: jax.vjp(total, v)[1], values)
+    return sum(leaf.size for leaf in jax.tree.leaves(saved))
+
+
+def _loss_of_values(build, kernels, **options):
+    made = assembled(build, loss, batch(8, 64), kernels, wide=False, **options)
     forward = planned_forward(made.traced, made.decision, made.plan, made.mesh)
     values = made.traced.layout.from_canonical(made.model_leaves.values(build()))
+    return lambda v: forward(v, jax.tree.leaves(batch(8, 64))).objective.total, values
 
-    def pullback(values):
-        return jax.vjp(lambda v: forward(v, jax.tree.leaves(batch(8, 64))).objective.total, values)[
-            1
-        ]
 
-    return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(pullback, values)))
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_gradients_of_scale_and_bias_are_summed_in_parts(precision):
+    """64 sums of 8 rows each, so that all processors of a GPU take part."""
+    total, values = _loss_of_values(build(["layer_norm"]), "xla", precision=precision)
+    program = str(jax.make_jaxpr(jax.grad(total))(values))
+    assert len(re.findall(rf"f32\[8,8,{WIDTH}\] = reduce_sum", program)) == 2
 
 
 @pytest.mark.full

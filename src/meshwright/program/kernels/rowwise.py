@@ -82,18 +82,29 @@ def _evaluate(
     """Evaluate equations; weights in half precision are rounded after they are repeated."""
     for eqn in eqns:
         shape = aval_of(eqn.outvars[0]).shape
+
+        def operand(atom: Atom, shape: tuple[int, ...] = shape) -> Any:
+            if not isinstance(atom, Literal) and atom in rounded:
+                repeated = repeat_vector(values[atom], shape, num_shards=num_shards)
+                return repeated.astype(aval_of(atom).dtype)
+            value = _as_traced(atom, values, numerics)
+            if not _is_repeated(jnp.shape(value), shape):
+                return value
+            return repeat_vector(value, shape, num_shards=num_shards)
+
         # What is sent for a weight belongs to the module that reads it.
         with jax.named_scope(name_stack(eqn) or "rowwise"):
-            operands = [
-                repeat_vector(values[a], shape, num_shards=num_shards).astype(aval_of(a).dtype)
-                if not isinstance(a, Literal) and a in rounded
-                else _as_traced(a, values, numerics)
-                for a in eqn.invars
-            ]
+            operands = [operand(atom) for atom in eqn.invars]
             if sums is not None and eqn.outvars[0] in sums:
                 values[eqn.outvars[0]] = _known_sum(eqn, operands[0], sums[eqn.outvars[0]])
             else:
                 values.update(zip(eqn.outvars, numerics.bind(eqn, operands), strict=True))
+
+
+def _is_repeated(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
+    """Whether an operand of this shape is the same for all rows of an elementwise result."""
+    same = len(shape) == len(result) and shape[-1:] == result[-1:]
+    return same and shape != result and all(size == 1 for size in shape[:-1])
 
 
 def _as_traced(atom: Atom, values: Mapping[Var, Any], numerics: Numerics) -> Any:
