@@ -10,11 +10,12 @@ compared with the fastest one measured that needs no more.
 from __future__ import annotations
 
 import argparse
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import optax
 from gpu_peers import gpu_name
-from gpu_planner import Point, build, line, run_all
+from gpu_planner import Point, build, run_all
 from record import verdict, write_record
 
 from meshwright.hardware import parse_hardware
@@ -23,9 +24,9 @@ from meshwright.planner.search.candidates import REMATS, Pins, PlanTask
 from meshwright.planner.search.search import search
 
 HARDWARE = "1xH200"
-ROWS = {"medium": 64, "llama": 32}
+ROWS = {"medium": 32, "llama": 16}
 """Models, with the rows of an update."""
-MICROBATCHES = (1, 2, 4, 8)
+MICROBATCHES = (1, 2, 4)
 SHARES = (0.9, 0.12)
 """Shares of the GPU's memory that a plan may take: the default, and 13 GB."""
 WITHIN = 0.05
@@ -37,17 +38,17 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=8, help="points that compile at a time")
     options = parser.parse_args()
     models = [options.only] if options.only else list(ROWS)
-    choices = [choose(model, share) for model in models for share in SHARES]
-    points = dict.fromkeys(
+    points = [
         Point(model, ROWS[model] // parts, remat, "unroll", parts)
         for model in models
         for remat in REMATS
         for parts in MICROBATCHES
-    )
-    points |= dict.fromkeys(point for _, point in choices)
-    measured = dict(zip(points, run_all(list(points), options.at_once), strict=True))
-    for row in measured.values():
-        print(line(row), flush=True)
+    ]
+    with ThreadPoolExecutor() as pool:
+        chosen = pool.submit(lambda: [choose(model, share) for model in models for share in SHARES])
+        measured = measure_all(points, options.at_once)
+        choices = chosen.result()
+    measured |= measure_all([p for _, p in choices if p not in measured], options.at_once)
     rows = [compare(share, point, measured) for share, point in choices]
     targets = {f"{row['model']}, {row['memory_share']:.0%} of memory": told(row) for row in rows}
     for name, text in targets.items():
@@ -56,6 +57,11 @@ def main() -> None:
         found = [row for row in measured.values() if "ms" in row]
         record = {"gpu": gpu_name(), "targets": targets, "choices": rows, "measured": found}
         write_record("gpu_choice", record)
+
+
+def measure_all(points: list[Point], at_once: int) -> dict[Point, dict[str, Any]]:
+    """Measure points."""
+    return dict(zip(points, run_all(points, at_once), strict=True))
 
 
 def choose(model: str, share: float) -> tuple[float, Point]:
@@ -113,7 +119,8 @@ def told(row: dict[str, Any]) -> str:
     fits = "fits" if row["fits"] else "does NOT fit"
     return (
         f"{text} takes {row['ms']:.1f} ms and {fits}; the fastest that fits, {fastest}, takes "
-        f"{best['ms']:.1f} ms; at most {WITHIN:.0%} slower: {verdict(row['slower'], WITHIN)} ({row['slower']:+.1%})"
+        f"{best['ms']:.1f} ms; at most {WITHIN:.0%} slower: {verdict(row['slower'], WITHIN)} "
+        f"({row['slower']:+.1%})"
     )
 
 

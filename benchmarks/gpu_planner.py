@@ -77,8 +77,6 @@ def main() -> None:
         return
     chosen = [p for p in POINTS if not options.only or p.model in options.only]
     rows = run_all(chosen, options.at_once)
-    for row in rows:
-        print(line(row), flush=True)
     if gpu_name() and not options.only:
         save(rows)
 
@@ -101,6 +99,7 @@ def run_all(points: Sequence[Point], at_once: int) -> list[dict[str, Any]]:
             told = (errors.strip().splitlines() or ["no output"])[-1]
             failed = {**point._asdict(), "failed": told[:300]}
             found[point] = json.loads(last[0]) if last else failed
+            print(line(found[point]), flush=True)
         time.sleep(0.2)
     return [found[point] for point in points]
 
@@ -156,7 +155,7 @@ def measure(point: Point) -> dict[str, Any]:
     return row
 
 
-def run(assembled: Any, compiled: Any, updates: int = 6, rounds: int = 3) -> float:
+def run(assembled: Any, compiled: Any, updates: int = 4, rounds: int = 3) -> float:
     """Return the milliseconds of an update, while no other point runs."""
     import jax
     import jax.numpy as jnp
@@ -174,7 +173,7 @@ def run(assembled: Any, compiled: Any, updates: int = 6, rounds: int = 3) -> flo
             jnp.zeros((assembled.plan.batch.global_batch_size, *leaf.shape[1:]), leaf.dtype)
             for leaf in assembled.traced.batch
         ]
-        for _ in range(4):
+        for _ in range(3):
             state, _ = compiled(state, batch)
         jax.block_until_ready(state)
         taken: list[float] = []
