@@ -4,7 +4,9 @@ For each model, all choices of what the backward pass computes again and of the 
 measured. The planner chooses for the whole memory of the GPU, and for a part of it; its choice is
 compared with the fastest one measured that needs no more.
 
-    python benchmarks/gpu_choice.py [--only llama] [--at-once 8]
+    python benchmarks/gpu_choice.py [--keep] [--only llama] [--at-once 6]
+
+With --keep, points that the record already has are not measured again.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 import optax
 from gpu_peers import gpu_name
 from gpu_planner import Point, build, run_all
-from record import verdict, write_record
+from record import read_record, verdict, write_record
 
 from meshwright.hardware import parse_hardware
 from meshwright.planner.estimate.estimator import ProgramEstimator
@@ -28,14 +30,15 @@ ROWS = {"medium": 32, "llama": 16}
 """Models, with the rows of an update."""
 MICROBATCHES = (1, 2, 4)
 SHARES = (0.9, 0.12)
-"""Shares of the GPU's memory that a plan may take: the default, and 13 GB."""
+"""Shares of the GPU's memory that a plan may take: the default, and 17 GB."""
 WITHIN = 0.05
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=ROWS, help="a single model; nothing is recorded")
-    parser.add_argument("--at-once", type=int, default=8, help="points that compile at a time")
+    parser.add_argument("--keep", action="store_true", help="keep the points of the record")
+    parser.add_argument("--at-once", type=int, default=6, help="points that compile at a time")
     options = parser.parse_args()
     models = [options.only] if options.only else list(ROWS)
     points = [
@@ -44,9 +47,10 @@ def main() -> None:
         for remat in REMATS
         for parts in MICROBATCHES
     ]
+    measured = recorded() if options.keep else {}
     with ThreadPoolExecutor() as pool:
         chosen = pool.submit(lambda: [choose(model, share) for model in models for share in SHARES])
-        measured = measure_all(points, options.at_once)
+        measured |= measure_all([p for p in points if p not in measured], options.at_once)
         choices = chosen.result()
     measured |= measure_all([p for _, p in choices if p not in measured], options.at_once)
     rows = [compare(share, point, measured) for share, point in choices]
@@ -62,6 +66,12 @@ def main() -> None:
 def measure_all(points: list[Point], at_once: int) -> dict[Point, dict[str, Any]]:
     """Measure points."""
     return dict(zip(points, run_all(points, at_once), strict=True))
+
+
+def recorded() -> dict[Point, dict[str, Any]]:
+    """Return the points of the record."""
+    rows = read_record("gpu_choice").get("measured", [])
+    return {Point(*(row[name] for name in Point._fields)): row for row in rows}
 
 
 def choose(model: str, share: float) -> tuple[float, Point]:
@@ -86,7 +96,7 @@ def choose(model: str, share: float) -> tuple[float, Point]:
 
 def compare(share: float, point: Point, measured: dict[Point, dict[str, Any]]) -> dict[str, Any]:
     """Compare a choice with the fastest measured point of the model that needs no more memory."""
-    limit = 1e9 * share * parse_hardware(HARDWARE).chip.usable_gb_per_device
+    limit = 1e9 * share * parse_hardware(HARDWARE).chip.hbm_gb
     fitting = [
         row
         for other, row in measured.items()

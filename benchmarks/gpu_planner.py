@@ -82,7 +82,18 @@ def main() -> None:
 
 
 def run_all(points: Sequence[Point], at_once: int) -> list[dict[str, Any]]:
-    """Run points in processes of their own: compiling together, running one at a time."""
+    """Run points in processes of their own: compiling together, running one at a time.
+
+    What fails, such as for lack of memory beside the others, is tried again alone.
+    """
+    found = _run_beside(points, at_once)
+    for point in [point for point, row in found.items() if "failed" in row]:
+        if at_once > 1:
+            found |= _run_beside([point], 1)
+    return [found[point] for point in points]
+
+
+def _run_beside(points: Sequence[Point], at_once: int) -> dict[Point, dict[str, Any]]:
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     waiting, running = list(points), dict[Point, Any]()
     found: dict[Point, dict[str, Any]] = {}
@@ -101,7 +112,7 @@ def run_all(points: Sequence[Point], at_once: int) -> list[dict[str, Any]]:
             found[point] = json.loads(last[0]) if last else failed
             print(line(found[point]), flush=True)
         time.sleep(0.2)
-    return [found[point] for point in points]
+    return found
 
 
 def measure(point: Point) -> dict[str, Any]:

@@ -22,6 +22,9 @@ from meshwright.weights.resolve import resolve_weights
 if TYPE_CHECKING:
     from meshwright.plan import Plan
 
+GPU_MEMORY_SHARE = "0.9"
+"""The share of a GPU's memory that JAX takes, unless the environment says otherwise."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -139,6 +142,8 @@ def prepare_devices(config: Config, composed: Composed) -> Composed:
     from meshwright import processes
     from meshwright.launch.connect import connect_processes
 
+    # JAX takes three quarters by default, and a plan may need more.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_SHARE)
     connect_processes(config.simulate)
     run_dir, sweep_dir = processes.broadcast([str(composed.run_dir), str(composed.sweep_dir)])
     return replace(composed, run_dir=Path(run_dir), sweep_dir=Path(sweep_dir))
