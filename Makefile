@@ -162,6 +162,7 @@ gpu-benchmarks: setup
 	@$(BIN)/python benchmarks/gpu_pipeline.py
 	@$(BIN)/python benchmarks/gpu_reductions.py
 	@$(BIN)/python benchmarks/gpu_planner.py
+	@$(BIN)/python benchmarks/gpu_choice.py
 	@$(BIN)/python benchmarks/page.py
 
 compiler-benchmarks: setup

@@ -77,10 +77,12 @@ def main() -> None:
             flush=True,
         )
     errors = [abs(row["error"]) for row in rows]
+    wrong = sum(row["state_error"] != 0 for row in rows)
+    median, worst = statistics.median(errors), max(errors)
     targets = {
-        "training state exact": verdict(sum(r["state_error"] != 0 for r in rows), 0),
-        "memory, median error": verdict(round(statistics.median(errors), 4), MEDIAN),
-        "memory, largest error": verdict(max(errors), WORST),
+        "training state: exact": verdict(wrong, 0),
+        f"memory: median error at most {MEDIAN:.0%}": f"{verdict(median, MEDIAN)} ({median:.1%})",
+        f"memory: worst error at most {WORST:.0%}": f"{verdict(worst, WORST)} ({worst:.1%})",
     }
     for what, found in targets.items():
         print(f"{what}: {found}")

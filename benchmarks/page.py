@@ -48,8 +48,9 @@ def circumstances(record: dict[str, Any]) -> str:
             f"JAX {versions['jax']}, Flax {versions['flax']}{note}: `{record['command']}`"
         )
     if "compiled_for" in record:
+        what = f"{record['model']}, " if "model" in record else ""
         return (
-            f"{record['date']}, {record['model']}, compiled for {record['compiled_for']}, JAX "
+            f"{record['date']}, {what}compiled for {record['compiled_for']}, JAX "
             f"{versions['jax']}, Flax {versions['flax']}: `{record['command']}`"
         )
     return (
@@ -57,6 +58,27 @@ def circumstances(record: dict[str, Any]) -> str:
         f"{machine['load']}, Python {versions['python']}, JAX {versions['jax']}, "
         f"Flax {versions['flax']}: `{record['command']}`"
     )
+
+
+def gpu_choice(record: dict[str, Any]) -> list[str]:
+    """One row for each choice of the planner."""
+    heads = ("model, memory it may take", "chosen", "ms", "the fastest that fits", "ms", "slower")
+    rows = [
+        [
+            f"{row['model']}, {row['memory_share']:.0%}",
+            *(
+                text
+                for plan, ms in ((row["chosen"], row["ms"]), (row["best"], row["best"]["ms"]))
+                for text in (
+                    f"{plan['remat']}, {plan['microbatches']} × {plan['rows']} rows",
+                    f"{ms:.1f}",
+                )
+            ),
+            f"{row['slower']:.1%}",
+        ]
+        for row in record["choices"]
+    ]
+    return table(heads, rows)
 
 
 def gpu_peers(record: dict[str, Any]) -> list[str]:
@@ -421,6 +443,7 @@ TABLES = {
     "ddp_scaling": ddp_scaling,
     "planner_accuracy": planner_accuracy,
     "gpu_planner": gpu_planner,
+    "gpu_choice": gpu_choice,
     "gpu_peers": gpu_peers,
     "gpu_user_models": gpu_user_models,
     "gpu_losses": gpu_losses,

@@ -10,7 +10,7 @@ from meshwright.errors import UserError
 from meshwright.hardware import parse_hardware
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeEstimate
-from meshwright.planner.fit.remedies import find_remedies, rank_remedies
+from meshwright.planner.fit.remedies import find_remedies, rank_remedies, unranked
 
 pytestmark = pytest.mark.usefixtures("command_line")
 
@@ -31,6 +31,7 @@ def test_every_remedy_of_a_plain_plan_keeps_the_global_batch():
     found = find_remedies(start, has_blocks=True, rolls_blocks=True)
     assert [remedy.text for remedy in found] == [
         "training.micro_batch_size=6 training.gradient_accumulation_steps=2",
+        "training.micro_batch_size=3 training.gradient_accumulation_steps=4",
         "training.micro_batch_size=1 training.gradient_accumulation_steps=12",
         "sharding.remat=dots",
         "sharding.remat=full",
@@ -73,10 +74,30 @@ def test_remedies_are_ranked_by_what_fits_and_what_they_save():
     found = find_remedies(start, has_blocks=False, rolls_blocks=False)
     ranked = rank_remedies(found, start, hardware, Samples())
     assert list(map(str, ranked)) == [
-        "training.micro_batch_size=1 training.gradient_accumulation_steps=100: "
-        "92.2 GiB less, which fits",
+        "training.micro_batch_size=25 training.gradient_accumulation_steps=4: "
+        "69.8 GiB less, which fits",
         "16 devices with mesh.data=8 mesh.fsdp=2: 47.0 GiB less, which is not enough",
-        "training.micro_batch_size=50 training.gradient_accumulation_steps=2: "
-        "46.6 GiB less, which is not enough",
         "mesh.fsdp=8 instead of mesh.data=8: 834.5 MiB less, which is not enough",
     ]
+
+
+def test_the_smallest_microbatch_is_named_if_no_size_is_enough():
+    start, hardware = plan({"fsdp": 2}, 16), parse_hardware("2xA100-40GB")
+
+    class Tiny(Samples):
+        def estimate(self, plan, hardware):
+            found = super().estimate(plan, hardware)
+            more = MemoryEstimate(10**12, 0, 0, 0, 0, plan.batch.micro_batch_size * 10**9, 0)
+            return Estimate(plan, hardware, found.time, lambda: more)
+
+    found = find_remedies(start, has_blocks=False, rolls_blocks=False)
+    ranked = rank_remedies(found, start, hardware, Tiny())
+    assert [remedy.samples for remedy in ranked if remedy.samples] == [1]
+    assert not any(remedy.fits for remedy in ranked)
+
+
+def test_without_predictions_there_are_the_largest_and_the_smallest_microbatch():
+    found = find_remedies(plan({"fsdp": 2}, 64), has_blocks=True, rolls_blocks=True)
+    assert [remedy.samples for remedy in found if remedy.samples] == [16, 8, 4, 2, 1]
+    assert [remedy.samples for remedy in unranked(found) if remedy.samples] == [16, 1]
+    assert len(unranked(found)) == len(found) - 3

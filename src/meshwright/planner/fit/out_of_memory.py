@@ -19,7 +19,7 @@ from meshwright.errors import OutOfMemory, UserError
 from meshwright.hardware import Hardware, detect
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.fit.least_memory import least_memory
-from meshwright.planner.fit.remedies import find_remedies, rank_remedies
+from meshwright.planner.fit.remedies import Remedy, find_remedies, rank_remedies, unranked
 from meshwright.program.blocks.block_lists import find_block_lists
 from meshwright.program.blocks.to_scan import roll_program
 from meshwright.step.assemble import Assembled
@@ -93,8 +93,10 @@ class MemoryAdvice:
             trains=trains,
             same_results=self._resumable(),
         )
+        ranked: list[Remedy] = []
         if self._predicts is not None:
-            found = rank_remedies(found, assembled.plan, *self._predicts) or found
+            ranked = rank_remedies(found, assembled.plan, *self._predicts)
+        found = ranked or unranked(found)
         if not found:
             return ["use devices with more memory, a smaller batch or a smaller model"]
         title = "what needs less memory, with the same global batch:"

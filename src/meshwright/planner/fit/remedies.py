@@ -25,12 +25,14 @@ class Remedy:
         text: the change as its reader would write it.
         saving: bytes per device that it is predicted to save; None if nobody has predicted it.
         fits: whether the changed plan is predicted to fit; None if nobody has predicted it.
+        samples: samples of a microbatch, if the change is that there are fewer.
     """
 
     plan: Plan
     text: str
     saving: int | None = None
     fits: bool | None = None
+    samples: int | None = None
 
     def __str__(self) -> str:
         if self.saving is None:
@@ -69,11 +71,14 @@ def rank_remedies(
 ) -> list[Remedy]:
     """Return remedies with their predicted savings, those that fit and the largest first.
 
-    Those that are predicted to save nothing, or nothing can be said about, are left out.
+    Those that are predicted to save nothing, or nothing can be said about, are left out. Of smaller
+    microbatches only the largest that fits is kept, or the smallest if none does.
     """
     now = estimator.estimate(plan, hardware).memory.total
     ranked: list[Remedy] = []
     for remedy in remedies:
+        if remedy.samples and any(other.samples and other.fits for other in ranked):
+            continue
         more = replace(hardware, count=remedy.plan.num_devices, nodes=1)
         try:
             changed = estimator.estimate(remedy.plan, more)
@@ -82,21 +87,30 @@ def rank_remedies(
             # Not every plan suits every model, and the message about memory comes first.
             continue
         if saving > 0:
+            ranked = [other for other in ranked if not (remedy.samples and other.samples)]
             ranked.append(replace(remedy, saving=saving, fits=changed.fits()))
     return sorted(ranked, key=lambda r: (not r.fits, -(r.saving or 0)))
 
 
+def unranked(remedies: Sequence[Remedy]) -> list[Remedy]:
+    """Return remedies for lack of predictions: the largest and the smallest of microbatches."""
+    sizes = [remedy.samples for remedy in remedies if remedy.samples]
+    kept = {None, *sizes[:1], *sizes[-1:]}
+    return [remedy for remedy in remedies if remedy.samples in kept]
+
+
 def _fewer_samples(plan: Plan) -> Iterator[Remedy]:
-    """Yield smaller microbatches of the same global batch: half as many samples, and one."""
+    """Yield smaller microbatches of the same global batch, each about half of the one before."""
     micro, steps = plan.batch.micro_batch_size, plan.batch.gradient_accumulation_steps
-    half = max((d for d in range(1, micro // 2 + 1) if micro % d == 0), default=None)
-    for smaller in dict.fromkeys(filter(None, (half, 1 if micro > 1 else None))):
+    smaller = micro
+    while smaller > 1:
+        smaller = next(d for d in range(smaller // 2, 0, -1) if micro % d == 0)
         more = steps * (micro // smaller)
         changed = _with_batch(plan, micro_batch_size=smaller, gradient_accumulation_steps=more)
         setting = str(Setting("training.gradient_accumulation_steps", more))
         if current_spelling() is Spelling.COMMAND_LINE:
             setting = f"{Setting('training.micro_batch_size', smaller)} {setting}"
-        yield Remedy(changed, setting)
+        yield Remedy(changed, setting, samples=smaller)
 
 
 def _sharding(plan: Plan, has_blocks: bool, rolls_blocks: bool) -> Iterator[Remedy]:
