@@ -21,8 +21,8 @@ def life(nbytes, start, end):
     return Lifetime(array(nbytes), "stored", start, end, crosses=False)
 
 
-def peak(function, *shapes, platform="gpu"):
-    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+def peak(function, *shapes, platform="gpu", dtype=jnp.float32):
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     closed = jax.make_jaxpr(function)(*arguments)
     classes = find_dim_classes(closed, [LeafLabel("batch", "x") for _ in shapes])
     kernels = schedule(list_operations(classes.root), platform)
@@ -48,6 +48,26 @@ def test_products_store_their_operands_and_results():
     assert peak(lambda x, y: (x * 2) @ y @ y, (64, 64), (64, 64)) == 2 * size
 
 
+def test_what_several_products_need_is_saved_once():
+    def run(x, y):
+        saved = [jax.lax.reduce_precision(x * 2, 8, 7) for _ in range(3)]
+        return saved[0] @ y, saved[1] @ y, saved[2] @ y
+
+    shared, apart = (4 * 64 * 64 * count for count in (4, 6))
+    assert peak(run, (64, 64), (64, 64)) == shared < apart
+
+
+@pytest.mark.parametrize(
+    ("platform", "columns", "arrays"), [("gpu", 64, 1), ("gpu", 63, 2), ("cpu", 63, 1)]
+)
+def test_gpus_copy_what_products_cannot_read_as_it_is(platform, columns, arrays):
+    """Columns that are no multiple of 8 are filled up, so that tanh needs an array of its own."""
+    shapes = ((64, 64), (64, columns), (columns, 1))
+    found = peak(lambda x, y, z: jnp.tanh(x @ y) @ z, *shapes, platform=platform, dtype="bfloat16")
+    column = 2 * 64
+    assert found == max(arrays * columns, columns + 1) * column
+
+
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_loops_store_what_they_stack(platform):
     def run(x):
@@ -63,3 +83,9 @@ def test_loops_store_what_they_stack(platform):
 def test_sizes_of_arrays_that_are_gone_are_not_those_of_others():
     sizes = DeviceSizes(1.0, frozenset())
     assert [sizes.of(array(nbytes)) for nbytes in range(100)] == list(range(100))
+
+
+def test_arrays_are_placed_by_size_or_by_life_whichever_needs_less():
+    """By size, the one of 5 lies below that of 3, and that of 2 does not fit between: 11."""
+    lives = [life(6, 0, 2), life(2, 3, 3), life(5, 3, 5), life(3, 0, 3)]
+    assert peak_of(Timeline(lives), WHOLE).nbytes == 10

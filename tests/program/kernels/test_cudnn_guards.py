@@ -27,13 +27,13 @@ class Attention(nnx.Module):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
-def use_on_gpu(precision="bf16", length=6, channels=8):
+def use_on_gpu(precision="bf16", length=6, channels=8, *, planned=False):
     """Return what is found in a step for GPUs."""
     batch = {"x": np.zeros((2, length, WIDTH), np.float32)}
     loss = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)  # noqa: E731
     build = lambda: Attention(channels)  # noqa: E731
     traced = assembled(build, loss, batch, "none", wide=False, precision=precision).traced
-    search = KernelSearch("auto", "gpu")
+    search = KernelSearch("auto", "gpu", planned=planned)
     found = find_kernels(traced, dim_classes(traced), lambda frame, variable: None, search)
     (use,) = [use for use in found.uses if use.kind == "attention"]
     return use
@@ -70,3 +70,9 @@ def test_what_cudnn_takes_is_replaced(cudnn):
 def test_what_it_does_not_take_stays_as_written(cudnn, sizes, reason):
     use = use_on_gpu(**sizes)
     assert (use.kernel, reason in use.reason) == ("", True), use.reason
+
+
+def test_plans_for_absent_gpus_count_on_even_lengths_only():
+    assert use_on_gpu(planned=True).kernel == "cudnn"
+    odd = use_on_gpu(length=197, planned=True)
+    assert (odd.kernel, odd.reason) == ("", "it needs rows of even length, not 197")

@@ -192,24 +192,30 @@ def _use(each: Lifetime, sizes: Sizes) -> Use:
 def _packed(nbytes: np.ndarray, start: np.ndarray, end: np.ndarray, least: float) -> float:
     """Return the bytes of a heap in which each array has a fixed place, as compilers assign them.
 
-    The largest arrays come first, each at the smallest gap that is free during its life. Small
-    ones are added as they are.
+    Compilers place the largest arrays first, or those that live longest, whichever needs less.
+    Small arrays are added as they are.
     """
     large = np.flatnonzero(nbytes >= max(least, 1))
-    large = large[np.argsort(-nbytes[large], kind="stable")]
-    offsets = np.zeros(len(large))
-    for position, number in enumerate(large):
-        placed = large[:position]
+    small = np.flatnonzero(nbytes < max(least, 1))
+    by_size = np.argsort(-nbytes[large], kind="stable")
+    by_life = np.lexsort((-nbytes[large], start[large] - end[large]))
+    tops = [_top(large[order], nbytes, start, end) for order in (by_size, by_life)]
+    changes = np.zeros(end.max() + 2)
+    np.add.at(changes, start[small], nbytes[small])
+    np.add.at(changes, end[small] + 1, -nbytes[small])
+    return min(tops) + float(np.cumsum(changes).max())
+
+
+def _top(order: np.ndarray, nbytes: np.ndarray, start: np.ndarray, end: np.ndarray) -> float:
+    """Return the end of a heap whose arrays are placed in an order, each in the smallest gap."""
+    offsets = np.zeros(len(order))
+    for position, number in enumerate(order):
+        placed = order[:position]
         beside = (start[placed] <= end[number]) & (end[placed] >= start[number])
         begins = offsets[:position][beside]
         ends = begins + nbytes[placed][beside]
         offsets[position] = _smallest_gap(begins, ends, float(nbytes[number]))
-    top = float((offsets + nbytes[large]).max()) if len(large) else 0.0
-    small = np.flatnonzero(nbytes < max(least, 1))
-    changes = np.zeros(end.max() + 2)
-    np.add.at(changes, start[small], nbytes[small])
-    np.add.at(changes, end[small] + 1, -nbytes[small])
-    return top + float(np.cumsum(changes).max())
+    return float((offsets + nbytes[order]).max()) if len(order) else 0.0
 
 
 def _smallest_gap(begins: np.ndarray, ends: np.ndarray, size: float) -> float:

@@ -6,6 +6,7 @@ read where their result is. The order is that of the program.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,9 @@ _FUSED = CHEAP | {
     "random_wrap",
     "threefry2x32",
 }
+
+_FILLED = 8
+"""Products in half precision on GPUs need dims that are multiples of this."""
 
 _SLICES = frozenset({"dynamic_slice", "slice", "split"})
 """Operations that read a part of their operand."""
@@ -108,6 +112,7 @@ class _Scheduler:
         self._platform, self._in_loop = platform, rows is not None
         self._rows = {id(array) for array in rows or ()}
         self._same: dict[int, Array] = {}
+        self._saved: dict[tuple[object, ...], Array] = {}
         self._operations = [op for op in program.operations if not self._is_same(op)]
         self._readers: dict[int, list[Operation]] = {}
         for operation in self._operations:
@@ -134,11 +139,21 @@ class _Scheduler:
         return kernels
 
     def _is_same(self, operation: Operation) -> bool:
+        """Whether all results are arrays that exist already, which is noted."""
         reads = operation.reads
-        if operation.name not in SAME or reads[0] is None:
+        if operation.name in SAME and reads[0] is not None:
+            pairs = zip(reads, operation.writes, strict=False)
+            self._same.update({id(new): old for old, new in pairs if old is not None})
+            return True
+        if operation.name != "reduce_precision" or reads[0] is None:
             return False
-        pairs = zip(reads, operation.writes, strict=False)
-        self._same.update({id(new): old for old, new in pairs if old is not None})
+        # What is saved for several products is saved once.
+        (result,) = operation.writes
+        key = (id(self._find(reads[0])), operation.backward, str(operation.eqn.params))
+        first = self._saved.setdefault(key, result)
+        if first is result:
+            return False
+        self._same[id(result)] = first
         return True
 
     def _find(self, array: Array) -> Array:
@@ -240,9 +255,22 @@ class _Scheduler:
             kernel.reused = [array for array in kernel.freed if id(array) in keys]
         elif operation.name in _FUSED:
             for result in kernel.writes:
-                match = [a for a in kernel.freed if a.nbytes == result.nbytes and a is not result]
+                match = [a for a in kernel.freed if self._can_replace(result, a)]
                 kernel.reused += match[:1]
         kernel.freed = [array for array in kernel.freed if array not in kernel.reused]
+
+    def _can_replace(self, result: Array, array: Array) -> bool:
+        if result is array or result.nbytes != array.nbytes:
+            return False
+        return not self._is_filled(result)
+
+    def _is_filled(self, array: Array) -> bool:
+        """Whether a product reads a copy of an array, with its last dim filled up."""
+        if self._platform != "gpu" or array.itemsize > 2 or not array.dims:
+            return False
+        rest = math.prod(atom.size for atom in array.dims[-1]) % _FILLED
+        readers = self._readers.get(id(self._find(array)), [])
+        return rest > 0 and any(operation.name == "dot_general" for operation in readers)
 
     def _copy_inputs(self, kernels: Sequence[Kernel]) -> None:
         """Say where weights are gathered and rows of a loop copied, once for each pass."""

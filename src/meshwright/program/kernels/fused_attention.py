@@ -197,6 +197,9 @@ def check_cudnn(operands: AttentionOperands, platform: str, *, planned: bool = F
         raise NotReplaced(f"packed documents need rows of even length, not {length}")
     if not planned:
         _try_cudnn(length, keys, channels, query.dtype, operands)
+    elif length % 2 or keys % 2:
+        # What all releases of JAX so far would say.
+        raise NotReplaced(f"it needs rows of even length, not {length}")
 
 
 def _try_cudnn(
