@@ -18,9 +18,11 @@ from meshwright.config.duration import Duration, parse_duration
 from meshwright.config.schema import CheckpointConfig
 from meshwright.data.user_data import as_data
 from meshwright.errors import EnvironmentProblem, UserError
+from meshwright.heartbeat import Doing, own_heartbeat
 from meshwright.step.canonical import Snapshot
 from meshwright.trainer.callbacks import Callbacks
 from meshwright.trainer.checkpointer import BackgroundCheckpointer
+from meshwright.trainer.finite_check import FiniteCheck
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.meter import Meter, Work
 from meshwright.trainer.run_spec import OutputSpec, RunSpec
@@ -262,3 +264,16 @@ def test_a_failed_save_fails_the_run():
         assert found.value.why == "disk full"
     checkpointer.abandon()
     assert len(logged) == 1
+
+
+def test_waiting_for_devices_is_not_told_as_work_of_the_process(fit, tmp_path, monkeypatch):
+    """The launcher would otherwise call a process slow that waits for another one."""
+    look, doing = FiniteCheck.look, []
+
+    def noting(self, until):
+        doing.append(own_heartbeat()._doing)
+        look(self, until)
+
+    monkeypatch.setattr(FiniteCheck, "look", noting)
+    fit(steps=4, run_dir=tmp_path, checkpoint=CheckpointConfig(every=3))
+    assert set(doing) == {Doing.WAITING}

@@ -198,7 +198,7 @@ def check_cudnn(operands: AttentionOperands, platform: str, *, planned: bool = F
     if not planned:
         _try_cudnn(length, keys, channels, query.dtype, operands)
     elif length % 2 or keys % 2:
-        # What all releases of JAX so far would say.
+        # JAX 0.11 and 0.12 refuse them.
         raise NotReplaced(f"it needs rows of even length, not {length}")
 
 
