@@ -153,12 +153,13 @@ peer-benchmarks: setup
 
 # Needs a GPU, and PyTorch with transformers to compare with.
 gpu-benchmarks: setup
-	@$(BIN)/python benchmarks/gpu_peers.py --only gpt2,gpt2_medium,gemma3_1b,llama3_1b,vit_b,resnet50
+	@$(BIN)/python benchmarks/gpu_peers.py \
+	  --only gpt2,gpt2_dropout,gpt2_medium,gemma3_1b,llama3_1b,vit_b,resnet50
+	@$(BIN)/python benchmarks/gpu_peers.py --only gemma3_1b --sides meshwright,plain_jax
 	@$(BIN)/python benchmarks/gpu_user_models.py
 	@$(BIN)/python benchmarks/gpu_losses.py
 	@$(BIN)/python benchmarks/gpu_trainer_overhead.py
 	@$(BIN)/python benchmarks/gpu_largest.py
-	@$(BIN)/python benchmarks/gpu_gemma_floor.py
 	@$(BIN)/python benchmarks/gpu_pipeline.py
 	@$(BIN)/python benchmarks/gpu_reductions.py
 	@$(BIN)/python benchmarks/gpu_planner.py

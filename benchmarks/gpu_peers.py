@@ -7,6 +7,7 @@ at a time, so that clocks and temperature are alike.
     python benchmarks/gpu_peers.py [--only gpt2,gpt2_medium] [--turns 5] [--updates 20]
     python benchmarks/gpu_peers.py --only vit_b,resnet50
     python benchmarks/gpu_peers.py --only resnet50 --sides meshwright,torchvision
+    python benchmarks/gpu_peers.py --only gemma3_1b --sides meshwright,plain_jax
 
 Images are bytes in memory-mapped arrays (data=arrays), which both sides read ahead in threads; a
 thread of the peer also pins them. In ResNet-50 both sides compute the statistics of batch norms in
@@ -35,6 +36,10 @@ from peer_cases import CASES
 from peer_process import PEER_PYTHON, Worker
 
 FIRST = 35
+OF_PLAIN_JAX = 0.95
+"""How many times the speed of the step by hand is asked for."""
+NAMED = {"torchvision": "torchvision", "plain_jax": "plain JAX"}
+"""Sides besides transformers, and how targets call them."""
 KEPT = ("warm_cache",)
 """What a record says besides rows and targets, and keeps when some are measured again."""
 
@@ -44,7 +49,9 @@ def main() -> None:
     parser.add_argument("--only", default="gpt2,gpt2_medium", help=", ".join(CASES))
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--updates", type=int, default=20, help="updates of a turn")
-    parser.add_argument("--sides", default="meshwright,transformers", help="or torchvision")
+    parser.add_argument(
+        "--sides", default="meshwright,transformers", help="or torchvision, plain_jax"
+    )
     parser.add_argument("--extra", default="", help="further settings of meshwright, by spaces")
     parser.add_argument("--worker", nargs=3, metavar=("SIDE", "CASE", "DATA"))
     options = parser.parse_args()
@@ -67,6 +74,10 @@ def work(side: str, name: str, data: str, updates: int) -> None:
         from peer_meshwright import train_meshwright
 
         train_meshwright(CASES[name], Path(data), updates, settings.split())
+    elif side == "plain_jax":
+        from peer_plain_jax import train_plain
+
+        train_plain(CASES[name], Path(data), updates)
     else:
         from peer_torch import train_torch
 
@@ -119,9 +130,12 @@ def save(rows: list[dict[str, Any]], gpu: str, peak: float) -> None:
     told = earlier.get("targets", {}).items()
     targets = {k: v for k, v in told if k.split(":")[0] not in names}
     for row in measured:
-        asked, name = CASES[row["case"]].asked, label(row)
+        name = label(row)
+        asked = OF_PLAIN_JAX if "plain_jax" in row else CASES[row["case"]].asked
         what = f"{name}: {row['unit']}/s at least {asked} × the peer's"
         targets[what] = f"{verdict(row['ratio'], asked, at_most=False)} ({row['ratio']})"
+        if "plain_jax" in row:
+            continue
         memory = row.get("memory_ratio", 0)
         targets[f"{name}: peak memory at most the peer's"] = f"{verdict(memory, 1)} ({memory})"
         if row["case"] == "gpt2":
@@ -140,7 +154,8 @@ def save(rows: list[dict[str, Any]], gpu: str, peak: float) -> None:
 
 def label(row: dict[str, Any]) -> str:
     """Return the name of a row in the list of targets."""
-    return f"{row['case']} of torchvision" if "torchvision" in row else row["case"]
+    other = next((name for name in NAMED if name in row), None)
+    return f"{row['case']} of {NAMED[other]}" if other else row["case"]
 
 
 def peer_versions() -> str:

@@ -95,7 +95,7 @@ def gpu_peers(record: dict[str, Any]) -> list[str]:
             f"{row[side]['mfu_of_peak']:.0%}",
         ]
         for row in record["rows"]
-        for side in ("meshwright", "transformers", "torchvision")
+        for side in ("meshwright", "transformers", "torchvision", "plain_jax")
         if side in row
     ]
     return table(heads, rows)
@@ -142,12 +142,6 @@ def gpu_largest(record: dict[str, Any]) -> list[str]:
         for row in record["rows"]
     ]
     return table(heads, rows)
-
-
-def gpu_gemma_floor(record: dict[str, Any]) -> list[str]:
-    """The step written by hand."""
-    row = [record["batch"], f"{record['tokens_per_second']:,}", record["ms"], record["peak_gib"]]
-    return table(("batch", "tokens/s", "ms", "peak GiB"), [row])
 
 
 def step_guard(record: dict[str, Any]) -> list[str]:
@@ -449,7 +443,6 @@ TABLES = {
     "gpu_losses": gpu_losses,
     "gpu_trainer_overhead": trainer_overhead,
     "gpu_largest": gpu_largest,
-    "gpu_gemma_floor": gpu_gemma_floor,
     "gpu_overlap": gpu_overlap,
     "gpu_memory": gpu_memory,
     "gpu_pipeline": gpu_pipeline,

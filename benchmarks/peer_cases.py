@@ -183,7 +183,8 @@ CASES = {
     "gpt2_dropout": gpt2("gpt2", 12, 768, 12, rows=32, dropout=0.1),
     "gpt2_medium": gpt2("gpt2_medium", 24, 1024, 16, rows=16),
     "gemma3_1b": Case(
-        4, Rows(2048, 262144), ("model=gemma3_1b",), ("Gemma3TextConfig", GEMMA_1B), 26 * 1024
+        4, Rows(2048, 262144), ("model=gemma3_1b",), ("Gemma3TextConfig", GEMMA_1B), 26 * 1024,
+        asked=1.25,
     ),
     "llama3_1b": Case(
         4, Rows(2048, 128256), ("model=llama3_1b",), ("LlamaConfig", LLAMA_1B), 16 * 2048

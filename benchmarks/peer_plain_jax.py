@@ -1,28 +1,25 @@
-"""Times a training step of Gemma 3 1B written by hand in plain JAX, on one GPU.
+"""A side of a comparison without a framework: Gemma 3 1B and its step by hand, in plain JAX.
 
-It shows how fast the model can be in JAX without a framework: cuDNN attention, activations as rows
-[B·T, D], norms that keep only their input for the gradient, and a loss that computes its gradients
-in the forward pass, part by part. AdamW, clipping at norm 1.0, float32 master weights, and compute
-in bf16.
-
-    python benchmarks/gpu_gemma_floor.py [--rows 4] [--length 2048] [--parts 8]
-    python benchmarks/gpu_gemma_floor.py --nano    # on a CPU, not recorded
+It shows how fast the model can be in JAX: cuDNN attention, activations as rows [B·T, D], norms that
+keep only their input for the gradient, and a loss that computes its gradients in the forward pass,
+part by part. AdamW, clipping at norm 1.0, float32 master weights, and compute in bf16.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
-import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from gpu_peers import gpu_name
-from record import write_record
+import numpy as np
+from peer_cases import Case
+from peer_process import since_start, tell, told_to_go
 
 HALF, EPSILON = jnp.bfloat16, 1e-6
 Weights = dict[str, Any]
@@ -46,7 +43,7 @@ class Sizes:
     attention: str = "cudnn"
 
 
-NANO = Sizes(2, 64, 512, 2, 64, 4, 16, 128, 16, 2, 2, "xla")
+NANO = Sizes(4, 64, 1024, 2, 64, 4, 16, 128, 16, 2, 2, "xla")
 
 
 @jax.custom_vjp
@@ -214,47 +211,43 @@ def step(state: Any, tokens: Any, sizes: Sizes) -> Any:
     return (jax.tree.map(move, weights, first, second), first, second, count), (loss, size)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--parts", type=int, default=8, help="parts of the loss")
-    parser.add_argument("--nano", action="store_true", help="a tiny model, for trying it out")
-    options = parser.parse_args()
-    sizes = Sizes(rows=options.rows, length=options.length, parts=options.parts)
-    sizes = NANO if options.nano else sizes
+def train_plain(case: Case, data: Path, updates: int) -> None:
+    """Train Gemma 3 1B in turns, on rows of a file of tokens that a thread reads ahead."""
+    sizes = NANO if case.data.units == NANO.length else Sizes(case.rows, case.data.units)
     weights = jax.jit(initial, static_argnums=0)(sizes)
     zeros = [jax.tree.map(jnp.zeros_like, weights) for _ in "ab"]
     state = (weights, *zeros, jnp.zeros((), jnp.float32))
-    shape = (sizes.rows, sizes.length + 1)
-    tokens = jax.random.randint(jax.random.key(1), shape, 0, min(sizes.vocabulary, 50_000))
     params = sum(leaf.size for leaf in jax.tree.leaves(weights))
     del weights, zeros
-    begun = time.perf_counter()
-    compiled = step.lower(state, tokens, sizes).compile()
-    compile_s = time.perf_counter() - begun
-    losses, times = [], []
-    for _ in range(3 if options.nano else 6):
-        begun = time.perf_counter()
-        for _ in range(2 if options.nano else 10):
-            state, (loss, _) = compiled(state, tokens)
-        losses.append(float(loss))
-        times.append((time.perf_counter() - begun) / (2 if options.nano else 10))
-    seconds = statistics.median(times[1:])
-    memory = jax.devices()[0].memory_stats() or {}
-    figures = {
-        "batch": f"{sizes.rows}×{sizes.length}",
-        "parameters": params,
-        "ms": round(seconds * 1e3, 2),
-        "tokens_per_second": round(sizes.rows * sizes.length / seconds),
-        "peak_gib": round(memory.get("peak_bytes_in_use", 0) / 2**30, 2),
-        "compile_s": round(compile_s, 1),
-        "losses": [round(value, 4) for value in losses],
-    }
-    print(figures)
-    if gpu_name() and not options.nano:
-        write_record("gpu_gemma_floor", {"gpu": gpu_name(), **figures, "targets": {}})
+    tokens, order = np.load(data, mmap_mode="r"), np.random.default_rng(0)
 
+    def read() -> Any:
+        starts = order.integers(0, len(tokens) - sizes.length - 1, sizes.rows)
+        rows = np.stack([tokens[s : s + sizes.length + 1] for s in starts])
+        return jax.device_put(rows.astype(np.int32))
 
-if __name__ == "__main__":
-    main()
+    compiled = step.lower(state, read(), sizes).compile()
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(read)
+
+        def update(state: Any) -> Any:
+            nonlocal ahead
+            rows, ahead = ahead.result(), pool.submit(read)
+            return compiled(state, rows)
+
+        state, (loss, _) = update(state)
+        float(loss)
+        tell(first_update=since_start())
+        while told_to_go():
+            begun = time.perf_counter()
+            for _ in range(updates):
+                state, (loss, _) = update(state)
+            value = float(loss)
+            memory = jax.devices()[0].memory_stats() or {}
+            tell(
+                seconds=time.perf_counter() - begun,
+                updates=updates,
+                peak=memory.get("peak_bytes_in_use", 0),
+                loss=value,
+                parameters=params,
+            )
