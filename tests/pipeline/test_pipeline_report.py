@@ -93,6 +93,14 @@ class Mixed(Tokens):
         self.blocks[0].down = nnx.Linear(2 * WIDTH, WIDTH, rngs=nnx.Rngs(1))
 
 
+def test_a_heavy_head_is_named_as_such():
+    # Random keys of blocks that drop nothing are read by no block.
+    assembled = put(lambda: Tokens(4), tokens_loss, tokens_batch(), {"pipe": 4}, "1f1b")
+    (warning,) = [text for text in assembled.pipeline_report.warnings if "than the mean" in text]
+    assert "its head weighs less with fewer stages" in warning
+    assert "not like the other blocks" not in warning
+
+
 def test_blocks_go_by_their_numbers_in_the_model():
     assembled = put(Mixed, tokens_loss, tokens_batch(), {"pipe": 2}, "1f1b")
     assert [stage.blocks for stage in assembled.pipeline_report.stages] == [(1, 2), (3, 4)]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.pipeline.execute.stage_vjp import StageVJP
+from meshwright.program.evaluate.repeated_vector import repeat_vector
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +99,26 @@ def test_sums_that_need_more_than_the_products_belong_to_the_first_half():
     # The gradient of each kernel's result, and that of each scale.
     shapes = sorted(shape.shape for shape in program.cut_shapes)
     assert shapes == [(2, 3, 4), (2, 3, 4), (4,), (4,)]
+
+
+def test_sums_in_two_steps_stay_two_steps_in_halves():
+    random = np.random.default_rng(0)
+    bias, x, ct = (
+        random.normal(size=4),
+        random.normal(size=(8, 64, 4)),
+        random.normal(size=(8, 64, 4)),
+    )
+
+    def function(bias, fixed, x, others):
+        return x * fixed + repeat_vector(bias, x.shape), others
+
+    program = StageVJP(function, bias, 2.0, x, ())
+    saved = program.forward(bias, 2.0, x, ()).saved
+
+    def halves(saved, ct):
+        dx, cut = program.input_gradient(bias, 2.0, saved, ct)
+        return dx, program.weight_gradient(bias, 2.0, saved, cut)
+
+    assert str(jax.make_jaxpr(halves)(saved, ct)).count("optimization_barrier") == 1
+    _, found = halves(saved, ct)
+    np.testing.assert_allclose(found, ct.sum((0, 1)), rtol=1e-12)

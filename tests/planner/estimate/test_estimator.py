@@ -9,7 +9,10 @@ from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.hardware import parse_hardware
 from meshwright.ledgers.minimum import needed_collectives
+from meshwright.ledgers.stage_minimum import needed_by_stage
 from meshwright.models import build_model
+from meshwright.pipeline.execute.op_counts import count_operations
+from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimator import ProgramEstimator
 from meshwright.step.assemble import assemble
@@ -126,6 +129,23 @@ def test_what_is_sent_is_the_minimum_of_the_ledger(estimator, mesh):
         minimum[need.axis] = minimum.get(need.axis, 0) + need.sent_bytes
     traffic = estimator.estimate(plan, on(plan)).time.traffic
     assert {axis: each.sent_bytes for axis, each in traffic.items()} == pytest.approx(minimum)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "microbatches"), [("1f1b", 2, 4), ("zb_h1", 4, 8), ("gpipe", 4, 8)]
+)
+def test_what_stages_send_is_the_minimum_of_the_ledger(estimator, schedule, stages, microbatches):
+    plan = make_plan({"pipe": stages}, rows=1, microbatches=microbatches)
+    plan = plan.model_copy(update={"schedule": schedule})
+    assembled = assembled_for(plan)
+    counts = count_operations(get_schedule(schedule), microbatches, stages)
+    sent = [
+        sum(need.sent_bytes for need in needs)
+        for needs in needed_by_stage(assembled, assembled.step.pipeline, counts)
+    ]
+    traffic = estimator.estimate(plan, on(plan)).time.traffic
+    # Losses and their weights are sent as well: a few bytes.
+    assert traffic["pipe"].sent_bytes == pytest.approx(max(sent), rel=1e-3)
 
 
 def test_operations_are_those_of_the_formula(estimator):

@@ -35,5 +35,7 @@ def odd_modules(cut: BlockCut) -> list[str]:
     if not head:
         return []
     pattern = re.compile(rf"{re.escape(head)}\d+(?=\.)")
-    matches = (pattern.match(leaf.step.leaf.path) for leaf in cut.outer)
+    # What no block reads, such as the random keys of a dropout of 0, says nothing about it.
+    weights = (leaf for leaf in cut.outer if leaf.kind == "weight")
+    matches = (pattern.match(leaf.step.leaf.path) for leaf in weights)
     return list(dict.fromkeys(match[0] for match in matches if match))

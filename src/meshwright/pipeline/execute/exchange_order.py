@@ -92,15 +92,18 @@ class ExchangeOrder:
         if self._waits or ahead.needed is None or back.needed is None:
             return self.send(axis, ahead), self.send(axis, back)
         # One question to the host instead of two.
-        send = named(ahead.operation, partial(_permuted, axis, ahead))
-        send_back = named(back.operation, partial(_permuted, axis, back))
+        send, send_back = partial(_permuted, axis, ahead), partial(_permuted, axis, back)
+        only_send, both_send = (named(op, send) for op in (TickOp.ONLY_SEND, TickOp.BOTH_SEND))
+        only_back, both_back = (
+            named(op, send_back) for op in (TickOp.ONLY_SEND_BACK, TickOp.BOTH_SEND_BACK)
+        )
         return lax.switch(
             ahead.needed.astype(jnp.int32) + 2 * back.needed.astype(jnp.int32),
             [
                 lambda a, b: (a, b),
-                lambda a, b: (send(a), b),
-                lambda a, b: (a, send_back(b)),
-                lambda a, b: (send(a), send_back(b)),
+                lambda a, b: (only_send(a), b),
+                lambda a, b: (a, only_back(b)),
+                lambda a, b: (both_send(a), both_back(b)),
             ],
             ahead.values,
             back.values,

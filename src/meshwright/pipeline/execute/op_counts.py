@@ -16,7 +16,11 @@ from meshwright.pipeline.schedule.schedules import Schedule
 
 
 class TickOp(StrEnum):
-    """The operations of a tick, by their names in the compiled program."""
+    """The operations of a tick, by their names in the compiled program.
+
+    Stages send in one direction (send, send_back), or where the program asks once for both, in a
+    branch that sends in one direction only, and in one that sends in both.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -25,6 +29,10 @@ class TickOp(StrEnum):
     HEAD = "head"
     SEND = "send"
     SEND_BACK = "send_back"
+    ONLY_SEND = "only_send"
+    ONLY_SEND_BACK = "only_send_back"
+    BOTH_SEND = "both_send"
+    BOTH_SEND_BACK = "both_send_back"
 
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -77,16 +85,21 @@ def count_operations(
     _, rows = table_rows(table, rounds)
     forward, backward = (np.asarray(op.microbatch) >= 0 for op in (rows.forward, rows.backward))
     starts = forward & (np.asarray(rows.forward.reads) < 0)
-    senders, back_senders = ({a for a, _ in table.shape.ring(step)} for step in (1, -1))
     stages = np.arange(num_stages)
+    ahead, back = (np.isin(stages, [a for a, _ in table.shape.ring(step)]) for step in (1, -1))
+    sends, sends_back = np.asarray(rows.sends), np.asarray(rows.sends_back)
     runs = {
         TickOp.FORWARD: forward,
         TickOp.BACKWARD: backward,
         TickOp.WEIGHT: np.asarray(rows.weight.microbatch) >= 0,
         TickOp.EMBEDDING: starts,
         TickOp.HEAD: np.asarray(rows.gradient_own) >= 0,
-        TickOp.SEND: np.asarray(rows.sends) & np.isin(stages, list(senders)),
-        TickOp.SEND_BACK: np.asarray(rows.sends_back) & np.isin(stages, list(back_senders)),
+        TickOp.SEND: sends & ahead,
+        TickOp.SEND_BACK: sends_back & back,
+        TickOp.ONLY_SEND: sends & ~sends_back & ahead,
+        TickOp.ONLY_SEND_BACK: ~sends & sends_back & back,
+        TickOp.BOTH_SEND: sends & sends_back & ahead,
+        TickOp.BOTH_SEND_BACK: sends & sends_back & back,
     }
     counts = {name: [int(n) for n in mask.sum(0)] for name, mask in runs.items()}
     return OpCounts(len(forward), counts)

@@ -32,6 +32,7 @@ from meshwright.trees import PyTree
 
 Function = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 """From (weights, fixed, x, others) to (y, further results)."""
+BARRIER = "optimization_barrier"
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,7 @@ def _by_work(
     products, sums = [], []
     for atom in weight_atoms:
         names = {eqn.primitive.name for eqn in needed_equations(eqns, [atom])}
-        (sums if names <= CHEAP | {"reduce_sum"} else products).append(atom)
+        (sums if names <= CHEAP | {"reduce_sum", BARRIER} else products).append(atom)
     return products, sums
 
 
@@ -339,8 +340,11 @@ def _inlined(closed: ClosedJaxpr, rules: Sequence[Rule]) -> ClosedJaxpr:
 def _inline(eqn: Equation, env: Environment) -> list[Value] | None:
     """Replace remat by its body.
 
-    Forward and backward run in different ticks, where remat has no effect.
+    Forward and backward run in different ticks, where remat has no effect. A barrier between
+    several values would tie both halves together; that of a single one, such as between the two
+    steps of a sum, stays.
     """
     if eqn.primitive.name in REMATS:
         return env.run(called_jaxpr(eqn), env.operands(eqn))
-    return env.operands(eqn) if eqn.primitive.name == "optimization_barrier" else None
+    ties = eqn.primitive.name == BARRIER and len(eqn.invars) > 1
+    return env.operands(eqn) if ties else None

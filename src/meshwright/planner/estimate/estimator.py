@@ -189,7 +189,9 @@ class ProgramEstimator:
         blocks = program.blocks
         if plan.size("pipe") > 1 and blocks is not None:
             carried = nbytes_of(blocks.carried, self._sizes(plan, program, hardware))
-            yield from stage_traffic(carried, plan)
+            rounds = plan.batch.gradient_accumulation_steps // plan.num_microbatches
+            messages = self._slots(plan).messages * rounds
+            yield from stage_traffic(carried, messages, state.outside)
 
     def _memory(self, plan: Plan, hardware: Hardware) -> MemoryEstimate:
         state, peak = self._states.of(plan), self._peak(plan, hardware)

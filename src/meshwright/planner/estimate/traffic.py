@@ -97,10 +97,17 @@ def tensor_traffic(events: Iterable[Event], plan: Plan, rows: float) -> Iterator
         yield Sent("tensor", kind, event.nbytes * rows, event.times * steps)
 
 
-def stage_traffic(carry: float, plan: Plan) -> Iterator[Sent]:
-    """Yield what stages send to each other: activations of this many bytes and their gradients."""
-    times = 2 * plan.batch.gradient_accumulation_steps * plan.num_chunks
-    yield Sent("pipe", "collective-permute", carry, times)
+def stage_traffic(carry: float, messages: int, outside: float) -> Iterator[Sent]:
+    """Yield what stages send to each other.
+
+    Args:
+        carry: bytes of the activations that one block hands to the next.
+        messages: activations and gradients that a stage sends.
+        outside: bytes of the parameters outside of stages, which each stage has a part of.
+    """
+    yield Sent("pipe", "collective-permute", carry, messages)
+    yield Sent("pipe", "all-gather", outside)
+    yield Sent("pipe", "reduce-scatter", outside)
 
 
 def time_traffic(

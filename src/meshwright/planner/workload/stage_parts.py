@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.pipeline.execute.buffers import allocate_slots
+from meshwright.pipeline.execute.buffers import ABSENT, allocate_slots
 from meshwright.pipeline.execute.least_saved import least_saved
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.planner.workload.array_operations import Array
@@ -38,12 +38,14 @@ class SlotCounts:
         saved: microbatches whose saved values it keeps, for each of its chunks of blocks.
         carried: activations and gradients that arrived from other stages.
         cuts: microbatches whose weight gradients are still to be computed.
+        messages: activations and gradients that it sends.
         bubble: share of the time in which it waits for other stages.
     """
 
     saved: int
     carried: int
     cuts: int
+    messages: int
     bubble: float
 
 
@@ -83,4 +85,13 @@ def count_slots(schedule: str, num_chunks: int, microbatches: int, stages: int) 
     slots = allocate_slots(chosen.table(shown, stages))
     bubble = float(chosen.bubble(microbatches, stages))
     carried = slots.num_activations + slots.num_gradients
-    return SlotCounts(slots.num_saved, carried, slots.num_cuts, bubble)
+    # All stages send whenever one of them has to; this is the pattern of one more microbatch.
+    again = 3 if chosen.splits_backward else num_chunks
+    ways = [slots.activation_in, slots.gradient_in]
+    sent = [
+        sum(any(slot != ABSENT for slot in row) for row in way) + again * (microbatches - shown)
+        for way in ways
+    ]
+    # The first of two stages sends activations only, the last one gradients.
+    messages = max(sent) if stages == 2 and num_chunks == 1 else sum(sent)
+    return SlotCounts(slots.num_saved, carried, slots.num_cuts, messages, bubble)
