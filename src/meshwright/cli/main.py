@@ -126,6 +126,10 @@ def _run_command(arguments: Arguments, output: Output) -> int:
         return print_composed(arguments, output)
     with activity("starting JAX") if arguments.command.needs_devices else nullcontext():
         request = make_request(arguments, output)
+        if arguments.command.needs_devices:
+            from meshwright.cli.early_start import start_devices
+
+            start_devices()
         module = importlib.import_module(arguments.command.module)
     code = int(module.run(request))
     if code == ExitCode.DONE:
