@@ -10,7 +10,6 @@ fitted to the points marked `fitted`; the others were not looked at before.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import statistics
@@ -19,13 +18,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpu_peers import gpu_name
 
 MEMORY, TIME_MEDIAN, TIME_WORST = 0.10, 0.08, 0.20
 """The errors that are asked for, at most."""
+COMPILED = "compiled"
+"""What a process says when it is ready to run."""
 
 
 class Point(NamedTuple):
@@ -95,24 +95,46 @@ def run_all(points: Sequence[Point], at_once: int) -> list[dict[str, Any]]:
 
 def _run_beside(points: Sequence[Point], at_once: int) -> dict[Point, dict[str, Any]]:
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    waiting, running = list(points), dict[Point, Any]()
     found: dict[Point, dict[str, Any]] = {}
-    while waiting or running:
-        while waiting and len(running) < at_once:
-            point = waiting.pop(0)
-            command = [sys.executable, __file__, "--point", json.dumps(point)]
-            running[point] = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-            )
-        for point in [p for p, process in running.items() if process.poll() is not None]:
-            out, errors = running.pop(point).communicate()
-            last = out.strip().splitlines()[-1:]
-            told = (errors.strip().splitlines() or ["no output"])[-1]
-            failed = {**point._asdict(), "failed": told[:300]}
-            found[point] = json.loads(last[0]) if last else failed
+    for first in range(0, len(points), at_once):
+        running = {point: _Compiling(point, env) for point in points[first : first + at_once]}
+        # Compilers time kernels on the GPU, so nothing runs before all of them are done.
+        for process in running.values():
+            process.wait()
+        for point, process in running.items():
+            found[point] = process.run()
             print(line(found[point]), flush=True)
-        time.sleep(0.2)
     return found
+
+
+class _Compiling:
+    """A process that compiles a point, and runs it when it is told to."""
+
+    def __init__(self, point: Point, env: dict[str, str]) -> None:
+        self._point, self._errors = point, tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._told = ""
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--point", json.dumps(point)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=env,
+        )  # fmt: skip
+
+    def wait(self) -> None:
+        """Wait until it has compiled, or ended."""
+        assert self._process.stdout is not None
+        for text in self._process.stdout:
+            if text.strip() == COMPILED:
+                return
+            self._told = text
+
+    def run(self) -> dict[str, Any]:
+        """Run it, and return the figures of the point."""
+        out, _ = self._process.communicate("\n")
+        told = (self._told + out).strip().splitlines()[-1:]
+        if told:
+            return json.loads(told[0])
+        self._errors.seek(0)
+        error = (self._errors.read().strip().splitlines() or ["no output"])[-1]
+        return {**self._point._asdict(), "failed": error[:300]}
 
 
 def measure(point: Point) -> dict[str, Any]:
@@ -173,27 +195,27 @@ def run(assembled: Any, compiled: Any, updates: int = 4, rounds: int = 3) -> flo
 
     step = assembled.step
     abstract, shardings = step.abstract_state(), step.shardings.state
-    with Path(tempfile.gettempdir(), "gpu_planner.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        zeros = jax.jit(
-            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract),
-            out_shardings=shardings,
-        )
-        state = zeros()
-        batch = [
-            jnp.zeros((assembled.plan.batch.global_batch_size, *leaf.shape[1:]), leaf.dtype)
-            for leaf in assembled.traced.batch
-        ]
-        for _ in range(3):
+    zeros = jax.jit(
+        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract),
+        out_shardings=shardings,
+    )
+    print(COMPILED, flush=True)
+    sys.stdin.readline()
+    state = zeros()
+    batch = [
+        jnp.zeros((assembled.plan.batch.global_batch_size, *leaf.shape[1:]), leaf.dtype)
+        for leaf in assembled.traced.batch
+    ]
+    for _ in range(3):
+        state, _ = compiled(state, batch)
+    jax.block_until_ready(state)
+    taken: list[float] = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        for _ in range(updates):
             state, _ = compiled(state, batch)
         jax.block_until_ready(state)
-        taken: list[float] = []
-        for _ in range(rounds):
-            begun = time.perf_counter()
-            for _ in range(updates):
-                state, _ = compiled(state, batch)
-            jax.block_until_ready(state)
-            taken.append((time.perf_counter() - begun) / updates)
+        taken.append((time.perf_counter() - begun) / updates)
     return 1e3 * statistics.median(taken)
 
 

@@ -82,9 +82,12 @@ def test_rolled_blocks_carry_collectives_over():
     assert not any("threshold" in name for name in found)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "kind"), [({}, Blocks), ({"tensor": 8}, Blocks), ({"fsdp": 8}, Plain)]
-)
+def test_a_device_that_is_alone_has_nothing_to_hide():
+    assert options({}) == {"xla_gpu_enable_latency_hiding_scheduler": False}
+    assert gpu_options("gpu", options({})).keys() > options({}).keys()
+
+
+@pytest.mark.parametrize(("mesh", "kind"), [({"tensor": 8}, Blocks), ({"fsdp": 8}, Plain)])
 def test_the_compiler_decides_where_no_block_is_sent(mesh, kind):
     assert options(mesh, kind) == {}
 

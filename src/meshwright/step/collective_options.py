@@ -3,7 +3,8 @@
 XLA joins small collectives into large ones. Joined ones wait for the last of their parts, and if
 they hold the weights or gradients of several blocks, little is left to compute meanwhile. In a loop
 over blocks it starts a collective and waits for it in the same iteration, unless it is told to
-carry it over to the next one. benchmarks/NOTES.md has the figures.
+carry it over to the next one. A device that is alone has nothing to hide behind computing: there,
+the order that hides it only costs memory. benchmarks/NOTES.md has the figures.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ _CARRIED_OVER: dict[str, Any] = {
     for name, value in (("pipeline", "COLLECTIVE_PIPELINING_MODE_ON"), ("enable_pipelined", True))
 }
 
+_ALONE: dict[str, Any] = {"xla_gpu_enable_latency_hiding_scheduler": False}
+
 
 def collective_options(traced: TracedLoss, plan: Plan) -> dict[str, Any]:
     """Return the options for a step; some compilers may not know all of them."""
+    if plan.num_devices == 1:
+        return _ALONE
     shards, copies = plan.size("fsdp"), plan.size("data")
     if plan.size("pipe") > 1 or shards * copies == 1:
         return {}
