@@ -113,7 +113,8 @@ def gpt2(
 ) -> Case:  # fmt: skip
     """Return GPT-2 of some size, with a vocabulary that is a multiple of 128."""
     sizes = {"vocab_size": 50304, "n_positions": length, "n_layer": blocks, "n_embd": width}
-    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    # Our model drops nothing inside of attention.
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop"), dropout) | {"attn_pdrop": 0.0}
     own = (f"model={name}", "model.vocab_size=50304", f"model.dropout={dropout}")
     peer = ("GPT2Config", sizes | {"n_head": heads, "use_cache": False} | rates)
     return Case(rows, Rows(length, 50304), own, peer, blocks * width)

@@ -88,6 +88,24 @@ def test_common_mistakes_are_found_by_name():
     assert "over-sharding" in mistakes(NARROW, tiny)
 
 
+def test_a_batch_that_does_not_divide_is_named():
+    text = mistakes(GPT2_MEDIUM, best(GPT2_MEDIUM, batch=61))["a batch that does not divide"]
+    assert "61 samples can be divided over 1 of 8 devices" in text
+    assert "training.global_batch_size=64" in text
+    for batch in (4, 8, 24):
+        named = mistakes(GPT2_MEDIUM, best(GPT2_MEDIUM, batch=batch))
+        assert "a batch that does not divide" not in named
+
+
+def test_fewer_devices_are_suggested_where_they_are_faster():
+    points = scaling_curve(GPT2_MEDIUM, task())
+    fastest = points[2].tokens_per_second
+    points[-1] = replace(points[-1], tokens_per_second=fastest / 1.5, efficiency=1 / 12)
+    found = linear_scaling(points)
+    assert found.name == "more devices than it can use"
+    assert found.text.startswith("4 devices would train 1.5 times as fast as 8")
+
+
 def test_a_model_that_does_not_fit_is_not_replicated():
     refused = search(LARGE, task(mesh={"data": 8})).rejected[0].estimate
     text = mistakes(LARGE, refused)["replicating a model that does not fit"]

@@ -13,7 +13,7 @@ from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.obstacles import crosses_nodes, speeds
 from meshwright.planner.search.scaling import ScalingPoint
-from meshwright.units import human_gigabytes, human_seconds
+from meshwright.units import counted, human_gigabytes, human_seconds
 
 NOTABLE = 0.1
 """The share of an update from which waiting is worth a word."""
@@ -55,6 +55,7 @@ def find_anti_patterns(
         _tensor_across(estimate),
         _tensor_for_nothing(estimate, better),
         _few_microbatches(estimate),
+        _uneven_batch(estimate),
         _over_sharded(estimator, estimate),
     )
     return [each for each in found if each is not None]
@@ -137,10 +138,26 @@ def _few_microbatches(estimate: Estimate) -> AntiPattern | None:
         return None
     return AntiPattern(
         "too few microbatches for the stages",
-        f"{plan.num_microbatches} microbatches for {stages} stages: devices wait "
+        f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} for {stages} stages: "
+        "devices wait "
         f"{time.bubble / time.step:.0%} of the time. Use {enough} or more: a larger "
         f"{Setting('training.global_batch_size')}, or a smaller "
         f"{Setting('training.micro_batch_size')}",
+    )
+
+
+def _uneven_batch(estimate: Estimate) -> AntiPattern | None:
+    """Return what a batch costs whose samples cannot be divided evenly over the devices."""
+    devices, samples = estimate.plan.num_devices, estimate.plan.batch.global_batch_size
+    most = math.gcd(devices, samples)
+    if most == min(devices, samples) or estimate.plan.batch.replicas < most:
+        return None
+    even = math.ceil(samples / devices) * devices
+    return AntiPattern(
+        "a batch that does not divide",
+        f"{samples:,} samples can be divided over {most} of {devices} devices, so that the others "
+        f"have to divide the model; {Setting('training.global_batch_size', even)} could be divided "
+        "over all",
     )
 
 
@@ -150,11 +167,12 @@ def _over_sharded(estimator: Estimator, estimate: Estimate) -> AntiPattern | Non
     own = estimator.num_parameters // parts
     if parts == 1 or own >= TINY_SHARD or time.exposed < NOTABLE * time.step:
         return None
+    divides = plan.batch.global_batch_size % plan.num_devices == 0
     return AntiPattern(
         "over-sharding",
         f"{parts} devices share {estimator.num_parameters:,} parameters, {own:,} each, and wait "
-        f"{time.exposed / time.step:.0%} of the time for each other. Use fewer devices for a copy, "
-        f"such as {Setting('mesh.data', plan.num_devices)}",
+        f"{time.exposed / time.step:.0%} of the time for each other. Use fewer devices for a copy"
+        + (f", such as {Setting('mesh.data', plan.num_devices)}" if divides else ""),
     )
 
 
@@ -164,6 +182,14 @@ def linear_scaling(points: Sequence[ScalingPoint]) -> AntiPattern | None:
     if len(known) < 2 or known[-1].efficiency > 0.95:
         return None
     first, last = known[0], known[-1]
+    fastest = max(known, key=lambda point: point.tokens_per_second)
+    if fastest.tokens_per_second > last.tokens_per_second:
+        return AntiPattern(
+            "more devices than it can use",
+            f"{counted(fastest.num_devices, 'device')} would train "
+            f"{fastest.tokens_per_second / last.tokens_per_second:.1f} times as fast as "
+            f"{last.num_devices}, with the same global batch",
+        )
     factor = last.num_devices // first.num_devices
     return AntiPattern(
         "assuming linear scaling",

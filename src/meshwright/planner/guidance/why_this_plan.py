@@ -146,7 +146,8 @@ def _settings(result: SearchResult) -> Iterator[str]:
     if plan.schedule:
         share = result.best.time.bubble / result.best.time.step
         yield (
-            f"With {plan.schedule} and {plan.num_microbatches} microbatches for "
+            f"With {plan.schedule} and "
+            f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} for "
             f"{plan.size('pipe')} stages, devices wait {share:.1%} of the time for other stages."
         )
 
