@@ -130,12 +130,12 @@ def test_what_is_sent_is_the_minimum_of_the_ledger(estimator, mesh):
 
 def test_operations_are_those_of_the_formula(estimator):
     plan = make_plan({}, precision="bf16")
-    work = estimator.works(plan, parse_hardware("1xH200"))
-    tokens = plan.batch.micro_batch_size * LENGTH
-    products = sum(each.flops * each.times for each in work if each.kind == "product")
+    works = estimator.works(plan, parse_hardware("1xH200"))
+    tokens, flops = plan.batch.micro_batch_size * LENGTH, works.flops * works.times
+    products = flops[works.kind == "product"].sum()
     weights = 12 * BLOCKS * WIDTH**2 + VOCABULARY * WIDTH
     assert products == pytest.approx(6 * weights * tokens)
-    attention = sum(each.flops * each.times for each in work if "attention" in each.kind)
+    attention = flops[["attention" in kind for kind in works.kind]].sum()
     pairs = (LENGTH + 1) / 2
     assert attention == pytest.approx(14 * BLOCKS * WIDTH * tokens * pairs, rel=2e-3)
 

@@ -97,7 +97,9 @@ class ModelStates:
             # Whether stacks are treated like their blocks does not depend on the order of blocks.
             stacks = sorted((s.leaf.path, s.sources) for s in layout.step_leaves if s.stacked)
             alike = next((known for paths, known in self._alike if paths == stacks), None)
-            flat = FlatOptimizer(self._optimizer, layout, own, sizes, stacks_alike=alike)
+            flat = FlatOptimizer(
+                self._optimizer, layout, own, sizes, stacks_alike=alike, compared="ends"
+            )
             if stacks and alike is None:
                 self._alike.append((stacks, flat.stacks_alike))
             # The layout is kept, so that no other one gets its number.
@@ -108,7 +110,9 @@ class ModelStates:
 def state_key(plan: Plan) -> tuple[Any, ...]:
     """Return what the training state on a device depends on."""
     sizes = tuple((axis, size) for axis, size in plan.mesh.items() if axis != "data")
-    return sizes, plan.sharding.model_dump_json(), plan.precision, plan.num_chunks
+    # What is computed again changes activations, and no state.
+    sharding = str([(name, value) for name, value in plan.sharding if name != "remat"])
+    return sizes, sharding, plan.precision, plan.num_chunks
 
 
 def _divides(classes: DimClasses, size: int) -> bool:

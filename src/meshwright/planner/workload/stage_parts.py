@@ -38,13 +38,11 @@ class SlotCounts:
         saved: microbatches whose saved values it keeps, for each of its chunks of blocks.
         carried: activations and gradients that arrived from other stages.
         cuts: microbatches whose weight gradients are still to be computed.
-        bubble: share of the time in which it waits for other stages.
     """
 
     saved: int
     carried: int
     cuts: int
-    bubble: float
 
 
 def find_blocks(kernels: Sequence[Kernel]) -> BlockParts | None:
@@ -74,13 +72,21 @@ def nbytes_of(arrays: Sequence[Array], sizes: DeviceSizes) -> float:
     return sum(map(sizes.of, arrays))
 
 
-@lru_cache(maxsize=4096)
 def count_slots(schedule: str, num_chunks: int, microbatches: int, stages: int) -> SlotCounts:
     """Return what the stages of a schedule keep."""
-    chosen = get_schedule(schedule, num_chunks)
     # More microbatches than this repeat the same pattern and need no further slots.
     shown = microbatches if schedule == "gpipe" else min(microbatches, 4 * stages)
-    slots = allocate_slots(chosen.table(shown, stages))
-    bubble = float(chosen.bubble(microbatches, stages))
+    return _count_slots(schedule, num_chunks, shown, stages)
+
+
+@lru_cache(maxsize=4096)
+def _count_slots(schedule: str, num_chunks: int, microbatches: int, stages: int) -> SlotCounts:
+    slots = allocate_slots(get_schedule(schedule, num_chunks).table(microbatches, stages))
     carried = slots.num_activations + slots.num_gradients
-    return SlotCounts(slots.num_saved, carried, slots.num_cuts, bubble)
+    return SlotCounts(slots.num_saved, carried, slots.num_cuts)
+
+
+@lru_cache(maxsize=4096)
+def share_of_waiting(schedule: str, num_chunks: int, microbatches: int, stages: int) -> float:
+    """Return the share of the time in which the stages of a schedule wait for each other."""
+    return float(get_schedule(schedule, num_chunks).bubble(microbatches, stages))
