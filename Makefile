@@ -137,6 +137,7 @@ benchmarks: setup
 	@$(BIN)/python benchmarks/checkpoint_checksums.py
 	@$(BIN)/python benchmarks/pipeline.py
 	@$(BIN)/python benchmarks/verify_time.py
+	@$(BIN)/python benchmarks/plan_search.py
 	@$(BIN)/python benchmarks/step_guard.py
 	@$(BIN)/python benchmarks/planner_accuracy.py
 	@$(BIN)/python benchmarks/page.py

@@ -267,6 +267,20 @@ def verify_time(record: dict[str, Any]) -> list[str]:
     return table(("", f"commit {record['earlier']}", "now", "ratio"), rows)
 
 
+def plan_search(record: dict[str, Any]) -> list[str]:
+    """One row for each model and cluster."""
+    rows = [
+        [
+            name,
+            f"{c['meshes']}",
+            f"{c['search_cpu_seconds']:.1f} s",
+            f"{c['seconds']:.1f} s ({c['cpu_seconds']:.1f})",
+        ]
+        for name, c in record["cases"].items()
+    ]
+    return table(("", "meshes", "search", "whole command"), rows)
+
+
 def data_scale(record: dict[str, Any]) -> list[str]:
     """One row for each run, then the speed and the kills."""
     runs = {
@@ -432,6 +446,7 @@ TABLES = {
     "checkpoint_checksums": checkpoint_checksums,
     "pipeline": pipeline,
     "verify_time": verify_time,
+    "plan_search": plan_search,
     "step_guard": step_guard,
     "soak": soak,
     "ddp_scaling": ddp_scaling,

@@ -102,11 +102,12 @@ def values():
     return [np.float64(p) for p in start], gradients
 
 
-def flat(name, *, rolled, sizes=None):
+def flat(name, *, rolled, sizes=None, compared="all"):
     _, traced = program(rolled)
     sizes = sizes or {}
     found = decide(traced, sizes, ShardingConfig(min_shard_size=0))
-    return traced, FlatOptimizer(ALL[name](), traced.layout, found.optimizer, sizes)
+    layout, placed = traced.layout, found.optimizer
+    return traced, FlatOptimizer(ALL[name](), layout, placed, sizes, compared=compared)
 
 
 def nested(paths, leaves):
@@ -163,9 +164,10 @@ def test_rolled_blocks_are_updated_as_optax_updates_single_ones(name):
     assert_close(dict(zip(paths, out(params), strict=True)), expected(name), 1e-12)
 
 
+@pytest.mark.parametrize("compared", ["all", "ends"])
 @pytest.mark.parametrize("name", sorted(ALL))
-def test_stacks_are_kept_where_every_element_is_treated_alike(name):
-    _, optimizer = flat(name, rolled=True)
+def test_stacks_are_kept_where_every_element_is_treated_alike(name, compared):
+    _, optimizer = flat(name, rolled=True, compared=compared)
     owned = [leaf for leaf in optimizer.leaves if leaf.param is not None]
     stacked = any("*" in leaf.path for leaf in owned)
     assert stacked is (name in ELEMENTWISE and bool(owned))

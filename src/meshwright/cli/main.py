@@ -16,6 +16,7 @@ from meshwright.cli.help import command_help, general_help
 from meshwright.cli.output import Output, guarded_stdout, print_error
 from meshwright.cli.plain_warnings import print_warnings_plainly
 from meshwright.errors import ExitCode, MeshwrightError, ProcessesDiffer, Spelling, spelled_for
+from meshwright.garbage import few_collections
 from meshwright.interrupt import Interrupt
 from meshwright.launch.options import asks_for_help
 from meshwright.masking import mask_text
@@ -124,7 +125,8 @@ def _run_command(arguments: Arguments, output: Output) -> int:
         from meshwright.cli.config import print_composed
 
         return print_composed(arguments, output)
-    with activity("starting JAX") if arguments.command.needs_devices else nullcontext():
+    waiting = activity("starting JAX") if arguments.command.needs_devices else nullcontext()
+    with waiting, few_collections():
         request = make_request(arguments, output)
         if arguments.command.needs_devices:
             from meshwright.cli.early_start import start_devices

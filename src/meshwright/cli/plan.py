@@ -17,6 +17,7 @@ from meshwright.cli.request import Request, compose
 from meshwright.config.compose import parse_overrides, validate
 from meshwright.config.schema import Config, DataConfig
 from meshwright.errors import ExitCode, Setting, UserError
+from meshwright.garbage import few_collections
 from meshwright.hardware import LOCAL, Hardware, chip_by_name
 from meshwright.planner.devices.absent_gpus import can_compile_for
 from meshwright.planner.devices.local_hardware import find_hardware
@@ -41,6 +42,7 @@ COMPARABLE = ("mesh", "sharding", "pipeline", "training", "precision", "hardware
 """Settings that two plans for the same model may differ in."""
 
 
+@few_collections()
 def run(request: Request) -> int:
     """Find the best plan, explain it, and write it to the files that were asked for."""
     arguments, config = request.arguments, request.config

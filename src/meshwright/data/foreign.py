@@ -1,15 +1,15 @@
 """Datasets of other libraries, recognised by their methods: Grain, PyTorch, Hugging Face, tf.data.
 
-Only Grain is imported, which Meshwright itself reads with.
+None of them is imported: who passes a dataset of a library has imported it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import grain
 import numpy as np
 
 from meshwright.data.elements import Expected
@@ -33,10 +33,8 @@ def read_foreign(given: Any, seed: int, expected: Expected, *, samples: bool) ->
         expected: what is known about the elements.
         samples: whether the user says that they are samples.
     """
-    if isinstance(given, grain.MapDataset):
-        return _grain_map(given, expected, samples=samples)
-    if isinstance(given, grain.IterDataset | grain.DatasetIterator | grain.DataLoader):
-        return _grain_stream(given, expected, samples=samples)
+    if "grain" in sys.modules and (found := _grain(given, expected, samples=samples)) is not None:
+        return found
     if _is_loader(given):
         return _loader(given, expected)
     if isinstance(given, Mapping) and given and all(map(_is_table, given.values())):
@@ -113,6 +111,17 @@ class _Collated:
         return (tuple(batch) if type(batch) is list else batch for batch in batches)
 
 
+def _grain(given: Any, expected: Expected, *, samples: bool) -> Data | None:
+    import grain
+
+    if isinstance(given, grain.MapDataset):
+        return _grain_map(given, expected, samples=samples)
+    if isinstance(given, grain.IterDataset | grain.DatasetIterator | grain.DataLoader):
+        once = isinstance(given, grain.DatasetIterator)
+        return _grain_stream(given, expected, samples=samples, once=once)
+    return None
+
+
 def _grain_map(given: Any, expected: Expected, *, samples: bool) -> Data:
     if not len(given):
         return SequenceData(given)
@@ -124,8 +133,7 @@ def _grain_map(given: Any, expected: Expected, *, samples: bool) -> Data:
     return SequenceData(given, cycle=expected.training, own_epochs=True)
 
 
-def _grain_stream(given: Any, expected: Expected, *, samples: bool) -> Data:
-    once = isinstance(given, grain.DatasetIterator)
+def _grain_stream(given: Any, expected: Expected, *, samples: bool, once: bool) -> Data:
     return _stream(
         (lambda _: given) if once else (lambda _: iter(given)),
         given,

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import grain
 import jax
 import numpy as np
 from absl import flags
@@ -45,6 +44,9 @@ def load_batches(
         workers: processes that read; 0 reads in threads of this process.
         prefetch: batches to read ahead; 0 reads each batch when it is needed.
     """
+    # Most commands read no data, and Grain takes long to import.
+    import grain
+
     steps = grain.MapDataset.range(start, sys.maxsize if stop is None else stop)
     batches = steps.map(_Read(data, batch_size, rows))
     sequential = getattr(data, "sequential", False)

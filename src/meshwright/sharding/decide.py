@@ -88,6 +88,7 @@ def decide(
     *,
     staged: Collection[int] = (),
     search: KernelSearch | None = None,
+    classes: DimClasses | None = None,
 ) -> Decision:
     """Decide how leaves, gradients, optimizer state and activations are placed on a mesh.
 
@@ -98,8 +99,9 @@ def decide(
         staged: numbers of the step leaves that hold blocks of pipeline stages; the others belong
             to no stage and are divided over all of them.
         search: which kernels may evaluate known parts of the program; none by default.
+        classes: the dim classes of the loss, if they are known.
     """
-    classes = dim_classes(traced)
+    classes = classes or dim_classes(traced)
     tensor = choose_tensor_dims(classes, sizes.get("tensor", 1))
     if not sharding.rules:
         check_tensor_size(classes, tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import optax
@@ -60,6 +60,7 @@ class FlatOptimizer:
         placements: placement of the optimizer state of each parameter leaf.
         sizes: size of each mesh axis.
         stacks_alike: whether stacked blocks are updated like single ones, if it is known.
+        compared: the blocks of a stack by which that is found out: all, or the first and the last.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class FlatOptimizer:
         sizes: Mapping[str, int],
         *,
         stacks_alike: bool | None = None,
+        compared: Literal["all", "ends"] = "all",
     ) -> None:
         self._transformation = transformation
         self._params = layout.select("param")
@@ -77,13 +79,15 @@ class FlatOptimizer:
         structs = [step.leaf.struct for step in self._params]
         stacked = any(step.stacked for step in self._params)
         if stacked and stacks_alike is None:
-            stacks_alike = self._treats_stacks_alike(structs)
+            stacks_alike = self._treats_stacks_alike(structs, compared)
         self.stacks_alike = bool(stacks_alike)
         self._unstack = stacked and not self.stacks_alike
         with refusing("init"):
             abstract = jax.eval_shape(self._initial, structs)
         check_optimizer_state(abstract)
-        self._state, self._treedef = jax.tree_util.tree_flatten_with_path(abstract)
+        state, self._treedef = jax.tree_util.tree_flatten_with_path(abstract)
+        names = jax.tree_util.keystr
+        self._state = [(names(path, simple=True, separator="."), leaf) for path, leaf in state]
         self._owned_by = self._owners(abstract)
         self.leaves = self.placed(placements, sizes)
 
@@ -153,33 +157,35 @@ class FlatOptimizer:
         numbers = self._tree([Name(n) for n in range(len(self._params))])
         return owners(self._transformation, abstract, numbers)
 
-    def _treats_stacks_alike(self, structs: Sequence[Any]) -> bool:
+    def _treats_stacks_alike(
+        self, structs: Sequence[Any], compared: Literal["all", "ends"]
+    ) -> bool:
         steps = self._params
-        single = [
-            (self._leaves[source].path, self._leaves[source].struct)
+        sources = {
+            step.leaf.path: step.sources if compared == "all" else step.sources[:: _to_last(step)]
             for step in steps
-            for source in step.sources
-        ]
-        stack_of = {self._leaves[i].path: step.leaf.path for step in steps for i in step.sources}
-
+        }
+        stack_of = {self._leaves[n].path: path for path, own in sources.items() for n in own}
+        single = {
+            self._leaves[n].path: self._leaves[n].struct for own in sources.values() for n in own
+        }
         return treats_stacks_alike(
             self._transformation,
             stacked=nest(
                 {s.leaf.path: x for s, x in zip(steps, structs, strict=True)}, escaped=True
             ),
-            single=nest(dict(single), escaped=True),
+            single=nest(single, escaped=True),
             stack_of=stack_of,
         )
 
     def _describe(
         self,
-        path: Any,
+        text: str,
         leaf: Any,
         owner: int | None,
         placements: Sequence[Placement],
         sizes: Mapping[str, int],
     ) -> OptimizerLeaf:
-        text = jax.tree_util.keystr(path, simple=True, separator=".")
         placement = Placement(text, ((),) * len(leaf.shape))
         if owner is not None:
             like = placements[owner]
@@ -194,6 +200,11 @@ class FlatOptimizer:
                 # A single block belongs to no stage, so all stages share its state.
                 placement = add_pipe(own, placement, sizes=sizes, smallest=SMALL)
         return OptimizerLeaf(text, tuple(leaf.shape), leaf.dtype, placement, owner)
+
+
+def _to_last(step: StepLeaf) -> int:
+    """Return the number of steps from the first source of a leaf to its last; at least one."""
+    return max(1, len(step.sources) - 1)
 
 
 def _slice(value: Any, number: int) -> Any:

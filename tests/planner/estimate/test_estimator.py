@@ -15,6 +15,9 @@ from meshwright.pipeline.execute.op_counts import count_operations
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimator import ProgramEstimator
+from meshwright.planner.estimate.gradient_programs import GradientPrograms, variant_of
+from meshwright.planner.workload.in_memory import peak_of
+from meshwright.planner.workload.sizes import DeviceSizes
 from meshwright.step.assemble import assemble
 from meshwright.tasks import find_task
 
@@ -150,14 +153,51 @@ def test_what_stages_send_is_the_minimum_of_the_ledger(estimator, schedule, stag
 
 def test_operations_are_those_of_the_formula(estimator):
     plan = make_plan({}, precision="bf16")
-    work = estimator.works(plan, parse_hardware("1xH200"))
-    tokens = plan.batch.micro_batch_size * LENGTH
-    products = sum(each.flops * each.times for each in work if each.kind == "product")
+    works = estimator.works(plan, parse_hardware("1xH200"))
+    tokens, flops = plan.batch.micro_batch_size * LENGTH, works.flops * works.times
+    products = flops[works.kind == "product"].sum()
     weights = 12 * BLOCKS * WIDTH**2 + VOCABULARY * WIDTH
     assert products == pytest.approx(6 * weights * tokens)
-    attention = sum(each.flops * each.times for each in work if "attention" in each.kind)
+    attention = flops[["attention" in kind for kind in works.kind]].sum()
     pairs = (LENGTH + 1) / 2
     assert attention == pytest.approx(14 * BLOCKS * WIDTH * tokens * pairs, rel=2e-3)
+
+
+def test_what_plans_share_does_not_depend_on_their_order(estimator):
+    staged = make_plan({"pipe": 2, "fsdp": 2}, microbatches=8, precision="bf16")
+    plans = [
+        staged,
+        staged.model_copy(update={"schedule": "zb_h1"}),
+        make_plan({"pipe": 2, "fsdp": 2}, microbatches=4, precision="bf16", remat="full"),
+        make_plan({"fsdp": 4}, precision="bf16"),
+        make_plan({"fsdp": 2, "tensor": 2}, precision="bf16", remat="full"),
+        make_plan({"data": 2, "fsdp": 2}, precision="bf16", remat="full"),
+    ]
+    fresh = ProgramEstimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8), guarded=False)
+    first = [estimator.estimate(plan, on(plan, "H100")) for plan in plans]
+    last = [fresh.estimate(plan, on(plan, "H100")) for plan in reversed(plans)]
+    for alone, shared in zip(first, reversed(last), strict=True):
+        assert alone.memory == shared.memory
+        assert alone.time.traffic.keys() == shared.time.traffic.keys()
+        for axis, traffic in alone.time.traffic.items():
+            assert traffic.sent_bytes == shared.time.traffic[axis].sent_bytes
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_joined_rows_change_nothing_where_the_rest_is_computed_again(estimator, remat):
+    hardware = parse_hardware("2xH100")
+    plan = make_plan({"tensor": 2}, precision="bf16", remat=remat)
+    joined = variant_of(plan, hardware)
+    assert joined.rows
+    programs, needs = GradientPrograms(estimator._programs), []
+    for variant in (joined, joined._replace(rows=False)):
+        program = programs._scheduled("bf16", variant, "scan", "scan")
+        heads = {leaf.dims[-1][0].id: 2 for leaf in program.classes.leaves if leaf.dims[-1:]}
+        sizes = DeviceSizes(4.0, program.classes.batch, heads)
+        works = program.work.on(sizes)
+        needs.append((works.flops.sum(), works.nbytes.sum(), peak_of(program.timeline, sizes)))
+    (flops, nbytes, peak), (other_flops, other_nbytes, other_peak) = needs
+    assert (flops, nbytes, peak.nbytes) == (other_flops, other_nbytes, other_peak.nbytes)
 
 
 def test_faster_chips_and_more_devices_take_less_time(estimator):

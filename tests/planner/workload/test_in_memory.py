@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from meshwright.planner.workload.array_operations import Array, list_operations
@@ -90,3 +91,34 @@ def test_arrays_are_placed_by_size_or_by_life_whichever_needs_less():
     """By size, the one of 5 lies below that of 3, and that of 2 does not fit between: 11."""
     lives = [life(6, 0, 2), life(2, 3, 3), life(5, 3, 5), life(3, 0, 3)]
     assert peak_of(Timeline(lives), WHOLE).nbytes == 10
+
+
+def test_places_are_those_of_a_search_through_all_gaps():
+    draws = np.random.default_rng(0)
+    for _ in range(20):
+        starts = draws.integers(0, 12, 16)
+        ends = starts + draws.integers(0, 6, 16)
+        sizes = draws.integers(1, 20, 16)
+        triples = list(zip(sizes.tolist(), starts.tolist(), ends.tolist(), strict=True))
+        by_size = sorted(triples, key=lambda each: -each[0])
+        by_life = sorted(triples, key=lambda each: (each[1] - each[2], -each[0]))
+        expected = min(packed_one_by_one(by_size), packed_one_by_one(by_life))
+        found = peak_of(Timeline([life(*each) for each in triples]), WHOLE)
+        assert found.nbytes == expected
+
+
+LARGEST = 16 * 20
+"""Bytes of a heap that holds all of them side by side."""
+
+
+def packed_one_by_one(triples):
+    """Place arrays in order, each at the lowest place of the smallest gap that holds it."""
+    placed = []
+    for size, start, end in triples:
+        beside = [p for p in placed if p[2] <= end and p[3] >= start]
+        taken = [any(low <= byte < high for low, high, *_ in beside) for byte in range(LARGEST)]
+        free = [n for n in range(LARGEST) if not taken[n] and (n == 0 or taken[n - 1])]
+        gaps = [(taken.index(True, n) - n if True in taken[n:] else np.inf, n) for n in free]
+        place = min(gap for gap in gaps if gap[0] >= size)[1]
+        placed.append((place, place + size, start, end))
+    return max(high for _, high, *_ in placed)

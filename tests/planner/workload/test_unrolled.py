@@ -16,9 +16,9 @@ from meshwright.planner.workload.gradient_program import (
     trace_gradients,
 )
 from meshwright.planner.workload.in_memory import peak_of
-from meshwright.planner.workload.kernel_times import works_of
 from meshwright.planner.workload.sizes import DeviceSizes
 from meshwright.program.trace.build_model import describe_model
+from meshwright.sharding.decide import dim_classes
 from meshwright.step.step_program import step_program
 from meshwright.tasks import find_task
 
@@ -55,11 +55,9 @@ def traced_as(blocks, kind, precision):
 def needs(program):
     """Return the bytes at the peak, the operations, and the bytes that are moved."""
     sizes = DeviceSizes(4.0, program.classes.batch)
-    works = list(works_of(program.kernels, sizes))
-    assert not any(work.in_loop and work.kind == "product" for work in works)
-    flops, moved = (
-        sum(work.times * getattr(work, name) for work in works) for name in ("flops", "nbytes")
-    )
+    works = program.work.on(sizes)
+    assert not (works.in_loop & (works.kind == "product")).any()
+    flops, moved = ((works.times * each).sum() for each in (works.flops, works.nbytes))
     return peak_of(program.timeline, sizes).nbytes, flops, moved
 
 
@@ -80,7 +78,8 @@ def test_they_need_what_a_program_without_loops_needs(kind, precision, remat):
     mesh = build_mesh({}, jax.devices()[:1])
     found = []
     for blocks in ("unroll", "scan"):
-        traced = trace_gradients(traced_as(blocks, kind, precision), mesh, variant)
+        loss = traced_as(blocks, kind, precision)
+        traced = trace_gradients(loss, dim_classes(loss), mesh, variant)
         found.append(needs(schedule_gradients(traced, "gpu", unrolled=blocks == "scan")))
     own, made = found
     # Of what is computed again, a program may leave out a product that another one keeps.

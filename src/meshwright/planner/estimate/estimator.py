@@ -19,6 +19,7 @@ from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeEstimate
 from meshwright.planner.estimate.gradient_programs import GradientPrograms, variant_of
 from meshwright.planner.estimate.model_states import ModelStates, state_key
+from meshwright.planner.estimate.placed_state import PlacedState
 from meshwright.planner.estimate.traced_programs import TracedPrograms, blocks_of
 from meshwright.planner.estimate.traffic import (
     Sent,
@@ -28,14 +29,22 @@ from meshwright.planner.estimate.traffic import (
     weight_traffic,
 )
 from meshwright.planner.workload.gradient_program import SAMPLES, GradientProgram
-from meshwright.planner.workload.in_memory import Peak, Use, peak_of
-from meshwright.planner.workload.kernel_times import Work, seconds_of, works_of
+from meshwright.planner.workload.in_memory import Peak, peak_of
+from meshwright.planner.workload.kernel_times import seconds_of
+from meshwright.planner.workload.size_table import Use
 from meshwright.planner.workload.sizes import DeviceSizes
-from meshwright.planner.workload.stage_parts import SlotCounts, count_slots, nbytes_of
+from meshwright.planner.workload.stage_parts import (
+    BlockParts,
+    count_slots,
+    nbytes_of,
+    share_of_waiting,
+)
+from meshwright.planner.workload.work_table import Works
+from meshwright.program.dims import DimClasses
 from meshwright.program.trace.build_model import ModelSource, describe_model
-from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss
+from meshwright.sharding.tensor import TensorChoice
 from meshwright.trees import Batch, resize_batch, tokens_per_sample
 
 _STAGE_OVERHEAD: Mapping[str, float] = {"gpipe": 1.4, "1f1b": 1.4, "interleaved": 1.5, "zb_h1": 1.7}
@@ -106,6 +115,7 @@ class ProgramEstimator:
         self._gradients = GradientPrograms(self._programs)
         self._states = ModelStates(self._programs, optimizer)
         self._peaks: dict[Any, Peak] = {}
+        self._parts: dict[Any, Mapping[int, int]] = {}
         self._seconds: dict[Any, tuple[float, float]] = {}
 
     @property
@@ -133,11 +143,11 @@ class ProgramEstimator:
         find_memory = partial(self._memory, plan, hardware)
         return Estimate(plan, hardware, self._time(plan, hardware), find_memory)
 
-    def works(self, plan: Plan, hardware: Hardware) -> list[Work]:
+    def works(self, plan: Plan, hardware: Hardware) -> Works:
         """Return what the kernels of one microbatch do on a device, all stages together."""
         program = self._gradients.of(plan, hardware)
         sizes = replace(self._sizes(plan, program, hardware), row_limit={}, _known={})
-        return list(works_of(program.kernels, sizes))
+        return program.work.on(sizes)
 
     def _time(self, plan: Plan, hardware: Hardware) -> TimeEstimate:
         chip, stages = hardware.chip, plan.size("pipe")
@@ -152,12 +162,12 @@ class ProgramEstimator:
         bubble = 0.0
         if stages > 1:
             compute *= _STAGE_OVERHEAD.get(plan.schedule or "", 1.4)
-            waits = self._slots(plan).bubble
+            waits = share_of_waiting(*_staged(plan))
             bubble = compute * waits / (1 - waits)
         peak = chip.tflops_per_device * 1e12 * _peak_share(chip, plan.precision)
         return TimeEstimate(
             compute=compute + update,
-            traffic=time_traffic(self._sent(plan, hardware), plan, hardware, compute),
+            traffic=time_traffic(self._sent(plan, hardware, state), plan, hardware, compute),
             bubble=bubble,
             flops=self._programs.flops_per_sample(plan.precision) * plan.batch.global_batch_size,
             peak_flops=peak * hardware.count,
@@ -170,17 +180,15 @@ class ProgramEstimator:
         key = (variant, plan.precision, blocks_of(plan), tensor, plan.batch.micro_batch_size, chip)
         if key not in self._seconds:
             rate = chip.tflops_per_device * 1e12 * _product_share(chip, plan.precision)
-            seconds = {True: 0.0, False: 0.0}
-            for work in self.works(plan, hardware):
-                seconds[work.in_loop] += work.times * seconds_of(work, chip, rate)
-            self._seconds[key] = seconds[True], seconds[False]
+            works = self.works(plan, hardware)
+            seconds = works.times * seconds_of(works, chip, rate)
+            looped = float(seconds[works.in_loop].sum())
+            self._seconds[key] = looped, float(seconds.sum()) - looped
         return self._seconds[key]
 
-    def _sent(self, plan: Plan, hardware: Hardware) -> Iterator[Sent]:
-        program, state = self._gradients.of(plan, hardware), self._states.of(plan)
-        leaves = self._programs.step_program(plan).traced.layout.step_leaves
-        twice = [n for n, step in enumerate(leaves) if _in_blocks(step)]
-        yield from weight_traffic(leaves, state, plan, twice)
+    def _sent(self, plan: Plan, hardware: Hardware, state: PlacedState) -> Iterator[Sent]:
+        program = self._gradients.of(plan, hardware)
+        yield from weight_traffic(state, plan)
         tensor = self._states.tensor_choice(plan)
         rows = plan.batch.micro_batch_size / SAMPLES
         if tensor.size > 1:
@@ -190,7 +198,7 @@ class ProgramEstimator:
         if plan.size("pipe") > 1 and blocks is not None:
             carried = nbytes_of(blocks.carried, self._sizes(plan, program, hardware))
             rounds = plan.batch.gradient_accumulation_steps // plan.num_microbatches
-            messages = self._slots(plan).messages * rounds
+            messages = count_slots(*_staged(plan)).messages * rounds
             yield from stage_traffic(carried, messages, state.outside)
 
     def _memory(self, plan: Plan, hardware: Hardware) -> MemoryEstimate:
@@ -217,24 +225,16 @@ class ProgramEstimator:
             all_gradients=max(state.gradients, sums),
         )
 
-    def _slots(self, plan: Plan) -> SlotCounts:
-        return count_slots(
-            plan.schedule or "1f1b", plan.num_chunks, plan.num_microbatches, plan.size("pipe")
-        )
-
-    def _stage_peak(self, plan: Plan, program: GradientProgram, sizes: DeviceSizes) -> Peak:
+    def _stage_peak(self, plan: Plan, whole: Peak, blocks: BlockParts, sizes: DeviceSizes) -> Peak:
         """Return the peak of a pipeline stage.
 
         Besides the slots of its schedule, a stage has two microbatches at hand: one that it writes
         to a slot, and one that it has read. What is outside of stages is whole on each of them,
         with its gradient and the sum of its gradients.
         """
-        stages, blocks = plan.size("pipe"), program.blocks
-        whole = peak_of(program.timeline, sizes)
-        if blocks is None:
-            return whole
-        slots = self._slots(plan)
-        each = nbytes_of(blocks.saved, sizes) * math.ceil(blocks.forward.times / stages)
+        slots = count_slots(*_staged(plan))
+        depth = math.ceil(blocks.forward.times / plan.size("pipe"))
+        each = nbytes_of(blocks.saved, sizes) * depth
         each /= plan.num_chunks
         carried = nbytes_of(blocks.carried, sizes) * slots.carried
         state = self._states.of(plan)
@@ -254,39 +254,51 @@ class ProgramEstimator:
         ]
 
     def _peak(self, plan: Plan, hardware: Hardware) -> Peak:
-        staged = (plan.schedule, plan.num_microbatches, plan.num_chunks, plan.size("pipe"))
-        key = (state_key(plan), plan.precision, plan.batch.micro_batch_size,
-               hardware.chip.platform, plan.kernels, staged)  # fmt: skip
+        program = self._gradients.of(plan, hardware)
+        sizes = self._sizes(plan, program, hardware)
+        key = (state_key(plan), variant_of(plan, hardware), plan.batch.micro_batch_size,
+               hardware.chip.platform)  # fmt: skip
         if key not in self._peaks:
-            program = self._gradients.of(plan, hardware)
-            sizes = self._sizes(plan, program, hardware)
-            self._peaks[key] = (
-                self._stage_peak(plan, program, sizes)
-                if plan.size("pipe") > 1
-                else _with_part_sums(peak_of(program.timeline, sizes), program, sizes)
-            )
-        return self._peaks[key]
+            self._peaks[key] = peak_of(program.timeline, sizes)
+        whole, blocks = self._peaks[key], program.blocks
+        if plan.size("pipe") == 1:
+            return _with_part_sums(whole, program, sizes)
+        return whole if blocks is None else self._stage_peak(plan, whole, blocks, sizes)
 
     def _sizes(self, plan: Plan, program: GradientProgram, hardware: Hardware) -> DeviceSizes:
         rows = plan.batch.micro_batch_size / SAMPLES
         # The leaves are those of the program that was traced.
-        sharding = plan.sharding.model_copy(update={"blocks": self._programs.traced_blocks(plan)})
-        plan = plan.model_copy(update={"sharding": sharding})
-        tensor = self._states.tensor_choice(plan)
-        parts: dict[int, int] = {}
-        for leaf in program.classes.leaves:
-            choice = tensor.leaves.get(leaf.path)
-            if choice is not None and choice.dim is not None:
-                parts |= {atom.id: tensor.size for atom in leaf.dims[choice.dim][:1]}
+        blocks = self._programs.traced_blocks(plan)
+        if blocks != plan.sharding.blocks:
+            sharding = plan.sharding.model_copy(update={"blocks": blocks})
+            plan = plan.model_copy(update={"sharding": sharding})
+        key = (variant_of(plan, hardware), plan.precision, blocks, plan.size("tensor"))
+        if key not in self._parts:
+            self._parts[key] = _parts(program.classes, self._states.tensor_choice(plan))
         limits = {c: most / (program.token_rows * SAMPLES) for c, most in program.row_limit.items()}
         return DeviceSizes(
             rows,
             program.classes.batch,
-            parts,
+            self._parts[key],
             self._states.of(plan).shares,
             transposes=hardware.chip.platform == "cpu",
             row_limit=limits,
         )
+
+
+def _parts(classes: DimClasses, tensor: TensorChoice) -> dict[int, int]:
+    """Return into how many parts a tensor axis divides each class of dims."""
+    parts: dict[int, int] = {}
+    for leaf in classes.leaves:
+        choice = tensor.leaves.get(leaf.path)
+        if choice is not None and choice.dim is not None:
+            parts |= {atom.id: tensor.size for atom in leaf.dims[choice.dim][:1]}
+    return parts
+
+
+def _staged(plan: Plan) -> tuple[str, int, int, int]:
+    """Return the schedule of a plan's stages: its name, chunks, microbatches and stages."""
+    return plan.schedule or "1f1b", plan.num_chunks, plan.num_microbatches, plan.size("pipe")
 
 
 def _with_part_sums(peak: Peak, program: GradientProgram, sizes: DeviceSizes) -> Peak:
@@ -296,11 +308,6 @@ def _with_part_sums(peak: Peak, program: GradientProgram, sizes: DeviceSizes) ->
     uses: dict[Use, float] = dict(peak.uses)
     uses["working"] += program.part_sums
     return Peak(peak.nbytes + program.part_sums, uses, peak.largest)
-
-
-def _in_blocks(step: StepLeaf) -> bool:
-    """Whether a leaf belongs to a repeated block, whose weights are gathered in each pass."""
-    return step.stacked or any(part.isdigit() for part in step.leaf.path.split("."))
 
 
 def _peak_share(chip: Chip, precision: Precision) -> float:

@@ -51,9 +51,9 @@ class GradientPrograms:
         return schedule_gradients(traced, variant.platform, unrolled=blocks != as_traced)
 
     def _trace(self, precision: Precision, variant: Variant, blocks: Blocks) -> TracedGradients:
-        return trace_gradients(
-            self._programs.program(precision, blocks).traced, self._mesh, variant
-        )
+        traced = self._programs.program(precision, blocks).traced
+        classes = self._programs.classes(precision, blocks)
+        return trace_gradients(traced, classes, self._mesh, variant)
 
 
 def variant_of(plan: Plan, hardware: Hardware) -> Variant:
@@ -64,7 +64,8 @@ def variant_of(plan: Plan, hardware: Hardware) -> Variant:
         sharding.remat,
         # Whatever else is computed again is the same with and without gathers.
         gathers=gathers and sharding.remat == "none",
-        rows=plan.size("tensor") == 1,
+        # Joined or not, products are saved; what is computed again is the same.
+        rows=plan.size("tensor") == 1 or sharding.remat in ("dots", "full"),
         kernels=plan.kernels,
         platform=PLATFORMS[hardware.chip.platform],
         staged=plan.size("pipe") > 1,

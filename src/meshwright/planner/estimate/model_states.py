@@ -40,7 +40,7 @@ class ModelStates:
         self._stage_tensor = functools.cache(self._choose_stage_tensor)
         self._known: dict[Any, PlacedState] = {}
         self._alike: list[tuple[Any, bool]] = []
-        self._flat: dict[int, tuple[Layout, FlatOptimizer]] = {}
+        self._flat: dict[Any, FlatOptimizer] = {}
 
     def of(self, plan: Plan) -> PlacedState:
         """Return what one device holds with a plan."""
@@ -91,24 +91,38 @@ class ModelStates:
     def _flat_optimizer(
         self, layout: Layout, divided: Sequence[Placement], sizes: Mapping[str, int]
     ) -> FlatOptimizer:
-        """Return the optimizer for a layout, which is traced once for all meshes."""
-        if id(layout) not in self._flat:
-            own = [divided[n] for n, s in enumerate(layout.step_leaves) if s.leaf.role == "param"]
-            # Whether stacks are treated like their blocks does not depend on the order of blocks.
-            stacks = sorted((s.leaf.path, s.sources) for s in layout.step_leaves if s.stacked)
+        """Return the optimizer for a layout, which is traced once for all meshes.
+
+        Layouts that differ in the order of blocks alone have the same state.
+        """
+        own = [n for n, step in enumerate(layout.step_leaves) if step.leaf.role == "param"]
+        params = [layout.step_leaves[n] for n in own]
+        key = tuple((s.leaf.path, s.leaf.shape, s.leaf.dtype, tuple(sorted(s.sources)))
+                    for s in params)  # fmt: skip
+        if key not in self._flat:
+            # Whether stacks are treated like their blocks does not depend on their padding.
+            stacks = sorted((s.leaf.path, sorted(s.sources)) for s in params if s.stacked)
             alike = next((known for paths, known in self._alike if paths == stacks), None)
-            flat = FlatOptimizer(self._optimizer, layout, own, sizes, stacks_alike=alike)
+            flat = FlatOptimizer(
+                self._optimizer,
+                layout,
+                [divided[n] for n in own],
+                sizes,
+                stacks_alike=alike,
+                compared="ends",
+            )
             if stacks and alike is None:
                 self._alike.append((stacks, flat.stacks_alike))
-            # The layout is kept, so that no other one gets its number.
-            self._flat[id(layout)] = (layout, flat)
-        return self._flat[id(layout)][1]
+            self._flat[key] = flat
+        return self._flat[key]
 
 
 def state_key(plan: Plan) -> tuple[Any, ...]:
     """Return what the training state on a device depends on."""
     sizes = tuple((axis, size) for axis, size in plan.mesh.items() if axis != "data")
-    return sizes, plan.sharding.model_dump_json(), plan.precision, plan.num_chunks
+    # What is computed again changes activations, and no state.
+    sharding = str([(name, value) for name, value in plan.sharding if name != "remat"])
+    return sizes, sharding, plan.precision, plan.num_chunks
 
 
 def _divides(classes: DimClasses, size: int) -> bool:

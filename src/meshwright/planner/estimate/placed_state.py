@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.planner.workload.sizes import LeafShares
-from meshwright.program.trace.layout import Layout
+from meshwright.program.trace.layout import Layout, StepLeaf
 from meshwright.sharding.placement import Placement
 from meshwright.step.optimizer import FlatOptimizer
+
+
+class WeightKind(NamedTuple):
+    """Weights for which devices send the same.
+
+    Attributes:
+        nbytes: bytes of one of them, gathered over fsdp.
+        gathered: whether it is divided between updates and gathered for them.
+        in_block: whether it belongs to a repeated block, whose weights are gathered in each pass.
+        trained: whether it has a gradient.
+        scattered: whether the reduced gradient is divided.
+    """
+
+    nbytes: float
+    gathered: bool
+    in_block: bool
+    trained: bool
+    scattered: bool
 
 
 @dataclass(frozen=True)
@@ -21,6 +41,7 @@ class PlacedState:
         gradients: bytes of reduced gradients.
         sums: bytes of the sums of gradients over microbatches.
         shares: by number of the step leaf, which part of it the device has.
+        weights: how many weights there are of each kind.
         outside: bytes of the parameters outside of pipeline stages, as each stage computes with
             them: divided by the tensor axis alone.
     """
@@ -30,6 +51,7 @@ class PlacedState:
     gradients: int
     sums: int
     shares: Mapping[int, LeafShares]
+    weights: Mapping[WeightKind, int]
     outside: float = 0.0
 
 
@@ -74,7 +96,29 @@ def place_state(
             sums += round(4 * step.leaf.nbytes / step.leaf.dtype.itemsize * gradient)
     placed = optimizer.placed([divided[n] for n in trained], sizes)
     state = sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed)
-    return PlacedState(parameters, state, gradients, sums, shares, outside)
+    return PlacedState(
+        parameters, state, gradients, sums, shares, _weight_kinds(leaves, shares), outside
+    )
+
+
+def _weight_kinds(
+    leaves: Sequence[StepLeaf], shares: Mapping[int, LeafShares]
+) -> Counter[WeightKind]:
+    return Counter(
+        WeightKind(
+            nbytes=step.leaf.nbytes * shares[number].whole,
+            gathered=shares[number].at_rest < shares[number].whole,
+            in_block=_in_block(step),
+            trained=step.leaf.role == "param",
+            scattered=shares[number].gradient < shares[number].whole,
+        )
+        for number, step in enumerate(leaves)
+        if step.leaf.is_weight
+    )
+
+
+def _in_block(step: StepLeaf) -> bool:
+    return step.stacked or any(part.isdigit() for part in step.leaf.path.split("."))
 
 
 def _shards(placement: Placement, sizes: Mapping[str, int], *without: str) -> int:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshwright.compiled.collectives import ring_bytes
 from meshwright.hardware import Hardware
 from meshwright.plan import Plan
-from meshwright.planner.devices.links import axis_links, collective_seconds
+from meshwright.planner.devices.links import AxisLink, axis_links, collective_seconds
 from meshwright.planner.estimate.estimate import AxisTraffic
 from meshwright.planner.estimate.placed_state import PlacedState
 from meshwright.program.dims import Event
-from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 
 _HIDDEN: Mapping[str, Mapping[str, float]] = {
@@ -41,41 +41,31 @@ class Sent:
     times: float = 1.0
 
 
-def weight_traffic(
-    leaves: Sequence[StepLeaf], state: PlacedState, plan: Plan, twice: Iterable[int]
-) -> Iterator[Sent]:
+def weight_traffic(state: PlacedState, plan: Plan) -> Iterator[Sent]:
     """Yield how weights are gathered and gradients reduced.
 
     Args:
-        leaves: the step's leaves.
         state: which part of each a device has.
         plan: the plan.
-        twice: the numbers of weights that are gathered again for the backward pass.
     """
-    again = set(twice)
-    steps = plan.batch.gradient_accumulation_steps
+    sharding, steps = plan.sharding, plan.batch.gradient_accumulation_steps
     reductions = steps // plan.batch.sync_gradients_every
     width = 0.5 if COMPUTE_DTYPES[plan.precision] is not None else 1.0
     fsdp, data = plan.size("fsdp"), plan.size("data")
-    for number, step in enumerate(leaves):
-        if not step.leaf.is_weight:
+    for weight, count in state.weights.items():
+        if weight.gathered and sharding.zero == 3:
+            passes = 2 if weight.in_block and not sharding.keep_gathered else 1
+            yield Sent("fsdp", "all-gather", weight.nbytes * width, count * steps * passes)
+        if not weight.trained:
             continue
-        share = state.shares[number]
-        whole = step.leaf.nbytes * share.whole
-        if share.at_rest < share.whole and plan.sharding.zero == 3:
-            passes = 2 if number in again and not plan.sharding.keep_gathered else 1
-            yield Sent("fsdp", "all-gather", whole * width, steps * passes)
-        if step.leaf.role != "param":
-            continue
-        divided = share.gradient < share.whole
         if fsdp > 1:
-            kind = "reduce-scatter" if divided else "all-reduce"
-            yield Sent("fsdp", kind, whole, reductions)
-            if plan.sharding.zero < 3:
-                yield Sent("fsdp", "all-gather", whole)
+            kind = "reduce-scatter" if weight.scattered else "all-reduce"
+            yield Sent("fsdp", kind, weight.nbytes, count * reductions)
+            if sharding.zero < 3:
+                yield Sent("fsdp", "all-gather", weight.nbytes, count)
         if data > 1:
             # Only one fsdp shard of each gradient goes over the slower axis.
-            yield Sent("data", "all-reduce", whole / fsdp, reductions)
+            yield Sent("data", "all-reduce", weight.nbytes / fsdp, count * reductions)
 
 
 def tensor_traffic(events: Iterable[Event], plan: Plan, rows: float) -> Iterator[Sent]:
@@ -121,7 +111,7 @@ def time_traffic(
         hardware: the devices and their links.
         compute: seconds of computing, behind which a part of it can run.
     """
-    links = axis_links(hardware, plan.mesh)
+    links = _links(hardware, tuple(plan.mesh.items()))
     sums: dict[str, list[float]] = {}
     alike: defaultdict[tuple[str, str, float], float] = defaultdict(float)
     for each in sent:
@@ -138,3 +128,8 @@ def time_traffic(
         room -= hidden
         traffic[axis] = AxisTraffic(nbytes, seconds, seconds - hidden)
     return traffic
+
+
+@lru_cache(maxsize=4096)
+def _links(hardware: Hardware, mesh: tuple[tuple[str, int], ...]) -> dict[str, AxisLink]:
+    return axis_links(hardware, dict(mesh))

@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from meshwright.config.schema import KernelChoice, ShardingConfig
 from meshwright.planner.workload.array_operations import Operations, list_operations
 from meshwright.planner.workload.in_memory import Timeline, find_lifetimes
-from meshwright.planner.workload.kernel_schedule import Kernel, schedule
+from meshwright.planner.workload.kernel_schedule import schedule
 from meshwright.planner.workload.stage_parts import BlockParts, find_blocks
 from meshwright.planner.workload.unrolled import unroll
+from meshwright.planner.workload.work_table import WorkTable
 from meshwright.program.dims import DimClasses, LeafLabel, find_dim_classes
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import aval_of
@@ -78,7 +79,7 @@ class GradientProgram:
     """A loss and its gradients for a few samples, as kernels.
 
     Attributes:
-        kernels: what runs, in order.
+        work: what its kernels do.
         timeline: how long its arrays are in memory.
         classes: the dims of its arrays.
         blocks: its loop over repeated blocks; None if they are not rolled.
@@ -87,7 +88,7 @@ class GradientProgram:
         part_sums: the same.
     """
 
-    kernels: list[Kernel]
+    work: WorkTable
     timeline: Timeline
     classes: DimClasses
     blocks: BlockParts | None
@@ -96,11 +97,14 @@ class GradientProgram:
     part_sums: int = 0
 
 
-def trace_gradients(traced: TracedLoss, mesh: Mesh, variant: Variant) -> TracedGradients:
+def trace_gradients(
+    traced: TracedLoss, classes: DimClasses, mesh: Mesh, variant: Variant
+) -> TracedGradients:
     """Trace the gradients of a loss.
 
     Args:
         traced: the loss of `SAMPLES` samples.
+        classes: the dims of its arrays.
         mesh: a mesh of one device.
         variant: what the program depends on.
     """
@@ -111,7 +115,7 @@ def trace_gradients(traced: TracedLoss, mesh: Mesh, variant: Variant) -> TracedG
         rows=variant.rows,
         planned=True,
     )
-    decision = decide(traced, {}, ShardingConfig(), search=search)
+    decision = decide(traced, {}, ShardingConfig(), search=search, classes=classes)
     remat = choose_remat(variant.remat, keep_gathered=not variant.gathers)
     view = MeshView(mesh, planned_for=variant.platform)
     forward = forward_on(traced, decision, view, remat)
@@ -133,11 +137,11 @@ def trace_gradients(traced: TracedLoss, mesh: Mesh, variant: Variant) -> TracedG
     closed = jax.make_jaxpr(gradients)(structs, batch)
     labels = [LeafLabel("param" if s.leaf.is_weight else "state", s.leaf.path) for s in leaves]
     labels += [LeafLabel("batch", leaf.path) for leaf in traced.batch]
-    classes = find_dim_classes(closed, labels)
+    found = find_dim_classes(closed, labels)
     weights = frozenset(n for n, step in enumerate(leaves) if step.leaf.is_weight)
-    operations = list_operations(classes.root, weights)
-    limits, rows, sums = _loss_parts(decision.kernels.regions.values(), classes)
-    return TracedGradients(operations, classes, trained, limits, rows, sums)
+    operations = list_operations(found.root, weights)
+    limits, rows, sums = _loss_parts(decision.kernels.regions.values(), found)
+    return TracedGradients(operations, found, trained, limits, rows, sums)
 
 
 def schedule_gradients(
@@ -160,7 +164,7 @@ def schedule_gradients(
             array.gradient = number
     kernels = schedule(operations, platform)
     return GradientProgram(
-        kernels,
+        WorkTable(kernels),
         Timeline(find_lifetimes(kernels)),
         traced.classes,
         find_blocks(kernels),

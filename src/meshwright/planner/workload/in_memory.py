@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
 import numpy as np
 
 from meshwright.planner.workload.array_operations import Array
 from meshwright.planner.workload.kernel_schedule import Kernel
-
-Use = Literal["gradients", "gathered", "activations", "working"]
-USES: tuple[Use, ...] = ("gradients", "gathered", "activations", "working")
-Form = Literal["stored", "copied", "rearranged"]
-"""An array that a kernel writes, a copy of an input, or an operand copied for a product."""
+from meshwright.planner.workload.size_table import USES, Form, Sizes, SizeTable, Use
 
 _LARGE = 1 / 200
 """Arrays smaller than this part of the peak fill gaps, so that their place does not matter."""
-
-
-class Sizes(Protocol):
-    """How large arrays are on one device."""
-
-    def of(self, array: Array) -> float:
-        """Return the bytes of an array."""
-        ...
-
-    def of_copy(self, array: Array) -> float:
-        """Return the bytes of a copied input: a gathered weight or a row of a loop."""
-        ...
-
-    def of_rearranged(self, array: Array) -> float:
-        """Return the bytes of a product's operand that is copied first."""
-        ...
-
-    def use(self, array: Array, *, crosses: bool) -> Use:
-        """Return what an array is used for; ``crosses`` if it lives through both passes."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -85,26 +62,11 @@ class Timeline:
         self.lifetimes = lifetimes
         self.start = np.array([each.start for each in lifetimes])
         self.end = np.array([each.end for each in lifetimes])
-        self._whole = np.array([each.array.nbytes for each in lifetimes], float)
-        groups: dict[tuple[object, ...], list[int]] = {}
-        for number, each in enumerate(lifetimes):
-            groups.setdefault(_alike(each), []).append(number)
-        self._groups = [np.array(group) for group in groups.values()]
+        self._sizes = SizeTable([each.array for each in lifetimes], [e.form for e in lifetimes])
 
     def sizes(self, sizes: Sizes) -> np.ndarray:
         """Return the bytes of each array on one device."""
-        share = np.zeros(len(self.lifetimes))
-        for group in self._groups:
-            first = self.lifetimes[group[0]]
-            whole = first.array.nbytes
-            share[group] = _size(first, sizes) / whole if whole else 0.0
-        return self._whole * share
-
-
-def _alike(each: Lifetime) -> tuple[object, ...]:
-    """Return what arrays have in common of which a device has the same part."""
-    array = each.array
-    return each.form, array.classes, array.leaf, array.of_row, array.gradient, array.nbytes > 0
+        return self._sizes.nbytes(sizes)
 
 
 def find_lifetimes(kernels: Sequence[Kernel]) -> list[Lifetime]:
@@ -175,14 +137,6 @@ def peak_of(timeline: Timeline, sizes: Sizes) -> Peak:
     return Peak(max(most, packed), uses, largest)
 
 
-def _size(each: Lifetime, sizes: Sizes) -> float:
-    if each.form == "copied":
-        return sizes.of_copy(each.array)
-    if each.form == "rearranged":
-        return sizes.of_rearranged(each.array)
-    return sizes.of(each.array)
-
-
 def _use(each: Lifetime, sizes: Sizes) -> Use:
     if each.form == "stored":
         return sizes.use(each.array, crosses=each.crosses)
@@ -208,23 +162,33 @@ def _packed(nbytes: np.ndarray, start: np.ndarray, end: np.ndarray, least: float
 
 def _top(order: np.ndarray, nbytes: np.ndarray, start: np.ndarray, end: np.ndarray) -> float:
     """Return the end of a heap whose arrays are placed in an order, each in the smallest gap."""
-    offsets = np.zeros(len(order))
-    for position, number in enumerate(order):
-        placed = order[:position]
-        beside = (start[placed] <= end[number]) & (end[placed] >= start[number])
-        begins = offsets[:position][beside]
-        ends = begins + nbytes[placed][beside]
-        offsets[position] = _smallest_gap(begins, ends, float(nbytes[number]))
-    return float((offsets + nbytes[order]).max()) if len(order) else 0.0
+    placed: list[tuple[float, float, int, int]] = []
+    top = 0.0
+    lists = (each[order].tolist() for each in (nbytes, start, end))
+    for size, first, last in zip(*lists, strict=True):
+        begin = _smallest_gap(placed, size, first, last)
+        insort(placed, (begin, begin + size, first, last))
+        top = max(top, begin + size)
+    return top
 
 
-def _smallest_gap(begins: np.ndarray, ends: np.ndarray, size: float) -> float:
-    order = np.argsort(begins)
-    best, room = -1.0, float("inf")
-    reached = 0.0
-    for number in order:
-        gap = float(begins[number]) - reached
-        if size <= gap < room:
-            best, room = reached, gap
-        reached = max(reached, float(ends[number]))
+def _smallest_gap(
+    placed: Sequence[tuple[float, float, int, int]], size: float, first: int, last: int
+) -> float:
+    """Return where an array fits best between those that live at the same time.
+
+    Args:
+        placed: where others begin and end in memory, in this order, and in time.
+        size: its bytes.
+        first: the moment it is written.
+        last: the last moment it is read.
+    """
+    best, room, reached = -1.0, math.inf, 0.0
+    for begin, end, written, read in placed:
+        if written > last or read < first:
+            continue
+        if size <= begin - reached < room:
+            best, room = reached, begin - reached
+        if end > reached:
+            reached = end
     return best if best >= 0 else reached

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright.planner.workload.array_operations import Array
-from meshwright.planner.workload.in_memory import Use
+from meshwright.planner.workload.size_table import Use
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,6 @@ class DeviceSizes:
         if array.of_weights:
             return "gathered"
         return "activations" if crosses else "working"
-
-    def part(self, array: Array) -> float:
-        """Return the part of an array's elements that a device computes with."""
-        return self._share(array)
 
     def _share(self, array: Array) -> float:
         if array.gradient is not None:

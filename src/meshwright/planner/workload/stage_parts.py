@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from meshwright.pipeline.execute.buffers import ABSENT, allocate_slots
@@ -39,14 +39,12 @@ class SlotCounts:
         carried: activations and gradients that arrived from other stages.
         cuts: microbatches whose weight gradients are still to be computed.
         messages: activations and gradients that it sends.
-        bubble: share of the time in which it waits for other stages.
     """
 
     saved: int
     carried: int
     cuts: int
     messages: int
-    bubble: float
 
 
 def find_blocks(kernels: Sequence[Kernel]) -> BlockParts | None:
@@ -76,22 +74,37 @@ def nbytes_of(arrays: Sequence[Array], sizes: DeviceSizes) -> float:
     return sum(map(sizes.of, arrays))
 
 
-@lru_cache(maxsize=4096)
 def count_slots(schedule: str, num_chunks: int, microbatches: int, stages: int) -> SlotCounts:
-    """Return what the stages of a schedule keep."""
-    chosen = get_schedule(schedule, num_chunks)
+    """Return what the stages of a schedule keep and send."""
     # More microbatches than this repeat the same pattern and need no further slots.
     shown = microbatches if schedule == "gpipe" else min(microbatches, 4 * stages)
-    slots = allocate_slots(chosen.table(shown, stages))
-    bubble = float(chosen.bubble(microbatches, stages))
+    found = _count_slots(schedule, num_chunks, shown, stages)
+    if shown == microbatches:
+        return found
+    # All stages send whenever one of them has to, which is in every tick of the pattern.
+    ticks = 3 if get_schedule(schedule, num_chunks).splits_backward else num_chunks
+    more = ticks * (microbatches - shown) * (1 if _one_way(num_chunks, stages) else 2)
+    return replace(found, messages=found.messages + more)
+
+
+@lru_cache(maxsize=4096)
+def _count_slots(schedule: str, num_chunks: int, microbatches: int, stages: int) -> SlotCounts:
+    slots = allocate_slots(get_schedule(schedule, num_chunks).table(microbatches, stages))
     carried = slots.num_activations + slots.num_gradients
-    # All stages send whenever one of them has to; this is the pattern of one more microbatch.
-    again = 3 if chosen.splits_backward else num_chunks
-    ways = [slots.activation_in, slots.gradient_in]
     sent = [
-        sum(any(slot != ABSENT for slot in row) for row in way) + again * (microbatches - shown)
-        for way in ways
+        sum(any(slot != ABSENT for slot in row) for row in way)
+        for way in (slots.activation_in, slots.gradient_in)
     ]
-    # The first of two stages sends activations only, the last one gradients.
-    messages = max(sent) if stages == 2 and num_chunks == 1 else sum(sent)
-    return SlotCounts(slots.num_saved, carried, slots.num_cuts, messages, bubble)
+    messages = max(sent) if _one_way(num_chunks, stages) else sum(sent)
+    return SlotCounts(slots.num_saved, carried, slots.num_cuts, messages)
+
+
+def _one_way(num_chunks: int, stages: int) -> bool:
+    """Whether the first stage only sends activations, and the only other one gradients."""
+    return stages == 2 and num_chunks == 1
+
+
+@lru_cache(maxsize=4096)
+def share_of_waiting(schedule: str, num_chunks: int, microbatches: int, stages: int) -> float:
+    """Return the share of the time in which the stages of a schedule wait for each other."""
+    return float(get_schedule(schedule, num_chunks).bubble(microbatches, stages))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import jax
@@ -42,6 +43,7 @@ class Numerics(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class AsTraced:
     """Every value in the dtype it was traced in."""
 
