@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from meshwright.compiled.quick_options import quick_options
+from meshwright.program.evaluate.widen import widened
 from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.jaxpr.names import flatten, nest
 from meshwright.program.trace.model_leaves import Leaf
@@ -26,7 +27,7 @@ from meshwright.proof.compare import global_norm
 from meshwright.proof.losses import Gradient
 from meshwright.proof.nulls import NoiseMasks, within
 from meshwright.proof.observed import Leaves, Masks, ObservedRun, fetch
-from meshwright.step.objective import accepted
+from meshwright.step.objective import accepted, runs_without_loss
 from meshwright.weighted import Weighted
 
 GRAD_NORM = "grad_norm"
@@ -81,7 +82,7 @@ class OptaxUpdate:
         self._init = jax.jit(
             lambda params: optimizer.init(nest(params, escaped=True)), compiler_options=options
         )
-        self._update = jax.jit(self._updated, compiler_options=options)
+        self._update = jax.jit(self._in_their_dtype, compiler_options=options)
 
     def init(self, params: Leaves) -> Any:
         """Return the optimizer's initial state."""
@@ -111,17 +112,20 @@ class OptaxUpdate:
     def looks_at_loss(self, params: Leaves, moments: Any, gradients: Leaves) -> bool:
         """Whether the optimizer cannot do without optax's extra arguments."""
         if self._looks_at_loss is None:
-            try:
-                jax.eval_shape(self._updated, dict(params), moments, dict(gradients))
-            except Exception:
-                self._looks_at_loss = True
-            else:
-                self._looks_at_loss = False
+            arguments = (dict(params), moments, dict(gradients))
+            self._looks_at_loss = not runs_without_loss(self._updated, arguments)
         return self._looks_at_loss
 
     def program(self, params: Leaves, moments: Any, gradients: Leaves) -> ClosedJaxpr:
         """Return the update as a program."""
         return jax.make_jaxpr(self._updated)(dict(params), moments, dict(gradients))
+
+    def _in_their_dtype(self, params: Any, moments: Any, gradients: Any) -> Any:
+        """Update parameters; float64 ones in float64 throughout, schedules included."""
+        floats = [p for p in params.values() if jnp.issubdtype(p.dtype, jnp.floating)]
+        wide = bool(floats) and all(p.dtype == jnp.float64 for p in floats)
+        update = widened(self._updated) if wide else self._updated
+        return update(params, moments, gradients)
 
     def _updated(self, params: Any, moments: Any, gradients: Any, **extra: Any) -> Any:
         # As nested dicts, by whose paths some optimizers choose what to apply.

@@ -80,3 +80,12 @@ def accepted(transformation: optax.GradientTransformation) -> tuple[str, ...]:
         # Line searches refuse arguments beyond these that they do not know.
         return ("value", "grad", "value_fn")
     return tuple(name for name in ("value", "grad", "value_fn", "grad_fn") if name in parameters)
+
+
+def runs_without_loss(update: Callable[..., Any], arguments: Sequence[Any]) -> bool:
+    """Whether the update of an optimizer can do without optax's extra arguments."""
+    try:
+        jax.eval_shape(update, *arguments)
+    except Exception:
+        return False
+    return True

@@ -10,12 +10,13 @@ from typing import Any, Literal
 import jax
 import optax
 
+from meshwright.program.evaluate.widen import widened
 from meshwright.program.jaxpr.names import flatten, nest
 from meshwright.program.trace.layout import Layout, StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.sharding.placement import Placement, add_fsdp, add_pipe
 from meshwright.sharding.reasons import LikeParameter
-from meshwright.step.objective import Objective
+from meshwright.step.objective import Objective, runs_without_loss
 from meshwright.step.optimizer_errors import check_optimizer_state, refusing
 from meshwright.step.stackable import Name, owners, treats_stacks_alike
 
@@ -110,21 +111,35 @@ class FlatOptimizer:
         leaves: Sequence[Any],
         params: Sequence[Any],
         objective: Objective | None = None,
+        *,
+        wide: bool = False,
     ) -> tuple[list[Any], list[Any]]:
         """Return the new parameters and optimizer leaves.
 
-        ``objective`` is for optimizers that look at the loss, such as line searches.
+        Args:
+            gradients: the gradients.
+            leaves: the optimizer's leaves.
+            params: the parameters.
+            objective: for optimizers that look at the loss, such as line searches.
+            wide: compute in float64 what the optimizer computes in float32, such as a schedule.
         """
         tree = self._tree(params)
         state = jax.tree.unflatten(self._treedef, leaves)
         extra = (
             objective.arguments(self._transformation, self._tree, self._flat) if objective else {}
         )
+
+        arguments = (self._tree(gradients), state, tree)
+
+        def update(gradients: Any, state: Any, tree: Any, **extra: Any) -> tuple[Any, Any]:
+            updates, state = self._transformation.update(gradients, state, tree, **extra)
+            return optax.apply_updates(tree, updates), state
+
         with refusing("update"):
-            updates, state = self._transformation.update(
-                self._tree(gradients), state, tree, **extra
-            )
-            changed: Any = optax.apply_updates(tree, updates)
+            if wide and runs_without_loss(update, arguments):
+                changed, state = widened(update)(*arguments)
+            else:
+                changed, state = update(*arguments, **extra)
         return self._flat(changed), jax.tree.leaves(state)
 
     def _initial(self, params: Sequence[Any]) -> Any:

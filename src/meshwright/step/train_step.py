@@ -95,7 +95,7 @@ class TrainStep:
         runs: int | None = None,
         guarded: bool = False,
     ) -> None:
-        self._guarded = guarded
+        self._guarded, self._wide = guarded, wide
         self.traced, self.decision, self.plan, self.mesh = traced, decision, plan, mesh
         self._clip_norm = clip_norm
         self._local, self.pipeline = local, pipeline
@@ -235,7 +235,9 @@ class TrainStep:
             objective = Objective(gradients.loss, values, self._evaluate(state, batch))
             values = self._clip(values, norm)
             params = self._constrain(gradients.params, self.decision.optimizer)
-            params, optimizer = self.optimizer.update(values, state.optimizer, params, objective)
+            params, optimizer = self.optimizer.update(
+                values, state.optimizer, params, objective, wide=self._wide
+            )
             after = replace(
                 state,
                 params=params,

@@ -124,6 +124,16 @@ def test_accumulation_adds_sums_of_gradients(estimator):
     assert often.compiled - once.compiled >= parameters
 
 
+def test_one_gpu_adds_gradients_to_their_sums_as_they_come(estimator):
+    def gradients(mesh, microbatches):
+        plan = make_plan(mesh, microbatches=microbatches)
+        return estimator.estimate(plan, on(plan, "H200")).memory.gradients
+
+    parameters = 4 * estimator.num_parameters
+    assert gradients({}, 4) - gradients({}, 1) <= parameters
+    assert gradients({"data": 8}, 4) - gradients({"data": 8}, 1) > parameters
+
+
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 8}, {"data": 2, "fsdp": 4}], ids=str)
 def test_what_is_sent_is_the_minimum_of_the_ledger(estimator, mesh):
     plan = make_plan(mesh)

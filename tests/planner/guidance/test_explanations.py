@@ -155,14 +155,16 @@ def test_numbers_of_devices_are_parts_of_nodes_or_whole_nodes(total, per_node, c
 
 def test_the_nearest_change_that_matters_is_found():
     result = search(GPT2_MEDIUM, task())
-    memory, links, batch = what_ifs(GPT2_MEDIUM, result)
-    assert str(memory) == "160.0 GB of memory per device: still data=8"
-    assert str(batch) == "a global batch of 128 samples: still data=8"
-    assert links.after is not None
-    faster = replace(result.task.hardware.chip, link_gb_per_s=100)
-    hardware = replace(result.task.hardware, chip=faster)
-    again = search(GPT2_MEDIUM, replace(result.task, hardware=hardware), top=1).best
-    assert links.after.plan.mesh == again.plan.mesh
+    assert [str(each) for each in what_ifs(GPT2_MEDIUM, result)] == [
+        "160.0 GB of memory per device: still data=8",
+        "1200 GB/s between devices: still data=8",
+        "a global batch of 128 samples: still data=8",
+    ]
+    result = search(LARGE, task())
+    changes = [each for each in what_ifs(LARGE, result) if each.after is not None]
+    assert changes
+    for each in changes:
+        assert each.after.plan.mesh != result.best.plan.mesh
 
 
 @pytest.mark.full

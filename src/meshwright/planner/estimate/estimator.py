@@ -17,7 +17,7 @@ from meshwright.config.schema import Precision
 from meshwright.hardware import Chip, Hardware
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeEstimate
-from meshwright.planner.estimate.gradient_programs import GradientPrograms, variant_of
+from meshwright.planner.estimate.gradient_programs import PLATFORMS, GradientPrograms, variant_of
 from meshwright.planner.estimate.model_states import ModelStates, state_key
 from meshwright.planner.estimate.placed_state import PlacedState
 from meshwright.planner.estimate.traced_programs import TracedPrograms, blocks_of
@@ -175,9 +175,9 @@ class ProgramEstimator:
 
     def _kernel_seconds(self, plan: Plan, hardware: Hardware) -> tuple[float, float]:
         """Return the seconds of one microbatch's kernels: in loops, and outside of them."""
-        chip, tensor = hardware.chip, plan.size("tensor")
+        chip, divided = hardware.chip, (plan.size("tensor"), plan.size("fsdp"), plan.sharding.zero)
         variant = variant_of(plan, hardware)
-        key = (variant, plan.precision, blocks_of(plan), tensor, plan.batch.micro_batch_size, chip)
+        key = (variant, plan.precision, blocks_of(plan), divided, plan.batch.micro_batch_size, chip)
         if key not in self._seconds:
             rate = chip.tflops_per_device * 1e12 * _product_share(chip, plan.precision)
             works = self.works(plan, hardware)
@@ -205,9 +205,11 @@ class ProgramEstimator:
         state, peak = self._states.of(plan), self._peak(plan, hardware)
         steps = plan.batch.gradient_accumulation_steps
         sample = sum(leaf.size * leaf.dtype.itemsize for leaf in self._batch_leaves()) / SAMPLES
-        sums = state.sums + state.gradients if steps > 1 else 0
-        if plan.size("pipe") > 1:
-            sums = state.sums
+        sums = state.sums if steps > 1 else 0
+        # What hides communication delays the products for gradients until all of them are there.
+        alone = PLATFORMS[hardware.chip.platform] == "gpu" and plan.num_devices == 1
+        if steps > 1 and plan.size("pipe") == 1 and not alone:
+            sums += state.gradients
         # Before the optimizer runs there are all gradients, and nothing else.
         last = max(state.gradients, sums)
         if self._guarded and hardware.chip.platform == "cpu":

@@ -98,6 +98,8 @@ def slower_because(other: Estimate, best: Estimate, *, at_least: bool = False) -
     ratio, text = other.time.step / best.time.step - 1, _more_time(other, best)
     if ratio < 0.0005:
         name = describe_sizes(best.plan.mesh)
+        if at_least:
+            return f"slower than {name} with each microbatch and remat that fits"
         if ratio > -0.0005:
             return f"as fast as {name}, but less simple"
         return f"{-ratio:.1%} faster than {name}, within the error of estimates, but less simple"

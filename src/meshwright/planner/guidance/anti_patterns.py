@@ -167,12 +167,12 @@ def _over_sharded(estimator: Estimator, estimate: Estimate) -> AntiPattern | Non
     own = estimator.num_parameters // parts
     if parts == 1 or own >= TINY_SHARD or time.exposed < NOTABLE * time.step:
         return None
-    divides = plan.batch.global_batch_size % plan.num_devices == 0
     return AntiPattern(
         "over-sharding",
         f"{parts} devices share {estimator.num_parameters:,} parameters, {own:,} each, and wait "
-        f"{time.exposed / time.step:.0%} of the time for each other. Use fewer devices for a copy"
-        + (f", such as {Setting('mesh.data', plan.num_devices)}" if divides else ""),
+        f"{time.exposed / time.step:.0%} of the time for each other. Fewer devices for a copy, or "
+        f"in all, do almost as much: compare with {Setting('mesh.data', plan.num_devices)}, and "
+        "see how speed grows with the number of devices",
     )
 
 
@@ -183,7 +183,7 @@ def linear_scaling(points: Sequence[ScalingPoint]) -> AntiPattern | None:
         return None
     first, last = known[0], known[-1]
     fastest = max(known, key=lambda point: point.tokens_per_second)
-    if fastest.tokens_per_second > last.tokens_per_second:
+    if fastest.tokens_per_second > 1.05 * last.tokens_per_second:
         return AntiPattern(
             "more devices than it can use",
             f"{counted(fastest.num_devices, 'device')} would train "

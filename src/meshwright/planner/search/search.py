@@ -24,8 +24,9 @@ from meshwright.planner.search.candidates import (
 )
 from meshwright.planner.search.obstacles import Rejection, check_pins, find_obstacle, no_mesh
 
-TIE = 0.01
-"""Estimates that are closer than this are equally good, and the simpler plan is preferred."""
+TIE = 0.04
+"""Meshes whose times are closer than this, about the error of estimates, are equally good, and the
+simpler one is preferred."""
 COMPARED = 3
 """How many meshes are compared with blocks that run one by one, at least."""
 

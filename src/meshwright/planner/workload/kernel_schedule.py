@@ -122,6 +122,8 @@ class _Scheduler:
         outputs = [self._find(array) for array in program.outputs if array is not None]
         self._outputs = {id(array) for array in outputs}
         self._inputs = {id(array) for array in program.inputs}
+        products = (op for op in self._operations if op.name == "dot_general")
+        self._products = {id(array) for op in products for array in op.writes}
         self._stored = self._find_stored()
 
     def kernels(self) -> list[Kernel]:
@@ -261,6 +263,9 @@ class _Scheduler:
 
     def _can_replace(self, result: Array, array: Array) -> bool:
         if result is array or result.nbytes != array.nbytes:
+            return False
+        # GPUs do not write over a product: the gradient of logits has memory of its own.
+        if self._platform == "gpu" and id(array) in self._products:
             return False
         return not self._is_filled(result)
 

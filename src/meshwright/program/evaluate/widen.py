@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -63,6 +63,20 @@ class Float64:
 def wide_evaluator() -> Evaluator:
     """Return an evaluator that computes a program as it is written, in float64."""
     return Evaluator(WIDE_RULES, numerics=Float64())
+
+
+def widened(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes in float64; its results have the dtypes they had."""
+
+    def run(*arguments: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        results = wide_evaluator().run(closed, jax.tree.leaves(arguments))
+        structs, tree = jax.tree.flatten(shapes)
+        pairs = zip(results, structs, strict=True)
+        kept = [v if v.dtype == s.dtype else v.astype(s.dtype) for v, s in pairs]
+        return jax.tree.unflatten(tree, kept)
+
+    return run
 
 
 def widen_derivatives(eqn: Equation, env: Environment) -> list[Value] | None:
