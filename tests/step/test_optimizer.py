@@ -218,10 +218,11 @@ def test_schedules_are_computed_in_float64_for_proofs():
     with jax.enable_x64(True):
         start = jnp.zeros(3, jnp.float64)
         update = widened(lambda g, s: optax.sgd(schedule).update(g, s))
-        state = optax.sgd(schedule).init(start)
-        for count in range(4):
-            updates, state = update(jnp.full(3, 1 / 3), state)
-            np.testing.assert_allclose(updates, -rate * count / warmup_steps / 3, rtol=1e-14)
-        plain, _ = optax.sgd(schedule).update(jnp.full(3, 1 / 3), state)
-        exact = -rate * 4 / warmup_steps / 3
-        assert abs(plain[0] / exact - 1) > 1e-9
+        state, off = optax.sgd(schedule).init(start), [0.0]
+        for count in range(12):
+            gradients, exact = jnp.full(3, 1 / 3), -rate * count / warmup_steps / 3
+            plain, _ = optax.sgd(schedule).update(gradients, state)
+            updates, state = update(gradients, state)
+            np.testing.assert_allclose(updates, exact, rtol=1e-13)
+            off.append(abs(float(plain[0]) - exact) / rate)
+    assert max(off) > 1e-9
