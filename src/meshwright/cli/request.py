@@ -64,6 +64,7 @@ class Request:
 
 def make_request(arguments: Arguments, output: Output) -> Request:
     """Compose and validate the config, then prepare its devices."""
+    arguments = replace(arguments, overrides=tuple(map(_as_setting, arguments.overrides)))
     composed = compose(arguments)
     config = validate(composed)
     if arguments.command.needs_devices:

@@ -49,7 +49,8 @@ def explain_decision(estimator: Estimator, result: SearchResult) -> list[str]:
 def whole_copy(estimator: Estimator, copy: Estimate, task: PlanTask) -> str:
     """Return whether a whole copy of the model can be trained on one device."""
     memory, parameters = copy.memory, max(1, estimator.num_parameters)
-    state = memory.parameters + memory.optimizer + memory.gradients
+    # A gradient is as large as its parameter, even where not all of them are there at once.
+    state = 2 * memory.parameters + memory.optimizer
     limit = human_gigabytes(task.memory_share * copy.capacity)
     verdict = "fits on one device" if copy.fits(task.memory_share) else "does not fit on one device"
     return (
