@@ -36,6 +36,9 @@ from meshwright.mesh.axes import (
 )
 from meshwright.units import counted, either
 
+MADE_FOR = "made_for"
+"""What a file with a plan says besides: the model it was made for."""
+
 
 class Plan(Frozen):
     """How a model is trained on these devices.
@@ -158,7 +161,8 @@ class Plan(Frozen):
             raise UserError("the plan is not valid YAML", why=str(error)) from None
         if not isinstance(values, dict):
             raise UserError("the plan is empty or not a mapping")
-        return cls.parse({str(key): value for key, value in values.items()}, prefix="plan")
+        settings = {str(key): value for key, value in values.items() if key != MADE_FOR}
+        return cls.parse(settings, prefix="plan")
 
 
 def make_plan(config: Config, num_devices: int) -> Plan:

@@ -11,6 +11,7 @@ from meshwright.cli.main import main
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.plan import Plan
+from meshwright.planner.search.plan_file import other_model
 
 
 @pytest.fixture
@@ -150,6 +151,9 @@ def test_the_plan_is_written_for_train(plan, tmp_path):
     assert code == 0
     assert Plan.from_yaml(file.read_text()).mesh == {"data": 8}
     assert f"meshwright train model=gpt2_medium training.global_batch_size=32 plan={file}" in err
+    assert other_model(str(file), 353_501_184) == []
+    (warning,) = other_model(str(file), 1000)
+    assert "made for gpt2_medium with 353,501,184 parameters, and this model has 1,000" in warning
 
 
 def test_without_hardware_it_plans_for_what_is_there(plan):

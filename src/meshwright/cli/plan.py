@@ -191,7 +191,8 @@ def _write_files(request: Request, report: PlanReport) -> None:
     if "--html" in flags:
         write_file(Path(flags["--html"]), plan_page(report))
     if "--out" in flags:
-        write_file(Path(flags["--out"]), plan_yaml(report.best, report.name))
+        text = plan_yaml(report.best, report.name, report.num_parameters)
+        write_file(Path(flags["--out"]), text)
         told = [w for w in request.arguments.overrides if w.partition("=")[0] != "hardware"]
         command = shlex.join(["meshwright", "train", *told, f"plan={flags['--out']}"])
         request.output.say(Text(f"to train with this plan: {command}"))

@@ -28,6 +28,7 @@ from meshwright.masking import mask_tree
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.plan import Plan, make_plan, unused_settings
 from meshwright.planner.estimate.estimator import Estimator, ProgramEstimator
+from meshwright.planner.search.plan_file import other_model
 from meshwright.processes import broadcast, process_count
 from meshwright.recipe import Recipe, make_recipe
 from meshwright.step.assemble import Assembled
@@ -124,6 +125,7 @@ def _train(request: Request, folder: Path) -> int:
             extra_results=partial(_sample, config, recipe, assembled, end_tokens(hf_files)),
             warnings=[
                 *_warnings(request, config, plan, recipe, point),
+                *_other_model(config, assembled),
                 *initial.remarks,
                 *without_tokenizer(config),
             ],
@@ -167,6 +169,13 @@ def _warnings(
             resumed=None if point is None else point.metadata,
         ),
     ]
+
+
+def _other_model(config: Config, assembled: Assembled) -> list[str]:
+    if config.plan is None or not Path(config.plan).is_file():
+        return []
+    leaves = assembled.model_leaves.leaves
+    return other_model(config.plan, sum(leaf.size for leaf in leaves if leaf.is_weight))
 
 
 def _output(

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from meshwright.config.origins import flatten
 from meshwright.errors import Setting, UserError, first_line
 from meshwright.mesh.axes import AXES, INFER, resolve_alias
-from meshwright.plan import Plan
+from meshwright.plan import MADE_FOR, Plan
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.units import human_gigabytes, human_seconds
 
@@ -33,14 +35,34 @@ class Planned:
     origins: dict[str, str]
 
 
-def plan_yaml(estimate: Estimate, name: str) -> str:
+def plan_yaml(estimate: Estimate, name: str, num_parameters: int) -> str:
     """Return a plan as a file that the setting `plan` reads, with what it was made for."""
     head = (
         f"# {name} on {estimate.hardware}: {human_seconds(estimate.time.step)} per update and "
         f"{human_gigabytes(estimate.memory.total)} per device, estimated.\n"
         "# Train with it: meshwright train … plan=THIS_FILE\n"
     )
-    return head + estimate.plan.to_yaml()
+    made_for = {MADE_FOR: {"model": name, "parameters": num_parameters}}
+    return head + estimate.plan.to_yaml() + yaml.safe_dump(made_for, sort_keys=False)
+
+
+def other_model(path: str, num_parameters: int) -> list[str]:
+    """Return a warning if a plan was made for a model of another size.
+
+    Args:
+        path: the file of the plan.
+        num_parameters: of the model that is trained.
+    """
+    values: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    made_for = values.get(MADE_FOR)
+    if not isinstance(made_for, dict) or made_for.get("parameters") in (None, num_parameters):
+        return []
+    model, count = made_for.get("model"), made_for["parameters"]
+    return [
+        f"{Setting(KEY, path)} was made for {model} with {count:,} parameters, and this model has "
+        f"{num_parameters:,}: its mesh may not suit it, and its time and memory are others; run "
+        "`meshwright plan` for this model"
+    ]
 
 
 def plan_settings(plan: Plan) -> dict[str, Any]:
