@@ -39,8 +39,8 @@ def _other(make):
 
 
 def _one_leaf_kept(right):
-    def update(self, gradients, leaves, params, objective=None):
-        changed, after = right(self, gradients, leaves, params, objective)
+    def update(self, gradients, leaves, params, objective=None, **settings):
+        changed, after = right(self, gradients, leaves, params, objective, **settings)
         number = [leaf.path for leaf in self.leaves].index("1.0.mu.up.kernel")
         return changed, [*after[:number], leaves[number], *after[number + 1 :]]
 
@@ -53,8 +53,8 @@ def _coarse(leaf):
 
 
 def _coarse_moments(right):
-    def update(self, gradients, leaves, params, objective=None):
-        changed, after = right(self, gradients, leaves, params, objective)
+    def update(self, gradients, leaves, params, objective=None, **settings):
+        changed, after = right(self, gradients, leaves, params, objective, **settings)
         return changed, [
             leaf if described.path.startswith("0.gradients.") else _coarse(leaf)
             for described, leaf in zip(self.leaves, after, strict=True)
@@ -64,8 +64,8 @@ def _coarse_moments(right):
 
 
 def _coarse_gradients(right):
-    def update(self, gradients, *rest):
-        return right(self, [_coarse(g) for g in gradients], *rest)
+    def update(self, gradients, *rest, **settings):
+        return right(self, [_coarse(g) for g in gradients], *rest, **settings)
 
     return update
 

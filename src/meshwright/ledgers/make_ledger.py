@@ -91,7 +91,7 @@ def read_ledger(
     mesh = dict(assembled.mesh.shape)
     counts = _operation_counts(assembled)
     # One device sends nothing, and the text of a large program takes a second to read.
-    alone = assembled.mesh.size == 1
+    alone = all(size == 1 for size in mesh.values())
     found = [] if alone else read_collectives(program.partitioned, mesh)
     stages = _by_stage(found, counts)
     needed = _needed(assembled, counts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import jax
@@ -43,7 +42,6 @@ class Numerics(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class AsTraced:
     """Every value in the dtype it was traced in."""
 

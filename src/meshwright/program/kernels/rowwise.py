@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -38,76 +37,44 @@ class RowwiseKernel:
     def __call__(self, region: Region, env: Environment, mesh: MeshView) -> list[Value]:
         """Return the result."""
         match, numerics = self.match, env.evaluator.numerics
-        rounded = frozenset(v for v in match.vectors if env.is_half_weight(v))
-        run = _differentiable(_Equations(match), rounded, numerics, mesh.num_auto)
+        half = [env.is_half_weight(v) for v in match.vectors]
+
+        def evaluate(operands: Sequence[Any], sums: Mapping[Var, Any] | None) -> dict[Var, Any]:
+            inputs = (*match.activations, *match.vectors)
+            values: dict[Var, Any] = dict(zip(inputs, operands, strict=True))
+            rounded = {v for v, is_half in zip(match.vectors, half, strict=True) if is_half}
+            _evaluate(match.eqns, values, rounded, numerics, sums, mesh.num_auto)
+            return values
+
+        sums = [v for eqn in match.eqns if eqn.primitive.name == "reduce_sum" for v in eqn.outvars]
+
+        @jax.custom_vjp
+        def run(*operands: Any) -> Any:
+            return evaluate(operands, None)[match.output]
+
+        def forward(*operands: Any) -> tuple[Any, Any]:
+            values = evaluate(operands, None)
+            return values[match.output], (operands, [values[v] for v in sums])
+
+        def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
+            # Otherwise the compiler would save what it could compute again.
+            operands, known = lax.optimization_barrier(saved)
+            known_sums = dict(zip(sums, known, strict=True))
+            # An activation is read several times; its gradients are added before they are rounded.
+            wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in operands]
+            _, pullback = jax.vjp(lambda *x: evaluate(x, known_sums)[match.output], *wide)
+            gradients = zip(pullback(cotangent), operands, strict=True)
+            return tuple(gradient.astype(x.dtype) for gradient, x in gradients)
+
+        run.defvjp(forward, backward)
         operands = [env.read(v) for v in match.activations]
         return [run(*operands, *(env.in_param_dtype(v) for v in match.vectors))]
-
-
-@dataclass(frozen=True, eq=False)
-class _Equations:
-    """Matched equations, equal to a match of the same ones."""
-
-    match: RowwiseMatch
-
-    def __hash__(self) -> int:
-        return hash(tuple(map(id, self.match.eqns)))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Equations):
-            return NotImplemented
-        pairs = zip(self.match.eqns, other.match.eqns, strict=False)
-        same = len(self.match.eqns) == len(other.match.eqns) and all(a is b for a, b in pairs)
-        return same and self.match.output is other.match.output
-
-
-@lru_cache(maxsize=1024)
-def _differentiable(
-    equations: _Equations, rounded: frozenset[Var], numerics: Numerics, num_shards: int
-) -> Callable[..., Any]:
-    """Return a function of the operands with its own gradient.
-
-    A program is traced several times, as for its loss and for its gradients, or for plans that
-    save different values. Each function is traced once, and its equations are then copied.
-    """
-    match = equations.match
-    sums = [v for eqn in match.eqns if eqn.primitive.name == "reduce_sum" for v in eqn.outvars]
-
-    def evaluate(operands: Sequence[Any], sums: Mapping[Var, Any] | None) -> dict[Var, Any]:
-        inputs = (*match.activations, *match.vectors)
-        values: dict[Var, Any] = dict(zip(inputs, operands, strict=True))
-        _evaluate(match.eqns, values, rounded, numerics, sums, num_shards)
-        return values
-
-    @jax.custom_vjp
-    @partial(jax.jit, inline=True)
-    def run(*operands: Any) -> Any:
-        return evaluate(operands, None)[match.output]
-
-    @partial(jax.jit, inline=True)
-    def forward(*operands: Any) -> tuple[Any, Any]:
-        values = evaluate(operands, None)
-        return values[match.output], (operands, [values[v] for v in sums])
-
-    @partial(jax.jit, inline=True)
-    def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
-        # Otherwise the compiler would save what it could compute again.
-        operands, known = lax.optimization_barrier(saved)
-        known_sums = dict(zip(sums, known, strict=True))
-        # An activation is read several times; its gradients are added before they are rounded.
-        wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in operands]
-        _, pullback = jax.vjp(lambda *x: evaluate(x, known_sums)[match.output], *wide)
-        gradients = zip(pullback(cotangent), operands, strict=True)
-        return tuple(gradient.astype(x.dtype) for gradient, x in gradients)
-
-    run.defvjp(forward, backward)
-    return run
 
 
 def _evaluate(
     eqns: Sequence[Equation],
     values: dict[Var, Any],
-    rounded: Collection[Var],
+    rounded: set[Var],
     numerics: Numerics,
     sums: Mapping[Var, Any] | None,
     num_shards: int,
