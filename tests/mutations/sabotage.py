@@ -61,12 +61,12 @@ def optimizer_leaves(ending, change):
     """Change the leaves of the optimizer state whose path ends like this, before each update."""
 
     def make(right):
-        def update(self, gradients, leaves, params, objective=None):
+        def update(self, gradients, leaves, params, objective=None, **settings):
             leaves = [
                 change(leaf) if described.path.endswith(ending) else leaf
                 for described, leaf in zip(self.leaves, leaves, strict=True)
             ]
-            return right(self, gradients, leaves, params, objective)
+            return right(self, gradients, leaves, params, objective, **settings)
 
         return update
 
@@ -77,8 +77,8 @@ def new_parameters(change):
     """Change what the optimizer returns: ``change(path, before, after)`` for each parameter."""
 
     def make(right):
-        def update(self, gradients, leaves, params, objective=None):
-            after, leaves = right(self, gradients, leaves, params, objective)
+        def update(self, gradients, leaves, params, objective=None, **settings):
+            after, leaves = right(self, gradients, leaves, params, objective, **settings)
             paths = [step.leaf.path for step in self._params]
             return [change(*each) for each in zip(paths, params, after, strict=True)], leaves
 
