@@ -24,3 +24,4 @@ def few_collections() -> Generator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+        gc.unfreeze()

@@ -154,6 +154,9 @@ def test_the_plan_is_written_for_train(plan, tmp_path):
     assert other_model(str(file), 353_501_184) == []
     (warning,) = other_model(str(file), 1000)
     assert "made for gpt2_medium with 353,501,184 parameters, and this model has 1,000" in warning
+    for edited in ("made_for: 3\n", "made_for: {parameters: many}\n", ""):
+        file.write_text(file.read_text().partition("made_for")[0] + edited)
+        assert other_model(str(file), 1000) == []
 
 
 def test_without_hardware_it_plans_for_what_is_there(plan):

@@ -70,6 +70,17 @@ def test_gpus_do_not_write_over_a_product(platform, columns, arrays):
     assert found == max(arrays * columns, columns + 1) * column
 
 
+@pytest.mark.parametrize(
+    ("platform", "columns", "arrays"), [("gpu", 64, 1), ("gpu", 63, 2), ("cpu", 63, 1)]
+)
+def test_gpus_copy_what_products_cannot_read_as_it_is(platform, columns, arrays):
+    """Columns that are no multiple of 8 are filled up, so that tanh needs an array of its own."""
+    shapes = ((2, 64, columns), (columns, 1))
+    found = peak(lambda x, z: jnp.tanh(x.max(0)) @ z, *shapes, platform=platform, dtype="bfloat16")
+    column = 2 * 64
+    assert found == max(arrays * columns, columns + 1) * column
+
+
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_loops_store_what_they_stack(platform):
     def run(x):

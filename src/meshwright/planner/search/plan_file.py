@@ -55,13 +55,13 @@ def other_model(path: str, num_parameters: int) -> list[str]:
     """
     values: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     made_for = values.get(MADE_FOR)
-    if not isinstance(made_for, dict) or made_for.get("parameters") in (None, num_parameters):
+    count = made_for.get("parameters") if isinstance(made_for, dict) else None
+    if not isinstance(count, int) or count == num_parameters:
         return []
-    model, count = made_for.get("model"), made_for["parameters"]
     return [
-        f"{Setting(KEY, path)} was made for {model} with {count:,} parameters, and this model has "
-        f"{num_parameters:,}: its mesh may not suit it, and its time and memory are others; run "
-        "`meshwright plan` for this model"
+        f"{Setting(KEY, path)} was made for {made_for.get('model')} with {count:,} parameters, "
+        f"and this model has {num_parameters:,}: its mesh may not suit it, and its time "
+        "and memory are others; run `meshwright plan` for this model"
     ]
 
 

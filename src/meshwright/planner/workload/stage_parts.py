@@ -81,10 +81,10 @@ def count_slots(schedule: str, num_chunks: int, microbatches: int, stages: int) 
     found = _count_slots(schedule, num_chunks, shown, stages)
     if shown == microbatches:
         return found
-    # All stages send whenever one of them has to, which is in every tick of the pattern.
-    ticks = 3 if get_schedule(schedule, num_chunks).splits_backward else num_chunks
-    more = ticks * (microbatches - shown) * (1 if _one_way(num_chunks, stages) else 2)
-    return replace(found, messages=found.messages + more)
+    # As many microbatches as stages are what schedules repeat.
+    fewer = _count_slots(schedule, num_chunks, shown - stages, stages)
+    again = (found.messages - fewer.messages) * (microbatches - shown) / stages
+    return replace(found, messages=found.messages + round(again))
 
 
 @lru_cache(maxsize=4096)
@@ -95,13 +95,10 @@ def _count_slots(schedule: str, num_chunks: int, microbatches: int, stages: int)
         sum(any(slot != ABSENT for slot in row) for row in way)
         for way in (slots.activation_in, slots.gradient_in)
     ]
-    messages = max(sent) if _one_way(num_chunks, stages) else sum(sent)
+    # The first of two stages only sends activations, and the other one gradients.
+    one_way = stages == 2 and num_chunks == 1
+    messages = max(sent) if one_way else sum(sent)
     return SlotCounts(slots.num_saved, carried, slots.num_cuts, messages)
-
-
-def _one_way(num_chunks: int, stages: int) -> bool:
-    """Whether the first stage only sends activations, and the only other one gradients."""
-    return stages == 2 and num_chunks == 1
 
 
 @lru_cache(maxsize=4096)

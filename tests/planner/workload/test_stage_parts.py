@@ -1,0 +1,18 @@
+"""What stages of a schedule keep and send, without its whole table."""
+
+import pytest
+
+from meshwright.pipeline.execute.op_counts import TickOp, count_operations
+from meshwright.pipeline.schedule.schedules import get_schedule
+from meshwright.planner.workload.stage_parts import count_slots
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)]
+)
+def test_messages_of_many_microbatches_are_those_of_the_table(schedule, chunks, stages):
+    microbatches = 12 * stages
+    counts = count_operations(get_schedule(schedule, chunks), microbatches, stages).counts
+    sent = [counts[TickOp.SEND][n] + counts[TickOp.SEND_BACK][n] for n in range(stages)]
+    assert count_slots(schedule, chunks, microbatches, stages).messages == max(sent)
