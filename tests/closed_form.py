@@ -40,6 +40,9 @@ class ClosedForm:
     def estimate(self, plan: Plan, hardware: Hardware) -> Estimate:
         return Estimate(plan, hardware, self._time(plan, hardware), lambda: self._memory(plan))
 
+    def bound(self, plan: Plan, hardware: Hardware) -> Estimate:
+        return self.estimate(plan, hardware)
+
     def _memory(self, plan: Plan) -> MemoryEstimate:
         parts = plan.size("tensor") * plan.size("pipe")
         own = self.num_parameters / parts

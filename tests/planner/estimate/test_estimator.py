@@ -16,6 +16,7 @@ from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimator import ProgramEstimator
 from meshwright.planner.estimate.gradient_programs import GradientPrograms, variant_of
+from meshwright.planner.search.search import BOUND_SLACK
 from meshwright.planner.workload.in_memory import peak_of
 from meshwright.planner.workload.sizes import DeviceSizes
 from meshwright.step.assemble import assemble
@@ -179,6 +180,7 @@ def test_what_plans_share_does_not_depend_on_their_order(estimator):
         staged,
         staged.model_copy(update={"schedule": "zb_h1"}),
         make_plan({"pipe": 2, "fsdp": 2}, microbatches=4, precision="bf16", remat="full"),
+        make_plan({"pipe": 4, "fsdp": 2}, microbatches=8, precision="bf16"),
         make_plan({"fsdp": 4}, precision="bf16"),
         make_plan({"fsdp": 2, "tensor": 2}, precision="bf16", remat="full"),
         make_plan({"data": 2, "fsdp": 2}, precision="bf16", remat="full"),
@@ -188,9 +190,22 @@ def test_what_plans_share_does_not_depend_on_their_order(estimator):
     last = [fresh.estimate(plan, on(plan, "H100")) for plan in reversed(plans)]
     for alone, shared in zip(first, reversed(last), strict=True):
         assert alone.memory == shared.memory
+        assert alone.time == shared.time
         assert alone.time.traffic.keys() == shared.time.traffic.keys()
         for axis, traffic in alone.time.traffic.items():
             assert traffic.sent_bytes == shared.time.traffic[axis].sent_bytes
+
+
+def test_bounds_take_one_program_for_all_meshes_and_are_hardly_too_long():
+    fresh = ProgramEstimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8), guarded=False)
+    plans = [make_plan(mesh, microbatches=8, precision="bf16") for mesh in MESHES]
+    bounds = [fresh.bound(plan, on(plan, "H100")) for plan in plans]
+    assert fresh._gradients._traced.cache_info().currsize == 1
+    for plan, bound in zip(plans, bounds, strict=True):
+        own = fresh.estimate(plan, on(plan, "H100"))
+        assert own.time.step / 2 < bound.time.step <= own.time.step / BOUND_SLACK
+        assert bound.memory.state == own.memory.state
+    assert fresh._gradients._traced.cache_info().currsize > 1
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])

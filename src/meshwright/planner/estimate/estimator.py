@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import optax
@@ -17,7 +17,7 @@ from meshwright.config.schema import Precision
 from meshwright.hardware import Chip, Hardware
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeEstimate
-from meshwright.planner.estimate.gradient_programs import PLATFORMS, GradientPrograms, variant_of
+from meshwright.planner.estimate.gradient_programs import PLATFORMS, GradientPrograms, least_work, variant_of
 from meshwright.planner.estimate.model_states import ModelStates, state_key
 from meshwright.planner.estimate.placed_state import PlacedState
 from meshwright.planner.estimate.traced_programs import TracedPrograms, blocks_of
@@ -28,7 +28,7 @@ from meshwright.planner.estimate.traffic import (
     time_traffic,
     weight_traffic,
 )
-from meshwright.planner.workload.gradient_program import SAMPLES, GradientProgram
+from meshwright.planner.workload.gradient_program import SAMPLES, GradientProgram, Variant
 from meshwright.planner.workload.in_memory import Peak, peak_of
 from meshwright.planner.workload.kernel_times import seconds_of
 from meshwright.planner.workload.size_table import Use
@@ -77,6 +77,18 @@ class Estimator(Protocol):
     def estimate(self, plan: Plan, hardware: Hardware) -> Estimate:
         """Return what a plan needs. Milliseconds: a search asks for thousands."""
         ...
+
+    def bound(self, plan: Plan, hardware: Hardware) -> Estimate:
+        """Return an estimate that is cheaper to make, whose time is hardly ever too long."""
+        ...
+
+
+class _Case(NamedTuple):
+    """A plan on some hardware, with the program that it is estimated from."""
+
+    plan: Plan
+    hardware: Hardware
+    variant: Variant
 
 
 class ProgramEstimator:
@@ -140,18 +152,31 @@ class ProgramEstimator:
 
     def estimate(self, plan: Plan, hardware: Hardware) -> Estimate:
         """Return what a plan needs on some hardware."""
-        find_memory = partial(self._memory, plan, hardware)
-        return Estimate(plan, hardware, self._time(plan, hardware), find_memory)
+        return self._estimate(_Case(plan, hardware, variant_of(plan, hardware)))
+
+    def bound(self, plan: Plan, hardware: Hardware) -> Estimate:
+        """Return an estimate from the program that does least, which few meshes have.
+
+        All meshes share it, so that no others are traced for plans that are far too slow.
+        """
+        return self._estimate(_Case(plan, hardware, least_work(variant_of(plan, hardware))))
 
     def works(self, plan: Plan, hardware: Hardware) -> Works:
         """Return what the kernels of one microbatch do on a device, all stages together."""
-        program = self._gradients.of(plan, hardware)
-        sizes = replace(self._sizes(plan, program, hardware), row_limit={}, _known={})
+        return self._works(_Case(plan, hardware, variant_of(plan, hardware)))
+
+    def _estimate(self, case: _Case) -> Estimate:
+        return Estimate(case.plan, case.hardware, self._time(case), partial(self._memory, case))
+
+    def _works(self, case: _Case) -> Works:
+        program = self._gradients.of(case.plan, case.variant)
+        sizes = replace(self._sizes(case, program), row_limit={}, _known={})
         return program.work.on(sizes)
 
-    def _time(self, plan: Plan, hardware: Hardware) -> TimeEstimate:
+    def _time(self, case: _Case) -> TimeEstimate:
+        plan, hardware = case.plan, case.hardware
         chip, stages = hardware.chip, plan.size("pipe")
-        in_loops, outside = self._kernel_seconds(plan, hardware)
+        in_loops, outside = self._kernel_seconds(case)
         state = self._states.of(plan)
         # The optimizer reads gradients twice, for their norm and the update; the rest once.
         moved = 2 * (state.parameters + state.optimizer) + 2 * state.gradients
@@ -167,27 +192,28 @@ class ProgramEstimator:
         peak = chip.tflops_per_device * 1e12 * _peak_share(chip, plan.precision)
         return TimeEstimate(
             compute=compute + update,
-            traffic=time_traffic(self._sent(plan, hardware, state), plan, hardware, compute),
+            traffic=time_traffic(self._sent(case, state), plan, hardware, compute),
             bubble=bubble,
             flops=self._programs.flops_per_sample(plan.precision) * plan.batch.global_batch_size,
             peak_flops=peak * hardware.count,
         )
 
-    def _kernel_seconds(self, plan: Plan, hardware: Hardware) -> tuple[float, float]:
+    def _kernel_seconds(self, case: _Case) -> tuple[float, float]:
         """Return the seconds of one microbatch's kernels: in loops, and outside of them."""
-        chip, divided = hardware.chip, (plan.size("tensor"), plan.size("fsdp"), plan.sharding.zero)
-        variant = variant_of(plan, hardware)
-        key = (variant, plan.precision, blocks_of(plan), divided, plan.batch.micro_batch_size, chip)
+        plan, chip = case.plan, case.hardware.chip
+        divided = (*map(plan.size, ("tensor", "fsdp", "pipe")), plan.sharding.zero)
+        key = (case.variant, plan.precision, blocks_of(plan), divided, plan.batch.micro_batch_size, chip)
         if key not in self._seconds:
             rate = chip.tflops_per_device * 1e12 * _product_share(chip, plan.precision)
-            works = self.works(plan, hardware)
+            works = self._works(case)
             seconds = works.times * seconds_of(works, chip, rate)
             looped = float(seconds[works.in_loop].sum())
             self._seconds[key] = looped, float(seconds.sum()) - looped
         return self._seconds[key]
 
-    def _sent(self, plan: Plan, hardware: Hardware, state: PlacedState) -> Iterator[Sent]:
-        program = self._gradients.of(plan, hardware)
+    def _sent(self, case: _Case, state: PlacedState) -> Iterator[Sent]:
+        plan = case.plan
+        program = self._gradients.of(plan, case.variant)
         yield from weight_traffic(state, plan)
         tensor = self._states.tensor_choice(plan)
         rows = plan.batch.micro_batch_size / SAMPLES
@@ -196,13 +222,14 @@ class ProgramEstimator:
             yield from tensor_traffic(classes.events_of(tensor.ways), plan, rows)
         blocks = program.blocks
         if plan.size("pipe") > 1 and blocks is not None:
-            carried = nbytes_of(blocks.carried, self._sizes(plan, program, hardware))
+            carried = nbytes_of(blocks.carried, self._sizes(case, program))
             rounds = plan.batch.gradient_accumulation_steps // plan.num_microbatches
             messages = count_slots(*_staged(plan)).messages * rounds
             yield from stage_traffic(carried, messages, state.outside)
 
-    def _memory(self, plan: Plan, hardware: Hardware) -> MemoryEstimate:
-        state, peak = self._states.of(plan), self._peak(plan, hardware)
+    def _memory(self, case: _Case) -> MemoryEstimate:
+        plan, hardware = case.plan, case.hardware
+        state, peak = self._states.of(plan), self._peak(case)
         steps = plan.batch.gradient_accumulation_steps
         sample = sum(leaf.size * leaf.dtype.itemsize for leaf in self._batch_leaves()) / SAMPLES
         sums = state.sums if steps > 1 else 0
@@ -255,11 +282,12 @@ class ProgramEstimator:
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self._samples)
         ]
 
-    def _peak(self, plan: Plan, hardware: Hardware) -> Peak:
-        program = self._gradients.of(plan, hardware)
-        sizes = self._sizes(plan, program, hardware)
-        key = (state_key(plan), variant_of(plan, hardware), plan.batch.micro_batch_size,
-               hardware.chip.platform)  # fmt: skip
+    def _peak(self, case: _Case) -> Peak:
+        plan = case.plan
+        program = self._gradients.of(plan, case.variant)
+        sizes = self._sizes(case, program)
+        key = (state_key(plan), case.variant, plan.batch.micro_batch_size,
+               case.hardware.chip.platform)  # fmt: skip
         if key not in self._peaks:
             self._peaks[key] = peak_of(program.timeline, sizes)
         whole, blocks = self._peaks[key], program.blocks
@@ -267,14 +295,15 @@ class ProgramEstimator:
             return _with_part_sums(whole, program, sizes)
         return whole if blocks is None else self._stage_peak(plan, whole, blocks, sizes)
 
-    def _sizes(self, plan: Plan, program: GradientProgram, hardware: Hardware) -> DeviceSizes:
+    def _sizes(self, case: _Case, program: GradientProgram) -> DeviceSizes:
+        plan = case.plan
         rows = plan.batch.micro_batch_size / SAMPLES
         # The leaves are those of the program that was traced.
         blocks = self._programs.traced_blocks(plan)
         if blocks != plan.sharding.blocks:
             sharding = plan.sharding.model_copy(update={"blocks": blocks})
             plan = plan.model_copy(update={"sharding": sharding})
-        key = (variant_of(plan, hardware), plan.precision, blocks, plan.size("tensor"))
+        key = (case.variant, plan.precision, blocks, plan.size("tensor"))
         if key not in self._parts:
             self._parts[key] = _parts(program.classes, self._states.tensor_choice(plan))
         limits = {c: most / (program.token_rows * SAMPLES) for c, most in program.row_limit.items()}
@@ -283,7 +312,7 @@ class ProgramEstimator:
             program.classes.batch,
             self._parts[key],
             self._states.of(plan).shares,
-            transposes=hardware.chip.platform == "cpu",
+            transposes=case.hardware.chip.platform == "cpu",
             row_limit=limits,
         )
 

@@ -37,12 +37,10 @@ class GradientPrograms:
         self._scheduled = functools.cache(self._schedule)
         self._traced = functools.cache(self._trace)
 
-    def of(self, plan: Plan, hardware: Hardware) -> GradientProgram:
+    def of(self, plan: Plan, variant: Variant) -> GradientProgram:
         """Return the gradients of a plan's microbatch, for a few samples and one device."""
         as_traced = self._programs.traced_blocks(plan)
-        return self._scheduled(
-            plan.precision, variant_of(plan, hardware), as_traced, blocks_of(plan)
-        )
+        return self._scheduled(plan.precision, variant, as_traced, blocks_of(plan))
 
     def _schedule(
         self, precision: Precision, variant: Variant, as_traced: Blocks, blocks: Blocks
@@ -70,3 +68,11 @@ def variant_of(plan: Plan, hardware: Hardware) -> Variant:
         platform=PLATFORMS[hardware.chip.platform],
         staged=plan.size("pipe") > 1,
     )
+
+
+def least_work(variant: Variant) -> Variant:
+    """Return the variant that does least, with the same remat.
+
+    A mesh only adds to it: weights are gathered, products are divided, stages hold logits whole.
+    """
+    return variant._replace(gathers=False, rows=True, staged=False)

@@ -33,6 +33,9 @@ COMPARED = 3
 BOUND_SLACK = 0.98
 """How much faster a plan may turn out than the bound of its mesh, which a short search finds."""
 
+_Key = tuple[tuple[int, ...], Variant, int, bool]
+"""The sizes of a mesh, its settings, samples per microbatch, and whether it is a bound."""
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -81,9 +84,7 @@ class _Search:
     task: PlanTask
     top: int
     tell: Callable[[str], None]
-    known: dict[tuple[tuple[int, ...], Variant, int], Estimate] = field(
-        default_factory=dict[tuple[tuple[int, ...], Variant, int], Estimate]
-    )
+    known: dict[_Key, Estimate] = field(default_factory=dict[_Key, Estimate])
 
     def run(self, meshes: Iterable[Sizes] | None) -> SearchResult:
         task, rejected = self.task, list[Rejection]()
@@ -185,10 +186,11 @@ class _Search:
         """
         first = first_variants(self.task, sizes, self.estimator.num_blocks)[0]
         start = self._with_few_reductions(first)
-        best = self._fastest(sizes, start, micro_batch_sizes(self.task, sizes, start))
+        choices = micro_batch_sizes(self.task, sizes, start)
+        best = self._fastest(sizes, start, choices, bound=True)
         micro = best.plan.batch.micro_batch_size
         estimates = [
-            self._estimate(sizes, variant, micro)
+            self._estimate(sizes, variant, micro, bound=True)
             for variant in self._other_schedules(sizes, start)
             if micro in micro_batch_sizes(self.task, sizes, variant)
         ]
@@ -201,6 +203,9 @@ class _Search:
         other can be faster; what the backward pass computes again, from nothing to everything.
         """
         micro = bound.plan.batch.micro_batch_size
+        fastest = self.estimator.estimate(bound.plan, self.task.hardware).time.step
+        if fastest * BOUND_SLACK > limit:
+            return None
         best: Estimate | None = None
         for first in first_variants(self.task, sizes, self.estimator.num_blocks):
             hopes = list[tuple[float, Variant, list[int]]]()
@@ -216,7 +221,7 @@ class _Search:
                 if own is not None and own.time.step <= limit:
                     best, limit = own, own.time.step * (1 - 1e-9)
             # Computing again is of use only where memory limits the microbatch.
-            if best is not None and best.time.step <= bound.time.step / BOUND_SLACK:
+            if best is not None and best.time.step <= fastest / BOUND_SLACK:
                 break
         return best
 
@@ -258,27 +263,32 @@ class _Search:
         whole = self._fits(self._estimate(sizes, variant, largest))
         return [*several[:low], *([largest] if whole else [])]
 
-    def _fastest(self, sizes: Sizes, variant: Variant, choices: Sequence[int]) -> Estimate:
+    def _fastest(
+        self, sizes: Sizes, variant: Variant, choices: Sequence[int], *, bound: bool = False
+    ) -> Estimate:
         """Return the fastest microbatch size, of which the time has one minimum."""
         low, high = 0, len(choices) - 1
         while low < high:
             middle = (low + high + 1) // 2
-            smaller = self._estimate(sizes, variant, choices[middle - 1])
-            larger = self._estimate(sizes, variant, choices[middle])
+            smaller = self._estimate(sizes, variant, choices[middle - 1], bound=bound)
+            larger = self._estimate(sizes, variant, choices[middle], bound=bound)
             if larger.time.step <= smaller.time.step:
                 low = middle
             else:
                 high = middle - 1
-        return self._estimate(sizes, variant, choices[low])
+        return self._estimate(sizes, variant, choices[low], bound=bound)
 
-    def _estimate(self, sizes: Sizes, variant: Variant, micro: int) -> Estimate:
+    def _estimate(
+        self, sizes: Sizes, variant: Variant, micro: int, *, bound: bool = False
+    ) -> Estimate:
         if self.task.replicas_batch(sizes) == micro:
             # With one microbatch there is one reduction.
             variant = replace(variant, sync_once=False)
-        key = (tuple(sizes.values()), variant, micro)
+        key = (tuple(sizes.values()), variant, micro, bound)
         if key not in self.known:
             plan = make_candidate(self.task, sizes, variant, micro)
-            self.known[key] = self.estimator.estimate(plan, self.task.hardware)
+            make = self.estimator.bound if bound else self.estimator.estimate
+            self.known[key] = make(plan, self.task.hardware)
         return self.known[key]
 
     def _fits(self, estimate: Estimate) -> bool:
