@@ -62,7 +62,9 @@ POINTS = (
     Point("gemma", 8, "full", "scan", 1),
     Point("vit", 256, "none", "unroll", 1),
     Point("vit", 128, "dots", "unroll", 1),
-    Point("resnet", 128, "none", "unroll", 1),
+    Point("resnet", 128, "none", "unroll", 1, fitted=True),
+    Point("resnet", 256, "none", "unroll", 1),
+    Point("wide_resnet", 64, "none", "unroll", 1),
 )
 
 
@@ -224,15 +226,12 @@ def build(name: str) -> tuple[Any, Any]:
     from meshwright.models import build_model
     from meshwright.tasks import find_task
 
-    if name in ("vit", "resnet"):
-        sizes: dict[str, Any] = {"num_classes": 1000}
-        if name == "vit":
-            sizes |= {"image_size": 224, "patch_size": 16, "channels_in": 3, "num_blocks": 12}
-            sizes |= {"hidden_size": 768, "num_heads": 12, "mlp_size": 3072}
+    if name in CLASSIFIERS:
+        kind, sizes = CLASSIFIERS[name]
         task = find_task("classification")(
             input_name="image", input_shape=(224, 224, 3), num_classes=1000
         )
-        return (lambda rngs: build_model(name, rngs=rngs, **sizes)), task
+        return (lambda rngs: build_model(kind, rngs=rngs, num_classes=1000, **sizes)), task
     kind, sizes = DECODERS[name]
     task = find_task("language_modeling")(
         vocab_size=sizes["vocab_size"], context_length=sizes["context_length"]
@@ -240,6 +239,15 @@ def build(name: str) -> tuple[Any, Any]:
     return (lambda rngs: build_model(kind, rngs=rngs, **sizes)), task
 
 
+CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit": (
+        "vit",
+        {"image_size": 224, "patch_size": 16, "channels_in": 3, "num_blocks": 12,
+         "hidden_size": 768, "num_heads": 12, "mlp_size": 3072},
+    ),
+    "resnet": ("resnet", {}),
+    "wide_resnet": ("resnet", {"depths": (2, 2, 2, 2), "width": 128}),
+}  # fmt: skip
 _GPT = {"vocab_size": 50304, "context_length": 1024, "dropout": 0.0}
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt", {**_GPT, "num_blocks": 12, "hidden_size": 768, "num_heads": 12}),

@@ -17,7 +17,12 @@ from meshwright.config.schema import Precision
 from meshwright.hardware import Chip, Hardware
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeEstimate
-from meshwright.planner.estimate.gradient_programs import PLATFORMS, GradientPrograms, least_work, variant_of
+from meshwright.planner.estimate.gradient_programs import (
+    PLATFORMS,
+    GradientPrograms,
+    least_work,
+    variant_of,
+)
 from meshwright.planner.estimate.model_states import ModelStates, state_key
 from meshwright.planner.estimate.placed_state import PlacedState
 from meshwright.planner.estimate.traced_programs import TracedPrograms, blocks_of
@@ -202,7 +207,14 @@ class ProgramEstimator:
         """Return the seconds of one microbatch's kernels: in loops, and outside of them."""
         plan, chip = case.plan, case.hardware.chip
         divided = (*map(plan.size, ("tensor", "fsdp", "pipe")), plan.sharding.zero)
-        key = (case.variant, plan.precision, blocks_of(plan), divided, plan.batch.micro_batch_size, chip)
+        key = (
+            case.variant,
+            plan.precision,
+            blocks_of(plan),
+            divided,
+            plan.batch.micro_batch_size,
+            chip,
+        )
         if key not in self._seconds:
             rate = chip.tflops_per_device * 1e12 * _product_share(chip, plan.precision)
             works = self._works(case)

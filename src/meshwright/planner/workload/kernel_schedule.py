@@ -189,9 +189,10 @@ class _Scheduler:
         if len(readers) < 2:
             return False
         # Computed for each reader again, unless that takes longer than to read it.
-        large = [whole for whole, _ in read.values() if 2 * whole.nbytes >= array.nbytes]
-        expensive = self._platform == "cpu" and operation.name in _EXPENSIVE
-        return expensive or len(large) > 1
+        large = sum(2 * whole.nbytes >= array.nbytes for whole, _ in read.values())
+        if self._platform == "cpu":
+            return operation.name in _EXPENSIVE or large > 1
+        return large * len(readers) > large + 1 + len(readers)
 
     def _sources(
         self, operation: Operation, known: Mapping[int, Sources], stored: Collection[int]

@@ -19,7 +19,11 @@ from meshwright.program.kernels.fused_attention import PLANNED, PLANNED_GRADIENT
 _ATTENTION_PRODUCTS = {PLANNED: 2, PLANNED_GRADIENT: 5}
 """Products of queries, keys and values in the two passes."""
 
-_PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
+_PRODUCTS = {
+    "conv_general_dilated": "convolution",
+    "dot_general": "product",
+    "ragged_dot_general": "product",
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class Works:
     """What kernels do on a device, with an element for each of them.
 
     Attributes:
-        kind: a product, a pass of attention, an iteration of a loop, or memory that is moved.
+        kind: a product, a convolution, a pass of attention, a sum of rows, an iteration of a loop,
+            or memory that is moved.
         flops: its operations.
         nbytes: the bytes it reads and writes.
         times: how often it runs.
@@ -141,16 +146,24 @@ class _Rows:
             row = self._add_row(kind, times)
             self.products.append((row, *_attention(operation, kind, int(part))))
         elif operation.name in _PRODUCTS:
-            row = self._add_row("product", times)
+            row = self._add_row(_PRODUCTS[operation.name], times)
             self.products.append((row, equation_flops(operation.eqn), _operands(operation)))
         else:
-            row = self._add_row("memory", times)
+            row = self._add_row("sum" if _adds_rows(operation) else "memory", times)
         self.moves += _moves(kernel, row)
 
     def _add_row(self, kind: str, times: int) -> int:
         self.kinds.append(kind)
         self.times.append(times)
         return len(self.kinds) - 1
+
+
+def _adds_rows(operation: Operation) -> bool:
+    """Whether an operation adds up rows: its result has their last dim."""
+    if operation.name != "reduce_sum" or operation.reads[0] is None:
+        return False
+    last = len(operation.reads[0].dims) - 1
+    return last > 0 and last not in operation.eqn.params["axes"]
 
 
 def _moves(kernel: Kernel, row: int) -> Iterator[_Move]:

@@ -153,7 +153,7 @@ class WeightGradients:
             env.operands(eqn, in_param_dtype={number}),
             number,
             whole=whole,
-            widen_first=self.mesh.platform == "cpu",
+            platform=self.mesh.platform,
             casts=not is_weight,
         )
         return record_prepared(eqn, results, env) if is_weight else results

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from meshwright.program.evaluate.evaluator import Environment, Evaluator
 from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import Equation, Value, aval_of, bind
+from meshwright.program.on_mesh.kernel_gradients import product_gradient
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
@@ -57,7 +58,7 @@ def use_weight(
     weight: int,
     *,
     whole: NamedSharding | None,
-    widen_first: bool,
+    platform: str,
     casts: bool = True,
 ) -> list[Any]:
     """Evaluate a product, factor or lookup; the gradient of its weight is summed in float32.
@@ -69,9 +70,11 @@ def use_weight(
 
     ``whole`` is the layout of the gradient before it is divided. Without this constraint the
     compiler would add the rows of a lookup to the other gradient of a tied embedding, which then
-    has to be reduced over the mesh before, and the sum once more. ``widen_first`` widens the
-    operands of a gradient instead of its sum: the CPU runtime has no products of half-precision
-    numbers with float32 results.
+    has to be reduced over the mesh before, and the sum once more.
+
+    What a ``platform`` lacks is made up for. The CPU runtime has no products of half-precision
+    numbers with float32 results: the operands of gradients are widened. GPUs have no such
+    convolutions: the gradient of a kernel is rounded before it is widened, unless it is a product.
     """
     dtypes = [aval_of(atom).dtype for atom in eqn.invars]
 
@@ -90,7 +93,7 @@ def use_weight(
     def backward(operands: Any, cotangent: Any) -> tuple[Any, ...]:
         return tuple(
             _constrained(
-                _weight_gradient(eqn, operands, weight, cotangent, widen_first=widen_first), whole
+                _weight_gradient(eqn, operands, weight, cotangent, platform=platform), whole
             )
             if number == weight
             else _gradient(forward_only, operands, number, cotangent)
@@ -117,9 +120,9 @@ def _gradient(function: Any, operands: Any, number: int, cotangent: Any) -> Any:
 
 
 def _weight_gradient(
-    eqn: Equation, operands: Any, weight: int, cotangent: Any, *, widen_first: bool
+    eqn: Equation, operands: Any, weight: int, cotangent: Any, *, platform: str
 ) -> Any:
-    value = operands[weight]
+    value, widen_first = operands[weight], platform == "cpu"
     is_product = eqn.primitive.name in PRODUCTS
     # The gradients of lookups and factors are plain sums, whose terms are widened. A product widens
     # while it adds.
@@ -132,11 +135,17 @@ def _weight_gradient(
         pair = (others[1 - weight], cotangent)
         wide = _wide_product(direct, [x.astype(jnp.float32) for x in pair] if widen_first else pair)
         return wide[0].astype(value.dtype)
+    narrow = platform == "gpu" and eqn.primitive.name == "conv_general_dilated"
+    product = product_gradient(eqn, others[0], cotangent) if narrow and weight == 1 else None
+    if product is not None:
+        return product.astype(value.dtype)
 
     def of_weight(array: Any) -> Any:
         return bind(eqn, [*others[:weight], array, *others[weight + 1 :]])[0]
 
     transposed = jax.linear_transpose(of_weight, jax.ShapeDtypeStruct(value.shape, dtype))
+    if narrow:
+        return transposed(cotangent)[0].astype(value.dtype)
     pullback = jax.make_jaxpr(lambda c: transposed(c)[0])(cotangent)
     rule = _wide_products_on_cpu if widen_first else _wide_products
     (wide,) = Evaluator([rule]).run(pullback, [cotangent])
