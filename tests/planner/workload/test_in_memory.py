@@ -59,6 +59,34 @@ def test_what_several_products_need_is_saved_once():
     assert matrix <= peak(run, (64, 64), (64, 1)) <= matrix + 4 * column
 
 
+def test_what_a_loop_saves_in_two_shapes_is_saved_once():
+    def run(x, y, different):
+        def block(carry, _):
+            made = jnp.tanh(carry @ y)
+            other = made * 2 if different else made
+            return made, (made, other.reshape(-1))
+
+        _, (rows, flat) = jax.lax.scan(block, x, length=10)
+        return (rows @ y).sum() + (flat.reshape(rows.shape) @ y).sum()
+
+    matrix = 4 * 64 * 64
+    once = peak(lambda x, y: run(x, y, False), (64, 64), (64, 64))
+    twice = peak(lambda x, y: run(x, y, True), (64, 64), (64, 64))
+    assert twice - once == 10 * matrix
+
+
+@pytest.mark.parametrize(
+    ("platform", "readers", "stored"), [("gpu", 2, 0), ("gpu", 4, 1), ("cpu", 2, 1)]
+)
+def test_gpus_compute_a_sum_again_unless_it_has_many_readers(platform, readers, stored):
+    def run(x, y):
+        added = x + y
+        return sum(jnp.tanh(added * n).max(0) for n in range(1, readers + 1))
+
+    found = peak(run, (64, 64), (64, 64), platform=platform)
+    assert (found >= 4 * 64 * 64) == bool(stored)
+
+
 @pytest.mark.parametrize(
     ("platform", "columns", "arrays"), [("gpu", 64, 2), ("gpu", 63, 2), ("cpu", 63, 1)]
 )

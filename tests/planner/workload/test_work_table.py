@@ -31,6 +31,20 @@ def test_a_product_reads_its_operands_and_writes_its_result():
     assert found.nbytes[0] == 4 * (ROWS * INNER + INNER * COLUMNS + ROWS * COLUMNS)
 
 
+def test_sums_of_rows_and_convolutions_have_kinds_of_their_own():
+    assert list(works(lambda x: x.sum(0), (ROWS, INNER)).kind) == ["sum"]
+    assert list(works(lambda x: x.sum(1), (ROWS, INNER)).kind) == ["memory"]
+
+    def convolve(x, w):
+        return jax.lax.conv_general_dilated(
+            x, w, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+
+    found = works(convolve, (2, ROWS, INNER), (3, INNER, COLUMNS))
+    assert list(found.kind) == ["convolution"]
+    assert found.flops[0] == 2 * 2 * (ROWS - 2) * 3 * INNER * COLUMNS
+
+
 def test_work_follows_the_samples_and_the_parts_of_a_device():
     found = works(jnp.matmul, (ROWS, INNER), (INNER, COLUMNS), rows=3.0, tensor=4)
     assert found.flops[0] == pytest.approx(3 * PRODUCT / 4)

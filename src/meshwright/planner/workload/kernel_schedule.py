@@ -114,6 +114,8 @@ class _Scheduler:
         self._same: dict[int, Array] = {}
         self._saved: dict[tuple[object, ...], Array] = {}
         self._operations = [op for op in program.operations if not self._is_same(op)]
+        for operation in self._operations:
+            self._same |= _written_twice(operation)
         self._readers: dict[int, list[Operation]] = {}
         for operation in self._operations:
             for array in operation.reads:
@@ -177,6 +179,8 @@ class _Scheduler:
         return stored
 
     def _is_stored(self, operation: Operation, array: Array, read: Sources) -> bool:
+        if id(array) in self._same:
+            return False
         if operation.name not in _FUSED or id(array) in self._outputs:
             return True
         readers = {id(reader): reader for reader in self._readers.get(id(array), [])}
@@ -294,6 +298,23 @@ class _Scheduler:
         for array, first, final in spans.values():
             kernels[first].copied.append(array)
             kernels[final].released.append(array)
+
+
+def _written_twice(operation: Operation) -> dict[int, Array]:
+    """Return the results of a loop that hold the same values as an earlier one, and which."""
+    if operation.name != "scan":
+        return {}
+    (body,) = operation.bodies
+    origins = {id(each.writes[0]): each.reads[0] for each in body.operations if each.name in SAME}
+    found: dict[int, Array] = {}
+    first: dict[int, Array] = {}
+    carries = scan_counts(operation.eqn)[1]
+    for value, result in zip(body.outputs[carries:], operation.writes[carries:], strict=True):
+        while value is not None and origins.get(id(value)) is not None:
+            value = origins[id(value)]
+        if value is not None and first.setdefault(id(value), result) is not result:
+            found[id(result)] = first[id(value)]
+    return found
 
 
 def _rearranged(operation: Operation) -> list[Array]:
