@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -49,6 +50,14 @@ CASES: dict[str, tuple[str, ...]] = {
         *(*GPT2, "training.micro_batch_size=4", "pipeline.num_microbatches=8"),
         *("mesh.pipe=4", "mesh.data=2"),
     ),
+    "GPT-2 355M, data=8 × fsdp=8": (
+        *("model=gpt2_medium", "model.dropout=0", "training.micro_batch_size=16"),
+        *("mesh.data=8", "mesh.fsdp=8"),
+    ),
+    "GPT-2 355M, data=2 × fsdp=16 × tensor=2, remat=dots": (
+        *("model=gpt2_medium", "model.dropout=0", "training.micro_batch_size=16"),
+        *("mesh.data=2", "mesh.fsdp=16", "mesh.tensor=2", "sharding.remat=dots"),
+    ),
     "Gemma 3 270M, fsdp=8": ("model=gemma3_270m", "training.micro_batch_size=4", "mesh.fsdp=8"),
     "ViT-B, one GPU": ("model=vit_b", "training.micro_batch_size=64"),
     "ViT-B, fsdp=8": ("model=vit_b", "training.micro_batch_size=64", "mesh.fsdp=8"),
@@ -71,7 +80,7 @@ def main() -> None:
         rows.append({"case": name, **rehearse(words)})
         row = rows[-1]
         print(
-            f"{name:46s} {row['total_bytes'] / 2**30:7.2f} GiB, predicted "
+            f"{name:52s} {row['total_bytes'] / 2**30:7.2f} GiB, predicted "
             f"{row['predicted_total_bytes'] / 2**30:7.2f} GiB, {row['error']:+.1%}; "
             f"compiled in {row['compile_seconds']} s",
             flush=True,
@@ -93,7 +102,7 @@ def main() -> None:
 
 def rehearse(words: tuple[str, ...]) -> dict[str, Any]:
     """Rehearse a plan, and return what it needs and what was predicted."""
-    count = 8 if any(word.startswith("mesh.") for word in words) else 1
+    count = math.prod(int(word.split("=")[1]) for word in words if word.startswith("mesh."))
     command = [sys.executable, "-P", "-m", "meshwright", "rehearse", f"hardware={count}x{CHIP}"]
     settings = [*words, "training.mixed_precision=bf16", "--on", "gpu", "--json"]
     done = subprocess.run([*command, *settings], capture_output=True, text=True, check=False)
