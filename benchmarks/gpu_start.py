@@ -1,0 +1,92 @@
+"""Measures how long `meshwright train` takes to the first update of GPT-2 124M on one GPU.
+
+From the start of the process to the line that reports the update: imports, data and the ledger
+included. The first run has an empty compilation cache, the others find what it has left there. What
+JAX alone needs for the first number is measured in turns with them.
+
+    python benchmarks/gpu_start.py [--turns 3]
+    python benchmarks/gpu_start.py --nano    # on a CPU, not recorded
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from gpu_peers import gpu_name
+from record import verdict, write_record
+
+COLD, WARM = 35.0, 12.0
+"""Seconds to the first update, at most."""
+VOCABULARY, LENGTH, ROWS = 50304, 1024, 32
+SETTINGS = (
+    *("model=gpt2", f"model.vocab_size={VOCABULARY}", "model.dropout=0"),
+    *("data=tokens", f"data.sequence_length={LENGTH}", f"training.global_batch_size={ROWS}"),
+    *("data.eval_fraction=0", "training.sample_tokens=0", "training.steps=1"),
+    *("precision=bf16", "tracking.log_every=1", "checkpoint=none"),
+)
+NANO = ("model.num_blocks=2", "model.hidden_size=32", "model.num_heads=2", "precision=no",
+        "data.sequence_length=32", "training.global_batch_size=2")  # fmt: skip
+BARE = """
+import jax, jax.numpy as jnp
+print(float(jax.jit(lambda x: (x @ x).sum())(jnp.ones((8, 8)))))
+"""
+SUM = "512.0"
+"""What it prints."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=3, help="runs with a warm cache")
+    parser.add_argument("--nano", action="store_true", help="a tiny model, for trying it out")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = Path(folder) / "tokens.npy"
+        draw = np.random.default_rng(0)
+        np.save(tokens, draw.integers(0, VOCABULARY, 64 * ROWS * LENGTH).astype(np.uint16))
+        command = [sys.executable, "-P", "-m", "meshwright", "train", *SETTINGS]
+        command += [f"data.path={tokens}", *(NANO if options.nano else ())]
+        env = {**os.environ, "XDG_CACHE_HOME": folder}
+        warm, bare = list[float](), list[float]()
+        cold = seconds_to("train 1/", [*command, f"hydra.run.dir={folder}/cold"], env)
+        print(f"cold {cold:.1f} s", flush=True)
+        for turn in range(options.turns):
+            run = [*command, f"hydra.run.dir={folder}/warm{turn}"]
+            warm.append(seconds_to("train 1/", run, env))
+            bare.append(seconds_to(SUM, [sys.executable, "-c", BARE], env))
+            print(f"warm {warm[-1]:.1f} s, JAX alone {bare[-1]:.1f} s", flush=True)
+    typical = statistics.median(warm)
+    targets = {
+        f"cold: at most {COLD:.0f} s": f"{verdict(cold, COLD)} ({cold:.1f} s)",
+        f"warm: at most {WARM:.0f} s": f"{verdict(typical, WARM)} ({typical:.1f} s)",
+    }
+    print(targets)
+    if gpu_name() and not options.nano:
+        figures = {"cold": cold, "warm": warm, "jax_alone": bare, "targets": targets}
+        write_record("gpu_start", {"gpu": gpu_name(), **figures})
+
+
+def seconds_to(beginning: str, command: list[str], env: dict[str, str]) -> float:
+    """Return the seconds until a process prints a line that begins so."""
+    begun, found = time.perf_counter(), None
+    with subprocess.Popen(
+        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found is None and line.startswith(beginning):
+                found = time.perf_counter() - begun
+    if process.returncode or found is None:
+        sys.exit(f"failed: {' '.join(command)}")
+    return found
+
+
+if __name__ == "__main__":
+    main()
