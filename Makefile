@@ -159,6 +159,7 @@ gpu-benchmarks: setup
 	@$(BIN)/python benchmarks/gpu_peers.py --only gemma3_1b --sides meshwright,plain_jax
 	@$(BIN)/python benchmarks/gpu_user_models.py
 	@$(BIN)/python benchmarks/gpu_losses.py
+	@$(BIN)/python benchmarks/gpu_start.py
 	@$(BIN)/python benchmarks/gpu_trainer_overhead.py
 	@$(BIN)/python benchmarks/gpu_largest.py
 	@$(BIN)/python benchmarks/gpu_pipeline.py

@@ -337,6 +337,16 @@ def trainer_overhead(record: dict[str, Any]) -> list[str]:
     return table(("", "median", ""), rows)
 
 
+def gpu_start(record: dict[str, Any]) -> list[str]:
+    """Seconds to the first update with an empty and a warm cache, and those of JAX alone."""
+    rows = [
+        ["empty cache", f"{record['cold']:.1f}"],
+        ["warm cache", ", ".join(f"{seconds:.1f}" for seconds in record["warm"])],
+        ["JAX alone", ", ".join(f"{seconds:.1f}" for seconds in record["jax_alone"])],
+    ]
+    return table(("", "seconds"), rows)
+
+
 def checkpoint_checksums(record: dict[str, Any]) -> list[str]:
     """A save with checksums compared with one without."""
     size, alone = record["state_bytes"] / 1e6, record["sums_cpu_ms"]
@@ -456,6 +466,7 @@ TABLES = {
     "gpu_peers": gpu_peers,
     "gpu_user_models": gpu_user_models,
     "gpu_losses": gpu_losses,
+    "gpu_start": gpu_start,
     "gpu_trainer_overhead": trainer_overhead,
     "gpu_largest": gpu_largest,
     "gpu_overlap": gpu_overlap,
