@@ -324,6 +324,12 @@ def parse_hardware(text: str) -> Hardware:
     match = re.fullmatch(rf"{number}{number}(.+)", text.strip(), re.IGNORECASE)
     if match is None:
         raise UserError("the hardware is empty", fix="write it as 8xA100-40GB or 2x8xH100")
+    if re.fullmatch(r"[\d\sx×]+", match[3], re.IGNORECASE):
+        raise UserError(
+            f"`{text:.60}` names no chip",
+            why="hardware is a number of devices and the chip that they are",
+            fix=f"write it as {text.strip(' xX×'):.20}xA100-40GB, with your chip's name",
+        )
     _check_numbers(match[3], text)
     chip = chip_by_name(match[3])
     numbers = [int(digits) for digits in (match[1], match[2]) if digits] or [chip.devices_per_chip]

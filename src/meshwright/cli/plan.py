@@ -20,6 +20,7 @@ from meshwright.errors import ExitCode, Setting, UserError
 from meshwright.garbage import few_collections
 from meshwright.hardware import LOCAL, Hardware, chip_by_name
 from meshwright.planner.devices.absent_gpus import can_compile_for
+from meshwright.planner.devices.links import check_network
 from meshwright.planner.devices.local_hardware import find_hardware
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.budget import Goal, parse_goal, parse_price
@@ -48,6 +49,7 @@ def run(request: Request) -> int:
     arguments, config = request.arguments, request.config
     share, top = read_share(arguments), arguments.number("--top", 5)
     hardware = _hardware(config)
+    check_network(hardware)
     decided = set_by_user(config, request.composed)
     asked = config_task(config, decided, hardware, memory_share=share)
     other, goal = _compared(arguments, asked.task), _goal(request, hardware)

@@ -111,7 +111,7 @@ def test_without_a_price_there_is_no_money():
         parse_goal("1 update"), seconds_per_update=36.0, samples_per_update=1, devices=1
     )
     assert cost.usd is None
-    assert str(cost) == "1 update: 1 update in 36 s, 0.01 device-hours"
+    assert str(cost) == "1 update in 36 s, 0.01 device-hours, no price known"
 
 
 @pytest.mark.parametrize(("text", "price"), [("2.5", 2.5), (2, 2.0), ("$1.99", 1.99), (0, 0.0)])

@@ -85,7 +85,7 @@ def _axis_link(
     inside, nodes = span
     per_link = chip.link_gb_per_s * chip.link_share / chip.devices_per_chip
     own = links.links * per_link
-    network = _network(chip, axis) if nodes > 1 else math.inf
+    network = _network(chip) if nodes > 1 else math.inf
     return AxisLink(
         axis=axis,
         size=size,
@@ -101,13 +101,19 @@ def _axis_link(
     )
 
 
-def _network(chip: Chip, axis: str) -> float:
+def check_network(hardware: Hardware) -> None:
+    """Raise if devices are in several nodes, and it is not known how fast the network is."""
+    if hardware.nodes > 1:
+        _network(hardware.chip)
+
+
+def _network(chip: Chip) -> float:
     if chip.inter_node_gb_per_s is None:
         raise UserError(
-            f"the {axis} axis spans several nodes, and the network between nodes of {chip.name} "
-            "is not known",
-            why="its bandwidth is not published",
-            fix=f"write inter_node_gb_per_s for chips.{chip.name} in your hardware file",
+            f"the network between nodes of {chip.name} is not known",
+            why=f"chips.{chip.name} has no inter_node_gb_per_s",
+            fix=f"write inter_node_gb_per_s for chips.{chip.name} in your hardware file, or plan "
+            "for one node",
         )
     return chip.inter_node_gb_per_s * chip.link_share / chip.devices_per_chip
 

@@ -105,11 +105,10 @@ def slower_because(other: Estimate, best: Estimate, *, at_least: bool = False) -
         return f"{-ratio:.1%} faster than {name}, within the error of estimates, but less simple"
     bound = "at least " if at_least else ""
     percent = f"{ratio:.0%}" if ratio >= 0.095 else f"{ratio:.1%}"
-    return (
-        f"{bound}{percent} slower than {describe_sizes(best.plan.mesh)} "
-        f"({bound}{human_seconds(other.time.step)} per update, not "
-        f"{human_seconds(best.time.step)})" + (f": {text}" if text else "")
-    )
+    own, usual = human_seconds(other.time.step), human_seconds(best.time.step)
+    times = f" ({bound}{own} per update, not {usual})" if own != usual else ""
+    name = describe_sizes(best.plan.mesh)
+    return f"{bound}{percent} slower than {name}{times}" + (f": {text}" if text else "")
 
 
 def slower_by_memory(bound: Estimate, best: Estimate, share: float) -> str:

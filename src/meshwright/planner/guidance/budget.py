@@ -61,12 +61,14 @@ class Budget:
         return {**asdict(self), "days": self.days}
 
     def __str__(self) -> str:
-        noun = "update" if self.updates == 1 else "updates"
+        updates = f"{self.updates:,} {'update' if self.updates == 1 else 'updates'}"
+        amount = updates if self.goal.unit == "updates" else f"{self.goal}: {updates}"
         parts = [
-            f"{self.goal}: {self.updates:,} {noun} in {human_seconds(self.seconds)}",
+            f"{amount} in {human_seconds(self.seconds)}",
             f"{_figure(self.device_hours)} device-hours",
+            f"{_figure(self.usd)} USD" if self.usd is not None else "no price known",
         ]
-        return ", ".join(parts + ([f"{_figure(self.usd)} USD"] if self.usd is not None else []))
+        return ", ".join(parts)
 
 
 def make_budget(
