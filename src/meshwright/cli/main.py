@@ -63,9 +63,9 @@ def _main(argv: Sequence[str]) -> int:
         if not argv or argv[0] in ("--help", "-h", "help"):
             return _print(general_help())
         if argv[0] == "--version":
-            from importlib.metadata import version
+            from meshwright.versions import own_version
 
-            return _print(f"meshwright {version('meshwright')}")
+            return _print(f"meshwright {own_version()}")
         if argv[0] == "launch":
             return _launch(argv[1:])
         arguments = parse_arguments(argv)

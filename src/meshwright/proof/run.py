@@ -9,7 +9,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -69,7 +68,9 @@ from meshwright.proof.rounding import (
 )
 from meshwright.step.assemble import Assembled, assemble
 from meshwright.trees import Batch, divide_batch, is_key
+from meshwright.versions import package_versions
 
+_PACKAGES = ("meshwright", "jax", "flax", "optax")
 FLOAT64_TOLERANCE = 1e-10
 FLOAT64_UNIT, FLOAT32_UNIT = 2.0**-53, 2.0**-24
 
@@ -284,7 +285,7 @@ class _Proof:
             ],
             kernels=describe(self.assembled.decision.kernels.uses),
             warnings=list(self.assembled.remarks),
-            versions={name: version(name) for name in ("meshwright", "jax", "flax", "optax")},
+            versions={n: v for n, v in package_versions().items() if n in _PACKAGES},
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
 

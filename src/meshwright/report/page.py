@@ -8,11 +8,11 @@ import html
 import json
 import re
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from meshwright.json_text import finite
+from meshwright.versions import own_version
 
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("elements.js", "words.js", "chart.js", "tables.js", "sections.js",
@@ -31,7 +31,7 @@ def make_page(runs: Sequence[dict[str, Any]], *, left_out: int = 0) -> str:
     """
     script = "\n".join((_ASSETS / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     script = f'"use strict";\n{script}'
-    data = {"version": version("meshwright"), "left_out": left_out, "runs": list(runs)}
+    data = {"version": own_version(), "left_out": left_out, "runs": list(runs)}
     parts = {
         # File names may contain bytes that are not text.
         "title": html.escape(_title(runs).encode(errors="replace").decode()),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 from meshwright.mesh.axes import describe_sizes
@@ -15,6 +14,7 @@ from meshwright.planner.estimate.words import kind_of_mesh, memory_parts, settin
 from meshwright.planner.guidance.plan_report import PlanReport
 from meshwright.planner.search.scaling import ScalingPoint
 from meshwright.units import counted, human_count, human_gigabytes, human_seconds
+from meshwright.versions import own_version
 
 _ASSETS = Path(__file__).parent / "assets"
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -54,7 +54,7 @@ def plan_page(report: PlanReport) -> str:
 <div id="page">
 <header><h1>{_escape(title)}<span>{_escape(describe_sizes(report.best.plan.mesh))}</span></h1></header>
 {body}
-<footer>Meshwright {_escape(version("meshwright"))}</footer>
+<footer>Meshwright {_escape(own_version())}</footer>
 </div>
 </body>
 </html>
