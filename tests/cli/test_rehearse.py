@@ -63,6 +63,11 @@ def test_a_plan_is_rehearsed_by_the_name_of_its_file(capfd, tmp_path, monkeypatc
     report = result(capfd, "rehearse", "plan.yaml", *size, "hardware=8xA100-40GB")
     assert report["compiled_for"] == "8 × cpu (virtual)"
     assert set(report["sent_bytes"]) == {"data"}
+    # The file knows the model and the hardware.
+    assert result(capfd, "rehearse", "plan.yaml", "optimizer=sgd")["memory"] == report["memory"]
+    other = ("model=mlp", "model.widths=[784,32,10]", "optimizer=sgd")
+    found = result(capfd, "rehearse", "plan.yaml", *other)
+    assert "was made for mlp with 50,890 parameters" in " ".join(found["remarks"])
 
 
 def test_the_table_says_how_each_figure_is_known(capfd):

@@ -127,6 +127,24 @@ def test_auto_takes_what_the_planner_chooses_and_keeps_it(monkeypatch, capfd):
     assert line.startswith('mesh="auto": data=8, 1 × 2 microbatches; data parallel')
 
 
+def test_a_trainer_plans_for_hardware_that_is_elsewhere(tmp_path):
+    planned = trainer().plan(batches(1), hardware="2xH100")
+    assert planned.plan.num_devices == 2
+    assert planned.estimate.time.step > 0
+    text = str(planned)
+    assert text.startswith("Net, ")
+    assert "on 2xH100" in text
+    planned.save(tmp_path / "plan.yaml")
+    saved = mw.Plan.from_yaml((tmp_path / "plan.yaml").read_text())
+    assert saved == planned.plan
+    own = mw.Trainer(
+        model=Net, loss=loss, optimizer=optax.sgd(0.1), mesh=saved, devices=jax.devices()[:2]
+    )
+    assert own.fit(batches(1), steps=1).losses
+    with pytest.raises(mw.UserError, match="names no chip"):
+        trainer().plan(batches(1), hardware="8")
+
+
 def test_a_linen_module_is_trained_as_it_is():
     result = trainer(model=LinenNet(), mesh="data=8").fit(batches(1), steps=1)
     paths = {leaf.path for leaf in result.assembled.traced.layout.leaves if leaf.role == "param"}

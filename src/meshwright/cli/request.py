@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from meshwright.config.compose import Composed, compose_config, parse_overrides,
 from meshwright.config.schema import Config
 from meshwright.handshake import compare_processes, describe_own_devices
 from meshwright.planner.search.config_task import set_by_user
-from meshwright.planner.search.plan_file import KEY, apply_plan_file
+from meshwright.planner.search.plan_file import KEY, apply_plan_file, made_for_settings
 from meshwright.processes import process_count
 from meshwright.versions import package_versions
 from meshwright.weights.resolve import resolve_weights
@@ -65,6 +66,7 @@ class Request:
 def make_request(arguments: Arguments, output: Output) -> Request:
     """Compose and validate the config, then prepare its devices."""
     arguments = replace(arguments, overrides=tuple(map(_as_setting, arguments.overrides)))
+    arguments = _as_planned(arguments)
     composed = compose(arguments)
     config = validate(composed)
     if arguments.command.needs_devices:
@@ -116,6 +118,27 @@ def compose(arguments: Arguments) -> Composed:
     resolved = resolve_weights(composed.values, saved=composed.config_file is not None)
     composed = replace(composed, values=resolved.values, read_from=resolved.origins)
     return _with_plan(composed)
+
+
+DESCRIBING = ("model", "task", "data")
+"""The groups of settings that describe what is trained."""
+
+
+def setting_group(text: str) -> str:
+    """Return the group that an override belongs to: ``model`` for ``+model.width=4``."""
+    return re.split(r"[.=@]", text.lstrip("+~"), maxsplit=1)[0]
+
+
+def _as_planned(arguments: Arguments) -> Arguments:
+    """Return the arguments of a rehearsal with what its plan was made for, unless they say it."""
+    paths = [text.partition("=")[2] for text in arguments.overrides if setting_group(text) == KEY]
+    if arguments.command.name != "rehearse" or not paths:
+        return arguments
+    given = set(map(setting_group, arguments.overrides))
+    given |= {"hardware"} if "simulate" in given else set()
+    given |= set(DESCRIBING) if given & set(DESCRIBING) else set()
+    more = [text for text in made_for_settings(paths[-1]) if setting_group(text) not in given]
+    return replace(arguments, overrides=(*arguments.overrides, *more))
 
 
 def _as_setting(text: str) -> str:

@@ -125,7 +125,7 @@ def _train(request: Request, folder: Path) -> int:
             extra_results=partial(_sample, config, recipe, assembled, end_tokens(hf_files)),
             warnings=[
                 *_warnings(request, config, plan, recipe, point),
-                *_other_model(config, assembled),
+                *other_model(config.plan, assembled.model_leaves.num_parameters),
                 *initial.remarks,
                 *without_tokenizer(config),
             ],
@@ -169,13 +169,6 @@ def _warnings(
             resumed=None if point is None else point.metadata,
         ),
     ]
-
-
-def _other_model(config: Config, assembled: Assembled) -> list[str]:
-    if config.plan is None or not Path(config.plan).is_file():
-        return []
-    leaves = assembled.model_leaves.leaves
-    return other_model(config.plan, sum(leaf.size for leaf in leaves if leaf.is_weight))
 
 
 def _output(

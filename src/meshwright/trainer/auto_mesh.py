@@ -1,4 +1,4 @@
-"""The plan of a trainer with `mesh="auto"`: what the planner chooses for its devices."""
+"""What the planner chooses for a trainer: for its devices, or for others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import optax
 from flax.nnx.filterlib import Filter
 
 from meshwright import processes
+from meshwright.hardware import Hardware
 from meshwright.plan import Plan
+from meshwright.planner.devices.links import check_network
+from meshwright.planner.devices.local_hardware import find_hardware
 from meshwright.planner.estimate.estimator import ProgramEstimator
 from meshwright.planner.guidance.auto_plan import AUTO, choose_plan, hardware_of
 from meshwright.planner.search.candidates import Pins, PlanTask
@@ -40,22 +43,45 @@ def automatic_plan(
         batch: a global batch.
         num_samples: its samples.
     """
-    devices = settings.devices if settings.devices is not None else jax.devices()
     estimator = ProgramEstimator(model, loss, optimizer, batch, trainable=trainable)
-    task = PlanTask(
-        hardware=hardware_of(devices),
-        global_batch_size=num_samples,
-        pins=_pins(settings),
-        sharding=settings.sharding,
-        precision=settings.precision,
-        kernels=settings.kernels,
-    )
+    task = plan_task(settings, _present(settings), num_samples)
     chosen = choose_plan(estimator, task, f'mesh="{AUTO}"')
     # Every process finds a plan; that of the first one counts.
     text = processes.broadcast(chosen.plan.to_yaml())
     if jax.process_index() == 0:
         print(chosen.line, file=sys.stderr)
     return Plan.from_yaml(text)
+
+
+def plan_task(settings: PlanSettings, hardware: Hardware, num_samples: int) -> PlanTask:
+    """Return what is to be planned for a trainer.
+
+    Args:
+        settings: its settings; what is not the default stays as it is.
+        hardware: the devices.
+        num_samples: samples of a global batch.
+    """
+    return PlanTask(
+        hardware=hardware,
+        global_batch_size=num_samples,
+        pins=_pins(settings),
+        sharding=settings.sharding,
+        precision=settings.precision,
+        kernels=settings.kernels,
+    )
+
+
+def hardware_for(settings: PlanSettings, text: str | None) -> Hardware:
+    """Return the hardware that is named, or that of the trainer's devices."""
+    if text is None:
+        return _present(settings)
+    hardware = find_hardware(text)
+    check_network(hardware)
+    return hardware
+
+
+def _present(settings: PlanSettings) -> Hardware:
+    return hardware_of(settings.devices if settings.devices is not None else jax.devices())
 
 
 def _pins(settings: PlanSettings) -> Pins:

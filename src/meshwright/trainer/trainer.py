@@ -52,6 +52,7 @@ from meshwright.plan import (
     unused_pipeline,
 )
 from meshwright.planner.estimate.estimator import Estimator, ProgramEstimator
+from meshwright.planner.guidance.plan_report import make_report
 from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.proof import Certificate, verify
@@ -85,6 +86,7 @@ from meshwright.trainer.initial import find_initial, remembered_files
 from meshwright.trainer.not_finite import NonfinitePolicy, check_policy
 from meshwright.trainer.optax_rate import find_schedule
 from meshwright.trainer.plan_settings import PlanSettings
+from meshwright.trainer.planned_training import PlannedTraining
 from meshwright.trainer.programs import Programs
 from meshwright.trainer.resume import check_fits, find_resume_point, restore
 from meshwright.trainer.run_spec import EvaluationSpec, OutputSpec, RunSpec
@@ -331,6 +333,29 @@ class Trainer:
             guarded=self._nonfinite().guarded,
         )
 
+    def plan(
+        self, data: UserData, *, hardware: str | None = None, batch_size: int | None = None
+    ) -> PlannedTraining:
+        """Find the fastest plan for this model; nothing is allocated or compiled.
+
+        Print it to read why, pass its ``plan`` to another trainer as the mesh, or save it.
+
+        Args:
+            data: what `fit` takes.
+            hardware: such as ``8xH100`` or ``2x8xA100-80GB``; by default the trainer's devices.
+            batch_size: samples per global batch; required if the data does not come in batches.
+        """
+        from meshwright.trainer.auto_mesh import hardware_for, plan_task
+
+        first = read_batch(self._by_update(data, batch_size)(0))
+        source, settings = model_source(self.model, self.loss, lambda: first), self._settings()
+        task = plan_task(settings, hardware_for(settings, hardware), form_of(first).num_samples)
+        estimator = ProgramEstimator(
+            source, self.loss, self.optimizer, first, trainable=self.trainable
+        )
+        name = getattr(self.model, "__name__", type(self.model).__name__)
+        return PlannedTraining(make_report(estimator, task, name=name))
+
     def verify(
         self, data: UserData, *, steps: int = 5, batch_size: int | None = None
     ) -> Certificate:
@@ -535,9 +560,13 @@ class Trainer:
     def _initial_state(self, assembled: Assembled) -> TrainState:
         return assembled.adopt(self.model) if exists(self.model) else assembled.init(self.seed)
 
+    def _settings(self) -> PlanSettings:
+        return PlanSettings(
+            **{each.name: getattr(self, each.name) for each in fields(PlanSettings)}
+        )
+
     def _plan(self, source: ModelSource, batch: Batch) -> Plan:
-        names = [each.name for each in fields(PlanSettings)]
-        settings = PlanSettings(**{name: getattr(self, name) for name in names})
+        settings = self._settings()
         num_samples = form_of(batch).num_samples
         if not (isinstance(self.mesh, str) and self.mesh == "auto"):
             return settings.plan(num_samples)

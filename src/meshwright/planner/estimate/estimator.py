@@ -138,7 +138,7 @@ class ProgramEstimator:
     @property
     def num_parameters(self) -> int:
         """The number of the model's parameters."""
-        return sum(math.prod(leaf.shape) for leaf in self._leaves.leaves if leaf.is_weight)
+        return self._leaves.num_parameters
 
     @property
     def num_blocks(self) -> int:

@@ -101,10 +101,10 @@ def make_budget(
     if samples is None:
         raise UserError(
             f"{goal} cannot be counted in updates",
-            why="the samples have no tokens"
+            why="the batch has no array named tokens or inputs, with whole numbers in rows"
             if goal.unit == "tokens"
             else "the data does not say how many samples it has",
-            fix="write a number of samples, such as 10M samples, or of updates",
+            fix='write samples or updates instead, such as "10M samples" or "5000 updates"',
         )
     updates = math.ceil(samples / samples_per_update)
     seconds = updates * seconds_per_update

@@ -135,23 +135,26 @@ def _point(point: ScalingPoint, fastest: float) -> tuple[str, ...]:
 
 
 _KINDS = {
-    "memory": "do not fit",
-    "slower": "are slower",
-    "topology": "cross nodes",
-    "division": "cannot divide the layers",
-    "blocks": "cannot divide the blocks",
-    "batch": "cannot divide the batch",
+    "memory": ("does not fit", "do not fit"),
+    "slower": ("is slower", "are slower"),
+    "topology": ("crosses nodes", "cross nodes"),
+    "division": ("cannot divide the layers",) * 2,
+    "blocks": ("cannot divide the blocks",) * 2,
+    "batch": ("cannot divide the batch",) * 2,
 }
+"""By kind, what is wrong with one mesh, and with several."""
 
 
 def _rejected(report: PlanReport) -> Iterator[RenderableType]:
     """Yield how many meshes are rejected for what, each with the first of them."""
-    for kind, words in _KINDS.items():
+    for kind, (one, several) in _KINDS.items():
         of_kind = [each for each in report.result.rejected if each.kind == kind]
         if of_kind:
             nearest = min(of_kind, key=_distance)
-            meshes = counted(len(of_kind), "mesh", "meshes")
-            yield Indented(f"{meshes} {words}, such as {nearest}", 4, first=2)
+            if len(of_kind) == 1:
+                yield Indented(f"1 mesh {one}: {nearest}", 4, first=2)
+            else:
+                yield Indented(f"{len(of_kind)} meshes {several}, such as {nearest}", 4, first=2)
 
 
 def _distance(rejected: Rejection) -> float:

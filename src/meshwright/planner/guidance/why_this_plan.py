@@ -155,7 +155,7 @@ def _settings(result: SearchResult) -> Iterator[str]:
 
 def _tie(result: SearchResult, best: Estimate) -> Iterator[str]:
     fastest = min(result.plans, key=lambda estimate: estimate.time.step)
-    gain = best.time.step / fastest.time.step - 1
+    gain = 1 - fastest.time.step / best.time.step
     if fastest is not best and gain > 0.0005:
         yield (
             f"{describe_sizes(fastest.plan.mesh)} is estimated {gain:.1%} faster, which is less "
@@ -173,6 +173,8 @@ def reason_for(result: SearchResult, estimate: Estimate, *, fits_alone: bool) ->
         return "the only device"
     if set(mesh) == {"data"}:
         return "data parallel: a whole copy fits on each device, and nothing is clearly faster"
-    cause = "and is fastest" if fits_alone else "because a whole copy does not fit on one device"
+    fastest = all(each.time.step >= best.time.step for each in result.plans)
+    speed = "and is fastest" if fastest else "and nothing simpler is as fast"
+    cause = speed if fits_alone else "because a whole copy does not fit on one device"
     does = " and ".join(f"{axis}={mesh[axis]} {_DOES[axis]}" for axis in _DOES if axis in mesh)
     return f"{does}, {cause}"

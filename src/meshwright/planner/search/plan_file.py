@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,24 +35,51 @@ class Planned:
     origins: dict[str, str]
 
 
-def plan_yaml(estimate: Estimate, name: str, num_parameters: int) -> str:
-    """Return a plan as a file that the setting `plan` reads, with what it was made for."""
+def plan_yaml(
+    estimate: Estimate, name: str, num_parameters: int, settings: Sequence[str] = ()
+) -> str:
+    """Return a plan as a file that the setting `plan` reads, with what it was made for.
+
+    Args:
+        estimate: the plan, and its hardware.
+        name: the model.
+        num_parameters: its parameters.
+        settings: those that describe the model and its data, as they are typed.
+    """
     head = (
         f"# {name} on {estimate.hardware}: {human_seconds(estimate.time.step)} per update and "
         f"{human_gigabytes(estimate.memory.total)} per device, estimated.\n"
         "# Train with it: meshwright train … plan=THIS_FILE\n"
     )
-    made_for = {MADE_FOR: {"model": name, "parameters": num_parameters}}
-    return head + estimate.plan.to_yaml() + yaml.safe_dump(made_for, sort_keys=False)
+    made_for = {"model": name, "parameters": num_parameters, "hardware": str(estimate.hardware)}
+    known = {MADE_FOR: {**made_for, **({"settings": list(settings)} if settings else {})}}
+    return head + estimate.plan.to_yaml() + yaml.safe_dump(known, sort_keys=False)
 
 
-def other_model(path: str, num_parameters: int) -> list[str]:
+def made_for_settings(path: str) -> list[str]:
+    """Return the hardware and the model that a plan was made for, as settings; none if unknown."""
+    try:
+        values: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        # Whoever reads the plan says what is wrong with the file.
+        return []
+    made_for = values.get(MADE_FOR) if isinstance(values, dict) else None
+    if not isinstance(made_for, dict):
+        return []
+    hardware, settings = made_for.get("hardware"), made_for.get("settings")
+    found = [f"hardware={hardware}"] if isinstance(hardware, str) else []
+    return found + [str(each) for each in settings or () if isinstance(settings, list)]
+
+
+def other_model(path: str | None, num_parameters: int) -> list[str]:
     """Return a warning if a plan was made for a model of another size.
 
     Args:
-        path: the file of the plan.
+        path: the file of the plan; None if there is none.
         num_parameters: of the model that is trained.
     """
+    if path is None or not Path(path).is_file():
+        return []
     values: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     made_for = values.get(MADE_FOR)
     count = made_for.get("parameters") if isinstance(made_for, dict) else None

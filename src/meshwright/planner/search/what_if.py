@@ -15,8 +15,6 @@ from meshwright.units import human_gigabytes, human_seconds
 FACTORS = (1.5, 2.0, 4.0)
 NEAREST = 6
 """How many meshes of those that were slower, and that did not fit, are looked at again."""
-TIED = 3
-"""How many plans may be about equally fast."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +72,13 @@ def _decision(estimator: Estimator, result: SearchResult, task: PlanTask) -> Est
 
     The mesh stays if it is as good as the best.
     """
-    plans = search(estimator, task, top=TIED, meshes=list(_near(result))).plans
+    plans = search(estimator, task, top=1, meshes=list(_near(result))).plans
     if not plans:
         return None
-    limit, mesh = (1 + TIE) * min(each.time.step for each in plans), result.best.plan.mesh
-    stays = (each for each in plans if each.plan.mesh == mesh and each.time.step <= limit)
-    return next(stays, plans[0])
+    mesh = {axis: result.best.plan.size(axis) for axis in AXES}
+    own = search(estimator, task, top=1, meshes=[mesh]).plans
+    limit = (1 + TIE) * plans[0].time.step
+    return own[0] if own and own[0].time.step <= limit else plans[0]
 
 
 def _near(result: SearchResult) -> Iterator[Sizes]:

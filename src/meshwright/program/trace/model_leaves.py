@@ -78,6 +78,11 @@ class ModelLeaves:
     _graphdef: Any
     _entries: tuple[_Entry, ...]
 
+    @property
+    def num_parameters(self) -> int:
+        """The number of the model's parameters."""
+        return sum(leaf.size for leaf in self.leaves if leaf.is_weight)
+
     def merge(self, values: Sequence[Any]) -> Any:
         """Return a model with these leaf values."""
         state: list[tuple[tuple[Any, ...], Any]] = []
