@@ -162,6 +162,19 @@ def test_what_stages_send_is_the_minimum_of_the_ledger(estimator, schedule, stag
     assert traffic["pipe"].sent_bytes == pytest.approx(max(sent), rel=1e-3)
 
 
+def test_a_stage_keeps_what_it_computes_again_for_all_of_its_blocks(estimator):
+    def working(stages, remat):
+        plan = make_plan({"pipe": stages}, microbatches=8, remat=remat)
+        return estimator.estimate(plan, on(plan)).memory.working
+
+    # One device keeps the same for each block, if nothing is computed again.
+    once, half = (make_plan({}, rows=rows) for rows in (4, 2))
+    kept = [estimator.estimate(plan, on(plan)).memory.activations for plan in (once, half)]
+    of_block = 2 * (kept[0] - kept[1]) / BLOCKS
+    more = working(1 + 1, "full") - working(BLOCKS, "full")
+    assert more == pytest.approx(of_block, rel=0.25)
+
+
 def test_operations_are_those_of_the_formula(estimator):
     plan = make_plan({}, precision="bf16")
     works = estimator.works(plan, parse_hardware("1xH200"))

@@ -75,6 +75,23 @@ def test_what_a_loop_saves_in_two_shapes_is_saved_once():
     assert twice - once == 10 * matrix
 
 
+@pytest.mark.parametrize(("platform", "rows"), [("gpu", 2), ("cpu", 3)])
+def test_cpus_copy_all_rows_of_a_loop_before_anything_else(platform, rows):
+    def run(x, weights):
+        def block(carry, own):
+            first, second, third = own
+            return ((carry @ first) @ second) @ third, None
+
+        return jax.lax.scan(block, x, weights)[0]
+
+    shapes = tuple(jax.ShapeDtypeStruct((10, 64, 64), jnp.float32) for _ in range(3))
+    closed = jax.make_jaxpr(run)(jax.ShapeDtypeStruct((1, 64), jnp.float32), shapes)
+    classes = find_dim_classes(closed, [LeafLabel("batch", "x")] * 4)
+    kernels = schedule(list_operations(classes.root), platform)
+    found = peak_of(Timeline(find_lifetimes(kernels)), WHOLE).nbytes
+    assert rows - 1 < found / (4 * 64 * 64) < rows + 0.5
+
+
 @pytest.mark.parametrize(
     ("platform", "readers", "stored"), [("gpu", 2, 0), ("gpu", 4, 1), ("cpu", 2, 1)]
 )

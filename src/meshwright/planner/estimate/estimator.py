@@ -266,17 +266,30 @@ class ProgramEstimator:
             all_gradients=max(state.gradients, sums),
         )
 
-    def _stage_peak(self, plan: Plan, whole: Peak, blocks: BlockParts, sizes: DeviceSizes) -> Peak:
+    def _computed_again(self, case: _Case) -> float:
+        """Return what a block of a stage keeps when its backward pass computes it again."""
+        if case.plan.sharding.remat != "full":
+            return 0.0
+        kept = case._replace(variant=case.variant._replace(remat="none"))
+        program = self._gradients.of(kept.plan, kept.variant)
+        if program.blocks is None:
+            return 0.0
+        loop = program.blocks.forward
+        return nbytes_of(loop.writes, self._sizes(kept, program)) / loop.times
+
+    def _stage_peak(
+        self, plan: Plan, whole: Peak, blocks: BlockParts, sizes: DeviceSizes, again: float
+    ) -> Peak:
         """Return the peak of a pipeline stage.
 
         Besides the slots of its schedule, a stage has two microbatches at hand: one that it writes
-        to a slot, and one that it has read. What is outside of stages is whole on each of them,
-        with its gradient and the sum of its gradients.
+        to a slot, and one that it has read. What it computes again it keeps for all of its blocks,
+        ``again`` bytes for each after the first. What is outside of stages is whole on each of
+        them, with its gradient and the sum of its gradients.
         """
         slots = count_slots(*_staged(plan))
-        depth = math.ceil(blocks.forward.times / plan.size("pipe"))
+        depth = math.ceil(blocks.forward.times / plan.size("pipe")) / plan.num_chunks
         each = nbytes_of(blocks.saved, sizes) * depth
-        each /= plan.num_chunks
         carried = nbytes_of(blocks.carried, sizes) * slots.carried
         state = self._states.of(plan)
         half = COMPUTE_DTYPES[plan.precision] is not None
@@ -285,7 +298,7 @@ class ProgramEstimator:
             "gradients": 2 * state.outside,
             "gathered": whole.uses["gathered"] + casts + state.outside * (0.5 if half else 1),
             "activations": each * (slots.saved + slots.cuts) + carried,
-            "working": whole.uses["working"] + 2 * each,
+            "working": whole.uses["working"] + 2 * each + again * max(0.0, depth - 1),
         }
         return Peak(sum(uses.values()), uses, whole.largest)
 
@@ -305,7 +318,9 @@ class ProgramEstimator:
         whole, blocks = self._peaks[key], program.blocks
         if plan.size("pipe") == 1:
             return _with_part_sums(whole, program, sizes)
-        return whole if blocks is None else self._stage_peak(plan, whole, blocks, sizes)
+        if blocks is None:
+            return whole
+        return self._stage_peak(plan, whole, blocks, sizes, self._computed_again(case))
 
     def _sizes(self, case: _Case, program: GradientProgram) -> DeviceSizes:
         plan = case.plan

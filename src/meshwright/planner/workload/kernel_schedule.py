@@ -285,6 +285,8 @@ class _Scheduler:
     def _copy_inputs(self, kernels: Sequence[Kernel]) -> None:
         """Say where weights are gathered and rows of a loop copied, once for each pass."""
         spans: dict[tuple[int, bool], tuple[Array, int, int]] = {}
+        # The CPU's compiler copies all rows before anything else.
+        rows_first = self._platform == "cpu" and self._in_loop
         for time, kernel in enumerate(kernels):
             if kernel.bodies or not _needs_array(kernel.operation):
                 continue
@@ -293,7 +295,7 @@ class _Scheduler:
                     continue
                 if id(array) in self._inputs:
                     key = (id(array), kernel.operation.backward)
-                    first = spans[key][1] if key in spans else time
+                    first = spans[key][1] if key in spans else 0 if rows_first else time
                     spans[key] = (array, first, time)
         for array, first, final in spans.values():
             kernels[first].copied.append(array)
