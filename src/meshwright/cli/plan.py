@@ -13,7 +13,7 @@ from rich.text import Text
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.config_estimator import config_estimator
 from meshwright.cli.output import write_file
-from meshwright.cli.request import DESCRIBING, Request, compose, setting_group
+from meshwright.cli.request import Request, compose, describing
 from meshwright.config.compose import parse_overrides, validate
 from meshwright.config.schema import Config, DataConfig
 from meshwright.errors import ExitCode, Setting, UserError
@@ -193,8 +193,8 @@ def _write_files(request: Request, report: PlanReport) -> None:
     if "--html" in flags:
         write_file(Path(flags["--html"]), plan_page(report))
     if "--out" in flags:
-        described = [w for w in request.arguments.overrides if setting_group(w) in DESCRIBING]
-        text = plan_yaml(report.best, report.name, report.num_parameters, described)
+        words = describing(request.arguments.overrides)
+        text = plan_yaml(report.best, report.name, report.num_parameters, words)
         write_file(Path(flags["--out"]), text)
         told = [w for w in request.arguments.overrides if w.partition("=")[0] != "hardware"]
         command = shlex.join(["meshwright", "train", *told, f"plan={flags['--out']}"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from meshwright.code_digests import own_code
 from meshwright.config.compose import Composed, compose_config, parse_overrides, validate
 from meshwright.config.schema import Config
 from meshwright.handshake import compare_processes, describe_own_devices
+from meshwright.masking import mask_words
 from meshwright.planner.search.config_task import set_by_user
 from meshwright.planner.search.plan_file import KEY, apply_plan_file, made_for_settings
 from meshwright.processes import process_count
@@ -127,6 +129,11 @@ DESCRIBING = ("model", "task", "data")
 def setting_group(text: str) -> str:
     """Return the group that an override belongs to: ``model`` for ``+model.width=4``."""
     return re.split(r"[.=@]", text.lstrip("+~"), maxsplit=1)[0]
+
+
+def describing(words: Sequence[str]) -> list[str]:
+    """Return the settings that describe what is trained, except for those with secrets."""
+    return [w for w in words if setting_group(w) in DESCRIBING and mask_words([w]) == [w]]
 
 
 def _as_planned(arguments: Arguments) -> Arguments:
