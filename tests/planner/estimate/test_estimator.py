@@ -162,6 +162,20 @@ def test_what_stages_send_is_the_minimum_of_the_ledger(estimator, schedule, stag
     assert traffic["pipe"].sent_bytes == pytest.approx(max(sent), rel=1e-3)
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+def test_stages_reduce_whole_gradients_of_what_is_outside_of_them(estimator, stages):
+    plan = make_plan({"pipe": stages, "data": 2}, rows=1, microbatches=8)
+    assembled = assembled_for(plan)
+    counts = count_operations(get_schedule("1f1b"), 8, stages)
+    sent = [
+        sum(need.sent_bytes for need in needs if need.axis == "data")
+        for needs in needed_by_stage(assembled, assembled.step.pipeline, counts)
+    ]
+    traffic = estimator.estimate(plan, on(plan)).time.traffic
+    # The last norm is in no gradient of the first stage.
+    assert traffic["data"].sent_bytes == pytest.approx(max(sent), rel=2e-3)
+
+
 def test_a_stage_keeps_what_it_computes_again_for_all_of_its_blocks(estimator):
     def working(stages, remat):
         plan = make_plan({"pipe": stages}, microbatches=8, remat=remat)

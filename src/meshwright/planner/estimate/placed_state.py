@@ -18,6 +18,8 @@ class WeightKind(NamedTuple):
 
     Attributes:
         nbytes: bytes of one of them, gathered over fsdp.
+        reduced: bytes of its gradient where it is computed: in a pipeline, the first and the last
+            stage have the whole gradient of what is outside of stages.
         gathered: whether it is divided between updates and gathered for them.
         in_block: whether it belongs to a repeated block, whose weights are gathered in each pass.
         trained: whether it has a gradient.
@@ -25,6 +27,7 @@ class WeightKind(NamedTuple):
     """
 
     nbytes: float
+    reduced: float
     gathered: bool
     in_block: bool
     trained: bool
@@ -79,6 +82,7 @@ def place_state(
     shares: dict[int, LeafShares] = {}
     parameters = gradients = sums = 0
     outside = 0.0
+    reduced: dict[int, float] = {}
     for number, (step, placement) in enumerate(zip(leaves, divided, strict=True)):
         without = _shards(placement, sizes, "fsdp")
         whole = 1 / without
@@ -88,25 +92,27 @@ def place_state(
         at_rest = least if zero == 3 else 1 / _shards(placement, sizes, *kept)
         gradient = whole if zero == 1 else least
         shares[number] = LeafShares(whole, at_rest, gradient)
+        apart = ("fsdp", "pipe") if staged and number not in staged else ("fsdp",)
+        reduced[number] = step.leaf.nbytes / _shards(placement, sizes, *apart)
         parameters += round(step.leaf.nbytes * at_rest)
         if step.leaf.role == "param":
             if staged and number not in staged:
-                outside += step.leaf.nbytes / _shards(placement, sizes, "fsdp", "pipe")
+                outside += reduced[number]
             gradients += round(step.leaf.nbytes * gradient)
             sums += round(4 * step.leaf.nbytes / step.leaf.dtype.itemsize * gradient)
     placed = optimizer.placed([divided[n] for n in trained], sizes)
     state = sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed)
-    return PlacedState(
-        parameters, state, gradients, sums, shares, _weight_kinds(leaves, shares), outside
-    )
+    kinds = _weight_kinds(leaves, shares, reduced)
+    return PlacedState(parameters, state, gradients, sums, shares, kinds, outside)
 
 
 def _weight_kinds(
-    leaves: Sequence[StepLeaf], shares: Mapping[int, LeafShares]
+    leaves: Sequence[StepLeaf], shares: Mapping[int, LeafShares], reduced: Mapping[int, float]
 ) -> Counter[WeightKind]:
     return Counter(
         WeightKind(
             nbytes=step.leaf.nbytes * shares[number].whole,
+            reduced=reduced[number],
             gathered=shares[number].at_rest < shares[number].whole,
             in_block=_in_block(step),
             trained=step.leaf.role == "param",

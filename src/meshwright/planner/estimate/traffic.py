@@ -60,12 +60,12 @@ def weight_traffic(state: PlacedState, plan: Plan) -> Iterator[Sent]:
             continue
         if fsdp > 1:
             kind = "reduce-scatter" if weight.scattered else "all-reduce"
-            yield Sent("fsdp", kind, weight.nbytes, count * reductions)
+            yield Sent("fsdp", kind, weight.reduced, count * reductions)
             if sharding.zero < 3:
                 yield Sent("fsdp", "all-gather", weight.nbytes, count)
         if data > 1:
             # Only one fsdp shard of each gradient goes over the slower axis.
-            yield Sent("data", "all-reduce", weight.nbytes / fsdp, count * reductions)
+            yield Sent("data", "all-reduce", weight.reduced / fsdp, count * reductions)
 
 
 def tensor_traffic(events: Iterable[Event], plan: Plan, rows: float) -> Iterator[Sent]:
