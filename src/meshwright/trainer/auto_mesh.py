@@ -13,13 +13,15 @@ from meshwright.hardware import Hardware
 from meshwright.plan import Plan
 from meshwright.planner.devices.links import check_network
 from meshwright.planner.devices.local_hardware import find_hardware
-from meshwright.planner.estimate.estimator import ProgramEstimator
+from meshwright.planner.estimate.estimator import Estimator, ProgramEstimator
 from meshwright.planner.guidance.auto_plan import AUTO, choose_plan, hardware_of
+from meshwright.planner.guidance.plan_report import make_report
 from meshwright.planner.search.candidates import Pins, PlanTask
 from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.trainer.fit_arguments import read_pipeline
 from meshwright.trainer.plan_settings import PlanSettings
+from meshwright.trainer.planned_training import PlannedTraining
 from meshwright.trees import Batch
 
 
@@ -44,7 +46,7 @@ def automatic_plan(
         num_samples: its samples.
     """
     estimator = ProgramEstimator(model, loss, optimizer, batch, trainable=trainable)
-    task = plan_task(settings, _present(settings), num_samples)
+    task = _task(settings, _present(settings), num_samples)
     chosen = choose_plan(estimator, task, f'mesh="{AUTO}"')
     # Every process finds a plan; that of the first one counts.
     text = processes.broadcast(chosen.plan.to_yaml())
@@ -53,14 +55,29 @@ def automatic_plan(
     return Plan.from_yaml(text)
 
 
-def plan_task(settings: PlanSettings, hardware: Hardware, num_samples: int) -> PlanTask:
-    """Return what is to be planned for a trainer.
+def plan_for(
+    settings: PlanSettings,
+    estimator: Estimator,
+    num_samples: int,
+    *,
+    name: str,
+    hardware: str | None,
+) -> PlannedTraining:
+    """Return the best plan for a trainer's model, and what is known about it.
 
     Args:
-        settings: its settings; what is not the default stays as it is.
-        hardware: the devices.
+        settings: the settings of the trainer; what is not the default stays as it is.
+        estimator: estimates plans for the model.
         num_samples: samples of a global batch.
+        name: the model.
+        hardware: such as ``8xH100``; None for the trainer's devices.
     """
+    devices = _present(settings) if hardware is None else find_hardware(hardware)
+    check_network(devices)
+    return PlannedTraining(make_report(estimator, _task(settings, devices, num_samples), name=name))
+
+
+def _task(settings: PlanSettings, hardware: Hardware, num_samples: int) -> PlanTask:
     return PlanTask(
         hardware=hardware,
         global_batch_size=num_samples,
@@ -69,15 +86,6 @@ def plan_task(settings: PlanSettings, hardware: Hardware, num_samples: int) -> P
         precision=settings.precision,
         kernels=settings.kernels,
     )
-
-
-def hardware_for(settings: PlanSettings, text: str | None) -> Hardware:
-    """Return the hardware that is named, or that of the trainer's devices."""
-    if text is None:
-        return _present(settings)
-    hardware = find_hardware(text)
-    check_network(hardware)
-    return hardware
 
 
 def _present(settings: PlanSettings) -> Hardware:

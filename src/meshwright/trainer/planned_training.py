@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 
-from rich.console import Console
-
+from meshwright.columns import as_text
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.guidance.plan_report import PlanReport
 from meshwright.planner.guidance.plan_text import report_text
 from meshwright.planner.search.plan_file import plan_yaml
-
-_COLUMNS = 100
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,4 @@ class PlannedTraining:
 
     def __str__(self) -> str:
         """Return the report for reading."""
-        console = Console(file=StringIO(), width=_COLUMNS, force_terminal=False)
-        console.print(report_text(self.report))
-        text = console.file
-        assert isinstance(text, StringIO)
-        return text.getvalue().rstrip()
+        return as_text(report_text(self.report))

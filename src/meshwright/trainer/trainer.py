@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optax
 from flax import nnx
@@ -52,7 +52,6 @@ from meshwright.plan import (
     unused_pipeline,
 )
 from meshwright.planner.estimate.estimator import Estimator, ProgramEstimator
-from meshwright.planner.guidance.plan_report import make_report
 from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.proof import Certificate, verify
@@ -86,7 +85,6 @@ from meshwright.trainer.initial import find_initial, remembered_files
 from meshwright.trainer.not_finite import NonfinitePolicy, check_policy
 from meshwright.trainer.optax_rate import find_schedule
 from meshwright.trainer.plan_settings import PlanSettings
-from meshwright.trainer.planned_training import PlannedTraining
 from meshwright.trainer.programs import Programs
 from meshwright.trainer.resume import check_fits, find_resume_point, restore
 from meshwright.trainer.run_spec import EvaluationSpec, OutputSpec, RunSpec
@@ -96,6 +94,9 @@ from meshwright.trees import Batch, resize_batch
 from meshwright.weights.hf_folder import open_folder
 from meshwright.weights.hf_model import HfModel, check_one_folder
 from meshwright.weights.kept import keep_files
+
+if TYPE_CHECKING:
+    from meshwright.trainer.planned_training import PlannedTraining
 
 _POLICY = ("on_nonfinite", "max_skipped", "max_rewinds")
 
@@ -345,16 +346,16 @@ class Trainer:
             hardware: such as ``8xH100`` or ``2x8xA100-80GB``; by default the trainer's devices.
             batch_size: samples per global batch; required if the data does not come in batches.
         """
-        from meshwright.trainer.auto_mesh import hardware_for, plan_task
+        from meshwright.trainer.auto_mesh import plan_for
 
         first = read_batch(self._by_update(data, batch_size)(0))
-        source, settings = model_source(self.model, self.loss, lambda: first), self._settings()
-        task = plan_task(settings, hardware_for(settings, hardware), form_of(first).num_samples)
+        source = model_source(self.model, self.loss, lambda: first)
         estimator = ProgramEstimator(
             source, self.loss, self.optimizer, first, trainable=self.trainable
         )
         name = getattr(self.model, "__name__", type(self.model).__name__)
-        return PlannedTraining(make_report(estimator, task, name=name))
+        samples = form_of(first).num_samples
+        return plan_for(self._settings(), estimator, samples, name=name, hardware=hardware)
 
     def verify(
         self, data: UserData, *, steps: int = 5, batch_size: int | None = None

@@ -177,15 +177,15 @@ def test_stages_reduce_whole_gradients_of_what_is_outside_of_them(estimator, sta
 
 
 def test_a_stage_keeps_what_it_computes_again_for_all_of_its_blocks(estimator):
-    def working(stages, remat):
-        plan = make_plan({"pipe": stages}, microbatches=8, remat=remat)
+    def working(stages):
+        plan = make_plan({"pipe": stages}, microbatches=8, remat="full")
         return estimator.estimate(plan, on(plan)).memory.working
 
     # One device keeps the same for each block, if nothing is computed again.
     once, half = (make_plan({}, rows=rows) for rows in (4, 2))
     kept = [estimator.estimate(plan, on(plan)).memory.activations for plan in (once, half)]
     of_block = 2 * (kept[0] - kept[1]) / BLOCKS
-    more = working(1 + 1, "full") - working(BLOCKS, "full")
+    more = working(BLOCKS // 2) - working(BLOCKS)
     assert more == pytest.approx(of_block, rel=0.25)
 
 
@@ -218,9 +218,6 @@ def test_what_plans_share_does_not_depend_on_their_order(estimator):
     for alone, shared in zip(first, reversed(last), strict=True):
         assert alone.memory == shared.memory
         assert alone.time == shared.time
-        assert alone.time.traffic.keys() == shared.time.traffic.keys()
-        for axis, traffic in alone.time.traffic.items():
-            assert traffic.sent_bytes == shared.time.traffic[axis].sent_bytes
 
 
 def test_bounds_take_one_program_for_all_meshes_and_are_hardly_too_long():

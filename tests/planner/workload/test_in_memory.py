@@ -75,7 +75,7 @@ def test_what_a_loop_saves_in_two_shapes_is_saved_once():
     assert twice - once == 10 * matrix
 
 
-@pytest.mark.parametrize(("platform", "rows"), [("gpu", 2), ("cpu", 3)])
+@pytest.mark.parametrize(("platform", "rows"), [("gpu", 1), ("cpu", 3)])
 def test_cpus_copy_all_rows_of_a_loop_before_anything_else(platform, rows):
     def run(x, weights):
         def block(carry, own):
@@ -89,7 +89,8 @@ def test_cpus_copy_all_rows_of_a_loop_before_anything_else(platform, rows):
     classes = find_dim_classes(closed, [LeafLabel("batch", "x")] * 4)
     kernels = schedule(list_operations(classes.root), platform)
     found = peak_of(Timeline(find_lifetimes(kernels)), WHOLE).nbytes
-    assert rows - 1 < found / (4 * 64 * 64) < rows + 0.5
+    # Besides the rows there are a few vectors.
+    assert rows <= found / (4 * 64 * 64) < rows + 0.1
 
 
 @pytest.mark.parametrize(

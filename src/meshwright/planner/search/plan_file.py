@@ -58,17 +58,10 @@ def plan_yaml(
 
 def made_for_settings(path: str) -> list[str]:
     """Return the hardware and the model that a plan was made for, as settings; none if unknown."""
-    try:
-        values: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        # Whoever reads the plan says what is wrong with the file.
-        return []
-    made_for = values.get(MADE_FOR) if isinstance(values, dict) else None
-    if not isinstance(made_for, dict):
-        return []
-    hardware, settings = made_for.get("hardware"), made_for.get("settings")
+    known = _made_for(path)
+    hardware, settings = known.get("hardware"), known.get("settings")
     found = [f"hardware={hardware}"] if isinstance(hardware, str) else []
-    return found + [str(each) for each in settings or () if isinstance(settings, list)]
+    return found + ([str(each) for each in settings] if isinstance(settings, list) else [])
 
 
 def other_model(path: str | None, num_parameters: int) -> list[str]:
@@ -78,18 +71,26 @@ def other_model(path: str | None, num_parameters: int) -> list[str]:
         path: the file of the plan; None if there is none.
         num_parameters: of the model that is trained.
     """
-    if path is None or not Path(path).is_file():
-        return []
-    values: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    made_for = values.get(MADE_FOR)
-    count = made_for.get("parameters") if isinstance(made_for, dict) else None
+    known = {} if path is None else _made_for(path)
+    count = known.get("parameters")
     if not isinstance(count, int) or count == num_parameters:
         return []
     return [
-        f"{Setting(KEY, path)} was made for {made_for.get('model')} with {count:,} parameters, "
+        f"{Setting(KEY, path)} was made for {known.get('model')} with {count:,} parameters, "
         f"and this model has {num_parameters:,}: its mesh may not suit it, and its time "
         "and memory are others; run `meshwright plan` for this model"
     ]
+
+
+def _made_for(path: str) -> dict[str, Any]:
+    """Return what a file says its plan was made for; nothing if it cannot be read."""
+    try:
+        values: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        # Whoever reads the plan says what is wrong with the file.
+        return {}
+    found = values.get(MADE_FOR) if isinstance(values, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def plan_settings(plan: Plan) -> dict[str, Any]:
