@@ -27,8 +27,8 @@ OPTIMIZER = optax.adamw(1e-3)
 TASK = find_task("language_modeling")(vocab_size=VOCABULARY, context_length=LENGTH)
 
 
-def model(rngs):
-    sizes = {"vocab_size": VOCABULARY, "context_length": LENGTH, "dropout": 0.0}
+def model(rngs, dropout=0.0):
+    sizes = {"vocab_size": VOCABULARY, "context_length": LENGTH, "dropout": dropout}
     return build_model("gpt", rngs=rngs, num_blocks=BLOCKS, hidden_size=WIDTH, num_heads=4, **sizes)
 
 
@@ -47,10 +47,21 @@ def make_plan(mesh, rows=4, microbatches=1, precision="no", **sharding):
     return Plan(mesh=mesh, batch=batch, sharding=chosen, precision=precision, **pipeline)
 
 
-def assembled_for(plan):
+def assembled_for(plan, model=model, **options):
     batch = TASK.example_batch(plan.batch.global_batch_size)
-    devices = jax.devices()[: plan.num_devices]
-    return assemble(model, TASK.loss, OPTIMIZER, plan, batch, clip_norm=1.0, devices=devices)
+    options |= {"clip_norm": 1.0, "devices": jax.devices()[: plan.num_devices]}
+    return assemble(model, TASK.loss, OPTIMIZER, plan, batch, **options)
+
+
+def compiled_bytes(assembled):
+    rows = assembled.plan.batch.global_batch_size
+    shapes = [
+        jax.ShapeDtypeStruct(
+            (rows, *leaf.shape[1:]), leaf.dtype, sharding=assembled.step.shardings.batch
+        )
+        for leaf in assembled.traced.batch
+    ]
+    return memory_of(assembled.step.lower(shapes).compile()).total
 
 
 def on(plan, chip="CPU"):
@@ -92,18 +103,22 @@ def test_the_state_is_exact_on_every_mesh(estimator, mesh, zero):
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 4, "tensor": 2}], ids=str)
 def test_memory_is_close_to_the_compiled_program(estimator, mesh, remat):
     plan = make_plan(mesh, rows=16, remat=remat)
-    assembled = assembled_for(plan)
-    shapes = [
-        jax.ShapeDtypeStruct(
-            (plan.batch.global_batch_size, *leaf.shape[1:]),
-            leaf.dtype,
-            sharding=assembled.step.shardings.batch,
-        )
-        for leaf in assembled.traced.batch
-    ]
-    compiled = memory_of(assembled.step.lower(shapes).compile())
     predicted = estimator.estimate(plan, on(plan)).memory
-    assert predicted.compiled == pytest.approx(compiled.total, rel=0.15)
+    assert predicted.compiled == pytest.approx(compiled_bytes(assembled_for(plan)), rel=0.15)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_guarded_updates_copy_the_optimizers_state_on_cpus(microbatches):
+    """And dropout keeps both words of its random bits: both are a fifth of this plan."""
+
+    def dropping(rngs):
+        return model(rngs, dropout=0.1)
+
+    plan = make_plan({"data": 2}, rows=8, microbatches=microbatches, remat="full")
+    guarded = ProgramEstimator(dropping, TASK.loss, OPTIMIZER, TASK.example_batch(8))
+    predicted = guarded.estimate(plan, on(plan)).memory.compiled
+    compiled = compiled_bytes(assembled_for(plan, dropping, guarded=True))
+    assert predicted == pytest.approx(compiled, rel=0.1)
 
 
 def test_activations_grow_with_rows_and_shrink_with_what_is_computed_again(estimator):

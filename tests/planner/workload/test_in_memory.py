@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.planner.workload.array_operations import Array, list_operations
-from meshwright.planner.workload.in_memory import Lifetime, Timeline, find_lifetimes, peak_of
+from meshwright.planner.workload.in_memory import Lent, Lifetime, Timeline, find_lifetimes, peak_of
 from meshwright.planner.workload.kernel_schedule import schedule
 from meshwright.planner.workload.sizes import DeviceSizes
 from meshwright.program.dims import Atom, LeafLabel, find_dim_classes
@@ -88,9 +88,51 @@ def test_cpus_copy_all_rows_of_a_loop_before_anything_else(platform, rows):
     closed = jax.make_jaxpr(run)(jax.ShapeDtypeStruct((1, 64), jnp.float32), shapes)
     classes = find_dim_classes(closed, [LeafLabel("batch", "x")] * 4)
     kernels = schedule(list_operations(classes.root), platform)
-    found = peak_of(Timeline(find_lifetimes(kernels)), WHOLE).nbytes
+    timeline = Timeline(find_lifetimes(kernels))
     # Besides the rows there are a few vectors.
+    assert rows <= peak_of(timeline, WHOLE).nbytes / (4 * 64 * 64) < rows + 0.1
+    once = DeviceSizes(1.0, frozenset(), loops=False)
+    assert peak_of(timeline, once).nbytes / (4 * 64 * 64) < 0.1
+
+
+@pytest.mark.parametrize(("platform", "rows"), [("gpu", 0), ("cpu", 1)])
+def test_cpus_copy_rows_that_are_summed(platform, rows):
+    def run(x, stack):
+        return jax.lax.scan(lambda carry, row: (carry + row.sum(0), None), x, stack)[0]
+
+    found = peak(run, (64,), (10, 64, 64), platform=platform)
     assert rows <= found / (4 * 64 * 64) < rows + 0.1
+
+
+@pytest.mark.parametrize(("platform", "arrays"), [("gpu", 0), ("cpu", 4)])
+def test_cpus_keep_two_words_of_random_bits_and_their_counters(platform, arrays):
+    def run(x, seed):
+        bits = jax.random.bits(jax.random.key(seed), x.shape)
+        return jnp.where(bits > 7, x, 0).max(0)
+
+    arguments = (jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((), "uint32"))
+    closed = jax.make_jaxpr(run)(*arguments)
+    classes = find_dim_classes(closed, [LeafLabel("batch", "x")] * 2)
+    kernels = schedule(list_operations(classes.root), platform)
+    found = peak_of(Timeline(find_lifetimes(kernels)), WHOLE).nbytes
+    assert arrays <= found / (4 * 64 * 64) < arrays + 0.1
+
+
+def test_loops_share_the_counters_of_random_bits():
+    def run(x, seed):
+        def block(carry, _):
+            return carry * (jax.random.bits(jax.random.key(seed), (64, 64)) > 7), None
+
+        once = jax.lax.scan(block, x, length=10)[0]
+        return jax.lax.scan(block, once, length=10)[0]
+
+    arguments = (jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((), "uint32"))
+    closed = jax.make_jaxpr(run)(*arguments)
+    classes = find_dim_classes(closed, [LeafLabel("batch", "x")] * 2)
+    lifetimes = find_lifetimes(schedule(list_operations(classes.root), "cpu"))
+    matrices = [each for each in lifetimes if each.array.nbytes == 4 * 64 * 64]
+    through_both = [each for each in matrices if each.end - each.start > 1]
+    assert len(through_both) == 2
 
 
 @pytest.mark.parametrize(
@@ -148,6 +190,28 @@ def test_arrays_are_placed_by_size_or_by_life_whichever_needs_less():
     """By size, the one of 5 lies below that of 3, and that of 2 does not fit between: 11."""
     lives = [life(6, 0, 2), life(2, 3, 3), life(5, 3, 5), life(3, 0, 3)]
     assert peak_of(Timeline(lives), WHOLE).nbytes == 10
+
+
+@pytest.mark.parametrize(
+    ("lent", "expected"),
+    [
+        ([], 100),
+        ([49], 100),
+        ([50], 50),  # One of those that exist together lies there, and one after them.
+        ([50, 70], 0),
+        ([100], 50),
+    ],
+)
+def test_arrays_lie_in_arguments_that_are_large_enough(lent, expected):
+    lives = [life(50, 0, 1), life(50, 1, 2), life(50, 3, 4)]
+    assert peak_of(Timeline(lives), WHOLE, Lent(lent, gradients=False)).nbytes == expected
+
+
+@pytest.mark.parametrize(("gradients", "expected"), [(False, 50), (True, 0)])
+def test_gradients_lie_in_arguments_if_they_are_added_up_elsewhere(gradients, expected):
+    gradient = life(50, 0, 1)
+    gradient.array.gradient = 0
+    assert peak_of(Timeline([gradient]), WHOLE, Lent([60], gradients)).nbytes == expected
 
 
 def test_places_are_those_of_a_search_through_all_gaps():

@@ -34,7 +34,7 @@ from meshwright.planner.estimate.traffic import (
     weight_traffic,
 )
 from meshwright.planner.workload.gradient_program import SAMPLES, GradientProgram, Variant
-from meshwright.planner.workload.in_memory import Peak, peak_of
+from meshwright.planner.workload.in_memory import Lent, Peak, peak_of
 from meshwright.planner.workload.kernel_times import seconds_of
 from meshwright.planner.workload.size_table import Use
 from meshwright.planner.workload.sizes import DeviceSizes
@@ -240,21 +240,17 @@ class ProgramEstimator:
             yield from stage_traffic(carried, messages, state.outside)
 
     def _memory(self, case: _Case) -> MemoryEstimate:
-        plan, hardware = case.plan, case.hardware
+        plan = case.plan
         state, peak = self._states.of(plan), self._peak(case)
         steps = plan.batch.gradient_accumulation_steps
         sample = sum(leaf.size * leaf.dtype.itemsize for leaf in self._batch_leaves()) / SAMPLES
         sums = state.sums if steps > 1 else 0
-        # What hides communication delays the products for gradients until all of them are there.
-        alone = PLATFORMS[hardware.chip.platform] == "gpu" and plan.num_devices == 1
-        if steps > 1 and plan.size("pipe") == 1 and not alone:
+        if steps > 1 and plan.size("pipe") == 1 and _delays_gradients(case):
             sums += state.gradients
         # Before the optimizer runs there are all gradients, and nothing else.
         last = max(state.gradients, sums)
-        if self._guarded and hardware.chip.platform == "cpu":
-            # The CPU's compiler keeps old and new values until it is known which ones stay.
-            last = max(last, state.parameters + state.optimizer)
         missing = max(0.0, last - peak.nbytes - sums)
+        copies = state.optimizer if self._copies_optimizer(case) else 0
         return MemoryEstimate(
             parameters=state.parameters,
             optimizer=state.optimizer,
@@ -262,9 +258,17 @@ class ProgramEstimator:
             batch=round(sample * plan.batch.micro_batch_size * steps),
             gathered=round(peak.uses["gathered"]),
             activations=round(peak.uses["activations"]),
-            working=round(peak.uses["working"]),
+            working=round(peak.uses["working"] + copies),
             all_gradients=max(state.gradients, sums),
         )
+
+    def _copies_optimizer(self, case: _Case) -> bool:
+        """Whether the optimizer's state is copied before anything else.
+
+        The CPU's compiler does that where updates that are not finite keep the old values. The
+        program may use the memory of the original until it writes the new state.
+        """
+        return self._guarded and case.hardware.chip.platform == "cpu"
 
     def _computed_again(self, case: _Case) -> float:
         """Return what a block of a stage keeps when its backward pass computes it again."""
@@ -288,7 +292,7 @@ class ProgramEstimator:
         them, with its gradient and the sum of its gradients.
         """
         slots = count_slots(*_staged(plan))
-        depth = math.ceil(blocks.forward.times / plan.size("pipe")) / plan.num_chunks
+        depth = _depth(plan, blocks)
         each = nbytes_of(blocks.saved, sizes) * depth
         carried = nbytes_of(blocks.carried, sizes) * slots.carried
         state = self._states.of(plan)
@@ -311,10 +315,12 @@ class ProgramEstimator:
         plan = case.plan
         program = self._gradients.of(plan, case.variant)
         sizes = self._sizes(case, program)
-        key = (state_key(plan), case.variant, plan.batch.micro_batch_size,
+        sums = plan.batch.gradient_accumulation_steps > 1
+        key = (state_key(plan), case.variant, plan.batch.micro_batch_size, sums,
                case.hardware.chip.platform)  # fmt: skip
         if key not in self._peaks:
-            self._peaks[key] = peak_of(program.timeline, sizes)
+            copied = self._states.of(plan).moments if self._copies_optimizer(case) else ()
+            self._peaks[key] = peak_of(program.timeline, sizes, Lent(copied, gradients=sums))
         whole, blocks = self._peaks[key], program.blocks
         if plan.size("pipe") == 1:
             return _with_part_sums(whole, program, sizes)
@@ -341,6 +347,7 @@ class ProgramEstimator:
             self._states.of(plan).shares,
             transposes=case.hardware.chip.platform == "cpu",
             row_limit=limits,
+            loops=program.blocks is None or _depth(plan, program.blocks) > 1,
         )
 
 
@@ -354,9 +361,23 @@ def _parts(classes: DimClasses, tensor: TensorChoice) -> dict[int, int]:
     return parts
 
 
+def _delays_gradients(case: _Case) -> bool:
+    """Whether what hides communication delays products for gradients until all of them are there.
+
+    One GPU has nothing to hide, and CPUs hide nothing.
+    """
+    platform = PLATFORMS[case.hardware.chip.platform]
+    return platform != "cpu" and not (platform == "gpu" and case.plan.num_devices == 1)
+
+
 def _staged(plan: Plan) -> tuple[str, int, int, int]:
     """Return the schedule of a plan's stages: its name, chunks, microbatches and stages."""
     return plan.schedule or "1f1b", plan.num_chunks, plan.num_microbatches, plan.size("pipe")
+
+
+def _depth(plan: Plan, blocks: BlockParts) -> float:
+    """Return how many iterations of the loop over blocks a chunk of a stage has."""
+    return math.ceil(blocks.forward.times / plan.size("pipe")) / plan.num_chunks
 
 
 def _with_part_sums(peak: Peak, program: GradientProgram, sizes: DeviceSizes) -> Peak:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from meshwright.planner.workload.array_operations import Array
-from meshwright.planner.workload.kernel_schedule import Kernel
+from meshwright.planner.workload.kernel import Kernel
 from meshwright.planner.workload.size_table import USES, Form, Sizes, SizeTable, Use
 
 _LARGE = 1 / 200
@@ -49,6 +50,19 @@ class Peak:
     nbytes: float
     uses: Mapping[Use, float]
     largest: tuple[tuple[Array, float], ...] = ()
+
+
+class Lent(NamedTuple):
+    """Arguments that are copied first, so that a program may use their memory.
+
+    Attributes:
+        nbytes: the bytes of each.
+        gradients: whether gradients may lie there: not if they are read when the arguments are
+            written.
+    """
+
+    nbytes: Sequence[float]
+    gradients: bool
 
 
 class Timeline:
@@ -113,12 +127,20 @@ def _walk(
     return moment
 
 
-def peak_of(timeline: Timeline, sizes: Sizes) -> Peak:
-    """Return the peak of a program, its arguments not included."""
+def peak_of(timeline: Timeline, sizes: Sizes, lent: Lent | None = None) -> Peak:
+    """Return the peak of a program, its arguments not included.
+
+    Args:
+        timeline: how long its arrays are in memory.
+        sizes: how large they are.
+        lent: arguments whose memory it may use.
+    """
     lifetimes, start, end = timeline.lifetimes, timeline.start, timeline.end
     if not lifetimes:
         return Peak(0.0, dict.fromkeys(USES, 0.0))
     nbytes = timeline.sizes(sizes)
+    if lent is not None and lent.nbytes:
+        nbytes = np.where(_in_arguments(nbytes, timeline, lent), 0.0, nbytes)
     changes = np.zeros(end.max() + 2)
     np.add.at(changes, start, nbytes)
     np.add.at(changes, end + 1, -nbytes)
@@ -141,6 +163,29 @@ def _use(each: Lifetime, sizes: Sizes) -> Use:
     if each.form == "stored":
         return sizes.use(each.array, crosses=each.crosses)
     return "gathered" if each.form == "copied" and each.array.leaf is not None else "working"
+
+
+def _in_arguments(nbytes: np.ndarray, timeline: Timeline, lent: Lent) -> np.ndarray:
+    """Return which arrays lie in arguments: the largest are placed first, each where it just fits.
+
+    Small ones fill gaps elsewhere.
+    """
+    found = np.zeros(len(nbytes), bool)
+    places = sorted(lent.nbytes)
+    taken: list[list[tuple[int, int]]] = [[] for _ in places]
+    smallest = max(places[-1] * _LARGE, 1)
+    for number in np.argsort(-nbytes, kind="stable").tolist():
+        if nbytes[number] < smallest:
+            break
+        if not lent.gradients and timeline.lifetimes[number].array.gradient is not None:
+            continue
+        first, last = int(timeline.start[number]), int(timeline.end[number])
+        for place in range(bisect_left(places, nbytes[number]), len(places)):
+            if all(last < written or first > read for written, read in taken[place]):
+                taken[place].append((first, last))
+                found[number] = True
+                break
+    return found
 
 
 def _packed(nbytes: np.ndarray, start: np.ndarray, end: np.ndarray, least: float) -> float:

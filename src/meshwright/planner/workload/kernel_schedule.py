@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from meshwright.pipeline.execute.least_saved import CHEAP
 from meshwright.planner.workload.array_operations import SAME, Array, Operation, Operations
+from meshwright.planner.workload.kernel import Kernel
+from meshwright.planner.workload.random_bits import add_counters, second_words
 from meshwright.program.jaxpr.equations import scan_counts
 
 _FUSED = CHEAP | {
@@ -61,35 +62,6 @@ _REDUCTIONS = frozenset(
 """Operations that compute what they read while they read it."""
 
 
-@dataclass(eq=False)
-class Kernel:
-    """Something that runs on the device, and what is in memory meanwhile.
-
-    Attributes:
-        operation: the operation that ends it.
-        reads: what it reads: an array, and the array whose size says how much of it.
-        writes: the arrays that it allocates.
-        reused: arrays whose memory its results take over.
-        freed: arrays that nobody reads afterwards.
-        copied: inputs that are copied for it: weights that are gathered, rows of a loop.
-        released: copies that nobody reads afterwards.
-        rearranged: operands that it copies first, because their dims are in another order.
-        bodies: the kernels of a loop's body, or of branches.
-        times: how often they run.
-    """
-
-    operation: Operation
-    reads: list[tuple[Array, Array]]
-    writes: list[Array]
-    reused: list[Array] = field(default_factory=list[Array])
-    freed: list[Array] = field(default_factory=list[Array])
-    copied: list[Array] = field(default_factory=list[Array])
-    released: list[Array] = field(default_factory=list[Array])
-    rearranged: list[Array] = field(default_factory=list[Array])
-    bodies: list[list[Kernel]] = field(default_factory=list["list[Kernel]"])
-    times: int = 1
-
-
 Sources = Mapping[int, tuple[Array, Array]]
 
 
@@ -126,6 +98,7 @@ class _Scheduler:
         self._inputs = {id(array) for array in program.inputs}
         products = (op for op in self._operations if op.name == "dot_general")
         self._products = {id(array) for op in products for array in op.writes}
+        self._words = second_words(self._operations) if platform == "cpu" else {}
         self._stored = self._find_stored()
 
     def kernels(self) -> list[Kernel]:
@@ -134,12 +107,15 @@ class _Scheduler:
         for operation in self._operations:
             read = self._sources(operation, sources, self._stored)
             writes = [array for array in operation.writes if id(array) in self._stored]
+            writes += [self._words[id(array)] for array in writes if id(array) in self._words]
             for array in operation.writes:
                 if id(array) not in self._stored:
                     sources[id(array)] = read
             if writes or operation.name not in _FUSED:
                 kernels.append(self._kernel(operation, read, writes))
         self._end_lives(kernels)
+        if self._platform == "cpu" and not self._in_loop:
+            add_counters(kernels)
         return kernels
 
     def _is_same(self, operation: Operation) -> bool:
@@ -181,7 +157,7 @@ class _Scheduler:
     def _is_stored(self, operation: Operation, array: Array, read: Sources) -> bool:
         if id(array) in self._same:
             return False
-        if operation.name not in _FUSED or id(array) in self._outputs:
+        if operation.name not in _FUSED or id(array) in self._outputs or id(array) in self._words:
             return True
         readers = {id(reader): reader for reader in self._readers.get(id(array), [])}
         direct = [reader for reader in readers.values() if _needs_array(reader)]
@@ -235,6 +211,8 @@ class _Scheduler:
         for time, kernel in enumerate(kernels):
             for array in (*kernel.writes, *(array for array, _ in kernel.reads)):
                 last[id(array)], arrays[id(array)] = time, array
+        for key, word in self._words.items():
+            last[id(word)] = last.get(key, 0)
         own = [id(array) for kernel in kernels for array in kernel.writes]
         for key in dict.fromkeys(own):
             if self._in_loop or key not in self._outputs:
@@ -285,10 +263,13 @@ class _Scheduler:
     def _copy_inputs(self, kernels: Sequence[Kernel]) -> None:
         """Say where weights are gathered and rows of a loop copied, once for each pass."""
         spans: dict[tuple[int, bool], tuple[Array, int, int]] = {}
-        # The CPU's compiler copies all rows before anything else.
+        # The CPU's compiler copies all rows before anything else, also those that are summed.
         rows_first = self._platform == "cpu" and self._in_loop
         for time, kernel in enumerate(kernels):
-            if kernel.bodies or not _needs_array(kernel.operation):
+            copies = _needs_array(kernel.operation) or (
+                rows_first and kernel.operation.name in _REDUCTIONS
+            )
+            if kernel.bodies or not copies:
                 continue
             for array, _ in kernel.reads:
                 if array.leaf is None and id(array) not in self._rows:

@@ -38,6 +38,7 @@ class DeviceSizes:
         leaves: by number, which part of a weight the device has.
         transposes: whether products copy operands whose dims are in another order.
         row_limit: by class, rows at most of arrays with that class: what is computed in parts.
+        loops: whether loops run more than once, and copy the rows that they read.
     """
 
     rows: float
@@ -46,6 +47,7 @@ class DeviceSizes:
     leaves: Mapping[int, LeafShares] = field(default_factory=dict[int, LeafShares])
     transposes: bool = False
     row_limit: Mapping[int, float] = field(default_factory=dict[int, float])
+    loops: bool = True
     _known: dict[Array, float] = field(default_factory=dict[Array, float])
 
     def of(self, array: Array) -> float:
@@ -58,9 +60,9 @@ class DeviceSizes:
     def of_copy(self, array: Array) -> float:
         """Return the bytes of a copied input: a gathered weight or a row of a loop."""
         if array.leaf is None:
-            return self.of(array)
+            return self.of(array) if self.loops else 0.0
         leaf = self.leaves.get(array.leaf, WHOLE)
-        if leaf.whole == leaf.at_rest and not array.of_row:
+        if leaf.whole == leaf.at_rest and not (array.of_row and self.loops):
             return 0.0
         return array.nbytes * leaf.whole
 

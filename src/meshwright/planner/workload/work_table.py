@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.planner.workload.array_operations import OPAQUE, Array, Operation
-from meshwright.planner.workload.kernel_schedule import Kernel
+from meshwright.planner.workload.kernel import Kernel
 from meshwright.planner.workload.size_table import Form, Sizes, SizeTable
 from meshwright.program.flops import equation_flops
 from meshwright.program.kernels.fused_attention import PLANNED, PLANNED_GRADIENT
