@@ -49,6 +49,19 @@ def test_it_says_what_to_do_and_why(plan):
         assert text in out
 
 
+def test_a_model_for_which_fewer_devices_are_faster_says_so_at_the_top(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["plan", "model=mlp", "hardware=8xH100"]) == 0
+    head = capfd.readouterr().out.partition("why\n")[0]
+    assert "1 device is faster than all 8: " in head
+    assert "Write hardware=1xH100 training.global_batch_size=32." in head
+    argv = ["hardware=1xH100", "training.global_batch_size=32"]
+    assert main(["plan", "model=mlp", *argv, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["global_batch_size"] == 32
+    assert not any("faster than all" in line for line in found["decision"])
+
+
 def test_json_has_the_plans_in_order_and_every_other_mesh_with_a_reason(plan):
     budget = ("--tokens", "300B", "--price", "2.5")
     code, out, _ = plan(*MEDIUM, "--json", "--top", "3", *budget)

@@ -76,7 +76,7 @@ def _decision(report: PlanReport) -> str:
         for name, value in tiles.items()
     )
     kind = f"<p>{_escape(f'{describe_sizes(best.plan.mesh)}: {kind_of_mesh(best.plan.mesh)}')}</p>"
-    lines = [*report.decision, *map(str, report.mistakes), *report.comparison, *report.remarks]
+    lines = [*report.conclusions, *map(str, report.mistakes), *report.comparison, *report.remarks]
     return f'{kind}<dl class="tiles">{shown}</dl>{_list(lines)}'
 
 

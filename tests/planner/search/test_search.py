@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 from closed_form import GPT2_MEDIUM, GPT3, ClosedForm
 
+from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError
 from meshwright.hardware import parse_hardware
 from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeEstimate
@@ -19,7 +20,7 @@ from meshwright.planner.search.candidates import (
     schedule_choices,
 )
 from meshwright.planner.search.obstacles import find_obstacle
-from meshwright.planner.search.search import TIE, search
+from meshwright.planner.search.search import TIE, rank, search
 from meshwright.planner.search.what_if import what_ifs
 from meshwright.units import human_seconds
 
@@ -235,6 +236,27 @@ def test_a_mesh_that_is_as_good_as_another_stays():
     result = search(Equal(), task())
     assert result.best.plan.mesh == {"data": 8}
     assert all(each.after is None for each in what_ifs(Equal(), result))
+
+
+@pytest.mark.parametrize(
+    ("pins", "simplest"),
+    [
+        ({}, {"data": 8}),
+        ({"mesh": {"data": 1}}, {"fsdp": 8}),
+        ({"mesh": {"data": 2}}, {"data": 2, "fsdp": 4}),
+        ({"mesh": {"data": 1, "fsdp": 1}}, {"pipe": 8}),
+        ({"mesh": {"pipe": 2}}, {"pipe": 2, "data": 4}),
+    ],
+)
+def test_of_meshes_that_tie_the_one_with_the_fewest_axes_is_recommended(pins, simplest):
+    assert search(Equal(), task(**pins)).best.plan.mesh == simplest
+
+
+def test_remat_is_left_out_where_it_gains_nothing():
+    plain = search(Equal(), task()).best
+    again = ShardingConfig(remat="full")
+    other = replace(plain, plan=plain.plan.model_copy(update={"sharding": again}))
+    assert rank([other, plain])[0] is plain
 
 
 def test_a_device_by_itself_has_no_links_to_change():

@@ -12,7 +12,7 @@ from meshwright.mesh.axes import describe_sizes
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.obstacles import crosses_nodes, speeds
-from meshwright.planner.search.scaling import ScalingPoint
+from meshwright.planner.search.scaling import ScalingPoint, enough_devices
 from meshwright.units import counted, human_gigabytes, human_seconds
 
 NOTABLE = 0.1
@@ -177,19 +177,14 @@ def _over_sharded(estimator: Estimator, estimate: Estimate) -> AntiPattern | Non
 
 
 def linear_scaling(points: Sequence[ScalingPoint]) -> AntiPattern | None:
-    """Return how far the largest number of devices is from linear scaling; None if it is close."""
+    """Return how far all devices are from linear scaling.
+
+    None if they are close, or if fewer are as fast, which the decision says.
+    """
     known = [point for point in points if point.estimate is not None]
-    if len(known) < 2 or known[-1].efficiency > 0.95:
+    if len(known) < 2 or known[-1].efficiency > 0.95 or enough_devices(points):
         return None
     first, last = known[0], known[-1]
-    fastest = max(known, key=lambda point: point.tokens_per_second)
-    if fastest.tokens_per_second > 1.05 * last.tokens_per_second:
-        return AntiPattern(
-            "more devices than it can use",
-            f"{counted(fastest.num_devices, 'device')} would train "
-            f"{fastest.tokens_per_second / last.tokens_per_second:.1f} times as fast as "
-            f"{last.num_devices}, with the same global batch",
-        )
     factor = last.num_devices // first.num_devices
     return AntiPattern(
         "assuming linear scaling",

@@ -16,7 +16,12 @@ from meshwright.planner.guidance.anti_patterns import (
     linear_scaling,
 )
 from meshwright.planner.guidance.budget import Budget, Goal, make_budget
-from meshwright.planner.guidance.why_this_plan import alone, explain_decision, reason_for
+from meshwright.planner.guidance.why_this_plan import (
+    alone,
+    explain_decision,
+    fewer_devices,
+    reason_for,
+)
 from meshwright.planner.search.candidates import PlanTask
 from meshwright.planner.search.scaling import ScalingPoint, scaling_curve
 from meshwright.planner.search.search import SearchResult, search
@@ -84,6 +89,7 @@ class PlanReport:
         points: the best plans for fewer devices.
         changes: what would change the decision.
         budget: what training costs; None if it is not known how much.
+        fewer: that fewer devices are as fast, and how to plan for them; empty if they are not.
         remarks: what was assumed.
     """
 
@@ -99,12 +105,18 @@ class PlanReport:
     points: list[ScalingPoint]
     changes: list[WhatIf]
     budget: Budget | None = None
+    fewer: str = ""
     remarks: Sequence[str] = ()
 
     @property
     def best(self) -> Estimate:
         """The recommended plan."""
         return self.result.best
+
+    @property
+    def conclusions(self) -> list[str]:
+        """The decision in words, after what argues against all of the devices."""
+        return [*filter(None, [self.fewer]), *self.decision]
 
 
 def make_report(
@@ -150,6 +162,7 @@ def make_report(
         points=points,
         changes=what_ifs(estimator, result),
         budget=None if goal is None else goal.budget(estimator, best),
+        fewer=fewer_devices(task, best, points),
         remarks=remarks,
     )
 
@@ -219,7 +232,7 @@ def report_json(report: PlanReport) -> dict[str, Any]:
             for each, reason in zip(report.result.plans, report.reasons, strict=True)
         ],
         "rejected": rejected_json(report.result),
-        "decision": report.decision,
+        "decision": report.conclusions,
         "mistakes": [{"name": each.name, "text": each.text} for each in report.mistakes],
         "comparison": report.comparison,
         "compared": report.other and _plan_json(report, report.other, ""),

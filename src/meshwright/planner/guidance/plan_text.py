@@ -57,6 +57,8 @@ def _head(report: PlanReport) -> Iterator[RenderableType]:
         f"{human_gigabytes(best.memory.total)} of {human_gigabytes(best.capacity)} per device",
     )
     yield Text(best.plan.describe())
+    if report.fewer:
+        yield Indented(report.fewer, 2, style="bold yellow", first=0)
     yield from (Text(f"remark: {remark}") for remark in report.remarks)
 
 

@@ -310,10 +310,13 @@ def complexity(estimate: Estimate) -> tuple[int, ...]:
     """Return what makes a plan less simple, the most important first."""
     plan = estimate.plan
     return (
+        plan.size("pipe") > 1,
+        plan.size("tensor") > 1,
+        len(plan.mesh),
+        plan.sharding.remat != "none",
         plan.size("pipe"),
         plan.size("tensor"),
         plan.size("fsdp"),
-        plan.sharding.remat != "none",
         plan.batch.gradient_accumulation_steps,
     )
 
