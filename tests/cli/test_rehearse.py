@@ -80,6 +80,20 @@ def test_the_table_says_how_each_figure_is_known(capfd):
     assert "Compiled for CPUs: " in out
 
 
+def test_what_is_over_the_share_of_plans_does_not_fit(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    words = ("rehearse", *SMALL, "hardware=8xA100-40GB", "mesh.fsdp=8")
+    assert main([*words]) == 0
+    assert "It fits on A100-40GB: " in (out := capfd.readouterr().out)
+    assert " of 36.0 GB (90% of a device).\n" in out
+    # A millionth is less than the program needs, which is still much less than a device has.
+    assert main([*words, "--memory-share", "0.000001"]) == 0
+    out = capfd.readouterr().out
+    assert "It does not fit on A100-40GB: " in out
+    assert " of 40.0 kB (0% of a device), " in out
+    assert main([*words, "--memory-share", "2"]) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

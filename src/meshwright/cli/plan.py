@@ -19,6 +19,7 @@ from meshwright.config.schema import Config, DataConfig
 from meshwright.errors import ExitCode, Setting, UserError
 from meshwright.garbage import few_collections
 from meshwright.hardware import LOCAL, Hardware, chip_by_name
+from meshwright.memory_share import MEMORY_SHARE
 from meshwright.planner.devices.absent_gpus import can_compile_for
 from meshwright.planner.devices.links import check_network
 from meshwright.planner.devices.local_hardware import find_hardware
@@ -95,14 +96,15 @@ def _prove(estimator: Estimator, report: PlanReport, overrides: Sequence[str]) -
 
 def read_share(arguments: Arguments) -> float:
     """Return the share of a device's memory that a plan may take."""
-    text = arguments.flags.get("--memory-share", "0.9")
+    text = arguments.flags.get("--memory-share", str(MEMORY_SHARE))
     try:
         share = float(text)
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
         raise UserError(
-            f"--memory-share {text} is not valid", fix="write a share from 0 to 1, such as 0.9"
+            f"--memory-share {text} is not valid",
+            fix=f"write a share from 0 to 1, such as {MEMORY_SHARE}",
         )
     return share
 

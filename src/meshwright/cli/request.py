@@ -16,6 +16,7 @@ from meshwright.config.compose import Composed, compose_config, parse_overrides,
 from meshwright.config.schema import Config
 from meshwright.handshake import compare_processes, describe_own_devices
 from meshwright.masking import mask_words
+from meshwright.memory_share import MEMORY_SHARE
 from meshwright.planner.search.config_task import set_by_user
 from meshwright.planner.search.plan_file import KEY, apply_plan_file, made_for_settings
 from meshwright.processes import process_count
@@ -24,9 +25,6 @@ from meshwright.weights.resolve import resolve_weights
 
 if TYPE_CHECKING:
     from meshwright.plan import Plan
-
-GPU_MEMORY_SHARE = "0.9"
-"""The share of a GPU's memory that JAX takes, unless the environment says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ def prepare_devices(config: Config, composed: Composed) -> Composed:
     from meshwright.launch.connect import connect_processes
 
     # JAX takes three quarters by default, and a plan may need more.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_SHARE)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_SHARE))
     connect_processes(config.simulate)
     run_dir, sweep_dir = processes.broadcast([str(composed.run_dir), str(composed.sweep_dir)])
     return replace(composed, run_dir=Path(run_dir), sweep_dir=Path(sweep_dir))

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
 from meshwright.errors import Setting
+from meshwright.memory_share import MEMORY_SHARE
 from meshwright.mesh.axes import describe_sizes
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.obstacles import crosses_nodes, speeds
 from meshwright.planner.search.scaling import ScalingPoint, enough_devices
-from meshwright.units import counted, human_gigabytes, human_seconds
+from meshwright.units import counted, human_bytes, human_seconds
 
 NOTABLE = 0.1
 """The share of an update from which waiting is worth a word."""
@@ -38,7 +39,7 @@ class AntiPattern:
 
 
 def find_anti_patterns(
-    estimator: Estimator, estimate: Estimate, better: Estimate | None, share: float = 0.9
+    estimator: Estimator, estimate: Estimate, better: Estimate | None, share: float = MEMORY_SHARE
 ) -> list[AntiPattern]:
     """Return the mistakes of a plan.
 
@@ -67,8 +68,8 @@ def _replicated(estimate: Estimate, share: float) -> AntiPattern | None:
         return None
     return AntiPattern(
         "replicating a model that does not fit",
-        f"each device needs {human_gigabytes(estimate.memory.total)} and has "
-        f"{human_gigabytes(estimate.capacity)}; more devices do not change that. Shard it: "
+        f"each device needs {human_bytes(estimate.memory.total)} and has "
+        f"{human_bytes(estimate.capacity)}; more devices do not change that. Shard it: "
         f"{Setting('mesh.fsdp', estimate.plan.num_devices)}",
     )
 
@@ -80,9 +81,9 @@ def _forgotten_state(estimate: Estimate, share: float) -> AntiPattern | None:
         return None
     return AntiPattern(
         "forgetting optimizer state",
-        f"the parameters alone would fit, with {human_gigabytes(memory.parameters)} per device; "
-        f"training also needs {human_gigabytes(memory.all_gradients)} of gradients and "
-        f"{human_gigabytes(memory.optimizer)} for the optimizer, before any activations",
+        f"the parameters alone would fit, with {human_bytes(memory.parameters)} per device; "
+        f"training also needs {human_bytes(memory.all_gradients)} of gradients and "
+        f"{human_bytes(memory.optimizer)} for the optimizer, before any activations",
     )
 
 

@@ -15,7 +15,7 @@ from meshwright.planner.guidance.plan_report import nothing_fits
 from meshwright.planner.guidance.why_this_plan import alone, reason_for
 from meshwright.planner.search.candidates import PlanTask
 from meshwright.planner.search.search import search
-from meshwright.units import human_gigabytes, human_seconds
+from meshwright.units import human_bytes, human_seconds
 
 AUTO = "auto"
 """The value of settings that are left to the planner."""
@@ -55,6 +55,6 @@ def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> AutoPlan:
     line = (
         f"{setting}: {short_plan(best.plan)}; {reason_for(result, best, fits_alone=fits)}; "
         f"{human_seconds(best.time.step)} per update and "
-        f"{human_gigabytes(best.memory.total)} per device, estimated for {task.hardware}"
+        f"{human_bytes(best.memory.total)} per device, estimated for {task.hardware}"
     )
     return AutoPlan(best.plan, line)

@@ -27,7 +27,7 @@ from meshwright.planner.search.scaling import ScalingPoint, scaling_curve
 from meshwright.planner.search.search import SearchResult, search
 from meshwright.planner.search.smallest import smallest_cluster
 from meshwright.planner.search.what_if import WhatIf, what_ifs
-from meshwright.units import human_gigabytes
+from meshwright.units import human_bytes
 
 
 class NothingFits(UserError):
@@ -197,7 +197,7 @@ def nothing_fits(estimator: Estimator, result: SearchResult) -> NothingFits:
     if found is None:
         fix = f"no cluster of {chip} holds it; choose a chip with more memory"
     else:
-        memory = human_gigabytes(found.best.memory.total)
+        memory = human_bytes(found.best.memory.total)
         fix = (
             f"the smallest cluster of {chip} that holds it is {found.task.hardware}: "
             f"{found.best.plan.describe()}, {memory} per device"

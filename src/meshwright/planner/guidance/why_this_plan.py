@@ -16,7 +16,7 @@ from meshwright.planner.search.candidates import REMATS, PlanTask, Variant, make
 from meshwright.planner.search.obstacles import Rejection
 from meshwright.planner.search.scaling import ScalingPoint, enough_devices
 from meshwright.planner.search.search import SearchResult, search
-from meshwright.units import counted, human_gigabytes, human_seconds
+from meshwright.units import counted, human_bytes, human_seconds
 
 LOOKED_AT = 12
 """How many of the fastest meshes without an axis are searched to explain it."""
@@ -89,12 +89,12 @@ def whole_copy(estimator: Estimator, copy: Estimate, task: PlanTask) -> str:
     memory, parameters = copy.memory, max(1, estimator.num_parameters)
     # A gradient is as large as its parameter, even where not all of them are there at once.
     state = 2 * memory.parameters + memory.optimizer
-    limit = human_gigabytes(task.memory_share * copy.capacity)
+    limit = human_bytes(task.memory_share * copy.capacity)
     verdict = "fits on one device" if copy.fits(task.memory_share) else "does not fit on one device"
     return (
-        f"Training a whole copy of the model takes {human_gigabytes(memory.total)} at least, and "
+        f"Training a whole copy of the model takes {human_bytes(memory.total)} at least, and "
         f"{verdict}, which has {limit} for it. Parameters, gradients and optimizer state are "
-        f"{human_gigabytes(state)} of this: {state / parameters:.1f} bytes for each of "
+        f"{human_bytes(state)} of this: {state / parameters:.1f} bytes for each of "
         f"{parameters:,} parameters."
     )
 

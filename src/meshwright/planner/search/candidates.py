@@ -12,6 +12,7 @@ from typing import Literal
 from meshwright.config.batch import Batch
 from meshwright.config.schema import KernelChoice, Precision, Remat, ShardingConfig
 from meshwright.hardware import Hardware
+from meshwright.memory_share import MEMORY_SHARE
 from meshwright.mesh.axes import AXES, shown_sizes
 from meshwright.plan import Plan
 
@@ -74,7 +75,7 @@ class PlanTask:
     precision: Precision = "bf16"
     matmul: str = "default"
     kernels: KernelChoice = "auto"
-    memory_share: float = 0.9
+    memory_share: float = MEMORY_SHARE
 
     def replicas_batch(self, sizes: Sizes) -> int:
         """Return the samples of one replica and update; 0 if they cannot be divided."""

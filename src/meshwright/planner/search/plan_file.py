@@ -14,7 +14,7 @@ from meshwright.errors import Setting, UserError, first_line
 from meshwright.mesh.axes import AXES, INFER, resolve_alias
 from meshwright.plan import MADE_FOR, Plan
 from meshwright.planner.estimate.estimate import Estimate
-from meshwright.units import human_gigabytes, human_seconds
+from meshwright.units import human_bytes, human_seconds
 
 KEY = "plan"
 """The setting that names the file."""
@@ -48,7 +48,7 @@ def plan_yaml(
     """
     head = (
         f"# {name} on {estimate.hardware}: {human_seconds(estimate.time.step)} per update and "
-        f"{human_gigabytes(estimate.memory.total)} per device, estimated.\n"
+        f"{human_bytes(estimate.memory.total)} per device, estimated.\n"
         "# Train with it: meshwright train … plan=THIS_FILE\n"
     )
     made_for = {"model": name, "parameters": num_parameters, "hardware": str(estimate.hardware)}

@@ -10,7 +10,7 @@ from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.candidates import PlanTask, Sizes
 from meshwright.planner.search.search import TIE, SearchResult, search
-from meshwright.units import human_gigabytes, human_seconds
+from meshwright.units import human_bytes, human_seconds
 
 FACTORS = (1.5, 2.0, 4.0)
 NEAREST = 6
@@ -95,7 +95,7 @@ def _memory(task: PlanTask) -> Changes:
     chip = task.hardware.chip
     return [
         (
-            f"{human_gigabytes(factor * chip.hbm_gb_per_device * 1e9)} of memory per device",
+            f"{human_bytes(factor * chip.hbm_gb_per_device * 1e9)} of memory per device",
             _with_chip(task, hbm_gb=factor * chip.hbm_gb),
         )
         for factor in FACTORS
