@@ -14,6 +14,7 @@ from meshwright.cli.arguments import Arguments
 from meshwright.cli.config_estimator import config_estimator
 from meshwright.cli.output import write_file
 from meshwright.cli.request import Request, compose, describing
+from meshwright.columns import Indented
 from meshwright.config.compose import parse_overrides, validate
 from meshwright.config.schema import Config, DataConfig
 from meshwright.errors import ExitCode, Setting, UserError
@@ -33,7 +34,7 @@ from meshwright.planner.guidance.plan_report import (
     report_json,
 )
 from meshwright.planner.guidance.plan_text import report_text
-from meshwright.planner.rehearse.prove import ProvedPlan, proof_table, prove
+from meshwright.planner.rehearse.prove import ProvedPlan, cpu_note, proof_table, prove
 from meshwright.planner.search.candidates import PlanTask
 from meshwright.planner.search.config_task import config_task, set_by_user
 from meshwright.planner.search.plan_file import plan_yaml
@@ -72,26 +73,30 @@ def run(request: Request) -> int:
     _write_files(request, report)
     found, text = report_json(report), report_text(report)
     if arguments.has("--prove"):
-        proved = _prove(estimator, report, arguments.overrides)
+        proved, note = _prove(estimator, report, arguments.overrides)
         found["proof"] = [each.to_json() for each in proved]
-        text = Group(text, Text(), proof_table(proved))
+        found["remarks"] += [note] if note else []
+        lines = [Indented(note, 2, first=0)] if note else []
+        text = Group(text, Text(), proof_table(proved), *lines)
     request.output.result(found, text)
     return ExitCode.DONE
 
 
-def _prove(estimator: Estimator, report: PlanReport, overrides: Sequence[str]) -> list[ProvedPlan]:
-    """Compile the ranked plans, and compare with what is predicted.
+def _prove(
+    estimator: Estimator, report: PlanReport, overrides: Sequence[str]
+) -> tuple[list[ProvedPlan], str]:
+    """Compile the ranked plans, compare with what is predicted, and say what that is worth.
 
     They are compiled for their hardware if there is a compiler for it here, else for CPUs, for
     which they are then predicted as well.
     """
     ranked = list(report.result.plans)
     if all(can_compile_for(each.hardware) for each in ranked):
-        return prove(ranked, overrides)
+        return prove(ranked, overrides), ""
     plans = [each.plan for each in ranked]
     cpu = chip_by_name("CPU")
     estimates = [estimator.estimate(p, Hardware(chip=cpu, count=p.num_devices)) for p in plans]
-    return prove(estimates, overrides)
+    return prove(estimates, overrides), cpu_note(report.result.task.hardware)
 
 
 def read_share(arguments: Arguments) -> float:

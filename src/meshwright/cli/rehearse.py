@@ -23,12 +23,17 @@ from meshwright.launch.environments import count_gpus
 from meshwright.mesh.axes import INFER
 from meshwright.mesh.simulate import MAX_DEVICES, simulate_devices
 from meshwright.plan import Plan, make_plan, mesh_sizes
-from meshwright.planner.devices.absent_gpus import absent_gpus, can_compile_for, cudnn_version
+from meshwright.planner.devices.absent_gpus import (
+    INSTALL,
+    absent_gpus,
+    can_compile_for,
+    cudnn_version,
+)
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import ProgramEstimator
 from meshwright.planner.estimate.words import room
 from meshwright.planner.rehearse.figures import Figure, figures_table, make_figures
-from meshwright.planner.rehearse.rehearsal import Rehearsal, rehearse
+from meshwright.planner.rehearse.rehearsal import CPU_PROGRAM, Rehearsal, rehearse
 from meshwright.planner.search.config_task import set_by_user
 from meshwright.planner.search.plan_file import other_model
 from meshwright.processes import process_count
@@ -148,7 +153,7 @@ def _no_gpu(hardware: Hardware | None) -> UserError:
     return UserError(
         what,
         why="JAX sees no GPU on this machine, and its compiler for them is not installed",
-        fix=f"install it with `pip install 'jax[cuda12]'`, or write {ON} cpu",
+        fix=f"{INSTALL}, or write {ON} cpu",
     )
 
 
@@ -246,7 +251,4 @@ def _caveats(rehearsal: Rehearsal) -> list[str]:
             "Compiled for these GPUs without having one: memory and what is sent are those of the "
             "program they would run, except for what tuning kernels on them changes."
         ]
-    return [
-        "Compiled for CPUs: state, batch and what is sent are the same on accelerators. Temporary "
-        "values and time are not: CPUs have other kernels, and keep more."
-    ]
+    return [CPU_PROGRAM]

@@ -14,8 +14,11 @@ from typing import Any
 from meshwright.activity import activity
 from meshwright.columns import Columns
 from meshwright.errors import EnvironmentProblem
+from meshwright.hardware import Hardware
+from meshwright.planner.devices.absent_gpus import INSTALL
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.rehearse.figures import percent, relative_error
+from meshwright.planner.rehearse.rehearsal import CPU_PROGRAM
 from meshwright.units import human_bytes
 
 Compile = Callable[[Estimate], Mapping[str, Any]]
@@ -163,3 +166,24 @@ def proof_table(proved: Sequence[ProvedPlan]) -> Columns:
     ]
     head = ("plan", "per device", "predicted", "compiled", "error")
     return Columns(head, rows, right=head[2:])
+
+
+def cpu_note(planned: Hardware) -> str:
+    """Return what a proof by programs for CPUs says about the hardware of its plans.
+
+    Args:
+        planned: the hardware, for which nothing can be compiled here; CPUs need no note.
+    """
+    chip = planned.chip
+    if chip.platform == "cpu":
+        return ""
+    compiler = (
+        f" JAX's compiler for {chip.name} is not installed; {INSTALL} to compare with programs for "
+        "it."
+        if chip.cores is not None
+        else ""
+    )
+    return (
+        f"{CPU_PROGRAM} Predictions for CPUs are compared here, and how far they are off says "
+        f"little about {chip.name}.{compiler}"
+    )
