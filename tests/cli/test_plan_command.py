@@ -1,6 +1,7 @@
 """`meshwright plan` as a person types it: text, JSON, files, exit codes."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -163,13 +164,37 @@ def test_the_plan_is_written_for_train(plan, tmp_path):
     code, _, err = plan(*MEDIUM, "--out", str(file))
     assert code == 0
     assert Plan.from_yaml(file.read_text()).mesh == {"data": 8}
-    assert f"meshwright train model=gpt2_medium training.global_batch_size=32 plan={file}" in err
+    assert f"meshwright train model=gpt2_medium plan={file}\n" in err
     assert other_model(str(file), 353_501_184) == []
     (warning,) = other_model(str(file), 1000)
     assert "made for gpt2_medium with 353,501,184 parameters, and this model has 1,000" in warning
     for edited in ("made_for: 3\n", "made_for: {parameters: many}\n", ""):
         file.write_text(file.read_text().partition("made_for")[0] + edited)
         assert other_model(str(file), 1000) == []
+
+
+def test_the_command_that_is_printed_has_no_setting_of_the_plan_and_works(
+    tmp_path, capfd, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "60")
+    own = tmp_path / "my conf" / "model"
+    own.mkdir(parents=True)
+    (own / "small.yaml").write_text("kind: mlp\nwidths: [784, 8, 10]\n")
+    size = ["model=small", "model.widths=[784,16,10]"]
+    words = [*size, "task=classification", "data=synthetic", "simulate=8"]
+    planned = ["mesh=fsdp", "precision=bf16", "training.global_batch_size=16", "sharding.zero=2"]
+    flags = ["--config-dir", str(own.parent)]
+    rest = ["training.steps=1", "checkpoint=none", "hydra.run.dir=run"]
+    argv = ["model=mlp", *words, *planned, *rest, *flags, "--out", "my plan.yaml"]
+    assert main(["plan", *argv]) == 0
+    (line,) = (w for w in capfd.readouterr().err.splitlines() if w.startswith("to train with"))
+    command = shlex.split(line.partition(": ")[2])
+    given = command[command.index("train") :]
+    assert given == ["train", *flags, *words, *rest, "plan=my plan.yaml"]
+    assert main(given) == 0
+    trained = Plan.from_yaml(Path("run/plan.yaml").read_text())
+    assert trained == Plan.from_yaml(Path("my plan.yaml").read_text())
 
 
 def test_without_hardware_it_plans_for_what_is_there(plan):

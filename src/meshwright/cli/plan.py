@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Group
@@ -12,8 +13,9 @@ from rich.text import Text
 
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.config_estimator import config_estimator
+from meshwright.cli.invocation import invoked_as
 from meshwright.cli.output import write_file
-from meshwright.cli.request import Request, compose, describing
+from meshwright.cli.request import Request, compose, describing, setting_group
 from meshwright.columns import Indented
 from meshwright.config.compose import parse_overrides, validate
 from meshwright.config.schema import Config, DataConfig
@@ -37,12 +39,14 @@ from meshwright.planner.guidance.plan_text import report_text
 from meshwright.planner.rehearse.prove import ProvedPlan, cpu_note, proof_table, prove
 from meshwright.planner.search.candidates import PlanTask
 from meshwright.planner.search.config_task import config_task, set_by_user
-from meshwright.planner.search.plan_file import plan_yaml
+from meshwright.planner.search.plan_file import KEY, plan_yaml, without_planned
 from meshwright.recipe import find_data, make_task, training_duration
 from meshwright.report.plan_page import plan_page
 
 COMPARABLE = ("mesh", "sharding", "pipeline", "training", "precision", "hardware", "kernels")
 """Settings that two plans for the same model may differ in."""
+_SOURCES = ("--config-dir", "--config")
+"""Flags that say where settings come from."""
 
 
 @few_collections()
@@ -203,6 +207,14 @@ def _write_files(request: Request, report: PlanReport) -> None:
         words = describing(request.arguments.overrides)
         text = plan_yaml(report.best, report.name, report.num_parameters, words)
         write_file(Path(flags["--out"]), text)
-        told = [w for w in request.arguments.overrides if w.partition("=")[0] != "hardware"]
-        command = shlex.join(["meshwright", "train", *told, f"plan={flags['--out']}"])
-        request.output.say(Text(f"to train with this plan: {command}"))
+        command = shlex.join(_train_command(request.arguments, flags["--out"]))
+        line = Text(f"to train with this plan: {command}", overflow="ignore", no_wrap=True)
+        # Rich wraps a text by itself, whatever it says.
+        request.output.say(Group(line))
+
+
+def _train_command(arguments: Arguments, path: str) -> list[str]:
+    """Return the command that trains with a plan: with no setting that the plan itself has."""
+    words = [w for w in without_planned(arguments.overrides) if setting_group(w) != "hardware"]
+    given = [(flag, arguments.flags[flag]) for flag in _SOURCES if arguments.has(flag)]
+    return [*invoked_as(), "train", *chain(*given), *words, f"{KEY}={path}"]

@@ -17,6 +17,7 @@ from meshwright.planner.search.candidates import (
     all_sizes,
     make_candidate,
     micro_batch_sizes,
+    reduces_once,
     schedule_choices,
 )
 from meshwright.planner.search.obstacles import find_obstacle
@@ -40,7 +41,7 @@ def fastest_of_all(estimator, task):
         schedules = schedule_choices(task, sizes, estimator.num_blocks) or [(None, 1)]
         for remat in REMATS:
             for blocks in ("scan", "unroll"):
-                for once in (False, True):
+                for once in {False, reduces_once(task, sizes)}:
                     for schedule, chunks in schedules:
                         variant = Variant(remat, blocks, once, schedule, chunks)
                         found += [
@@ -220,6 +221,29 @@ def test_all_plans_are_compared_with_blocks_that_run_alike():
     for each in slower:
         alone = search(Sums(), task(mesh=each.mesh)).best
         assert each.estimate.time.compute == pytest.approx(alone.time.compute, rel=0.02)
+
+
+class Reducing(Sums):
+    """A model that mostly waits for its gradients to be reduced."""
+
+    def estimate(self, plan, hardware):
+        batch = plan.batch
+        reductions = batch.gradient_accumulation_steps // batch.sync_gradients_every
+        memory = MemoryEstimate(10**9, 0, 0, 0, 0, 0, 0)
+        return Estimate(plan, hardware, TimeEstimate(1.0 + reductions), lambda: memory)
+
+
+@pytest.mark.parametrize(("zero", "every"), [(1, 4), (2, 1), (3, 1)])
+def test_gradients_that_fsdp_shards_are_reduced_after_each_microbatch(zero, every):
+    pins = {"mesh": {"fsdp": 8}, "micro_batch_size": 2}
+    asked = replace(task(batch=64, **pins), sharding=ShardingConfig(zero=zero))
+    assert search(Reducing(), asked).best.plan.batch.sync_gradients_every == every
+    seldom = replace(asked, pins=Pins(**pins, sync_gradients_every=4))
+    if every == 1:
+        with pytest.raises(UserError, match=r"do not allow .*sync_gradients_every=4"):
+            search(Reducing(), seldom)
+    else:
+        assert search(Reducing(), seldom).plans
 
 
 class Equal(Sums):
