@@ -64,15 +64,21 @@ def short_plan(plan: Plan) -> str:
 
 def settings_of(plan: Plan) -> str:
     """Return the settings of a plan besides its mesh that are not the usual ones."""
-    batch, sharding = plan.batch, plan.sharding
-    steps = batch.gradient_accumulation_steps
+    sharding = plan.sharding
     parts = [
-        f"{batch.micro_batch_size} × {steps} microbatches" if steps > 1 else "",
+        microbatches_of(plan) if plan.batch.gradient_accumulation_steps > 1 else "",
         f"remat {sharding.remat}" if sharding.remat != "none" else "",
         "scan" if sharding.blocks == "scan" else "",
         f"{plan.schedule}" if plan.schedule else "",
     ]
     return ", ".join(filter(None, parts))
+
+
+def microbatches_of(plan: Plan) -> str:
+    """Return how many microbatches a replica runs per update: ``4 microbatches of 2 samples``."""
+    batch = plan.batch
+    count = counted(batch.gradient_accumulation_steps, "microbatch", "microbatches")
+    return f"{count} of {counted(batch.micro_batch_size, 'sample')}"
 
 
 def too_large(estimate: Estimate, share: float) -> str:
