@@ -82,11 +82,27 @@ def test_common_mistakes_are_found_by_name():
     few = best(GPT2_MEDIUM, mesh={"pipe": 8}, micro_batch_size=8)
     text = mistakes(GPT2_MEDIUM, few)["too few microbatches for the stages"]
     assert "4 microbatches for 8 stages" in text
+    use = "training.micro_batch_size=1 training.gradient_accumulation_steps=32"
+    assert text.endswith(f"Use 32: {use}")
     slow = best(LARGE, "4x8xA100-40GB", 32, mesh={"fsdp": 32})
     assert "write" not in mistakes(LARGE, slow)["fsdp over a slow network"]
     assert "mesh.fsdp=8" in mistakes(LARGE, slow)["fsdp over a slow network"]
     tiny = best(NARROW, "8x8xA100-40GB", 64, mesh={"fsdp": 64})
     assert "over-sharding" in mistakes(NARROW, tiny)
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "advice"),
+    [
+        (49, 7, "Use 49: training.micro_batch_size=1 training.gradient_accumulation_steps=49"),
+        (14, 7, "Use 14: training.micro_batch_size=1 training.gradient_accumulation_steps=14"),
+        (7, 1, "training.global_batch_size=32 has enough samples for 32"),
+    ],
+)
+def test_microbatches_that_are_advised_divide_the_batch(batch, micro, advice):
+    few = best(GPT2_MEDIUM, batch=batch, mesh={"pipe": 8}, micro_batch_size=micro)
+    text = mistakes(GPT2_MEDIUM, few)["too few microbatches for the stages"]
+    assert text.endswith(advice)
 
 
 def test_a_batch_that_does_not_divide_is_named():

@@ -158,7 +158,10 @@ def test_pinned_schedules_and_chunks_are_kept():
             "mesh.data=4 × mesh.tensor=4 = 16, which does not divide 8",
         ),
         ({"mesh": {"tensor": 5}}, "mesh.tensor=5 = 5, which does not divide 8"),
-        ({"micro_batch_size": 3}, "do not allow training.micro_batch_size=3"),
+        (
+            {"micro_batch_size": 3},
+            "do not allow training.micro_batch_size=3, but training.micro_batch_size=2 or 4",
+        ),
         ({"mesh": {"pipe": 8}, "schedule": "interleaved", "num_chunks": 4}, "needs 32 blocks"),
     ],
 )

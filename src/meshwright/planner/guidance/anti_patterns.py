@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.config.batch import microbatches_setting
 from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
 from meshwright.errors import Setting
 from meshwright.memory_share import MEMORY_SHARE
 from meshwright.mesh.axes import describe_sizes
+from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.obstacles import crosses_nodes, speeds
@@ -141,10 +143,29 @@ def _few_microbatches(estimate: Estimate) -> AntiPattern | None:
         "too few microbatches for the stages",
         f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} for {stages} stages: "
         "devices wait "
-        f"{time.bubble / time.step:.0%} of the time. Use {enough} or more: a larger "
-        f"{Setting('training.global_batch_size')}, or a smaller "
-        f"{Setting('training.micro_batch_size')}",
+        f"{time.bubble / time.step:.0%} of the time. {_more_microbatches(plan, enough)}",
     )
+
+
+def _more_microbatches(plan: Plan, enough: int) -> str:
+    """Say how to get enough microbatches, or as many as the batch can be divided into."""
+    batch = plan.batch
+    own, group = batch.global_batch_size // batch.replicas, 1
+    if plan.num_chunks > 1:
+        group = plan.size("pipe")
+    more = [
+        count
+        for count in range(plan.num_microbatches + 1, own + 1)
+        if own % count == 0 and count % group == 0
+    ]
+    if not more:
+        whole = batch.micro_batch_size * batch.replicas * enough
+        return f"{Setting('training.global_batch_size', whole)} has enough samples for {enough}"
+    count = next((count for count in more if count >= enough), more[-1])
+    setting = microbatches_setting(own // count, count)
+    if plan.num_microbatches < batch.gradient_accumulation_steps:
+        setting += f" {Setting('pipeline.num_microbatches', count)}"
+    return f"Use {count}: {setting}"
 
 
 def _uneven_batch(estimate: Estimate) -> AntiPattern | None:
