@@ -80,6 +80,12 @@ def test_json_has_the_plans_in_order_and_every_other_mesh_with_a_reason(plan):
     assert sum(first["time"].values()) == pytest.approx(first["step_time"])
     assert first["tokens_per_second"] == pytest.approx(32 * 1024 / first["step_time"])
     assert [point["devices"] for point in found["scaling"]] == [1, 2, 4, 8]
+    assert [each["mesh"] for each in found["what_if"]] == [None] * 3
+    # More memory and faster links change nothing; four times the batch takes longer.
+    times = [each["step_time"] for each in found["what_if"]]
+    assert times[:2] == pytest.approx([first["step_time"]] * 2)
+    assert times[2] > 3 * first["step_time"]
+    assert all(each["memory"] > 0 for each in found["what_if"])
     hours = 300e9 / first["tokens_per_second"] * 8 / 3600
     assert found["budget"]["device_hours"] == pytest.approx(hours, rel=1e-6)
     assert found["budget"]["usd"] == pytest.approx(2.5 * hours, rel=1e-6)
@@ -138,6 +144,8 @@ def test_nothing_fits_names_the_smallest_cluster(plan):
     found = json.loads(out)
     assert found["plans"] == []
     assert found["smallest_hardware"] == "11x8xA100-40GB"
+    assert "for a global batch of 88 samples instead of 64, which 88 devices can divide" in err
+    assert found["smallest_global_batch_size"] == 88
     assert all(each["reason"] for each in found["rejected"])
 
 
@@ -209,7 +217,7 @@ def test_without_hardware_it_plans_for_what_is_there(plan):
     ("argv", "message"),
     [
         (["hardware=8xA1000"], "unknown chip `A1000`"),
-        (["hardware=8xA100-40GB", "mesh.tensor=3"], "mesh.tensor=3 = 3, which does not divide 8"),
+        (["hardware=8xA100-40GB", "mesh.tensor=3"], "  mesh.tensor=3, which does not divide 8"),
         (["hardware=8xA100-40GB", "--memory-share", "2"], "--memory-share 2 is not valid"),
         (["hardware=8xA100-40GB", "--tokens", "many"], "`many` is not an amount of training"),
         (["hardware=8xA100-40GB", "--tokens", "1B", "--epochs", "2"], "are both given"),

@@ -197,6 +197,7 @@ def test_the_nearest_change_that_matters_is_found():
     assert changes
     for each in changes:
         assert each.after.plan.mesh != result.best.plan.mesh
+        assert each.to_json()["step_time"] == each.after.time.step
 
 
 @pytest.mark.full

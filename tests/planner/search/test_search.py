@@ -157,7 +157,16 @@ def test_pinned_schedules_and_chunks_are_kept():
             {"mesh": {"data": 4, "tensor": 4}},
             "mesh.data=4 × mesh.tensor=4 = 16, which does not divide 8",
         ),
-        ({"mesh": {"tensor": 5}}, "mesh.tensor=5 = 5, which does not divide 8"),
+        ({"mesh": {"tensor": 5}}, "\nmesh.tensor=5, which does not divide 8\n"),
+        ({"mesh": {"data": 3}}, "\nmesh.data=3, which does not divide 8\n"),
+        (
+            {"mesh": {"pipe": 1, "data": 4, "fsdp": 1, "tensor": 1}},
+            "\nmesh.data=4, which is not 8\n",
+        ),
+        (
+            {"mesh": {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1}},
+            "\nevery axis has size 1, which is not 8\n",
+        ),
         (
             {"micro_batch_size": 3},
             "do not allow training.micro_batch_size=3, but training.micro_batch_size=2 or 4",
@@ -297,3 +306,4 @@ def test_a_change_with_which_nothing_fits_says_so():
     assert [str(each) for each in what_ifs(Sums(), result)][-1] == (
         "a global batch of 128 samples: no plan fits"
     )
+    assert what_ifs(Sums(), result)[-1].to_json()["step_time"] is None

@@ -27,7 +27,7 @@ from meshwright.planner.search.scaling import ScalingPoint, scaling_curve
 from meshwright.planner.search.search import SearchResult, search
 from meshwright.planner.search.smallest import smallest_cluster
 from meshwright.planner.search.what_if import WhatIf, what_ifs
-from meshwright.units import human_bytes
+from meshwright.units import counted, human_bytes
 
 
 class NothingFits(UserError):
@@ -200,7 +200,7 @@ def nothing_fits(estimator: Estimator, result: SearchResult) -> NothingFits:
         memory = human_bytes(found.best.memory.total)
         fix = (
             f"the smallest cluster of {chip} that holds it is {found.task.hardware}: "
-            f"{found.best.plan.describe()}, {memory} per device"
+            f"{found.best.plan.describe()}, {memory} per device, {_batch_assumed(found, task)}"
         )
     report = {
         "hardware": str(task.hardware),
@@ -208,12 +208,24 @@ def nothing_fits(estimator: Estimator, result: SearchResult) -> NothingFits:
         "rejected": rejected_json(result),
         "smallest_hardware": found and str(found.task.hardware),
         "smallest_mesh": found and found.best.plan.mesh,
+        "smallest_global_batch_size": found and found.task.global_batch_size,
     }
     return NothingFits(
         f"no plan fits on {task.hardware}",
         why=f"the nearest is {nearest}",
         fix=fix,
         report=report,
+    )
+
+
+def _batch_assumed(found: SearchResult, asked: PlanTask) -> str:
+    """Say which batch the smallest cluster is for: one that can be divided over its devices."""
+    batch = found.task.global_batch_size
+    if batch == asked.global_batch_size:
+        return f"for the same global batch of {counted(batch, 'sample')}"
+    return (
+        f"for a global batch of {batch} samples instead of {asked.global_batch_size}, which "
+        f"{found.task.hardware.count} devices can divide"
     )
 
 
@@ -238,10 +250,7 @@ def report_json(report: PlanReport) -> dict[str, Any]:
         "compared": report.other and _plan_json(report, report.other, ""),
         "scaling": [_point_json(point) for point in report.points],
         "budget": report.budget and report.budget.to_json(),
-        "what_if": [
-            {"change": each.change, "mesh": each.after.plan.mesh if each.after else None}
-            for each in report.changes
-        ],
+        "what_if": [each.to_json() for each in report.changes],
         "remarks": list(report.remarks),
     }
 

@@ -153,10 +153,11 @@ def check_pins(task: PlanTask) -> None:
     whole = set(pinned) == set(AXES)
     if count % known == 0 and (not whole or known == count):
         return
-    terms = " × ".join(f"mesh.{axis}={size}" for axis, size in pinned.items() if size > 1)
+    terms = [f"mesh.{axis}={size}" for axis, size in pinned.items() if size > 1]
+    product = f" = {known}" if len(terms) > 1 else ""
     raise UserError(
         f"the mesh does not match the {counted(count, 'device')} of {task.hardware}",
-        why=f"{terms or 'every axis of size 1'} = {known}, which "
+        why=f"{' × '.join(terms) or 'every axis has size 1'}{product}, which "
         + ("is not" if whole else "does not divide")
         + f" {count}",
         fix="leave some of these sizes out, and they are chosen",
