@@ -51,13 +51,25 @@ class Request:
 
         return make_plan(self.config, jax.device_count())
 
-    def report_unused_settings(self, plan: Plan) -> list[str]:
-        """Print and return remarks about settings that have no effect."""
+    def report_unused_settings(self, plan: Plan, *, updates_flag: str = "") -> list[str]:
+        """Print and return remarks about settings that have no effect.
+
+        Args:
+            plan: the plan.
+            updates_flag: the flag that says how many updates the command runs, if it has one.
+        """
         from rich.text import Text
 
         from meshwright.plan import unused_settings
 
         remarks = unused_settings(self.config, plan)
+        if updates_flag:
+            remarks += [
+                f"{text} says here only how the learning rate changes; how many updates run, "
+                f"{updates_flag} N says"
+                for text in self.composed.overrides
+                if text.lstrip("+").partition("=")[0] in DURATION
+            ]
         for remark in remarks:
             self.output.say(Text(f"remark: {remark}"))
         return remarks
@@ -119,6 +131,9 @@ def compose(arguments: Arguments) -> Composed:
     composed = replace(composed, values=resolved.values, read_from=resolved.origins)
     return _with_plan(composed)
 
+
+DURATION = ("training.steps", "training.max_duration")
+"""The settings that say how long to train."""
 
 DESCRIBING = ("model", "task", "data")
 """The groups of settings that describe what is trained."""
