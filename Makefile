@@ -53,7 +53,7 @@ QUICK := $(addprefix tests/, \
   sharding/test_decide.py sharding/test_explain.py sharding/test_placement.py \
   sharding/test_rules.py sharding/test_shard.py sharding/test_tensor.py \
   step/test_gradients.py step/test_microbatch.py step/test_scaler.py \
-  trainer/test_trainer.py \
+  trainer/test_trainer.py trainer/test_unknown_arguments.py \
   test_architecture.py test_deprecations.py test_errors.py test_hardware.py \
   test_jax_internals.py test_json_text.py test_lazy.py test_plan.py test_trees.py test_units.py \
   test_weighted.py)

@@ -21,6 +21,7 @@ from meshwright.hardware import (
     roofline_batch_sizes,
     unknown_batch_sizes,
 )
+from meshwright.memory_share import MEMORY_SHARE
 
 # Published: dense 16-bit TFLOP/s, memory GB, memory TB/s, fast links GB/s one way, network GB/s.
 PUBLISHED = {
@@ -81,6 +82,10 @@ def own_file(tmp_path, monkeypatch):
 
 def device(kind, process_index=0, slice_index=None):
     return SimpleNamespace(device_kind=kind, process_index=process_index, slice_index=slice_index)
+
+
+def test_plans_may_take_as_much_of_a_gpu_as_jax_is_told_to_use():
+    assert load_chips()["H100"].memory_share == MEMORY_SHARE
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.trees import check_num_samples, divide_batch, is_key, key_data, resize_batch
+from meshwright.trees import (
+    check_num_samples,
+    divide_batch,
+    is_key,
+    key_data,
+    resize_batch,
+    tokens_per_sample,
+)
 
 BATCH = {"x": np.zeros((8, 3), np.float32), "y": [jax.ShapeDtypeStruct((8,), np.int32)]}
 
@@ -43,3 +50,28 @@ def test_arrays_have_equally_many_samples_and_at_least_one():
     assert caught.value.why == "x: 4, y: 3"
     with pytest.raises(UserError, match="the batch has no samples"):
         check_num_samples({"x": 0}, "the batch")
+
+
+def rows(length, dtype=np.int32):
+    return jax.ShapeDtypeStruct((8, length), dtype)
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        ({"tokens": rows(65), "mask": rows(64)}, 64),
+        ({"tokens": rows(65, np.uint8)}, 64),
+        ({"inputs": rows(64), "targets": rows(64)}, 64),
+        ({"input_ids": rows(64), "attention_mask": rows(64), "labels": rows(64)}, 64),
+        ({"text": rows(64), "weights": rows(64, np.float32)}, 64),
+        ({"deep": [rows(64)], "class": jax.ShapeDtypeStruct((8,), np.int32)}, 64),
+        ({"source": rows(64), "target": rows(32)}, None),
+        ({"inputs": rows(64, np.float32)}, None),
+        ({"pixels": rows(784, np.uint8)}, None),
+        ({"x": rows(64, np.float32), "class": rows(1)}, None),
+        (BATCH, None),
+        (rows(64), 64),
+    ],
+)
+def test_tokens_are_counted_in_the_array_that_has_them(batch, count):
+    assert tokens_per_sample(batch) == count

@@ -63,15 +63,28 @@ def check_num_samples(sizes: Mapping[str, int], name: str) -> int:
     return count
 
 
+_TOKENS = {"tokens": 1, "inputs": 0, "input_ids": 0}
+"""Names of token arrays, and how many tokens of a row the model does not read: the last target."""
+
+
 def tokens_per_sample(batch: Any) -> int | None:
-    """Return the tokens per sample of a language-modeling batch; None for other batches."""
-    if not isinstance(batch, Mapping):
+    """Return the tokens per sample of a language-modeling batch; None for other batches.
+
+    They are those of an array named like tokens, or of the only array that looks like it.
+    """
+    if isinstance(batch, Mapping):
+        for name, beyond in _TOKENS.items():
+            if _holds_rows(batch.get(name)):
+                return int(batch[name].shape[1]) - beyond
+    rows = [leaf for leaf in jax.tree.leaves(batch) if _holds_rows(leaf)]
+    # Single bytes may as well be pixels, and single columns classes.
+    if len(rows) != 1 or rows[0].dtype.itemsize == 1 or rows[0].shape[1] == 1:
         return None
-    # `tokens` holds one token more than the model reads: the last target.
-    for name, beyond in (("tokens", 1), ("inputs", 0)):
-        array = batch.get(name)
-        # Anything else under this name, such as a tree, has no tokens to count.
-        shape, dtype = getattr(array, "shape", ()), getattr(array, "dtype", None)
-        if len(shape) == 2 and dtype is not None and jnp.issubdtype(dtype, jnp.integer):
-            return int(shape[1]) - beyond
-    return None
+    return int(rows[0].shape[1])
+
+
+def _holds_rows(array: Any) -> bool:
+    """Whether this is an array of whole numbers, samples × positions."""
+    # Anything else in a batch, such as a tree, has no tokens to count.
+    shape, dtype = getattr(array, "shape", ()), getattr(array, "dtype", None)
+    return len(shape) == 2 and dtype is not None and jnp.issubdtype(dtype, jnp.integer)

@@ -6,15 +6,6 @@ from collections.abc import Iterable
 
 
 def human_bytes(count: float) -> str:
-    """Return bytes with a binary unit: ``1.5 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def human_gigabytes(count: float) -> str:
     """Return bytes with a decimal unit, as memory of chips is counted: ``36.0 GB``."""
     for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(count) >= size:

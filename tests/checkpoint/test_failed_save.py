@@ -69,7 +69,7 @@ def test_a_save_that_fails_ends_the_run_at_once(tmp_path, how, reason):
     assert re.fullmatch("the state after [46] updates could not be saved", what)
     assert reason in why
     # Parameters and two moments of Adam: 3 × (64 + 1) × 1024 × 4 bytes, and the counters.
-    assert "a checkpoint takes up to 780.0 KiB, and " in why
+    assert "a checkpoint takes up to 798.7 kB, and " in why
     assert "are free in" in why
     assert "resume from the previous checkpoint" in fix
     assert "Traceback" not in done.stderr

@@ -16,6 +16,7 @@ MLP = ("model=mlp", "data=synthetic", "training.steps=1", "checkpoint=none", "hy
 def run(capfd, monkeypatch, tmp_path):
     """Run a command in an empty folder, with an estimator that is arithmetic."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.setattr("meshwright.cli.auto_settings.config_estimator", lambda *_: SMALL)
 
     def call(*argv: str) -> tuple[int, str, str]:
@@ -31,7 +32,9 @@ def test_the_mesh_is_chosen_and_the_reason_is_one_line(run, tmp_path):
     code, _, err = run("train", *MLP, "mesh=auto", "training.global_batch_size=32")
     assert code == 0
     (line,) = [line for line in err.splitlines() if line.startswith("mesh=auto: ")]
-    assert "data=8; data parallel: a whole copy fits on each device" in line
+    assert (
+        "data=8, 1 microbatch of 4 samples; data parallel: a whole copy fits on each device" in line
+    )
     assert "per device, estimated for 8xCPU" in line
     plan = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())
     assert plan["mesh"] == {"data": 8}
@@ -59,7 +62,7 @@ def test_the_microbatch_is_chosen_for_the_given_mesh(run):
     assert plan["mesh"] == {"data": 2, "fsdp": 4}
     assert plan["batch"]["micro_batch_size"] == 4
     assert plan["sharding"]["remat"] == "none"
-    assert "training.micro_batch_size=auto: data=2 × fsdp=4" in err
+    assert "training.micro_batch_size=auto: data=2 × fsdp=4, 1 microbatch of 4 samples; " in err
 
 
 def test_other_words_than_auto_are_refused(run):

@@ -1,6 +1,7 @@
 """`meshwright plan` as a person types it: text, JSON, files, exit codes."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,19 @@ def test_it_says_what_to_do_and_why(plan):
         assert text in out
 
 
+def test_a_model_for_which_fewer_devices_are_faster_says_so_at_the_top(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["plan", "model=mlp", "hardware=8xH100"]) == 0
+    head = capfd.readouterr().out.partition("why\n")[0]
+    assert "1 device is faster than all 8: " in head
+    assert "Write hardware=1xH100 training.global_batch_size=32." in head
+    argv = ["hardware=1xH100", "training.global_batch_size=32"]
+    assert main(["plan", "model=mlp", *argv, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["global_batch_size"] == 32
+    assert not any("faster than all" in line for line in found["decision"])
+
+
 def test_json_has_the_plans_in_order_and_every_other_mesh_with_a_reason(plan):
     budget = ("--tokens", "300B", "--price", "2.5")
     code, out, _ = plan(*MEDIUM, "--json", "--top", "3", *budget)
@@ -66,6 +80,12 @@ def test_json_has_the_plans_in_order_and_every_other_mesh_with_a_reason(plan):
     assert sum(first["time"].values()) == pytest.approx(first["step_time"])
     assert first["tokens_per_second"] == pytest.approx(32 * 1024 / first["step_time"])
     assert [point["devices"] for point in found["scaling"]] == [1, 2, 4, 8]
+    assert [each["mesh"] for each in found["what_if"]] == [None] * 3
+    # More memory and faster links change nothing; four times the batch takes longer.
+    times = [each["step_time"] for each in found["what_if"]]
+    assert times[:2] == pytest.approx([first["step_time"]] * 2)
+    assert times[2] > 3 * first["step_time"]
+    assert all(each["memory"] > 0 for each in found["what_if"])
     hours = 300e9 / first["tokens_per_second"] * 8 / 3600
     assert found["budget"]["device_hours"] == pytest.approx(hours, rel=1e-6)
     assert found["budget"]["usd"] == pytest.approx(2.5 * hours, rel=1e-6)
@@ -124,6 +144,8 @@ def test_nothing_fits_names_the_smallest_cluster(plan):
     found = json.loads(out)
     assert found["plans"] == []
     assert found["smallest_hardware"] == "11x8xA100-40GB"
+    assert "for a global batch of 88 samples instead of 64, which 88 devices can divide" in err
+    assert found["smallest_global_batch_size"] == 88
     assert all(each["reason"] for each in found["rejected"])
 
 
@@ -150,13 +172,37 @@ def test_the_plan_is_written_for_train(plan, tmp_path):
     code, _, err = plan(*MEDIUM, "--out", str(file))
     assert code == 0
     assert Plan.from_yaml(file.read_text()).mesh == {"data": 8}
-    assert f"meshwright train model=gpt2_medium training.global_batch_size=32 plan={file}" in err
+    assert f"meshwright train model=gpt2_medium plan={file}\n" in err
     assert other_model(str(file), 353_501_184) == []
     (warning,) = other_model(str(file), 1000)
     assert "made for gpt2_medium with 353,501,184 parameters, and this model has 1,000" in warning
     for edited in ("made_for: 3\n", "made_for: {parameters: many}\n", ""):
         file.write_text(file.read_text().partition("made_for")[0] + edited)
         assert other_model(str(file), 1000) == []
+
+
+def test_the_command_that_is_printed_has_no_setting_of_the_plan_and_works(
+    tmp_path, capfd, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "60")
+    own = tmp_path / "my conf" / "model"
+    own.mkdir(parents=True)
+    (own / "small.yaml").write_text("kind: mlp\nwidths: [784, 8, 10]\n")
+    size = ["model=small", "model.widths=[784,16,10]"]
+    words = [*size, "task=classification", "data=synthetic", "simulate=8"]
+    planned = ["mesh=fsdp", "precision=bf16", "training.global_batch_size=16", "sharding.zero=2"]
+    flags = ["--config-dir", str(own.parent)]
+    rest = ["training.steps=1", "checkpoint=none", "hydra.run.dir=run"]
+    argv = ["model=mlp", *words, *planned, *rest, *flags, "--out", "my plan.yaml"]
+    assert main(["plan", *argv]) == 0
+    (line,) = (w for w in capfd.readouterr().err.splitlines() if w.startswith("to train with"))
+    command = shlex.split(line.partition(": ")[2])
+    given = command[command.index("train") :]
+    assert given == ["train", *flags, *words, *rest, "plan=my plan.yaml"]
+    assert main(given) == 0
+    trained = Plan.from_yaml(Path("run/plan.yaml").read_text())
+    assert trained == Plan.from_yaml(Path("my plan.yaml").read_text())
 
 
 def test_without_hardware_it_plans_for_what_is_there(plan):
@@ -171,7 +217,7 @@ def test_without_hardware_it_plans_for_what_is_there(plan):
     ("argv", "message"),
     [
         (["hardware=8xA1000"], "unknown chip `A1000`"),
-        (["hardware=8xA100-40GB", "mesh.tensor=3"], "mesh.tensor=3 = 3, which does not divide 8"),
+        (["hardware=8xA100-40GB", "mesh.tensor=3"], "  mesh.tensor=3, which does not divide 8"),
         (["hardware=8xA100-40GB", "--memory-share", "2"], "--memory-share 2 is not valid"),
         (["hardware=8xA100-40GB", "--tokens", "many"], "`many` is not an amount of training"),
         (["hardware=8xA100-40GB", "--tokens", "1B", "--epochs", "2"], "are both given"),

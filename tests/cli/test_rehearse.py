@@ -80,6 +80,20 @@ def test_the_table_says_how_each_figure_is_known(capfd):
     assert "Compiled for CPUs: " in out
 
 
+def test_what_is_over_the_share_of_plans_does_not_fit(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    words = ("rehearse", *SMALL, "hardware=8xA100-40GB", "mesh.fsdp=8")
+    assert main([*words]) == 0
+    assert "It fits on A100-40GB: " in (out := capfd.readouterr().out)
+    assert " of 36.0 GB (90% of a device).\n" in out
+    # A millionth is less than the program needs, which is still much less than a device has.
+    assert main([*words, "--memory-share", "0.000001"]) == 0
+    out = capfd.readouterr().out
+    assert "It does not fit on A100-40GB: " in out
+    assert " of 40.0 kB (0% of a device), " in out
+    assert main([*words, "--memory-share", "2"]) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -224,6 +238,28 @@ def test_a_rehearsal_starts_as_many_devices_as_the_hardware_has(tmp_path):
     assert set(report["sent_bytes"]) == {"data", "fsdp"}
 
 
+@pytest.mark.parametrize(
+    ("hardware", "said"),
+    [
+        ("8xH100", "pip install 'jax[cuda12]'"),
+        ("8xMI300X", "says little about MI300X.\n"),
+        ("8xTPU-v5e", "says little about TPU-v5e.\n"),
+    ],
+)
+def test_a_proof_by_cpu_programs_says_that_it_is_one(capfd, monkeypatch, hardware, said):
+    monkeypatch.setattr("meshwright.planner.devices.absent_gpus.COMPILERS", ())
+    monkeypatch.setattr("meshwright.cli.plan.prove", lambda *_: [])
+    monkeypatch.setenv("COLUMNS", "1000")
+    words = ("plan", *SMALL, "mesh.data=8", "--prove")
+    assert main([*words, f"hardware={hardware}"]) == 0
+    note = capfd.readouterr().out.partition("plan  per device  predicted")[2]
+    assert "Compiled for CPUs: " in note
+    assert said in note
+    (remark, *_) = reversed(result(capfd, *words, f"hardware={hardware}")["remarks"])
+    assert remark in note
+    assert not any("CPU" in line for line in result(capfd, *words, "simulate=8")["remarks"])
+
+
 @pytest.mark.full
 def test_plans_are_proved_by_compiling_them_in_another_process(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -235,6 +271,7 @@ def test_plans_are_proved_by_compiling_them_in_another_process(capfd, tmp_path, 
     assert proof["plan"]["mesh"] == {"data": 4}
     assert proof["compiled_for"] == "4 × cpu (virtual)"
     assert proof["figures"]["state"]["error"] == 0.0
+    assert "Compiled for CPUs: " in report["remarks"][-1]
     # The gradients of all parameters are added up by a ring of four devices, besides some scalars.
     sent = proof["figures"]["sent over data"]["compiled"]
     assert 0 <= sent - 2 * 3 / 4 * PARAMETERS < 100

@@ -128,3 +128,18 @@ def test_nearest_divisors_are_nearest_by_brute_force(number, to):
     distances = sorted(abs(d - to) for d in divisors)
     assert set(nearest) <= set(divisors)
     assert sorted(abs(d - to) for d in nearest) == distances[:2]
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "said"),
+    [
+        (32, 3, "a micro_batch_size of 2 or 4 would work, or a global batch of 24 or 48 samples"),
+        (56, 6, "a micro_batch_size of 1 or 7 would work, or a global batch of 48 or 96 samples"),
+        (8, 64, "a micro_batch_size of 1 would work, or a global batch of 512 samples would"),
+        (30, 4, "a global batch of 32 samples would work"),
+    ],
+)
+def test_microbatches_that_divide_are_named(total, micro, said):
+    with pytest.raises(UserError) as caught:
+        solve_batch(replicas=8, global_batch_size=total, micro_batch_size=micro)
+    assert caught.value.fix.startswith(said)

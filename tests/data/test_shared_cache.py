@@ -151,7 +151,7 @@ def test_a_full_disk_is_told_with_the_bytes_and_leaves_nothing(tmp_path, capfd):
     err = capfd.readouterr().err
     assert code == 1
     assert f"error: the tokens of the data cannot be kept in {cache}\n" in err
-    assert "  File too large: about 4.2 MiB are needed, and " in err
+    assert "  File too large: about 4.4 MB are needed, and " in err
     assert "data.cache_dir=…" in err
     assert "Traceback" not in err
     assert [path.name for path in cache.iterdir() if path.name != "files"] == []

@@ -69,7 +69,7 @@ def test_a_disk_that_gets_full_is_told_with_the_bytes_and_the_older_checkpoint_i
     assert failed.code == 1, failed.err
     pattern = r"\[\d\] error: the state after 6 updates could not be saved"
     assert re.fullmatch(pattern, failed.first_error)
-    pattern = r"File too large; a checkpoint takes up to 7.\d KiB, and \S+ \S+ are free in "
+    pattern = r"File too large; a checkpoint takes up to [78]\.\d kB, and \S+ \S+ are free in "
     assert re.search(pattern, failed.err), failed.err
     assert checkpoints(failed.run) == [3]
     read_all(failed.run)
@@ -89,7 +89,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_run(tmp_path
     done = launch(tmp_path, own=own).finish()
     assert done.code == 2, done.err
     assert done.first_error.endswith(f"error: there is no room for a checkpoint in {done.run}")
-    assert re.search(r"it takes 7\.\d KiB, and 1000 B are free", done.err)
+    assert re.search(r"it takes 7\.\d kB, and 1.0 kB are free", done.err)
     assert "train  1/" not in done.err
 
 

@@ -50,8 +50,8 @@ def test_the_start_says_what_is_trained_and_where_it_goes(told, tmp_path):
     assert written == [
         "plan        fsdp=4 × tensor=2, batch 16",
         "devices     8 × cpu in 2 processes",
-        "parameters  3.46M (3,456,789), 13.2 MiB",
-        "memory      3.0 MiB per device: parameters 1.0 MiB, optimizer 2.0 MiB",
+        "parameters  3.46M (3,456,789), 13.8 MB",
+        "memory      3.1 MB per device: parameters 1.0 MB, optimizer 2.1 MB",
         f"output      {tmp_path}",
     ]
 
@@ -63,7 +63,7 @@ def test_a_line_has_the_known_metrics_first_and_the_time_left_last(told, clock):
     tracker.log("train", 101, VALUES)
     assert re.sub(" +", " ", written[1]) == (
         "train 101/500 loss 2.5000 lr 3.00e-04 412 samples/s 52.7k tokens/s 83.1 ms/step "
-        "MFU 41.2% 1.5 GiB accuracy 0.25 ETA 39.9 s"
+        "MFU 41.2% 1.6 GB accuracy 0.25 ETA 39.9 s"
     )
     assert "ETA" not in written[0]
     assert written[0].index("accuracy") == written[1].index("accuracy")
@@ -98,9 +98,9 @@ def test_the_time_left_does_not_count_what_came_before_the_first_line(clock):
 @pytest.mark.parametrize(
     ("say", "value", "text"),
     [
-        (human_bytes, 1023, "1023 B"),
-        (human_bytes, 1536, "1.5 KiB"),
-        (human_bytes, 3 * 2**40, "3.0 TiB"),
+        (human_bytes, 999, "999 B"),
+        (human_bytes, 1500, "1.5 kB"),
+        (human_bytes, 3e12, "3.0 TB"),
         (human_count, 999, "999"),
         (human_count, 52_700, "52.7k"),
         (human_count, 999_999, "1M"),

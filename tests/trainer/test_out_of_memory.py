@@ -74,20 +74,20 @@ def test_a_step_that_the_cpu_refuses_is_told_with_its_memory_and_remedies():
     error = raised.value
     assert isinstance(error.__cause__, jax.errors.JaxRuntimeError)
     assert error.what.startswith("a device is out of memory: ")
-    assert error.what.endswith("TiB could not be allocated while training, near update 1")
+    assert error.what.endswith("TB could not be allocated while training, near update 1")
     # Adam has two numbers for each parameter and counts its updates; a device has 4 rows.
     needs = shown("the compiled step needs", error.why)
     assert f"{PARAMETERS} B of parameters" in needs
-    assert f"{(2 * PARAMETERS + 4) / 1024:.1f} KiB of optimizer state" in needs
+    assert f"{(2 * PARAMETERS + 4) / 1e3:.1f} kB of optimizer state" in needs
     assert "128 B of batch" in needs
     assert "largest temporary values" in error.why
-    assert "232.8 TiB f32[8000000,8000000]" in error.why
+    assert "256.0 TB f32[8000000,8000000]" in error.why
     assert "the planner predicts " in error.why
     title, *remedies = error.fix.splitlines()
     assert title == "what needs less memory, with the same global batch:"
-    listed = [re.fullmatch(r"  (.+): ([\d.]+) (\wiB|B) less, which .*", line) for line in remedies]
+    listed = [re.fullmatch(r"  (.+): ([\d.]+) (\wB|B) less, which .*", line) for line in remedies]
     assert "gradient_accumulation_steps=4" in [found[1] for found in listed]
-    units = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+    units = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
     savings = [float(found[2]) * units[found[3]] for found in listed]
     assert savings == sorted(savings, reverse=True)
 
@@ -163,7 +163,7 @@ def test_a_run_that_ends_without_memory_keeps_its_checkpoints_and_resumes(
         patched.setattr(training_run, "compile_step", failing_after(4, GPU_TEXT))
         code, err = command("train", *words)
     assert code == ExitCode.NOTHING_FITS
-    assert "error: a device is out of memory: 64.0 GiB could not be allocated while training" in err
+    assert "error: a device is out of memory: 68.7 GB could not be allocated while training" in err
     assert "update 4 is saved; to resume: the same command with 'hydra.run.dir=" in err
     assert err.count("error: ") == 1
     assert "Traceback" not in err
@@ -192,7 +192,7 @@ def test_a_state_that_is_too_large(monkeypatch):
         return jnp.zeros(2**45, jnp.uint8).block_until_ready()
 
     monkeypatch.setattr("meshwright.step.assemble.Assembled.init", refuse)
-    with pytest.raises(OutOfMemory, match=r"32\.0 TiB could not be .* while placing the state"):
+    with pytest.raises(OutOfMemory, match=r"35\.2 TB could not be .* while placing the state"):
         trainer().fit(rows(), steps=1, batch_size=32)
 
 

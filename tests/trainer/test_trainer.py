@@ -124,7 +124,7 @@ def test_auto_takes_what_the_planner_chooses_and_keeps_it(monkeypatch, capfd):
     assert (plan.mesh, plan.batch.gradient_accumulation_steps) == ({"data": 8}, 2)
     assert own.assemble(batch).plan == plan
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "estimated for" in line]
-    assert line.startswith('mesh="auto": data=8, 1 × 2 microbatches; data parallel')
+    assert line.startswith('mesh="auto": data=8, 2 microbatches of 1 sample; data parallel')
 
 
 def test_a_trainer_plans_for_hardware_that_is_elsewhere(tmp_path):

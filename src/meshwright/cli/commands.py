@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.launch.options import FLAGS as LAUNCH_FLAGS
+from meshwright.memory_share import MEMORY_SHARE
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class Command:
         left_out = left_out if self.prints_result else (*left_out, "--json")
         return (*self.flags, *(flag for flag in COMMON_FLAGS if flag.name not in left_out))
 
+
+_SHARE = Flag(
+    "--memory-share", f"how much of a device a plan may take (default {MEMORY_SHARE})", "S"
+)
 
 COMMON_FLAGS = (
     Flag("--json", "print the result as one JSON value on stdout"),
@@ -114,7 +119,7 @@ COMMANDS = {
                 Flag("--epochs", "the same in passes over the data", "N"),
                 Flag("--price", "USD per device and hour (default: of the table)", "USD"),
                 Flag("--prove", "compile the ranked plans, and compare with what was predicted"),
-                Flag("--memory-share", "how much of a device a plan may take (default 0.9)", "S"),
+                _SHARE,
             ),
             needs_devices=False,
         ),
@@ -131,6 +136,7 @@ COMMANDS = {
             "meshwright rehearse model=gpt2_tiny hardware=8xA100-40GB mesh.fsdp=8",
             flags=(
                 Flag("--on", "cpu compiles for CPUs; gpu for GPUs, of which one is here", "DEVICE"),
+                _SHARE,
             ),
             needs_devices=False,
         ),

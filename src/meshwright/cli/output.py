@@ -79,7 +79,9 @@ class Output:
 
         from meshwright.columns import stream_width
 
-        Console(file=sys.stderr, highlight=False, width=stream_width(sys.stderr)).print(message)
+        console = Console(file=sys.stderr, highlight=False, width=stream_width(sys.stderr))
+        # Lines that must not wrap, such as commands, are not cut off either.
+        console.print(message, crop=False)
 
     def close(self) -> None:
         """Close the result stream; nothing can be printed afterwards."""

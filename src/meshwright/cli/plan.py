@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Group
@@ -12,13 +13,16 @@ from rich.text import Text
 
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.config_estimator import config_estimator
+from meshwright.cli.invocation import invoked_as
 from meshwright.cli.output import write_file
-from meshwright.cli.request import Request, compose, describing
+from meshwright.cli.request import Request, compose, describing, setting_group
+from meshwright.columns import Indented
 from meshwright.config.compose import parse_overrides, validate
 from meshwright.config.schema import Config, DataConfig
 from meshwright.errors import ExitCode, Setting, UserError
 from meshwright.garbage import few_collections
 from meshwright.hardware import LOCAL, Hardware, chip_by_name
+from meshwright.memory_share import MEMORY_SHARE
 from meshwright.planner.devices.absent_gpus import can_compile_for
 from meshwright.planner.devices.links import check_network
 from meshwright.planner.devices.local_hardware import find_hardware
@@ -32,15 +36,17 @@ from meshwright.planner.guidance.plan_report import (
     report_json,
 )
 from meshwright.planner.guidance.plan_text import report_text
-from meshwright.planner.rehearse.prove import ProvedPlan, proof_table, prove
+from meshwright.planner.rehearse.prove import ProvedPlan, cpu_note, proof_table, prove
 from meshwright.planner.search.candidates import PlanTask
 from meshwright.planner.search.config_task import config_task, set_by_user
-from meshwright.planner.search.plan_file import plan_yaml
+from meshwright.planner.search.plan_file import KEY, plan_yaml, without_planned
 from meshwright.recipe import find_data, make_task, training_duration
 from meshwright.report.plan_page import plan_page
 
 COMPARABLE = ("mesh", "sharding", "pipeline", "training", "precision", "hardware", "kernels")
 """Settings that two plans for the same model may differ in."""
+_SOURCES = ("--config-dir", "--config")
+"""Flags that say where settings come from."""
 
 
 @few_collections()
@@ -71,38 +77,43 @@ def run(request: Request) -> int:
     _write_files(request, report)
     found, text = report_json(report), report_text(report)
     if arguments.has("--prove"):
-        proved = _prove(estimator, report, arguments.overrides)
+        proved, note = _prove(estimator, report, arguments.overrides)
         found["proof"] = [each.to_json() for each in proved]
-        text = Group(text, Text(), proof_table(proved))
+        found["remarks"] += [note] if note else []
+        lines = [Indented(note, 2, first=0)] if note else []
+        text = Group(text, Text(), proof_table(proved), *lines)
     request.output.result(found, text)
     return ExitCode.DONE
 
 
-def _prove(estimator: Estimator, report: PlanReport, overrides: Sequence[str]) -> list[ProvedPlan]:
-    """Compile the ranked plans, and compare with what is predicted.
+def _prove(
+    estimator: Estimator, report: PlanReport, overrides: Sequence[str]
+) -> tuple[list[ProvedPlan], str]:
+    """Compile the ranked plans, compare with what is predicted, and say what that is worth.
 
     They are compiled for their hardware if there is a compiler for it here, else for CPUs, for
     which they are then predicted as well.
     """
     ranked = list(report.result.plans)
     if all(can_compile_for(each.hardware) for each in ranked):
-        return prove(ranked, overrides)
+        return prove(ranked, overrides), ""
     plans = [each.plan for each in ranked]
     cpu = chip_by_name("CPU")
     estimates = [estimator.estimate(p, Hardware(chip=cpu, count=p.num_devices)) for p in plans]
-    return prove(estimates, overrides)
+    return prove(estimates, overrides), cpu_note(report.result.task.hardware)
 
 
 def read_share(arguments: Arguments) -> float:
     """Return the share of a device's memory that a plan may take."""
-    text = arguments.flags.get("--memory-share", "0.9")
+    text = arguments.flags.get("--memory-share", str(MEMORY_SHARE))
     try:
         share = float(text)
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
         raise UserError(
-            f"--memory-share {text} is not valid", fix="write a share from 0 to 1, such as 0.9"
+            f"--memory-share {text} is not valid",
+            fix=f"write a share from 0 to 1, such as {MEMORY_SHARE}",
         )
     return share
 
@@ -196,6 +207,14 @@ def _write_files(request: Request, report: PlanReport) -> None:
         words = describing(request.arguments.overrides)
         text = plan_yaml(report.best, report.name, report.num_parameters, words)
         write_file(Path(flags["--out"]), text)
-        told = [w for w in request.arguments.overrides if w.partition("=")[0] != "hardware"]
-        command = shlex.join(["meshwright", "train", *told, f"plan={flags['--out']}"])
-        request.output.say(Text(f"to train with this plan: {command}"))
+        command = shlex.join(_train_command(request.arguments, flags["--out"]))
+        line = Text(f"to train with this plan: {command}", overflow="ignore", no_wrap=True)
+        # Rich wraps a text by itself, whatever it says.
+        request.output.say(Group(line))
+
+
+def _train_command(arguments: Arguments, path: str) -> list[str]:
+    """Return the command that trains with a plan: with no setting that the plan itself has."""
+    words = [w for w in without_planned(arguments.overrides) if setting_group(w) != "hardware"]
+    given = [(flag, arguments.flags[flag]) for flag in _SOURCES if arguments.has(flag)]
+    return [*invoked_as(), "train", *chain(*given), *words, f"{KEY}={path}"]

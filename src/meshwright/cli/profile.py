@@ -27,7 +27,7 @@ from meshwright.units import counted, human_bytes
 def run(request: Request) -> int:
     """Compile, warm up, trace a few updates, and print their profile."""
     plan, config = request.plan(), request.config
-    request.report_unused_settings(plan)
+    request.report_unused_settings(plan, updates_flag="--updates")
     folder = Path(request.arguments.flags.get("--out", "profile"))
     profiler = Profiler(folder / "trace", request.arguments.number("--updates", 5))
     recipe = make_recipe(config, plan.batch.global_batch_size)

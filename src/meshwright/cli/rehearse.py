@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.activity import activity
-from meshwright.cli.plan import with_any_data
+from meshwright.cli.plan import read_share, with_any_data
 from meshwright.cli.request import Request
 from meshwright.columns import Indented
 from meshwright.config.schema import Config
@@ -23,17 +23,22 @@ from meshwright.launch.environments import count_gpus
 from meshwright.mesh.axes import INFER
 from meshwright.mesh.simulate import MAX_DEVICES, simulate_devices
 from meshwright.plan import Plan, make_plan, mesh_sizes
-from meshwright.planner.devices.absent_gpus import absent_gpus, can_compile_for, cudnn_version
+from meshwright.planner.devices.absent_gpus import (
+    INSTALL,
+    absent_gpus,
+    can_compile_for,
+    cudnn_version,
+)
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import ProgramEstimator
+from meshwright.planner.estimate.words import room
 from meshwright.planner.rehearse.figures import Figure, figures_table, make_figures
-from meshwright.planner.rehearse.rehearsal import Rehearsal, rehearse
+from meshwright.planner.rehearse.rehearsal import CPU_PROGRAM, Rehearsal, rehearse
 from meshwright.planner.search.config_task import set_by_user
 from meshwright.planner.search.plan_file import other_model
 from meshwright.processes import process_count
 from meshwright.recipe import Recipe, make_recipe
 from meshwright.trees import resize_batch
-from meshwright.units import human_bytes
 
 ON = "--on"
 _MOCKED = "--xla_gpu_shard_autotuning=false"
@@ -47,7 +52,7 @@ Target = Literal["gpu", "absent gpus", "cpu"]
 def run(request: Request) -> int:
     """Compile the step, run it on a GPU if there is one, and print what is known of it."""
     _check_alone()
-    hardware = _hardware(request.config)
+    hardware, share = _hardware(request.config), read_share(request.arguments)
     count = count_devices(request.config, hardware)
     target = _choose(request, hardware)
     with activity("starting JAX"):
@@ -59,10 +64,12 @@ def run(request: Request) -> int:
     with _devices(target, hardware) as devices:
         assembled = recipe.assemble(plan, batch, devices=devices)
         rehearsal = rehearse(assembled, run=target == "gpu")
-    figures = make_figures(rehearsal, hardware, _estimate(recipe, batch, plan, hardware))
+    estimate = _estimate(recipe, batch, plan, hardware)
+    figures = make_figures(rehearsal, hardware, estimate)
     remarks = other_model(request.config.plan, assembled.model_leaves.num_parameters)
     report = _report(rehearsal, hardware, figures, [*remarks, *assembled.remarks])
-    request.output.result(report, _picture(rehearsal, hardware, figures, report))
+    lines = _room(rehearsal, estimate, share) if hardware is not None else []
+    request.output.result(report, _picture(rehearsal, lines, figures, report))
     return ExitCode.DONE
 
 
@@ -146,7 +153,7 @@ def _no_gpu(hardware: Hardware | None) -> UserError:
     return UserError(
         what,
         why="JAX sees no GPU on this machine, and its compiler for them is not installed",
-        fix=f"install it with `pip install 'jax[cuda12]'`, or write {ON} cpu",
+        fix=f"{INSTALL}, or write {ON} cpu",
     )
 
 
@@ -205,9 +212,9 @@ def _report(
 
 
 def _picture(
-    rehearsal: Rehearsal, hardware: Hardware | None, figures: list[Figure], report: dict[str, Any]
+    rehearsal: Rehearsal, verdict: list[str], figures: list[Figure], report: dict[str, Any]
 ) -> RenderableType:
-    lines = [*_room(rehearsal, hardware), *_overlap(rehearsal), *_caveats(rehearsal)]
+    lines = [*verdict, *_overlap(rehearsal), *_caveats(rehearsal)]
     return Group(
         Text(rehearsal.plan.describe(), style="bold"),
         Text(f"compiled for {rehearsal.compiled_for} in {rehearsal.compile_seconds} s"),
@@ -219,16 +226,11 @@ def _picture(
     )
 
 
-def _room(rehearsal: Rehearsal, hardware: Hardware | None) -> list[str]:
-    """Say whether the program fits on the hardware."""
-    if hardware is None:
-        return []
-    needs, capacity = rehearsal.memory.total, int(hardware.chip.hbm_gb_per_device * 1e9)
-    verdict = "fits on" if needs <= capacity else "does not fit on"
-    return [
-        f"It {verdict} {hardware.chip.name}: {human_bytes(needs)} of {human_bytes(capacity)} "
-        f"({needs / capacity:.0%})."
-    ]
+def _room(rehearsal: Rehearsal, estimate: Estimate, share: float) -> list[str]:
+    """Say whether the program fits on the hardware, by the limit that plans have."""
+    needs, capacity = rehearsal.memory.total, estimate.capacity
+    verdict = "fits on" if needs <= share * capacity else "does not fit on"
+    return [f"It {verdict} {estimate.hardware.chip.name}: {room(needs, capacity, share)}."]
 
 
 def _overlap(rehearsal: Rehearsal) -> list[str]:
@@ -249,7 +251,4 @@ def _caveats(rehearsal: Rehearsal) -> list[str]:
             "Compiled for these GPUs without having one: memory and what is sent are those of the "
             "program they would run, except for what tuning kernels on them changes."
         ]
-    return [
-        "Compiled for CPUs: state, batch and what is sent are the same on accelerators. Temporary "
-        "values and time are not: CPUs have other kernels, and keep more."
-    ]
+    return [CPU_PROGRAM]

@@ -16,6 +16,7 @@ from meshwright.config.compose import Composed, compose_config, parse_overrides,
 from meshwright.config.schema import Config
 from meshwright.handshake import compare_processes, describe_own_devices
 from meshwright.masking import mask_words
+from meshwright.memory_share import MEMORY_SHARE
 from meshwright.planner.search.config_task import set_by_user
 from meshwright.planner.search.plan_file import KEY, apply_plan_file, made_for_settings
 from meshwright.processes import process_count
@@ -24,9 +25,6 @@ from meshwright.weights.resolve import resolve_weights
 
 if TYPE_CHECKING:
     from meshwright.plan import Plan
-
-GPU_MEMORY_SHARE = "0.9"
-"""The share of a GPU's memory that JAX takes, unless the environment says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +51,25 @@ class Request:
 
         return make_plan(self.config, jax.device_count())
 
-    def report_unused_settings(self, plan: Plan) -> list[str]:
-        """Print and return remarks about settings that have no effect."""
+    def report_unused_settings(self, plan: Plan, *, updates_flag: str = "") -> list[str]:
+        """Print and return remarks about settings that have no effect.
+
+        Args:
+            plan: the plan.
+            updates_flag: the flag that says how many updates the command runs, if it has one.
+        """
         from rich.text import Text
 
         from meshwright.plan import unused_settings
 
         remarks = unused_settings(self.config, plan)
+        if updates_flag:
+            remarks += [
+                f"{text} says here only how the learning rate changes; how many updates run, "
+                f"{updates_flag} N says"
+                for text in self.composed.overrides
+                if text.lstrip("+").partition("=")[0] in DURATION
+            ]
         for remark in remarks:
             self.output.say(Text(f"remark: {remark}"))
         return remarks
@@ -122,6 +132,9 @@ def compose(arguments: Arguments) -> Composed:
     return _with_plan(composed)
 
 
+DURATION = ("training.steps", "training.max_duration")
+"""The settings that say how long to train."""
+
 DESCRIBING = ("model", "task", "data")
 """The groups of settings that describe what is trained."""
 
@@ -174,7 +187,7 @@ def prepare_devices(config: Config, composed: Composed) -> Composed:
     from meshwright.launch.connect import connect_processes
 
     # JAX takes three quarters by default, and a plan may need more.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_SHARE)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_SHARE))
     connect_processes(config.simulate)
     run_dir, sweep_dir = processes.broadcast([str(composed.run_dir), str(composed.sweep_dir)])
     return replace(composed, run_dir=Path(run_dir), sweep_dir=Path(sweep_dir))

@@ -19,7 +19,7 @@ from meshwright.recipe import make_recipe
 def run(request: Request) -> int:
     """Compare the mesh with one device, print and save the certificate."""
     plan, config = request.plan(), request.config
-    request.report_unused_settings(plan)
+    request.report_unused_settings(plan, updates_flag="--steps")
     recipe = make_recipe(config, plan.batch.global_batch_size)
     certificate = verify(
         recipe.model,

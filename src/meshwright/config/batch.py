@@ -78,9 +78,8 @@ def solve_batch(
             total, replicas * steps, f"{describe_replicas(replicas)} × accumulation {steps}"
         )
     elif steps is None:
-        steps = _divide(
-            total, micro * replicas, f"micro_batch_size {micro} × {describe_replicas(replicas)}"
-        )
+        by = f"micro_batch_size {micro} × {describe_replicas(replicas)}"
+        steps = _divide(total, micro * replicas, by, _other_micro(total, replicas, micro))
     return Batch.parse(
         {
             "global_batch_size": total,
@@ -100,14 +99,30 @@ def nearest_divisors(number: int, to: int) -> list[int]:
     return sorted(sorted(divisors, key=lambda d: abs(d - to))[:2])
 
 
-def _divide(total: int, by: int, meaning: str) -> int:
+def microbatches_setting(micro: int, steps: int) -> str:
+    """Return so many microbatches of so many samples as the reader would write them."""
+    setting = str(Setting("training.gradient_accumulation_steps", steps))
+    if current_spelling() is Spelling.PYTHON:
+        return setting
+    return f"{Setting('training.micro_batch_size', micro)} {setting}"
+
+
+def _other_micro(total: int, replicas: int, micro: int) -> str:
+    """Suggest microbatches that divide a batch; nothing if its replicas do not."""
+    if total % replicas:
+        return ""
+    choices = either(nearest_divisors(total // replicas, micro))
+    return f"a micro_batch_size of {choices} would work, or "
+
+
+def _divide(total: int, by: int, meaning: str, instead: str = "") -> int:
     if total % by == 0 and total >= by:
         return total // by
     below, above = total // by * by, (total // by + 1) * by
     raise UserError(
         f"a global batch of {counted(total, 'sample')} cannot be divided",
         why=f"{meaning} = {by}, and {total} is not a multiple of {by}",
-        fix=_would_work(*(size for size in (below, above) if size)),
+        fix=instead + _would_work(*(size for size in (below, above) if size)),
     )
 
 

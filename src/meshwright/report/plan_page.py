@@ -13,7 +13,7 @@ from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.words import kind_of_mesh, memory_parts, settings_of, time_parts
 from meshwright.planner.guidance.plan_report import PlanReport
 from meshwright.planner.search.scaling import ScalingPoint
-from meshwright.units import counted, human_count, human_gigabytes, human_seconds
+from meshwright.units import counted, human_bytes, human_count, human_seconds
 from meshwright.versions import own_version
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -68,7 +68,7 @@ def _decision(report: PlanReport) -> str:
         "global batch": counted(task.global_batch_size, "sample"),
         "update": human_seconds(best.time.step),
         "MFU": f"{best.time.mfu:.0%}",
-        "memory": human_gigabytes(best.memory.total),
+        "memory": human_bytes(best.memory.total),
         "communication": f"{best.time.exposed / best.time.step:.0%} of the time",
     }
     shown = "".join(
@@ -76,7 +76,7 @@ def _decision(report: PlanReport) -> str:
         for name, value in tiles.items()
     )
     kind = f"<p>{_escape(f'{describe_sizes(best.plan.mesh)}: {kind_of_mesh(best.plan.mesh)}')}</p>"
-    lines = [*report.decision, *map(str, report.mistakes), *report.comparison, *report.remarks]
+    lines = [*report.conclusions, *map(str, report.mistakes), *report.comparison, *report.remarks]
     return f'{kind}<dl class="tiles">{shown}</dl>{_list(lines)}'
 
 
@@ -91,7 +91,7 @@ def _plans(report: PlanReport) -> str:
             human_seconds(each.time.step),
             human_count(batch / each.time.step),
             f"{each.time.mfu:.0%}",
-            human_gigabytes(each.memory.total),
+            human_bytes(each.memory.total),
             reason,
         )
         for number, (each, reason) in enumerate(
@@ -107,8 +107,8 @@ def _memory(plans: Sequence[Estimate], share: float) -> str:
             describe_sizes(each.plan.mesh),
             memory_parts(each.memory),
             max(each.capacity, each.memory.total),
-            human_gigabytes(each.memory.total),
-            human_gigabytes,
+            human_bytes(each.memory.total),
+            human_bytes,
             mark=share,
         )
         for each in plans

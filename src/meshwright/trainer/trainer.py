@@ -90,6 +90,7 @@ from meshwright.trainer.resume import check_fits, find_resume_point, restore
 from meshwright.trainer.run_spec import EvaluationSpec, OutputSpec, RunSpec
 from meshwright.trainer.stop import Stop, StopReason
 from meshwright.trainer.training_run import TrainingRun
+from meshwright.trainer.unknown_arguments import places_unknown
 from meshwright.trees import Batch, resize_batch
 from meshwright.weights.hf_folder import open_folder
 from meshwright.weights.hf_model import HfModel, check_one_folder
@@ -101,6 +102,7 @@ if TYPE_CHECKING:
 _POLICY = ("on_nonfinite", "max_skipped", "max_rewinds")
 
 
+@places_unknown
 @dataclass(kw_only=True)
 class Trainer:
     """Trains a Flax NNX model on any mesh of devices.

@@ -60,8 +60,8 @@ def test_the_least_memory_is_what_the_compiled_step_is_given():
 @pytest.mark.parametrize(
     ("mesh", "limit", "fix"),
     [
-        ("data=8", KERNEL, 'write mesh="fsdp=8", which needs at least 2.0 MiB per device'),
-        ("data=8", KERNEL // 3, 'write mesh="fsdp=16" on 16 devices, which needs at least 1.0 MiB'),
+        ("data=8", KERNEL, 'write mesh="fsdp=8", which needs at least 2.1 MB per device'),
+        ("data=8", KERNEL // 3, 'write mesh="fsdp=16" on 16 devices, which needs at least 1.1 MB'),
         ("data=8", 10 * 1024, "use a smaller model, or devices with more memory"),
     ],
 )
@@ -69,11 +69,9 @@ def test_the_smallest_change_that_fits(mesh, limit, fix):
     with pytest.raises(OutOfMemory) as raised:
         check_memory(assembled(mesh), capacity=room(limit))
     assert raised.value.what.startswith(
-        "the plan does not fit: an update needs at least 16.0 MiB per device, and each has "
+        "the plan does not fit: an update needs at least 16.8 MB per device, and each has "
     )
-    assert "4.0 MiB of parameters + 8.0 MiB of optimizer state + 4.0 MiB of grad" in str(
-        raised.value
-    )
+    assert "4.2 MB of parameters + 8.4 MB of optimizer state + 4.2 MB of grad" in str(raised.value)
     assert fix in raised.value.fix
 
 
@@ -100,7 +98,7 @@ def test_a_prediction_beyond_the_memory_is_a_warning():
 
     assert warn(2**30, 2**30) == []
     assert warn(2**31, 2**30) == [
-        "an update is predicted to need 2.0 GiB per device, and each has 1.0 GiB (a test); "
+        "an update is predicted to need 2.1 GB per device, and each has 1.1 GB (a test); "
         "`meshwright plan` finds settings that fit"
     ]
     assert _warn(step, room(2**30), lambda: 1 // 0) == [
@@ -117,7 +115,7 @@ def test_a_run_that_is_clearly_impossible_writes_and_compiles_nothing(tmp_path, 
     out, err = capfd.readouterr()
     assert (code, out) == (ExitCode.NOTHING_FITS, "")
     # Adam: three numbers and a gradient for each parameter.
-    assert "error: the plan does not fit: an update needs at least 4.2 TiB per device" in err
+    assert "error: the plan does not fit: an update needs at least 4.6 TB per device" in err
     assert f"shared by {DEVICES} devices" in err
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []

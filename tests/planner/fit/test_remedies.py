@@ -75,9 +75,9 @@ def test_remedies_are_ranked_by_what_fits_and_what_they_save():
     ranked = rank_remedies(found, start, hardware, Samples())
     assert list(map(str, ranked)) == [
         "training.micro_batch_size=25 training.gradient_accumulation_steps=4: "
-        "69.8 GiB less, which fits",
-        "16 devices with mesh.data=8 mesh.fsdp=2: 47.0 GiB less, which is not enough",
-        "mesh.fsdp=8 instead of mesh.data=8: 834.5 MiB less, which is not enough",
+        "75.0 GB less, which fits",
+        "16 devices with mesh.data=8 mesh.fsdp=2: 50.5 GB less, which is not enough",
+        "mesh.fsdp=8 instead of mesh.data=8: 875.0 MB less, which is not enough",
     ]
 
 

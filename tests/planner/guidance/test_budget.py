@@ -102,7 +102,7 @@ def test_epochs_samples_and_updates_are_counted():
     assert updates("17 updates") == 17
     with pytest.raises(UserError, match="how many samples"):
         updates("3 epochs")
-    with pytest.raises(UserError, match="no array named tokens"):
+    with pytest.raises(UserError, match="no array named tokens, inputs or input_ids"):
         updates("3B")
 
 

@@ -8,12 +8,13 @@ from closed_form import GPT2_MEDIUM, GPT3, ClosedForm
 from meshwright.hardware import parse_hardware
 from meshwright.planner.estimate.words import compare_plans, time_parts
 from meshwright.planner.guidance.anti_patterns import find_anti_patterns, linear_scaling
-from meshwright.planner.guidance.why_this_plan import explain_decision
+from meshwright.planner.guidance.why_this_plan import explain_decision, fewer_devices
 from meshwright.planner.search.candidates import Pins, PlanTask
 from meshwright.planner.search.scaling import device_counts, scaling_curve
 from meshwright.planner.search.search import search
 from meshwright.planner.search.smallest import smallest_cluster
 from meshwright.planner.search.what_if import what_ifs
+from meshwright.units import human_seconds
 
 pytestmark = pytest.mark.usefixtures("command_line")
 
@@ -81,11 +82,27 @@ def test_common_mistakes_are_found_by_name():
     few = best(GPT2_MEDIUM, mesh={"pipe": 8}, micro_batch_size=8)
     text = mistakes(GPT2_MEDIUM, few)["too few microbatches for the stages"]
     assert "4 microbatches for 8 stages" in text
+    use = "training.micro_batch_size=1 training.gradient_accumulation_steps=32"
+    assert text.endswith(f"Use 32: {use}")
     slow = best(LARGE, "4x8xA100-40GB", 32, mesh={"fsdp": 32})
     assert "write" not in mistakes(LARGE, slow)["fsdp over a slow network"]
     assert "mesh.fsdp=8" in mistakes(LARGE, slow)["fsdp over a slow network"]
     tiny = best(NARROW, "8x8xA100-40GB", 64, mesh={"fsdp": 64})
     assert "over-sharding" in mistakes(NARROW, tiny)
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "advice"),
+    [
+        (49, 7, "Use 49: training.micro_batch_size=1 training.gradient_accumulation_steps=49"),
+        (14, 7, "Use 14: training.micro_batch_size=1 training.gradient_accumulation_steps=14"),
+        (7, 1, "training.global_batch_size=32 has enough samples for 32"),
+    ],
+)
+def test_microbatches_that_are_advised_divide_the_batch(batch, micro, advice):
+    few = best(GPT2_MEDIUM, batch=batch, mesh={"pipe": 8}, micro_batch_size=micro)
+    text = mistakes(GPT2_MEDIUM, few)["too few microbatches for the stages"]
+    assert text.endswith(advice)
 
 
 def test_a_batch_that_does_not_divide_is_named():
@@ -100,10 +117,25 @@ def test_a_batch_that_does_not_divide_is_named():
 def test_fewer_devices_are_suggested_where_they_are_faster():
     points = scaling_curve(GPT2_MEDIUM, task())
     fastest = points[2].tokens_per_second
-    points[-1] = replace(points[-1], tokens_per_second=fastest / 1.5, efficiency=1 / 12)
-    found = linear_scaling(points)
-    assert found.name == "more devices than it can use"
-    assert found.text.startswith("4 devices would train 1.5 times as fast as 8")
+    assert fewer_devices(task(), points[-1].estimate, points) == ""
+    fast, slow = points[2].estimate, points[0].estimate
+    points[-1] = replace(points[-1], estimate=slow, tokens_per_second=fastest / 3, efficiency=0.04)
+    words = fewer_devices(task(), slow, points)
+    assert words.startswith("4 devices are faster than all 8: ")
+    assert (
+        f"{human_seconds(fast.time.step)} per update, not {human_seconds(slow.time.step)}, with"
+        in words
+    )
+    assert words.endswith("Write hardware=4xA100-40GB training.global_batch_size=32.")
+    assert linear_scaling(points) is None
+
+
+def test_devices_that_add_no_speed_are_not_needed():
+    points = scaling_curve(GPT2_MEDIUM, task())
+    same = [replace(points[0], num_devices=n) for n in (1, 2, 4, 8)]
+    words = fewer_devices(task(mesh={"data": 8}), points[0].estimate, same)
+    assert words.startswith("1 device is as fast as all 8: ")
+    assert "1xA100-40GB training.global_batch_size=32, without sizes of the mesh" in words
 
 
 def test_a_model_that_does_not_fit_is_not_replicated():
@@ -165,6 +197,7 @@ def test_the_nearest_change_that_matters_is_found():
     assert changes
     for each in changes:
         assert each.after.plan.mesh != result.best.plan.mesh
+        assert each.to_json()["step_time"] == each.after.time.step
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 from closed_form import GPT2_MEDIUM, GPT3, ClosedForm
 
+from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError
 from meshwright.hardware import parse_hardware
 from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeEstimate
@@ -16,10 +17,11 @@ from meshwright.planner.search.candidates import (
     all_sizes,
     make_candidate,
     micro_batch_sizes,
+    reduces_once,
     schedule_choices,
 )
 from meshwright.planner.search.obstacles import find_obstacle
-from meshwright.planner.search.search import TIE, search
+from meshwright.planner.search.search import TIE, rank, search
 from meshwright.planner.search.what_if import what_ifs
 from meshwright.units import human_seconds
 
@@ -39,7 +41,7 @@ def fastest_of_all(estimator, task):
         schedules = schedule_choices(task, sizes, estimator.num_blocks) or [(None, 1)]
         for remat in REMATS:
             for blocks in ("scan", "unroll"):
-                for once in (False, True):
+                for once in {False, reduces_once(task, sizes)}:
                     for schedule, chunks in schedules:
                         variant = Variant(remat, blocks, once, schedule, chunks)
                         found += [
@@ -155,8 +157,20 @@ def test_pinned_schedules_and_chunks_are_kept():
             {"mesh": {"data": 4, "tensor": 4}},
             "mesh.data=4 × mesh.tensor=4 = 16, which does not divide 8",
         ),
-        ({"mesh": {"tensor": 5}}, "mesh.tensor=5 = 5, which does not divide 8"),
-        ({"micro_batch_size": 3}, "do not allow training.micro_batch_size=3"),
+        ({"mesh": {"tensor": 5}}, "\nmesh.tensor=5, which does not divide 8\n"),
+        ({"mesh": {"data": 3}}, "\nmesh.data=3, which does not divide 8\n"),
+        (
+            {"mesh": {"pipe": 1, "data": 4, "fsdp": 1, "tensor": 1}},
+            "\nmesh.data=4, which is not 8\n",
+        ),
+        (
+            {"mesh": {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1}},
+            "\nevery axis has size 1, which is not 8\n",
+        ),
+        (
+            {"micro_batch_size": 3},
+            "do not allow training.micro_batch_size=3, but training.micro_batch_size=2 or 4",
+        ),
         ({"mesh": {"pipe": 8}, "schedule": "interleaved", "num_chunks": 4}, "needs 32 blocks"),
     ],
 )
@@ -221,6 +235,29 @@ def test_all_plans_are_compared_with_blocks_that_run_alike():
         assert each.estimate.time.compute == pytest.approx(alone.time.compute, rel=0.02)
 
 
+class Reducing(Sums):
+    """A model that mostly waits for its gradients to be reduced."""
+
+    def estimate(self, plan, hardware):
+        batch = plan.batch
+        reductions = batch.gradient_accumulation_steps // batch.sync_gradients_every
+        memory = MemoryEstimate(10**9, 0, 0, 0, 0, 0, 0)
+        return Estimate(plan, hardware, TimeEstimate(1.0 + reductions), lambda: memory)
+
+
+@pytest.mark.parametrize(("zero", "every"), [(1, 4), (2, 1), (3, 1)])
+def test_gradients_that_fsdp_shards_are_reduced_after_each_microbatch(zero, every):
+    pins = {"mesh": {"fsdp": 8}, "micro_batch_size": 2}
+    asked = replace(task(batch=64, **pins), sharding=ShardingConfig(zero=zero))
+    assert search(Reducing(), asked).best.plan.batch.sync_gradients_every == every
+    seldom = replace(asked, pins=Pins(**pins, sync_gradients_every=4))
+    if every == 1:
+        with pytest.raises(UserError, match=r"do not allow .*sync_gradients_every=4"):
+            search(Reducing(), seldom)
+    else:
+        assert search(Reducing(), seldom).plans
+
+
 class Equal(Sums):
     """A model that is about as fast on all meshes; a larger batch slows the simplest one down."""
 
@@ -237,6 +274,27 @@ def test_a_mesh_that_is_as_good_as_another_stays():
     assert all(each.after is None for each in what_ifs(Equal(), result))
 
 
+@pytest.mark.parametrize(
+    ("pins", "simplest"),
+    [
+        ({}, {"data": 8}),
+        ({"mesh": {"data": 1}}, {"fsdp": 8}),
+        ({"mesh": {"data": 2}}, {"data": 2, "fsdp": 4}),
+        ({"mesh": {"data": 1, "fsdp": 1}}, {"pipe": 8}),
+        ({"mesh": {"pipe": 2}}, {"pipe": 2, "data": 4}),
+    ],
+)
+def test_of_meshes_that_tie_the_one_with_the_fewest_axes_is_recommended(pins, simplest):
+    assert search(Equal(), task(**pins)).best.plan.mesh == simplest
+
+
+def test_remat_is_left_out_where_it_gains_nothing():
+    plain = search(Equal(), task()).best
+    again = ShardingConfig(remat="full")
+    other = replace(plain, plan=plain.plan.model_copy(update={"sharding": again}))
+    assert rank([other, plain])[0] is plain
+
+
 def test_a_device_by_itself_has_no_links_to_change():
     result = search(Equal(), task("1xA100-40GB", batch=4))
     changes = [each.change for each in what_ifs(Equal(), result)]
@@ -248,3 +306,4 @@ def test_a_change_with_which_nothing_fits_says_so():
     assert [str(each) for each in what_ifs(Sums(), result)][-1] == (
         "a global batch of 128 samples: no plan fits"
     )
+    assert what_ifs(Sums(), result)[-1].to_json()["step_time"] is None

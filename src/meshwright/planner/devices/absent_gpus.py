@@ -12,6 +12,9 @@ from meshwright.hardware import Cores, Hardware
 COMPILERS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 """The packages with JAX's compiler for NVIDIA GPUs, the newest first."""
 
+INSTALL = "install it with `pip install 'jax[cuda12]'`"
+"""How to get that compiler."""
+
 _RESERVED_KIB = 1
 """Shared memory that the driver keeps of each block of threads."""
 _OLDEST_CUDNN = (9, 8)

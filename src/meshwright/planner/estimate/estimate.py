@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from meshwright.hardware import Hardware
+from meshwright.memory_share import MEMORY_SHARE
 from meshwright.plan import Plan
 
 
@@ -145,6 +146,6 @@ class Estimate:
         """The share of a device's memory that is in use."""
         return self.memory.total / self.capacity
 
-    def fits(self, share: float = 0.9) -> bool:
+    def fits(self, share: float = MEMORY_SHARE) -> bool:
         """Whether it fits into this share of a device's memory."""
         return self.memory.total <= share * self.capacity

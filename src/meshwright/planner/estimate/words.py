@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from meshwright.mesh.axes import describe_sizes
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate
-from meshwright.units import counted, human_gigabytes, human_seconds
+from meshwright.units import counted, human_bytes, human_seconds
 
 CATEGORIES = (
     "parameters",
@@ -64,10 +64,9 @@ def short_plan(plan: Plan) -> str:
 
 def settings_of(plan: Plan) -> str:
     """Return the settings of a plan besides its mesh that are not the usual ones."""
-    batch, sharding = plan.batch, plan.sharding
-    steps = batch.gradient_accumulation_steps
+    sharding = plan.sharding
     parts = [
-        f"{batch.micro_batch_size} × {steps} microbatches" if steps > 1 else "",
+        microbatches_of(plan) if plan.batch.gradient_accumulation_steps > 1 else "",
         f"remat {sharding.remat}" if sharding.remat != "none" else "",
         "scan" if sharding.blocks == "scan" else "",
         f"{plan.schedule}" if plan.schedule else "",
@@ -75,16 +74,35 @@ def settings_of(plan: Plan) -> str:
     return ", ".join(filter(None, parts))
 
 
+def microbatches_of(plan: Plan) -> str:
+    """Return how many microbatches a replica runs per update: ``4 microbatches of 2 samples``."""
+    batch = plan.batch
+    count = counted(batch.gradient_accumulation_steps, "microbatch", "microbatches")
+    return f"{count} of {counted(batch.micro_batch_size, 'sample')}"
+
+
 def too_large(estimate: Estimate, share: float) -> str:
     """Return by how much a plan does not fit, and which bytes those are."""
-    memory, limit = estimate.memory, share * estimate.capacity
+    memory = estimate.memory
     parts = sorted(memory_parts(memory).items(), key=lambda part: -part[1])
-    largest = ", ".join(f"{human_gigabytes(size)} {name}" for name, size in parts[:3] if size)
+    largest = ", ".join(f"{human_bytes(size)} {name}" for name, size in parts[:3] if size)
     return (
-        f"does not fit: {human_gigabytes(memory.total)} of {human_gigabytes(limit)} "
-        f"({share:.0%} of a device), {human_gigabytes(memory.total - limit)} too much, even with "
+        f"does not fit: {room(memory.total, estimate.capacity, share)}, even with "
         f"{_leanest_words(estimate.plan)}; mostly {largest}"
     )
+
+
+def room(needs: int, capacity: int, share: float) -> str:
+    """Return bytes compared with the share of a device's memory that they may take.
+
+    Args:
+        needs: the bytes.
+        capacity: the memory of a device.
+        share: the part of it that a plan may take.
+    """
+    limit = share * capacity
+    over = f", {human_bytes(needs - limit)} too much" if needs > limit else ""
+    return f"{human_bytes(needs)} of {human_bytes(limit)} ({share:.0%} of a device){over}"
 
 
 def _leanest_words(plan: Plan) -> str:
@@ -119,9 +137,9 @@ def slower_by_memory(bound: Estimate, best: Estimate, share: float) -> str:
         best: the best plan.
         share: the share of a device's memory that a plan may take.
     """
-    name, limit = describe_sizes(best.plan.mesh), human_gigabytes(share * bound.capacity)
+    name, limit = describe_sizes(best.plan.mesh), human_bytes(share * bound.capacity)
     need = (
-        f"its fastest settings need {human_gigabytes(bound.memory.total)} of {limit}, and those "
+        f"its fastest settings need {human_bytes(bound.memory.total)} of {limit}, and those "
         "that fit take longer"
     )
     if bound.time.step <= best.time.step:
@@ -149,8 +167,8 @@ def compare_plans(one: Estimate, other: Estimate) -> str:
     """Return how another plan differs from the first in time and memory, and why."""
     first, second = short_plan(one.plan), short_plan(other.plan)
     before, after = one.time.step, other.time.step
-    memory = f"{human_gigabytes(other.memory.total)} per device"
-    need = f"It needs {memory}, not {human_gigabytes(one.memory.total)}."
+    memory = f"{human_bytes(other.memory.total)} per device"
+    need = f"It needs {memory}, not {human_bytes(one.memory.total)}."
     if abs(after / before - 1) < 0.0005:
         return f"{second} takes as long as {first}, {human_seconds(before)} per update. {need}"
     slow, fast = (other, one) if after > before else (one, other)

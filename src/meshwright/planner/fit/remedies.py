@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.config.batch import microbatches_setting
 from meshwright.config.schema import Precision, ShardingConfig
-from meshwright.errors import Setting, Spelling, current_spelling
+from meshwright.errors import Setting
 from meshwright.hardware import Hardware
 from meshwright.mesh.axes import canonical_sizes, mesh_setting, shown_sizes
 from meshwright.plan import Plan
@@ -107,10 +108,7 @@ def _fewer_samples(plan: Plan) -> Iterator[Remedy]:
         smaller = next(d for d in range(smaller // 2, 0, -1) if micro % d == 0)
         more = steps * (micro // smaller)
         changed = _with_batch(plan, micro_batch_size=smaller, gradient_accumulation_steps=more)
-        setting = str(Setting("training.gradient_accumulation_steps", more))
-        if current_spelling() is Spelling.COMMAND_LINE:
-            setting = f"{Setting('training.micro_batch_size', smaller)} {setting}"
-        yield Remedy(changed, setting, samples=smaller)
+        yield Remedy(changed, microbatches_setting(smaller, more), samples=smaller)
 
 
 def _sharding(plan: Plan, has_blocks: bool, rolls_blocks: bool) -> Iterator[Remedy]:

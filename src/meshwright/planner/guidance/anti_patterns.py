@@ -6,14 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.config.batch import microbatches_setting
 from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
 from meshwright.errors import Setting
+from meshwright.memory_share import MEMORY_SHARE
 from meshwright.mesh.axes import describe_sizes
+from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.obstacles import crosses_nodes, speeds
-from meshwright.planner.search.scaling import ScalingPoint
-from meshwright.units import counted, human_gigabytes, human_seconds
+from meshwright.planner.search.scaling import ScalingPoint, enough_devices
+from meshwright.units import counted, human_bytes, human_seconds
 
 NOTABLE = 0.1
 """The share of an update from which waiting is worth a word."""
@@ -38,7 +41,7 @@ class AntiPattern:
 
 
 def find_anti_patterns(
-    estimator: Estimator, estimate: Estimate, better: Estimate | None, share: float = 0.9
+    estimator: Estimator, estimate: Estimate, better: Estimate | None, share: float = MEMORY_SHARE
 ) -> list[AntiPattern]:
     """Return the mistakes of a plan.
 
@@ -67,8 +70,8 @@ def _replicated(estimate: Estimate, share: float) -> AntiPattern | None:
         return None
     return AntiPattern(
         "replicating a model that does not fit",
-        f"each device needs {human_gigabytes(estimate.memory.total)} and has "
-        f"{human_gigabytes(estimate.capacity)}; more devices do not change that. Shard it: "
+        f"each device needs {human_bytes(estimate.memory.total)} and has "
+        f"{human_bytes(estimate.capacity)}; more devices do not change that. Shard it: "
         f"{Setting('mesh.fsdp', estimate.plan.num_devices)}",
     )
 
@@ -80,9 +83,9 @@ def _forgotten_state(estimate: Estimate, share: float) -> AntiPattern | None:
         return None
     return AntiPattern(
         "forgetting optimizer state",
-        f"the parameters alone would fit, with {human_gigabytes(memory.parameters)} per device; "
-        f"training also needs {human_gigabytes(memory.all_gradients)} of gradients and "
-        f"{human_gigabytes(memory.optimizer)} for the optimizer, before any activations",
+        f"the parameters alone would fit, with {human_bytes(memory.parameters)} per device; "
+        f"training also needs {human_bytes(memory.all_gradients)} of gradients and "
+        f"{human_bytes(memory.optimizer)} for the optimizer, before any activations",
     )
 
 
@@ -140,10 +143,29 @@ def _few_microbatches(estimate: Estimate) -> AntiPattern | None:
         "too few microbatches for the stages",
         f"{counted(plan.num_microbatches, 'microbatch', 'microbatches')} for {stages} stages: "
         "devices wait "
-        f"{time.bubble / time.step:.0%} of the time. Use {enough} or more: a larger "
-        f"{Setting('training.global_batch_size')}, or a smaller "
-        f"{Setting('training.micro_batch_size')}",
+        f"{time.bubble / time.step:.0%} of the time. {_more_microbatches(plan, enough)}",
     )
+
+
+def _more_microbatches(plan: Plan, enough: int) -> str:
+    """Say how to get enough microbatches, or as many as the batch can be divided into."""
+    batch = plan.batch
+    own, group = batch.global_batch_size // batch.replicas, 1
+    if plan.num_chunks > 1:
+        group = plan.size("pipe")
+    more = [
+        count
+        for count in range(plan.num_microbatches + 1, own + 1)
+        if own % count == 0 and count % group == 0
+    ]
+    if not more:
+        whole = batch.micro_batch_size * batch.replicas * enough
+        return f"{Setting('training.global_batch_size', whole)} has enough samples for {enough}"
+    count = next((count for count in more if count >= enough), more[-1])
+    setting = microbatches_setting(own // count, count)
+    if plan.num_microbatches < batch.gradient_accumulation_steps:
+        setting += f" {Setting('pipeline.num_microbatches', count)}"
+    return f"Use {count}: {setting}"
 
 
 def _uneven_batch(estimate: Estimate) -> AntiPattern | None:
@@ -177,19 +199,14 @@ def _over_sharded(estimator: Estimator, estimate: Estimate) -> AntiPattern | Non
 
 
 def linear_scaling(points: Sequence[ScalingPoint]) -> AntiPattern | None:
-    """Return how far the largest number of devices is from linear scaling; None if it is close."""
+    """Return how far all devices are from linear scaling.
+
+    None if they are close, or if fewer are as fast, which the decision says.
+    """
     known = [point for point in points if point.estimate is not None]
-    if len(known) < 2 or known[-1].efficiency > 0.95:
+    if len(known) < 2 or known[-1].efficiency > 0.95 or enough_devices(points):
         return None
     first, last = known[0], known[-1]
-    fastest = max(known, key=lambda point: point.tokens_per_second)
-    if fastest.tokens_per_second > 1.05 * last.tokens_per_second:
-        return AntiPattern(
-            "more devices than it can use",
-            f"{counted(fastest.num_devices, 'device')} would train "
-            f"{fastest.tokens_per_second / last.tokens_per_second:.1f} times as fast as "
-            f"{last.num_devices}, with the same global batch",
-        )
     factor = last.num_devices // first.num_devices
     return AntiPattern(
         "assuming linear scaling",

@@ -10,12 +10,12 @@ from meshwright.hardware import Hardware, detect
 from meshwright.plan import Plan
 from meshwright.planner.devices.local_hardware import measure_local
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.estimate.words import short_plan
+from meshwright.planner.estimate.words import microbatches_of, short_plan
 from meshwright.planner.guidance.plan_report import nothing_fits
 from meshwright.planner.guidance.why_this_plan import alone, reason_for
 from meshwright.planner.search.candidates import PlanTask
 from meshwright.planner.search.search import search
-from meshwright.units import human_gigabytes, human_seconds
+from meshwright.units import human_bytes, human_seconds
 
 AUTO = "auto"
 """The value of settings that are left to the planner."""
@@ -52,9 +52,13 @@ def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> AutoPlan:
         raise nothing_fits(estimator, result)
     best = result.best
     fits = alone(estimator, task).fits(task.memory_share)
+    plan = best.plan
+    # What is usual in a plan is not in a table, but it was asked for here.
+    usual = [microbatches_of(plan)] if plan.batch.gradient_accumulation_steps == 1 else []
+    chosen = ", ".join([short_plan(plan), *usual])
     line = (
-        f"{setting}: {short_plan(best.plan)}; {reason_for(result, best, fits_alone=fits)}; "
+        f"{setting}: {chosen}; {reason_for(result, best, fits_alone=fits)}; "
         f"{human_seconds(best.time.step)} per update and "
-        f"{human_gigabytes(best.memory.total)} per device, estimated for {task.hardware}"
+        f"{human_bytes(best.memory.total)} per device, estimated for {task.hardware}"
     )
-    return AutoPlan(best.plan, line)
+    return AutoPlan(plan, line)

@@ -101,7 +101,8 @@ def make_budget(
     if samples is None:
         raise UserError(
             f"{goal} cannot be counted in updates",
-            why="the batch has no array named tokens or inputs, with whole numbers in rows"
+            why="the batch has no array named tokens, inputs or input_ids, and not exactly one "
+            "other array with whole numbers in rows"
             if goal.unit == "tokens"
             else "the data does not say how many samples it has",
             fix='write samples or updates instead, such as "10M samples" or "5000 updates"',

@@ -16,13 +16,18 @@ from meshwright.planner.guidance.anti_patterns import (
     linear_scaling,
 )
 from meshwright.planner.guidance.budget import Budget, Goal, make_budget
-from meshwright.planner.guidance.why_this_plan import alone, explain_decision, reason_for
+from meshwright.planner.guidance.why_this_plan import (
+    alone,
+    explain_decision,
+    fewer_devices,
+    reason_for,
+)
 from meshwright.planner.search.candidates import PlanTask
 from meshwright.planner.search.scaling import ScalingPoint, scaling_curve
 from meshwright.planner.search.search import SearchResult, search
 from meshwright.planner.search.smallest import smallest_cluster
 from meshwright.planner.search.what_if import WhatIf, what_ifs
-from meshwright.units import human_gigabytes
+from meshwright.units import counted, human_bytes
 
 
 class NothingFits(UserError):
@@ -84,6 +89,7 @@ class PlanReport:
         points: the best plans for fewer devices.
         changes: what would change the decision.
         budget: what training costs; None if it is not known how much.
+        fewer: that fewer devices are as fast, and how to plan for them; empty if they are not.
         remarks: what was assumed.
     """
 
@@ -99,12 +105,18 @@ class PlanReport:
     points: list[ScalingPoint]
     changes: list[WhatIf]
     budget: Budget | None = None
+    fewer: str = ""
     remarks: Sequence[str] = ()
 
     @property
     def best(self) -> Estimate:
         """The recommended plan."""
         return self.result.best
+
+    @property
+    def conclusions(self) -> list[str]:
+        """The decision in words, after what argues against all of the devices."""
+        return [*filter(None, [self.fewer]), *self.decision]
 
 
 def make_report(
@@ -150,6 +162,7 @@ def make_report(
         points=points,
         changes=what_ifs(estimator, result),
         budget=None if goal is None else goal.budget(estimator, best),
+        fewer=fewer_devices(task, best, points),
         remarks=remarks,
     )
 
@@ -184,10 +197,10 @@ def nothing_fits(estimator: Estimator, result: SearchResult) -> NothingFits:
     if found is None:
         fix = f"no cluster of {chip} holds it; choose a chip with more memory"
     else:
-        memory = human_gigabytes(found.best.memory.total)
+        memory = human_bytes(found.best.memory.total)
         fix = (
             f"the smallest cluster of {chip} that holds it is {found.task.hardware}: "
-            f"{found.best.plan.describe()}, {memory} per device"
+            f"{found.best.plan.describe()}, {memory} per device, {_batch_assumed(found, task)}"
         )
     report = {
         "hardware": str(task.hardware),
@@ -195,12 +208,24 @@ def nothing_fits(estimator: Estimator, result: SearchResult) -> NothingFits:
         "rejected": rejected_json(result),
         "smallest_hardware": found and str(found.task.hardware),
         "smallest_mesh": found and found.best.plan.mesh,
+        "smallest_global_batch_size": found and found.task.global_batch_size,
     }
     return NothingFits(
         f"no plan fits on {task.hardware}",
         why=f"the nearest is {nearest}",
         fix=fix,
         report=report,
+    )
+
+
+def _batch_assumed(found: SearchResult, asked: PlanTask) -> str:
+    """Say which batch the smallest cluster is for: one that can be divided over its devices."""
+    batch = found.task.global_batch_size
+    if batch == asked.global_batch_size:
+        return f"for the same global batch of {counted(batch, 'sample')}"
+    return (
+        f"for a global batch of {batch} samples instead of {asked.global_batch_size}, which "
+        f"{found.task.hardware.count} devices can divide"
     )
 
 
@@ -219,16 +244,13 @@ def report_json(report: PlanReport) -> dict[str, Any]:
             for each, reason in zip(report.result.plans, report.reasons, strict=True)
         ],
         "rejected": rejected_json(report.result),
-        "decision": report.decision,
+        "decision": report.conclusions,
         "mistakes": [{"name": each.name, "text": each.text} for each in report.mistakes],
         "comparison": report.comparison,
         "compared": report.other and _plan_json(report, report.other, ""),
         "scaling": [_point_json(point) for point in report.points],
         "budget": report.budget and report.budget.to_json(),
-        "what_if": [
-            {"change": each.change, "mesh": each.after.plan.mesh if each.after else None}
-            for each in report.changes
-        ],
+        "what_if": [each.to_json() for each in report.changes],
         "remarks": list(report.remarks),
     }
 

@@ -14,7 +14,7 @@ from meshwright.planner.estimate.words import kind_of_mesh, memory_parts, settin
 from meshwright.planner.guidance.plan_report import PlanReport
 from meshwright.planner.search.obstacles import Rejection
 from meshwright.planner.search.scaling import ScalingPoint
-from meshwright.units import counted, human_count, human_gigabytes, human_seconds
+from meshwright.units import counted, human_bytes, human_count, human_seconds
 
 BAR = 48
 """Columns of a full bar."""
@@ -54,9 +54,11 @@ def _head(report: PlanReport) -> Iterator[RenderableType]:
         (f"{describe_sizes(best.plan.mesh)}", "bold green"),
         f" ({kind_of_mesh(best.plan.mesh)}): {human_seconds(best.time.step)} per update, "
         f"{_speed(report, best)}, MFU {best.time.mfu:.0%}, "
-        f"{human_gigabytes(best.memory.total)} of {human_gigabytes(best.capacity)} per device",
+        f"{human_bytes(best.memory.total)} of {human_bytes(best.capacity)} per device",
     )
     yield Text(best.plan.describe())
+    if report.fewer:
+        yield Indented(report.fewer, 2, style="bold yellow", first=0)
     yield from (Text(f"remark: {remark}") for remark in report.remarks)
 
 
@@ -78,7 +80,7 @@ def _table(report: PlanReport) -> Columns:
             human_seconds(each.time.step),
             _speed(report, each).partition(" ")[0],
             f"{each.time.mfu:.0%}",
-            human_gigabytes(each.memory.total),
+            human_bytes(each.memory.total),
             f"{(each.time.exposed + each.time.bubble) / each.time.step:.0%}",
         )
         for number, each in enumerate(report.result.plans, 1)
@@ -94,11 +96,11 @@ def _memory(best: Estimate, share: float) -> Iterator[RenderableType]:
     for shade, size in zip(SHADES, parts.values(), strict=False):
         bar.append(shade * round(BAR * size / best.capacity))
     bar.append("·" * max(0, BAR + 2 - len(bar)))
-    bar.append(f"  {best.share:.0%} of {human_gigabytes(best.capacity)}")
+    bar.append(f"  {best.share:.0%} of {human_bytes(best.capacity)}")
     yield bar
     for shade, (name, size) in zip(SHADES, parts.items(), strict=False):
-        yield Text(f"  {shade} {name:<12} {human_gigabytes(size):>9}")
-    yield Text(f"    {'free':<12} {human_gigabytes(limit - best.memory.total):>9} to the limit")
+        yield Text(f"  {shade} {name:<12} {human_bytes(size):>9}")
+    yield Text(f"    {'free':<12} {human_bytes(limit - best.memory.total):>9} to the limit")
 
 
 def _bars(parts: dict[str, float]) -> Iterator[RenderableType]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from meshwright.hardware import Hardware
+from meshwright.errors import Setting
+from meshwright.hardware import Hardware, load_chips
 from meshwright.mesh.axes import AXES, describe_sizes
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.estimate.words import slower_because
 from meshwright.planner.search.candidates import REMATS, PlanTask, Variant, make_candidate
 from meshwright.planner.search.obstacles import Rejection
+from meshwright.planner.search.scaling import ScalingPoint, enough_devices
 from meshwright.planner.search.search import SearchResult, search
-from meshwright.units import counted, human_gigabytes, human_seconds
+from meshwright.units import counted, human_bytes, human_seconds
 
 LOOKED_AT = 12
 """How many of the fastest meshes without an axis are searched to explain it."""
@@ -46,17 +48,53 @@ def explain_decision(estimator: Estimator, result: SearchResult) -> list[str]:
     ]
 
 
+def fewer_devices(task: PlanTask, best: Estimate, points: Sequence[ScalingPoint]) -> str:
+    """Return that fewer devices are as fast as all, and how to plan for them; empty if not.
+
+    Args:
+        task: what was planned.
+        best: the recommended plan.
+        points: the best plans for fewer devices.
+    """
+    enough = enough_devices(points)
+    if enough is None or enough.estimate is None:
+        return ""
+    own, whole = human_seconds(enough.estimate.time.step), human_seconds(best.time.step)
+    are = "device is" if enough.num_devices == 1 else "devices are"
+    speed, not_whole = ("as fast as", "") if own == whole else ("faster than", f" not {whole},")
+    return (
+        f"{enough.num_devices} {are} {speed} all {task.hardware.count}: {own} per update,"
+        f"{not_whole} with the same global batch. {_plan_for(task, enough.estimate.hardware)}"
+    )
+
+
+def _plan_for(task: PlanTask, hardware: Hardware) -> str:
+    """Say how to plan the same batch for fewer devices."""
+    named = hardware.chip.name in load_chips()
+    devices = (
+        f"Write {Setting('hardware', str(hardware))}"
+        if named
+        else f"Use {counted(hardware.count, 'device')} with"
+    )
+    # By default, the batch depends on the number of devices.
+    batch = Setting("training.global_batch_size", task.global_batch_size)
+    pins = task.pins
+    fixed = pins.mesh or pins.micro_batch_size or pins.gradient_accumulation_steps
+    without = ", without sizes of the mesh and of microbatches" if fixed else ""
+    return f"{devices} {batch}{without}."
+
+
 def whole_copy(estimator: Estimator, copy: Estimate, task: PlanTask) -> str:
     """Return whether a whole copy of the model can be trained on one device."""
     memory, parameters = copy.memory, max(1, estimator.num_parameters)
     # A gradient is as large as its parameter, even where not all of them are there at once.
     state = 2 * memory.parameters + memory.optimizer
-    limit = human_gigabytes(task.memory_share * copy.capacity)
+    limit = human_bytes(task.memory_share * copy.capacity)
     verdict = "fits on one device" if copy.fits(task.memory_share) else "does not fit on one device"
     return (
-        f"Training a whole copy of the model takes {human_gigabytes(memory.total)} at least, and "
+        f"Training a whole copy of the model takes {human_bytes(memory.total)} at least, and "
         f"{verdict}, which has {limit} for it. Parameters, gradients and optimizer state are "
-        f"{human_gigabytes(state)} of this: {state / parameters:.1f} bytes for each of "
+        f"{human_bytes(state)} of this: {state / parameters:.1f} bytes for each of "
         f"{parameters:,} parameters."
     )
 

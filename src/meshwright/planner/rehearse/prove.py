@@ -14,26 +14,20 @@ from typing import Any
 from meshwright.activity import activity
 from meshwright.columns import Columns
 from meshwright.errors import EnvironmentProblem
+from meshwright.hardware import Hardware
+from meshwright.planner.devices.absent_gpus import INSTALL
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.rehearse.figures import percent, relative_error
+from meshwright.planner.rehearse.rehearsal import CPU_PROGRAM
+from meshwright.planner.search.plan_file import without_planned
 from meshwright.units import human_bytes
 
 Compile = Callable[[Estimate], Mapping[str, Any]]
 """Compiles the plan of an estimate, and returns the report of a rehearsal."""
 
 
-_PLANNED = (
-    *("mesh", "sharding", "pipeline", "precision", "kernels"),
-    *("hardware", "simulate", "plan"),
-)
-_PLANNED_OF_TRAINING = (
-    "global_batch_size",
-    "micro_batch_size",
-    "gradient_accumulation_steps",
-    "sync_gradients_every",
-    "mixed_precision",
-)
-"""Settings that a plan and its devices replace."""
+_DEVICES = ("hardware", "simulate")
+"""Settings that a proof replaces by the devices to compile for."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +100,7 @@ def prove(
 
 def rehearse_apart(estimate: Estimate, overrides: Sequence[str]) -> Mapping[str, Any]:
     """Rehearse a plan in another process, which has enough virtual CPU devices if it needs them."""
-    kept = [word for word in overrides if not _set_by_plan(word.partition("=")[0])]
+    kept = [w for w in without_planned(overrides) if w.partition("=")[0] not in _DEVICES]
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as folder:
         file = Path(folder) / "plan.yaml"
         file.write_text(estimate.plan.to_yaml(), encoding="utf-8")
@@ -128,11 +122,6 @@ def _target(estimate: Estimate) -> list[str]:
     if estimate.hardware.chip.platform == "cpu":
         return [f"simulate={estimate.plan.num_devices}", "--on", "cpu"]
     return [f"hardware={estimate.hardware}", "--on", "gpu"]
-
-
-def _set_by_plan(key: str) -> bool:
-    section, _, name = key.lstrip("+").partition(".")
-    return section in _PLANNED or (section == "training" and name in _PLANNED_OF_TRAINING)
 
 
 def read_report(estimate: Estimate, report: Mapping[str, Any]) -> ProvedPlan:
@@ -163,3 +152,24 @@ def proof_table(proved: Sequence[ProvedPlan]) -> Columns:
     ]
     head = ("plan", "per device", "predicted", "compiled", "error")
     return Columns(head, rows, right=head[2:])
+
+
+def cpu_note(planned: Hardware) -> str:
+    """Return what a proof by programs for CPUs says about the hardware of its plans.
+
+    Args:
+        planned: the hardware, for which nothing can be compiled here; CPUs need no note.
+    """
+    chip = planned.chip
+    if chip.platform == "cpu":
+        return ""
+    compiler = (
+        f" JAX's compiler for {chip.name} is not installed; {INSTALL} to compare with programs for "
+        "it."
+        if chip.cores is not None
+        else ""
+    )
+    return (
+        f"{CPU_PROGRAM} Predictions for CPUs are compared here, and how far they are off says "
+        f"little about {chip.name}.{compiler}"
+    )

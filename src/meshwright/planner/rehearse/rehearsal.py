@@ -20,6 +20,12 @@ from meshwright.planner.fit.least_memory import batch_shapes, least_memory
 from meshwright.planner.fit.out_of_memory import KnownProgram, MemoryAdvice
 from meshwright.step.assemble import Assembled
 
+CPU_PROGRAM = (
+    "Compiled for CPUs: state, batch and what is sent are the same on accelerators. Temporary "
+    "values and time are not: CPUs have other kernels, and keep more."
+)
+"""What a program for virtual CPU devices says about others."""
+
 RUNS = 7
 """Updates that are run on a GPU; the first two fill caches."""
 

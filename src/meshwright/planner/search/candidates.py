@@ -12,6 +12,7 @@ from typing import Literal
 from meshwright.config.batch import Batch
 from meshwright.config.schema import KernelChoice, Precision, Remat, ShardingConfig
 from meshwright.hardware import Hardware
+from meshwright.memory_share import MEMORY_SHARE
 from meshwright.mesh.axes import AXES, shown_sizes
 from meshwright.plan import Plan
 
@@ -74,7 +75,7 @@ class PlanTask:
     precision: Precision = "bf16"
     matmul: str = "default"
     kernels: KernelChoice = "auto"
-    memory_share: float = 0.9
+    memory_share: float = MEMORY_SHARE
 
     def replicas_batch(self, sizes: Sizes) -> int:
         """Return the samples of one replica and update; 0 if they cannot be divided."""
@@ -112,22 +113,30 @@ def all_sizes(num_devices: int, pinned: Sizes) -> Iterator[dict[str, int]]:
             yield dict(zip(AXES, (rest, *sizes), strict=True))
 
 
+def reduces_once(task: PlanTask, sizes: Sizes) -> bool:
+    """Whether gradients can wait for the last microbatch: a device needs room for whole ones."""
+    return sizes["fsdp"] == 1 or task.sharding.zero == 1
+
+
 def micro_batch_sizes(task: PlanTask, sizes: Sizes, variant: Variant) -> list[int]:
     """Return the microbatch sizes that divide the batch on this mesh, the smallest first."""
-    own, pins = task.replicas_batch(sizes), task.pins
+    own = task.replicas_batch(sizes)
     small = [size for size in range(1, math.isqrt(own) + 1) if own % size == 0]
     divisors = sorted({*small, *(own // size for size in small)})
-    return [size for size in divisors if _allowed(own // size, size, pins, sizes, variant)]
+    return [size for size in divisors if _allowed(own // size, size, task, sizes, variant)]
 
 
-def _allowed(steps: int, micro: int, pins: Pins, sizes: Sizes, variant: Variant) -> bool:
+def _allowed(steps: int, micro: int, task: PlanTask, sizes: Sizes, variant: Variant) -> bool:
     """Whether an update may have this many microbatches of this size."""
+    pins = task.pins
     if micro != (pins.micro_batch_size or micro):
         return False
     if steps != (pins.gradient_accumulation_steps or steps):
         return False
-    sync = pins.sync_gradients_every
-    if sync is not None and (steps % sync or (sizes["pipe"] > 1 and sync not in (1, steps))):
+    sync = pins.sync_gradients_every or 1
+    if steps % sync or (sizes["pipe"] > 1 and sync not in (1, steps)):
+        return False
+    if sync > 1 and not reduces_once(task, sizes):
         return False
     if sizes["pipe"] == 1:
         return True

@@ -14,6 +14,7 @@ from meshwright.config.origins import chosen_keys, trace_origins
 from meshwright.config.schema import Config
 from meshwright.errors import Setting
 from meshwright.hardware import Hardware
+from meshwright.memory_share import MEMORY_SHARE
 from meshwright.mesh.axes import AXES, INFER
 from meshwright.plan import mesh_sizes, precision, resolve_mesh
 from meshwright.planner.search.candidates import Pins, PlanTask
@@ -42,7 +43,11 @@ def set_by_user(config: Config, composed: Composed) -> set[str]:
 
 
 def config_task(
-    config: Config, decided: Collection[str], hardware: Hardware, *, memory_share: float = 0.9
+    config: Config,
+    decided: Collection[str],
+    hardware: Hardware,
+    *,
+    memory_share: float = MEMORY_SHARE,
 ) -> ConfigTask:
     """Return what to plan for a config.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from meshwright.config.batch import nearest_divisors
 from meshwright.errors import Setting, UserError
 from meshwright.hardware import Hardware
 from meshwright.mesh.axes import AXES, describe_sizes, shown_sizes
@@ -114,8 +115,18 @@ def _batch(task: PlanTask, sizes: Sizes, num_blocks: int) -> Rejection | None:
     variant = first_variants(task, sizes, num_blocks)[0]
     if micro_batch_sizes(task, sizes, variant):
         return None
-    reason = f"the {batch // replicas} samples of each replica do not allow {_asked(task, variant)}"
-    return _rejected(sizes, "batch", reason)
+    own = batch // replicas
+    reason = f"the {own} samples of each replica do not allow {_asked(task, variant)}"
+    return _rejected(sizes, "batch", reason + _dividing(task, own))
+
+
+def _dividing(task: PlanTask, own: int) -> str:
+    """Name microbatches that divide the samples of a replica, if those that are set do not."""
+    micro = task.pins.micro_batch_size
+    if micro is None or own % micro == 0:
+        return ""
+    choices = nearest_divisors(own, micro)
+    return f", but {Setting('training.micro_batch_size', *choices)}"
 
 
 def _asked(task: PlanTask, variant: Variant) -> str:
@@ -142,10 +153,11 @@ def check_pins(task: PlanTask) -> None:
     whole = set(pinned) == set(AXES)
     if count % known == 0 and (not whole or known == count):
         return
-    terms = " × ".join(f"mesh.{axis}={size}" for axis, size in pinned.items() if size > 1)
+    terms = [f"mesh.{axis}={size}" for axis, size in pinned.items() if size > 1]
+    product = f" = {known}" if len(terms) > 1 else ""
     raise UserError(
         f"the mesh does not match the {counted(count, 'device')} of {task.hardware}",
-        why=f"{terms or 'every axis of size 1'} = {known}, which "
+        why=f"{' × '.join(terms) or 'every axis has size 1'}{product}, which "
         + ("is not" if whole else "does not divide")
         + f" {count}",
         fix="leave some of these sizes out, and they are chosen",

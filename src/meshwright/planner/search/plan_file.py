@@ -14,10 +14,20 @@ from meshwright.errors import Setting, UserError, first_line
 from meshwright.mesh.axes import AXES, INFER, resolve_alias
 from meshwright.plan import MADE_FOR, Plan
 from meshwright.planner.estimate.estimate import Estimate
-from meshwright.units import human_gigabytes, human_seconds
+from meshwright.units import human_bytes, human_seconds
 
 KEY = "plan"
 """The setting that names the file."""
+
+_PLANNED = ("mesh", "sharding", "pipeline", "precision", "kernels", KEY)
+_PLANNED_OF_TRAINING = (
+    "global_batch_size",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "sync_gradients_every",
+    "mixed_precision",
+)
+"""Settings that a plan replaces: whole sections, and some of `training`."""
 
 _WHICH = "name the plan.yaml of `meshwright plan --out plan.yaml`, or of a run folder"
 
@@ -48,7 +58,7 @@ def plan_yaml(
     """
     head = (
         f"# {name} on {estimate.hardware}: {human_seconds(estimate.time.step)} per update and "
-        f"{human_gigabytes(estimate.memory.total)} per device, estimated.\n"
+        f"{human_bytes(estimate.memory.total)} per device, estimated.\n"
         "# Train with it: meshwright train … plan=THIS_FILE\n"
     )
     made_for = {"model": name, "parameters": num_parameters, "hardware": str(estimate.hardware)}
@@ -118,6 +128,17 @@ def plan_settings(plan: Plan) -> dict[str, Any]:
         if plan.num_chunks > 1:
             settings["pipeline.num_chunks"] = plan.num_chunks
     return settings
+
+
+def without_planned(words: Sequence[str]) -> list[str]:
+    """Return the settings of a command line that a plan does not replace, each key once."""
+    last = {word.partition("=")[0]: word for word in words}
+    return [word for key, word in last.items() if not _is_planned(key.lstrip("+~"))]
+
+
+def _is_planned(key: str) -> bool:
+    section, _, name = key.partition(".")
+    return section in _PLANNED or (section == "training" and name in _PLANNED_OF_TRAINING)
 
 
 def apply_plan_file(values: Mapping[str, Any], decided: Collection[str]) -> Planned:

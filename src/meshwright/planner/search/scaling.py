@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.errors import UserError
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.candidates import Pins, PlanTask, Sizes, all_sizes
-from meshwright.planner.search.search import search
+from meshwright.planner.search.search import TIE, search
 from meshwright.planner.search.smallest import smaller_or_larger
 
 MOST_POINTS = 6
@@ -69,6 +70,18 @@ def _point(
     samples = task.global_batch_size / best.time.step
     efficiency = base * first.time.step / (count * best.time.step)
     return ScalingPoint(count, best, samples, samples * estimator.tokens_per_sample, efficiency)
+
+
+def enough_devices(points: Sequence[ScalingPoint]) -> ScalingPoint | None:
+    """Return the fewest devices that are as fast as any number; None if all of them are needed.
+
+    Args:
+        points: the curve, up to all devices.
+    """
+    *fewer, whole = points
+    fastest = max(point.tokens_per_second for point in points)
+    needed = max(whole.tokens_per_second, fastest / (1 + TIE))
+    return next((point for point in fewer if point.tokens_per_second >= needed), None)
 
 
 def device_counts(total: int, per_node: int) -> list[int]:

@@ -20,6 +20,7 @@ from meshwright.planner.search.candidates import (
     first_variants,
     make_candidate,
     micro_batch_sizes,
+    reduces_once,
     schedule_choices,
 )
 from meshwright.planner.search.obstacles import Rejection, check_pins, find_obstacle, no_mesh
@@ -185,7 +186,7 @@ class _Search:
         Computing again only adds work, so only the first choice of remat is considered.
         """
         first = first_variants(self.task, sizes, self.estimator.num_blocks)[0]
-        start = self._with_few_reductions(first)
+        start = self._with_few_reductions(sizes, first)
         choices = micro_batch_sizes(self.task, sizes, start)
         best = self._fastest(sizes, start, choices, bound=True)
         micro = best.plan.batch.micro_batch_size
@@ -230,11 +231,13 @@ class _Search:
         variants = first_variants(self.task, sizes, self.estimator.num_blocks)
         own = [variant for variant in variants if variant.remat == remat]
         scheduled = [v for each in own for v in (each, *self._other_schedules(sizes, each))]
-        return list(dict.fromkeys([*scheduled, *map(self._with_few_reductions, scheduled)]))
+        seldom = [self._with_few_reductions(sizes, variant) for variant in scheduled]
+        return list(dict.fromkeys([*scheduled, *seldom]))
 
-    def _with_few_reductions(self, variant: Variant) -> Variant:
+    def _with_few_reductions(self, sizes: Sizes, variant: Variant) -> Variant:
         fixed = self.task.pins.sync_gradients_every is not None
-        return variant if fixed else replace(variant, sync_once=True)
+        seldom = not fixed and reduces_once(self.task, sizes)
+        return replace(variant, sync_once=True) if seldom else variant
 
     def _other_schedules(self, sizes: Sizes, variant: Variant) -> list[Variant]:
         choices = schedule_choices(self.task, sizes, self.estimator.num_blocks)
@@ -310,10 +313,13 @@ def complexity(estimate: Estimate) -> tuple[int, ...]:
     """Return what makes a plan less simple, the most important first."""
     plan = estimate.plan
     return (
+        plan.size("pipe") > 1,
+        plan.size("tensor") > 1,
+        len(plan.mesh),
+        plan.sharding.remat != "none",
         plan.size("pipe"),
         plan.size("tensor"),
         plan.size("fsdp"),
-        plan.sharding.remat != "none",
         plan.batch.gradient_accumulation_steps,
     )
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwright.mesh.axes import AXES, describe_sizes
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.candidates import PlanTask, Sizes
 from meshwright.planner.search.search import TIE, SearchResult, search
-from meshwright.units import human_gigabytes, human_seconds
+from meshwright.units import human_bytes, human_seconds
 
 FACTORS = (1.5, 2.0, 4.0)
 NEAREST = 6
@@ -24,17 +25,30 @@ class WhatIf:
     Attributes:
         change: what is changed, in words.
         before: the recommended plan.
-        after: the recommended plan with the change; None if it stays the same mesh.
-        fits: whether there is a plan that fits.
+        found: the recommended plan with the change; None if nothing fits.
     """
 
     change: str
     before: Estimate
-    after: Estimate | None
-    fits: bool = True
+    found: Estimate | None
+
+    @property
+    def after(self) -> Estimate | None:
+        """The recommended plan with the change, if it has another mesh."""
+        same = self.found is None or self.found.plan.mesh == self.before.plan.mesh
+        return None if same else self.found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values: the mesh if it is another one, and what its plan needs."""
+        return {
+            "change": self.change,
+            "mesh": self.after.plan.mesh if self.after else None,
+            "step_time": self.found.time.step if self.found else None,
+            "memory": self.found.memory.total if self.found else None,
+        }
 
     def __str__(self) -> str:
-        if not self.fits:
+        if self.found is None:
             return f"{self.change}: no plan fits"
         if self.after is None:
             return f"{self.change}: still {describe_sizes(self.before.plan.mesh)}"
@@ -55,16 +69,15 @@ Changes = list[tuple[str, PlanTask]]
 
 def _nearest(estimator: Estimator, result: SearchResult, changes: Changes) -> WhatIf:
     """Try the largest change first: if it changes nothing, smaller ones do not either."""
-    before = result.best
-    farthest, task = changes[-1]
-    after = _decision(estimator, result, task)
-    if after is None or after.plan.mesh == before.plan.mesh:
-        return WhatIf(farthest, before, None, fits=after is not None)
-    for change, task in changes[:-1]:
-        found = _decision(estimator, result, task)
-        if found is not None and found.plan.mesh != before.plan.mesh:
-            return WhatIf(change, before, found)
-    return WhatIf(farthest, before, after)
+    *nearer, (change, task) = changes
+    farthest = WhatIf(change, result.best, _decision(estimator, result, task))
+    if farthest.after is None:
+        return farthest
+    for change, task in nearer:
+        found = WhatIf(change, result.best, _decision(estimator, result, task))
+        if found.after is not None:
+            return found
+    return farthest
 
 
 def _decision(estimator: Estimator, result: SearchResult, task: PlanTask) -> Estimate | None:
@@ -95,7 +108,7 @@ def _memory(task: PlanTask) -> Changes:
     chip = task.hardware.chip
     return [
         (
-            f"{human_gigabytes(factor * chip.hbm_gb_per_device * 1e9)} of memory per device",
+            f"{human_bytes(factor * chip.hbm_gb_per_device * 1e9)} of memory per device",
             _with_chip(task, hbm_gb=factor * chip.hbm_gb),
         )
         for factor in FACTORS

@@ -21,11 +21,11 @@ function count(value) {
 
 function bytes(value) {
   if (!isNumber(value)) return "–";
-  for (const unit of ["B", "KiB", "MiB", "GiB"]) {
-    if (Math.abs(value) < 1024) return `${unit === "B" ? Math.round(value) : Number(value.toFixed(1))} ${unit}`;
-    value /= 1024;
+  for (const unit of ["B", "kB", "MB", "GB"]) {
+    if (Math.abs(value) < 1000) return `${unit === "B" ? Math.round(value) : Number(value.toFixed(1))} ${unit}`;
+    value /= 1000;
   }
-  return `${Number(value.toFixed(1))} TiB`;
+  return `${Number(value.toFixed(1))} TB`;
 }
 
 function seconds(value) {
