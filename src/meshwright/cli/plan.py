@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.text import Text
@@ -36,12 +37,13 @@ from meshwright.planner.guidance.plan_report import (
     report_json,
 )
 from meshwright.planner.guidance.plan_text import report_text
-from meshwright.planner.rehearse.prove import ProvedPlan, cpu_note, proof_table, prove
 from meshwright.planner.search.candidates import PlanTask
 from meshwright.planner.search.config_task import config_task, set_by_user
 from meshwright.planner.search.plan_file import KEY, plan_yaml, without_planned
 from meshwright.recipe import find_data, make_task, training_duration
-from meshwright.report.plan_page import plan_page
+
+if TYPE_CHECKING:
+    from meshwright.planner.rehearse.prove import ProvedPlan
 
 COMPARABLE = ("mesh", "sharding", "pipeline", "training", "precision", "hardware", "kernels")
 """Settings that two plans for the same model may differ in."""
@@ -77,6 +79,8 @@ def run(request: Request) -> int:
     _write_files(request, report)
     found, text = report_json(report), report_text(report)
     if arguments.has("--prove"):
+        from meshwright.planner.rehearse.prove import proof_table
+
         proved, note = _prove(estimator, report, arguments.overrides)
         found["proof"] = [each.to_json() for each in proved]
         found["remarks"] += [note] if note else []
@@ -94,6 +98,8 @@ def _prove(
     They are compiled for their hardware if there is a compiler for it here, else for CPUs, for
     which they are then predicted as well.
     """
+    from meshwright.planner.rehearse.prove import cpu_note, prove
+
     ranked = list(report.result.plans)
     if all(can_compile_for(each.hardware) for each in ranked):
         return prove(ranked, overrides), ""
@@ -202,6 +208,8 @@ def _compared(arguments: Arguments, task: PlanTask) -> PlanTask | None:
 def _write_files(request: Request, report: PlanReport) -> None:
     flags = request.arguments.flags
     if "--html" in flags:
+        from meshwright.report.plan_page import plan_page
+
         write_file(Path(flags["--html"]), plan_page(report))
     if "--out" in flags:
         words = describing(request.arguments.overrides)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.pipeline.execute.buffers import ABSENT, allocate_slots
+from meshwright.pipeline.execute.buffers import ABSENT, allocate_slots, count_slots
 from meshwright.pipeline.schedule.schedules import get_schedule
 
 
@@ -58,3 +58,17 @@ def test_kept_slots_do_not_grow_with_microbatches():
         for microbatches in (16, 64):
             slots = allocate_slots(get_schedule(name).table(microbatches, 4))
             assert slots.num_saved == kept
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_h1"])
+@pytest.mark.parametrize("size", [(2, 2), (8, 2), (8, 4), (12, 4)])
+def test_slots_are_counted_without_being_assigned(name, size):
+    table = get_schedule(name).table(*size)
+    slots, needed = allocate_slots(table), count_slots(table)
+    for count in ("num_activations", "num_gradients", "num_saved", "num_cuts"):
+        assert getattr(needed, count) == getattr(slots, count)
+    for ticks, arrivals in (
+        (needed.activation_ticks, slots.activation_in),
+        (needed.gradient_ticks, slots.gradient_in),
+    ):
+        assert ticks == sum(any(slot != ABSENT for slot in row) for row in arrivals)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from meshwright.pipeline.schedule.operations import Kind, Op
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.pipeline.schedule.operations import Kind
 from meshwright.pipeline.schedule.ticks import TickTable
 
 ABSENT = -1
 """The entry of a column where a stage has no such operation in a tick."""
 
-Grid = list[list[int]]
+Grid = NDArray[np.int64]
 """One number per tick and stage."""
+
+_PerPass = NDArray[np.int64]
+"""One number per microbatch and virtual stage."""
 
 
 @dataclass(frozen=True)
@@ -65,130 +71,171 @@ class Slots:
     num_cuts: int
 
 
+@dataclass(frozen=True)
+class SlotsNeeded:
+    """How many slots a tick table needs, and how often something arrives.
+
+    Attributes:
+        num_activations: slots for activations that arrived.
+        num_gradients: slots for gradients that arrived.
+        num_saved: slots for values that forward saves for backward.
+        num_cuts: slots for values that input gradients save for weight gradients.
+        activation_ticks: ticks before which an activation arrives at any stage.
+        gradient_ticks: ticks before which a gradient arrives at any stage.
+    """
+
+    num_activations: int
+    num_gradients: int
+    num_saved: int
+    num_cuts: int
+    activation_ticks: int
+    gradient_ticks: int
+
+
 def allocate_slots(table: TickTable) -> Slots:
     """Assign a slot to every value that outlives its tick, reusing slots once they are free."""
     return _Allocation(table).slots()
+
+
+def count_slots(table: TickTable) -> SlotsNeeded:
+    """Return how many slots `allocate_slots` would assign, without assigning them."""
+    return _Allocation(table).needed()
+
+
+class _Lives(NamedTuple):
+    """The first and the last tick in which the value that each pass reads exists; or ABSENT."""
+
+    first: _PerPass
+    last: _PerPass
+
+    @property
+    def exist(self) -> NDArray[np.bool_]:
+        return self.first != ABSENT
 
 
 class _Allocation:
     """Computes the lifetime and the slot of each value."""
 
     def __init__(self, table: TickTable) -> None:
-        self.table = table
-        self.shape = table.shape
-        self.at = {(stage, op): tick for tick, stage, op in table.placed()}
+        self.shape, self.num_ticks = table.shape, len(table.ticks)
+        self.at = _ticks_of_passes(table)
+        backward, inputs = self.at[Kind.BACKWARD], self.at[Kind.INPUT_GRAD]
+        self.back = np.maximum(backward, inputs)
+        self.stage = np.arange(self.shape.num_virtual) % self.shape.num_stages
 
     def slots(self) -> Slots:
-        activations, gradients, own, saved, cuts = self.lifetimes()
-        packed = [
-            _pack(lives, self.shape.num_stages)
-            for lives in (activations, gradients | own, saved, cuts)
-        ]
-        (in_slot, num_in), (ct_slot, num_ct), (saved_slot, num_saved), (cut_slot, num_cuts) = packed
-        reads = in_slot | ct_slot
-        columns = [
-            self.columns(kinds, reads, saved_slot, cut_slot)
-            for kinds in (
-                (Kind.FORWARD,),
-                (Kind.BACKWARD, Kind.INPUT_GRAD),
-                (Kind.WEIGHT_GRAD,),
-            )
-        ]
+        activations, gradients, own = self.activations(), self.gradients(), self.own_gradients()
+        in_slot, num_in = self.pack(activations)
+        ct_slot, num_ct = self.pack(_either(gradients, own))
+        saved_slot, num_saved = self.pack(self.saved())
+        cut_slot, num_cuts = self.pack(self.cuts())
+        none = np.full_like(self.back, ABSENT)
         return Slots(
-            *columns,
-            activation_in=self.arrivals(activations, in_slot),
-            gradient_in=self.arrivals(gradients, ct_slot),
-            gradient_own=self.arrivals(own, ct_slot),
+            forward=self.columns(self.at[Kind.FORWARD], in_slot, saved_slot, cut_slot),
+            backward=self.columns(self.back, ct_slot, saved_slot, cut_slot),
+            weight=self.columns(self.at[Kind.WEIGHT_GRAD], none, saved_slot, cut_slot),
+            activation_in=self.grid(activations.first, in_slot),
+            gradient_in=self.grid(gradients.first, ct_slot),
+            gradient_own=self.grid(own.first, ct_slot),
             num_activations=num_in,
             num_gradients=num_ct,
             num_saved=num_saved,
             num_cuts=num_cuts,
         )
 
-    def lifetimes(self) -> tuple[_Lives, _Lives, _Lives, _Lives, _Lives]:
-        """Return (first, last) tick of every value, under the stage and operation that reads it."""
-        activations, gradients, own, saved, cuts = _Lives(), _Lives(), _Lives(), _Lives(), _Lives()
-        last_virtual = self.shape.num_virtual - 1
-        for (stage, op), tick in self.at.items():
-            at = self.shape.virtual(op, stage)
-            if op.kind is Kind.FORWARD:
-                if at > 0:
-                    activations[stage, op] = (self.tick_of(op, at - 1, Kind.FORWARD) + 1, tick)
-                release = max(
-                    self.at[stage, other]
-                    for other in self.same_piece(op, stage)
-                    if other.kind is not Kind.FORWARD
-                )
-                saved[stage, op] = (tick, release)
-            elif op.hands_back and at == last_virtual:
-                own[stage, op] = (self.tick_of(op, at, Kind.FORWARD), tick)
-            elif op.hands_back:
-                gradients[stage, op] = (self.back_of(op, at + 1) + 1, tick)
-            else:
-                begin = Op(Kind.INPUT_GRAD, op.microbatch, op.chunk)
-                cuts[stage, op] = (self.at[stage, begin], tick)
-        return activations, gradients, own, saved, cuts
+    def needed(self) -> SlotsNeeded:
+        activations, gradients = self.activations(), self.gradients()
+        return SlotsNeeded(
+            num_activations=self.most(activations),
+            num_gradients=self.most(_either(gradients, self.own_gradients())),
+            num_saved=self.most(self.saved()),
+            num_cuts=self.most(self.cuts()),
+            activation_ticks=len(np.unique(activations.first[activations.exist])),
+            gradient_ticks=len(np.unique(gradients.first[gradients.exist])),
+        )
 
-    def same_piece(self, op: Op, stage: int) -> list[Op]:
-        """Return a stage's operations on the same microbatch and chunk."""
-        every = (Op(kind, op.microbatch, op.chunk) for kind in Kind)
-        return [other for other in every if (stage, other) in self.at]
+    def activations(self) -> _Lives:
+        """Return the lives of what the virtual stage before sends; the first has none before it."""
+        forward = self.at[Kind.FORWARD]
+        lives = self.no_lives()
+        lives.first[:, 1:], lives.last[:, 1:] = forward[:, :-1] + 1, forward[:, 1:]
+        return lives
 
-    def tick_of(self, op: Op, virtual: int, kind: Kind) -> int:
-        chunk, stage = divmod(virtual, self.shape.num_stages)
-        return self.at[stage, Op(kind, op.microbatch, chunk)]
+    def gradients(self) -> _Lives:
+        """Return the lives of what the virtual stage after sends back; the last has none after."""
+        lives = self.no_lives()
+        lives.first[:, :-1], lives.last[:, :-1] = self.back[:, 1:] + 1, self.back[:, :-1]
+        return lives
 
-    def back_of(self, op: Op, virtual: int) -> int:
-        chunk, stage = divmod(virtual, self.shape.num_stages)
-        split = (stage, Op(Kind.INPUT_GRAD, op.microbatch, chunk)) in self.at
-        return self.tick_of(op, virtual, Kind.INPUT_GRAD if split else Kind.BACKWARD)
+    def own_gradients(self) -> _Lives:
+        """Return the lives of the gradients of the loss, which the last virtual stage computes."""
+        lives = self.no_lives()
+        lives.first[:, -1], lives.last[:, -1] = self.at[Kind.FORWARD][:, -1], self.back[:, -1]
+        return lives
 
-    def grid(self) -> Grid:
-        return [[ABSENT] * self.shape.num_stages for _ in self.table.ticks]
+    def saved(self) -> _Lives:
+        """Return the lives of what forward saves, until no gradient needs it."""
+        return _Lives(self.at[Kind.FORWARD], np.maximum(self.back, self.at[Kind.WEIGHT_GRAD]))
 
-    def arrivals(self, lives: _Lives, slots: dict[tuple[int, Op], int]) -> Grid:
-        grid = self.grid()
-        for (stage, op), (first, _) in lives.items():
-            grid[first][stage] = slots[stage, op]
+    def cuts(self) -> _Lives:
+        """Return the lives of what input gradients save for weight gradients."""
+        return _Lives(self.at[Kind.INPUT_GRAD], self.at[Kind.WEIGHT_GRAD])
+
+    def no_lives(self) -> _Lives:
+        return _Lives(np.full_like(self.back, ABSENT), np.full_like(self.back, ABSENT))
+
+    def most(self, lives: _Lives) -> int:
+        """Return how many values a stage has at a time at most, which is how many slots it needs.
+
+        A slot is free from the tick after the last one of its value.
+        """
+        changes = np.zeros((self.shape.num_stages, self.num_ticks + 1), int)
+        _, virtual = np.nonzero(lives.exist)
+        np.add.at(changes, (self.stage[virtual], lives.first[lives.exist]), 1)
+        np.add.at(changes, (self.stage[virtual], lives.last[lives.exist] + 1), -1)
+        return int(changes.cumsum(axis=1).max())
+
+    def pack(self, lives: _Lives) -> tuple[_PerPass, int]:
+        """Return a slot for each value such that no two that exist at the same time share one."""
+        slots = np.full_like(lives.first, ABSENT)
+        most = 0
+        for stage in range(self.shape.num_stages):
+            free_from: list[int] = []
+            own = np.nonzero(lives.exist & (self.stage == stage))
+            lists = (each.tolist() for each in (lives.first[own], lives.last[own], *own))
+            of_stage = sorted(zip(*lists, strict=True))
+            for first, last, microbatch, virtual in of_stage:
+                slot = next((n for n, tick in enumerate(free_from) if tick < first), len(free_from))
+                free_from[slot : slot + 1] = [last]
+                slots[microbatch, virtual] = slot
+            most = max(most, len(free_from))
+        return slots, most
+
+    def grid(self, ticks: _PerPass, values: _PerPass) -> Grid:
+        """Return values by the tick in which they are used, and by stage."""
+        grid = np.full((self.num_ticks, self.shape.num_stages), ABSENT)
+        used = ticks != ABSENT
+        grid[ticks[used], np.broadcast_to(self.stage, ticks.shape)[used]] = values[used]
         return grid
 
-    def columns(
-        self,
-        kinds: Sequence[Kind],
-        reads: dict[tuple[int, Op], int],
-        saved: dict[tuple[int, Op], int],
-        cut: dict[tuple[int, Op], int],
-    ) -> Columns:
-        columns = Columns(*(self.grid() for _ in range(5)))
-        for (stage, op), tick in self.at.items():
-            if op.kind not in kinds:
-                continue
-            forward = Op(Kind.FORWARD, op.microbatch, op.chunk)
-            weight = Op(Kind.WEIGHT_GRAD, op.microbatch, op.chunk)
-            columns.microbatch[tick][stage] = op.microbatch
-            columns.chunk[tick][stage] = op.chunk
-            columns.reads[tick][stage] = reads.get((stage, op), ABSENT)
-            columns.saved[tick][stage] = saved[stage, forward]
-            columns.cut[tick][stage] = cut.get((stage, weight), ABSENT)
-        return columns
+    def columns(self, ticks: _PerPass, *slots: _PerPass) -> Columns:
+        microbatch = np.broadcast_to(np.arange(len(ticks))[:, None], ticks.shape)
+        chunk = np.arange(self.shape.num_virtual) // self.shape.num_stages
+        values = (microbatch, np.broadcast_to(chunk, ticks.shape), *slots)
+        return Columns(*(self.grid(ticks, each) for each in values))
 
 
-class _Lives(dict[tuple[int, Op], tuple[int, int]]):
-    """From (stage, reading operation) to the first and last tick a value exists in."""
+def _ticks_of_passes(table: TickTable) -> dict[Kind, _PerPass]:
+    """Return for each kind the tick in which each pass runs, or ABSENT."""
+    shape = table.shape
+    lists: Any = {
+        kind: [[ABSENT] * shape.num_virtual for _ in range(shape.num_microbatches)] for kind in Kind
+    }
+    for tick, stage, op in table.placed():
+        lists[op.kind][op.microbatch][shape.virtual(op, stage)] = tick
+    return {kind: np.array(each) for kind, each in lists.items()}
 
 
-def _pack(
-    lives: dict[tuple[int, Op], tuple[int, int]], num_stages: int
-) -> tuple[dict[tuple[int, Op], int], int]:
-    """Return a slot for each value such that no two that exist at the same time share one."""
-    slots: dict[tuple[int, Op], int] = {}
-    most = 0
-    for stage in range(num_stages):
-        free_from: list[int] = []
-        of_stage = [(life, key) for key, life in lives.items() if key[0] == stage]
-        for (first, last), key in sorted(of_stage, key=lambda pair: pair[0]):
-            slot = next((n for n, tick in enumerate(free_from) if tick < first), len(free_from))
-            free_from[slot : slot + 1] = [last]
-            slots[key] = slot
-        most = max(most, len(free_from))
-    return slots, most
+def _either(one: _Lives, other: _Lives) -> _Lives:
+    """Return the lives of values of which each pass has one or the other."""
+    return _Lives(*(np.maximum(*pair) for pair in zip(one, other, strict=True)))

@@ -161,9 +161,8 @@ def _later(row: TickRow, by: int) -> TickRow:
 
 def _any_next(arrivals: Grid) -> Flags:
     """Return for each tick whether anything arrives before the next one."""
-    arrives = [any(slot != ABSENT for slot in row) for row in arrivals]
-    return np.array([*arrives[1:], False])
+    return np.append((arrivals != ABSENT).any(axis=1)[1:], False)
 
 
 def _grid(values: Grid) -> Numbers:
-    return np.array(values, np.int32)
+    return values.astype(np.int32)

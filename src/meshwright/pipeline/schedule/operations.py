@@ -26,6 +26,9 @@ class Kind(Enum):
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
 
+    # Members are single objects; hashing their names would take most of the time of a table.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True)
 class Op:
@@ -65,6 +68,8 @@ class Result(Enum):
 
     OUTPUT = "output"
     INPUT_GRADIENT = "input gradient"
+
+    __hash__ = object.__hash__
 
 
 class Event(NamedTuple):

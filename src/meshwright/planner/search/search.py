@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 from meshwright.activity import activity
 from meshwright.config.schema import Remat
@@ -37,6 +38,9 @@ BOUND_SLACK = 0.98
 _Key = tuple[tuple[int, ...], Variant, int, bool]
 """The sizes of a mesh, its settings, samples per microbatch, and whether it is a bound."""
 
+_Bounds = list[tuple[Estimate, Sizes]]
+"""Meshes, each with a plan that is hardly ever slower than its best one."""
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -46,12 +50,18 @@ class SearchResult:
         task: what was planned.
         plans: the best plan of each of the fastest meshes that fit, the recommended one first and
             the others by step time; empty if nothing fits.
-        rejected: every other mesh, with the reason.
+        find_rejected: says why each other mesh is not among them, when that is asked for: of many
+            searches only the plans count.
     """
 
     task: PlanTask
     plans: list[Estimate]
-    rejected: list[Rejection]
+    find_rejected: Callable[[], list[Rejection]] = field(repr=False)
+
+    @cached_property
+    def rejected(self) -> list[Rejection]:
+        """Every other mesh, with the reason."""
+        return self.find_rejected()
 
     @property
     def best(self) -> Estimate:
@@ -88,47 +98,57 @@ class _Search:
     known: dict[_Key, Estimate] = field(default_factory=dict[_Key, Estimate])
 
     def run(self, meshes: Iterable[Sizes] | None) -> SearchResult:
-        task, rejected = self.task, list[Rejection]()
+        task, obstacles = self.task, list[Rejection]()
         usable = list[Sizes]()
         for sizes in meshes or all_sizes(task.hardware.count, task.pins.mesh):
             obstacle = find_obstacle(self.estimator, task, sizes)
             if obstacle is None:
                 usable.append(sizes)
             else:
-                rejected.append(obstacle)
+                obstacles.append(obstacle)
         if not usable:
-            raise no_mesh(task, rejected)
+            raise no_mesh(task, obstacles)
         bounds = [(self._bound(sizes), sizes) for sizes in usable]
-        fitting = [
-            (bound, sizes)
-            for bound, sizes in bounds
-            if self._fits(bound) or not self._reject_large(sizes, rejected)
-        ]
-        found, slower = self._ranked(fitting)
+        found, slower = self._ranked(bounds)
         plans = rank([self._unrolled(each) for each in found])
-        if not plans:
-            rejected += [self._too_large(each) for each, _ in slower]
-            return SearchResult(task, [], rejected)
-        alike = [(each, False) for each in plans[self.top :]]
-        alike += [(self._as_unrolled(each, found, plans), bound) for each, bound in slower]
-        rejected += [_slower(each, task, plans[0], at_least=bound) for each, bound in alike]
+        rejected = partial(self._rejected, obstacles, bounds, found, plans, slower)
         return SearchResult(task, plans[: self.top], rejected)
+
+    def _rejected(
+        self,
+        obstacles: list[Rejection],
+        bounds: _Bounds,
+        found: list[Estimate],
+        plans: list[Estimate],
+        slower: list[tuple[Estimate, bool]],
+    ) -> list[Rejection]:
+        """Return why meshes are not ranked: they cannot be used, do not fit, or are slower."""
+        large = {
+            id(bound): self._least(sizes) for bound, sizes in bounds if self._large(bound, sizes)
+        }
+        rejected = [*obstacles, *map(self._too_large, large.values())]
+        others = [(each, bound) for each, bound in slower if id(each) not in large]
+        if not plans:
+            return rejected + [self._too_large(each) for each, _ in others]
+        alike = [(each, False) for each in plans[self.top :]]
+        alike += [(self._as_unrolled(each, found, plans), bound) for each, bound in others]
+        return rejected + [_slower(each, self.task, plans[0], at_least=b) for each, b in alike]
 
     def _too_large(self, estimate: Estimate) -> Rejection:
         reason = too_large(estimate, self.task.memory_share)
         return Rejection(dict(estimate.plan.mesh), "memory", reason, estimate)
 
-    def _reject_large(self, sizes: Sizes, rejected: list[Rejection]) -> bool:
-        """Reject a mesh that does not fit even with the settings that need least memory."""
+    def _large(self, bound: Estimate, sizes: Sizes) -> bool:
+        """Whether a mesh does not fit, even with the settings that need least memory."""
+        return not self._fits(bound) and not self._fits(self._least(sizes))
+
+    def _least(self, sizes: Sizes) -> Estimate:
+        """Return the plan of a mesh that needs least memory."""
         leanest = first_variants(self.task, sizes, self.estimator.num_blocks)[-1]
         choices = micro_batch_sizes(self.task, sizes, leanest)
         # One sample at a time, or all at once, which needs no sums of gradients.
         ends = [self._estimate(sizes, leanest, micro) for micro in {choices[0], choices[-1]}]
-        smallest = min(ends, key=lambda estimate: estimate.memory.total)
-        if self._fits(smallest):
-            return False
-        rejected.append(self._too_large(smallest))
-        return True
+        return min(ends, key=lambda estimate: estimate.memory.total)
 
     def _unrolled(self, scanned: Estimate) -> Estimate:
         """Return a plan whose blocks run one by one, if that fits and is as fast."""
@@ -155,23 +175,21 @@ class _Search:
         share = best.time.compute / scanned.time.compute
         return replace(other, time=replace(other.time, compute=share * other.time.compute))
 
-    def _ranked(
-        self, bounds: list[tuple[Estimate, Sizes]]
-    ) -> tuple[list[Estimate], list[tuple[Estimate, bool]]]:
+    def _ranked(self, bounds: _Bounds) -> tuple[list[Estimate], list[tuple[Estimate, bool]]]:
         """Return the best plans, and the estimates of slower ones: exact, or a bound of the mesh.
 
         Meshes are searched in the order of a lower bound of their time, until no other mesh can be
-        among the best.
+        among the best. Whether the others would fit is not looked at.
         """
-        bounds.sort(key=lambda item: item[0].time.step)
         found, slower = list[Estimate](), list[tuple[Estimate, bool]]()
-        for bound, sizes in bounds:
+        for bound, sizes in sorted(bounds, key=lambda item: item[0].time.step):
             times = sorted(each.time.step for each in found)
             # A simpler mesh that ties with the best is looked for beyond the number to rank.
             full = len(found) >= self.top
             limit = max(times[self.top - 1], times[0] * (1 + TIE)) if full else math.inf
             self.tell(f"{len(self.known):,} estimated")
             hopeful = bound.time.step * BOUND_SLACK <= limit
+            hopeful = hopeful and not self._large(bound, sizes)
             best = self._best(sizes, bound, limit) if hopeful else None
             if best is None:
                 slower.append((bound, True))

@@ -47,17 +47,17 @@ class SizeTable:
         self._whole = np.array([array.nbytes for array in arrays], float)
         stored: list[Form] = ["stored"] * len(arrays)
         groups: dict[tuple[object, ...], int] = {}
-        self._first: list[tuple[Array, Form]] = []
+        self._first: list[tuple[Array, Form, int]] = []
         self._group = np.zeros(len(arrays), int)
         for number, (array, form) in enumerate(zip(arrays, forms or stored, strict=True)):
             group = groups.setdefault(_alike(array, form), len(groups))
             self._group[number] = group
             if group == len(self._first):
-                self._first.append((array, form))
+                self._first.append((array, form, array.nbytes))
 
     def shares(self, sizes: Sizes) -> np.ndarray:
         """Return the part of each array that a device has."""
-        found = [_share(array, form, sizes) for array, form in self._first]
+        found = [_share(array, form, whole, sizes) for array, form, whole in self._first]
         return np.array(found, float)[self._group]
 
     def nbytes(self, sizes: Sizes) -> np.ndarray:
@@ -70,11 +70,12 @@ def _alike(array: Array, form: Form) -> tuple[object, ...]:
     return form, array.classes, array.leaf, array.of_row, array.gradient, array.nbytes > 0
 
 
-def _share(array: Array, form: Form, sizes: Sizes) -> float:
-    if not array.nbytes:
+def _share(array: Array, form: Form, whole: int, sizes: Sizes) -> float:
+    """Return the part of an array of ``whole`` bytes that a device has."""
+    if not whole:
         return 0.0
     if form == "copied":
-        return sizes.of_copy(array) / array.nbytes
+        return sizes.of_copy(array) / whole
     if form == "rearranged":
-        return sizes.of_rearranged(array) / array.nbytes
-    return sizes.of(array) / array.nbytes
+        return sizes.of_rearranged(array) / whole
+    return sizes.of(array) / whole

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from meshwright.pipeline.execute.buffers import ABSENT, allocate_slots
+from meshwright.pipeline.execute import buffers
 from meshwright.pipeline.execute.least_saved import least_saved
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.planner.workload.array_operations import Array
@@ -77,7 +77,7 @@ def nbytes_of(arrays: Sequence[Array], sizes: DeviceSizes) -> float:
 def count_slots(schedule: str, num_chunks: int, microbatches: int, stages: int) -> SlotCounts:
     """Return what the stages of a schedule keep and send."""
     # More microbatches than this repeat the same pattern and need no further slots.
-    shown = microbatches if schedule == "gpipe" else min(microbatches, 4 * stages)
+    shown = microbatches if schedule == "gpipe" else min(microbatches, 2 * stages)
     found = _count_slots(schedule, num_chunks, shown, stages)
     if shown == microbatches:
         return found
@@ -89,16 +89,13 @@ def count_slots(schedule: str, num_chunks: int, microbatches: int, stages: int) 
 
 @lru_cache(maxsize=4096)
 def _count_slots(schedule: str, num_chunks: int, microbatches: int, stages: int) -> SlotCounts:
-    slots = allocate_slots(get_schedule(schedule, num_chunks).table(microbatches, stages))
-    carried = slots.num_activations + slots.num_gradients
-    sent = [
-        sum(any(slot != ABSENT for slot in row) for row in way)
-        for way in (slots.activation_in, slots.gradient_in)
-    ]
+    needed = buffers.count_slots(get_schedule(schedule, num_chunks).table(microbatches, stages))
+    carried = needed.num_activations + needed.num_gradients
+    sent = needed.activation_ticks, needed.gradient_ticks
     # The first of two stages only sends activations, and the other one gradients.
     one_way = stages == 2 and num_chunks == 1
     messages = max(sent) if one_way else sum(sent)
-    return SlotCounts(slots.num_saved, carried, slots.num_cuts, messages)
+    return SlotCounts(needed.num_saved, carried, needed.num_cuts, messages)
 
 
 @lru_cache(maxsize=4096)

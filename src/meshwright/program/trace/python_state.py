@@ -67,6 +67,8 @@ class PythonState:
 
 def apply_changes(model: Any, changes: list[Change]) -> None:
     """Set the attributes of a model as a call has left them."""
+    if not changes:
+        return
     modules = {tuple(path): module for path, module in nnx.iter_modules(model)}
     for change in changes:
         current = getattr(modules[change.path], change.name, None)
