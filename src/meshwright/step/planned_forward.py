@@ -45,8 +45,6 @@ def kernel_search(plan: Plan, mesh: Mesh) -> KernelSearch:
     return KernelSearch(
         plan.kernels,
         platform=mesh.devices.flat[0].platform,
-        # The gradient of a weight is not saved from one tick of a pipeline to another.
-        fused_loss=plan.size("pipe") == 1,
         # Where tensor divides products, joined rows would keep the compiler from adding the
         # gradients of query, key and value before it reduces them.
         rows=plan.size("tensor") == 1,

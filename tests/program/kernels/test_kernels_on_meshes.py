@@ -8,7 +8,10 @@ from program.kernels.kernel_runs import assert_equal, differentiate
 from quick import quick_compilation
 
 import meshwright as mw
+from meshwright.config.batch import solve_batch
 from meshwright.models import build_model
+from meshwright.plan import Plan
+from meshwright.step.assemble import assemble
 from meshwright.tasks.language_modeling import LanguageModeling
 
 __all__ = ["quick_compilation"]
@@ -122,3 +125,16 @@ def test_a_table_that_is_looked_up_too_is_reduced_once():
         for kernels in ("xla", "none")
     )
     assert found.axes["data"].sent_bytes <= plain.axes["data"].sent_bytes
+
+
+def test_the_last_stage_computes_logits_once():
+    """It takes the gradients of the loss in the same tick, together with the loss."""
+    batch = solve_batch(replicas=2, micro_batch_size=2, gradient_accumulation_steps=4)
+    stages = {"schedule": "1f1b", "num_microbatches": 4}
+    plan = Plan(mesh={"pipe": 2, "data": 2}, batch=batch, kernels="xla", **stages)
+    samples = TASK.synthetic_batch(0, batch.global_batch_size)
+    devices = jax.devices()[:4]
+    assembled = assemble(build, TASK.loss, optax.sgd(0.1), plan, samples, devices=devices)
+    text = assembled.step.lower(assembled.put_batch(samples)).as_text()
+    products = [line.rpartition("->")[2] for line in text.splitlines() if "dot_general" in line]
+    assert sum(f"x{TASK.vocab_size}x" in result for result in products) == 1

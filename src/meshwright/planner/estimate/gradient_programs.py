@@ -66,13 +66,12 @@ def variant_of(plan: Plan, hardware: Hardware) -> Variant:
         rows=plan.size("tensor") == 1 or sharding.remat in ("dots", "full"),
         kernels=plan.kernels,
         platform=PLATFORMS[hardware.chip.platform],
-        staged=plan.size("pipe") > 1,
     )
 
 
 def least_work(variant: Variant) -> Variant:
     """Return the variant that does least, with the same remat.
 
-    A mesh only adds to it: weights are gathered, products are divided, stages hold logits whole.
+    A mesh only adds to it: weights are gathered, products are divided, stages wait.
     """
-    return variant._replace(gathers=False, rows=True, staged=False)
+    return variant._replace(gathers=False, rows=True)

@@ -41,7 +41,6 @@ class Variant(NamedTuple):
         rows: whether products may join all dims of activations but their features.
         kernels: what evaluates known parts.
         platform: the platform it will run on.
-        staged: whether it runs in pipeline stages.
     """
 
     remat: str
@@ -49,7 +48,6 @@ class Variant(NamedTuple):
     rows: bool
     kernels: KernelChoice
     platform: str
-    staged: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,6 @@ def trace_gradients(
     search = KernelSearch(
         variant.kernels,
         platform=variant.platform,
-        fused_loss=not variant.staged,
         rows=variant.rows,
         planned=True,
     )

@@ -69,14 +69,12 @@ class KernelSearch:
     Attributes:
         choice: kernels of the platform, their forms for any device, or none.
         platform: the platform it runs on.
-        fused_loss: whether the gradients of the last projection may be computed with the loss.
         rows: whether products may join all dims of activations but their features.
         planned: whether the program is only traced, for a plan on devices that are not present.
     """
 
     choice: KernelChoice
     platform: str
-    fused_loss: bool = True
     rows: bool = True
     planned: bool = False
 
@@ -117,7 +115,7 @@ class _Finder:
     def __init__(self, layout: LayoutOf, search: KernelSearch) -> None:
         self.layout = layout
         self.choice, self.platform = search.choice, search.platform
-        self.fused_loss, self.planned = search.fused_loss, search.planned
+        self.planned = search.planned
         self.regions: list[Region] = []
         self.uses: list[Substitution] = []
         self.dead: set[Var] = set()
@@ -198,7 +196,7 @@ class _Finder:
         others = (*match.whole, *match.by_row)
         inputs = (match.hidden, match.kernel, *others)
         trained = frozenset(v for v in others if is_differentiable(frame, v))
-        fused = self.fused_loss and is_fused(match, graded)
+        fused = is_fused(match, graded)
         layout = self.layout(frame, match.hidden)
         return Region(
             "loss",
