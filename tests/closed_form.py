@@ -34,6 +34,10 @@ class ClosedForm:
         return frozenset(size for size in range(1, 65) if self.heads % size == 0)
 
     @property
+    def keeps_statistics(self) -> bool:
+        return False
+
+    @property
     def tokens_per_sample(self) -> int:
         return self.tokens
 

@@ -177,6 +177,25 @@ def test_what_stages_send_is_the_minimum_of_the_ledger(estimator, schedule, stag
     assert traffic["pipe"].sent_bytes == pytest.approx(max(sent), rel=1e-3)
 
 
+@pytest.mark.parametrize("other", ["fsdp", "tensor"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_what_stages_send_depends_on_what_other_axes_divide(estimator, stages, other):
+    plan = make_plan({"pipe": stages, other: 2}, rows=1, microbatches=8)
+    assembled = assembled_for(plan)
+    counts = count_operations(get_schedule("1f1b"), 8, stages)
+    by_stage = list(needed_by_stage(assembled, assembled.step.pipeline, counts))
+    traffic = estimator.estimate(plan, on(plan)).time.traffic
+
+    def most_sent(axis):
+        return max(sum(need.sent_bytes for need in own if need.axis == axis) for own in by_stage)
+
+    assert traffic["pipe"].sent_bytes == pytest.approx(most_sent("pipe"), rel=0.01)
+    if other == "tensor":
+        # The first stage reduces embeddings and the last one logits: both are counted.
+        embeddings = 8 * LENGTH * WIDTH * 4
+        assert traffic["tensor"].sent_bytes - embeddings == most_sent("tensor")
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 def test_stages_reduce_whole_gradients_of_what_is_outside_of_them(estimator, stages):
     plan = make_plan({"pipe": stages, "data": 2}, rows=1, microbatches=8)
@@ -284,3 +303,19 @@ def test_a_model_is_described_without_being_made(estimator):
     assert estimator.tokens_per_sample == LENGTH
     table = VOCABULARY * WIDTH + LENGTH * WIDTH
     assert estimator.num_parameters > table + 12 * BLOCKS * WIDTH**2
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("resnet", True), ("vit", False)])
+def test_batch_norm_keeps_statistics_and_dropout_does_not(kind, kept):
+    sizes = {
+        "resnet": {"channels_in": 3, "depths": (1,), "width": 8, "num_classes": 10},
+        "vit": {"image_size": 8, "channels_in": 3, "patch_size": 4, "num_blocks": 1,
+                "hidden_size": 16, "num_heads": 2, "num_classes": 10},
+    }[kind]  # fmt: skip
+    task = find_task("classification")(input_shape=(8, 8, 3), num_classes=10)
+
+    def build(rngs):
+        return build_model(kind, rngs=rngs, **sizes)
+
+    made = ProgramEstimator(build, task.loss, OPTIMIZER, task.example_batch(2))
+    assert made.keeps_statistics == kept

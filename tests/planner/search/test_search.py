@@ -200,6 +200,7 @@ class Sums:
     num_parameters: int = 10**9
     num_blocks: int = 8
     tensor_sizes: frozenset[int] = frozenset()
+    keeps_statistics: bool = False
     tokens_per_sample: int = 1
 
     def estimate(self, plan, hardware):
@@ -256,6 +257,19 @@ def test_gradients_that_fsdp_shards_are_reduced_after_each_microbatch(zero, ever
             search(Reducing(), seldom)
     else:
         assert search(Reducing(), seldom).plans
+
+
+@dataclass
+class Normalizing(Reducing):
+    """The same with BatchNorm, whose statistics need the samples of all devices."""
+
+    keeps_statistics: bool = True
+
+
+@pytest.mark.parametrize(("model", "every"), [(Reducing(), 4), (Normalizing(), 1)], ids=str)
+def test_statistics_are_reduced_with_each_microbatch(model, every):
+    asked = task(batch=64, mesh={"data": 8}, micro_batch_size=2)
+    assert search(model, asked).best.plan.batch.sync_gradients_every == every
 
 
 class Equal(Sums):

@@ -27,6 +27,7 @@ from meshwright.planner.estimate.model_states import ModelStates, state_key
 from meshwright.planner.estimate.placed_state import PlacedState
 from meshwright.planner.estimate.traced_programs import TracedPrograms, blocks_of
 from meshwright.planner.estimate.traffic import (
+    OutsideOfStages,
     Sent,
     stage_traffic,
     tensor_traffic,
@@ -34,7 +35,7 @@ from meshwright.planner.estimate.traffic import (
     weight_traffic,
 )
 from meshwright.planner.workload.gradient_program import SAMPLES, GradientProgram, Variant
-from meshwright.planner.workload.in_memory import Lent, Peak, peak_of
+from meshwright.planner.workload.in_memory import Lent, Peak, peak_of, working_in
 from meshwright.planner.workload.kernel_times import seconds_of
 from meshwright.planner.workload.size_table import Use
 from meshwright.planner.workload.sizes import DeviceSizes
@@ -72,6 +73,11 @@ class Estimator(Protocol):
     @property
     def tensor_sizes(self) -> frozenset[int]:
         """The sizes of a tensor axis, up to 64, that divide what it would divide."""
+        ...
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether the model keeps numbers of the samples, such as the means of BatchNorm."""
         ...
 
     @property
@@ -149,6 +155,11 @@ class ProgramEstimator:
     def tensor_sizes(self) -> frozenset[int]:
         """The sizes of a tensor axis, up to 64, that divide what it would divide."""
         return self._states.tensor_sizes(self._precision)
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether the model keeps numbers of the samples, such as the means of BatchNorm."""
+        return self._programs.keeps_statistics
 
     @property
     def tokens_per_sample(self) -> int:
@@ -237,7 +248,7 @@ class ProgramEstimator:
             carried = nbytes_of(blocks.carried, self._sizes(case, program))
             rounds = plan.batch.gradient_accumulation_steps // plan.num_microbatches
             messages = count_slots(*_staged(plan)).messages * rounds
-            yield from stage_traffic(carried, messages, state.outside)
+            yield from stage_traffic(carried, messages, _outside_of_stages(plan, state))
 
     def _memory(self, case: _Case) -> MemoryEstimate:
         plan = case.plan
@@ -282,27 +293,31 @@ class ProgramEstimator:
         return nbytes_of(loop.writes, self._sizes(kept, program)) / loop.times
 
     def _stage_peak(
-        self, plan: Plan, whole: Peak, blocks: BlockParts, sizes: DeviceSizes, again: float
+        self, plan: Plan, whole: Peak, program: GradientProgram, sizes: DeviceSizes, again: float
     ) -> Peak:
         """Return the peak of a pipeline stage.
 
-        Besides the slots of its schedule, a stage has two microbatches at hand: one that it writes
-        to a slot, and one that it has read. What it computes again it keeps for all of its blocks,
-        ``again`` bytes for each after the first. What is outside of stages is whole on each of
-        them, with its gradient and the sum of its gradients.
+        Besides the slots of its schedule, it runs blocks or computes the loss. With its blocks it
+        has two microbatches at hand: one that it writes to a slot, and one that it has read. What
+        it computes again it keeps for all of its blocks, ``again`` bytes for each after the first.
         """
+        blocks = program.blocks
+        assert blocks is not None
         slots = count_slots(*_staged(plan))
         depth = _depth(plan, blocks)
         each = nbytes_of(blocks.saved, sizes) * depth
         carried = nbytes_of(blocks.carried, sizes) * slots.carried
+        working = partial(working_in, program.timeline, sizes, blocks.backward)
+        own = working(inside=True) + 2 * each + again * max(0.0, depth - 1)
         state = self._states.of(plan)
-        half = COMPUTE_DTYPES[plan.precision] is not None
-        casts = state.parameters / 2 if half and plan.size("fsdp") == 1 else 0.0
+        outside = _outside_of_stages(plan, state)
+        gathered = outside.parameters + _computed_with(plan, state, outside.parameters)
         uses: dict[Use, float] = {
-            "gradients": 2 * state.outside,
-            "gathered": whole.uses["gathered"] + casts + state.outside * (0.5 if half else 1),
+            # There are the gradient of a microbatch and the sum of them.
+            "gradients": 2 * outside.gradients,
+            "gathered": whole.uses["gathered"] + gathered,
             "activations": each * (slots.saved + slots.cuts) + carried,
-            "working": whole.uses["working"] + 2 * each + again * max(0.0, depth - 1),
+            "working": max(own, working(inside=False)),
         }
         return Peak(sum(uses.values()), uses, whole.largest)
 
@@ -326,7 +341,7 @@ class ProgramEstimator:
             return _with_part_sums(whole, program, sizes)
         if blocks is None:
             return whole
-        return self._stage_peak(plan, whole, blocks, sizes, self._computed_again(case))
+        return self._stage_peak(plan, whole, program, sizes, self._computed_again(case))
 
     def _sizes(self, case: _Case, program: GradientProgram) -> DeviceSizes:
         plan = case.plan
@@ -373,6 +388,28 @@ def _delays_gradients(case: _Case) -> bool:
 def _staged(plan: Plan) -> tuple[str, int, int, int]:
     """Return the schedule of a plan's stages: its name, chunks, microbatches and stages."""
     return plan.schedule or "1f1b", plan.num_chunks, plan.num_microbatches, plan.size("pipe")
+
+
+def _outside_of_stages(plan: Plan, state: PlacedState) -> OutsideOfStages:
+    """Return what is outside of stages on each of them."""
+    divided, zero = plan.size("fsdp"), plan.sharding.zero
+    return OutsideOfStages(
+        gradients=state.outside / (divided if zero > 1 else 1),
+        parameters=state.outside / (divided if zero == 3 else 1),
+    )
+
+
+def _computed_with(plan: Plan, state: PlacedState, parameters: float) -> float:
+    """Return the bytes of what a stage computes with: gathered over fsdp, or cast.
+
+    Args:
+        plan: the plan.
+        state: the training state on a device.
+        parameters: bytes of the parameters outside of stages, on each of them.
+    """
+    if COMPUTE_DTYPES[plan.precision] is None:
+        return state.outside if parameters < state.outside else 0.0
+    return state.outside / 2 + (state.parameters / 2 if plan.size("fsdp") == 1 else 0.0)
 
 
 def _depth(plan: Plan, blocks: BlockParts) -> float:

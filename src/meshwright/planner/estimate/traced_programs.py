@@ -6,6 +6,8 @@ import functools
 import re
 from typing import Literal
 
+import jax.numpy as jnp
+
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import Precision, ShardingConfig
 from meshwright.errors import UserError
@@ -53,6 +55,18 @@ class TracedPrograms:
             return self.cut(self._precision).num_blocks
         except UserError:
             return 0
+
+    @functools.cached_property
+    def keeps_statistics(self) -> bool:
+        """Whether the model keeps numbers of the samples, such as the means of BatchNorm.
+
+        Counters of random streams, which are whole numbers, do not depend on samples.
+        """
+        traced = self.program(self._precision, "unroll").traced
+        jaxpr = traced.closed.jaxpr
+        after = zip(traced.kept, jaxpr.outvars[traced.num_results :], strict=True)
+        changed = [number for number, value in after if value is not jaxpr.invars[number]]
+        return any(jnp.issubdtype(traced.leaves[n].dtype, jnp.inexact) for n in changed)
 
     def step_program(self, plan: Plan) -> StepProgram:
         """Return the program whose leaves a plan's step has."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from meshwright.compiled.collectives import ring_bytes
 from meshwright.hardware import Hardware
@@ -84,20 +86,34 @@ def tensor_traffic(events: Iterable[Event], plan: Plan, rows: float) -> Iterator
             continue
         seen.add(key)
         kind = "all-gather" if event.blocking else "all-reduce"
-        yield Sent("tensor", kind, event.nbytes * rows, event.times * steps)
+        # Stages divide the iterations of a loop over blocks.
+        times = math.ceil(event.times / plan.size("pipe"))
+        yield Sent("tensor", kind, event.nbytes * rows, times * steps)
 
 
-def stage_traffic(carry: float, messages: int, outside: float) -> Iterator[Sent]:
+class OutsideOfStages(NamedTuple):
+    """Bytes of what is outside of stages, such as an embedding, on each of them.
+
+    Attributes:
+        gradients: of gradients, as fsdp divides them.
+        parameters: of parameters, gathered over the stages.
+    """
+
+    gradients: float
+    parameters: float
+
+
+def stage_traffic(carry: float, messages: int, outside: OutsideOfStages) -> Iterator[Sent]:
     """Yield what stages send to each other.
 
     Args:
         carry: bytes of the activations that one block hands to the next.
         messages: activations and gradients that a stage sends.
-        outside: bytes of the parameters outside of stages, which each stage has a part of.
+        outside: what is outside of stages, of which each keeps a part between updates.
     """
     yield Sent("pipe", "collective-permute", carry, messages)
-    yield Sent("pipe", "all-gather", outside)
-    yield Sent("pipe", "reduce-scatter", outside)
+    yield Sent("pipe", "all-gather", outside.parameters)
+    yield Sent("pipe", "reduce-scatter", outside.gradients)
 
 
 def time_traffic(

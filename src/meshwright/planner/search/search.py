@@ -255,6 +255,8 @@ class _Search:
     def _with_few_reductions(self, sizes: Sizes, variant: Variant) -> Variant:
         fixed = self.task.pins.sync_gradients_every is not None
         seldom = not fixed and reduces_once(self.task, sizes)
+        # Statistics of a microbatch need the samples of all devices.
+        seldom = seldom and not self.estimator.keeps_statistics
         return replace(variant, sync_once=True) if seldom else variant
 
     def _other_schedules(self, sizes: Sizes, variant: Variant) -> list[Variant]:

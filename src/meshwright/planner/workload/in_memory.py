@@ -127,6 +127,45 @@ def _walk(
     return moment
 
 
+def span_of(kernels: Sequence[Kernel], kernel: Kernel) -> tuple[int, int]:
+    """Return the first and the last moment of one kernel of a program."""
+    first = sum(map(_moments, kernels[: kernels.index(kernel)]))
+    return first, first + _moments(kernel) - 1
+
+
+def _moments(kernel: Kernel) -> int:
+    """Return how many moments a kernel takes: as many as the longest of its bodies."""
+    return max([1, *(sum(map(_moments, body)) for body in kernel.bodies)])
+
+
+def working_in(timeline: Timeline, sizes: Sizes, span: tuple[int, int], *, inside: bool) -> float:
+    """Return the most bytes at a time of what only a loop needs, or only what is around it.
+
+    Neither gradients nor gathered weights are counted.
+
+    Args:
+        timeline: how long arrays are in memory.
+        sizes: how large they are.
+        span: the first and the last moment of a loop.
+        inside: whether to look at the loop, or at what is around it.
+    """
+    start, end = timeline.start, timeline.end
+    within = (start >= span[0]) & (end <= span[1])
+    chosen = within if inside else (end < span[0]) | (start > span[1])
+    kept = [
+        number
+        for number in np.flatnonzero(chosen).tolist()
+        if _use(timeline.lifetimes[number], sizes) in ("activations", "working")
+    ]
+    if not kept:
+        return 0.0
+    nbytes = timeline.sizes(sizes)[kept]
+    changes = np.zeros(int(end.max()) + 2)
+    np.add.at(changes, start[kept], nbytes)
+    np.add.at(changes, end[kept] + 1, -nbytes)
+    return float(np.cumsum(changes).max())
+
+
 def peak_of(timeline: Timeline, sizes: Sizes, lent: Lent | None = None) -> Peak:
     """Return the peak of a program, its arguments not included.
 

@@ -10,6 +10,7 @@ from meshwright.pipeline.execute import buffers
 from meshwright.pipeline.execute.least_saved import least_saved
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.planner.workload.array_operations import Array
+from meshwright.planner.workload.in_memory import span_of
 from meshwright.planner.workload.kernel import Kernel
 from meshwright.planner.workload.sizes import DeviceSizes
 from meshwright.program.jaxpr.equations import aval_of, scan_counts
@@ -21,11 +22,13 @@ class BlockParts:
 
     Attributes:
         forward: the loop that runs them.
+        backward: the first and the last moment of the loop that computes their gradients.
         saved: arrays of one block that its backward pass needs.
         carried: arrays that one block hands to the next.
     """
 
     forward: Kernel
+    backward: tuple[int, int]
     saved: tuple[Array, ...]
     carried: tuple[Array, ...]
 
@@ -54,6 +57,9 @@ def find_blocks(kernels: Sequence[Kernel]) -> BlockParts | None:
     if not loops:
         return None
     forward = max(loops, key=lambda k: sum(a.nbytes for a in k.writes))
+    back = [k for k in kernels if k.operation.name == "scan" and k.operation.backward]
+    back = [k for k in back if k.times == forward.times]
+    backward = max(back, key=lambda k: sum(a.nbytes for a, _ in k.reads), default=forward)
     operation = forward.operation
     consts, carries = scan_counts(operation.eqn)
     body = operation.bodies[0]
@@ -66,7 +72,8 @@ def find_blocks(kernels: Sequence[Kernel]) -> BlockParts | None:
     wanted = [v for v in frame.jaxpr.outvars[carries:] if v in frame.values]
     saved = least_saved(frame.jaxpr.eqns, inputs[consts:] or inputs, wanted)
     arrays = tuple(Array(frame.dims(v), aval_of(v).dtype.itemsize) for v in saved)
-    return BlockParts(forward, arrays, tuple(body.inputs[consts : consts + carries]))
+    carried = tuple(body.inputs[consts : consts + carries])
+    return BlockParts(forward, span_of(kernels, backward), arrays, carried)
 
 
 def nbytes_of(arrays: Sequence[Array], sizes: DeviceSizes) -> float:
