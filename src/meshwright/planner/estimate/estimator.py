@@ -317,7 +317,7 @@ class ProgramEstimator:
             "gradients": 2 * outside.gradients,
             "gathered": whole.uses["gathered"] + gathered,
             "activations": each * (slots.saved + slots.cuts) + carried,
-            "working": max(own, working(inside=False)),
+            "working": max(own, working(inside=False) + _part_sums(program, sizes)),
         }
         return Peak(sum(uses.values()), uses, whole.largest)
 
@@ -338,7 +338,7 @@ class ProgramEstimator:
             self._peaks[key] = peak_of(program.timeline, sizes, Lent(copied, gradients=sums))
         whole, blocks = self._peaks[key], program.blocks
         if plan.size("pipe") == 1:
-            return _with_part_sums(whole, program, sizes)
+            return _with_part_sums(whole, _part_sums(program, sizes))
         if blocks is None:
             return whole
         return self._stage_peak(plan, whole, program, sizes, self._computed_again(case))
@@ -417,13 +417,16 @@ def _depth(plan: Plan, blocks: BlockParts) -> float:
     return math.ceil(blocks.forward.times / plan.size("pipe")) / plan.num_chunks
 
 
-def _with_part_sums(peak: Peak, program: GradientProgram, sizes: DeviceSizes) -> Peak:
-    """Add what a loss in parts adds its gradients up in."""
-    if not any(sizes.rows > limit for limit in sizes.row_limit.values()):
-        return peak
+def _part_sums(program: GradientProgram, sizes: DeviceSizes) -> float:
+    """Return the bytes that a loss in parts adds its gradients up in; 0 if it is not in parts."""
+    in_parts = any(sizes.rows > limit for limit in sizes.row_limit.values())
+    return program.part_sums if in_parts else 0
+
+
+def _with_part_sums(peak: Peak, sums: float) -> Peak:
     uses: dict[Use, float] = dict(peak.uses)
-    uses["working"] += program.part_sums
-    return Peak(peak.nbytes + program.part_sums, uses, peak.largest)
+    uses["working"] += sums
+    return Peak(peak.nbytes + sums, uses, peak.largest)
 
 
 def _peak_share(chip: Chip, precision: Precision) -> float:
