@@ -11,8 +11,9 @@ from closed_form import GPT2_MEDIUM, GPT3
 from meshwright.cli.main import main
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
+from meshwright.errors import UserError
 from meshwright.plan import Plan
-from meshwright.planner.search.plan_file import other_model
+from meshwright.planner.search.plan_file import other_model, refuse_unnamed_model
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_it_says_what_to_do_and_why(plan):
         "8 times the devices are 7.3 times as fast, not 8",
         "160.0 GB of memory per device: still data=8",
         "600 updates in 31.3 s, 0.0696 device-hours",
-        "15 meshes are slower, such as",
+        "15 meshes are slower or less simple, such as",
     ):
         assert text in out
 
@@ -149,6 +150,14 @@ def test_nothing_fits_names_the_smallest_cluster(plan):
     assert all(each["reason"] for each in found["rejected"])
 
 
+def test_settings_that_do_not_fit_are_not_blamed_on_the_cluster(plan):
+    pins = ("mesh.data=1024", "training.global_batch_size=1024", "--json")
+    code, out, err = plan("model=gpt2_medium", "hardware=1024xA100-80GB", *pins, estimator=GPT3)
+    assert code == 3
+    assert "the settings of mesh and batch are what does not fit" in err
+    assert json.loads(out)["smallest_hardware"]
+
+
 def test_the_page_loads_nothing_and_escapes_names(plan, tmp_path):
     page = tmp_path / "plan.html"
     own = tmp_path / "conf" / "model"
@@ -176,6 +185,10 @@ def test_the_plan_is_written_for_train(plan, tmp_path):
     assert other_model(str(file), 353_501_184) == []
     (warning,) = other_model(str(file), 1000)
     assert "made for gpt2_medium with 353,501,184 parameters, and this model has 1,000" in warning
+    refuse_unnamed_model(str(file), 353_501_184)
+    with pytest.raises(UserError, match="no model is written") as refused:
+        refuse_unnamed_model(str(file), 1000)
+    assert "write model=gpt2_medium" in str(refused.value.fix)
     for edited in ("made_for: 3\n", "made_for: {parameters: many}\n", ""):
         file.write_text(file.read_text().partition("made_for")[0] + edited)
         assert other_model(str(file), 1000) == []

@@ -168,6 +168,19 @@ def mw_model(rngs):
     return nnx.Linear(256, 256, use_bias=False, rngs=rngs)
 
 
+def test_a_program_for_gpus_says_what_overlaps(rehearsed):
+    """The time of an update is that of its program, next to what the planner assumed."""
+    hardware = parse_hardware("8xA100-40GB")
+    time = TimeEstimate(0.5, {"fsdp": AxisTraffic(1.0, 0.2, 0.1)}, bubble=0.25)
+    memory = MemoryEstimate(0, 0, 0, 0, 0, 0, 0)
+    estimate = Estimate(rehearsed.plan, hardware, time, lambda: memory)
+    compiled = replace(rehearsed, measured=None, for_gpus=True)
+    figures = {figure.name: figure for figure in make_figures(compiled, hardware, estimate)}
+    alone = sending_seconds(rehearsed.ledger, hardware)["fsdp"]
+    assert figures["update"].value == pytest.approx(0.75 + alone)
+    assert figures["update"].predicted == pytest.approx(0.85)
+
+
 def test_a_step_that_runs_is_measured(rehearsed):
     hardware = parse_hardware("8xA100-40GB")
     assert rehearsed.state == 3 * 256 * 256 * 4 // 8 + 4
@@ -248,7 +261,7 @@ def test_a_rehearsal_starts_as_many_devices_as_the_hardware_has(tmp_path):
 )
 def test_a_proof_by_cpu_programs_says_that_it_is_one(capfd, monkeypatch, hardware, said):
     monkeypatch.setattr("meshwright.planner.devices.absent_gpus.COMPILERS", ())
-    monkeypatch.setattr("meshwright.cli.plan.prove", lambda *_: [])
+    monkeypatch.setattr("meshwright.planner.rehearse.prove.prove", lambda *_: [])
     monkeypatch.setenv("COLUMNS", "1000")
     words = ("plan", *SMALL, "mesh.data=8", "--prove")
     assert main([*words, f"hardware={hardware}"]) == 0

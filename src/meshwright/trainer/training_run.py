@@ -24,7 +24,7 @@ from meshwright.errors import ANY, NotFinite, OutOfMemory, Setting, UserError, f
 from meshwright.handshake import Facts, compare_processes, describe_own_devices
 from meshwright.heartbeat import Doing, own_heartbeat
 from meshwright.interrupt import Interrupt, Phase
-from meshwright.planner.fit.fit_check import check_memory
+from meshwright.planner.fit.fit_check import check_memory, warn_of_compiled
 from meshwright.planner.fit.out_of_memory import KnownProgram, MemoryAdvice
 from meshwright.processes import barrier, is_main, process_count
 from meshwright.profile import NoProfiling, Profile, Profiling
@@ -143,6 +143,7 @@ class TrainingRun:
         with self._advice.during(lambda: "compiling the step"):
             compiled = self._compiled_step()
         known = KnownProgram(compiled.memory, compiled.text)
+        self._warnings += warn_of_compiled(spec.assembled, compiled.memory)
         if spec.strict:
             refuse_deviations([*spec.assembled.remarks, *compiled.deviations()])
         tracker = make_trackers(

@@ -10,11 +10,14 @@ from flax import nnx
 
 import meshwright as mw
 from meshwright.cli.main import main
+from meshwright.compiled.memory import MemoryUse
 from meshwright.errors import ExitCode, OutOfMemory
-from meshwright.planner.devices.capacity import Capacity, device_capacity
+from meshwright.hardware import detect
+from meshwright.planner.devices.capacity import Capacity, device_capacity, known_hardware
 from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeEstimate
-from meshwright.planner.fit.fit_check import _warn, check_memory
+from meshwright.planner.fit.fit_check import _warn, check_memory, warn_of_compiled
 from meshwright.planner.fit.least_memory import least_memory
+from meshwright.units import human_bytes
 
 WIDTH, ROWS, DEVICES = 1024, 16, 8
 KERNEL = WIDTH * WIDTH * 4
@@ -55,6 +58,24 @@ def test_the_least_memory_is_what_the_compiled_step_is_given():
     given = step.step.lower(batch).compile().memory_analysis().argument_size_in_bytes
     # Besides, the step counts its updates and remembers whether it was halted.
     assert 0 < given - least.state - least.batch <= 8
+
+
+def test_virtual_devices_are_planned_with_their_part_of_the_host():
+    devices = jax.devices()
+    capacity = device_capacity(devices)
+    found = known_hardware(devices)
+    assert found.count == len(devices)
+    assert found.chip.hbm_gb_per_device == pytest.approx(capacity.bytes / 1e9)
+    assert detect(devices).chip.hbm_gb_per_device == 16
+
+
+def test_a_compiled_step_that_is_too_large_is_said():
+    step = assembled("data=8")
+    here = device_capacity(jax.devices()).bytes
+    assert warn_of_compiled(step, MemoryUse(argument=here, output=0, alias=0, temp=0)) == []
+    (warning,) = warn_of_compiled(step, MemoryUse(argument=here, output=0, alias=0, temp=10**9))
+    assert f"needs {human_bytes(here + 10**9)} per device" in warning
+    assert warn_of_compiled(step, None) == []
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,23 @@ def mistakes(estimator, estimate, better=None):
     return {each.name: each.text for each in find_anti_patterns(estimator, estimate, better)}
 
 
+class Normalizing(ClosedForm):
+    """The same with BatchNorm."""
+
+    keeps_statistics = True
+
+
+@pytest.mark.parametrize(("steps", "said"), [(1, False), (4, True)])
+def test_statistics_see_one_microbatch_at_a_time(steps, said):
+    pins = {"mesh": {"data": 8}, "gradient_accumulation_steps": steps}
+    model = Normalizing(blocks=4, hidden=256, heads=4)
+    found = mistakes(model, best(model, batch=64, **pins))
+    assert ("statistics of microbatches" in found) == said
+    if said:
+        words = found["statistics of microbatches"]
+        assert "see the 16 samples of a microbatch, not the 64 of an update" in words
+
+
 def test_a_small_model_is_explained_by_its_size():
     words = " ".join(explain_decision(GPT2_MEDIUM, search(GPT2_MEDIUM, task())))
     assert "takes 7.0 GB at least, and fits on one device, which has 36.0 GB for it" in words

@@ -112,7 +112,7 @@ def test_reasons_have_the_numbers():
     assert "needs a block for each stage, and the model has 96" in by_kind["blocks"]
     assert "crosses nodes of 8 devices" in by_kind["topology"]
     assert "25 GB/s, against 300 GB/s" in by_kind["topology"]
-    assert "does not divide the model's heads" in by_kind["division"]
+    assert "heads and features; 2, 4, 8, 16, 32 would" in by_kind["division"]
     assert "cannot be divided over data=1 × fsdp=1024 = 1024 replicas" in by_kind["batch"]
     assert (
         "does not fit: 93.7 GB of 72.0 GB (90% of a device), 21.7 GB too much" in by_kind["memory"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from meshwright.hardware import find_chip
+from meshwright.hardware import Hardware, detect, find_chip
 from meshwright.host_memory import host_memory
 from meshwright.units import counted, human_bytes
 
@@ -45,6 +45,21 @@ def device_capacity(
     limits = [_limit(device) for device in devices]
     known = [limit for limit in limits if limit is not None]
     return min(known, key=lambda capacity: capacity.bytes) if len(known) == len(limits) else None
+
+
+def known_hardware(devices: Sequence[Any]) -> Hardware | None:
+    """Return the hardware of these devices from the table; None if it is not known.
+
+    Virtual devices have a part of the memory of the host.
+    """
+    hardware = detect(devices)
+    if hardware is None or hardware.chip.platform != "cpu":
+        return hardware
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    capacity = device_capacity(here)
+    if capacity is None:
+        return hardware
+    return replace(hardware, chip=replace(hardware.chip, hbm_gb=capacity.bytes / 1e9))
 
 
 def _limit(device: Any) -> Capacity | None:

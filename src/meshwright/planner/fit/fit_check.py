@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from meshwright.compiled.memory import MemoryUse
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import OutOfMemory, Setting
 from meshwright.hardware import detect
@@ -65,6 +66,22 @@ def check_memory(
     if make_estimator is None or on_cpu or small:
         return []
     return _warn(assembled, capacity, make_estimator)
+
+
+def warn_of_compiled(assembled: Assembled, memory: MemoryUse | None) -> list[str]:
+    """Return a warning if a compiled step needs more memory than a device has.
+
+    Args:
+        assembled: the step.
+        memory: what the compiled program needs; None if it is not known.
+    """
+    capacity = device_capacity(assembled.mesh.local_devices)
+    if memory is None or capacity is None or memory.total <= capacity.bytes:
+        return []
+    return [
+        f"the compiled update needs {human_bytes(memory.total)} per device, and each has "
+        f"{capacity}; `meshwright plan` finds settings that fit"
+    ]
 
 
 def _too_large(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> OutOfMemory:

@@ -16,7 +16,8 @@ from meshwright.compiled.shortage import (
     explaining_shortage,
 )
 from meshwright.errors import OutOfMemory, UserError
-from meshwright.hardware import Hardware, detect
+from meshwright.hardware import Hardware
+from meshwright.planner.devices.capacity import known_hardware
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.fit.least_memory import least_memory
 from meshwright.planner.fit.remedies import Remedy, find_remedies, rank_remedies, unranked
@@ -129,7 +130,7 @@ class MemoryAdvice:
     @cached_property
     def _predicts(self) -> tuple[Hardware, Estimator] | None:
         """The hardware and an estimator that knows this plan's memory; None if there is none."""
-        hardware = detect(list(self._assembled.mesh.devices.flat))
+        hardware = known_hardware(list(self._assembled.mesh.devices.flat))
         if self._make_estimator is None or hardware is None:
             return None
         try:

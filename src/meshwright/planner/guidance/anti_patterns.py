@@ -58,6 +58,7 @@ def find_anti_patterns(
         _tensor_across(estimate),
         _tensor_for_nothing(estimate, better),
         _few_microbatches(estimate),
+        _divided_statistics(estimator, estimate),
         _uneven_batch(estimate),
         _over_sharded(estimator, estimate),
     )
@@ -166,6 +167,20 @@ def _more_microbatches(plan: Plan, enough: int) -> str:
     if plan.num_microbatches < batch.gradient_accumulation_steps:
         setting += f" {Setting('pipeline.num_microbatches', count)}"
     return f"Use {count}: {setting}"
+
+
+def _divided_statistics(estimator: Estimator, estimate: Estimate) -> AntiPattern | None:
+    """Return what microbatches change for models whose statistics depend on the batch."""
+    batch = estimate.plan.batch
+    if not estimator.keeps_statistics or batch.gradient_accumulation_steps == 1:
+        return None
+    seen = batch.micro_batch_size * batch.replicas
+    return AntiPattern(
+        "statistics of microbatches",
+        f"the model keeps statistics of samples, as BatchNorm does: they see the {seen} samples "
+        f"of a microbatch, not the {batch.global_batch_size} of an update, which is another "
+        f"training. {Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits",
+    )
 
 
 def _uneven_batch(estimate: Estimate) -> AntiPattern | None:

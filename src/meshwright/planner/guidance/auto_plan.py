@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.hardware import Hardware, detect
+from meshwright.hardware import Hardware
 from meshwright.plan import Plan
+from meshwright.planner.devices.capacity import known_hardware
 from meshwright.planner.devices.local_hardware import measure_local
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.estimate.words import microbatches_of, short_plan
@@ -36,7 +37,7 @@ class AutoPlan:
 
 def hardware_of(devices: Sequence[Any]) -> Hardware:
     """Return the hardware of these devices, from the table or measured."""
-    return detect(devices) or measure_local(devices)
+    return known_hardware(devices) or measure_local(devices)
 
 
 def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> AutoPlan:

@@ -105,7 +105,7 @@ def make_budget(
             "other array with whole numbers in rows"
             if goal.unit == "tokens"
             else "the data does not say how many samples it has",
-            fix='write samples or updates instead, such as "10M samples" or "5000 updates"',
+            fix='write samples or updates instead, as in --tokens "10M samples"',
         )
     updates = math.ceil(samples / samples_per_update)
     seconds = updates * seconds_per_update
@@ -134,7 +134,7 @@ def parse_goal(text: str | float) -> Goal:
             f"`{text!s:.60}` is not an amount of training",
             why="an amount is a positive number, with k, M, B or T for thousands to trillions, of "
             f"{', '.join(get_args(Unit))}",
-            fix=did_you_mean(word, get_args(Unit))
+            fix=(unit is None and did_you_mean(word, get_args(Unit)))
             or "write 300B (tokens), 10M samples, 3 epochs or 5000 updates",
         )
     return Goal(number, unit)

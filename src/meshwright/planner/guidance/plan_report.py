@@ -194,7 +194,12 @@ def nothing_fits(estimator: Estimator, result: SearchResult) -> NothingFits:
     nearest = min(large, key=lambda each: each.estimate.memory.total if each.estimate else 0)
     found = smallest_cluster(estimator, task)
     chip = task.hardware.chip.name
-    if found is None:
+    if found is not None and found.task.hardware.count <= task.hardware.count:
+        fix = (
+            "the settings of mesh and batch are what does not fit; without those of the mesh, "
+            f"{found.task.hardware} holds it: {found.best.plan.describe()}"
+        )
+    elif found is None:
         fix = f"no cluster of {chip} holds it; choose a chip with more memory"
     else:
         memory = human_bytes(found.best.memory.total)

@@ -138,7 +138,7 @@ def _point(point: ScalingPoint, fastest: float) -> tuple[str, ...]:
 
 _KINDS = {
     "memory": ("does not fit", "do not fit"),
-    "slower": ("is slower", "are slower"),
+    "slower": ("is slower or less simple", "are slower or less simple"),
     "topology": ("crosses nodes", "cross nodes"),
     "division": ("cannot divide the layers",) * 2,
     "blocks": ("cannot divide the blocks",) * 2,

@@ -132,15 +132,18 @@ def _times(
         if axis in alone:
             seconds = None if traffic is None else traffic.seconds
             yield Figure(f"sending over {axis}", alone[axis], "seconds", "modelled", seconds)
+    exposed = sum(
+        seconds * (1 - (ledger.axes[axis].overlapped or 0.0)) for axis, seconds in alone.items()
+    )
     if rehearsal.measured is None:
-        if time is not None:
+        if time is not None and rehearsal.for_gpus:
+            own = time.compute + time.bubble + exposed
+            yield Figure("update", own, "seconds", "modelled", time.step)
+        elif time is not None:
             yield Figure("update", time.step, "seconds", "modelled")
         return
     compute = rehearsal.measured.compute_seconds
     yield Figure("computing", compute, "seconds", "measured", time and time.compute)
-    exposed = sum(
-        seconds * (1 - (ledger.axes[axis].overlapped or 0.0)) for axis, seconds in alone.items()
-    )
     if alone or not ledger.axes:
         source: Source = "measured + modelled" if alone else "measured"
         yield Figure("update", compute + exposed, "seconds", source, time and time.step)

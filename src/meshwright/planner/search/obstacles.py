@@ -50,7 +50,7 @@ def find_obstacle(estimator: Estimator, task: PlanTask, sizes: Sizes) -> Rejecti
     """Return why a mesh cannot be used; None if it can."""
     checks = (
         _blocks(estimator, task, sizes),
-        _division(estimator, sizes),
+        _division(estimator, task, sizes),
         _topology(task, sizes),
         _batch(task, sizes, estimator.num_blocks),
     )
@@ -69,12 +69,13 @@ def _blocks(estimator: Estimator, task: PlanTask, sizes: Sizes) -> Rejection | N
     return _rejected(sizes, "blocks", f"pipe={stages} needs {needs}, and {has}")
 
 
-def _division(estimator: Estimator, sizes: Sizes) -> Rejection | None:
+def _division(estimator: Estimator, task: PlanTask, sizes: Sizes) -> Rejection | None:
     size, possible = sizes["tensor"], estimator.tensor_sizes
     if size == 1 or size in possible:
         return None
-    working = ", ".join(str(each) for each in sorted(possible) if each > 1) or "no size"
-    reason = f"tensor={size} does not divide the model's heads and features; {working} would"
+    working = [each for each in sorted(possible) if each > 1 and task.hardware.count % each == 0]
+    would = ", ".join(map(str, working)) or "no other size"
+    reason = f"tensor={size} does not divide the model's heads and features; {would} would"
     return _rejected(sizes, "division", reason)
 
 

@@ -92,6 +92,26 @@ def other_model(path: str | None, num_parameters: int) -> list[str]:
     ]
 
 
+def refuse_unnamed_model(path: str | None, num_parameters: int) -> None:
+    """Refuse a plan for another model than the default one, if no model was written.
+
+    Args:
+        path: the file of the plan; None if there is none.
+        num_parameters: of the default model.
+    """
+    remarks = other_model(path, num_parameters)
+    if path is None or not remarks:
+        return
+    settings = [word for word in made_for_settings(path) if not word.startswith("hardware=")]
+    known = _made_for(path).get("model")
+    raise UserError(
+        f"{Setting(KEY, path)} was made for {known}, and no model is written",
+        why=f"without {Setting('model')}, the default model is trained, with {num_parameters:,} "
+        "parameters",
+        fix=f"write {' '.join(settings)}" if settings else f"write {Setting('model')} as well",
+    )
+
+
 def _made_for(path: str) -> dict[str, Any]:
     """Return what a file says its plan was made for; nothing if it cannot be read."""
     try:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from meshwright.program.blocks.segments import Block, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
+from meshwright.program.evaluate.dependencies import variables_read
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
 from meshwright.program.evaluate.gather import GatherSpecs
 from meshwright.program.evaluate.mesh_view import MeshView
@@ -105,18 +106,19 @@ class Forward:
     def _run_block(self, block: Block, env: Environment) -> None:
         """Evaluate a block under its checkpoint policy."""
         uses, inside = env.evaluator.weights.uses, self._remat.gather_per_block
+        reads = block.reads if inside else self._reads_casts(block)
         arguments = [
             env.value(v)
             if v not in uses
             else env.values[uses[v].leaf]
             if inside
             else env.in_param_dtype(v)
-            for v in block.reads
+            for v in reads
         ]
 
         def run(*values: Value) -> list[Value]:
             inner, prepared = dict[Var, Value](), dict[Var, Value]()
-            for variable, value in zip(block.reads, values, strict=True):
+            for variable, value in zip(reads, values, strict=True):
                 if variable not in uses:
                     inner[variable] = value
                 elif inside:
@@ -128,6 +130,17 @@ class Forward:
 
         results = jax.checkpoint(run, policy=self._remat.policy)(*arguments)
         env.values.update(zip(block.results, results, strict=True))
+
+    def _reads_casts(self, block: Block) -> list[Var]:
+        """Return what a block reads, with weights that it casts itself replaced by their casts.
+
+        Casts are prepared outside of the block, as its other weights are.
+        """
+        is_cast = self._evaluator.weights.is_cast
+        casts = [v for eqn in block.eqns for v in eqn.outvars[:1] if is_cast(v)]
+        rest = [eqn for eqn in block.eqns if not set(eqn.outvars) & set(casts)]
+        computed = {v for eqn in block.eqns for v in eqn.outvars}
+        return [*(v for v in variables_read(rest) if v not in computed), *casts]
 
 
 def mesh_evaluator(

@@ -38,6 +38,8 @@ def cast_leaf(eqn: Equation, env: Environment) -> list[Value] | None:
     """Cast a stored parameter; readers of the cast get it prepared, see `Environment`."""
     if not eqn.outvars or not env.evaluator.weights.is_cast(eqn.outvars[0]):
         return None
+    if eqn.outvars[0] in env.prepared:
+        return [env.read(eqn.outvars[0])]
     return env.evaluator.numerics.bind(eqn, [env.value(atom) for atom in eqn.invars])
 
 
