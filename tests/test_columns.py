@@ -104,7 +104,7 @@ def test_inspect_keeps_a_parameter_and_its_reason_together(command):
     assert narrow[at + 1 : at + 5] == [
         "    shape 784×64",
         "    mesh axes by dim [fsdp, ·]",
-        "    on a device 24.5 KiB",
+        "    on a device 25.1 kB",
         f"    {reason}",
     ]
     assert max(map(cell_len, narrow)) <= 44
