@@ -414,12 +414,19 @@ def gpu_overlap(record: dict[str, Any]) -> list[str]:
 
 def gpu_memory(record: dict[str, Any]) -> list[str]:
     """One row for each plan, and its errors."""
-    heads = ("plan", "compiled", "predicted", "error", "of what is not state", "measured", "error")
+    # The peak is known where there was a GPU to run on.
+    measured = any("peak_bytes" in row for row in record["rows"])
+    heads = ("plan", "compiled", "predicted", "error", "of what is not state")
+    heads += ("measured", "error") if measured else ()
     rows = [
         [row["case"]]
         + [f"{row[name] / 2**30:.2f} GiB" for name in ("total_bytes", "predicted_total_bytes")]
         + [f"{row[name]:+.1%}" for name in ("error", "rest_error")]
-        + [f"{row['peak_bytes'] / 2**30:.2f} GiB", f"{row['peak_error']:+.1%}"]
+        + (
+            [f"{row['peak_bytes'] / 2**30:.2f} GiB", f"{row['peak_error']:+.1%}"]
+            if measured
+            else []
+        )
         for row in record["rows"]
     ]
     return table(heads, rows)

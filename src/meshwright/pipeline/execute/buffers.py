@@ -72,22 +72,31 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class SlotsNeeded:
-    """How many slots a tick table needs, and how often something arrives.
+class SlotNumbers:
+    """How many slots of each kind a tick table needs.
 
     Attributes:
         num_activations: slots for activations that arrived.
         num_gradients: slots for gradients that arrived.
         num_saved: slots for values that forward saves for backward.
         num_cuts: slots for values that input gradients save for weight gradients.
-        activation_ticks: ticks before which an activation arrives at any stage.
-        gradient_ticks: ticks before which a gradient arrives at any stage.
     """
 
     num_activations: int
     num_gradients: int
     num_saved: int
     num_cuts: int
+
+
+@dataclass(frozen=True)
+class SlotsNeeded(SlotNumbers):
+    """How many slots a tick table needs, and how often something arrives.
+
+    Attributes:
+        activation_ticks: ticks before which an activation arrives at any stage.
+        gradient_ticks: ticks before which a gradient arrives at any stage.
+    """
+
     activation_ticks: int
     gradient_ticks: int
 

@@ -12,7 +12,14 @@ import numpy as np
 from jax import Array, lax
 from numpy.typing import NDArray
 
-from meshwright.pipeline.execute.buffers import ABSENT, Columns, Grid, Slots, allocate_slots
+from meshwright.pipeline.execute.buffers import (
+    ABSENT,
+    Columns,
+    Grid,
+    SlotNumbers,
+    Slots,
+    allocate_slots,
+)
 from meshwright.pipeline.schedule.ticks import TickTable
 
 Flags = NDArray[np.bool_]
@@ -60,22 +67,14 @@ class TickRow:
 
 
 @dataclass(frozen=True)
-class SlotCounts:
+class SlotCounts(SlotNumbers):
     """The number of slots of each kind, and which messages every tick sends.
 
     Attributes:
-        num_activations: slots for activations that arrived.
-        num_gradients: slots for gradients that arrived.
-        num_saved: slots for values that forward saves for backward.
-        num_cuts: slots for values that input gradients save for weight gradients.
         always_sends: whether every tick sends an activation.
         always_sends_back: whether every tick sends a gradient back.
     """
 
-    num_activations: int
-    num_gradients: int
-    num_saved: int
-    num_cuts: int
     always_sends: bool
     always_sends_back: bool
 

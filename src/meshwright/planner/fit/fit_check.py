@@ -76,12 +76,9 @@ def warn_of_compiled(assembled: Assembled, memory: MemoryUse | None) -> list[str
         memory: what the compiled program needs; None if it is not known.
     """
     capacity = device_capacity(assembled.mesh.local_devices)
-    if memory is None or capacity is None or memory.total <= capacity.bytes:
+    if memory is None or capacity is None:
         return []
-    return [
-        f"the compiled update needs {human_bytes(memory.total)} per device, and each has "
-        f"{capacity}; `meshwright plan` finds settings that fit"
-    ]
+    return _exceeding("the compiled update needs", memory.total, capacity)
 
 
 def _too_large(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> OutOfMemory:
@@ -107,10 +104,14 @@ def _warn(
     except Exception as error:
         # Whatever a prediction fails on, the run itself may not.
         return [f"how much memory an update needs could not be predicted: {error}"]
+    return _exceeding("an update is predicted to need", needs, capacity)
+
+
+def _exceeding(update: str, needs: int, capacity: Capacity) -> list[str]:
     if needs <= capacity.bytes:
         return []
     return [
-        f"an update is predicted to need {human_bytes(needs)} per device, and each has {capacity}; "
+        f"{update} {human_bytes(needs)} per device, and each has {capacity}; "
         "`meshwright plan` finds settings that fit"
     ]
 
