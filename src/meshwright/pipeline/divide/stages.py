@@ -25,8 +25,8 @@ from meshwright.program.evaluate.evaluator import Environment, Evaluator
 from meshwright.program.evaluate.weight_uses import WeightUse
 from meshwright.program.evaluate.widen import is_narrow
 from meshwright.program.jaxpr.equations import Value, Var, aval_of
+from meshwright.program.on_mesh.layer_scans import LayerScans, shared_weights
 from meshwright.program.on_mesh.mesh_forward import mesh_evaluator, weight_uses
-from meshwright.program.on_mesh.mesh_rules import LayerScans, shared_weights
 
 
 class Stages:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from typing import Literal
 
 import jax.numpy as jnp
@@ -78,21 +77,9 @@ class TracedPrograms:
     def traced_blocks(self, plan: Plan) -> Blocks:
         """Return how blocks run in the program whose gradients are traced for a plan.
 
-        Blocks that run one by one follow from a loop over them, which is traced faster, unless
-        an iteration has several blocks and computes all of them again.
+        Blocks that run one by one follow from a loop over them, which is traced faster.
         """
-        blocks = blocks_of(plan)
-        if blocks == "unroll" and self.num_blocks:
-            alone = plan.sharding.remat == "none" or self._one_block_at_a_time
-            return "scan" if alone else blocks
-        return blocks
-
-    @functools.cached_property
-    def _one_block_at_a_time(self) -> bool:
-        """Whether an iteration of the loop over blocks runs one block."""
-        layout = self.program(self._precision, "scan").traced.layout
-        first = [layout.leaves[s.sources[0]].path for s in layout.step_leaves if s.stacked]
-        return len({re.sub(r"\b\d+\b", "*", path) for path in first}) == len(first)
+        return "scan" if self.num_blocks else blocks_of(plan)
 
     def _make_program(self, precision: Precision, blocks: Blocks) -> StepProgram:
         """Return the program without stages."""

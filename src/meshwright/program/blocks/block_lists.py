@@ -11,6 +11,9 @@ from meshwright.program.jaxpr.equations import Equation, aval_of, name_stack
 from meshwright.program.jaxpr.names import modules_of
 
 _NUMBERED = re.compile(r"(.*?)(\d+)")
+_ELEMENT = re.compile(r"(.*?)(\d+(?:n(?:\+\d+)?)?)")
+"""The name of one element of a list, or of every third one: ``3``, ``3n+1``."""
+_EVERY_NTH = re.compile(r".*?\d+n(?:\+\d+)?")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,11 @@ class BlockList:
     def is_list(self) -> bool:
         """Whether it is a list, and not attributes or keys whose names end in numbers."""
         return self.pattern.endswith(".*")
+
+    @property
+    def is_period(self) -> bool:
+        """Whether these are the blocks of one iteration: ``blocks.2n`` and ``blocks.2n+1``."""
+        return all(_EVERY_NTH.fullmatch(path.rpartition(".")[2]) for path in self.elements)
 
     @property
     def num_blocks(self) -> int:
@@ -150,7 +158,7 @@ def _elements(stack: str) -> dict[str, str]:
     for path in modules_of(stack):
         names = path.split(".")
         for position, name in enumerate(names):
-            numbered = _NUMBERED.fullmatch(name)
+            numbered = _ELEMENT.fullmatch(name)
             if numbered and (position or numbered[1]):
                 pattern = ".".join([*names[:position], numbered[1] + "*"])
                 elements.setdefault(pattern, ".".join(names[: position + 1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from meshwright.program.blocks.block_lists import find_block_lists
 from meshwright.program.evaluate.dependencies import variables, variables_read
@@ -47,6 +48,19 @@ def cut_segments(jaxpr: Jaxpr) -> list[Segment]:
             done = stop
     segments.append(Outside(tuple(jaxpr.eqns[done:])))
     return [segment for segment in segments if segment.eqns]
+
+
+def cut_iteration(jaxpr: Jaxpr) -> list[Block]:
+    """Cut an iteration of a loop over repeated blocks before each block but the first."""
+    lists = [blocks for blocks in find_block_lists(jaxpr.eqns) if blocks.is_period]
+    starts = [start for blocks in lists[:1] for start, _ in blocks.ranges[1:]]
+    cuts = [0, *starts, len(jaxpr.eqns)]
+    return [_block(jaxpr, "", start, stop) for start, stop in pairwise(cuts)]
+
+
+def whole_program(jaxpr: Jaxpr) -> Block:
+    """Return a program as one block."""
+    return _block(jaxpr, "", 0, len(jaxpr.eqns))
 
 
 def _block(jaxpr: Jaxpr, path: str, start: int, stop: int) -> Block:

@@ -21,13 +21,13 @@ from meshwright.program.jaxpr.equations import Literal, Value, Var, aval_of
 from meshwright.program.kernels.find_kernels import NO_KERNELS, Kernels
 from meshwright.program.on_mesh.gather_ahead import after_last_block, run_block
 from meshwright.program.on_mesh.kernel_rule import KernelRule
+from meshwright.program.on_mesh.layer_scans import LayerScans
 from meshwright.program.on_mesh.local_ops import LocalOp, LocalOps
 from meshwright.program.on_mesh.loop_reads import NO_LOOP_READS, LoopReads
 from meshwright.program.on_mesh.loop_weights import LoopWeights
 from meshwright.program.on_mesh.mesh_rules import (
     AddWeights,
     GroupedConvolutions,
-    LayerScans,
     WeightGradients,
     cast_leaf,
     rearrange_weight,
@@ -186,7 +186,8 @@ def mesh_evaluator(
         rearrange_weight,
         WeightGradients(mesh, lookups, rows=kernels.rows),
         AddWeights(mesh, in_parts=kernels.sums_in_parts),
-        LayerScans(remat),
+        # The compiler of CPUs drops the barriers that keep blocks apart.
+        LayerScans(remat, by_block=mesh.platform != "cpu"),
     ]
     skipped = kernels.interior | kernels.elsewhere
     return Evaluator(

@@ -6,29 +6,23 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from meshwright.program.evaluate.control_flow import ScanBody, run_scan, scan_body
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.repeated_vector import repeat_vector
-from meshwright.program.evaluate.weight_uses import HALF, WeightUse
+from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import (
     REARRANGES,
-    Atom,
-    ClosedJaxpr,
     Equation,
     Literal,
     Value,
     Var,
     aval_of,
     bind,
-    scan_counts,
 )
 from meshwright.program.on_mesh.grouped_convolutions import GroupedLayout, is_grouped
 from meshwright.program.on_mesh.products import PRODUCTS, use_weight, use_weight_by_rows
-from meshwright.program.on_mesh.remat import Remat
 
 _ADDS = frozenset({"add", "sub"})
 """Primitives that broadcast dims of size 1, and whose gradients need no operand."""
@@ -161,76 +155,6 @@ class WeightGradients:
         return record_prepared(eqn, results, env) if is_weight else results
 
 
-@dataclass(frozen=True)
-class LayerScans:
-    """Gathers the weights of a scan over stacked layers layer by layer, under a remat policy."""
-
-    remat: Remat
-
-    def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
-        """Evaluate a scan over stacks of weights, or one that reads half-precision weights."""
-        stacks, shared = stacked_weights(eqn, env), shared_weights(eqn, env)
-        if not stacks and not shared:
-            return None
-        operands = [
-            _stack(atom, stacks[number], env)
-            if number in stacks
-            else env.in_param_dtype(atom)
-            if number in shared
-            else env.read(atom)
-            for number, atom in enumerate(eqn.invars)
-        ]
-        num_consts, _ = scan_counts(eqn)
-        return run_scan(eqn, operands, self.body(eqn, operands[:num_consts], env))
-
-    def body(self, eqn: Equation, consts: list[Value], env: Environment) -> ScanBody:
-        """Return a scan's body; ``consts`` has half-precision weights in the parameter's dtype."""
-        stacks, shared = stacked_weights(eqn, env), shared_weights(eqn, env)
-        if not stacks and not shared:
-            return scan_body(eqn, consts, env)
-        _, num_carry = scan_counts(eqn)
-        closed: ClosedJaxpr = eqn.params["jaxpr"]
-        invars, evaluator = closed.jaxpr.invars, env.evaluator
-        rounded = [
-            value if number not in shared else value.astype(aval_of(invars[number]).dtype)
-            for number, value in enumerate(consts)
-        ]
-
-        def body(carry: list[Value], xs: list[Value]) -> tuple[list[Value], list[Value]]:
-            operands = [*rounded, *carry, *xs]
-            prepared = {
-                invars[number]: evaluator.weights.prepare_layer(operands[number], use)
-                for number, use in stacks.items()
-            }
-            prepared |= {invars[number]: consts[number] for number in shared}
-            out = evaluator.run(closed, operands, prepared)
-            return out[:num_carry], out[num_carry:]
-
-        if self.remat.policy is None or not stacks:
-            return body
-        return jax.checkpoint(body, policy=self.remat.policy, prevent_cse=False)
-
-
-def stacked_weights(eqn: Equation, env: Environment) -> dict[int, WeightUse]:
-    """Return which operands of a scan are stacks of weights that it slices."""
-    if eqn.primitive.name != "scan":
-        return {}
-    first, uses = sum(scan_counts(eqn)), env.evaluator.weights.uses
-    return {
-        number: uses[atom]
-        for number, atom in enumerate(eqn.invars)
-        if number >= first and not isinstance(atom, Literal) and atom in uses
-    }
-
-
-def shared_weights(eqn: Equation, env: Environment) -> set[int]:
-    """Return which operands of a scan are half-precision weights that all iterations read."""
-    if eqn.primitive.name != "scan":
-        return set()
-    num_consts, _ = scan_counts(eqn)
-    return {n for n, atom in enumerate(eqn.invars[:num_consts]) if env.is_half_weight(atom)}
-
-
 def operands_in_param_dtype(eqn: Equation, env: Environment) -> set[int]:
     """Return which operands the rules for weights read before they are rounded."""
     if rearranges_weight(eqn, env):
@@ -270,13 +194,6 @@ def _reads_shared_weight(eqn: Equation, env: Environment) -> bool:
     uses = env.evaluator.weights.uses
     shared = [not isinstance(a, Literal) and a in uses and uses[a].shared for a in eqn.invars]
     return any(shared) and all(aval_of(atom).dtype == jnp.float32 for atom in eqn.invars)
-
-
-def _stack(atom: Atom, use: WeightUse, env: Environment) -> Value:
-    """Return a stack of layers to scan over: divided, or gathered as a whole."""
-    return (
-        env.values[use.leaf] if env.evaluator.weights.gather_per_block else env.in_param_dtype(atom)
-    )
 
 
 def record_prepared(eqn: Equation, results: Sequence[Value], env: Environment) -> list[Value]:

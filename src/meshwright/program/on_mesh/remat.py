@@ -20,10 +20,12 @@ class Remat:
     Attributes:
         policy: JAX checkpoint policy; None saves everything.
         gather_per_block: whether weights are gathered again for the backward pass.
+        computes_again: whether more than gathered weights is computed again.
     """
 
     policy: Callable[..., Any] | None = None
     gather_per_block: bool = False
+    computes_again: bool = True
 
 
 def choose_remat(kind: str, *, keep_gathered: bool) -> Remat:
@@ -36,8 +38,8 @@ def choose_remat(kind: str, *, keep_gathered: bool) -> Remat:
     if kind != "none":
         return Remat(_but_complex(getattr(policies, kind)), not keep_gathered)
     if keep_gathered:
-        return Remat()
-    return Remat(_but_complex(_all_but_gathered), gather_per_block=True)
+        return Remat(computes_again=False)
+    return Remat(_but_complex(_all_but_gathered), gather_per_block=True, computes_again=False)
 
 
 def _products_and_attention(primitive: Any, *inputs: Any, **params: Any) -> bool:
