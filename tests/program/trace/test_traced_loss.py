@@ -203,3 +203,18 @@ def test_batches_may_be_tuples_and_hold_host_integers():
     _, traced = trace(Odd, loss, (tokens, np.zeros(16)))
     assert [leaf.path for leaf in traced.batch] == ["0", "1"]
     assert traced.closed.in_avals[-2].dtype == jnp.int32
+
+
+def test_a_traced_array_has_no_sharding():
+    found = []
+
+    def loss(model, batch):
+        found.append(getattr(batch["x"], "sharding", None))
+        with pytest.raises(AttributeError, match="sharding"):
+            _ = batch["x"].sharding
+        return square_loss(model, batch)
+
+    own = vars(jax.core.Tracer)["sharding"]
+    trace(Residuals, loss, vectors())
+    assert found == [None]
+    assert vars(jax.core.Tracer)["sharding"] is own

@@ -21,6 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.trace.model_leaves import ModelLeaves, split_model
+from meshwright.program.trace.tracer_sharding import brief_about_sharding
 from meshwright.trees import is_key
 
 ModelSource = Callable[[nnx.Rngs], Any]
@@ -146,7 +147,7 @@ def build_values(source: ModelSource, leaves: ModelLeaves, seed: int) -> list[An
 
 def _build(source: ModelSource, key: Any) -> Any:
     # By default Flax shards annotated variables when they are created, which needs a mesh already.
-    with nnx.use_eager_sharding(False):
+    with nnx.use_eager_sharding(False), brief_about_sharding():
         model = source(nnx.Rngs(key))
     _declare_arrays(model)
     return model

@@ -23,6 +23,7 @@ from meshwright.program.trace.python_state import (
 )
 from meshwright.program.trace.requested_layouts import recorded_layouts
 from meshwright.program.trace.scopes import module_scopes
+from meshwright.program.trace.tracer_sharding import brief_about_sharding
 from meshwright.user_code import doing, explaining_axis_names
 
 
@@ -95,7 +96,7 @@ class ModelProgram:
         follow_policy(model, self._compute_dtype)
         apply_changes(model, self._python_changes)
         before = PythonState(model)
-        with module_scopes(model, self._compute_dtype) as paths:
+        with module_scopes(model, self._compute_dtype) as paths, brief_about_sharding():
             self.paths_by_class.update(paths)
             with doing("tracing the loss"), explaining_axis_names(), recorded_layouts():
                 batch = jax.tree.unflatten(self._batch_tree, inputs[count:])
