@@ -42,9 +42,9 @@ def test_it_says_what_to_do_and_why(plan):
         "fits on one device, which has 36.0 GB for it",
         "16.0 bytes for each of 353,501,184 parameters",
         "█ parameters      1.4 GB",
-        "computing         52.2 ms 100%",
+        "computing                52.2 ms 100%",
         "8 times the devices are 7.3 times as fast, not 8",
-        "160.0 GB of memory per device: still data=8",
+        "nothing that was tried: still data=8 with 160.0 GB of memory per device or 1200 GB/s",
         "600 updates in 31.3 s, 0.0696 device-hours",
         "15 meshes are slower or less simple, such as",
     ):
@@ -154,7 +154,7 @@ def test_settings_that_do_not_fit_are_not_blamed_on_the_cluster(plan):
     pins = ("mesh.data=1024", "training.global_batch_size=1024", "--json")
     code, out, err = plan("model=gpt2_medium", "hardware=1024xA100-80GB", *pins, estimator=GPT3)
     assert code == 3
-    assert "the settings of mesh and batch are what does not fit" in err
+    assert "leave the settings of mesh and microbatches out and 5x8xA100-80GB holds it" in err
     assert json.loads(out)["smallest_hardware"]
 
 

@@ -29,8 +29,8 @@ from meshwright.planner.devices.links import check_network
 from meshwright.planner.devices.local_hardware import find_hardware
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.budget import Goal, parse_goal, parse_price
+from meshwright.planner.guidance.nothing_fits import NothingFits
 from meshwright.planner.guidance.plan_report import (
-    NothingFits,
     PlanGoal,
     PlanReport,
     make_report,

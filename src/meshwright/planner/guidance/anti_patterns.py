@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.config.batch import microbatches_setting
-from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
+from meshwright.config.microbatches import MICROBATCHES_PER_STAGE, multiples_around
 from meshwright.errors import Setting
 from meshwright.memory_share import MEMORY_SHARE
 from meshwright.mesh.axes import describe_sizes
@@ -52,6 +52,7 @@ def find_anti_patterns(
         share: the share of a device's memory that a plan may take.
     """
     found = (
+        _uneven_batch(estimate),
         _replicated(estimate, share),
         _forgotten_state(estimate, share),
         _slow_fsdp(estimate),
@@ -59,7 +60,6 @@ def find_anti_patterns(
         _tensor_for_nothing(estimate, better),
         _few_microbatches(estimate),
         _divided_statistics(estimator, estimate),
-        _uneven_batch(estimate),
         _over_sharded(estimator, estimate),
     )
     return [each for each in found if each is not None]
@@ -189,12 +189,11 @@ def _uneven_batch(estimate: Estimate) -> AntiPattern | None:
     most = math.gcd(devices, samples)
     if most == min(devices, samples) or estimate.plan.batch.replicas < most:
         return None
-    even = math.ceil(samples / devices) * devices
+    even = Setting("training.global_batch_size", *multiples_around(samples, devices))
     return AntiPattern(
         "a batch that does not divide",
         f"{samples:,} samples can be divided over {most} of {devices} devices, so that the others "
-        f"have to divide the model; {Setting('training.global_batch_size', even)} could be divided "
-        "over all",
+        f"have to divide the model; {even} could be divided over all",
     )
 
 
