@@ -60,6 +60,7 @@ def find_anti_patterns(
         _tensor_for_nothing(estimate, better),
         _few_microbatches(estimate),
         _divided_statistics(estimator, estimate),
+        _divided_comparisons(estimator, estimate),
         _over_sharded(estimator, estimate),
     )
     return [each for each in found if each is not None]
@@ -180,6 +181,25 @@ def _divided_statistics(estimator: Estimator, estimate: Estimate) -> AntiPattern
         f"the model keeps statistics of samples, as BatchNorm does: they see the {seen} samples "
         f"of a microbatch, not the {batch.global_batch_size} of an update, which is another "
         f"training. {Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits",
+    )
+
+
+def _divided_comparisons(estimator: Estimator, estimate: Estimate) -> AntiPattern | None:
+    """Return what microbatches change for losses that compare samples, as contrastive ones do."""
+    batch = estimate.plan.batch
+    # What keeps statistics also mixes samples, and is named by itself.
+    if batch.gradient_accumulation_steps == 1 or estimator.keeps_statistics:
+        return None
+    mixing = estimator.sample_mixing
+    if mixing is None or not mixing.combines:
+        return None
+    seen = batch.micro_batch_size * batch.replicas
+    where = f" in `{mixing.module}`" if mixing.module else ""
+    return AntiPattern(
+        "comparisons within microbatches",
+        f"the loss is not a mean over samples{where}: {mixing}. It sees the {seen} samples of a "
+        f"microbatch, not the {batch.global_batch_size} of an update, which is another training. "
+        f"{Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits",
     )
 
 
