@@ -540,8 +540,9 @@ class Trainer:
         if callable(data) and len(parameters_of(data)) == 1:
             return data
         given = as_data(data, self.seed, expected=Expected(batch_size=batch_size))
-        size = self._batch_size(batch_size) or self._fitted_batch_size()
-        size = form_of(first_batch(given, size)).num_samples
+        known = self._batch_size(batch_size)
+        known = self._fitted_batch_size() if known is None else known
+        size = form_of(first_batch(given, known)).num_samples
         return lambda step: given.batch(step, size)
 
     def _batch_size(self, given: int | None) -> int | None:

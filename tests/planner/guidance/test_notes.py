@@ -91,10 +91,16 @@ def test_a_batch_that_no_mesh_divides_comes_first_with_the_nearest_that_do(pins,
 
 def test_a_batch_that_leaves_no_mesh_that_fits_is_blamed():
     error = nothing_fits(NeedsFsdp(), search(NeedsFsdp(), task(batch=63)))
-    assert error.what.endswith("of 63 samples can be divided over 1 of 8 devices")
+    assert error.what.endswith(": 63 samples per update can only be divided over 1 of 8 devices")
     assert error.fix.startswith(
         "write training.global_batch_size=56 or 64 and 8xA100-40GB holds it: fsdp=8"
     )
+
+
+def test_a_batch_is_not_blamed_for_a_model_that_is_too_large():
+    error = nothing_fits(LARGE, search(LARGE, task("2xA100-40GB", 63)))
+    assert error.what == "no plan fits on 2xA100-40GB"
+    assert "the smallest cluster of A100-40GB" in error.fix
 
 
 def test_devices_that_share_memory_are_no_remedy():

@@ -47,7 +47,7 @@ def nothing_fits(estimator: Estimator, result: SearchResult) -> NothingFits:
         "smallest_global_batch_size": found and found.task.global_batch_size,
     }
     return NothingFits(
-        f"no plan fits on {task.hardware}{_divided_batch(task)}",
+        f"no plan fits on {task.hardware}{_divided_batch(task) if fits_here else ''}",
         why=f"the nearest is {nearest}",
         fix=_what_holds_it(task, found),
         report=report,
@@ -55,12 +55,12 @@ def nothing_fits(estimator: Estimator, result: SearchResult) -> NothingFits:
 
 
 def _divided_batch(task: PlanTask) -> str:
-    """Say that the batch does not divide, which leaves few meshes; empty if it does."""
+    """Say that the batch does not divide, which leaves out meshes that fit; empty if it does."""
     count, batch = task.hardware.count, task.global_batch_size
     most = math.gcd(count, batch)
     if most == min(count, batch):
         return ""
-    return f": its global batch of {batch:,} samples can be divided over {most} of {count} devices"
+    return f": {batch:,} samples per update can only be divided over {most} of {count} devices"
 
 
 def _what_holds_it(task: PlanTask, found: SearchResult | None) -> str:
