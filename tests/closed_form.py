@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from meshwright.hardware import Hardware
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import AxisTraffic, Estimate, MemoryEstimate, TimeEstimate
+from meshwright.program.dims.sample_values import MixedSamplesError
 
 RECOMPUTED = {"none": 0.0, "dots": 0.06, "full": 1 / 3}
 SAVED = {"none": 34, "dots": 18, "full": 2}
@@ -36,6 +37,10 @@ class ClosedForm:
     @property
     def keeps_statistics(self) -> bool:
         return False
+
+    @property
+    def sample_mixing(self) -> MixedSamplesError | None:
+        return None
 
     @property
     def tokens_per_sample(self) -> int:

@@ -241,9 +241,10 @@ def test_hardware_writes_what_it_reads():
         ("8xB2000", "nearest: B200"),
         ("zzzz", "known chips: V100-16GB"),
         ("8x", "names no chip"),
-        ("8x", "write it as 8xA100-40GB"),
-        ("8", "write it as 8xA100-40GB"),
-        ("2x8", "write it as 2x8xA100-40GB"),
+        ("8x", "write it as 8xH100"),
+        ("8", "write it as 8xH100"),
+        ("2x8", "write it as 2x8xH100"),
+        ("x", "write it as 8xH100"),
         ("", "empty"),
         ("0xH100", "no devices"),
         ("3xTPU7x", "write 4 instead of 3"),
@@ -402,6 +403,22 @@ def test_own_chips_can_be_planned_for_on_the_command_line(own_file, capfd, monke
     monkeypatch.setenv("COLUMNS", "400")
     assert main(["config", "hardware=8xToy-1"]) == 0
     assert "override hardware=8xToy-1" in capfd.readouterr().out
+
+
+def test_a_chip_may_be_called_x(own_file):
+    own_file("chips:\n  X: {like: H100}\n")
+    assert parse_hardware("8xX").chip.name == "X"
+    assert parse_hardware("x").count == 1
+    with pytest.raises(UserError, match="names no chip"):
+        parse_hardware("8x")
+
+
+def test_a_file_that_is_not_yaml_says_where(own_file):
+    path = own_file("chips:\n  X: [1\n")
+    with pytest.raises(UserError) as found:
+        load_chips()
+    assert str(path) in found.value.what
+    assert found.value.why.startswith("line 3, column 1: expected ',' or ']'")
 
 
 def test_this_machine_is_hardware_too(capfd):

@@ -179,6 +179,16 @@ def first_line(error: BaseException) -> str:
     return next(filter(None, lines), type(error).__name__)
 
 
+def yaml_line(error: Exception) -> str:
+    """Return what is wrong with a YAML text in one line: ``line 2, column 1: expected ','``."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or not problem:
+        return first_line(error)
+    # A text that was read before it was parsed has no file: `<unicode string>`.
+    file = "" if mark.name.startswith("<") else f"{mark.name}, "
+    return f"{file}line {mark.line + 1}, column {mark.column + 1}: {problem}"
+
+
 def typed_line(error: BaseException) -> str:
     """Return an exception in one line: ``ValueError: the first line of its message``."""
     kind, line = type(error).__name__, first_line(error)

@@ -324,11 +324,12 @@ def parse_hardware(text: str) -> Hardware:
     match = re.fullmatch(rf"{number}{number}(.+)", text.strip(), re.IGNORECASE)
     if match is None:
         raise UserError("the hardware is empty", fix="write it as 8xA100-40GB or 2x8xH100")
-    if re.fullmatch(r"[\d\sx×]+", match[3], re.IGNORECASE):
+    if re.fullmatch(r"[\d\sx×]+", match[3], re.IGNORECASE) and not _is_chip(match[3]):
+        numbers = text.strip(" xX×") or "8"
         raise UserError(
             f"`{text:.60}` names no chip",
             why="hardware is a number of devices and the chip that they are",
-            fix=f"write it as {text.strip(' xX×'):.20}xA100-40GB, with your chip's name",
+            fix=f"write it as {numbers:.20}xH100, with your chip's name",
         )
     _check_numbers(match[3], text)
     chip = chip_by_name(match[3])
@@ -339,6 +340,11 @@ def parse_hardware(text: str) -> Hardware:
     _check_whole_chips(text, chip, numbers[-1])
     nodes = numbers[0] if len(numbers) == 2 else _fewest_nodes(text, chip, count)
     return Hardware(chip=chip, count=count, nodes=nodes)
+
+
+def _is_chip(name: str) -> bool:
+    """Whether a chip has this very name, as one of your own may be called X."""
+    return plain_name(name) in map(plain_name, load_chips())
 
 
 def _check_numbers(rest: str, text: str) -> None:

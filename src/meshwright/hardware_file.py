@@ -13,7 +13,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from meshwright.errors import UserError, did_you_mean
+from meshwright.errors import UserError, did_you_mean, yaml_line
 
 VARIABLE = "MESHWRIGHT_HARDWARE"
 """The environment variable that names the file."""
@@ -53,8 +53,7 @@ def read_hardware_file(path: Path) -> dict[str, dict[str, Row]]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"cannot read the hardware file {path}", why=reason) from None
+        raise UserError(f"cannot read the hardware file {path}", why=yaml_line(error)) from None
     sections = _mapping(content or {}, str(path))
     for name in sections:
         if name not in SECTIONS:

@@ -24,7 +24,7 @@ from meshwright.config.schema import (
     Precision,
     ShardingConfig,
 )
-from meshwright.errors import Setting, UserError
+from meshwright.errors import Setting, UserError, yaml_line
 from meshwright.mesh.axes import (
     INFER,
     canonical_sizes,
@@ -158,7 +158,7 @@ class Plan(Frozen):
         try:
             values: Any = yaml.safe_load(text)
         except (yaml.YAMLError, ValueError) as error:
-            raise UserError("the plan is not valid YAML", why=str(error)) from None
+            raise UserError("the plan is not valid YAML", why=yaml_line(error)) from None
         if not isinstance(values, dict):
             raise UserError("the plan is empty or not a mapping")
         settings = {str(key): value for key, value in values.items() if key != MADE_FOR}

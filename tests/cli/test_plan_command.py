@@ -42,9 +42,9 @@ def test_it_says_what_to_do_and_why(plan):
         "fits on one device, which has 36.0 GB for it",
         "16.0 bytes for each of 353,501,184 parameters",
         "█ parameters      1.4 GB",
-        "computing         52.2 ms 100%",
+        "computing                52.2 ms 100%",
         "8 times the devices are 7.3 times as fast, not 8",
-        "160.0 GB of memory per device: still data=8",
+        "nothing that was tried: still data=8 with 160.0 GB of memory per device or 1200 GB/s",
         "600 updates in 31.3 s, 0.0696 device-hours",
         "15 meshes are slower or less simple, such as",
     ):
@@ -154,7 +154,7 @@ def test_settings_that_do_not_fit_are_not_blamed_on_the_cluster(plan):
     pins = ("mesh.data=1024", "training.global_batch_size=1024", "--json")
     code, out, err = plan("model=gpt2_medium", "hardware=1024xA100-80GB", *pins, estimator=GPT3)
     assert code == 3
-    assert "the settings of mesh and batch are what does not fit" in err
+    assert "leave the settings of mesh and microbatches out and 5x8xA100-80GB holds it" in err
     assert json.loads(out)["smallest_hardware"]
 
 
@@ -218,6 +218,28 @@ def test_the_command_that_is_printed_has_no_setting_of_the_plan_and_works(
     assert trained == Plan.from_yaml(Path("my plan.yaml").read_text())
 
 
+def test_a_plan_file_is_estimated_for_the_hardware_and_the_model_it_was_made_for(plan, tmp_path):
+    file = str(tmp_path / "plan.yaml")
+    own = ("mesh=fsdp", "sharding.remat=full", "precision=bf16")
+    assert plan(*MEDIUM, *own, "--out", file)[0] == 0
+    made = Plan.from_yaml(Path(file).read_text())
+    for name in (file, f"plan={file}"):
+        code, out, _ = plan(name, "--json")
+        found = json.loads(out)
+        assert code == 0
+        assert (found["model"], found["hardware"]) == ("gpt2_medium", "8xA100-40GB")
+        assert [Plan.model_validate(each["plan"]) for each in found["plans"]] == [made]
+    # In the same format, data=8 is as fast as without the file.
+    code, out, _ = plan(file, "--compare", "mesh.data=8", "--json")
+    assert json.loads(out)["compared"]["plan"]["precision"] == "bf16"
+    code, out, _ = plan(*MEDIUM, "mesh.data=8", "--compare", file, "--json")
+    assert code == 0
+    assert Plan.model_validate(json.loads(out)["compared"]["plan"]) == made
+    code, _, err = plan(file, "hardware=4xA100-40GB")
+    assert code == 2
+    assert f"plan={file} is for 8 devices, and 4xA100-40GB has 4" in err
+
+
 def test_without_hardware_it_plans_for_what_is_there(plan):
     code, out, _ = plan("model=gpt2_nano", "simulate=4", "--json")
     assert code == 0
@@ -230,6 +252,8 @@ def test_without_hardware_it_plans_for_what_is_there(plan):
     ("argv", "message"),
     [
         (["hardware=8xA1000"], "unknown chip `A1000`"),
+        (["hardware=8"], "write it as 8xH100"),
+        (["hardware=8xH100", "mesh.fsdp=0"], "1 leaves it unused"),
         (["hardware=8xA100-40GB", "mesh.tensor=3"], "  mesh.tensor=3, which does not divide 8"),
         (["hardware=8xA100-40GB", "--memory-share", "2"], "--memory-share 2 is not valid"),
         (["hardware=8xA100-40GB", "--tokens", "many"], "`many` is not an amount of training"),
@@ -295,9 +319,28 @@ def test_settings_that_contradict_the_plan_are_refused_with_both_values(file, ca
     mixed = "training.mixed_precision=fp16"
     code, _, err = settings(capfd, f"plan={file}", "mesh.tensor=2", "mesh.fsdp=4", mixed)
     assert code == 2
-    assert "mesh.tensor is 1 in the plan and 2 in your settings" in err
+    assert f"error: plan={file} contradicts mesh.tensor=2 and {mixed}\n" in err
+    assert "mesh.tensor is 1 in the plan; precision.compute is bf16 in the plan\n" in err
     assert "mesh.fsdp" not in err
-    assert "precision.compute is bf16 in the plan, and training.mixed_precision is fp16" in err
+    again = f"training.global_batch_size=32 mesh.tensor=2 {mixed} --out {file}"
+    assert f"plan again with them: meshwright plan {again}\n" in err
+
+
+def test_settings_that_a_written_plan_leaves_out_are_taken(tmp_path, capfd):
+    path = tmp_path / "plan.yaml"
+    batch = {"global_batch_size": 8, "micro_batch_size": 1, "replicas": 8}
+    written = {"mesh": {"fsdp": 8}, "batch": {**batch, "gradient_accumulation_steps": 1}}
+    path.write_text(yaml.safe_dump({**written, "sharding": {"zero": 2}}))
+    words = ("sharding.blocks=scan", "precision=bf16", "kernels=none")
+    code, config, _ = settings(capfd, f"plan={path}", *words)
+    assert code == 0
+    assert config["sharding"]["blocks"] == "scan"
+    assert config["sharding"]["zero"] == 2
+    assert config["precision"]["compute"] == "bf16"
+    assert config["kernels"] == "none"
+    code, _, err = settings(capfd, f"plan={path}", "sharding.zero=3")
+    assert code == 2
+    assert "sharding.zero is 2 in the plan" in err
 
 
 def test_a_yaml_file_by_itself_is_a_plan(file, capfd):

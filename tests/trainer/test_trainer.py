@@ -149,6 +149,16 @@ def test_a_trainer_plans_for_hardware_that_is_elsewhere(tmp_path):
         trainer().plan(batches(1), hardware="8")
 
 
+def test_the_batch_of_a_plan_is_that_of_the_last_fit():
+    data, own = next(batches(1, samples=64)), trainer(model=lambda rngs: Net(rngs=rngs))
+    with pytest.raises(mw.UserError, match="write batch_size=64, or as many samples as one update"):
+        own.plan(data, hardware="2xH100")
+    own.fit(data, batch_size=16, steps=1)
+    planned = own.plan(data, hardware="2xH100")
+    assert planned.plan.batch.global_batch_size == 16
+    assert str(planned).startswith("the model, ")
+
+
 def test_a_linen_module_is_trained_as_it_is():
     result = trainer(model=LinenNet(), mesh="data=8").fit(batches(1), steps=1)
     paths = {leaf.path for leaf in result.assembled.traced.layout.leaves if leaf.role == "param"}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.text import Text
@@ -16,21 +17,22 @@ from meshwright.cli.arguments import Arguments
 from meshwright.cli.config_estimator import config_estimator
 from meshwright.cli.invocation import invoked_as
 from meshwright.cli.output import write_file
-from meshwright.cli.request import Request, compose, describing, setting_group
+from meshwright.cli.request import Request, as_setting, compose, describing, setting_group
 from meshwright.columns import Indented
-from meshwright.config.compose import parse_overrides, validate
+from meshwright.config.compose import Composed, parse_overrides, validate
 from meshwright.config.schema import Config, DataConfig
 from meshwright.errors import ExitCode, Setting, UserError
 from meshwright.garbage import few_collections
 from meshwright.hardware import LOCAL, Hardware, chip_by_name
 from meshwright.memory_share import MEMORY_SHARE
+from meshwright.plan import mesh_sizes
 from meshwright.planner.devices.absent_gpus import can_compile_for
 from meshwright.planner.devices.links import check_network
 from meshwright.planner.devices.local_hardware import find_hardware
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.budget import Goal, parse_goal, parse_price
+from meshwright.planner.guidance.nothing_fits import NothingFits
 from meshwright.planner.guidance.plan_report import (
-    NothingFits,
     PlanGoal,
     PlanReport,
     make_report,
@@ -41,12 +43,15 @@ from meshwright.planner.search.candidates import PlanTask
 from meshwright.planner.search.config_task import config_task, set_by_user
 from meshwright.planner.search.plan_file import KEY, plan_yaml, without_planned
 from meshwright.recipe import find_data, make_task, training_duration
+from meshwright.units import counted
 
 if TYPE_CHECKING:
     from meshwright.planner.rehearse.prove import ProvedPlan
 
-COMPARABLE = ("mesh", "sharding", "pipeline", "training", "precision", "hardware", "kernels")
+COMPARABLE = ("mesh", "sharding", "pipeline", "training", "precision", "hardware", "kernels", KEY)
 """Settings that two plans for the same model may differ in."""
+_PRECISION = {KEY, "precision", "precision.compute", "training.mixed_precision"}
+"""Settings after which the compute format is another one."""
 _SOURCES = ("--config-dir", "--config")
 """Flags that say where settings come from."""
 
@@ -58,7 +63,8 @@ def run(request: Request) -> int:
     share, top = read_share(arguments), arguments.number("--top", 5)
     hardware = _hardware(config)
     check_network(hardware)
-    decided = set_by_user(config, request.composed)
+    decided = _decided(config, request.composed)
+    _check_planned(config, hardware)
     asked = config_task(config, decided, hardware, memory_share=share)
     other, goal = _compared(arguments, asked.task), _goal(request, hardware)
     estimator = config_estimator(with_any_data(request, decided), asked.task.global_batch_size)
@@ -88,6 +94,26 @@ def run(request: Request) -> int:
         text = Group(text, Text(), proof_table(proved), *lines)
     request.output.result(found, text)
     return ExitCode.DONE
+
+
+def _decided(config: Config, composed: Composed) -> set[str]:
+    """Return the keys that are not to be changed: those of the user, and of a plan they name."""
+    return set_by_user(config, composed) | {
+        key for key, file in composed.read_from.items() if file == config.plan
+    }
+
+
+def _check_planned(config: Config, hardware: Hardware) -> None:
+    """Refuse a plan for another number of devices."""
+    count = math.prod(mesh_sizes(config).values())
+    if config.plan is None or count == hardware.count:
+        return
+    raise UserError(
+        f"{Setting(KEY, config.plan)} is for {counted(count, 'device')}, and {hardware} has "
+        f"{hardware.count}",
+        fix=f"name as many, such as {Setting('hardware', f'{count}xH100')}, or leave "
+        f"{Setting(KEY)} out to plan for {hardware}",
+    )
 
 
 def _prove(
@@ -180,7 +206,7 @@ def _compared(arguments: Arguments, task: PlanTask) -> PlanTask | None:
     """Return the task with the settings of ``--compare``, and otherwise the same."""
     if not arguments.has("--compare"):
         return None
-    words = tuple(shlex.split(arguments.flags["--compare"]))
+    words = tuple(map(as_setting, shlex.split(arguments.flags["--compare"])))
     changed = {override.key_or_group for override in parse_overrides(words)}
     for key in changed:
         if key.partition(".")[0] not in COMPARABLE:
@@ -189,20 +215,26 @@ def _compared(arguments: Arguments, task: PlanTask) -> PlanTask | None:
                 why=f"plans for the same model differ in {', '.join(COMPARABLE)}",
                 fix='write --compare mesh.tensor=4, or --compare "mesh.tensor=4 mesh.pipe=2"',
             )
-    kept = tuple(
+    # What a plan sets is not set beside it.
+    given = without_planned(arguments.overrides) if KEY in changed else arguments.overrides
+    kept = [
         text
-        for text in arguments.overrides
-        if not {override.key_or_group for override in parse_overrides([text])} & changed
-    )
+        for text in given
+        if not {override.key_or_group for override in parse_overrides([text])} & {*changed, KEY}
+    ]
     composed = compose(replace(arguments, overrides=(*kept, *words)))
     config = validate(composed)
     hardware = _hardware(config) if "hardware" in changed else task.hardware
-    other = config_task(
-        config, set_by_user(config, composed), hardware, memory_share=task.memory_share
-    )
+    _check_planned(config, hardware)
+    decided = _decided(config, composed)
+    other = config_task(config, decided, hardware, memory_share=task.memory_share)
+    same = dict[str, Any]()
     if config.training.global_batch_size is None:
-        return replace(other.task, global_batch_size=task.global_batch_size)
-    return other.task
+        same["global_batch_size"] = task.global_batch_size
+    if not changed & _PRECISION:
+        # It may be that of a plan.
+        same["precision"] = task.precision
+    return replace(other.task, **same)
 
 
 def _write_files(request: Request, report: PlanReport) -> None:

@@ -77,7 +77,7 @@ class Request:
 
 def make_request(arguments: Arguments, output: Output) -> Request:
     """Compose and validate the config, then prepare its devices."""
-    arguments = replace(arguments, overrides=tuple(map(_as_setting, arguments.overrides)))
+    arguments = replace(arguments, overrides=tuple(map(as_setting, arguments.overrides)))
     arguments = _as_planned(arguments)
     composed = compose(arguments)
     config = validate(composed)
@@ -125,7 +125,7 @@ def _compare(arguments: Arguments, config: Config) -> None:
 
 def compose(arguments: Arguments) -> Composed:
     """Compose the config, and complete it from the files that model.weights and plan name."""
-    overrides = [_as_setting(text) for text in arguments.overrides]
+    overrides = [as_setting(text) for text in arguments.overrides]
     composed = compose_config(overrides, arguments.config_dir, arguments.config_file)
     resolved = resolve_weights(composed.values, saved=composed.config_file is not None)
     composed = replace(composed, values=resolved.values, read_from=resolved.origins)
@@ -150,9 +150,12 @@ def describing(words: Sequence[str]) -> list[str]:
 
 
 def _as_planned(arguments: Arguments) -> Arguments:
-    """Return the arguments of a rehearsal with what its plan was made for, unless they say it."""
+    """Return the arguments with what the plan they name was made for, unless they say it.
+
+    A training is not meant: what it trains is written down.
+    """
     paths = [text.partition("=")[2] for text in arguments.overrides if setting_group(text) == KEY]
-    if arguments.command.name != "rehearse" or not paths:
+    if arguments.command.name not in ("plan", "rehearse") or not paths:
         return arguments
     given = set(map(setting_group, arguments.overrides))
     given |= {"hardware"} if "simulate" in given else set()
@@ -161,7 +164,7 @@ def _as_planned(arguments: Arguments) -> Arguments:
     return replace(arguments, overrides=(*arguments.overrides, *more))
 
 
-def _as_setting(text: str) -> str:
+def as_setting(text: str) -> str:
     """Return an argument as a setting: a YAML file without a key is a plan."""
     is_file = "=" not in text and Path(text).suffix in (".yaml", ".yml")
     return f"{KEY}={text}" if is_file else text

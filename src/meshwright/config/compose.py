@@ -19,7 +19,7 @@ from meshwright.config.groups import CONF_DIR, group_options
 from meshwright.config.model_folders import refuse_folder
 from meshwright.config.schema import Config, KindConfig
 from meshwright.config.synonyms import expand_shorthands
-from meshwright.errors import UserError, did_you_mean, first_line
+from meshwright.errors import UserError, did_you_mean, yaml_line
 from meshwright.masking import hidden_names, mask_tree
 from meshwright.mesh.axes import resolve_alias
 from meshwright.units import a_type
@@ -146,7 +146,7 @@ def _read_saved(file: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read --config {file}", why=first_line(error)) from None
+        raise UserError(f"cannot read --config {file}", why=yaml_line(error)) from None
     if not isinstance(values, dict):
         raise UserError(
             f"--config {file} is not a config",
@@ -305,7 +305,7 @@ def _is_hydra(key: str) -> bool:
 
 
 def _explain(error: Exception, options: dict[str, list[str]]) -> UserError:
-    text = first_line(error)
+    text = yaml_line(error)
     missing = re.search(r"Could not (?:find|locate) '(\S+)/(\S+?)'", text)
     if missing:
         group, choice = missing.groups()

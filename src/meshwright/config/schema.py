@@ -233,7 +233,9 @@ class MeshConfig(Frozen):
     @classmethod
     def _positive(cls, size: int) -> int:
         if size != INFER and size < 1:
-            raise ValueError(f"a size must be 1 or more, or {INFER} for the remaining devices")
+            raise ValueError(
+                f"a size is 1 or more, or {INFER} for the remaining devices; 1 leaves it unused"
+            )
         return size
 
     def sizes(self) -> dict[str, int]:
@@ -444,6 +446,12 @@ class Config(Frozen):
         if value is not None and not isinstance(value, bool) and not folder:
             raise ValueError("write true, false or the path of a folder")
         return value
+
+    @field_validator("hardware", mode="before")
+    @classmethod
+    def _number_of_what(cls, value: object) -> object:
+        # On the command line, 8 is a number; what is missing is the chip.
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     @field_validator("hardware")
     @classmethod

@@ -11,6 +11,7 @@ from meshwright.mesh.build import abstract_mesh
 from meshwright.mesh.svg_drawing import mesh_svg
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.words import kind_of_mesh, memory_parts, settings_of, time_parts
+from meshwright.planner.guidance.notes import SENT, change_lines, gradients_note, scaling_note
 from meshwright.planner.guidance.plan_report import PlanReport
 from meshwright.planner.search.scaling import ScalingPoint
 from meshwright.units import counted, human_bytes, human_count, human_seconds
@@ -32,7 +33,7 @@ def plan_page(report: PlanReport) -> str:
         ("Mesh", f'<div class="plan-drawing">{_mesh(report.best)}</div>'),
         ("Scaling", _scaling(report)),
         ("Budget", _list([str(report.budget)] if report.budget else [])),
-        ("What would change the decision", _list(map(str, report.changes))),
+        ("What would change the decision", _list(change_lines(report.changes))),
         ("Rejected meshes", _rejected(report)),
     )
     files = (_ASSETS / "style.css", _ASSETS / "plan.css")
@@ -75,7 +76,8 @@ def _decision(report: PlanReport) -> str:
         f"<div><dt>{_escape(name)}</dt><dd>{_escape(value)}</dd></div>"
         for name, value in tiles.items()
     )
-    kind = f"<p>{_escape(f'{describe_sizes(best.plan.mesh)}: {kind_of_mesh(best.plan.mesh)}')}</p>"
+    words = ": ".join(filter(None, (describe_sizes(best.plan.mesh), kind_of_mesh(best.plan.mesh))))
+    kind = f"<p>{_escape(words)}</p>"
     lines = [*report.conclusions, *map(str, report.mistakes), *report.comparison, *report.remarks]
     return f'{kind}<dl class="tiles">{shown}</dl>{_list(lines)}'
 
@@ -113,8 +115,13 @@ def _memory(plans: Sequence[Estimate], share: float) -> str:
         )
         for each in plans
     ]
-    note = f'<p class="note">The line is {share:.0%} of a device.</p>'
+    note = _note(f"the line is {share:.0%} of a device")
+    note += _note(gradients_note(plans[0].memory))
     return _legend(list(memory_parts(plans[0].memory))) + "".join(rows) + note
+
+
+def _note(text: str) -> str:
+    return f'<p class="note">{_escape(f"{text[:1].upper()}{text[1:]}.")}</p>' if text else ""
 
 
 def _times(plans: Sequence[Estimate]) -> str:
@@ -130,7 +137,11 @@ def _times(plans: Sequence[Estimate]) -> str:
         )
         for each in plans
     ]
-    return _legend(names) + "".join(rows)
+    return (
+        _legend(names)
+        + "".join(rows)
+        + _note(SENT if any(each.time.exposed for each in plans) else "")
+    )
 
 
 def _bar(
@@ -181,7 +192,8 @@ def _scaling(report: PlanReport) -> str:
         for point in report.points
     ]
     table = _table(("devices", "mesh", "update", unit, "per device"), rows)
-    return _curve([point for point in report.points if point.estimate], unit) + table
+    note = _note(scaling_note(report.points))
+    return _curve([point for point in report.points if point.estimate], unit) + table + note
 
 
 def _curve(points: Sequence[ScalingPoint], unit: str) -> str:

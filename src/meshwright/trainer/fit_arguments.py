@@ -181,7 +181,7 @@ def first_batch(data: Data, batch_size: int | None) -> Any:
         raise UserError(
             "the size of a global batch is not known",
             why=f"the data ({data.describe()}) can be read in batches of any size",
-            fix="write batch_size=…",
+            fix="write batch_size=64, or as many samples as one update takes",
         )
     check_count("batch_size", batch_size, MOST_SAMPLES)
     with doing("reading batch 0"):

@@ -346,7 +346,8 @@ class Trainer:
         Args:
             data: what `fit` takes.
             hardware: such as ``8xH100`` or ``2x8xA100-80GB``; by default the trainer's devices.
-            batch_size: samples per global batch; required if the data does not come in batches.
+            batch_size: samples per global batch; by default those of the data's batches, of the
+                trainer's plan or of the last `fit`.
         """
         from meshwright.trainer.auto_mesh import plan_for
 
@@ -356,6 +357,7 @@ class Trainer:
             source, self.loss, self.optimizer, first, trainable=self.trainable
         )
         name = getattr(self.model, "__name__", type(self.model).__name__)
+        name = "the model" if name == "<lambda>" else name
         samples = form_of(first).num_samples
         return plan_for(self._settings(), estimator, samples, name=name, hardware=hardware)
 
@@ -367,7 +369,8 @@ class Trainer:
         Args:
             data: what `fit` takes, or a function from the number of an update to its batch.
             steps: updates to compare in float64.
-            batch_size: samples per global batch; required if the data does not come in batches.
+            batch_size: samples per global batch; by default those of the data's batches, of the
+                trainer's plan or of the last `fit`.
         """
         check_count("steps", steps)
         use_disk_cache(self.compilation_cache)
@@ -537,12 +540,17 @@ class Trainer:
         if callable(data) and len(parameters_of(data)) == 1:
             return data
         given = as_data(data, self.seed, expected=Expected(batch_size=batch_size))
-        size = form_of(first_batch(given, self._batch_size(batch_size))).num_samples
+        known = self._batch_size(batch_size)
+        known = self._fitted_batch_size() if known is None else known
+        size = form_of(first_batch(given, known)).num_samples
         return lambda step: given.batch(step, size)
 
     def _batch_size(self, given: int | None) -> int | None:
         planned = self.mesh.batch.global_batch_size if isinstance(self.mesh, Plan) else None
         return planned if given is None else given
+
+    def _fitted_batch_size(self) -> int | None:
+        return self.result.assembled.plan.batch.global_batch_size if self.result else None
 
     def _nonfinite(self) -> NonfinitePolicy:
         return check_policy(self.on_nonfinite, self.max_skipped, self.max_rewinds)

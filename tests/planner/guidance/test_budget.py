@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.planner.guidance.budget import Goal, make_budget, parse_goal, parse_price
+from meshwright.planner.guidance.budget import NO_PRICE, Goal, make_budget, parse_goal, parse_price
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_without_a_price_there_is_no_money():
         parse_goal("1 update"), seconds_per_update=36.0, samples_per_update=1, devices=1
     )
     assert cost.usd is None
-    assert str(cost) == "1 update in 36 s, 0.01 device-hours, no price known"
+    assert str(cost) == f"1 update in 36 s, 0.01 device-hours, {NO_PRICE}"
 
 
 @pytest.mark.parametrize(("text", "price"), [("2.5", 2.5), (2, 2.0), ("$1.99", 1.99), (0, 0.0)])

@@ -125,7 +125,7 @@ def test_microbatches_that_are_advised_divide_the_batch(batch, micro, advice):
 def test_a_batch_that_does_not_divide_is_named():
     text = mistakes(GPT2_MEDIUM, best(GPT2_MEDIUM, batch=61))["a batch that does not divide"]
     assert "61 samples can be divided over 1 of 8 devices" in text
-    assert "training.global_batch_size=64" in text
+    assert "training.global_batch_size=56 or 64" in text
     for batch in (4, 8, 24):
         named = mistakes(GPT2_MEDIUM, best(GPT2_MEDIUM, batch=batch))
         assert "a batch that does not divide" not in named

@@ -23,6 +23,7 @@ from meshwright.planner.search.candidates import (
 from meshwright.planner.search.obstacles import find_obstacle
 from meshwright.planner.search.search import TIE, rank, search
 from meshwright.planner.search.what_if import what_ifs
+from meshwright.program.dims.sample_values import MixedSamplesError
 from meshwright.units import human_seconds
 
 pytestmark = pytest.mark.usefixtures("command_line")
@@ -201,6 +202,7 @@ class Sums:
     num_blocks: int = 8
     tensor_sizes: frozenset[int] = frozenset()
     keeps_statistics: bool = False
+    sample_mixing: MixedSamplesError | None = None
     tokens_per_sample: int = 1
 
     def estimate(self, plan, hardware):
@@ -266,7 +268,11 @@ class Normalizing(Reducing):
     keeps_statistics: bool = True
 
 
-@pytest.mark.parametrize(("model", "every"), [(Reducing(), 4), (Normalizing(), 1)], ids=str)
+COMPARING = Reducing(sample_mixing=MixedSamplesError("its dot_general combines samples"))
+MIXING = [(Reducing(), 4), (Normalizing(), 1), (COMPARING, 1)]
+
+
+@pytest.mark.parametrize(("model", "every"), MIXING, ids=["mean", "statistics", "comparisons"])
 def test_statistics_are_reduced_with_each_microbatch(model, every):
     asked = task(batch=64, mesh={"data": 8}, micro_batch_size=2)
     assert search(model, asked).best.plan.batch.sync_gradients_every == every

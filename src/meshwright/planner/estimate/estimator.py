@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -47,6 +47,8 @@ from meshwright.planner.workload.stage_parts import (
 )
 from meshwright.planner.workload.work_table import Works
 from meshwright.program.dims import DimClasses
+from meshwright.program.dims.sample_mean import find_mixing
+from meshwright.program.dims.sample_values import MixedSamplesError
 from meshwright.program.trace.build_model import ModelSource, describe_model
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss
@@ -78,6 +80,11 @@ class Estimator(Protocol):
     @property
     def keeps_statistics(self) -> bool:
         """Whether the model keeps numbers of the samples, such as the means of BatchNorm."""
+        ...
+
+    @property
+    def sample_mixing(self) -> MixedSamplesError | None:
+        """Where the loss treats samples other than one by one or by sums; None if it does not."""
         ...
 
     @property
@@ -137,6 +144,9 @@ class ProgramEstimator:
         self._programs = TracedPrograms(loss, self._leaves, self._samples, precision)
         self._gradients = GradientPrograms(self._programs)
         self._states = ModelStates(self._programs, optimizer)
+        self._mixing = cache(
+            lambda precision: find_mixing(self._programs.classes(precision, "scan"))
+        )
         self._peaks: dict[Any, Peak] = {}
         self._parts: dict[Any, Mapping[int, int]] = {}
         self._seconds: dict[Any, tuple[float, float]] = {}
@@ -160,6 +170,11 @@ class ProgramEstimator:
     def keeps_statistics(self) -> bool:
         """Whether the model keeps numbers of the samples, such as the means of BatchNorm."""
         return self._programs.keeps_statistics
+
+    @property
+    def sample_mixing(self) -> MixedSamplesError | None:
+        """Where the loss treats samples other than one by one or by sums; None if it does not."""
+        return self._mixing(self._precision)
 
     @property
     def tokens_per_sample(self) -> int:

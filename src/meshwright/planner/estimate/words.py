@@ -28,6 +28,9 @@ TRAFFIC = {
     "pipe": "activations between stages",
 }
 
+_SENT_OVER = "communication over "
+"""Begins the name of time that a mesh axis takes: what computing does not hide."""
+
 _AXIS_NAMES = {
     "data": "data parallel",
     "fsdp": "fully sharded",
@@ -44,16 +47,16 @@ def memory_parts(memory: MemoryEstimate) -> dict[str, int]:
 def time_parts(estimate: Estimate) -> dict[str, float]:
     """Return seconds of an update by what they are spent on; their sum is the step."""
     time = estimate.time
-    waits = {f"waiting for {axis}": own.exposed_seconds for axis, own in time.traffic.items()}
-    return {"computing": time.compute, **waits, "pipeline bubble": time.bubble}
+    sent = {f"{_SENT_OVER}{axis}": own.exposed_seconds for axis, own in time.traffic.items()}
+    return {"computing": time.compute, **sent, "pipeline bubble": time.bubble}
 
 
 def kind_of_mesh(mesh: Mapping[str, int]) -> str:
-    """Return what a mesh does: ``fully sharded and tensor parallel``."""
+    """Return what a mesh does: ``fully sharded and tensor parallel``; empty for one device."""
     names = [_AXIS_NAMES[axis] for axis in ("data", "fsdp", "tensor", "pipe") if axis in mesh]
-    if not names:
-        return "one device"
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def short_plan(plan: Plan) -> str:
@@ -87,8 +90,8 @@ def too_large(estimate: Estimate, share: float) -> str:
     parts = sorted(memory_parts(memory).items(), key=lambda part: -part[1])
     largest = ", ".join(f"{human_bytes(size)} {name}" for name, size in parts[:3] if size)
     return (
-        f"does not fit: {room(memory.total, estimate.capacity, share)}, even with "
-        f"{_leanest_words(estimate.plan)}; mostly {largest}"
+        f"does not fit: {room(memory.total, estimate.capacity, share)}, with the settings that "
+        f"need least ({_leanest_words(estimate.plan)}); mostly {largest}"
     )
 
 
@@ -106,9 +109,15 @@ def room(needs: int, capacity: int, share: float) -> str:
 
 
 def _leanest_words(plan: Plan) -> str:
-    samples = counted(plan.batch.micro_batch_size, "sample")
-    remat = f" and remat {plan.sharding.remat}" if plan.sharding.remat != "none" else ""
-    return f"{samples} per microbatch{remat}"
+    batch = plan.batch
+    samples = (
+        microbatches_of(plan)
+        if batch.gradient_accumulation_steps > 1
+        # Several microbatches would add up their gradients, which takes memory, too.
+        else f"{counted(batch.micro_batch_size, 'sample')} per device, at once"
+    )
+    remat = f", remat {plan.sharding.remat}" if plan.sharding.remat != "none" else ""
+    return f"{samples}{remat}"
 
 
 def slower_because(other: Estimate, best: Estimate, *, at_least: bool = False) -> str:
@@ -157,7 +166,7 @@ def _more_time(slow: Estimate, fast: Estimate) -> str:
 
 
 def _cause(name: str) -> str:
-    axis = name.removeprefix("waiting for ")
+    axis = name.removeprefix(_SENT_OVER)
     if axis in TRAFFIC:
         return f"of exposed {TRAFFIC[axis]}"
     return {"computing": "computing", "pipeline bubble": "waiting in the pipeline"}[name]

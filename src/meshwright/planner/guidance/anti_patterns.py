@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.config.batch import microbatches_setting
-from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
+from meshwright.config.microbatches import MICROBATCHES_PER_STAGE, multiples_around
 from meshwright.errors import Setting
 from meshwright.memory_share import MEMORY_SHARE
 from meshwright.mesh.axes import describe_sizes
@@ -52,6 +52,7 @@ def find_anti_patterns(
         share: the share of a device's memory that a plan may take.
     """
     found = (
+        _uneven_batch(estimate),
         _replicated(estimate, share),
         _forgotten_state(estimate, share),
         _slow_fsdp(estimate),
@@ -59,7 +60,7 @@ def find_anti_patterns(
         _tensor_for_nothing(estimate, better),
         _few_microbatches(estimate),
         _divided_statistics(estimator, estimate),
-        _uneven_batch(estimate),
+        _divided_comparisons(estimator, estimate),
         _over_sharded(estimator, estimate),
     )
     return [each for each in found if each is not None]
@@ -183,18 +184,36 @@ def _divided_statistics(estimator: Estimator, estimate: Estimate) -> AntiPattern
     )
 
 
+def _divided_comparisons(estimator: Estimator, estimate: Estimate) -> AntiPattern | None:
+    """Return what microbatches change for losses that compare samples, as contrastive ones do."""
+    batch = estimate.plan.batch
+    # What keeps statistics also mixes samples, and is named by itself.
+    if batch.gradient_accumulation_steps == 1 or estimator.keeps_statistics:
+        return None
+    mixing = estimator.sample_mixing
+    if mixing is None or not mixing.combines:
+        return None
+    seen = batch.micro_batch_size * batch.replicas
+    where = f" in `{mixing.module}`" if mixing.module else ""
+    return AntiPattern(
+        "comparisons within microbatches",
+        f"the loss is not a mean over samples{where}: {mixing}. It sees the {seen} samples of a "
+        f"microbatch, not the {batch.global_batch_size} of an update, which is another training. "
+        f"{Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits",
+    )
+
+
 def _uneven_batch(estimate: Estimate) -> AntiPattern | None:
     """Return what a batch costs whose samples cannot be divided evenly over the devices."""
     devices, samples = estimate.plan.num_devices, estimate.plan.batch.global_batch_size
     most = math.gcd(devices, samples)
     if most == min(devices, samples) or estimate.plan.batch.replicas < most:
         return None
-    even = math.ceil(samples / devices) * devices
+    even = Setting("training.global_batch_size", *multiples_around(samples, devices))
     return AntiPattern(
         "a batch that does not divide",
         f"{samples:,} samples can be divided over {most} of {devices} devices, so that the others "
-        f"have to divide the model; {Setting('training.global_batch_size', even)} could be divided "
-        "over all",
+        f"have to divide the model; {even} could be divided over all",
     )
 
 

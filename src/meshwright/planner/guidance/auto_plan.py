@@ -12,7 +12,7 @@ from meshwright.planner.devices.capacity import known_hardware
 from meshwright.planner.devices.local_hardware import measure_local
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.estimate.words import microbatches_of, short_plan
-from meshwright.planner.guidance.plan_report import nothing_fits
+from meshwright.planner.guidance.nothing_fits import nothing_fits
 from meshwright.planner.guidance.why_this_plan import alone, reason_for
 from meshwright.planner.search.candidates import PlanTask
 from meshwright.planner.search.search import search

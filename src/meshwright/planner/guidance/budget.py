@@ -17,6 +17,8 @@ _WRITTEN = re.compile(
     r"\s*(\d[\d_,]*(?:\.\d+)?(?:e\d+)?)\s*([kmbgt]?)\s*([a-z]*)\s*", re.IGNORECASE
 )
 _MOST = 1e18
+NO_PRICE = "no price known (--price 2.5 sets USD per device and hour)"
+"""Stands for the money in budgets without a price."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Budget:
         parts = [
             f"{amount} in {human_seconds(self.seconds)}",
             f"{_figure(self.device_hours)} device-hours",
-            f"{_figure(self.usd)} USD" if self.usd is not None else "no price known",
+            f"{_figure(self.usd)} USD" if self.usd is not None else NO_PRICE,
         ]
         return ", ".join(parts)
 

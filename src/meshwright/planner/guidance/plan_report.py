@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from meshwright.errors import ExitCode, UserError
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.estimate.words import compare_plans, memory_parts, time_parts, too_large
@@ -16,32 +16,17 @@ from meshwright.planner.guidance.anti_patterns import (
     linear_scaling,
 )
 from meshwright.planner.guidance.budget import Budget, Goal, make_budget
+from meshwright.planner.guidance.nothing_fits import nothing_fits
 from meshwright.planner.guidance.why_this_plan import (
     alone,
     explain_decision,
     fewer_devices,
     reason_for,
 )
-from meshwright.planner.search.candidates import PlanTask
+from meshwright.planner.search.candidates import PlanTask, all_sizes
 from meshwright.planner.search.scaling import ScalingPoint, scaling_curve
 from meshwright.planner.search.search import SearchResult, search
-from meshwright.planner.search.smallest import smallest_cluster
 from meshwright.planner.search.what_if import WhatIf, what_ifs
-from meshwright.units import counted, human_bytes
-
-
-class NothingFits(UserError):
-    """No plan fits into the memory of the devices.
-
-    Attributes:
-        report: every mesh with its reason, and the smallest cluster, as plain values.
-    """
-
-    exit_code = ExitCode.NOTHING_FITS
-
-    def __init__(self, what: str, *, why: str, fix: str, report: dict[str, Any]) -> None:
-        self.report = report
-        super().__init__(what, why=why, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -160,11 +145,16 @@ def make_report(
         comparison=[] if compared is None else _comparison(estimator, best, compared, task),
         other=compared,
         points=points,
-        changes=what_ifs(estimator, result),
+        changes=what_ifs(estimator, result) if _has_choice(task) else [],
         budget=None if goal is None else goal.budget(estimator, best),
         fewer=fewer_devices(task, best, points),
         remarks=remarks,
     )
+
+
+def _has_choice(task: PlanTask) -> bool:
+    """Whether there are several meshes of the devices with the sizes that the user has set."""
+    return len(list(islice(all_sizes(task.hardware.count, task.pins.mesh), 2))) > 1
 
 
 def _compared(estimator: Estimator, task: PlanTask) -> Estimate:
@@ -187,53 +177,6 @@ def _comparison(estimator: Estimator, best: Estimate, other: Estimate, task: Pla
     return [*lines, *map(str, mistakes)]
 
 
-def nothing_fits(estimator: Estimator, result: SearchResult) -> NothingFits:
-    """Return the error for a model that no plan holds, with the smallest cluster that does."""
-    task = result.task
-    large = [each for each in result.rejected if each.kind == "memory" and each.estimate]
-    nearest = min(large, key=lambda each: each.estimate.memory.total if each.estimate else 0)
-    found = smallest_cluster(estimator, task)
-    chip = task.hardware.chip.name
-    if found is not None and found.task.hardware.count <= task.hardware.count:
-        fix = (
-            "the settings of mesh and batch are what does not fit; without those of the mesh, "
-            f"{found.task.hardware} holds it: {found.best.plan.describe()}"
-        )
-    elif found is None:
-        fix = f"no cluster of {chip} holds it; choose a chip with more memory"
-    else:
-        memory = human_bytes(found.best.memory.total)
-        fix = (
-            f"the smallest cluster of {chip} that holds it is {found.task.hardware}: "
-            f"{found.best.plan.describe()}, {memory} per device, {_batch_assumed(found, task)}"
-        )
-    report = {
-        "hardware": str(task.hardware),
-        "plans": [],
-        "rejected": rejected_json(result),
-        "smallest_hardware": found and str(found.task.hardware),
-        "smallest_mesh": found and found.best.plan.mesh,
-        "smallest_global_batch_size": found and found.task.global_batch_size,
-    }
-    return NothingFits(
-        f"no plan fits on {task.hardware}",
-        why=f"the nearest is {nearest}",
-        fix=fix,
-        report=report,
-    )
-
-
-def _batch_assumed(found: SearchResult, asked: PlanTask) -> str:
-    """Say which batch the smallest cluster is for: one that can be divided over its devices."""
-    batch = found.task.global_batch_size
-    if batch == asked.global_batch_size:
-        return f"for the same global batch of {counted(batch, 'sample')}"
-    return (
-        f"for a global batch of {batch} samples instead of {asked.global_batch_size}, which "
-        f"{found.task.hardware.count} devices can divide"
-    )
-
-
 def report_json(report: PlanReport) -> dict[str, Any]:
     """Return a report as plain values."""
     task = report.result.task
@@ -248,7 +191,7 @@ def report_json(report: PlanReport) -> dict[str, Any]:
             _plan_json(report, each, reason)
             for each, reason in zip(report.result.plans, report.reasons, strict=True)
         ],
-        "rejected": rejected_json(report.result),
+        "rejected": [each.to_json() for each in report.result.rejected],
         "decision": report.conclusions,
         "mistakes": [{"name": each.name, "text": each.text} for each in report.mistakes],
         "comparison": report.comparison,
@@ -258,13 +201,6 @@ def report_json(report: PlanReport) -> dict[str, Any]:
         "what_if": [each.to_json() for each in report.changes],
         "remarks": list(report.remarks),
     }
-
-
-def rejected_json(result: SearchResult) -> list[dict[str, Any]]:
-    """Return the rejected meshes as plain values."""
-    return [
-        {"mesh": each.mesh, "kind": each.kind, "reason": each.reason} for each in result.rejected
-    ]
 
 
 def _plan_json(report: PlanReport, estimate: Estimate, reason: str) -> dict[str, Any]:

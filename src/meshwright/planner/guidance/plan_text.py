@@ -11,6 +11,7 @@ from meshwright.columns import Columns, Indented
 from meshwright.mesh.axes import describe_sizes
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.words import kind_of_mesh, memory_parts, settings_of, time_parts
+from meshwright.planner.guidance.notes import SENT, change_lines, gradients_note, scaling_note
 from meshwright.planner.guidance.plan_report import PlanReport
 from meshwright.planner.search.obstacles import Rejection
 from meshwright.planner.search.scaling import ScalingPoint
@@ -30,10 +31,16 @@ def report_text(report: PlanReport) -> RenderableType:
         ("compared", [Indented(line, 2) for line in report.comparison]),
         ("plans", [_table(report)]),
         ("memory of a device", list(_memory(report.best, report.result.task.memory_share))),
-        ("time of an update", list(_bars(time_parts(report.best)))),
-        ("scaling, for the same global batch", [_scaling(report)]),
+        ("time of an update", list(_time(report.best))),
+        (
+            "scaling, for the same global batch",
+            [_scaling(report), *_note(scaling_note(report.points))],
+        ),
         ("budget", [Indented(str(report.budget), 2)] if report.budget else []),
-        ("what would change the decision", [Indented(str(each), 2) for each in report.changes]),
+        (
+            "what would change the decision",
+            [Indented(line, 2) for line in change_lines(report.changes)],
+        ),
         ("rejected", list(_rejected(report))),
     ):
         if lines:
@@ -50,9 +57,10 @@ def _head(report: PlanReport) -> Iterator[RenderableType]:
         f"{report.name}, {report.num_parameters:,} parameters, on {task.hardware}; {size} "
         "per update"
     )
+    kind = f" ({kind_of_mesh(best.plan.mesh)})" if best.plan.mesh else ""
     yield Text.assemble(
         (f"{describe_sizes(best.plan.mesh)}", "bold green"),
-        f" ({kind_of_mesh(best.plan.mesh)}): {human_seconds(best.time.step)} per update, "
+        f"{kind}: {human_seconds(best.time.step)} per update, "
         f"{_speed(report, best)}, MFU {best.time.mfu:.0%}, "
         f"{human_bytes(best.memory.total)} of {human_bytes(best.capacity)} per device",
     )
@@ -71,7 +79,7 @@ def _speed(report: PlanReport, estimate: Estimate) -> str:
 
 def _table(report: PlanReport) -> Columns:
     unit = "tokens/s" if report.tokens_per_sample > 1 else "samples/s"
-    head = ("", "mesh", "settings", "update", unit, "MFU", "memory", "waiting")
+    head = ("", "mesh", "settings", "update", unit, "MFU", "memory", "idle")
     rows = [
         (
             str(number),
@@ -85,7 +93,7 @@ def _table(report: PlanReport) -> Columns:
         )
         for number, each in enumerate(report.result.plans, 1)
     ]
-    right = ("update", unit, "MFU", "memory", "waiting")
+    right = ("update", unit, "MFU", "memory", "idle")
     return Columns(head, rows, right=right, notes=report.reasons)
 
 
@@ -101,6 +109,17 @@ def _memory(best: Estimate, share: float) -> Iterator[RenderableType]:
     for shade, (name, size) in zip(SHADES, parts.items(), strict=False):
         yield Text(f"  {shade} {name:<12} {human_bytes(size):>9}")
     yield Text(f"    {'free':<12} {human_bytes(limit - best.memory.total):>9} to the limit")
+    yield from _note(gradients_note(best.memory))
+
+
+def _note(text: str) -> list[RenderableType]:
+    return [Indented(text, 4, first=2)] if text else []
+
+
+def _time(best: Estimate) -> Iterator[RenderableType]:
+    yield from _bars(time_parts(best))
+    if best.time.exposed:
+        yield from _note(SENT)
 
 
 def _bars(parts: dict[str, float]) -> Iterator[RenderableType]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright.config.batch import nearest_divisors
+from meshwright.config.microbatches import multiples_around
 from meshwright.errors import Setting, UserError
 from meshwright.hardware import Hardware
 from meshwright.mesh.axes import AXES, describe_sizes, shown_sizes
@@ -41,6 +42,10 @@ class Rejection:
     kind: Kind
     reason: str
     estimate: Estimate | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {"mesh": self.mesh, "kind": self.kind, "reason": self.reason}
 
     def __str__(self) -> str:
         return f"{describe_sizes(self.mesh)}: {self.reason}"
@@ -170,16 +175,40 @@ def no_mesh(task: PlanTask, rejected: Iterable[Rejection]) -> UserError:
     # What the user set first: blocks and layers exclude meshes of any model.
     ordered = sorted(rejected, key=lambda each: each.kind != "batch")
     reasons = list(dict.fromkeys(each.reason for each in ordered))
-    more = f"; and {counted(len(reasons) - 2, 'similar reason')}" if len(reasons) > 2 else ""
-    count = task.hardware.count
-    whole = max(1, round(task.global_batch_size / count)) * count
-    batch = (
-        f"write {Setting('training.global_batch_size', whole)}"
-        if whole != task.global_batch_size
-        else f"change {Setting('training.global_batch_size')}"
-    )
+    nobody = f"no mesh of {task.hardware} agrees with these settings"
+    nearest = _nearest_batches(task, [each for each in ordered if each.kind == "batch"])
+    if nearest:
+        # Any other obstacle would have been found first, so this batch is the only one.
+        first, *reasons = reasons
+        what, why = first, [nobody, *reasons[:1]]
+    else:
+        what, why = nobody, reasons[:2]
+    more = len(reasons) - (1 if nearest else 2)
+    rest = [f"and {counted(more, 'similar reason')}"] if more > 0 else []
+    batch = Setting("training.global_batch_size", *nearest)
+    change = "write" if nearest else "change"
     return UserError(
-        f"no mesh of {task.hardware} agrees with these settings",
-        why="; ".join(reasons[:2]) + more,
-        fix=f"{batch}, or leave settings of the mesh and the batch out",
+        what,
+        why="; ".join([*why, *rest]),
+        fix=f"{change} {batch}, or leave settings of the mesh and the batch out",
     )
+
+
+def _nearest_batches(task: PlanTask, rejected: Iterable[Rejection]) -> list[int]:
+    """Return the global batches on both sides of the one asked for that these meshes divide."""
+    pins, batch, near = task.pins, task.global_batch_size, set[int]()
+    fixed = pins.micro_batch_size and pins.gradient_accumulation_steps
+    for mesh in (each.mesh for each in rejected):
+        least = mesh.get("data", 1) * mesh.get("fsdp", 1) * (pins.micro_batch_size or 1)
+        least *= pins.gradient_accumulation_steps or _least_microbatches(task, mesh)
+        near |= {least} if fixed else {*multiples_around(batch, least)}
+    below, above = [n for n in near if n < batch], [n for n in near if n > batch]
+    return [*sorted(below)[-1:], *sorted(above)[:1]]
+
+
+def _least_microbatches(task: PlanTask, mesh: Sizes) -> int:
+    """Return what the number of microbatches must be a multiple of."""
+    pins, stages = task.pins, mesh.get("pipe", 1)
+    flushed = (pins.num_microbatches or 1) if stages > 1 else 1
+    group = stages if pins.schedule == "interleaved" else 1
+    return math.lcm(pins.sync_gradients_every or 1, flushed, group)

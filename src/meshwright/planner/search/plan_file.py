@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ _PLANNED_OF_TRAINING = (
     "mixed_precision",
 )
 """Settings that a plan replaces: whole sections, and some of `training`."""
+
+_COMPUTE, _MIXED = "precision.compute", "training.mixed_precision"
+"""Two names of the compute format."""
 
 _WHICH = "name the plan.yaml of `meshwright plan --out plan.yaml`, or of a run folder"
 
@@ -171,9 +175,11 @@ def apply_plan_file(values: Mapping[str, Any], decided: Collection[str]) -> Plan
     path = values.get(KEY)
     if path is None:
         return Planned(dict(values), {})
-    settings = plan_settings(read_plan_file(str(path)))
+    plan = read_plan_file(str(path))
+    silent = _left_out(plan) & set(decided)
+    settings = {key: value for key, value in plan_settings(plan).items() if key not in silent}
     given = dict(flatten({str(key): value for key, value in values.items()}))
-    _refuse_conflicts(str(path), settings, given, decided)
+    _refuse_conflicts(str(path), plan, settings, given, decided)
     return Planned(with_settings(values, settings), dict.fromkeys(settings, str(path)))
 
 
@@ -213,23 +219,42 @@ def read_plan_file(path: str) -> Plan:
         ) from None
 
 
+def _left_out(plan: Plan) -> set[str]:
+    """Return the settings that a file with a plan does not mention: a person wrote it."""
+    written, sharding = plan.model_fields_set, plan.sharding.model_fields_set
+    names = {"kernels": "kernels", "precision": _COMPUTE, "matmul": "precision.matmul"}
+    return {key for name, key in names.items() if name not in written} | {
+        f"sharding.{name}" for name in type(plan.sharding).model_fields if name not in sharding
+    }
+
+
 def _refuse_conflicts(
-    path: str, settings: Mapping[str, Any], given: Mapping[str, Any], decided: Collection[str]
+    path: str,
+    plan: Plan,
+    settings: Mapping[str, Any],
+    given: Mapping[str, Any],
+    decided: Collection[str],
 ) -> None:
-    conflicts = [
-        f"{key} is {value} in the plan and {given[key]} in your settings"
+    conflicts = {
+        key: value
         for key, value in settings.items()
         if key in decided and key in given and given[key] not in (value, INFER)
-    ]
-    mixed = given.get("training.mixed_precision")
-    compute = settings["precision.compute"]
-    if mixed is not None and {False: "no"}.get(mixed, mixed) != compute:
-        conflicts.append(
-            f"precision.compute is {compute} in the plan, and training.mixed_precision is {mixed}"
-        )
-    if conflicts:
-        raise UserError(
-            f"{Setting(KEY, path)} contradicts other settings",
-            why="; ".join(conflicts),
-            fix=f"leave these settings out, or {Setting(KEY)}; or plan again with them",
-        )
+    }
+    mixed = given.get(_MIXED)
+    compute = settings.get(_COMPUTE)
+    if mixed is not None and compute is not None and {False: "no"}.get(mixed, mixed) != compute:
+        conflicts[_MIXED] = compute
+    if not conflicts:
+        return
+    words = [str(Setting(key, given[key])) for key in conflicts]
+    names = {key: _COMPUTE if key == _MIXED else key for key in conflicts}
+    kept = {"training.global_batch_size": plan.batch.global_batch_size}
+    kept |= {} if _MIXED in conflicts else {_COMPUTE: plan.precision}
+    same = [f"{key}={value}" for key, value in kept.items() if key not in conflicts]
+    again = ["meshwright", "plan", *made_for_settings(path), *same, *words, "--out", path]
+    it = "it" if len(words) == 1 else "them"
+    raise UserError(
+        f"{Setting(KEY, path)} contradicts {' and '.join(words)}",
+        why="; ".join(f"{names[key]} is {value} in the plan" for key, value in conflicts.items()),
+        fix=f"leave {it} out, or plan again with {it}: {shlex.join(again)}",
+    )

@@ -255,8 +255,9 @@ class _Search:
     def _with_few_reductions(self, sizes: Sizes, variant: Variant) -> Variant:
         fixed = self.task.pins.sync_gradients_every is not None
         seldom = not fixed and reduces_once(self.task, sizes)
-        # Statistics of a microbatch need the samples of all devices.
+        # Statistics of a microbatch, and comparisons within it, need the samples of all devices.
         seldom = seldom and not self.estimator.keeps_statistics
+        seldom = seldom and self.estimator.sample_mixing is None
         return replace(variant, sync_once=True) if seldom else variant
 
     def _other_schedules(self, sizes: Sizes, variant: Variant) -> list[Variant]:

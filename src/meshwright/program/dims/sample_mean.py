@@ -12,6 +12,19 @@ from meshwright.program.dims.sample_values import MixedSamplesError, SampleValue
 _SYNC = "training.sync_gradients_every"
 
 
+def find_mixing(classes: DimClasses) -> MixedSamplesError | None:
+    """Return where a loss treats samples other than one by one or by sums; None if it does not.
+
+    One trace is enough for that. Whether sums are divided by the number of samples is not looked
+    at, which takes two (`check_mean`).
+
+    Args:
+        classes: the loss of some samples.
+    """
+    total, weight = ProgramPair(classes, classes).outputs(2)[:2]
+    return total.error or weight.error
+
+
 def check_mean(
     first: DimClasses, second: DimClasses, metrics: Sequence[str], kept: Sequence[str]
 ) -> None:

@@ -127,7 +127,7 @@ class ProgramPair:
             results = [SampleValue(self._kind_by_dims(pair.frame, v)) for v in variables]
             if pair.name != "random_bits" and any(r.kind == "per_sample" for r in results):
                 # A device that makes keys for its samples alone would draw other numbers.
-                raise pair.mixed("makes a random key for each sample")
+                raise pair.mixed("makes a random key for each sample", combines=False)
             return results
         if (results := pair.constant_results()) is not None:
             return results
@@ -187,7 +187,7 @@ class ProgramPair:
             if value.kind == "independent" and dims and value.constants is not None:
                 positions = np.moveaxis(value.constants[0], dims[0], -1)
                 if shape[axis] != 1 or (positions != np.arange(shape[dims[0]])).any():
-                    raise pair.mixed("uses the position of a sample in the batch")
+                    raise pair.mixed("uses the position of a sample in the batch", combines=False)
                 columns.add(start)
             start += shape[axis]
         return frozenset(columns)
@@ -276,7 +276,7 @@ def _check_uniform(pair: EquationPair, value: SampleValue, dims: Sequence[int]) 
     if not dims or value.constants is None or pair.name == "concatenate":
         return
     if not is_uniform(value.constants[0], dims[0]):
-        raise pair.mixed("uses the position of a sample in the batch")
+        raise pair.mixed("uses the position of a sample in the batch", combines=False)
 
 
 def _first_different_operation(first: Jaxpr, second: Jaxpr) -> int | None:

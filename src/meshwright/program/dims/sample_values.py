@@ -25,11 +25,17 @@ them in another way."""
 
 
 class MixedSamplesError(Exception):
-    """An operation, perhaps in a module, combines samples other than by a sum."""
+    """An operation, perhaps in a module, treats samples other than one by one or by a sum.
 
-    def __init__(self, how: str, module: str = "") -> None:
+    Attributes:
+        module: the module; empty if it is in none.
+        combines: whether the result depends on which samples are together; if not, on how many
+            there are, or on their order.
+    """
+
+    def __init__(self, how: str, module: str = "", *, combines: bool = True) -> None:
         super().__init__(how)
-        self.module = module
+        self.module, self.combines = module, combines
 
 
 @dataclass(frozen=True)
@@ -100,10 +106,10 @@ class EquationPair:
             second = bind(self.second, [c[1] for c in constants if c is not None])
         return [constant_value(*map(np.asarray, both)) for both in zip(first, second, strict=True)]
 
-    def mixed(self, what: str) -> MixedSamplesError:
+    def mixed(self, what: str, *, combines: bool = True) -> MixedSamplesError:
         """Return the error that says what the operation does, and in which module."""
         module = module_of(name_stack(self.first)) or self.frame.path
-        return MixedSamplesError(f"its {self.name} {what}", module)
+        return MixedSamplesError(f"its {self.name} {what}", module, combines=combines)
 
 
 def mixed_value(error: MixedSamplesError) -> SampleValue:
