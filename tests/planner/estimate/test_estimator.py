@@ -1,5 +1,7 @@
 """Estimates from traced programs, against placements, compiled programs and closed forms."""
 
+import math
+
 import jax
 import optax
 import pytest
@@ -17,6 +19,7 @@ from meshwright.plan import Plan
 from meshwright.planner.estimate.estimator import ProgramEstimator
 from meshwright.planner.estimate.gradient_programs import GradientPrograms, variant_of
 from meshwright.planner.search.search import BOUND_SLACK
+from meshwright.planner.workload.gradient_program import SAMPLES
 from meshwright.planner.workload.in_memory import peak_of
 from meshwright.planner.workload.sizes import DeviceSizes
 from meshwright.step.assemble import assemble
@@ -319,3 +322,27 @@ def test_batch_norm_keeps_statistics_and_dropout_does_not(kind, kept):
 
     made = ProgramEstimator(build, task.loss, OPTIMIZER, task.example_batch(2))
     assert made.keeps_statistics == kept
+
+
+def test_gpus_hold_the_last_iteration_of_a_loop_twice_where_weights_are_gathered(estimator):
+    rows, saved = 4, LENGTH * WIDTH * 2
+    plans = [
+        make_plan({"fsdp": 8}, rows, precision="bf16", remat="full", keep_gathered=kept)
+        for kept in (False, True)
+    ]
+    twice, once = (estimator.estimate(plan, on(plan, "H100")).memory for plan in plans)
+    assert once.activations >= BLOCKS * rows * saved
+    assert twice.activations == once.activations + rows * saved
+    on_cpus = [estimator.estimate(plan, on(plan)).memory.activations for plan in plans]
+    assert on_cpus[0] == on_cpus[1]
+
+
+def test_what_several_products_read_is_saved_once(estimator):
+    """Query, key and value read the same rows; a checkpoint rounds them once for each."""
+    plan = make_plan({"fsdp": 8}, precision="bf16")
+    program = estimator._gradients.of(plan, variant_of(plan, on(plan, "H100")))
+    shapes = [
+        [math.prod(a.size for a in dim) for dim in w.dims] for w in program.blocks.forward.writes
+    ]
+    # What attention reads, what it has computed, and what the feed-forward layer reads.
+    assert shapes.count([BLOCKS, SAMPLES * LENGTH, WIDTH]) == 3

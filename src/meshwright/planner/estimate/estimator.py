@@ -43,6 +43,7 @@ from meshwright.planner.workload.stage_parts import (
     BlockParts,
     count_slots,
     nbytes_of,
+    saved_by_iteration,
     share_of_waiting,
 )
 from meshwright.planner.workload.work_table import Works
@@ -304,8 +305,21 @@ class ProgramEstimator:
         program = self._gradients.of(kept.plan, kept.variant)
         if program.blocks is None:
             return 0.0
-        loop = program.blocks.forward
-        return nbytes_of(loop.writes, self._sizes(kept, program)) / loop.times
+        return saved_by_iteration(program.blocks.forward, self._sizes(kept, program))
+
+    def _held_twice(self, case: _Case, program: GradientProgram, sizes: DeviceSizes) -> float:
+        """Return the bytes that a loop over blocks saves and that stay where they were as well.
+
+        GPUs gather the weights of an iteration during the one before it, so that the last one runs
+        outside of the loop. The backward pass reads what it has computed, not only its saved rows.
+        """
+        plan, blocks = case.plan, program.blocks
+        gathers = plan.size("fsdp") > 1 and plan.sharding.zero == 3
+        gathers = gathers and not plan.sharding.keep_gathered
+        on_gpu = PLATFORMS[case.hardware.chip.platform] == "gpu"
+        if blocks is None or not gathers or not on_gpu or blocks_of(plan) != "scan":
+            return 0.0
+        return saved_by_iteration(blocks.forward, sizes)
 
     def _stage_peak(
         self, plan: Plan, whole: Peak, program: GradientProgram, sizes: DeviceSizes, again: float
@@ -353,7 +367,8 @@ class ProgramEstimator:
             self._peaks[key] = peak_of(program.timeline, sizes, Lent(copied, gradients=sums))
         whole, blocks = self._peaks[key], program.blocks
         if plan.size("pipe") == 1:
-            return _with_part_sums(whole, _part_sums(program, sizes))
+            whole = _with(whole, "activations", self._held_twice(case, program, sizes))
+            return _with(whole, "working", _part_sums(program, sizes))
         if blocks is None:
             return whole
         return self._stage_peak(plan, whole, program, sizes, self._computed_again(case))
@@ -438,10 +453,10 @@ def _part_sums(program: GradientProgram, sizes: DeviceSizes) -> float:
     return program.part_sums if in_parts else 0
 
 
-def _with_part_sums(peak: Peak, sums: float) -> Peak:
-    uses: dict[Use, float] = dict(peak.uses)
-    uses["working"] += sums
-    return Peak(peak.nbytes + sums, uses, peak.largest)
+def _with(peak: Peak, use: Use, nbytes: float) -> Peak:
+    """Return a peak with more bytes of one use."""
+    uses: dict[Use, float] = {**peak.uses, use: peak.uses[use] + nbytes}
+    return Peak(peak.nbytes + nbytes, uses, peak.largest)
 
 
 def _peak_share(chip: Chip, precision: Precision) -> float:

@@ -62,6 +62,9 @@ _REDUCTIONS = frozenset(
 """Operations that compute what they read while they read it."""
 
 
+_ROUNDS = frozenset({"reduce_precision"})
+"""What checkpoints do to values that they save."""
+
 Sources = Mapping[int, tuple[Array, Array]]
 
 
@@ -125,7 +128,7 @@ class _Scheduler:
             pairs = zip(reads, operation.writes, strict=False)
             self._same.update({id(new): old for old, new in pairs if old is not None})
             return True
-        if operation.name != "reduce_precision" or reads[0] is None:
+        if operation.name not in _ROUNDS or reads[0] is None:
             return False
         # What is saved for several products is saved once.
         (result,) = operation.writes
@@ -288,15 +291,19 @@ def _written_twice(operation: Operation) -> dict[int, Array]:
     if operation.name != "scan":
         return {}
     (body,) = operation.bodies
-    origins = {id(each.writes[0]): each.reads[0] for each in body.operations if each.name in SAME}
+    makers = {id(o.writes[0]): o for o in body.operations if o.name in SAME | _ROUNDS}
     found: dict[int, Array] = {}
-    first: dict[int, Array] = {}
+    first: dict[tuple[object, ...], Array] = {}
     carries = scan_counts(operation.eqn)[1]
     for value, result in zip(body.outputs[carries:], operation.writes[carries:], strict=True):
-        while value is not None and origins.get(id(value)) is not None:
-            value = origins[id(value)]
-        if value is not None and first.setdefault(id(value), result) is not result:
-            found[id(result)] = first[id(value)]
+        if value is None:
+            continue
+        rounded = list[str]()
+        while (made := makers.get(id(value))) is not None and made.reads[0] is not None:
+            rounded += [str(made.eqn.params)] if made.name in _ROUNDS else []
+            value = made.reads[0]
+        if first.setdefault((id(value), *rounded), result) is not result:
+            found[id(result)] = first[id(value), *rounded]
     return found
 
 

@@ -81,6 +81,14 @@ def nbytes_of(arrays: Sequence[Array], sizes: DeviceSizes) -> float:
     return sum(map(sizes.of, arrays))
 
 
+def saved_by_iteration(loop: Kernel, sizes: DeviceSizes) -> float:
+    """Return the bytes that one iteration of a loop adds to what it has saved."""
+    carries = scan_counts(loop.operation.eqn)[1]
+    carried = {id(array) for array in loop.operation.writes[:carries]}
+    saved = [array for array in loop.writes if id(array) not in carried]
+    return nbytes_of(saved, sizes) / loop.times
+
+
 def count_slots(schedule: str, num_chunks: int, microbatches: int, stages: int) -> SlotCounts:
     """Return what the stages of a schedule keep and send."""
     # More microbatches than this repeat the same pattern and need no further slots.
