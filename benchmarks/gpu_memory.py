@@ -84,6 +84,21 @@ CASES: dict[str, tuple[str, ...]] = {
         *("mesh.data=2", "mesh.fsdp=16", "mesh.tensor=2", "sharding.remat=dots"),
     ),
     "Gemma 3 270M, fsdp=8": ("model=gemma3_270m", "training.micro_batch_size=4", "mesh.fsdp=8"),
+    "Gemma 3 270M, fsdp=8, remat=dots, blocks=scan": (
+        *("model=gemma3_270m", "training.micro_batch_size=4", "mesh.fsdp=8"),
+        *("sharding.remat=dots", "sharding.blocks=scan"),
+    ),
+    "Gemma 3 1B, fsdp=8, remat=full, blocks=scan": (
+        *("model=gemma3_1b", "training.micro_batch_size=4", "mesh.fsdp=8"),
+        *("sharding.remat=full", "sharding.blocks=scan"),
+    ),
+    "Qwen 3 0.6B, data=4 × fsdp=2, remat=dots": (
+        *("model=qwen3_0.6b", "training.micro_batch_size=2", "mesh.data=4", "mesh.fsdp=2"),
+        *("sharding.remat=dots",),
+    ),
+    "Llama 3 1B, fsdp=8, remat=full": (
+        *("model=llama3_1b", "training.micro_batch_size=2", "mesh.fsdp=8", "sharding.remat=full"),
+    ),
     "ViT-B, one GPU": ("model=vit_b", "training.micro_batch_size=64"),
     "ViT-B, fsdp=8": ("model=vit_b", "training.micro_batch_size=64", "mesh.fsdp=8"),
     "ResNet-50, one GPU": ("model=resnet50", "training.micro_batch_size=64"),
