@@ -189,6 +189,13 @@ def test_the_plan_is_written_for_train(plan, tmp_path):
     with pytest.raises(UserError, match="no model is written") as refused:
         refuse_unnamed_model(str(file), 1000)
     assert "write model=gpt2_medium" in str(refused.value.fix)
+    # Like a plan that was made in Python, which has no settings for its model.
+    known = {"model": "the model", "parameters": 5, "hardware": "8xA100-40GB"}
+    head = file.read_text().partition("made_for")[0]
+    file.write_text(head + yaml.safe_dump({"made_for": known}))
+    code, _, err = plan(str(file))
+    assert code == 2
+    assert "was made for the model, and no model is written" in err
     for edited in ("made_for: 3\n", "made_for: {parameters: many}\n", ""):
         file.write_text(file.read_text().partition("made_for")[0] + edited)
         assert other_model(str(file), 1000) == []

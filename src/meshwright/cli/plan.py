@@ -17,7 +17,14 @@ from meshwright.cli.arguments import Arguments
 from meshwright.cli.config_estimator import config_estimator
 from meshwright.cli.invocation import invoked_as
 from meshwright.cli.output import write_file
-from meshwright.cli.request import Request, as_setting, compose, describing, setting_group
+from meshwright.cli.request import (
+    Request,
+    as_setting,
+    check_planned_model,
+    compose,
+    describing,
+    setting_group,
+)
 from meshwright.columns import Indented
 from meshwright.config.compose import Composed, parse_overrides, validate
 from meshwright.config.schema import Config, DataConfig
@@ -68,6 +75,7 @@ def run(request: Request) -> int:
     asked = config_task(config, decided, hardware, memory_share=share)
     other, goal = _compared(arguments, asked.task), _goal(request, hardware)
     estimator = config_estimator(with_any_data(request, decided), asked.task.global_batch_size)
+    check_planned_model(request, estimator.num_parameters)
     try:
         report = make_report(
             estimator,

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from meshwright.activity import activity
 from meshwright.cli.plan import read_share, with_any_data
-from meshwright.cli.request import Request
+from meshwright.cli.request import Request, check_planned_model
 from meshwright.columns import Indented
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode, Setting, UserError
@@ -63,6 +63,7 @@ def run(request: Request) -> int:
     batch = resize_batch(recipe.example_batch(1), plan.batch.global_batch_size)
     with _devices(target, hardware) as devices:
         assembled = recipe.assemble(plan, batch, devices=devices)
+        check_planned_model(request, assembled.model_leaves.num_parameters)
         rehearsal = rehearse(assembled, run=target == "gpu")
     estimate = _estimate(recipe, batch, plan, hardware)
     figures = make_figures(rehearsal, hardware, estimate)

@@ -18,7 +18,12 @@ from meshwright.handshake import compare_processes, describe_own_devices
 from meshwright.masking import mask_words
 from meshwright.memory_share import MEMORY_SHARE
 from meshwright.planner.search.config_task import set_by_user
-from meshwright.planner.search.plan_file import KEY, apply_plan_file, made_for_settings
+from meshwright.planner.search.plan_file import (
+    KEY,
+    apply_plan_file,
+    made_for_settings,
+    refuse_unnamed_model,
+)
 from meshwright.processes import process_count
 from meshwright.versions import package_versions
 from meshwright.weights.resolve import resolve_weights
@@ -147,6 +152,17 @@ def setting_group(text: str) -> str:
 def describing(words: Sequence[str]) -> list[str]:
     """Return the settings that describe what is trained, except for those with secrets."""
     return [w for w in words if setting_group(w) in DESCRIBING and mask_words([w]) == [w]]
+
+
+def check_planned_model(request: Request, num_parameters: int) -> None:
+    """Refuse a plan that was made for another model, if none is written.
+
+    Args:
+        request: what was asked for.
+        num_parameters: of the default model.
+    """
+    if not any(setting_group(word) == "model" for word in request.arguments.overrides):
+        refuse_unnamed_model(request.config.plan, num_parameters)
 
 
 def _as_planned(arguments: Arguments) -> Arguments:

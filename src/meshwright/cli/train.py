@@ -16,7 +16,7 @@ from rich.text import Text
 
 from meshwright.attempts import EarlierAttempts, ProcessRange
 from meshwright.cli.invocation import invoked_as
-from meshwright.cli.request import Request, setting_group
+from meshwright.cli.request import Request, check_planned_model
 from meshwright.cli.sample import generate_sample
 from meshwright.config.builders import explain_failure, import_named
 from meshwright.config.compose import parse_overrides
@@ -28,7 +28,7 @@ from meshwright.masking import mask_tree
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.plan import Plan, make_plan, unused_settings
 from meshwright.planner.estimate.estimator import Estimator, ProgramEstimator
-from meshwright.planner.search.plan_file import other_model, refuse_unnamed_model
+from meshwright.planner.search.plan_file import other_model
 from meshwright.processes import broadcast, process_count
 from meshwright.recipe import Recipe, make_recipe
 from meshwright.step.assemble import Assembled
@@ -82,8 +82,8 @@ def _train(request: Request, folder: Path) -> int:
     # Mistakes in the model, the task or the data show here, before a file is written.
     example = recipe.example_batch(plan.batch.global_batch_size)
     assembled = recipe.assemble(plan, example)
-    if point is None and not any(setting_group(w) == "model" for w in request.arguments.overrides):
-        refuse_unnamed_model(config.plan, assembled.model_leaves.num_parameters)
+    if point is None:
+        check_planned_model(request, assembled.model_leaves.num_parameters)
     initial = find_initial(
         assembled,
         config.run.seed,

@@ -16,7 +16,7 @@ from meshwright.models import build_model
 from meshwright.pipeline.execute.op_counts import count_operations
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
-from meshwright.planner.estimate.estimator import ProgramEstimator
+from meshwright.planner.estimate.estimator import ProgramEstimator, _Case
 from meshwright.planner.estimate.gradient_programs import GradientPrograms, variant_of
 from meshwright.planner.search.search import BOUND_SLACK
 from meshwright.planner.workload.gradient_program import SAMPLES
@@ -346,3 +346,22 @@ def test_what_several_products_read_is_saved_once(estimator):
     ]
     # What attention reads, what it has computed, and what the feed-forward layer reads.
     assert shapes.count([BLOCKS, SAMPLES * LENGTH, WIDTH]) == 3
+
+
+def test_casts_of_weights_that_a_loop_saves_are_divided_as_the_weights_are(estimator):
+    plan = make_plan({"fsdp": 8}, precision="bf16")
+    case = _Case(plan, on(plan, "H100"), variant_of(plan, on(plan, "H100")))
+    program = estimator._gradients.of(plan, case.variant)
+    sizes = estimator._sizes(case, program)
+    casts = [array for array in program.blocks.forward.writes if array.cast_of is not None]
+    # Query, key, value, output, and two products of the feed-forward layer.
+    kernels = [array for array in casts if len(array.dims) == 3 and array.size > BLOCKS * WIDTH]
+    assert len(kernels) == 6
+    assert [sizes.of(array) for array in kernels] == [array.nbytes / 8 for array in kernels]
+
+
+def test_the_weights_of_a_block_are_sent_together_however_blocks_run(estimator):
+    plans = [make_plan({"fsdp": 8}, precision="bf16", blocks=how) for how in ("scan", "unroll")]
+    rolled, unrolled = (estimator.estimate(p, on(p, "H100")).time.traffic["fsdp"] for p in plans)
+    assert rolled.sent_bytes == pytest.approx(unrolled.sent_bytes)
+    assert rolled.seconds == pytest.approx(unrolled.seconds, rel=0.02)

@@ -150,9 +150,11 @@ def test_fewer_devices_are_suggested_where_they_are_faster():
 def test_devices_that_add_no_speed_are_not_needed():
     points = scaling_curve(GPT2_MEDIUM, task())
     same = [replace(points[0], num_devices=n) for n in (1, 2, 4, 8)]
-    words = fewer_devices(task(mesh={"data": 8}), points[0].estimate, same)
+    words = fewer_devices(task(), points[0].estimate, same)
     assert words.startswith("1 device is as fast as all 8: ")
-    assert "1xA100-40GB training.global_batch_size=32, without sizes of the mesh" in words
+    assert words.endswith("Write hardware=1xA100-40GB training.global_batch_size=32.")
+    for chosen in ({"mesh": {"data": 8}}, {"micro_batch_size": 1}):
+        assert fewer_devices(task(**chosen), points[0].estimate, same) == ""
 
 
 def test_a_model_that_does_not_fit_is_not_replicated():

@@ -253,7 +253,7 @@ class ProgramEstimator:
     def _sent(self, case: _Case, state: PlacedState) -> Iterator[Sent]:
         plan = case.plan
         program = self._gradients.of(plan, case.variant)
-        yield from weight_traffic(state, plan)
+        yield from weight_traffic(state, plan, self._programs.num_blocks)
         tensor = self._states.tensor_choice(plan)
         rows = plan.batch.micro_batch_size / SAMPLES
         if tensor.size > 1:

@@ -14,7 +14,7 @@ from meshwright.hardware import Hardware
 from meshwright.plan import Plan
 from meshwright.planner.devices.links import AxisLink, axis_links, collective_seconds
 from meshwright.planner.estimate.estimate import AxisTraffic
-from meshwright.planner.estimate.placed_state import PlacedState
+from meshwright.planner.estimate.placed_state import PlacedState, WeightKind
 from meshwright.program.dims import Event
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 
@@ -43,18 +43,20 @@ class Sent:
     times: float = 1.0
 
 
-def weight_traffic(state: PlacedState, plan: Plan) -> Iterator[Sent]:
+def weight_traffic(state: PlacedState, plan: Plan, num_blocks: int) -> Iterator[Sent]:
     """Yield how weights are gathered and gradients reduced.
 
     Args:
         state: which part of each a device has.
         plan: the plan.
+        num_blocks: the number of repeated blocks.
     """
     sharding, steps = plan.sharding, plan.batch.gradient_accumulation_steps
     reductions = steps // plan.batch.sync_gradients_every
     width = 0.5 if COMPUTE_DTYPES[plan.precision] is not None else 1.0
     fsdp, data = plan.size("fsdp"), plan.size("data")
-    for weight, count in state.weights.items():
+    own_blocks = math.ceil(num_blocks / plan.size("pipe"))
+    for weight, count in _joined(state.weights, own_blocks):
         if weight.gathered and sharding.zero == 3:
             passes = 2 if weight.in_block and not sharding.keep_gathered else 1
             yield Sent("fsdp", "all-gather", weight.nbytes * width, count * steps * passes)
@@ -68,6 +70,20 @@ def weight_traffic(state: PlacedState, plan: Plan) -> Iterator[Sent]:
         if data > 1:
             # Only one fsdp shard of each gradient goes over the slower axis.
             yield Sent("data", "all-reduce", weight.reduced / fsdp, count * reductions)
+
+
+def _joined(weights: Mapping[WeightKind, int], num_blocks: int) -> Iterator[tuple[WeightKind, int]]:
+    """Yield what is sent together, and how often: the weights of a block, and any other weight."""
+    blocks: defaultdict[tuple[bool, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for weight, count in weights.items():
+        if not weight.in_block or not num_blocks:
+            yield weight, count
+            continue
+        total = blocks[weight.gathered, weight.trained, weight.scattered]
+        total[0] += count * weight.nbytes / num_blocks
+        total[1] += count * weight.reduced / num_blocks
+    for (gathered, trained, scattered), (nbytes, reduced) in blocks.items():
+        yield WeightKind(nbytes, reduced, gathered, True, trained, scattered), num_blocks
 
 
 def tensor_traffic(events: Iterable[Event], plan: Plan, rows: float) -> Iterator[Sent]:

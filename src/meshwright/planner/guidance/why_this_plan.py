@@ -51,13 +51,16 @@ def explain_decision(estimator: Estimator, result: SearchResult) -> list[str]:
 def fewer_devices(task: PlanTask, best: Estimate, points: Sequence[ScalingPoint]) -> str:
     """Return that fewer devices are as fast as all, and how to plan for them; empty if not.
 
+    Where the user has chosen sizes, that says nothing: other sizes may make all devices faster.
+
     Args:
         task: what was planned.
         best: the recommended plan.
         points: the best plans for fewer devices.
     """
-    enough = enough_devices(points)
-    if enough is None or enough.estimate is None:
+    enough, pins = enough_devices(points), task.pins
+    chosen = pins.mesh or pins.micro_batch_size or pins.gradient_accumulation_steps
+    if chosen or enough is None or enough.estimate is None:
         return ""
     own, whole = human_seconds(enough.estimate.time.step), human_seconds(best.time.step)
     are = "device is" if enough.num_devices == 1 else "devices are"
@@ -78,10 +81,7 @@ def _plan_for(task: PlanTask, hardware: Hardware) -> str:
     )
     # By default, the batch depends on the number of devices.
     batch = Setting("training.global_batch_size", task.global_batch_size)
-    pins = task.pins
-    fixed = pins.mesh or pins.micro_batch_size or pins.gradient_accumulation_steps
-    without = ", without sizes of the mesh and of microbatches" if fixed else ""
-    return f"{devices} {batch}{without}."
+    return f"{devices} {batch}."
 
 
 def whole_copy(estimator: Estimator, copy: Estimate, task: PlanTask) -> str:

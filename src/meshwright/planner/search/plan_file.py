@@ -110,7 +110,7 @@ def refuse_unnamed_model(path: str | None, num_parameters: int) -> None:
     known = _made_for(path).get("model")
     raise UserError(
         f"{Setting(KEY, path)} was made for {known}, and no model is written",
-        why=f"without {Setting('model')}, the default model is trained, with {num_parameters:,} "
+        why=f"without {Setting('model')}, the default model is meant, with {num_parameters:,} "
         "parameters",
         fix=f"write {' '.join(settings)}" if settings else f"write {Setting('model')} as well",
     )

@@ -108,7 +108,12 @@ def _best(
     estimator: Estimator, task: PlanTask, count: int, larger: Estimate | None
 ) -> Estimate | None:
     """Return the best plan for fewer devices: of meshes like the best one for more, if one fits."""
-    pins = Pins(remat=task.pins.remat, blocks=task.pins.blocks, schedule=task.pins.schedule)
+    pins = Pins(
+        remat=task.pins.remat,
+        blocks=task.pins.blocks,
+        schedule=task.pins.schedule,
+        micro_batch_size=task.pins.micro_batch_size,
+    )
     asked = replace(task, hardware=smaller_or_larger(task.hardware, count), pins=pins)
     every = list(all_sizes(count, {}))
     alike = [] if larger is None else [sizes for sizes in every if _alike(sizes, larger)]

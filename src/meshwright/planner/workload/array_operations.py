@@ -28,6 +28,8 @@ SAME = frozenset(
 )
 """Operations whose result is their operand in memory."""
 
+CASTS = frozenset({"convert_element_type", "reduce_precision"})
+
 OPAQUE = (PLANNED, PLANNED_GRADIENT)
 """How calls are named that stand for one kernel: only their operands and results exist."""
 
@@ -43,6 +45,8 @@ class Array:
         of_weights: whether it is computed from weights alone.
         of_row: whether it is one row of a stack, which a loop runs over.
         gradient: the number of the input whose gradient it is; None for other values.
+        cast_of: the number of the input whose rows a loop has cast and saved in it; None for other
+            values.
     """
 
     dims: tuple[tuple[Atom, ...], ...]
@@ -51,6 +55,7 @@ class Array:
     of_weights: bool = False
     of_row: bool = False
     gradient: int | None = None
+    cast_of: int | None = None
 
     @cached_property
     def classes(self) -> frozenset[int]:
@@ -195,6 +200,18 @@ def _add_bodies(operation: Operation, called: Sequence[Frame]) -> None:
         operation.bodies.append(_program(frame, body_inputs))
     if operation.name == "scan":
         operation.times = eqn.params["length"]
+        (body,) = operation.bodies
+        carries = scan_counts(eqn)[1]
+        for written, row in zip(operation.writes[carries:], body.outputs[carries:], strict=True):
+            written.cast_of = _cast_leaf(body, row)
+
+
+def _cast_leaf(body: Operations, row: Array | None) -> int | None:
+    """Return the leaf of which a result of a loop's body is a cast, before it is gathered."""
+    makers = {id(op.writes[0]): op for op in body.operations if op.name in CASTS}
+    while row is not None and row.leaf is None and id(row) in makers:
+        row = makers[id(row)].reads[0]
+    return None if row is None else row.leaf
 
 
 def _needed(operations: Sequence[Operation], outputs: Iterable[Array | None]) -> list[Operation]:

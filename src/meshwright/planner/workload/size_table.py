@@ -67,7 +67,8 @@ class SizeTable:
 
 def _alike(array: Array, form: Form) -> tuple[object, ...]:
     """Return what arrays have in common of which a device has the same part."""
-    return form, array.classes, array.leaf, array.of_row, array.gradient, array.nbytes > 0
+    known = array.leaf, array.of_row, array.gradient, array.cast_of
+    return form, array.classes, *known, array.nbytes > 0
 
 
 def _share(array: Array, form: Form, whole: int, sizes: Sizes) -> float:

@@ -74,13 +74,15 @@ class DeviceSizes:
         """Return what an array is used for; ``crosses`` if it lives through both passes."""
         if array.gradient is not None:
             return "gradients"
-        if array.of_weights:
+        if array.of_weights or array.cast_of is not None:
             return "gathered"
         return "activations" if crosses else "working"
 
     def _share(self, array: Array) -> float:
         if array.gradient is not None:
             return self.leaves.get(array.gradient, WHOLE).gradient
+        if array.cast_of is not None:
+            return self.leaves.get(array.cast_of, WHOLE).at_rest
         classes = array.classes
         share = 1.0
         if classes & self.batch:
