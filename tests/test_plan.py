@@ -1,6 +1,7 @@
 """The Plan: what a config means on so many devices, saved and read back."""
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -198,6 +199,45 @@ def test_an_edited_plan_that_contradicts_itself_is_refused(old, new, message):
     assert old in text
     with pytest.raises(UserError, match=message.replace("×", ".")):
         Plan.from_yaml(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fix"),
+    [
+        (
+            "global_batch_size: 16",
+            "global_batch_size: 32",
+            "write batch.gradient_accumulation_steps: 2 (32 = 4 × 4 × 2); "
+            "or batch.global_batch_size: 16 (16 = 4 × 4 × 1)",
+        ),
+        (
+            "global_batch_size: 16",
+            "global_batch_size: 17",
+            "write batch.global_batch_size: 16 (16 = 4 × 4 × 1)",
+        ),
+        (
+            "fsdp: 4",
+            "fsdp: 2",
+            "write batch.replicas: 2 and batch.gradient_accumulation_steps: 2 (16 = 4 × 2 × 2); "
+            "or batch.replicas: 2 and batch.global_batch_size: 8 (8 = 4 × 2 × 1)",
+        ),
+        (
+            "fsdp: 4",
+            "fsdp: 3",
+            "write batch.replicas: 3 and batch.global_batch_size: 12 (12 = 4 × 3 × 1)",
+        ),
+    ],
+)
+def test_what_is_advised_for_an_edited_batch_is_a_plan(old, new, fix):
+    text = make_plan(config_of(mesh={"fsdp": 4, "tensor": 2}), 8).to_yaml().replace(old, new)
+    with pytest.raises(UserError) as raised:
+        Plan.from_yaml(text)
+    assert raised.value.fix == fix
+    values = yaml.safe_load(text)
+    for change in fix.removeprefix("write ").split("; or ")[0].split(" (")[0].split(" and "):
+        key, _, size = change.removeprefix("batch.").partition(": ")
+        values["batch"][key] = int(size)
+    assert Plan.from_yaml(yaml.safe_dump(values))
 
 
 def test_a_plan_is_frozen_and_says_what_it_shards():

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from meshwright.config.argument_checks import check_kind
 from meshwright.config.base import Frozen
 from meshwright.config.batch import Batch
+from meshwright.config.file_batch import check_file_batch
 from meshwright.config.microbatches import (
     check_sync,
     nearest_microbatches,
@@ -162,7 +163,16 @@ class Plan(Frozen):
         if not isinstance(values, dict):
             raise UserError("the plan is empty or not a mapping")
         settings = {str(key): value for key, value in values.items() if key != MADE_FOR}
+        check_file_batch(settings, cls._is_valid)
         return cls.parse(settings, prefix="plan")
+
+    @classmethod
+    def _is_valid(cls, values: dict[str, Any]) -> bool:
+        try:
+            _ = cls.parse(values)
+        except UserError:
+            return False
+        return True
 
 
 def make_plan(config: Config, num_devices: int) -> Plan:

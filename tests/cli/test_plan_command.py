@@ -172,6 +172,7 @@ def test_the_page_loads_nothing_and_escapes_names(plan, tmp_path):
     assert "http-equiv" in text
     assert "src=" not in text.replace("-src ", "")
     assert text.count("plan-row") > 10
+    assert "<title>1 device: " in text
     assert "<script" not in text
     assert 'class="mw-mesh"' in text
 

@@ -154,6 +154,11 @@ def test_the_batch_of_a_plan_is_that_of_the_last_fit():
     with pytest.raises(mw.UserError, match="write batch_size=64, or as many samples as one update"):
         own.plan(data, hardware="2xH100")
     own.fit(data, batch_size=16, steps=1)
+    with pytest.raises(mw.UserError) as raised:
+        own.plan(hardware="2xH100")
+    assert raised.value.fix == (
+        'write trainer.plan(data, hardware="2xH100") with the data that fit takes'
+    )
     planned = own.plan(data, hardware="2xH100")
     assert planned.plan.batch.global_batch_size == 16
     assert str(planned).startswith("the model, ")

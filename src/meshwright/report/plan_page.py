@@ -215,8 +215,8 @@ def _curve(points: Sequence[ScalingPoint], unit: str) -> str:
     marks = "".join(
         f'<circle cx="{x}" cy="{y}" r="4"><title>'
         + _escape(
-            f"{point.num_devices} devices: {human_count(point.tokens_per_second)} {unit}, "
-            f"{point.efficiency:.0%} per device"
+            f"{counted(point.num_devices, 'device')}: {human_count(point.tokens_per_second)} "
+            f"{unit}, {point.efficiency:.0%} per device"
         )
         + f'</title></circle><text x="{x}" y="{height - 12}" text-anchor="middle">'
         f"{point.num_devices}</text>"

@@ -337,20 +337,32 @@ class Trainer:
         )
 
     def plan(
-        self, data: UserData, *, hardware: str | None = None, batch_size: int | None = None
+        self,
+        data: UserData | None = None,
+        *,
+        hardware: str | None = None,
+        batch_size: int | None = None,
     ) -> PlannedTraining:
         """Find the fastest plan for this model; nothing is allocated or compiled.
 
         Print it to read why, pass its ``plan`` to another trainer as the mesh, or save it.
 
         Args:
-            data: what `fit` takes.
+            data: what `fit` takes; it is needed after a `fit` as well.
             hardware: such as ``8xH100`` or ``2x8xA100-80GB``; by default the trainer's devices.
             batch_size: samples per global batch; by default those of the data's batches, of the
                 trainer's plan or of the last `fit`.
         """
         from meshwright.trainer.auto_mesh import plan_for
 
+        if data is None:
+            given = "" if hardware is None else f', hardware="{hardware}"'
+            raise UserError(
+                "plan needs data",
+                why="a plan depends on the shapes of a batch, and a trainer keeps the batch size "
+                "of the last fit, but not its data",
+                fix=f"write trainer.plan(data{given}) with the data that fit takes",
+            )
         first = read_batch(self._by_update(data, batch_size)(0))
         source = model_source(self.model, self.loss, lambda: first)
         estimator = ProgramEstimator(

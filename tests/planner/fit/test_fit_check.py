@@ -96,6 +96,19 @@ def test_the_smallest_change_that_fits(mesh, limit, fix):
     assert fix in raised.value.fix
 
 
+def test_more_virtual_devices_are_never_advised():
+    step = assembled("data=8")
+    with pytest.raises(OutOfMemory, match='write mesh="fsdp=8", which needs at least'):
+        check_memory(step, capacity=Capacity(KERNEL, "a test", shared=True))
+    with pytest.raises(OutOfMemory) as raised:
+        check_memory(step, capacity=Capacity(KERNEL // 3, "a test", shared=True))
+    assert raised.value.fix == (
+        "devices of one host share its memory, so that more of them hold no more; use a smaller "
+        "model or a host with more memory, or plan for other hardware: `meshwright plan` with "
+        'hardware="8xH100"'
+    )
+
+
 def test_zero_3_is_a_smaller_change_than_more_devices():
     step = assembled("fsdp=8", sharding=mw.ShardingConfig(zero=1))
     with pytest.raises(OutOfMemory, match=r"write sharding=mw.ShardingConfig\(zero=3\)"):
@@ -138,6 +151,7 @@ def test_a_run_that_is_clearly_impossible_writes_and_compiles_nothing(tmp_path, 
     # Adam: three numbers and a gradient for each parameter.
     assert "error: the plan does not fit: an update needs at least 4.6 TB per device" in err
     assert f"shared by {DEVICES} devices" in err
+    assert "more of them hold no more; use a smaller model or a host with more memory" in err
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
 
@@ -155,6 +169,8 @@ class Device:
 def test_the_memory_of_devices():
     memory = {"host_total_bytes": 80, "host_available_bytes": 8, "container_limit_bytes": 64}
     assert device_capacity([Device("cpu", "cpu")] * 4, lambda: memory).bytes == 16
+    assert device_capacity([Device("cpu", "cpu")], lambda: memory).shared
+    assert not device_capacity([Device(limit=70)]).shared
     assert device_capacity([Device("cpu", "cpu")], lambda: {}) is None
     assert device_capacity([Device(limit=70), Device(limit=60)]).bytes == 60
     known = device_capacity([Device()])

@@ -41,6 +41,8 @@ def test_every_remedy_of_a_plain_plan_keeps_the_global_batch():
         "16 devices with mesh.data=4 mesh.fsdp=2 mesh.tensor=2",
     ]
     assert {remedy.plan.batch.global_batch_size for remedy in found} == {48}
+    # Devices that share the memory of a host gain nothing by being more.
+    assert texts(start, shared_memory=True) == texts(start)[:-1]
     assert start not in [remedy.plan for remedy in found]
 
 

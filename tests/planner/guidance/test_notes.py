@@ -7,9 +7,10 @@ from closed_form import GPT2_MEDIUM, ClosedForm
 
 from meshwright.errors import UserError
 from meshwright.hardware import parse_hardware
+from meshwright.planner.guidance.budget import Goal
 from meshwright.planner.guidance.notes import change_lines, gradients_note, scaling_note
 from meshwright.planner.guidance.nothing_fits import nothing_fits
-from meshwright.planner.guidance.plan_report import make_report
+from meshwright.planner.guidance.plan_report import PlanGoal, make_report
 from meshwright.planner.search.candidates import Pins, PlanTask
 from meshwright.planner.search.scaling import scaling_curve
 from meshwright.planner.search.search import search
@@ -49,6 +50,16 @@ def test_more_than_linear_scaling_is_explained_only_where_it_happens():
     note = scaling_note(points)
     assert note.startswith("more than 100% per device: ")
     assert "devices have the memory for " in note
+    few = next(point.num_devices for point in points if point.estimate)
+    assert few > 1
+    assert f" {few} devices run " in note
+
+
+def test_a_goal_that_cannot_be_counted_is_refused_before_the_search(monkeypatch):
+    monkeypatch.setattr("meshwright.planner.guidance.plan_report.search", None)
+    images = ClosedForm(blocks=2, hidden=64, heads=2, tokens=1)
+    with pytest.raises(UserError, match="1B tokens cannot be counted in updates"):
+        make_report(images, task(), name="images", goal=PlanGoal(Goal(1e9, "tokens")))
 
 
 def test_changes_that_change_nothing_are_one_sentence():

@@ -12,6 +12,9 @@ from meshwright.hardware import Hardware, detect, find_chip
 from meshwright.host_memory import host_memory
 from meshwright.units import counted, human_bytes
 
+SHARED = "devices of one host share its memory, so that more of them hold no more"
+"""Why more virtual devices are no remedy."""
+
 
 @dataclass(frozen=True)
 class Capacity:
@@ -20,10 +23,12 @@ class Capacity:
     Attributes:
         bytes: how much it is.
         source: where the figure comes from, in words.
+        shared: whether it is a part of the memory of the host, which more devices only divide.
     """
 
     bytes: int
     source: str
+    shared: bool = False
 
     def __str__(self) -> str:
         return f"{human_bytes(self.bytes)} ({self.source})"
@@ -82,4 +87,4 @@ def _shared(count: int, memory: Mapping[str, int | None]) -> Capacity | None:
         return None
     whole = min(totals)
     text = f"the {human_bytes(whole)} of this host, shared by {counted(count, 'device')}"
-    return Capacity(whole // count, text)
+    return Capacity(whole // count, text, shared=True)

@@ -10,7 +10,7 @@ from meshwright.config.schema import ShardingConfig
 from meshwright.errors import OutOfMemory, Setting
 from meshwright.hardware import detect
 from meshwright.mesh.axes import canonical_sizes, mesh_setting, shown_sizes
-from meshwright.planner.devices.capacity import Capacity, device_capacity
+from meshwright.planner.devices.capacity import SHARED, Capacity, device_capacity
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.fit.least_memory import LeastMemory, least_memory
 from meshwright.sharding.decide import decide
@@ -82,14 +82,24 @@ def warn_of_compiled(assembled: Assembled, memory: MemoryUse | None) -> list[str
 
 
 def _too_large(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> OutOfMemory:
-    change = next(_changes(assembled, least, capacity.bytes), None)
+    change = next(_changes(assembled, least, capacity), None)
     return OutOfMemory(
         f"the plan does not fit: an update needs at least {human_bytes(least.total)} per device, "
         f"and each has {human_bytes(capacity.bytes)}",
         why=f"{least}, before anything is computed; a device has {capacity}",
-        fix="use a smaller model, or devices with more memory"
+        fix=_what_holds_it(capacity)
         if change is None
         else f"write {change.text}, which needs at least {human_bytes(change.bytes)} per device",
+    )
+
+
+def _what_holds_it(capacity: Capacity) -> str:
+    """Return what to use for a step that no change makes small enough."""
+    if not capacity.shared:
+        return "use a smaller model, or devices with more memory"
+    return (
+        f"{SHARED}; use a smaller model or a host with more memory, or plan for other hardware: "
+        f"`meshwright plan` with {Setting('hardware', '8xH100')}"
     )
 
 
@@ -116,9 +126,9 @@ def _exceeding(update: str, needs: int, capacity: Capacity) -> list[str]:
     ]
 
 
-def _changes(assembled: Assembled, least: LeastMemory, limit: int) -> Iterator[Change]:
+def _changes(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> Iterator[Change]:
     """Yield changes that would fit, the smallest first."""
-    plan = assembled.plan
+    plan, limit = assembled.plan, capacity.bytes
     if plan.size("pipe") > 1:
         # How leaves are divided over other stages is only known once the model is cut again.
         return
@@ -132,6 +142,8 @@ def _changes(assembled: Assembled, least: LeastMemory, limit: int) -> Iterator[C
         needs = _divided(assembled, sizes, plan.sharding, least)
         if needs <= limit:
             yield Change(mesh_setting(sizes), needs)
+    if capacity.shared:
+        return
     sizes = _sizes({**plan.mesh, "data": 1, "fsdp": plan.size("data") * plan.size("fsdp")})
     count = plan.num_devices
     while (count := 2 * count) <= MOST_DEVICES:

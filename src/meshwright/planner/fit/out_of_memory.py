@@ -93,6 +93,7 @@ class MemoryAdvice:
             rolls_blocks=self._rolls_blocks(),
             trains=trains,
             same_results=self._resumable(),
+            shared_memory=assembled.mesh.devices.flat[0].platform == "cpu",
         )
         ranked: list[Remedy] = []
         if self._predicts is not None:

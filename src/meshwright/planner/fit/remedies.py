@@ -49,6 +49,7 @@ def find_remedies(
     rolls_blocks: bool,
     trains: bool = True,
     same_results: bool = False,
+    shared_memory: bool = False,
 ) -> list[Remedy]:
     """Return the changes that apply to a plan, those that cost least first.
 
@@ -58,13 +59,15 @@ def find_remedies(
         rolls_blocks: whether they are alike, and can become a scan.
         trains: whether gradients are computed; evaluations keep nothing for them.
         same_results: leave out what a resumed run refuses, such as another precision.
+        shared_memory: whether the devices share the memory of their host, of which more devices
+            have no more.
     """
     sharding = _sharding(plan, has_blocks, rolls_blocks) if trains else ()
     found = [*_fewer_samples(plan), *sharding, *_divided(plan)]
     if plan.precision == "no" and not same_results:
         half: Precision = "bf16"
         found.append(Remedy(_changed(plan, precision=half), str(Setting("precision", half))))
-    return [*found, *_more_devices(plan)]
+    return found if shared_memory else [*found, *_more_devices(plan)]
 
 
 def rank_remedies(

@@ -94,6 +94,40 @@ def make_budget(
         num_samples: samples of the data, needed for a goal in epochs.
         usd_per_device_hour: the price of a device; None leaves the money out.
     """
+    samples = samples_of(
+        goal,
+        samples_per_update=samples_per_update,
+        tokens_per_sample=tokens_per_sample,
+        num_samples=num_samples,
+    )
+    updates = math.ceil(samples / samples_per_update)
+    seconds = updates * seconds_per_update
+    hours = devices * seconds / 3600
+    return Budget(
+        goal=goal,
+        updates=updates,
+        seconds=seconds,
+        devices=devices,
+        device_hours=hours,
+        usd=None if usd_per_device_hour is None else hours * usd_per_device_hour,
+    )
+
+
+def samples_of(
+    goal: Goal,
+    *,
+    samples_per_update: int,
+    tokens_per_sample: int | None = None,
+    num_samples: int | None = None,
+) -> float:
+    """Return how many samples a goal is; one that cannot be counted in them is an error.
+
+    Args:
+        goal: how much to train.
+        samples_per_update: the global batch size.
+        tokens_per_sample: needed for a goal in tokens.
+        num_samples: samples of the data, needed for a goal in epochs.
+    """
     samples = {
         "updates": goal.amount * samples_per_update,
         "samples": goal.amount,
@@ -109,17 +143,7 @@ def make_budget(
             else "the data does not say how many samples it has",
             fix='write samples or updates instead, as in --tokens "10M samples"',
         )
-    updates = math.ceil(samples / samples_per_update)
-    seconds = updates * seconds_per_update
-    hours = devices * seconds / 3600
-    return Budget(
-        goal=goal,
-        updates=updates,
-        seconds=seconds,
-        devices=devices,
-        device_hours=hours,
-        usd=None if usd_per_device_hour is None else hours * usd_per_device_hour,
-    )
+    return samples
 
 
 def parse_goal(text: str | float) -> Goal:

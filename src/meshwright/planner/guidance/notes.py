@@ -39,7 +39,8 @@ def _faster_together(few: Estimate, many: Estimate) -> str:
     one, other = (counted(each.plan.num_devices, "device") for each in (few, many))
     own, better = settings_of(few.plan), settings_of(many.plan)
     if own and own != better:
-        return f"{one} runs {own}; {other} have the memory for {better or 'a step without that'}"
+        runs = "runs" if few.plan.num_devices == 1 else "run"
+        return f"{one} {runs} {own}; {other} have the memory for {better or 'a step without that'}"
     return f"each of {other} holds and updates a smaller part of the training state"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.config.microbatches import multiples_around
 from meshwright.errors import ExitCode, Setting, UserError
 from meshwright.hardware import LOCAL, Hardware
+from meshwright.planner.devices.capacity import SHARED
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.candidates import Pins, PlanTask
 from meshwright.planner.search.search import SearchResult
@@ -75,8 +76,7 @@ def _what_holds_it(task: PlanTask, found: SearchResult | None) -> str:
         local = Setting("hardware", LOCAL)
         this = "" if task.hardware.chip.measured else f" ({local} plans with that of this machine)"
         return (
-            "devices of one host share its memory, so that more of them hold no more; use a host "
-            f"with more memory{this}, or name other hardware, such as "
+            f"{SHARED}; use a host with more memory{this}, or name other hardware, such as "
             f"{Setting('hardware', '8xH100')}"
         )
     if found is None:

@@ -15,7 +15,7 @@ from meshwright.planner.guidance.anti_patterns import (
     find_anti_patterns,
     linear_scaling,
 )
-from meshwright.planner.guidance.budget import Budget, Goal, make_budget
+from meshwright.planner.guidance.budget import Budget, Goal, make_budget, samples_of
 from meshwright.planner.guidance.nothing_fits import nothing_fits
 from meshwright.planner.guidance.why_this_plan import (
     alone,
@@ -43,18 +43,30 @@ class PlanGoal:
     num_samples: int | None = None
     usd_per_device_hour: float | None = None
 
+    def check(self, estimator: Estimator) -> None:
+        """Refuse a goal that cannot be counted in updates, which no plan changes."""
+        _ = samples_of(
+            self.goal,
+            samples_per_update=1,
+            tokens_per_sample=self._tokens(estimator),
+            num_samples=self.num_samples,
+        )
+
     def budget(self, estimator: Estimator, best: Estimate) -> Budget:
         """Return what it costs with a plan."""
-        tokens = estimator.tokens_per_sample
         return make_budget(
             self.goal,
             seconds_per_update=best.time.step,
             samples_per_update=best.plan.batch.global_batch_size,
             devices=best.hardware.count,
-            tokens_per_sample=tokens if tokens > 1 else None,
+            tokens_per_sample=self._tokens(estimator),
             num_samples=self.num_samples,
             usd_per_device_hour=self.usd_per_device_hour,
         )
+
+    @staticmethod
+    def _tokens(estimator: Estimator) -> int | None:
+        return estimator.tokens_per_sample if estimator.tokens_per_sample > 1 else None
 
 
 @dataclass(frozen=True)
@@ -125,6 +137,8 @@ def make_report(
         goal: how much to train.
         remarks: what was assumed.
     """
+    if goal is not None:
+        goal.check(estimator)
     result = search(estimator, task, top=top)
     if not result.plans:
         raise nothing_fits(estimator, result)
