@@ -105,7 +105,7 @@ def _slow_fsdp(estimate: Estimate) -> AntiPattern | None:
         "fsdp over a slow network",
         f"fsdp={plan.size('fsdp')} crosses nodes, and devices wait "
         f"{human_seconds(traffic.exposed_seconds)} of {human_seconds(estimate.time.step)} for "
-        f"weights over {speeds(estimate.hardware)}. Keep it in a node: "
+        f"weights over {speeds(estimate.hardware)}. To compare with fsdp inside of a node: "
         f"{Setting('mesh.fsdp', inside)}, the rest data or pipe",
     )
 
@@ -226,9 +226,9 @@ def _over_sharded(estimator: Estimator, estimate: Estimate) -> AntiPattern | Non
     return AntiPattern(
         "over-sharding",
         f"{parts} devices share {estimator.num_parameters:,} parameters, {own:,} each, and wait "
-        f"{time.exposed / time.step:.0%} of the time for each other. Fewer devices for a copy, or "
-        f"in all, do almost as much: compare with {Setting('mesh.data', plan.num_devices)}, and "
-        "see how speed grows with the number of devices",
+        f"{time.exposed / time.step:.0%} of the time for each other. A copy on each device sends "
+        f"less: compare with {Setting('mesh.data', plan.num_devices)}, and see how speed grows "
+        "with the number of devices",
     )
 
 
