@@ -75,5 +75,12 @@ def test_a_save_that_fails_ends_the_run_at_once(tmp_path, how, reason):
     assert "Traceback" not in done.stderr
     assert "could not be saved: " not in done.stderr
     folder = tmp_path / ("checkpoints" if how == "Full" else "moved")
-    assert {path.name for path in folder.iterdir()} <= {"2", "4"}
-    assert "2" in {path.name for path in folder.iterdir()}
+    names = {path.name for path in folder.iterdir()}
+    unfinished = "4.orbax-checkpoint-tmp"
+    if how == "Gone" and unfinished in names:
+        # The folder was taken away while update 4 was being written, out of reach of the run.
+        assert what == "the state after 4 updates could not be saved"
+        assert "4" not in names
+        names.remove(unfinished)
+    assert "2" in names
+    assert names <= {"2", "4"}
