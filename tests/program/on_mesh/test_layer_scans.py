@@ -10,6 +10,7 @@ from meshwright.models import build_model
 from meshwright.program.blocks.segments import cut_iteration
 from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.on_mesh import layer_scans
 from meshwright.program.trace.model_leaves import split_model
 from meshwright.program.trace.traced_loss import trace_loss
 from meshwright.tasks import find_task
@@ -51,6 +52,8 @@ def test_blocks_that_are_computed_again_one_by_one_train_like_one_device(
 ):
     # As on GPUs: CPUs compute all blocks of an iteration again at the same time.
     monkeypatch.setattr(MeshView, "platform", property(lambda view: "gpu"))
+    cut = []
+    monkeypatch.setattr(layer_scans, "cut_iteration", lambda p: cut.append(p) or cut_iteration(p))
     trainer = mw.Trainer(
         model=model,
         loss=TASK.loss,
@@ -62,3 +65,4 @@ def test_blocks_that_are_computed_again_one_by_one_train_like_one_device(
     )
     certificate = trainer.verify(lambda step: TASK.synthetic_batch(step, 4), steps=1)
     assert certificate.equal, [failure.sentence() for failure in certificate.failures()]
+    assert cut

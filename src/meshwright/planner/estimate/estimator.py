@@ -20,6 +20,7 @@ from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeE
 from meshwright.planner.estimate.gradient_programs import (
     PLATFORMS,
     GradientPrograms,
+    gathers_twice,
     least_work,
     variant_of,
 )
@@ -314,10 +315,8 @@ class ProgramEstimator:
         outside of the loop. The backward pass reads what it has computed, not only its saved rows.
         """
         plan, blocks = case.plan, program.blocks
-        gathers = plan.size("fsdp") > 1 and plan.sharding.zero == 3
-        gathers = gathers and not plan.sharding.keep_gathered
         on_gpu = PLATFORMS[case.hardware.chip.platform] == "gpu"
-        if blocks is None or not gathers or not on_gpu or blocks_of(plan) != "scan":
+        if blocks is None or not gathers_twice(plan) or not on_gpu or blocks_of(plan) != "scan":
             return 0.0
         return saved_by_iteration(blocks.forward, sizes)
 

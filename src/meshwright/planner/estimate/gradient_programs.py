@@ -57,16 +57,21 @@ class GradientPrograms:
 def variant_of(plan: Plan, hardware: Hardware) -> Variant:
     """Return what the gradient program of a plan depends on, besides formats and blocks."""
     sharding = plan.sharding
-    gathers = plan.size("fsdp") > 1 and sharding.zero == 3 and not sharding.keep_gathered
     return Variant(
         sharding.remat,
         # Whatever else is computed again is the same with and without gathers.
-        gathers=gathers and sharding.remat == "none",
+        gathers=gathers_twice(plan) and sharding.remat == "none",
         # Joined or not, products are saved; what is computed again is the same.
         rows=plan.size("tensor") == 1 or sharding.remat in ("dots", "full"),
         kernels=plan.kernels,
         platform=PLATFORMS[hardware.chip.platform],
     )
+
+
+def gathers_twice(plan: Plan) -> bool:
+    """Whether the weights of a block are gathered for each of its passes."""
+    sharding = plan.sharding
+    return plan.size("fsdp") > 1 and sharding.zero == 3 and not sharding.keep_gathered
 
 
 def least_work(variant: Variant) -> Variant:

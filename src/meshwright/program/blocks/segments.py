@@ -22,13 +22,11 @@ class Block:
     """One block.
 
     Attributes:
-        path: its module path.
         eqns: its equations.
         reads: values from outside it reads.
         results: its values that are read outside.
     """
 
-    path: str
     eqns: tuple[Equation, ...]
     reads: tuple[Var, ...]
     results: tuple[Var, ...]
@@ -42,9 +40,9 @@ def cut_segments(jaxpr: Jaxpr) -> list[Segment]:
     segments: list[Segment] = []
     done = 0
     for blocks in find_block_lists(jaxpr.eqns):
-        for index, (start, stop) in enumerate(blocks.ranges):
+        for start, stop in blocks.ranges:
             segments.append(Outside(tuple(jaxpr.eqns[done:start])))
-            segments.append(_block(jaxpr, blocks.block_path(index), start, stop))
+            segments.append(_block(jaxpr, start, stop))
             done = stop
     segments.append(Outside(tuple(jaxpr.eqns[done:])))
     return [segment for segment in segments if segment.eqns]
@@ -55,21 +53,20 @@ def cut_iteration(jaxpr: Jaxpr) -> list[Block]:
     lists = [blocks for blocks in find_block_lists(jaxpr.eqns) if blocks.is_period]
     starts = [start for blocks in lists[:1] for start, _ in blocks.ranges[1:]]
     cuts = [0, *starts, len(jaxpr.eqns)]
-    return [_block(jaxpr, "", start, stop) for start, stop in pairwise(cuts)]
+    return [_block(jaxpr, start, stop) for start, stop in pairwise(cuts)]
 
 
 def whole_program(jaxpr: Jaxpr) -> Block:
     """Return a program as one block."""
-    return _block(jaxpr, "", 0, len(jaxpr.eqns))
+    return _block(jaxpr, 0, len(jaxpr.eqns))
 
 
-def _block(jaxpr: Jaxpr, path: str, start: int, stop: int) -> Block:
+def _block(jaxpr: Jaxpr, start: int, stop: int) -> Block:
     eqns = jaxpr.eqns[start:stop]
     computed = [variable for eqn in eqns for variable in eqn.outvars]
     read_later = {*variables_read(jaxpr.eqns[stop:]), *variables(jaxpr.outvars)}
     inside = set(computed)
     return Block(
-        path=path,
         eqns=tuple(eqns),
         reads=tuple(variable for variable in variables_read(eqns) if variable not in inside),
         results=tuple(variable for variable in computed if variable in read_later),

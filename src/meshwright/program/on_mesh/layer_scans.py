@@ -67,7 +67,7 @@ class LayerScans:
             closed,
             {invars[number]: use for number, use in stacks.items()},
             {invars[number] for number in shared},
-            self.remat if stacks else Remat(computes_again=False),
+            self.remat if stacks else Remat(),
             by_block=self.by_block,
         )
 

@@ -25,21 +25,23 @@ class Remat:
 
     policy: Callable[..., Any] | None = None
     gather_per_block: bool = False
-    computes_again: bool = True
+    computes_again: bool = False
 
 
 def choose_remat(kind: str, *, keep_gathered: bool) -> Remat:
     """Return the checkpoint policy for a value of ``remat`` and of ``keep_gathered``."""
     policies = jax.checkpoint_policies
     if kind == "full":
-        return Remat(policies.nothing_saveable, not keep_gathered)
+        return Remat(policies.nothing_saveable, not keep_gathered, computes_again=True)
     if kind == "dots":
-        return Remat(_but_complex(_products_and_attention), not keep_gathered)
+        saved = _but_complex(_products_and_attention)
+        return Remat(saved, not keep_gathered, computes_again=True)
     if kind != "none":
-        return Remat(_but_complex(getattr(policies, kind)), not keep_gathered)
+        saved = _but_complex(getattr(policies, kind))
+        return Remat(saved, not keep_gathered, computes_again=True)
     if keep_gathered:
-        return Remat(computes_again=False)
-    return Remat(_but_complex(_all_but_gathered), gather_per_block=True, computes_again=False)
+        return Remat()
+    return Remat(_but_complex(_all_but_gathered), gather_per_block=True)
 
 
 def _products_and_attention(primitive: Any, *inputs: Any, **params: Any) -> bool:
