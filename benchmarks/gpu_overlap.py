@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from meshwright.config.schema import ShardingConfig
 from meshwright.hardware import parse_hardware
-from meshwright.jax_internals import attention_on
 from meshwright.mesh.simulate import simulate_devices
 from meshwright.planner.devices.absent_gpus import absent_gpus, can_compile_for, cudnn_version
+from meshwright.runtime.jax_internals import attention_on
 
 DEVICES, ROWS = 8, 16
 GPT2: dict[str, Any] = {

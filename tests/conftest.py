@@ -24,9 +24,9 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="meshwright-tests-")
 os.environ["XDG_CONFIG_HOME"] = os.environ["XDG_CACHE_HOME"]
 os.environ.pop("MESHWRIGHT_HARDWARE", None)
 
-from meshwright import activity
 from meshwright.errors import Spelling, spelled_for
 from meshwright.mesh.simulate import simulate_devices
+from meshwright.runtime import activity
 
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 simulate_devices(8)

@@ -14,15 +14,10 @@ SOURCE = ROOT / "src" / "meshwright"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 NEIGHBOURS = {
-    ("config", "hardware"),
-    ("config", "mesh"),
-    ("config", "user_code"),
     ("compiled", "program"),
-    ("hardware", "hardware_file"),
     ("pipeline", "sharding"),
     ("plan", "config"),
     ("planner", "ledgers"),
-    ("plan", "mesh"),
 }
 """Imports within a layer that the documentation explains."""
 
@@ -33,8 +28,8 @@ BESIDE = {
         "errors",
         "weighted",
         "trees",
-        "lazy",
-        "jax_internals",
+        "runtime",
+        "text",
         "mesh",
         "hardware",
         "config",
@@ -61,7 +56,7 @@ def listing() -> tuple[Layers, dict[str, Layers]]:
     """Read the listing: packages and their layers, and those of subpackages by package."""
     text = re.search(r"```text\nsrc/meshwright/\n(.*?)```", ARCHITECTURE.read_text(), re.S)
     assert text, f"{ARCHITECTURE} has no listing of packages"
-    lines = re.findall(r"^(  |    )(\w+)(?:/|\.py) +([\d–])  \S", text[1], re.M)
+    lines = re.findall(r"^(  |    )(\w+)(?:/|\.py) +([\d–]+)  \S", text[1], re.M)
     assert len(lines) == len(text[1].splitlines()), "a line of the listing is not readable"
     layers, within, package = dict[str, int | None](), dict[str, Layers](), ""
     for indent, name, layer in lines:

@@ -12,6 +12,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.errors import UserError
 from meshwright.hardware import (
+    MEMORY_SHARE,
     Hardware,
     detect,
     find_chip,
@@ -21,7 +22,6 @@ from meshwright.hardware import (
     roofline_batch_sizes,
     unknown_batch_sizes,
 )
-from meshwright.memory_share import MEMORY_SHARE
 
 # Published: dense 16-bit TFLOP/s, memory GB, memory TB/s, fast links GB/s one way, network GB/s.
 PUBLISHED = {

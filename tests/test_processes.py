@@ -14,7 +14,7 @@ import json, pathlib, sys, time
 
 from meshwright import processes
 from meshwright.errors import EnvironmentProblem
-from meshwright.jax_internals import jax_has_started
+from meshwright.runtime.jax_internals import jax_has_started
 from meshwright.mesh.build import build_mesh
 from meshwright.mesh.simulate import simulate_devices
 

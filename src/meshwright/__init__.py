@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.lazy import lazy_names
+from meshwright.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
     from meshwright import pipeline
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from meshwright.proof import verify
     from meshwright.sharding.shard import shard_fsdp
     from meshwright.trainer import Callback, EarlyStopping, StopReason, Trainer
-    from meshwright.trainer.export_hf import export_hf
-    from meshwright.trainer.load_model import load_model
-    from meshwright.trainer.replay import replay
+    from meshwright.trainer.incidents.replay import replay
+    from meshwright.trainer.trained.export_hf import export_hf
+    from meshwright.trainer.trained.load_model import load_model
     from meshwright.weighted import Weighted
     from meshwright.weights.hf_model import hf_model
 
@@ -50,14 +50,14 @@ _NAMES = {
     "Weighted": "meshwright.weighted",
     "abstract_mesh": "meshwright.mesh.build",
     "build_mesh": "meshwright.mesh.build",
-    "export_hf": "meshwright.trainer.export_hf",
+    "export_hf": "meshwright.trainer.trained.export_hf",
     "export_safetensors": "meshwright.checkpoint",
     "hf_model": "meshwright.weights.hf_model",
     "inspect_sharding": "meshwright.mesh.inspect",
     "ledger": "meshwright.ledgers.make_ledger",
-    "load_model": "meshwright.trainer.load_model",
+    "load_model": "meshwright.trainer.trained.load_model",
     "read_params": "meshwright.checkpoint",
-    "replay": "meshwright.trainer.replay",
+    "replay": "meshwright.trainer.incidents.replay",
     "shard_fsdp": "meshwright.sharding.shard",
     "simulate_devices": "meshwright.mesh.simulate",
     "verify": "meshwright.proof",

@@ -35,7 +35,7 @@ from meshwright.mesh.axes import (
     resolve_sizes,
     shown_sizes,
 )
-from meshwright.units import counted, either
+from meshwright.text.units import counted, either
 
 MADE_FOR = "made_for"
 """What a file with a plan says besides: the model it was made for."""

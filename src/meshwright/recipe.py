@@ -12,7 +12,6 @@ import numpy as np
 import optax
 
 from meshwright import models, tasks
-from meshwright.activity import activity
 from meshwright.config.argument_checks import check_optimizer
 from meshwright.config.builders import (
     Builder,
@@ -36,9 +35,10 @@ from meshwright.mesh.build import Device
 from meshwright.plan import Plan
 from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.traced_loss import Loss, LossOutput, Model
+from meshwright.runtime.activity import activity
+from meshwright.runtime.user_code import doing, explaining_axis_names, whole_traceback
 from meshwright.step.assemble import Assembled, assemble
 from meshwright.trees import Batch
-from meshwright.user_code import doing, explaining_axis_names, whole_traceback
 
 _SHARED_SIZES = ("vocab_size", "context_length", "input_name", "input_shape", "num_classes")
 """Sizes that the data take from the task or, if it has none, from the model."""

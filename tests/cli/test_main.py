@@ -48,7 +48,7 @@ def own_command(monkeypatch, tmp_path):
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.delitem(sys.modules, "own_command", raising=False)
         # A command is Meshwright's own code, although this one is elsewhere.
-        monkeypatch.setattr("meshwright.user_code._LIBRARIES", (str(tmp_path),))
+        monkeypatch.setattr("meshwright.runtime.user_code._LIBRARIES", (str(tmp_path),))
         own = Command("own", "", "own_command", "", needs_devices=False)
         monkeypatch.setitem(COMMANDS, "own", own)
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright import activity
 from meshwright.cli.main import main
 from meshwright.data import build_lock
 from meshwright.data.build_lock import BuildLock
 from meshwright.data.jsonl import JsonLines
-from meshwright.data.text import text_source
+from meshwright.data.text_source import text_source
+from meshwright.runtime import activity
 
 READ = """
 import sys, time, resource

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshwright.data.text import text_source
+from meshwright.data.text_source import text_source
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 

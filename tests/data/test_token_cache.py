@@ -18,7 +18,7 @@ from meshwright.data.files import map_array
 from meshwright.data.jsonl import JsonLines
 from meshwright.data.long_texts import pieces
 from meshwright.data.parquet import ParquetRows
-from meshwright.data.text import text_source
+from meshwright.data.text_source import text_source
 from meshwright.data.token_cache import take_origins
 from meshwright.data.token_rows import StreamRows
 from meshwright.data.tokenizer import load_tokenizer
@@ -247,8 +247,8 @@ def test_a_long_text_is_cut_without_changing_its_tokens(tmp_path, monkeypatch, t
     (tmp_path / "t.jsonl").write_text(json.dumps({"text": text}) + "\n")
     for name, value in (("LONG", 10_000), ("PIECE", 500), ("CONTEXT", 64)):
         monkeypatch.setattr(f"meshwright.data.long_texts.{name}", value)
-    monkeypatch.setattr("meshwright.data.text.LONG", 10_000)
-    monkeypatch.setattr("meshwright.data.text.READ_BYTES", 3_001)
+    monkeypatch.setattr("meshwright.data.text_source.LONG", 10_000)
+    monkeypatch.setattr("meshwright.data.text_source.READ_BYTES", 3_001)
     library = Tokenizer.from_file(str(tokenizer_file))
     expected = library.encode(text, add_special_tokens=False).ids
     expected.append(library.token_to_id("<|endoftext|>"))
@@ -267,8 +267,8 @@ def test_a_long_text_is_cut_without_changing_its_tokens(tmp_path, monkeypatch, t
 
 
 def test_a_byte_that_is_not_utf8_is_named_in_a_long_text(tmp_path, monkeypatch, tokenizer_file):
-    monkeypatch.setattr("meshwright.data.text.LONG", 100)
-    monkeypatch.setattr("meshwright.data.text.READ_BYTES", 64)
+    monkeypatch.setattr("meshwright.data.text_source.LONG", 100)
+    monkeypatch.setattr("meshwright.data.text_source.READ_BYTES", 64)
     (tmp_path / "t.txt").write_bytes("☃".encode() * 50 + b"\xff" + b"a" * 100)
     with pytest.raises(UserError, match=r"t\.txt cannot be read") as caught:
         text_source(path=str(tmp_path / "t.txt"), sequence_length=4, tokenizer=str(tokenizer_file))

@@ -8,8 +8,8 @@ LIMIT_SECONDS = 60
 LOOP = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
-from meshwright.attempts import EarlierAttempts
-from meshwright.heartbeat import Doing, own_heartbeat
+from meshwright.runtime.attempts import EarlierAttempts
+from meshwright.runtime.heartbeat import Doing, own_heartbeat
 
 rank, earlier = os.environ["RANK"], EarlierAttempts.from_environment()
 attempt = earlier.count + 1

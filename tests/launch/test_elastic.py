@@ -14,7 +14,6 @@ import jax
 import pytest
 from real_processes import free_port
 
-from meshwright.attempts import PROCESS_RANGE, Fit, ProcessRange, fits_to_json
 from meshwright.cli.main import main
 from meshwright.errors import ExitCode, UserError
 from meshwright.launch.machines_left import MachinesLeft
@@ -23,6 +22,7 @@ from meshwright.launch.processes_left import ProcessesLeft
 from meshwright.launch.supervise import Outcome, Requests
 from meshwright.launch.watch import Watch
 from meshwright.launch.whole_run import find_run
+from meshwright.runtime.attempts import PROCESS_RANGE, Fit, ProcessRange, fits_to_json
 
 LIMIT_SECONDS = 600
 SMALL = ("model=mlp", "model.widths=[784,16,10]", "optimizer=sgd", "training.global_batch_size=24")

@@ -7,10 +7,10 @@ import sys
 import pytest
 from faults.beating import LIMIT_SECONDS, launch_beating
 
-from meshwright.attempts import EarlierAttempts
-from meshwright.heartbeat import Beat, Doing, Heartbeat, read_beat
 from meshwright.launch.restarts import newest_checkpoint
 from meshwright.launch.stragglers import Stragglers
+from meshwright.runtime.attempts import EarlierAttempts
+from meshwright.runtime.heartbeat import Beat, Doing, Heartbeat, read_beat
 
 
 @pytest.mark.parametrize("code", [2, 75])

@@ -87,7 +87,7 @@ def test_results_of_process_0_stay_on_stdout_and_the_rest_is_named(started):
 def test_all_end_when_one_fails_and_its_exit_code_counts(started):
     script = """
         if rank == "1":
-            from meshwright.heartbeat import own_heartbeat
+            from meshwright.runtime.heartbeat import own_heartbeat
             own_heartbeat().start_from(20)
             print("error: the disk is full", file=sys.stderr)
             sys.exit(7)

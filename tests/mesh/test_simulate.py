@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.jax_internals import jax_has_started
 from meshwright.mesh.simulate import simulate_devices
+from meshwright.runtime.jax_internals import jax_has_started
 
 
 def run_python(code):
@@ -21,7 +21,7 @@ def run_python(code):
 
 def test_a_fresh_process_gets_the_devices_it_asks_for():
     run = run_python(
-        "from meshwright.jax_internals import jax_has_started\n"
+        "from meshwright.runtime.jax_internals import jax_has_started\n"
         "from meshwright.mesh.simulate import simulate_devices\n"
         "simulate_devices(3)\n"
         "assert not jax_has_started()\n"

@@ -10,7 +10,7 @@ from mutations.sabotage import replace
 from meshwright.data import order, source_data
 from meshwright.step import eval_step
 from meshwright.trainer import batch_loader
-from meshwright.trainer.every_sample import EverySample
+from meshwright.trainer.evaluating.every_sample import EverySample
 
 
 def _one_twice(right):

@@ -18,15 +18,15 @@ from meshwright.config.duration import Duration, parse_duration
 from meshwright.config.schema import CheckpointConfig
 from meshwright.data.user_data import as_data
 from meshwright.errors import EnvironmentProblem, UserError
-from meshwright.heartbeat import Doing, own_heartbeat
+from meshwright.runtime.heartbeat import Doing, own_heartbeat
 from meshwright.step.canonical import Snapshot
 from meshwright.trainer.callbacks import Callbacks
 from meshwright.trainer.checkpointer import BackgroundCheckpointer
-from meshwright.trainer.finite_check import FiniteCheck
-from meshwright.trainer.limits import Limits
+from meshwright.trainer.ending.limits import Limits
+from meshwright.trainer.ending.stop import Stop, StopReason
+from meshwright.trainer.incidents.finite_check import FiniteCheck
 from meshwright.trainer.meter import Meter, Work
 from meshwright.trainer.run_spec import OutputSpec, RunSpec
-from meshwright.trainer.stop import Stop, StopReason
 from meshwright.trainer.training_run import TrainingRun
 
 __all__ = ["quick_module"]
@@ -110,7 +110,7 @@ def test_time_is_up_when_it_is_up(fit, monkeypatch):
     clock = iter(range(0, 1000, 10))
     # Others read the clock too, so only that of the limits is replaced.
     own = SimpleNamespace(monotonic=lambda: next(clock))
-    monkeypatch.setattr("meshwright.trainer.limits.time", own)
+    monkeypatch.setattr("meshwright.trainer.ending.limits.time", own)
     result = fit(max_duration="25s")
     assert result.stopped == "25 s have passed"
     # The limits are asked at every look; the first after update 3, and each takes ten seconds.
@@ -220,8 +220,8 @@ def test_limits_ask_the_callbacks_first():
 
 def test_a_signal_to_one_process_interrupts_them_all(monkeypatch):
     others = [None, ["signal", "SIGTERM asked to stop"]]
-    monkeypatch.setattr("meshwright.trainer.limits.process_count", lambda: 3)
-    monkeypatch.setattr("meshwright.trainer.limits.gather", lambda own: [own, *others])
+    monkeypatch.setattr("meshwright.trainer.ending.limits.process_count", lambda: 3)
+    monkeypatch.setattr("meshwright.trainer.ending.limits.gather", lambda own: [own, *others])
     limits = Limits(5, 0.0, Callbacks([]))
     assert limits.stop() == Stop(StopReason.SIGNAL, "SIGTERM asked to stop")
     assert limits.stop().interrupted

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from meshwright.activity import activity
 from meshwright.checkpoint.damage import DamagedCheckpoint, list_set_aside
 from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.runtime.activity import activity
 
 READ_ELEMENTS = 2**27
 """Elements that are read at a time, so that a checkpoint need not fit into memory."""

@@ -13,9 +13,9 @@ from meshwright.checkpoint.check import Checked, check_checkpoints
 from meshwright.checkpoint.reader import find_store
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
-from meshwright.columns import Columns
 from meshwright.errors import ExitCode, UserError
-from meshwright.units import counted, human_bytes
+from meshwright.text.columns import Columns
+from meshwright.text.units import counted, human_bytes
 
 
 def run(arguments: Arguments, output: Output) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.hardware import MEMORY_SHARE
 from meshwright.launch.options import FLAGS as LAUNCH_FLAGS
-from meshwright.memory_share import MEMORY_SHARE
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import yaml
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
 from meshwright.cli.request import Request, compose
-from meshwright.columns import Columns
 from meshwright.config.describe import describe_keys
 from meshwright.config.origins import Origin, trace_origins
 from meshwright.errors import ExitCode, UserError
+from meshwright.text.columns import Columns
 
 _STYLES = {"default": "dim", "file": "", "override": "bold green"}
 

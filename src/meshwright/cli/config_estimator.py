@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from meshwright.activity import activity
 from meshwright.config.schema import Config
 from meshwright.plan import precision
 from meshwright.planner.estimate.estimator import Estimator, ProgramEstimator
 from meshwright.recipe import make_recipe
+from meshwright.runtime.activity import activity
 
 
 def config_estimator(config: Config, global_batch_size: int) -> Estimator:

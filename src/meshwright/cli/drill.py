@@ -11,10 +11,8 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.activity import activity
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.request import Request
-from meshwright.columns import Columns
 from meshwright.config.distributed_config import DistributedConfig
 from meshwright.drill.configuration import DEFAULT_STEPS, FEWEST_STEPS, Configuration
 from meshwright.drill.fault import Fault
@@ -23,7 +21,9 @@ from meshwright.drill.run_drill import Report, Row, run_drill
 from meshwright.errors import ExitCode, UserError, did_you_mean
 from meshwright.launch.environments import count_gpus
 from meshwright.launch.options import MAX_PROCESSES
-from meshwright.units import counted, human_seconds
+from meshwright.runtime.activity import activity
+from meshwright.text.columns import Columns
+from meshwright.text.units import counted, human_seconds
 
 _STYLES = {"passed": "green", "failed": "bold red", "not applicable": "dim"}
 _DETERMINISTIC = "--xla_gpu_deterministic_ops=true"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 
-from meshwright.activity import activity
 from meshwright.checkpoint import export_safetensors
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
 from meshwright.errors import ExitCode, UserError
+from meshwright.runtime.activity import activity
 
 
 def run(arguments: Arguments, output: Output) -> int:
@@ -47,7 +47,7 @@ def _to_hf(arguments: Arguments, output: Output) -> int:
             why=f"given: {' '.join(words) or 'nothing'}",
             fix="write meshwright export outputs/<project>/<date>/<time> --to hf FOLDER",
         )
-    from meshwright.trainer.export_hf import export_hf
+    from meshwright.trainer.trained.export_hf import export_hf
 
     dtype, update = arguments.flags.get("--dtype"), _update(arguments)
     with activity(f"writing {words[1]}"):

@@ -14,7 +14,6 @@ from rich.text import Text
 
 from meshwright.cli.output import write_file
 from meshwright.cli.request import Request
-from meshwright.columns import Columns, Indented
 from meshwright.errors import ExitCode, UserError
 from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.build import build_mesh
@@ -30,7 +29,8 @@ from meshwright.program.kernels.substitution import describe
 from meshwright.recipe import make_recipe
 from meshwright.sharding.explain import LeafReport, explain
 from meshwright.step.assemble import Assembled
-from meshwright.units import counted, human_bytes
+from meshwright.text.columns import Columns, Indented
+from meshwright.text.units import counted, human_bytes
 
 
 def run(request: Request) -> int:

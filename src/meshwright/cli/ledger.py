@@ -6,13 +6,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.cli.request import Request
-from meshwright.columns import Columns, Indented
 from meshwright.errors import CheckFailed, ExitCode
 from meshwright.ledgers import Ledger, make_ledger
 from meshwright.ledgers.ledger_text import axes_table, beyond_minimum, overlap_lines
 from meshwright.mesh.axes import describe_sizes
 from meshwright.recipe import make_recipe
-from meshwright.units import human_bytes
+from meshwright.text.columns import Columns, Indented
+from meshwright.text.units import human_bytes
 
 _STAGES_NOTE = "With pipeline stages, these are the bytes of the stage that sends most."
 

@@ -9,17 +9,17 @@ import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-from meshwright.activity import activity, show_activities
 from meshwright.cli.arguments import Arguments, parse_arguments
 from meshwright.cli.commands import COMMANDS
 from meshwright.cli.help import command_help, general_help
 from meshwright.cli.output import Output, guarded_stdout, print_error
 from meshwright.cli.plain_warnings import print_warnings_plainly
 from meshwright.errors import ExitCode, MeshwrightError, ProcessesDiffer, Spelling, spelled_for
-from meshwright.garbage import few_collections
-from meshwright.interrupt import Interrupt
 from meshwright.launch.options import asks_for_help
-from meshwright.masking import mask_text
+from meshwright.runtime.activity import activity, show_activities
+from meshwright.runtime.garbage import few_collections
+from meshwright.runtime.interrupt import Interrupt
+from meshwright.text.masking import mask_text
 
 INTERRUPTED = 128 + 2
 BROKEN_PIPE = 128 + 13
@@ -63,7 +63,7 @@ def _main(argv: Sequence[str]) -> int:
         if not argv or argv[0] in ("--help", "-h", "help"):
             return _print(general_help())
         if argv[0] == "--version":
-            from meshwright.versions import own_version
+            from meshwright.runtime.versions import own_version
 
             return _print(f"meshwright {own_version()}")
         if argv[0] == "launch":
@@ -162,7 +162,7 @@ def _unexpected(error: Exception, *, debug: bool) -> int:
             short = tell_shortage(shortage, "running the command")
             print_error(short)
             return short.exit_code
-    from meshwright.user_code import explain_users_exception
+    from meshwright.runtime.user_code import explain_users_exception
 
     users = explain_users_exception(error)
     if users is not None:

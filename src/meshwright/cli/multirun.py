@@ -17,9 +17,9 @@ from meshwright.config.base import shorten
 from meshwright.config.compose import compose_config, parse_overrides, quoted
 from meshwright.config.groups import group_options
 from meshwright.errors import ExitCode, UserError
-from meshwright.json_text import parse_json
 from meshwright.launch.supervise import exit_code
-from meshwright.masking import mask_words
+from meshwright.text.json_text import parse_json
+from meshwright.text.masking import mask_words
 
 
 def run_sweep(arguments: Arguments, output: Output) -> int:

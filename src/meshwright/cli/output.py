@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import MeshwrightError, UserError
-from meshwright.json_text import finite
-from meshwright.masking import mask_text
+from meshwright.text.json_text import finite
+from meshwright.text.masking import mask_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -60,7 +60,7 @@ class Output:
         """Return a rich console on the result stream."""
         from rich.console import Console
 
-        from meshwright.columns import stream_width
+        from meshwright.text.columns import stream_width
 
         class ResultConsole(Console):
             def on_broken_pipe(self) -> None:
@@ -77,7 +77,7 @@ class Output:
             return
         from rich.console import Console
 
-        from meshwright.columns import stream_width
+        from meshwright.text.columns import stream_width
 
         console = Console(file=sys.stderr, highlight=False, width=stream_width(sys.stderr))
         # Lines that must not wrap, such as commands, are not cut off either.

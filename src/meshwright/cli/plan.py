@@ -25,13 +25,10 @@ from meshwright.cli.request import (
     describing,
     setting_group,
 )
-from meshwright.columns import Indented
 from meshwright.config.compose import Composed, parse_overrides, validate
 from meshwright.config.schema import Config, DataConfig
 from meshwright.errors import ExitCode, Setting, UserError
-from meshwright.garbage import few_collections
-from meshwright.hardware import LOCAL, Hardware, chip_by_name
-from meshwright.memory_share import MEMORY_SHARE
+from meshwright.hardware import LOCAL, MEMORY_SHARE, Hardware, chip_by_name
 from meshwright.plan import mesh_sizes
 from meshwright.planner.devices.absent_gpus import can_compile_for
 from meshwright.planner.devices.links import check_network
@@ -50,7 +47,9 @@ from meshwright.planner.search.candidates import PlanTask
 from meshwright.planner.search.config_task import config_task, set_by_user
 from meshwright.planner.search.plan_file import KEY, plan_yaml, without_planned
 from meshwright.recipe import find_data, make_task, training_duration
-from meshwright.units import counted
+from meshwright.runtime.garbage import few_collections
+from meshwright.text.columns import Indented
+from meshwright.text.units import counted
 
 if TYPE_CHECKING:
     from meshwright.planner.rehearse.prove import ProvedPlan

@@ -10,18 +10,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.activity import activity
 from meshwright.cli.output import write_file
 from meshwright.cli.request import Request
-from meshwright.columns import Columns, Indented
 from meshwright.errors import ExitCode
 from meshwright.processes import is_main
 from meshwright.profile import Profile, Profiler, read_profile
 from meshwright.recipe import Recipe, make_recipe
+from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
+from meshwright.text.columns import Columns, Indented
+from meshwright.text.units import counted, human_bytes
 from meshwright.trainer.batch_loader import BatchLoader
 from meshwright.trainer.compiled_step import compile_step
-from meshwright.units import counted, human_bytes
 
 
 def run(request: Request) -> int:

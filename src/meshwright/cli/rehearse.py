@@ -11,14 +11,11 @@ from typing import Any, Literal
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.activity import activity
 from meshwright.cli.plan import read_share, with_any_data
 from meshwright.cli.request import Request, check_planned_model
-from meshwright.columns import Indented
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode, Setting, UserError
 from meshwright.hardware import LOCAL, Hardware, chip_by_name, parse_hardware
-from meshwright.jax_internals import attention_on
 from meshwright.launch.environments import count_gpus
 from meshwright.mesh.axes import INFER
 from meshwright.mesh.simulate import MAX_DEVICES, simulate_devices
@@ -38,6 +35,9 @@ from meshwright.planner.search.config_task import set_by_user
 from meshwright.planner.search.plan_file import other_model
 from meshwright.processes import process_count
 from meshwright.recipe import Recipe, make_recipe
+from meshwright.runtime.activity import activity
+from meshwright.runtime.jax_internals import attention_on
+from meshwright.text.columns import Indented
 from meshwright.trees import resize_batch
 
 ON = "--on"

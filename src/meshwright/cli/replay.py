@@ -16,10 +16,10 @@ def run(arguments: Arguments, output: Output) -> int:
             why=f"given: {' '.join(words) or 'nothing'}",
             fix="write meshwright replay outputs/<project>/<date>/<time>/incidents/000123",
         )
-    from meshwright.jax_internals import jax_has_started
     from meshwright.mesh.simulate import simulate_devices
-    from meshwright.trainer.read_record import read_record
-    from meshwright.trainer.replay import replay
+    from meshwright.runtime.jax_internals import jax_has_started
+    from meshwright.trainer.incidents.read_record import read_record
+    from meshwright.trainer.incidents.replay import replay
 
     record = read_record(words[0])
     if record.facts["platform"] == "cpu" and not jax_has_started():

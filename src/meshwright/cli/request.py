@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING
 
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
-from meshwright.code_digests import own_code
 from meshwright.config.compose import Composed, compose_config, parse_overrides, validate
 from meshwright.config.schema import Config
-from meshwright.handshake import compare_processes, describe_own_devices
-from meshwright.masking import mask_words
-from meshwright.memory_share import MEMORY_SHARE
+from meshwright.hardware import MEMORY_SHARE
 from meshwright.planner.search.config_task import set_by_user
 from meshwright.planner.search.plan_file import (
     KEY,
@@ -25,7 +22,10 @@ from meshwright.planner.search.plan_file import (
     refuse_unnamed_model,
 )
 from meshwright.processes import process_count
-from meshwright.versions import package_versions
+from meshwright.processes.handshake import compare_processes, describe_own_devices
+from meshwright.runtime.code_digests import own_code
+from meshwright.runtime.versions import package_versions
+from meshwright.text.masking import mask_words
 from meshwright.weights.resolve import resolve_weights
 
 if TYPE_CHECKING:

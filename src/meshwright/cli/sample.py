@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.activity import activity
 from meshwright.data.tokenizer import Tokens
 from meshwright.models.generate import generate
 from meshwright.recipe import Recipe
+from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.tasks.language_modeling import LanguageModeling

@@ -19,7 +19,7 @@ from meshwright.launch.cluster_options import ClusterKind, ClusterOptions
 from meshwright.launch.kubernetes import fixed_folder, manifest_text, manifests
 from meshwright.launch.options import LaunchOptions
 from meshwright.launch.slurm import LOG, sbatch_script
-from meshwright.masking import mask_text, mask_words
+from meshwright.text.masking import mask_text, mask_words
 
 if TYPE_CHECKING:
     from meshwright.config.compose import Composed

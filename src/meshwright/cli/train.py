@@ -14,7 +14,6 @@ import jax
 import yaml
 from rich.text import Text
 
-from meshwright.attempts import EarlierAttempts, ProcessRange
 from meshwright.cli.invocation import invoked_as
 from meshwright.cli.request import Request, check_planned_model
 from meshwright.cli.sample import generate_sample
@@ -23,27 +22,28 @@ from meshwright.config.compose import parse_overrides
 from meshwright.config.origins import chosen_keys, trace_origins
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode, UserError
-from meshwright.interrupt import current_interrupt
-from meshwright.masking import mask_tree
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.plan import Plan, make_plan, unused_settings
 from meshwright.planner.estimate.estimator import Estimator, ProgramEstimator
 from meshwright.planner.search.plan_file import other_model
 from meshwright.processes import broadcast, process_count
 from meshwright.recipe import Recipe, make_recipe
+from meshwright.runtime.attempts import EarlierAttempts, ProcessRange
+from meshwright.runtime.interrupt import current_interrupt
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
+from meshwright.text.masking import mask_tree
+from meshwright.text.units import a_type
 from meshwright.trainer.callbacks import Callback, EarlyStopping
-from meshwright.trainer.fewer_processes import plan_for_those_left
-from meshwright.trainer.fit_result import FitResult
-from meshwright.trainer.folder import claimed_folder
-from meshwright.trainer.initial import find_initial, remembered_files
-from meshwright.trainer.not_finite import NonfinitePolicy
-from meshwright.trainer.resume import ResumePoint, find_resume_point
+from meshwright.trainer.incidents.not_finite import NonfinitePolicy
+from meshwright.trainer.resuming.fewer_processes import plan_for_those_left
+from meshwright.trainer.resuming.resume import ResumePoint, find_resume_point
 from meshwright.trainer.run_spec import EvaluationSpec, LoadingSpec, OutputSpec, RunSpec
-from meshwright.trainer.schedule_warnings import schedule_warnings
+from meshwright.trainer.starting.folder import claimed_folder
+from meshwright.trainer.starting.initial import find_initial, remembered_files
+from meshwright.trainer.starting.schedule_warnings import schedule_warnings
+from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.training_run import TrainingRun
-from meshwright.units import a_type
 from meshwright.weights.hf_folder import TOKENIZER, open_folder
 from meshwright.weights.kept import HF_FOLDER, end_tokens, keep_files
 from meshwright.weights.resolve import without_tokenizer

@@ -10,10 +10,10 @@ from rich.text import Text
 
 from meshwright.cli.output import write_file
 from meshwright.cli.request import Request
-from meshwright.columns import Indented
 from meshwright.errors import ExitCode
 from meshwright.proof import Certificate, Comparison, verify
 from meshwright.recipe import make_recipe
+from meshwright.text.columns import Indented
 
 
 def run(request: Request) -> int:

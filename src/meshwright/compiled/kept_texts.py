@@ -22,8 +22,8 @@ import jax
 
 from meshwright.compiled.disk_cache import default_folder, disk_cache, drop_oldest, warn_unwritable
 from meshwright.compiled.memory import MemoryUse
-from meshwright.jax_internals import compiler_options_of
-from meshwright.versions import package_versions
+from meshwright.runtime.jax_internals import compiler_options_of
+from meshwright.runtime.versions import package_versions
 
 MAX_BYTES = 2**30
 """Kept texts, compressed; the oldest are deleted above."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from meshwright.compiled.hlo import Computation, Program, Shape, parse_hlo
 from meshwright.program.jaxpr.names import module_of
-from meshwright.units import human_bytes
+from meshwright.text.units import human_bytes
 
 _NO_BUFFER = {
     "parameter",

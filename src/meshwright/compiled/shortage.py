@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from meshwright.errors import MeshwrightError, OutOfMemory, first_line
-from meshwright.units import human_bytes
+from meshwright.text.units import human_bytes
 
 _EXHAUSTED = re.compile(r"RESOURCE_EXHAUSTED|Resource exhausted|CUDA_ERROR_OUT_OF_MEMORY")
 _MEMORY = re.compile(r"out of memory|allocat|\bhbm\b", re.IGNORECASE)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from meshwright.config.base import Frozen
 from meshwright.errors import Setting, Spelling, UserError, current_spelling
-from meshwright.units import counted, either
+from meshwright.text.units import counted, either
 
 DEFAULT_MICRO_BATCH_SIZE = 4
 

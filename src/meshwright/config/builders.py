@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from meshwright.config.base import nested_schema, shorten, unknown_key
 from meshwright.config.schema import Config
 from meshwright.errors import MeshwrightError, UserError, did_you_mean, typed_line
-from meshwright.user_code import (
+from meshwright.runtime.user_code import (
     count_as_users,
     describe_frames,
     notes,

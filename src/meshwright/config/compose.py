@@ -20,9 +20,9 @@ from meshwright.config.model_folders import refuse_folder
 from meshwright.config.schema import Config, KindConfig
 from meshwright.config.synonyms import expand_shorthands
 from meshwright.errors import UserError, did_you_mean, yaml_line
-from meshwright.masking import hidden_names, mask_tree
 from meshwright.mesh.axes import resolve_alias
-from meshwright.units import a_type
+from meshwright.text.masking import hidden_names, mask_tree
+from meshwright.text.units import a_type
 
 _KIND_SECTIONS = tuple(
     name

@@ -15,7 +15,7 @@ from meshwright.config.batch import nearest_divisors
 from meshwright.config.environment import read_environment
 from meshwright.errors import UserError
 from meshwright.mesh.axes import canonical_axis
-from meshwright.units import counted, either
+from meshwright.text.units import counted, either
 
 DEFAULT_AXIS_NAMES = ("data", "model", "pipeline")
 _PARALLEL = {"tensor": "tensor_parallel_size", "pipe": "pipeline_parallel_size"}

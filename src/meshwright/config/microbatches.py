@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshwright.config.batch import GLOBAL_BATCH_SIZE, Batch, describe_replicas, solve_batch
 from meshwright.config.schema import PipelineConfig
 from meshwright.errors import Setting, UserError
-from meshwright.units import counted, either
+from meshwright.text.units import counted, either
 
 MICROBATCHES_PER_STAGE = 4
 """With fewer, filling and draining the pipeline takes more than a fifth of the time."""

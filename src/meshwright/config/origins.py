@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from meshwright.config.compose import Composed, canonical_key, parse_overrides
 from meshwright.config.groups import CONF_DIR, GROUPS
 from meshwright.config.schema import Config
-from meshwright.masking import mask_text, mask_value
+from meshwright.text.masking import mask_text, mask_value
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.activity import activity
 from meshwright.data.build_lock import BuildLock
 from meshwright.data.cache_entry import Damaged, Entry, PartialEntry, open_entry
 from meshwright.errors import EnvironmentProblem, Setting
-from meshwright.units import human_bytes, human_seconds
+from meshwright.runtime.activity import activity
+from meshwright.text.units import human_bytes, human_seconds
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.files import map_array
-from meshwright.units import human_bytes
+from meshwright.text.units import human_bytes
 
 FORMAT = 1
 CONTENT, PROGRESS = "entry.json", "progress.json"

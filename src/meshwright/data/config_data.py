@@ -27,7 +27,7 @@ HELD_OUT = 0.02
 """The fraction of a built-in source that is held out unless data.eval_fraction is set."""
 
 _SOURCES = {
-    "text": "text:text_source",
+    "text": "text_source:text_source",
     "tokens": "tokens:token_source",
     "jsonl": "jsonl:JsonLines",
     "parquet": "parquet:ParquetRows",

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.protocols import HostBatch, Source
 from meshwright.errors import Setting, UserError
-from meshwright.units import counted
+from meshwright.text.units import counted
 
 OnCorrupt = Literal["stop", "skip"]
 

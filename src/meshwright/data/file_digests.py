@@ -17,7 +17,7 @@ from typing import Any
 
 from meshwright.data.build_lock import BuildLock
 from meshwright.errors import UserError
-from meshwright.units import human_bytes
+from meshwright.text.units import human_bytes
 
 READ_BYTES = 2**20
 SETTLED_SECONDS = 2.0

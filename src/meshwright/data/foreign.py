@@ -21,7 +21,7 @@ from meshwright.data.source_data import SourceData
 from meshwright.data.stack import stack_samples
 from meshwright.data.streams import READ_AGAIN, IterableData
 from meshwright.errors import UserError
-from meshwright.units import a_type
+from meshwright.text.units import a_type
 
 
 def read_foreign(given: Any, seed: int, expected: Expected, *, samples: bool) -> Data | None:

@@ -14,7 +14,7 @@ from absl import flags
 
 from meshwright.data.protocols import Data, HostBatch, OutOfData, Rows
 from meshwright.errors import MeshwrightError, Spelling, current_spelling, spelled_for
-from meshwright.user_code import doing
+from meshwright.runtime.user_code import doing
 
 READ_THREADS = 2
 """Threads that read ahead in one process; NumPy copies without holding the GIL."""

@@ -19,7 +19,7 @@ from meshwright.data.protocols import Source
 from meshwright.data.token_cache import Corpus, nothing
 from meshwright.data.tokenizer import check_vocabulary, load_tokenizer, token_dtype
 from meshwright.errors import Setting, UserError
-from meshwright.units import a_type
+from meshwright.text.units import a_type
 
 
 @dataclass(frozen=True)

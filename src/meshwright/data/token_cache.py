@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.activity import activity
 from meshwright.data.build_once import Job, Progress, build_once
 from meshwright.data.cache_entry import FORMAT, Entry, PartialEntry
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt, with_count
@@ -27,7 +26,8 @@ from meshwright.data.protocols import Source
 from meshwright.data.token_rows import PackedRows, StreamRows
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ANY, Setting, UserError
-from meshwright.user_cache import user_cache
+from meshwright.runtime.activity import activity
+from meshwright.runtime.user_cache import user_cache
 
 _origins: dict[str, None] = {}
 """What there is to tell about tokens, until a run tells it."""

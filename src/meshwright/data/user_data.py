@@ -21,8 +21,8 @@ from meshwright.data.source_data import SourceData, take_rows
 from meshwright.data.streams import IterableData
 from meshwright.errors import UserError
 from meshwright.processes import process_count
+from meshwright.text.units import a_type
 from meshwright.trees import Batch
-from meshwright.units import a_type
 
 UserData = Data | Source | Samples | Iterable[Batch] | Callable[..., Batch]
 """Data as users pass it; see `as_data`."""

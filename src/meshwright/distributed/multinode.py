@@ -12,7 +12,7 @@ import jax
 from meshwright import processes
 from meshwright.config.environment import read_environment, run_name
 from meshwright.errors import EnvironmentProblem, UserError
-from meshwright.jax_internals import jax_has_started
+from meshwright.runtime.jax_internals import jax_has_started
 
 if TYPE_CHECKING:
     from meshwright.config.distributed_config import DistributedConfig

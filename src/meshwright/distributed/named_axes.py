@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from meshwright.errors import UserError
-from meshwright.jax_internals import surrounding_axes
+from meshwright.runtime.jax_internals import surrounding_axes
 
 DEFAULT_AXIS = "batch"
 """The default axis name; outside of any named axis it means that arrays are global."""

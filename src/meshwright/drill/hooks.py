@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.attempts import EarlierAttempts
 from meshwright.drill.told import Told
 from meshwright.launch.restarts import CHECKPOINTS, newest_checkpoint
+from meshwright.runtime.attempts import EarlierAttempts
 
 COMMIT_SECONDS = 120.0
 """How long to wait for the checkpoint before a fault; without it the drill would show little."""

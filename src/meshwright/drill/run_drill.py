@@ -13,8 +13,8 @@ from meshwright.drill.configuration import Configuration
 from meshwright.drill.fault import Fault, Missed
 from meshwright.drill.scene import Scene
 from meshwright.errors import UserError
-from meshwright.masking import mask_words
-from meshwright.units import human_seconds
+from meshwright.text.masking import mask_words
+from meshwright.text.units import human_seconds
 
 Verdict = Literal["passed", "failed", "not applicable"]
 Tell = Callable[[str], None]

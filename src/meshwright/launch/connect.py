@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping
 
 from meshwright import processes
-from meshwright.attempts import ProcessRange
 from meshwright.config.distributed_config import DistributedConfig
 from meshwright.errors import EnvironmentProblem, UserError, first_line
-from meshwright.jax_internals import jax_has_started
+from meshwright.runtime.attempts import ProcessRange
+from meshwright.runtime.jax_internals import jax_has_started
 
 _RUNTIME_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
 _LOST = re.compile(

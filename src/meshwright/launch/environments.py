@@ -14,7 +14,7 @@ from meshwright.errors import UserError
 from meshwright.launch.options import LaunchOptions
 from meshwright.launch.whole_run import WholeRun, find_run
 from meshwright.processes import JOIN_TIMEOUT, LOST_SECONDS, LOST_TIMEOUT
-from meshwright.units import counted
+from meshwright.text.units import counted
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _GPU_FILES = {"jax-cuda": "nvidia[0-9]*", "jax-rocm": "dri/renderD*"}

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from meshwright.attempts import Fit, ProcessRange, fits_from_json
 from meshwright.config.environment import run_name
 from meshwright.errors import ExitCode
 from meshwright.launch.options import LaunchOptions
@@ -24,6 +23,7 @@ from meshwright.launch.whole_run import WholeRun
 from meshwright.processes import join_timeout, own_interface
 from meshwright.processes.ports import Address
 from meshwright.processes.rendezvous import Meeting, Member, call_roll
+from meshwright.runtime.attempts import Fit, ProcessRange, fits_from_json
 
 
 @dataclass

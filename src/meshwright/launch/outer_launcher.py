@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from meshwright.config.engines import ENGINES, ENVIRONMENT, Engine, Found, read_engine
 from meshwright.config.environment import read_environment
 from meshwright.errors import UserError
-from meshwright.units import counted
+from meshwright.text.units import counted
 
 
 def refuse_outer_launcher(

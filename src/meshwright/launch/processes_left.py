@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from meshwright.attempts import Fit, ProcessRange, fits_from_json
 from meshwright.errors import ExitCode, UserError
 from meshwright.launch.options import LaunchOptions
 from meshwright.launch.supervise import Outcome, Requests
 from meshwright.launch.whole_run import WholeRun, find_run
-from meshwright.units import counted
+from meshwright.runtime.attempts import Fit, ProcessRange, fits_from_json
+from meshwright.text.units import counted
 
 TRIES = 2
 """How often a process that failed is started again without a new checkpoint before it is given up:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from meshwright.attempts import EarlierAttempts
 from meshwright.errors import ExitCode
 from meshwright.launch.environments import environments
 from meshwright.launch.options import LaunchOptions
 from meshwright.launch.processes_left import Change, Gathered, Team
 from meshwright.launch.supervise import Outcome, Requests, Supervisor
-from meshwright.masking import mask_text
-from meshwright.units import counted, human_seconds
+from meshwright.runtime.attempts import EarlierAttempts
+from meshwright.text.masking import mask_text
+from meshwright.text.units import counted, human_seconds
 
 WITHOUT_PROGRESS = 3
 """After this many restarts in a row without a new checkpoint, another one would not help."""

@@ -12,7 +12,7 @@ from meshwright.errors import ExitCode, UserError
 from meshwright.launch.cluster_options import ClusterOptions
 from meshwright.launch.options import LaunchOptions
 from meshwright.processes import JOIN_TIMEOUT
-from meshwright.units import counted
+from meshwright.text.units import counted
 
 LOG = "slurm-%j.out"
 _USR1_UNHANDLED = 128 + 10

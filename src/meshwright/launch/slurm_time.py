@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from meshwright.errors import UserError
-from meshwright.units import counted
+from meshwright.text.units import counted
 
 TIME = re.compile(r"(?P<days>\d+-)?(?P<parts>\d+(:\d{1,2}){0,2})")
 """Minutes, minutes:seconds or hours:minutes:seconds; with days, hours come first."""

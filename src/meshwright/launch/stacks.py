@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from meshwright.heartbeat import STACKS_SIGNAL, stacks_file
 from meshwright.launch.watch import is_stopped
+from meshwright.runtime.heartbeat import STACKS_SIGNAL, stacks_file
 
 WAIT_SECONDS = 2.0
 _FRAME = re.compile(r'^  File "(?:.*/)?([^/"]+)", line (\d+) in (.+)$', re.MULTILINE)

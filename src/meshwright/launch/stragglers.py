@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.heartbeat import Beat
+from meshwright.runtime.heartbeat import Beat
 
 SLOWER = 1.5
 """A straggler takes this many times as long as the median of the others."""

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import IO
 
 from meshwright.errors import ExitCode
-from meshwright.heartbeat import HEARTBEAT_FILE, folder_file, meshes_file
 from meshwright.launch import guard
 from meshwright.launch.merged_output import MergedOutput
 from meshwright.launch.stacks import dump_stacks, keep_stacks
 from meshwright.launch.watch import HANG_SECONDS, Stuck, Watch
+from meshwright.runtime.heartbeat import HEARTBEAT_FILE, folder_file, meshes_file
 
 GRACE_AFTER_FAILURE = 8.0
 """Seconds; the others can only wait for the process that failed, so they need little time."""

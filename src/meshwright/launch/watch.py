@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.heartbeat import DOING_TEXT, Beat, Doing, read_beat
 from meshwright.launch.stragglers import Stragglers
-from meshwright.units import human_seconds
+from meshwright.runtime.heartbeat import DOING_TEXT, Beat, Doing, read_beat
+from meshwright.text.units import human_seconds
 
 HANG_SECONDS = 600.0
 """How long a process may make no progress in an update; as long as processes wait for another."""

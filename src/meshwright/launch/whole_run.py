@@ -10,7 +10,7 @@ from meshwright.config.engines import DEFAULT_PORT, ENVIRONMENT, Found, detect, 
 from meshwright.config.environment import read_environment
 from meshwright.errors import UserError
 from meshwright.launch.options import LaunchOptions
-from meshwright.units import counted
+from meshwright.text.units import counted
 
 _NEEDED = ("MASTER_ADDR", "RANK", "WORLD_SIZE")
 _PORT = "MASTER_PORT"

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from rich.console import Group
 from rich.text import Text
 
-from meshwright.columns import Columns, as_text
 from meshwright.mesh.axes import describe_sizes
-from meshwright.units import human_bytes
+from meshwright.text.columns import Columns, as_text
+from meshwright.text.units import human_bytes
 
 if TYPE_CHECKING:
     from meshwright.ledgers.ledger_records import AxisLedger, Ledger

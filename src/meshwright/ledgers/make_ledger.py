@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import jax
 
-from meshwright.activity import activity
 from meshwright.compiled.collectives import Collective, read_collectives
 from meshwright.compiled.compile_program import CompiledProgram, compile_program
 from meshwright.data.batches import read_batch
@@ -30,8 +29,9 @@ from meshwright.ledgers.overlap import Overlaps, read_overlaps
 from meshwright.ledgers.stage_minimum import needed_by_stage
 from meshwright.pipeline.execute.op_counts import OpCounts, count_operations
 from meshwright.program.weight_reads import weight_reads
+from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
-from meshwright.units import a_type
+from meshwright.text.units import a_type
 
 _Explained = Sequence[tuple[Collective, Reason | None]]
 """The collectives of a stage, and why they are sent where it is not for the minimum."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from meshwright.errors import Setting, Spelling, UserError, current_spelling, did_you_mean
-from meshwright.units import counted
+from meshwright.text.units import counted
 
 PIPE = "pipe"
 """The axis of pipeline stages."""

@@ -15,11 +15,11 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.columns import Columns, stream_width
 from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.picture import id_ranges
 from meshwright.mesh.terminal_drawing import render_mesh
-from meshwright.units import counted
+from meshwright.text.columns import Columns, stream_width
+from meshwright.text.units import counted
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.errors import UserError
 from meshwright.mesh.axes import describe_sizes, shown_sizes
-from meshwright.units import counted
+from meshwright.text.units import counted
 
 _MAX_LEGEND_LINES = 8
 

@@ -7,9 +7,9 @@ import os
 import jax
 
 from meshwright.errors import UserError
-from meshwright.jax_internals import jax_has_started
 from meshwright.mesh.axes import is_whole
-from meshwright.units import counted
+from meshwright.runtime.jax_internals import jax_has_started
+from meshwright.text.units import counted
 
 MAX_DEVICES = 1024
 _THREADS_PER_DEVICE = 2

@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, Mesh
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from meshwright.columns import drawing_width
 from meshwright.mesh.picture import Indices, Picture, picture_of
 from meshwright.mesh.terminal_layout import EMPTY, GAP, SPACE, Block, Layout, Limits, fit
+from meshwright.text.columns import drawing_width
 
 MAX_LINES = 30
 """Taller drawings leave out coordinates."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.lazy import lazy_names
+from meshwright.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
     from meshwright.distributed.gpipe import GPipePipeline, PipelineStage, pipeline_forward

@@ -15,7 +15,7 @@ from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.pipeline.schedule.advice import bubble_with, pipeline_warnings
 from meshwright.pipeline.schedule.timeline import in_flight
 from meshwright.program.flops import forward_flops
-from meshwright.units import counted
+from meshwright.text.units import counted
 
 SMALLEST_SHARE = 0.05
 """The smallest share of a stage's work that causes a warning."""

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshwright.errors import EnvironmentProblem, UserError, first_line
-from meshwright.heartbeat import own_heartbeat
-from meshwright.jax_internals import distributed_state, lower_priority_of_gloo
 from meshwright.processes.ports import Address, interface_for, is_loopback
 from meshwright.processes.rendezvous import Meeting, Member, meet
+from meshwright.runtime.heartbeat import own_heartbeat
+from meshwright.runtime.jax_internals import distributed_state, lower_priority_of_gloo
 
 JOIN_TIMEOUT = "MESHWRIGHT_JOIN_TIMEOUT"
 """The environment variable with the seconds that processes wait for each other at the start."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.errors import EnvironmentProblem, UserError
-from meshwright.masking import mask_words
+from meshwright.text.masking import mask_words
 
 EVERYWHERE = "::"
 """All interfaces of a machine, IPv4 and IPv6."""

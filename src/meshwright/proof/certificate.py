@@ -8,7 +8,7 @@ from pydantic import Field
 
 from meshwright.config.base import Frozen
 from meshwright.mesh.axes import describe_sizes
-from meshwright.units import counted
+from meshwright.text.units import counted
 
 
 class Comparison(Frozen):

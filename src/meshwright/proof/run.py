@@ -17,7 +17,6 @@ import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
-from meshwright.activity import activity, show_on_terminal
 from meshwright.compiled.quick_options import quick_options
 from meshwright.compiled.shortage import telling_shortage
 from meshwright.config.argument_checks import (
@@ -66,9 +65,10 @@ from meshwright.proof.rounding import (
     random_draws,
     rounding_tolerance,
 )
+from meshwright.runtime.activity import activity, show_on_terminal
+from meshwright.runtime.versions import package_versions
 from meshwright.step.assemble import Assembled, assemble
 from meshwright.trees import Batch, divide_batch, is_key
-from meshwright.versions import package_versions
 
 _PACKAGES = ("meshwright", "jax", "flax", "optax")
 FLOAT64_TOLERANCE = 1e-10

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.json_text import finite
-from meshwright.versions import own_version
+from meshwright.runtime.versions import own_version
+from meshwright.text.json_text import finite
 
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("elements.js", "words.js", "chart.js", "tables.js", "sections.js",

@@ -14,8 +14,8 @@ from meshwright.planner.estimate.words import kind_of_mesh, memory_parts, settin
 from meshwright.planner.guidance.notes import SENT, change_lines, gradients_note, scaling_note
 from meshwright.planner.guidance.plan_report import PlanReport
 from meshwright.planner.search.scaling import ScalingPoint
-from meshwright.units import counted, human_bytes, human_count, human_seconds
-from meshwright.versions import own_version
+from meshwright.runtime.versions import own_version
+from meshwright.text.units import counted, human_bytes, human_count, human_seconds
 
 _ASSETS = Path(__file__).parent / "assets"
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"

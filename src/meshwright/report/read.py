@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from meshwright.config.origins import flatten
-from meshwright.json_text import parse_json
-from meshwright.masking import mask_tree, mask_value
+from meshwright.text.json_text import parse_json
+from meshwright.text.masking import mask_tree, mask_value
 from meshwright.tracking.run_files import read_lines, read_metrics
 from meshwright.tracking.settings import run_name
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from meshwright.units import counted
+from meshwright.text.units import counted
 
 Rule = str | Sequence[Any]
 """``column``, ``row``, ``replicate``, or a partition spec such as ``["fsdp", "tensor"]``."""

@@ -13,7 +13,6 @@ from flax import nnx
 from flax.nnx.filterlib import Filter
 from jax.sharding import Mesh, NamedSharding
 
-from meshwright.activity import activity
 from meshwright.config.batch import GLOBAL_BATCH_SIZE
 from meshwright.errors import Setting, UserError
 from meshwright.mesh.build import Device, build_mesh
@@ -37,6 +36,8 @@ from meshwright.program.trace.build_model import (
 from meshwright.program.trace.device_reads import device_reads
 from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.traced_loss import Loss, Model, TracedLoss
+from meshwright.runtime.activity import activity
+from meshwright.runtime.user_code import doing
 from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
 from meshwright.sharding.placement import to_spec
 from meshwright.step.initial_state import draw_leaves, start_from
@@ -45,9 +46,8 @@ from meshwright.step.planned_forward import kernel_search, planned_remat
 from meshwright.step.state import TrainState
 from meshwright.step.step_program import StepProgram, per_device_program, step_program
 from meshwright.step.train_step import TrainStep
+from meshwright.text.units import counted
 from meshwright.trees import Batch, divide_batch
-from meshwright.units import counted
-from meshwright.user_code import doing
 
 FEW_SAMPLES = 8
 """Means and variances of fewer samples are mostly noise."""

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.activity import activity
 from meshwright.compiled.compile_program import compile_program
 from meshwright.errors import UserError
 from meshwright.pipeline.execute.exchange_check import check_exchanges
@@ -18,6 +17,7 @@ from meshwright.program.on_mesh.mesh_forward import Forward
 from meshwright.program.trace.layout import Layout
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, LossOutput, Model, trace_function
+from meshwright.runtime.activity import activity
 from meshwright.sharding.decide import decide
 from meshwright.step.assemble import Assembled, set_eval_mode
 from meshwright.step.microbatch import split_strided

@@ -10,7 +10,7 @@ import jax
 import optax
 
 from meshwright.errors import MeshwrightError, UserError, first_line
-from meshwright.user_code import add_note, users_frames
+from meshwright.runtime.user_code import add_note, users_frames
 
 
 @contextmanager

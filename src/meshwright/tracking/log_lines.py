@@ -10,10 +10,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from meshwright.masking import mask_text
+from meshwright.text.masking import mask_text
+from meshwright.text.units import human_bytes, human_count, human_seconds
 from meshwright.tracking.metric_text import format_metrics
 from meshwright.tracking.tracker import NullTracker
-from meshwright.units import human_bytes, human_count, human_seconds
 
 SHOWN_EVENTS = (
     "start",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from meshwright.units import human_bytes, human_count, human_seconds
+from meshwright.text.units import human_bytes, human_count, human_seconds
 
 HIDDEN = ("input_wait_share", "flops_per_second")
 """Metrics that are only written to files, to keep lines short."""

@@ -13,11 +13,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.activity import current_activity, leave_to_bar
-from meshwright.columns import Indented
+from meshwright.runtime.activity import current_activity, leave_to_bar
+from meshwright.text.columns import Indented
+from meshwright.text.units import human_seconds
 from meshwright.tracking.log_lines import Pace, format_event, format_facts, format_metrics_line
 from meshwright.tracking.metric_text import format_metrics
-from meshwright.units import human_seconds
 
 _STYLES = {"warning": "yellow", "incident": "yellow", "stop": "bold"}
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from meshwright.json_text import finite, parse_json
+from meshwright.text.json_text import finite, parse_json
 
 
 class RunFiles:

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.activity import show_activities
 from meshwright.config.schema import TrackingConfig
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import is_main
+from meshwright.runtime.activity import show_activities
 from meshwright.tracking.log_lines import LineTracker, LogFile, WarningsOnly
 from meshwright.tracking.run_files import RunFiles
 from meshwright.tracking.tracker import NullTracker, Tracker, Trackers

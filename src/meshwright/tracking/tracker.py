@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from meshwright.errors import first_line
-from meshwright.masking import mask_text, mask_tree
+from meshwright.text.masking import mask_text, mask_tree
 
 logger = logging.getLogger("meshwright.tracking")
 

@@ -1,8 +1,8 @@
 """The trainer: trains a model with a loss and an optimizer on a mesh."""
 
 from meshwright.trainer.callbacks import Callback, EarlyStopping
-from meshwright.trainer.fit_result import FitResult
-from meshwright.trainer.stop import StopReason
+from meshwright.trainer.ending.stop import StopReason
+from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trainer import Trainer
 
 __all__ = ["Callback", "EarlyStopping", "FitResult", "StopReason", "Trainer"]

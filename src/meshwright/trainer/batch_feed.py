@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from meshwright.trainer.batch_loader import BatchLoader
-from meshwright.trainer.finite_check import MAX_IN_FLIGHT
+from meshwright.trainer.incidents.finite_check import MAX_IN_FLIGHT
 
 Range = Sequence[int]
 """The first and the last of some batches, both included."""

@@ -13,8 +13,8 @@ from meshwright.data.batches import read_batches
 from meshwright.data.loader import load_batches
 from meshwright.data.protocols import Data
 from meshwright.data.user_data import FunctionData
-from meshwright.heartbeat import Doing, own_heartbeat
 from meshwright.processes import agree, process_count
+from meshwright.runtime.heartbeat import Doing, own_heartbeat
 from meshwright.step.place_batch import local_rows, place_batch
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.config.argument_checks import check_count, check_kind
+from meshwright.runtime.user_code import doing
 from meshwright.trainer.callback_context import CallbackContext
-from meshwright.user_code import doing
 
 Values = Mapping[str, float]
 

@@ -12,7 +12,7 @@ from meshwright.errors import EnvironmentProblem, Setting
 from meshwright.processes import process_count
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
-from meshwright.units import counted
+from meshwright.text.units import counted
 
 LogEvent = Callable[[str, int, str, dict[str, Any]], None]
 """Logs an event: its kind, its update, a message, and details."""

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from meshwright.activity import activity
 from meshwright.compiled.compile_program import compile_program
 from meshwright.compiled.memory import MemoryUse
 from meshwright.errors import CheckFailed, EnvironmentProblem
 from meshwright.ledgers import Ledger, lower_step, read_ledger
+from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
 
 WARN_FROM_BYTES = 2**20

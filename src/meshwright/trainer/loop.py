@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from meshwright.checkpoint.store import StateNotFinite
-from meshwright.heartbeat import Doing, Heartbeat, own_heartbeat
 from meshwright.profile import NoProfiling, Profile
+from meshwright.runtime.heartbeat import Doing, Heartbeat, own_heartbeat
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import HALTED
 from meshwright.tracking.tracker import Tracker
@@ -22,13 +22,13 @@ from meshwright.trainer.callback_context import CallbackContext
 from meshwright.trainer.callbacks import Callback
 from meshwright.trainer.checkpointer import Checkpointer
 from meshwright.trainer.compiled_step import StepFunction
-from meshwright.trainer.finite_check import FiniteCheck
-from meshwright.trainer.limits import Limits
+from meshwright.trainer.ending.limits import Limits
+from meshwright.trainer.ending.stop import ALL_DONE, NONE_ASKED, Stop, out_of_batches
+from meshwright.trainer.incidents.finite_check import FiniteCheck
+from meshwright.trainer.incidents.not_finite import BadUpdate
+from meshwright.trainer.incidents.recovery import Recovery
 from meshwright.trainer.meter import Meter
-from meshwright.trainer.not_finite import BadUpdate
-from meshwright.trainer.recovery import Recovery
 from meshwright.trainer.run_progress import Metrics, Progress
-from meshwright.trainer.stop import ALL_DONE, NONE_ASKED, Stop, out_of_batches
 
 NO_GRADIENT = (
     "the gradient of the first update is zero: no trained parameter changes the loss; a loss of "

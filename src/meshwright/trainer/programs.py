@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from meshwright.activity import activity
 from meshwright.processes import process_count
 from meshwright.program.trace.traced_loss import Loss
+from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
 from meshwright.step.eval_step import (
     Evaluate,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from meshwright.trainer.stop import ALL_DONE, Stop
+from meshwright.trainer.ending.stop import ALL_DONE, Stop
 
 Metrics = dict[str, float]
 

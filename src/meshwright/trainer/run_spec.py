@@ -10,15 +10,15 @@ from typing import Any
 from meshwright.config.duration import Duration
 from meshwright.config.schema import CheckpointConfig, TrackingConfig
 from meshwright.data.protocols import Data
-from meshwright.interrupt import Interrupt
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.program.trace.traced_loss import Loss
+from meshwright.runtime.interrupt import Interrupt
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.trainer.callbacks import Callback
-from meshwright.trainer.not_finite import NonfinitePolicy
+from meshwright.trainer.incidents.not_finite import NonfinitePolicy
 from meshwright.trainer.programs import Programs
-from meshwright.trainer.resume import ResumePoint
+from meshwright.trainer.resuming.resume import ResumePoint
 
 
 @dataclass(frozen=True, kw_only=True)

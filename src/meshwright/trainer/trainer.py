@@ -60,15 +60,20 @@ from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.tracking.setup import shown_activities
 from meshwright.trainer.callbacks import Callback
-from meshwright.trainer.comparable import comparable, optimizer_settings
-from meshwright.trainer.continuing import (
+from meshwright.trainer.ending.end_warnings import warn_of_end
+from meshwright.trainer.ending.stop import Stop, StopReason
+from meshwright.trainer.incidents.not_finite import NonfinitePolicy, check_policy
+from meshwright.trainer.programs import Programs
+from meshwright.trainer.resuming.comparable import comparable, optimizer_settings
+from meshwright.trainer.resuming.continuing import (
     Memory,
     choose_start,
     continued_state,
     raise_interrupted,
 )
-from meshwright.trainer.end_warnings import warn_of_end
-from meshwright.trainer.fit_arguments import (
+from meshwright.trainer.resuming.resume import check_fits, find_resume_point, restore
+from meshwright.trainer.run_spec import EvaluationSpec, OutputSpec, RunSpec
+from meshwright.trainer.starting.fit_arguments import (
     check_assembled,
     check_compilation_cache,
     check_evaluation,
@@ -80,24 +85,19 @@ from meshwright.trainer.fit_arguments import (
     read_pipeline,
     read_resume,
 )
-from meshwright.trainer.fit_result import FitResult
-from meshwright.trainer.initial import find_initial, remembered_files
-from meshwright.trainer.not_finite import NonfinitePolicy, check_policy
-from meshwright.trainer.optax_rate import find_schedule
-from meshwright.trainer.plan_settings import PlanSettings
-from meshwright.trainer.programs import Programs
-from meshwright.trainer.resume import check_fits, find_resume_point, restore
-from meshwright.trainer.run_spec import EvaluationSpec, OutputSpec, RunSpec
-from meshwright.trainer.stop import Stop, StopReason
+from meshwright.trainer.starting.initial import find_initial, remembered_files
+from meshwright.trainer.starting.optax_rate import find_schedule
+from meshwright.trainer.starting.plan_settings import PlanSettings
+from meshwright.trainer.starting.unknown_arguments import places_unknown
+from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.training_run import TrainingRun
-from meshwright.trainer.unknown_arguments import places_unknown
 from meshwright.trees import Batch, resize_batch
 from meshwright.weights.hf_folder import open_folder
 from meshwright.weights.hf_model import HfModel, check_one_folder
 from meshwright.weights.kept import keep_files
 
 if TYPE_CHECKING:
-    from meshwright.trainer.planned_training import PlannedTraining
+    from meshwright.trainer.starting.planned_training import PlannedTraining
 
 _POLICY = ("on_nonfinite", "max_skipped", "max_rewinds")
 
@@ -353,7 +353,7 @@ class Trainer:
             batch_size: samples per global batch; by default those of the data's batches, of the
                 trainer's plan or of the last `fit`.
         """
-        from meshwright.trainer.auto_mesh import plan_for
+        from meshwright.trainer.starting.auto_mesh import plan_for
 
         if data is None:
             given = "" if hardware is None else f', hardware="{hardware}"'
@@ -595,7 +595,7 @@ class Trainer:
             return settings.plan(num_samples)
         known = self._memory.plans
         if num_samples not in known:
-            from meshwright.trainer.auto_mesh import automatic_plan
+            from meshwright.trainer.starting.auto_mesh import automatic_plan
 
             known[num_samples] = automatic_plan(
                 settings, source, self.loss, self.optimizer, self.trainable, batch, num_samples

@@ -13,21 +13,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwright.activity import activity
-from meshwright.attempts import EarlierAttempts
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, CheckpointStore
 from meshwright.checkpoint.damage import DamagedCheckpoint
-from meshwright.code_digests import own_code, users_code
 from meshwright.data.streams import IterableData
 from meshwright.data.token_cache import take_origins
 from meshwright.errors import ANY, NotFinite, OutOfMemory, Setting, UserError, first_line
-from meshwright.handshake import Facts, compare_processes, describe_own_devices
-from meshwright.heartbeat import Doing, own_heartbeat
-from meshwright.interrupt import Interrupt, Phase
 from meshwright.planner.fit.fit_check import check_memory, warn_of_compiled
 from meshwright.planner.fit.out_of_memory import KnownProgram, MemoryAdvice
 from meshwright.processes import barrier, is_main, process_count
+from meshwright.processes.handshake import Facts, compare_processes, describe_own_devices
 from meshwright.profile import NoProfiling, Profile, Profiling
+from meshwright.runtime.activity import activity
+from meshwright.runtime.attempts import EarlierAttempts
+from meshwright.runtime.code_digests import own_code, users_code
+from meshwright.runtime.heartbeat import Doing, own_heartbeat
+from meshwright.runtime.interrupt import Interrupt, Phase
+from meshwright.runtime.versions import package_versions
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.tracking.setup import check_tracking, make_trackers
@@ -43,19 +44,15 @@ from meshwright.trainer.compiled_step import (
     compile_step,
     refuse_deviations,
 )
-from meshwright.trainer.disk_space import check_disk_space
-from meshwright.trainer.evaluation import Evaluator
-from meshwright.trainer.fewer_processes import fewer_processes_note
-from meshwright.trainer.fit_result import FitResult, summarize
-from meshwright.trainer.flight_record import FlightRecorder
-from meshwright.trainer.folder import make_run_folder, write_files
-from meshwright.trainer.limits import Limits
+from meshwright.trainer.ending.limits import Limits
+from meshwright.trainer.evaluating.evaluation import Evaluator
+from meshwright.trainer.incidents.flight_record import FlightRecorder
+from meshwright.trainer.incidents.recovery import Recovery
 from meshwright.trainer.loop import Loop
 from meshwright.trainer.meter import Meter, Work
-from meshwright.trainer.optax_rate import injected_rate
 from meshwright.trainer.programs import Programs
-from meshwright.trainer.recovery import Recovery
-from meshwright.trainer.resume import (
+from meshwright.trainer.resuming.fewer_processes import fewer_processes_note
+from meshwright.trainer.resuming.resume import (
     ResumePoint,
     check_fits,
     check_newest,
@@ -65,13 +62,16 @@ from meshwright.trainer.resume import (
     restore,
     set_damaged_aside,
 )
-from meshwright.trainer.resume_hint import newest_checkpoint, with_resuming
-from meshwright.trainer.run_facts import describe_run, work_per_update
-from meshwright.trainer.run_lock import RunLock
+from meshwright.trainer.resuming.resume_hint import newest_checkpoint, with_resuming
 from meshwright.trainer.run_progress import Progress
 from meshwright.trainer.run_spec import EvaluationSpec, RunSpec
-from meshwright.trainer.start_warnings import other_microbatches, repeated_samples
-from meshwright.versions import package_versions
+from meshwright.trainer.starting.disk_space import check_disk_space
+from meshwright.trainer.starting.folder import make_run_folder, write_files
+from meshwright.trainer.starting.optax_rate import injected_rate
+from meshwright.trainer.starting.run_facts import describe_run, work_per_update
+from meshwright.trainer.starting.run_lock import RunLock
+from meshwright.trainer.starting.start_warnings import other_microbatches, repeated_samples
+from meshwright.trainer.trained.fit_result import FitResult, summarize
 from meshwright.weights.kept import HF_FOLDER
 
 

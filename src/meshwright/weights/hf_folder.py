@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.config.model_folders import download_command
 from meshwright.errors import Setting, UserError, first_line
-from meshwright.units import a_type
+from meshwright.text.units import a_type
 from meshwright.weights.family import HfConfig
 from meshwright.weights.safetensors_format import DTYPES, Tensor, read_header
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.errors import ANY, Setting, UserError
-from meshwright.units import counted
+from meshwright.text.units import counted
 from meshwright.weights.array_differences import describe_differences
 from meshwright.weights.families import Architecture, read_architecture, text_model
 from meshwright.weights.family import Row

@@ -9,11 +9,11 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.hardware import detect, load_chips, parse_hardware
-from meshwright.host_memory import host_memory
 from meshwright.planner.devices import local_hardware
 from meshwright.planner.devices.device_speed import Timed
 from meshwright.planner.devices.links import axis_links, collective_seconds
 from meshwright.planner.devices.local_hardware import chip_yaml, find_hardware, measure_local
+from meshwright.runtime.host_memory import host_memory
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from meshwright.planner.devices.capacity import Capacity, device_capacity, known
 from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeEstimate
 from meshwright.planner.fit.fit_check import _warn, check_memory, warn_of_compiled
 from meshwright.planner.fit.least_memory import least_memory
-from meshwright.units import human_bytes
+from meshwright.text.units import human_bytes
 
 WIDTH, ROWS, DEVICES = 1024, 16, 8
 KERNEL = WIDTH * WIDTH * 4

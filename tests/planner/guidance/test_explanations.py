@@ -14,7 +14,7 @@ from meshwright.planner.search.scaling import device_counts, scaling_curve
 from meshwright.planner.search.search import search
 from meshwright.planner.search.smallest import smallest_cluster
 from meshwright.planner.search.what_if import what_ifs
-from meshwright.units import human_seconds
+from meshwright.text.units import human_seconds
 
 pytestmark = pytest.mark.usefixtures("command_line")
 

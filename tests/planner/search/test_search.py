@@ -24,7 +24,7 @@ from meshwright.planner.search.obstacles import find_obstacle
 from meshwright.planner.search.search import TIE, rank, search
 from meshwright.planner.search.what_if import what_ifs
 from meshwright.program.dims.sample_values import MixedSamplesError
-from meshwright.units import human_seconds
+from meshwright.text.units import human_seconds
 
 pytestmark = pytest.mark.usefixtures("command_line")
 

@@ -7,14 +7,14 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from meshwright import processes
-from meshwright.activity import activity
 from meshwright.cli.doctor import machine
 from meshwright.cli.doctor.all_reduce import check_all_reduce
 from meshwright.cli.doctor.render import render
 from meshwright.cli.doctor.warnings import disagreements, find_warnings
 from meshwright.errors import ExitCode, typed_line
-from meshwright.host_memory import host_memory
-from meshwright.units import counted
+from meshwright.runtime.activity import activity
+from meshwright.runtime.host_memory import host_memory
+from meshwright.text.units import counted
 
 if TYPE_CHECKING:
     from meshwright.cli.request import Request

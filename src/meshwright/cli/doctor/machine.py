@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.config.distributed_config import DistributedConfig
 from meshwright.config.engines import ENGINES, detect, first
 from meshwright.errors import UserError
-from meshwright.masking import mask_value
+from meshwright.text.masking import mask_value
 
 PACKAGES = {
     "meshwright": "meshwright",

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.filesize import decimal
 from rich.text import Text
 
-from meshwright.columns import Indented
-from meshwright.units import counted
+from meshwright.text.columns import Indented
+from meshwright.text.units import counted
 
 Report = Mapping[str, Any]
 

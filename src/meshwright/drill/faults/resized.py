@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.drill.fault import Fault, Missed
 from meshwright.drill.scene import Scene
-from meshwright.units import counted
+from meshwright.text.units import counted
 
 ROUNDING = {"no": 1e-4, "bf16": 3e-2, "fp16": 3e-3}
 """By precision, how much losses may differ: other numbers of processes add up in other orders."""

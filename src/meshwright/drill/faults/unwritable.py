@@ -9,7 +9,7 @@ from meshwright.drill.fault import Fault, Missed
 from meshwright.drill.hooks import Hooks
 from meshwright.drill.plays import resumed
 from meshwright.drill.scene import Scene, largest_file
-from meshwright.units import human_bytes
+from meshwright.text.units import human_bytes
 
 
 def _fill(hooks: Hooks) -> None:

@@ -14,8 +14,8 @@ from flax import linen, nnx
 from meshwright.errors import UserError
 from meshwright.pipeline.aliases import Array
 from meshwright.program.flops import forward_flops
+from meshwright.text.units import a_type
 from meshwright.trees import PyTree, is_key
-from meshwright.units import a_type
 
 Layer = (
     nnx.Module

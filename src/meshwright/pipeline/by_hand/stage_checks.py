@@ -15,8 +15,8 @@ from meshwright.errors import UserError, typed_line
 from meshwright.mesh.build import Device
 from meshwright.pipeline.execute.slots import is_float
 from meshwright.pipeline.schedule.schedules import Schedule, get_schedule
+from meshwright.text.units import a_type, counted
 from meshwright.trees import PyTree, check_num_samples
-from meshwright.units import a_type, counted
 from meshwright.weighted import Weighted
 
 

@@ -37,8 +37,8 @@ from meshwright.pipeline.execute.messages import MessageSplit
 from meshwright.pipeline.schedule.advice import pipeline_warnings
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.pipeline.schedule.timeline import Timeline
+from meshwright.text.units import counted, human_count
 from meshwright.trees import PyTree, resize_batch
-from meshwright.units import counted, human_count
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from meshwright.config.microbatches import MICROBATCHES_PER_STAGE, multiples_aro
 from meshwright.errors import Setting
 from meshwright.pipeline.schedule.operations import Times
 from meshwright.pipeline.schedule.schedules import Schedule
-from meshwright.units import either
+from meshwright.text.units import either
 
 LARGEST_BUBBLE = Fraction(3, 10)
 LARGEST_IMBALANCE = Fraction(1, 5)

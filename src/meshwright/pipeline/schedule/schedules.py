@@ -13,7 +13,7 @@ from meshwright.config.microbatches import multiples_around
 from meshwright.errors import Setting, UserError, did_you_mean
 from meshwright.pipeline.schedule.operations import Kind, Op, Shape
 from meshwright.pipeline.schedule.ticks import TickTable, in_lockstep
-from meshwright.units import counted
+from meshwright.text.units import counted
 
 
 @dataclass(frozen=True)

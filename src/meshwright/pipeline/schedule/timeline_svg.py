@@ -14,7 +14,7 @@ from meshwright.pipeline.schedule.timeline_drawing import (
     shade,
     time_unit,
 )
-from meshwright.units import counted
+from meshwright.text.units import counted
 
 # All lengths are in SVG user units, shown as pixels.
 _MARGIN, _LABEL, _HEAD, _FOOT = 24, 62, 34, 40

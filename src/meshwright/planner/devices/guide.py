@@ -9,7 +9,7 @@ from typing import Any, Literal
 from meshwright.errors import UserError, did_you_mean
 from meshwright.hardware import Chip, Hardware, chip_by_name, load_chips, load_links
 from meshwright.planner.devices.links import axis_links, collective_seconds
-from meshwright.units import human_count
+from meshwright.text.units import human_count
 
 Compute = Literal["float32", "bfloat16"]
 MASTER = GRADIENT = 4

@@ -12,7 +12,6 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.activity import activity
 from meshwright.errors import UserError
 from meshwright.hardware import (
     MEASURED,
@@ -26,12 +25,13 @@ from meshwright.hardware import (
     parse_hardware,
     roofline_batch_sizes,
 )
-from meshwright.hardware_file import checked_row, plain_name
-from meshwright.host_memory import host_memory
+from meshwright.hardware.hardware_file import checked_row, plain_name
 from meshwright.planner.devices.axis_layout import inside_links
 from meshwright.planner.devices.device_speed import DeviceTimer, fit_products
-from meshwright.user_cache import user_cache
-from meshwright.versions import package_versions
+from meshwright.runtime.activity import activity
+from meshwright.runtime.host_memory import host_memory
+from meshwright.runtime.user_cache import user_cache
+from meshwright.runtime.versions import package_versions
 
 FORMAT = 1
 """Changes when the same measurement would give other figures."""

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from meshwright.hardware import Hardware
-from meshwright.memory_share import MEMORY_SHARE
+from meshwright.hardware import MEMORY_SHARE, Hardware
 from meshwright.plan import Plan
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from meshwright.mesh.axes import describe_sizes
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate
-from meshwright.units import counted, human_bytes, human_seconds
+from meshwright.text.units import counted, human_bytes, human_seconds
 
 CATEGORIES = (
     "parameters",

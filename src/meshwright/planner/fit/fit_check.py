@@ -15,7 +15,7 @@ from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.fit.least_memory import LeastMemory, least_memory
 from meshwright.sharding.decide import decide
 from meshwright.step.assemble import Assembled
-from meshwright.units import human_bytes
+from meshwright.text.units import human_bytes
 
 PREDICTED_FROM = 0.25
 """The part of a device's memory from which the exact bytes of a step make a prediction worth its

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from meshwright.step.assemble import Assembled
-from meshwright.units import human_bytes
+from meshwright.text.units import human_bytes
 
 
 @dataclass(frozen=True)

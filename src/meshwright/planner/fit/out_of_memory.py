@@ -24,7 +24,7 @@ from meshwright.planner.fit.remedies import Remedy, find_remedies, rank_remedies
 from meshwright.program.blocks.block_lists import find_block_lists
 from meshwright.program.blocks.to_scan import roll_program
 from meshwright.step.assemble import Assembled
-from meshwright.units import human_bytes
+from meshwright.text.units import human_bytes
 
 MOST_REMEDIES = 6
 

@@ -14,7 +14,7 @@ from meshwright.hardware import Hardware
 from meshwright.mesh.axes import canonical_sizes, mesh_setting, shown_sizes
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.units import human_bytes
+from meshwright.text.units import human_bytes
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from meshwright.config.batch import microbatches_setting
 from meshwright.config.microbatches import MICROBATCHES_PER_STAGE, multiples_around
 from meshwright.errors import Setting
-from meshwright.memory_share import MEMORY_SHARE
+from meshwright.hardware import MEMORY_SHARE
 from meshwright.mesh.axes import describe_sizes
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.obstacles import crosses_nodes, speeds
 from meshwright.planner.search.scaling import ScalingPoint, enough_devices
-from meshwright.units import counted, human_bytes, human_seconds
+from meshwright.text.units import counted, human_bytes, human_seconds
 
 NOTABLE = 0.1
 """The share of an update from which waiting is worth a word."""

@@ -16,7 +16,7 @@ from meshwright.planner.guidance.nothing_fits import nothing_fits
 from meshwright.planner.guidance.why_this_plan import alone, reason_for
 from meshwright.planner.search.candidates import PlanTask
 from meshwright.planner.search.search import search
-from meshwright.units import human_bytes, human_seconds
+from meshwright.text.units import human_bytes, human_seconds
 
 AUTO = "auto"
 """The value of settings that are left to the planner."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from meshwright.errors import UserError, did_you_mean
-from meshwright.units import human_count, human_seconds
+from meshwright.text.units import human_count, human_seconds
 
 Unit = Literal["tokens", "samples", "epochs", "updates"]
 _FACTORS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}

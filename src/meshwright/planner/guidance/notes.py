@@ -9,7 +9,7 @@ from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate
 from meshwright.planner.estimate.words import settings_of
 from meshwright.planner.search.scaling import ScalingPoint
 from meshwright.planner.search.what_if import WhatIf
-from meshwright.units import counted, human_bytes
+from meshwright.text.units import counted, human_bytes
 
 SENT = "communication is what is sent over an axis of the mesh while nothing is computed"
 

@@ -13,7 +13,7 @@ from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.candidates import Pins, PlanTask
 from meshwright.planner.search.search import SearchResult
 from meshwright.planner.search.smallest import smallest_cluster
-from meshwright.units import counted, human_bytes
+from meshwright.text.units import counted, human_bytes
 
 
 class NothingFits(UserError):

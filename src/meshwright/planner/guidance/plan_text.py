@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.columns import Columns, Indented
 from meshwright.mesh.axes import describe_sizes
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.words import kind_of_mesh, memory_parts, settings_of, time_parts
@@ -15,7 +14,8 @@ from meshwright.planner.guidance.notes import SENT, change_lines, gradients_note
 from meshwright.planner.guidance.plan_report import PlanReport
 from meshwright.planner.search.obstacles import Rejection
 from meshwright.planner.search.scaling import ScalingPoint
-from meshwright.units import counted, human_bytes, human_count, human_seconds
+from meshwright.text.columns import Columns, Indented
+from meshwright.text.units import counted, human_bytes, human_count, human_seconds
 
 BAR = 48
 """Columns of a full bar."""

@@ -16,7 +16,7 @@ from meshwright.planner.search.candidates import REMATS, PlanTask, Variant, make
 from meshwright.planner.search.obstacles import Rejection
 from meshwright.planner.search.scaling import ScalingPoint, enough_devices
 from meshwright.planner.search.search import SearchResult, search
-from meshwright.units import counted, human_bytes, human_seconds
+from meshwright.text.units import counted, human_bytes, human_seconds
 
 LOOKED_AT = 12
 """How many of the fastest meshes without an axis are searched to explain it."""

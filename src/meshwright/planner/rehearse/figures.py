@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from meshwright.columns import Columns
 from meshwright.hardware import Hardware
 from meshwright.ledgers import Ledger
 from meshwright.planner.devices.links import axis_links, collective_seconds
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.rehearse.rehearsal import Rehearsal
-from meshwright.units import human_bytes, human_seconds
+from meshwright.text.columns import Columns
+from meshwright.text.units import human_bytes, human_seconds
 
 Source = Literal["measured", "compiled", "modelled", "measured + modelled"]
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.activity import activity
-from meshwright.columns import Columns
 from meshwright.errors import EnvironmentProblem
 from meshwright.hardware import Hardware
 from meshwright.planner.devices.absent_gpus import INSTALL
@@ -20,7 +18,9 @@ from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.rehearse.figures import percent, relative_error
 from meshwright.planner.rehearse.rehearsal import CPU_PROGRAM
 from meshwright.planner.search.plan_file import without_planned
-from meshwright.units import human_bytes
+from meshwright.runtime.activity import activity
+from meshwright.text.columns import Columns
+from meshwright.text.units import human_bytes
 
 Compile = Callable[[Estimate], Mapping[str, Any]]
 """Compiles the plan of an estimate, and returns the report of a rehearsal."""

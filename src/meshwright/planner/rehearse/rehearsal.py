@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwright.activity import activity
 from meshwright.compiled.compile_program import CompiledProgram, compile_program
 from meshwright.compiled.memory import MemoryUse
 from meshwright.compiled.quick_options import quick_options
@@ -18,6 +17,7 @@ from meshwright.ledgers import Ledger, lower_step, read_ledger
 from meshwright.plan import Plan
 from meshwright.planner.fit.least_memory import batch_shapes, least_memory
 from meshwright.planner.fit.out_of_memory import KnownProgram, MemoryAdvice
+from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
 
 CPU_PROGRAM = (

@@ -11,8 +11,7 @@ from typing import Literal
 
 from meshwright.config.batch import Batch
 from meshwright.config.schema import KernelChoice, Precision, Remat, ShardingConfig
-from meshwright.hardware import Hardware
-from meshwright.memory_share import MEMORY_SHARE
+from meshwright.hardware import MEMORY_SHARE, Hardware
 from meshwright.mesh.axes import AXES, shown_sizes
 from meshwright.plan import Plan
 

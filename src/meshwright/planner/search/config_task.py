@@ -13,12 +13,11 @@ from meshwright.config.groups import GROUPS
 from meshwright.config.origins import chosen_keys, trace_origins
 from meshwright.config.schema import Config
 from meshwright.errors import Setting
-from meshwright.hardware import Hardware
-from meshwright.memory_share import MEMORY_SHARE
+from meshwright.hardware import MEMORY_SHARE, Hardware
 from meshwright.mesh.axes import AXES, INFER
 from meshwright.plan import mesh_sizes, precision, resolve_mesh
 from meshwright.planner.search.candidates import Pins, PlanTask
-from meshwright.units import counted
+from meshwright.text.units import counted
 
 
 @dataclass(frozen=True)

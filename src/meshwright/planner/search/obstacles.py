@@ -21,7 +21,7 @@ from meshwright.planner.search.candidates import (
     first_variants,
     micro_batch_sizes,
 )
-from meshwright.units import counted
+from meshwright.text.units import counted
 
 Kind = Literal["blocks", "division", "topology", "batch", "memory", "slower"]
 """What a mesh is rejected for."""

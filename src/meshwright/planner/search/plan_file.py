@@ -15,7 +15,7 @@ from meshwright.errors import Setting, UserError, first_line
 from meshwright.mesh.axes import AXES, INFER, resolve_alias
 from meshwright.plan import MADE_FOR, Plan
 from meshwright.planner.estimate.estimate import Estimate
-from meshwright.units import human_bytes, human_seconds
+from meshwright.text.units import human_bytes, human_seconds
 
 KEY = "plan"
 """The setting that names the file."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
-from meshwright.activity import activity
 from meshwright.config.schema import Remat
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
@@ -25,6 +24,7 @@ from meshwright.planner.search.candidates import (
     schedule_choices,
 )
 from meshwright.planner.search.obstacles import Rejection, check_pins, find_obstacle, no_mesh
+from meshwright.runtime.activity import activity
 
 TIE = 0.04
 """Meshes whose times are closer than this, about the error of estimates, are equally good, and the

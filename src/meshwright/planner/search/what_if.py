@@ -11,7 +11,7 @@ from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.candidates import PlanTask, Sizes
 from meshwright.planner.search.search import TIE, SearchResult, search
-from meshwright.units import human_bytes, human_seconds
+from meshwright.text.units import human_bytes, human_seconds
 
 FACTORS = (1.5, 2.0, 4.0)
 NEAREST = 6

@@ -12,7 +12,7 @@ from unittest import mock
 
 import jax
 
-from meshwright.user_code import is_users_file
+from meshwright.runtime.user_code import is_users_file
 
 _READS = (
     "device_count",

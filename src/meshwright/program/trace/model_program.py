@@ -24,7 +24,7 @@ from meshwright.program.trace.python_state import (
 from meshwright.program.trace.requested_layouts import recorded_layouts
 from meshwright.program.trace.scopes import module_scopes
 from meshwright.program.trace.tracer_sharding import brief_about_sharding
-from meshwright.user_code import doing, explaining_axis_names
+from meshwright.runtime.user_code import doing, explaining_axis_names
 
 
 class ModelProgram:

@@ -16,9 +16,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.jax_internals import replaced_constraints
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.jaxpr.equations import Equation, Value
+from meshwright.runtime.jax_internals import replaced_constraints
 
 _MARK = "layout asked for by the model: "
 _FREE = "unconstrained"

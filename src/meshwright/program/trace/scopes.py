@@ -26,7 +26,7 @@ from meshwright.program.trace.copies import (
     provisional_path,
 )
 from meshwright.program.trace.precision_policy import Policy
-from meshwright.user_code import in_module
+from meshwright.runtime.user_code import in_module
 
 ROOT = "model"
 """The scope of the outermost module, whose path is empty."""

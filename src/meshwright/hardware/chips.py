@@ -1,0 +1,225 @@
+"""Chips, links, and the hardware that plans are made for: what is known of each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+MEASURED = "measured on this machine"
+"""The source of figures that were measured."""
+
+Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Topology = Literal["switch", "point_to_point", "torus_2d", "torus_3d", "shared_memory"]
+Platform = Literal["cuda", "rocm", "tpu", "cpu"]
+
+
+@dataclass(frozen=True)
+class BatchSizeRecommendation:
+    """How many rows a matrix product needs to keep a device busy.
+
+    A row is a sample, or a token in a language model.
+
+    Attributes:
+        min_batch_size: with fewer rows the device is mostly idle.
+        optimal_batch_size: a round size at which compute, not memory, is the limit.
+        critical_batch_size: where memory and compute take equally long (the roofline's knee).
+        max_memory_batch_size: the largest size that fits in memory; None if unknown, since it
+            depends on the model.
+        notes: the origin of the figures.
+    """
+
+    min_batch_size: int
+    optimal_batch_size: int
+    critical_batch_size: int
+    max_memory_batch_size: int | None = None
+    notes: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cores:
+    """The processors of an NVIDIA GPU: what the compiler must know to compile for it elsewhere.
+
+    Attributes:
+        capability: the compute capability, such as ``9.0``.
+        count: multiprocessors.
+        threads: the most threads that a multiprocessor runs at a time.
+        shared_kib: memory that the threads of a multiprocessor share, KiB.
+        clock_ghz: the highest clock, GHz.
+        l2_mib: second-level cache, MiB.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    capability: Annotated[str, Field(pattern=r"^\d+\.\d$")]
+    count: Count
+    threads: Count
+    shared_kib: Count
+    clock_ghz: Amount
+    l2_mib: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One kind of chip; figures are for the whole chip, units as in ``hardware.yaml``.
+
+    Attributes:
+        name: its usual name, such as ``A100-40GB``.
+        family: the name shared by its memory variants, such as ``a100``.
+        platform: the JAX platform it belongs to.
+        aliases: other accepted spellings.
+        device_kinds: what JAX reports as ``device_kind``.
+        devices_per_chip: JAX devices per chip.
+        peak_tflops: dense matrix products at ``peak_dtype``, 1e12 FLOP/s.
+        peak_dtype: the 16-bit (on CPU 32-bit) type of that peak.
+        float32_share: rate of float32 products relative to the peak.
+        bfloat16_share: rate of bfloat16 products relative to the peak.
+        float16_share: rate of float16 products relative to the peak.
+        product_share: share of the peak that large products reach.
+        product_half_size: length of a dim at which a product runs at half of that.
+        hbm_gb: memory, 1e9 bytes.
+        memory_share: share of the memory that JAX lets programs use.
+        hbm_tb_per_s: memory bandwidth, 1e12 bytes/s.
+        hbm_share: share of the memory bandwidth that programs reach.
+        launch_us: time to start an operation, µs.
+        links_per_chip: fast links of the chip.
+        link_gb_per_s: one of those links in one direction, 1e9 bytes/s.
+        topology: how fast links connect chips.
+        fast_domain_chips: the most chips that fast links connect; None if there is no limit.
+        inter_node_gb_per_s: network per chip in one direction; None if it is not published.
+        link_share: share of the bandwidth of links and network that collectives reach.
+        intra_node_latency_us: time of a message over a fast link, besides its bytes, µs.
+        inter_node_latency_us: the same over the network.
+        usd_per_hour: price of the chip; None if it is not given.
+        cores: its processors; None if they are not known.
+        batch_sizes: recommended batch sizes.
+        source: where the figures come from: ``table``, a file, or a measurement.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    name: str
+    family: str
+    platform: Platform
+    aliases: tuple[str, ...] = ()
+    device_kinds: tuple[str, ...] = ()
+    devices_per_chip: Count = 1
+    peak_tflops: Amount
+    peak_dtype: str = "bfloat16"
+    float32_share: Amount = 1.0
+    bfloat16_share: Amount = 1.0
+    float16_share: Amount = 1.0
+    product_share: Share = 1.0
+    product_half_size: NotNegative = 0.0
+    hbm_gb: Amount
+    memory_share: Share = 1.0
+    hbm_tb_per_s: Amount
+    hbm_share: Share = 1.0
+    launch_us: NotNegative = 0.0
+    links_per_chip: Count
+    link_gb_per_s: Amount
+    topology: Topology
+    fast_domain_chips: Count | None = None
+    inter_node_gb_per_s: Amount | None = None
+    link_share: Share = 1.0
+    intra_node_latency_us: NotNegative = 0.0
+    inter_node_latency_us: NotNegative = 0.0
+    usd_per_hour: NotNegative | None = None
+    cores: Cores | None = None
+    batch_sizes: BatchSizeRecommendation
+    source: str = "table"
+
+    @property
+    def measured(self) -> bool:
+        """Whether the figures were measured here."""
+        return self.source == MEASURED
+
+    @property
+    def intra_node_gb_per_s(self) -> float:
+        """All fast links of the chip together, one direction, 1e9 bytes/s."""
+        return self.links_per_chip * self.link_gb_per_s
+
+    @property
+    def tflops_per_device(self) -> float:
+        """Peak of one JAX device, 1e12 FLOP/s."""
+        return self.peak_tflops / self.devices_per_chip
+
+    @property
+    def hbm_gb_per_device(self) -> float:
+        """Memory of one JAX device, 1e9 bytes."""
+        return self.hbm_gb / self.devices_per_chip
+
+    @property
+    def hbm_tb_per_s_per_device(self) -> float:
+        """Memory bandwidth of one JAX device, 1e12 bytes/s."""
+        return self.hbm_tb_per_s / self.devices_per_chip
+
+    @property
+    def usable_gb_per_device(self) -> float:
+        """Memory of one JAX device that programs can use, 1e9 bytes."""
+        return self.hbm_gb_per_device * self.memory_share
+
+    @property
+    def usd_per_device_hour(self) -> float | None:
+        """Price of one JAX device; None if it is not given."""
+        return None if self.usd_per_hour is None else self.usd_per_hour / self.devices_per_chip
+
+    def peak_of(self, dtype: str) -> float:
+        """Return the peak of one JAX device for products of a dtype, FLOP/s."""
+        return self.tflops_per_device * 1e12 * getattr(self, f"{dtype}_share", 1.0)
+
+    def product_flops_per_s(
+        self, rows: float, columns: float, inner: float, dtype: str = "bfloat16"
+    ) -> float:
+        """Return what one JAX device reaches in a product of (rows × inner) and (inner × columns).
+
+        A dim of length d reaches d / (d + product_half_size) of the rate of a large product: short
+        dims leave parts of the matrix units idle. Memory and launch time come on top.
+        """
+        filled = math.prod(d / (d + self.product_half_size) for d in (rows, columns, inner))
+        return self.peak_of(dtype) * self.product_share * filled
+
+    @property
+    def devices_per_domain(self) -> int | None:
+        """The most JAX devices that fast links connect; None if there is no limit."""
+        return self.fast_domain_chips and self.fast_domain_chips * self.devices_per_chip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A link that does not belong to one chip; ``gb_per_s`` is one direction, 1e9 bytes/s."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    name: str
+    gb_per_s: Amount
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A number of equal devices over a number of nodes (domains of fast links).
+
+    Attributes:
+        chip: their chip.
+        count: JAX devices in all nodes together.
+        nodes: number of groups connected by fast links.
+    """
+
+    chip: Chip
+    count: int
+    nodes: int = 1
+
+    @property
+    def devices_per_node(self) -> int:
+        """JAX devices in one node."""
+        return self.count // self.nodes
+
+    def __str__(self) -> str:
+        if self.nodes == 1:
+            return f"{self.count}x{self.chip.name}"
+        return f"{self.nodes}x{self.devices_per_node}x{self.chip.name}"

@@ -1,0 +1,1 @@
+"""What a process knows of itself: its heartbeat, signals, attempts, versions and caches."""

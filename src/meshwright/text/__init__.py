@@ -1,0 +1,1 @@
+"""Text for people: numbers with units, tables, JSON, and hidden secrets."""

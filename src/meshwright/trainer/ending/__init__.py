@@ -1,0 +1,1 @@
+"""When and why a run stops."""

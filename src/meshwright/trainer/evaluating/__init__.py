@@ -1,0 +1,1 @@
+"""Evaluation and prediction on every sample of some data."""

@@ -1,0 +1,218 @@
+"""Evaluation and prediction: the trained model in eval mode on every sample of some data."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwright.data.batches import form_of
+from meshwright.data.elements import Expected
+from meshwright.data.protocols import Data
+from meshwright.data.user_data import as_data
+from meshwright.errors import UserError
+from meshwright.planner.fit.out_of_memory import MemoryAdvice
+from meshwright.runtime.activity import activity
+from meshwright.runtime.heartbeat import own_heartbeat
+from meshwright.step.state import TrainState
+from meshwright.trainer.evaluating.every_sample import EverySample, no_data
+from meshwright.trainer.programs import Programs
+
+EVAL_SAMPLES = "eval_samples"
+"""The metric that says on how many samples an evaluation was."""
+
+MAX_IN_FLIGHT = 2
+"""Batches dispatched to the devices before the first of them is waited for."""
+
+
+class Evaluator:
+    """Evaluates training states on held-out data.
+
+    The model runs in eval mode: without dropout, and with its running batch statistics. Every
+    sample counts once.
+
+    Args:
+        programs: the compiled programs of the step whose states are evaluated.
+        data: held-out samples, the same in every evaluation.
+        limit: the most batches one evaluation uses, each as large as a training batch; None for
+            all samples.
+    """
+
+    def __init__(self, programs: Programs, data: Data, *, limit: int | None) -> None:
+        self._programs = programs
+        self.samples = EverySample(programs.assembled, data, limit=limit)
+        self._first = self.samples.first()
+
+    def __call__(self, state: TrainState, warn: Callable[[str], None]) -> dict[str, float]:
+        """Return the mean loss and metrics, and the number of samples as ``eval_samples``.
+
+        Args:
+            state: the training state.
+            warn: called if evaluation cannot run in pipeline stages as training does.
+        """
+        with MemoryAdvice(self._programs.assembled).during(lambda: "evaluating", trains=False):
+            return self._evaluate(state, warn)
+
+    def _evaluate(self, state: TrainState, warn: Callable[[str], None]) -> dict[str, float]:
+        sums, num_samples = _Sums(), 0
+        leaves, heartbeat = self._programs.assembled.step.leaf_values(state), own_heartbeat()
+        with ExitStack() as stack:
+            tell = None
+            for batch in self.samples:
+                heartbeat.tick()
+                self._check_structure(batch.arrays)
+                arrays = jax.tree.leaves(batch.arrays)
+                run = self._programs.evaluation(arrays, batch.num_microbatches, warn)
+                # After the first program is compiled, which is an activity of its own.
+                if tell is None:
+                    tell = stack.enter_context(activity("evaluating", afterwards=False))
+                    tell(self._how_far(0))
+                sums.add(run(leaves, arrays))
+                num_samples += batch.num_samples
+                tell(self._how_far(num_samples))
+            if not num_samples:
+                raise no_data()
+            return {**sums.means(), EVAL_SAMPLES: num_samples}
+
+    def _how_far(self, done: int) -> str:
+        total = self.samples.num_samples
+        return f"{done:,} samples" if total is None else f"{done:,} of {total:,} samples"
+
+    def compile_ahead(self) -> None:
+        """Begin to compile what evaluations will run, in another thread."""
+        for batch in self.samples.shapes(self._first):
+            leaves = jax.tree.leaves(batch.arrays)
+            self._programs.compile_evaluation_ahead(leaves, batch.num_microbatches)
+
+    def check(self) -> None:
+        """Raise if the data are not like what the loss was traced with."""
+        first = self._first
+        self._check_structure(first)
+        trained = self._programs.assembled.traced.batch
+        for leaf, array in zip(trained, jax.tree.leaves(first), strict=True):
+            if np.dtype(leaf.dtype).kind != np.asarray(array).dtype.kind:
+                raise UserError(
+                    f"`{leaf.path}` of the data to evaluate on is {np.asarray(array).dtype}",
+                    why=f"the loss was trained on {np.dtype(leaf.dtype)}",
+                    fix="give arrays of the same type",
+                )
+
+    def _check_structure(self, batch: Any) -> None:
+        expected = self._programs.assembled.batch_tree
+        if jax.tree.structure(batch) != expected:
+            needed = form_of(jax.tree.unflatten(expected, [np.zeros(1)] * expected.num_leaves))
+            raise UserError(
+                "the data to evaluate on has other arrays than the training data",
+                why=f"it has {', '.join(form_of(batch).arrays)}; the loss was trained on "
+                f"{', '.join(needed.arrays)}",
+                fix="give the same arrays, or compute predictions with predict(…)",
+            )
+
+
+class _Sums:
+    """Adds up totals and weights in float64, waiting for the devices a few batches late."""
+
+    def __init__(self) -> None:
+        self._in_flight: deque[Any] = deque()
+        self._totals: dict[str, tuple[float, float]] = {}
+
+    def add(self, values: Any) -> None:
+        self._in_flight.append(values)
+        if len(self._in_flight) > MAX_IN_FLIGHT:
+            self._read()
+
+    def means(self) -> dict[str, float]:
+        while self._in_flight:
+            self._read()
+        return {
+            name: total / weight if weight else float(np.nan)
+            for name, (total, weight) in self._totals.items()
+        }
+
+    def _read(self) -> None:
+        for name, value in jax.device_get(self._in_flight.popleft()).items():
+            total, weight = self._totals.get(name, (0.0, 0.0))
+            self._totals[name] = (total + float(value.total), weight + float(value.weight))
+
+
+@dataclass(frozen=True)
+class _OfArray:
+    """A function of a bare array, for data that is one."""
+
+    function: Callable[[Any, Any], Any]
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        return self.function(model, batch["batch"])
+
+
+def apply_model(model: Any, batch: Any) -> Any:
+    """Return ``model(x)`` for a batch of a single array ``x``."""
+    arrays = form_of(batch).arrays
+    if len(arrays) != 1 or not callable(model):
+        raise UserError(
+            "predict cannot know how to call the model",
+            why=f"a batch has {', '.join(arrays)}"
+            if callable(model)
+            else "the model is a dict of modules",
+            fix='say it with a function: fn=lambda model, batch: model(batch["x"])',
+        )
+    return model(jax.tree.leaves(batch)[0])
+
+
+def prediction_inputs(
+    data: Any, function: Callable[[Any, Any], Any] | None, like: Any
+) -> tuple[Data, Callable[[Any, Any], Any]]:
+    """Return the data and the function of a prediction as the user gives them.
+
+    Args:
+        data: what training takes, or one array of samples.
+        function: ``function(model, batch)``; None applies the model to the only array.
+        like: a batch of the training data, as shapes.
+    """
+    if hasattr(data, "shape") and hasattr(data, "dtype"):
+        return as_data({"batch": np.asarray(data)}), _OfArray(function) if function else apply_model
+    expected = Expected(like=like, training=False)
+    return as_data(data, expected=expected), function or apply_model
+
+
+def predict(
+    programs: Programs,
+    state: TrainState,
+    data: Data,
+    function: Callable[[Any, Any], Any],
+) -> Any:
+    """Return ``function(model, batch)`` for every sample, in the order of the data.
+
+    Args:
+        programs: the compiled programs of the step whose state predicts.
+        state: the training state.
+        data: the samples.
+        function: returns a tree of arrays with one row per sample.
+
+    Returns:
+        The function's tree, with NumPy arrays of all samples.
+    """
+    with MemoryAdvice(programs.assembled).during(lambda: "predicting", trains=False):
+        return _predict(programs, state, data, function)
+
+
+def _predict(
+    programs: Programs, state: TrainState, data: Data, function: Callable[[Any, Any], Any]
+) -> Any:
+    parts: list[Any] = []
+    leaves = programs.assembled.step.leaf_values(state)
+    in_flight: deque[Any] = deque()
+    for batch in EverySample(programs.assembled, data, in_order=True):
+        run = programs.prediction(function, batch.arrays)
+        in_flight.append(run(leaves, jax.tree.leaves(batch.arrays)))
+        if len(in_flight) > MAX_IN_FLIGHT:
+            parts.append(jax.device_get(in_flight.popleft()))
+    parts.extend(jax.device_get(part) for part in in_flight)
+    if not parts:
+        raise no_data()
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)

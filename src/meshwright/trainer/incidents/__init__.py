@@ -1,0 +1,1 @@
+"""Steps that are not finite: finding, recording, surviving and replaying them."""

@@ -1,0 +1,186 @@
+"""The flight record of an update that was not finite: everything that running it again needs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointStore
+from meshwright.errors import first_line
+from meshwright.processes import broadcast, is_main
+from meshwright.step.assemble import Assembled
+from meshwright.step.canonical import CanonicalForm, Snapshot
+from meshwright.trainer.incidents.not_finite import BadUpdate, UpdateValues
+
+INCIDENTS = "incidents"
+RECORD, BATCH = "record.json", "batch.npz"
+FORMAT = 1
+MAX_RECORDS = 3
+"""Records of one run; each holds a whole training state."""
+
+
+@dataclass(frozen=True)
+class Incident:
+    """An update that was not finite.
+
+    Attributes:
+        bad: the update.
+        number: the number of its batch, from 0.
+        samples: the numbers of its samples in the data; None if the data do not number them.
+        batch: the leaves of the batch on the devices.
+        history: the values of the updates up to it.
+        action: what the run does about it.
+    """
+
+    bad: BadUpdate
+    number: int
+    samples: Sequence[int] | None
+    batch: Sequence[Any]
+    history: Iterable[UpdateValues]
+    action: str
+
+
+class FlightRecorder:
+    """Writes records into a run folder; every process must make the same calls.
+
+    Args:
+        run_dir: the run folder; None to write nothing.
+        assembled: the step.
+        form: the canonical form of its states.
+        metadata: returns the metadata of the state after an update.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        assembled: Assembled,
+        form: CanonicalForm,
+        metadata: Callable[[int], CheckpointMetadata],
+    ) -> None:
+        self._folder = None if run_dir is None else run_dir / INCIDENTS
+        self._assembled, self._form = assembled, form
+        self._metadata = metadata
+
+    def write(self, incident: Incident, snapshot: Snapshot) -> tuple[Path | None, str]:
+        """Write a record; return its folder, or None and why there is none.
+
+        Args:
+            incident: the update.
+            snapshot: the state before it, which may be left out for not being finite itself.
+        """
+        if self._folder is None:
+            return None, "a run without a folder keeps no record"
+        path = self._folder / f"{incident.bad.values.update:06d}"
+        refused = broadcast(_room(self._folder, path) if is_main() else "")
+        if refused:
+            return None, refused
+        leaves = self._fetch(incident.batch)
+        beside = path.with_name(f".{path.name}.new")
+        problem = broadcast(self._try_files(beside, incident, leaves) if is_main() else "")
+        if not problem:
+            problem = self._save_state(beside, incident, snapshot)
+        problem = broadcast(_finish(beside, path, problem) if is_main() else "")
+        return (None, f"no record: {problem}") if problem else (path, "")
+
+    def _fetch(self, batch: Sequence[Any]) -> list[NDArray[Any]]:
+        """Return the whole batch in every process."""
+        whole = NamedSharding(self._assembled.mesh, PartitionSpec())
+        copied = jax.jit(lambda leaves: leaves, out_shardings=whole)(list(batch))
+        return [np.asarray(leaf.addressable_data(0)) for leaf in copied]
+
+    def _try_files(self, folder: Path, incident: Incident, leaves: Sequence[NDArray[Any]]) -> str:
+        """Write everything but the state, in the main process; return what went wrong."""
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            described = describe_leaves(self._assembled.batch_tree, leaves)
+            # Bytes, since NumPy's format does not know bfloat16.
+            arrays = {str(n): np.frombuffer(x.tobytes(), np.uint8) for n, x in enumerate(leaves)}
+            np.savez(folder / BATCH, allow_pickle=False, **arrays)
+            text = json.dumps(self._content(incident, described), indent=1, default=str)
+            (folder / RECORD).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            return first_line(error)
+        return ""
+
+    def _content(self, incident: Incident, described: list[dict[str, Any]]) -> dict[str, Any]:
+        values = incident.bad.values
+        loss = np.asarray(incident.bad.loss)
+        metadata = self._metadata(values.update - 1)
+        device = self._assembled.mesh.devices.flat[0]
+        return {
+            "time": time.time(),
+            "batch": incident.number,
+            "samples": incident.samples,
+            "action": incident.action,
+            # As text: JSON has no NaN.
+            "loss": str(values.loss),
+            "loss_bytes": loss.tobytes().hex(),
+            "grad_norm": str(values.grad_norm),
+            "history": [
+                {k: str(v) if k != "update" else v for k, v in asdict(each).items()}
+                for each in incident.history
+            ],
+            "arrays": described,
+            "state": f"{FOLDER}/{values.update - 1}",
+            "random_streams": [
+                leaf.path
+                for leaf in self._assembled.traced.layout.leaves
+                if leaf.variable in ("RngKey", "RngCount")
+            ],
+            "platform": device.platform,
+            **asdict(metadata),
+            "update": values.update,
+            "format": FORMAT,
+        }
+
+    def _save_state(self, folder: Path, incident: Incident, snapshot: Snapshot) -> str:
+        store = CheckpointStore(folder / FOLDER, keep_last=1)
+        metadata = self._metadata(incident.bad.values.update - 1)
+        store.save(snapshot.arrays, metadata, finite=snapshot.finite)
+        saved = store.close()
+        return saved.reason if saved is not None and saved.error is not None else ""
+
+
+def describe_leaves(tree: Any, leaves: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return where each array of a batch belongs, its shape and its dtype, as JSON."""
+    placed = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, list(leaves)))[0]
+    return [
+        {
+            "path": [getattr(k, "key", getattr(k, "idx", getattr(k, "name", None))) for k in path],
+            "shape": list(leaf.shape),
+            "dtype": str(leaf.dtype),
+        }
+        for path, leaf in placed
+    ]
+
+
+def _room(folder: Path, path: Path) -> str:
+    """Return why no further record is written; empty if there is room."""
+    present = [each for each in folder.glob("[0-9]*") if each != path] if folder.is_dir() else []
+    if len(present) < MAX_RECORDS:
+        return ""
+    return f"no further record: {folder} has {len(present)} already"
+
+
+def _finish(beside: Path, path: Path, problem: str) -> str:
+    """Give a complete record its name, and remove one that is not; return what went wrong."""
+    if problem:
+        shutil.rmtree(beside, ignore_errors=True)
+        return problem
+    try:
+        shutil.rmtree(path, ignore_errors=True)
+        beside.replace(path)
+    except OSError as error:
+        return first_line(error)
+    return ""

@@ -1,0 +1,241 @@
+"""What a run does about an update that was not finite: it stops, skips it, or goes back."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshwright.checkpoint.metadata import CheckpointMetadata
+from meshwright.checkpoint.store import StateNotFinite
+from meshwright.data.protocols import Data
+from meshwright.errors import ANY, NotFinite, Setting, Spelling, current_spelling
+from meshwright.step.canonical import CanonicalForm
+from meshwright.step.state import TrainState
+from meshwright.text.units import counted
+from meshwright.tracking.tracker import Tracker
+from meshwright.trainer.batch_feed import BatchFeed, count_batches
+from meshwright.trainer.checkpointer import Checkpointer
+from meshwright.trainer.ending.limits import Limits
+from meshwright.trainer.incidents.finite_check import FiniteCheck
+from meshwright.trainer.incidents.flight_record import FlightRecorder, Incident
+from meshwright.trainer.incidents.not_finite import (
+    BadUpdate,
+    NonfinitePolicy,
+    bad_update_error,
+    parameters_fail,
+    smaller_updates,
+)
+from meshwright.trainer.run_progress import Progress
+
+SHOWN_SAMPLES = 8
+Rewind = Callable[[], tuple[CheckpointMetadata, TrainState]]
+"""Restores the newest checkpoint of the run."""
+
+
+class Recovery:
+    """Deals with bad updates, identically in every process.
+
+    Args:
+        policy: what to do.
+        feed: feeds batches.
+        form: the canonical form of states.
+        recorder: writes flight records.
+        checkpointer: saves the last good state before the run stops.
+        rewind: restores the newest checkpoint.
+        limits: decide when the run ends.
+        tracker: records incidents.
+        data: names the samples of a batch.
+        batch_size: samples per global batch.
+    """
+
+    def __init__(
+        self,
+        policy: NonfinitePolicy,
+        *,
+        feed: BatchFeed,
+        form: CanonicalForm,
+        recorder: FlightRecorder,
+        checkpointer: Checkpointer,
+        rewind: Rewind,
+        limits: Limits,
+        tracker: Tracker,
+        data: Data,
+        batch_size: int,
+    ) -> None:
+        self._policy, self._feed, self._form = policy, feed, form
+        self._recorder, self._checkpointer, self._rewind = recorder, checkpointer, rewind
+        self._limits, self._tracker = limits, tracker
+        self._data, self._batch_size = data, batch_size
+        self._skipped: list[int] = []
+        self._record: Path | None = None
+        self._rewinds = len(feed.left_out)
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether a checkpoint must be there from the beginning."""
+        return self._policy.action == "rewind"
+
+    def handle(
+        self, bad: BadUpdate, state: TrainState, check: FiniteCheck, progress: Progress
+    ) -> TrainState:
+        """Return the state to go on from, and set the progress; raise if the run stops here.
+
+        Args:
+            bad: the update.
+            state: the state before it: neither it nor those after it have changed anything.
+            check: has the values of the latest updates.
+            progress: the progress of the run.
+        """
+        check.forget()
+        # Two saves at once would wait for each other's processes.
+        self._checkpointer.settle()
+        update = bad.values.update
+        progress.update = update - 1
+        number, batch = self._feed.number(update), self._feed.back_to(update)
+        samples = self._samples(number)
+        snapshot = self._form.snapshot(state)
+        good = bool(np.asarray(snapshot.finite))
+        limit = self._limit(update, good=good)
+        action = "stop" if limit else self._policy.action
+        record, remark = self._recorder.write(
+            Incident(bad, number, samples, batch, list(check.history), action), snapshot
+        )
+        # Only the first few are recorded; one of them shows what the later ones are like.
+        self._record = record or self._record
+        where = f"batch {number}{_shown(samples)}"
+        kept = f"record: {record}" if record else remark
+        if action == "stop":
+            self._log(bad, f"{where}; {kept}", "stop", record, number, samples)
+            raise self._stop(bad, state, progress, where, limit, record, good=good)
+        if action == "skip":
+            done = self._skip(update, progress)
+            state = replace(state, halted=_cleared(state.halted))
+        else:
+            state, done = self._go_back(number, progress)
+        self._log(bad, f"{where}; {done}; {kept}", action, record, number, samples)
+        return state
+
+    def _limit(self, update: int, *, good: bool) -> str:
+        """Return why the run stops; empty if it goes on."""
+        policy = self._policy
+        if policy.action == "rewind":
+            most = policy.max_rewinds
+            return f"the run went back {counted(most, 'time')}" * (self._rewinds >= most)
+        if not good:
+            # What an update makes of such a state is never finite.
+            return "the state was not finite before it"
+        if policy.action == "skip":
+            most = policy.max_skipped
+            before = list(range(update - most, update))
+            return f"the {counted(most, 'update')} before it were skipped" * (
+                self._skipped[-most:] == before
+            )
+        return str(Setting("training.on_nonfinite", "stop"))
+
+    def _skip(self, update: int, progress: Progress) -> str:
+        self._skipped.append(update)
+        progress.update, progress.skipped = update, progress.skipped + 1
+        return f"the update was skipped, {counted(progress.skipped, 'update')} so far"
+
+    def _go_back(self, number: int, progress: Progress) -> tuple[TrainState, str]:
+        """Restore the newest checkpoint, and leave out the batches since."""
+        metadata, state = self._rewind()
+        before, self._rewinds = count_batches(progress.left_out), self._rewinds + 1
+        first = metadata.update + count_batches(metadata.left_out)
+        progress.go_back(metadata.update, metadata.skipped)
+        self._feed.leave_out(metadata.left_out, first, number)
+        if self._limits.whole_data and self._limits.updates is not None:
+            # An epoch has fewer batches now.
+            self._limits.updates -= count_batches(progress.left_out) - before
+        left = f"batch {first}" if first == number else f"batches {first} to {number}"
+        left += " are" if first < number else " is"
+        return state, f"back to the checkpoint of update {metadata.update}, {left} left out"
+
+    def _stop(
+        self,
+        bad: BadUpdate,
+        state: TrainState,
+        progress: Progress,
+        where: str,
+        limit: str,
+        record: Path | None,
+        *,
+        good: bool,
+    ) -> NotFinite:
+        """Save the last good state, and return the error."""
+        if good and progress.update:
+            # The state before it was not finite either, if an earlier save found one that was not.
+            with suppress(StateNotFinite):
+                self._checkpointer.save(state, progress.update, loss=None)
+        return bad_update_error(
+            bad.values,
+            batch=where,
+            limit="" if self._policy.action == "stop" and good else limit,
+            fix=_next_steps(record or self._record, self._policy),
+        )
+
+    def _samples(self, number: int) -> list[int] | None:
+        ids: Any = getattr(self._data, "ids", None)
+        return None if ids is None else [int(each) for each in ids(number, self._batch_size)]
+
+    def _log(
+        self,
+        bad: BadUpdate,
+        text: str,
+        action: str,
+        record: Path | None,
+        number: int,
+        samples: Sequence[int] | None,
+    ) -> None:
+        values = bad.values
+        self._tracker.event(
+            "incident",
+            values.update,
+            f"{values}: {text}",
+            {
+                "action": action,
+                "loss": str(values.loss),
+                "grad_norm": str(values.grad_norm),
+                "batch": number,
+                "samples": samples,
+                "record": None if record is None else str(record),
+            },
+        )
+
+
+def _cleared(halted: Any) -> Any:
+    """Return the flag that an update was not finite as it was before."""
+    return jax.make_array_from_callback((), halted.sharding, lambda _: np.zeros((), bool))
+
+
+def _shown(samples: Sequence[int] | None) -> str:
+    if samples is None:
+        return ""
+    more = ", …" if len(samples) > SHOWN_SAMPLES else ""
+    return f" (samples {', '.join(map(str, samples[:SHOWN_SAMPLES]))}{more})"
+
+
+def _next_steps(record: Path | None, policy: NonfinitePolicy) -> str:
+    if record is None and policy.action == "stop":
+        first = f"go on without the batch: {Setting('training.on_nonfinite', 'skip')}; or "
+        return first + smaller_updates()
+    steps: list[str] = []
+    if record is not None:
+        python = current_spelling() is Spelling.PYTHON
+        call = f'mw.replay("{record}", model={ANY}, loss={ANY})'
+        command = call if python else f"meshwright replay {shlex.quote(str(record))}"
+        steps.append(f"{command} finds the module and the samples")
+    if policy.action == "stop":
+        steps.append(
+            f"if only some samples fail, {Setting('training.on_nonfinite', 'skip')} goes on "
+            f"without the batch; if all do, {parameters_fail()}"
+        )
+        return "; ".join(steps)
+    return "; ".join([*steps, smaller_updates()])

@@ -1,0 +1,135 @@
+"""What is said of a replayed update, as text and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from meshwright.text.json_text import finite
+from meshwright.text.units import counted
+from meshwright.trainer.incidents.not_finite import parameters_fail
+
+if TYPE_CHECKING:
+    from meshwright.program.evaluate.nonfinite_origin import Origin
+    from meshwright.trainer.incidents.replay import Replay
+
+SHOWN = 16
+
+
+def describe_replay(replay: Replay) -> str:
+    """Return a few lines for a terminal."""
+    return "\n".join(
+        [
+            f"update {replay.update}, batch {replay.batch}, on {replay.where}",
+            *_batch_lines(replay),
+            _verdict(replay),
+            *_origin_lines(replay),
+            *_sample_lines(replay),
+        ]
+    )
+
+
+def replay_json(replay: Replay) -> dict[str, Any]:
+    """Return it as JSON values."""
+    origin = replay.origin
+    first = None if origin is None else origin.first
+    return finite(
+        {
+            "record": str(replay.folder),
+            "update": replay.update,
+            "batch": replay.batch,
+            "where": replay.where,
+            "reproduced": replay.reproduced,
+            "loss": {"recorded": replay.loss[0], "now": replay.loss[1]},
+            "loss_bit_equal": replay.same_bits,
+            "grad_norm": {"recorded": replay.grad_norm[0], "now": replay.grad_norm[1]},
+            "bad_arrays": [asdict(each) for each in replay.bad_arrays],
+            "first": None if first is None else _origin_json(first),
+            "then": None if origin is None or origin is first else _origin_json(origin),
+            "samples": None if replay.responsible is None else asdict(replay.responsible),
+            "numbered": replay.numbered,
+        }
+    )
+
+
+def _batch_lines(replay: Replay) -> list[str]:
+    return [
+        f"the batch is not finite itself: `{each.name}` has {_counts(each.nans, each.infs)} in "
+        f"{_samples(each.samples, replay)}"
+        for each in replay.bad_arrays
+    ]
+
+
+def _verdict(replay: Replay) -> str:
+    what = "loss" if replay.loss[0] in ("nan", "inf", "-inf") else "gradient norm"
+    recorded, now = replay.loss if what == "loss" else replay.grad_norm
+    if not replay.reproduced:
+        return (
+            f"not reproduced: the {what} was {recorded}, and is {now} now; the devices or the "
+            "versions may differ"
+        )
+    bits = "bit for bit" if replay.same_bits else f"but it was {replay.loss[0]}"
+    if what == "loss":
+        return f"reproduced: the loss is {now} again, {bits}"
+    again = "again, bit for bit" if replay.same_bits else f"now, {bits}"
+    return f"reproduced: the gradient norm is {now} again; the loss is {replay.loss[1]} {again}"
+
+
+def _origin_lines(replay: Replay) -> list[str]:
+    origin = replay.origin
+    if origin is None:
+        known = "the norm of finite gradients overflows, or a kernel computes it otherwise"
+        return [f"no single operation makes it: {known}"] if replay.reproduced else []
+    first = origin.first
+    lines = [f"first: {_place(first)}", *(f"  reads {each}" for each in first.before)]
+    lines.append(f"  {'gives' if first.order >= 0 else 'holds'} {first.after}")
+    if origin is not first:
+        lines.append(f"then: {_place(origin)}, which makes a NaN of it")
+    return lines
+
+
+def _place(origin: Origin) -> str:
+    if origin.order < 0:
+        return f"the {origin.operation}, which is not finite itself"
+    module = f"`{origin.module}`" if origin.module else "the loss, outside of the model's modules"
+    passes = "backward" if origin.backward else "forward"
+    return f"{origin.operation} in {module}, in the {passes} pass"
+
+
+def _sample_lines(replay: Replay) -> list[str]:
+    found = replay.responsible
+    if found is None:
+        return ["samples: the loss cannot be computed for one sample alone"]
+    if not found.samples:
+        return ["samples: each of them alone is finite"] if replay.reproduced else []
+    if found.finite_without is None:
+        lines = [f"samples: none is finite alone ({_samples(found.samples, replay)})"]
+        if not replay.bad_arrays and len(found.samples) > 1:
+            lines.append(f"leaving out the batch would not help: {parameters_fail()}")
+        return lines
+    rest = "finite" if found.finite_without else "still not finite"
+    without = "it" if len(found.samples) == 1 else "them"
+    named = _samples(found.samples, replay)
+    return [f"samples: {named}; without {without} the update is {rest}"]
+
+
+def _samples(samples: tuple[int, ...], replay: Replay) -> str:
+    more = f", … ({len(samples)} in all)" if len(samples) > SHOWN else ""
+    noun = ("sample" if replay.numbered else "row") + "s" * (len(samples) > 1)
+    return f"{noun} {', '.join(map(str, samples[:SHOWN]))}{more}"
+
+
+def _counts(nans: int, infs: int) -> str:
+    parts = [f"{nans} NaN"] * bool(nans) + [counted(infs, "infinity", "infinities")] * bool(infs)
+    return " and ".join(parts)
+
+
+def _origin_json(origin: Origin) -> dict[str, Any]:
+    values = asdict(origin)
+    return {
+        "module": origin.module,
+        "operation": origin.operation,
+        "pass": None if origin.order < 0 else "backward" if origin.backward else "forward",
+        "before": values["before"],
+        "after": values["after"],
+    }

@@ -1,0 +1,1 @@
+"""Continuing a run: from a checkpoint, in memory, on another mesh."""

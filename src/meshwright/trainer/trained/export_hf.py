@@ -1,0 +1,135 @@
+"""Exporting a trained model as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwright.checkpoint.export import choose_checkpoint
+from meshwright.config.argument_checks import check_kind, check_path
+from meshwright.config.schema import Config
+from meshwright.errors import UserError
+from meshwright.processes import barrier, is_main
+from meshwright.trainer.trained.fit_result import FitResult
+from meshwright.weights.families import FAMILIES, find_family, read_architecture
+from meshwright.weights.hf_folder import CONFIG
+from meshwright.weights.kept import KeptFiles, read_kept
+from meshwright.weights.write_folder import (
+    Exported,
+    Source,
+    check_target,
+    reading_order,
+    write_folder,
+)
+
+
+def export_hf(
+    run: str | Path | FitResult,
+    folder: str | Path,
+    *,
+    update: int | None = None,
+    dtype: str | None = None,
+) -> Exported | None:
+    """Write a trained model as a Hugging Face folder, which ``transformers`` loads.
+
+    It has config.json and model.safetensors, or several files with an index above 5 GB, and the
+    tokenizer and the generation config of the folder that the training started from.
+
+    Args:
+        run: a run folder, its checkpoint folder, a single checkpoint, or the result of a `fit`.
+        folder: the folder to write, which must not exist or be empty.
+        update: which checkpoint of a folder; the newest by default.
+        dtype: float32, bfloat16 or float16; by default that of the weights that the training
+            started from, or float32.
+
+    Returns:
+        What was written; None in processes other than the first.
+    """
+    target = check_path("folder", folder)
+    check_target(target)
+    if isinstance(run, FitResult):
+        return _export_result(run, target, dtype)
+    check_kind("run", run, (str, Path), "write a run folder, or the result of a fit")
+    reader, number = choose_checkpoint(check_path("run", run), update)
+    metadata = reader.metadata(number)
+    kept = read_kept(reader.folder.parent)
+    kind, arguments = _architecture(metadata.config, kept)
+    saved = reader.shapes(number)
+    groups = {path: group for group in ("state", "params") for path in saved.get(group, {})}
+    placed = [p for p in groups if any(row.match(p) for row in find_family(kind).rows)]
+    wanted = [p for p in groups if groups[p] == "params" or p in placed]
+
+    def read(paths: Sequence[str]) -> dict[str, Any]:
+        by_group: dict[str, list[str]] = {}
+        for path in paths:
+            by_group.setdefault(groups[path], []).append(path)
+        found = reader.read(number, by_group)
+        return {path: array for arrays in found.values() for path, array in arrays.items()}
+
+    shapes = {path: saved[groups[path]][path] for path in wanted}
+    return write_folder(Source(kind, arguments, shapes, read, kept), target, dtype)
+
+
+def _export_result(result: FitResult, target: Path, dtype: str | None) -> Exported | None:
+    """Export a state in memory: every process takes part, and the first writes."""
+    assembled = result.assembled
+    layout = assembled.traced.layout
+    kind, arguments = _architecture(result.metadata.config, result.hf_files)
+    whole = NamedSharding(assembled.mesh, PartitionSpec())
+    values = assembled.step.leaf_values(result.state)
+    places = {
+        layout.leaves[source].path: (value, step.source_rows[number] if step.stacked else None)
+        for step, value in zip(layout.step_leaves, values, strict=True)
+        for number, source in enumerate(step.sources)
+    }
+    fetch = jax.jit(lambda value: value, out_shardings=whole)
+    fetch_row = jax.jit(lambda value, row: value[row], out_shardings=whole)
+
+    def read(paths: Sequence[str]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for path in paths:
+            value, row = places[path]
+            gathered = fetch(value) if row is None else fetch_row(value, row)
+            found[path] = np.asarray(gathered)
+        return found
+
+    shapes = {leaf.path: leaf.shape for leaf in layout.leaves if leaf.is_weight}
+    source = Source(kind, arguments, shapes, read, result.hf_files)
+    if is_main():
+        exported = write_folder(source, target, dtype)
+    else:
+        exported = None
+        # Arrays are gathered by all processes together, so in the same order.
+        for path in reading_order(source):
+            read([path])
+    barrier("exported")
+    return exported
+
+
+def _architecture(config: Mapping[str, Any], kept: KeptFiles) -> tuple[str, Mapping[str, Any]]:
+    """Return the kind and the arguments of the model of a run."""
+    if config:
+        model = Config.parse(dict(config)).model
+        if model.kind not in FAMILIES:
+            raise UserError(
+                f"model.kind={model.kind} has no published form",
+                why=f"folders for transformers are written of {', '.join(FAMILIES)}",
+                fix="write its parameters by their own names: meshwright export RUN "
+                "model.safetensors, or mw.export_safetensors",
+            )
+        return model.kind, model.arguments()
+    if CONFIG not in kept:
+        raise UserError(
+            "how the model was built is not known",
+            why="the run was started from Python with a model of its own",
+            fix="build it with mw.hf_model(folder), or train with the command line, as "
+            + ", ".join(f"model.kind={kind}" for kind in FAMILIES),
+        )
+    found = read_architecture(json.loads(kept[CONFIG]), "the run")
+    return found.family.kind, found.arguments

@@ -1,0 +1,214 @@
+"""The result of a training run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointStore
+from meshwright.checkpoint.by_path import ArraysByPath
+from meshwright.config.argument_checks import check_path
+from meshwright.data.elements import Expected
+from meshwright.data.user_data import as_data
+from meshwright.errors import EnvironmentProblem, UserError, first_line
+from meshwright.processes import broadcast, is_main
+from meshwright.step.assemble import Assembled
+from meshwright.step.canonical import CanonicalForm
+from meshwright.step.state import TrainState
+from meshwright.text.units import counted
+from meshwright.trainer.ending.stop import Stop, StopReason
+from meshwright.trainer.evaluating.evaluation import Evaluator, predict, prediction_inputs
+from meshwright.trainer.programs import Programs
+from meshwright.trainer.starting.folder import write_files
+from meshwright.weights.kept import HF_FOLDER
+
+
+@dataclass(frozen=True, repr=False)
+class FitResult:
+    """The result of a training run.
+
+    Attributes:
+        losses: the mean loss of every logged update, by its number from 1.
+        eval: the metrics of every evaluation, by updates done.
+        updates: updates done, including those before a resume.
+        updates_before: those of them that were done before, by the run this one resumed.
+        seconds: duration, including compilation.
+        stop: why the run ended: ``stop.reason`` is a `StopReason`, ``stop.text`` says it.
+        state: the final state.
+        programs: the compiled programs of the step.
+        metadata: what a checkpoint of the final state records about the run.
+        run_dir: the run folder; None for a run without one.
+        hf_files: what an export to Hugging Face's format needs, by file name.
+        extra: further results of whoever started the run, such as a sample of text.
+        goodput: the share of the time since the start, with earlier attempts of the same launch,
+            that went into updates whose results were kept; None if the result was restored.
+        attempts: how often the launcher has started the processes.
+        skipped: updates since ``updates_before`` that changed nothing, as they were not finite.
+    """
+
+    losses: dict[int, float]
+    eval: dict[int, dict[str, float]]
+    updates: int
+    seconds: float
+    stop: Stop
+    state: TrainState
+    programs: Programs
+    metadata: CheckpointMetadata
+    run_dir: Path | None = None
+    hf_files: Mapping[str, str] = field(default_factory=dict[str, str])
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    updates_before: int = 0
+    goodput: float | None = None
+    attempts: int = 1
+    skipped: int = 0
+
+    def __repr__(self) -> str:
+        """Show how the run went; states and programs would fill pages."""
+        last = list(self.losses.values())[-1:]
+        shown = f", loss {last[0]:.4f}" if last else ""
+        return f"FitResult({self.updates} updates{shown}, {self.seconds:.1f} s, {self.stopped})"
+
+    def __str__(self) -> str:
+        """Return how the run went, in a line or two."""
+        plan, done = self.assembled.plan, counted(self.updates, "update")
+        if self.stop.reason is StopReason.RESTORED:
+            return f"{done}, {self.stopped}"
+        new = self.updates - self.updates_before - self.skipped
+        samples = f" of {counted(plan.batch.global_batch_size, 'sample')}" if new else ""
+        ended = (
+            f"trained {counted(new, 'update') if new else 'nothing'}"
+            f"{f' ({done} in all)' if self.updates_before else ''}{samples}"
+            f"{f' and skipped {self.skipped}' if self.skipped else ''} on "
+            f"{counted(plan.num_devices, 'device')} in {self.seconds:.0f} s: {self.stopped}"
+        )
+        losses = [f"{loss:.4f}" for loss in self.losses.values()]
+        values = [f"loss {' → '.join(losses[:1] + losses[1:][-1:])}"] if losses else []
+        if self.eval_loss is not None:
+            values.append(f"held out {self.eval_loss:.4f}")
+        return "\n".join(filter(None, (ended, ", ".join(values))))
+
+    @property
+    def stopped(self) -> str:
+        """Why the run ended, as text."""
+        return self.stop.text
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal ended the run; with a run_dir, the state was saved."""
+        return self.stop.interrupted
+
+    @property
+    def assembled(self) -> Assembled:
+        """The step and what it was made from."""
+        return self.programs.assembled
+
+    @cached_property
+    def model(self) -> Any:
+        """The trained model, as the user wrote it, in evaluation mode.
+
+        It is the same object every time. `model.train()` sets it to training mode, with dropout.
+        """
+        return self.assembled.model(self.state)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The trained parameters by canonical path, such as ``blocks.0.mlp.up.kernel``."""
+        return ArraysByPath(self.assembled.canonical_params(self.state.params))
+
+    def host_arrays(self) -> dict[str, Any]:
+        """Return parameters and statistics by canonical path, as NumPy arrays."""
+        floats = {
+            path: array
+            for path, array in self.assembled.canonical(self.state).items()
+            if jnp.issubdtype(array.dtype, jnp.floating)
+        }
+        whole = NamedSharding(self.assembled.mesh, PartitionSpec())
+        return jax.device_get(jax.jit(lambda arrays: arrays, out_shardings=whole)(floats))
+
+    def save(self, path: str | Path) -> None:
+        """Save the final state as a checkpoint that `fit` resumes from and `load_model` reads.
+
+        Args:
+            path: a folder for it, without checkpoints.
+        """
+        folder = check_path("path", path).absolute() / FOLDER
+        if broadcast(is_main() and folder.is_dir() and any(folder.iterdir())):
+            raise UserError(
+                f"{path} already holds checkpoints", fix="name another folder, or remove this one"
+            )
+        store = CheckpointStore(folder)
+        store.save(CanonicalForm(self.assembled).copy(self.state), self.metadata)
+        saved = store.close()
+        if saved is not None and saved.error is not None:
+            raise EnvironmentProblem(
+                f"the state could not be saved in {path}", why=first_line(saved.error)
+            )
+        write_files(folder.parent / HF_FOLDER, self.hf_files)
+
+    @property
+    def eval_loss(self) -> float | None:
+        """The loss of the last evaluation; None without evaluation."""
+        return self.eval[max(self.eval)]["loss"] if self.eval else None
+
+    def evaluate(self, data: Any, *, eval_batches: int | None = None) -> dict[str, float]:
+        """Evaluate the trained model, as training does on ``eval_data``.
+
+        Args:
+            data: samples in any form `Trainer.fit` takes; each counts exactly once.
+            eval_batches: the most batches to use, each as large as a training batch; None for
+                all samples.
+
+        Returns:
+            The mean loss and metrics, and the number of samples as ``eval_samples``.
+        """
+        expected = Expected(like=self.programs.batch_like, training=False)
+        given = as_data(data, self.metadata.seed, expected=expected)
+        evaluator = Evaluator(self.programs, given, limit=eval_batches)
+        return evaluator(self.state, lambda message: warnings.warn(message, stacklevel=4))
+
+    def predict(self, data: Any, fn: Callable[[Any, Any], Any] | None = None) -> Any:
+        """Apply the trained model, in evaluation mode, to every sample in order.
+
+        Args:
+            data: an array of samples, or samples in any form `Trainer.fit` takes.
+            fn: ``fn(model, batch)``, which returns arrays with one row per sample; by default
+                the model itself, for data of a single array.
+
+        Returns:
+            What ``fn`` returns, as NumPy arrays of all samples.
+        """
+        given, function = prediction_inputs(data, fn, self.programs.batch_like)
+        return predict(self.programs, self.state, given, function)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the content of result.json."""
+        return {
+            "updates": self.updates,
+            "skipped": self.skipped,
+            **summarize(self.losses, self.eval),
+            "seconds": self.seconds,
+            "goodput": self.goodput,
+            "attempts": self.attempts,
+            "stopped": self.stopped,
+            **self.extra,
+        }
+
+
+def summarize(
+    losses: Mapping[int, float], evaluations: Mapping[int, Mapping[str, float]]
+) -> dict[str, float | None]:
+    """Return the first and the last loss, and that of the last evaluation; None for none."""
+    values = list(losses.values())
+    return {
+        "first_loss": values[0] if values else None,
+        "final_loss": values[-1] if values else None,
+        "eval_loss": evaluations[max(evaluations)]["loss"] if evaluations else None,
+    }

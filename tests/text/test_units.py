@@ -1,0 +1,28 @@
+"""Numbers with units."""
+
+import pytest
+
+from meshwright.text.units import a_type, counted
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "text"),
+    [
+        (1, ("device",), "1 device"),
+        (0, ("device",), "0 devices"),
+        (2, ("copy", "copies"), "2 copies"),
+        (1, ("copy", "copies"), "1 copy"),
+    ],
+)
+def test_a_count_and_its_noun(count, words, text):
+    assert counted(count, *words) == text
+
+
+def test_types_have_their_article():
+    assert [a_type(value) for value in (1, "x", [], None, b"")] == [
+        "an int",
+        "a str",
+        "a list",
+        "a NoneType",
+        "a bytes",
+    ]
