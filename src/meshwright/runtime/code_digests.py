@@ -35,7 +35,7 @@ def users_code(*objects: Any) -> dict[str, str]:
 @functools.cache
 def own_code() -> str:
     """Return a digest of Meshwright's own files, which tells apart equal version numbers."""
-    return _digest(sorted(Path(__file__).parent.rglob("*.py")))
+    return _digest(sorted(Path(__file__).parent.parent.rglob("*.py")))
 
 
 def _module_of(value: Any) -> ModuleType | None:

@@ -17,7 +17,7 @@ from types import ModuleType
 
 from meshwright.errors import MeshwrightError, Spelling, UserError, current_spelling, first_line
 
-_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+_PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 _LIBRARIES = tuple(
     f"{os.path.normpath(path)}{os.sep}"
     for path in map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
