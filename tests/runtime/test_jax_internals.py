@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from meshwright.mesh.build import build_mesh
 from meshwright.runtime import jax_internals
 
-ROOT = Path(__file__).parent.parent
-FILE = ROOT / "src" / "meshwright" / "jax_internals.py"
+ROOT = Path(__file__).parent.parent.parent
+FILE = ROOT / "src" / "meshwright" / "runtime" / "jax_internals.py"
 CHECKED_FOLDERS = ("src", "tests", "benchmarks")
 
 
