@@ -195,7 +195,7 @@ def test_sharding_constraints_can_be_replaced_while_a_function_is_traced():
 
 def test_the_failure_says_what_to_do():
     with (
-        pytest.raises(pytest.fail.Exception, match=r"change `f` in src/meshwright/jax_internals"),
+        pytest.raises(pytest.fail.Exception, match=r"change `f` in src/meshwright/runtime/jax_int"),
         relied_on("f", "core.gone", "something"),
     ):
         raise ImportError("gone")

@@ -11,11 +11,12 @@ from meshwright.runtime.lazy import lazy_names
 
 
 def test_names_and_modules_are_found_and_others_refused():
-    load, names = lazy_names("meshwright.text", {"counted": "meshwright.text.units"}, modules=["units"])
+    units = {"counted": "meshwright.text.units"}
+    load, names = lazy_names("meshwright.text", units, modules=["units"])
     assert load("counted")(2, "name") == "2 names"
     assert load("units").__name__ == "meshwright.text.units"
     assert names() == ["counted", "units"]
-    with pytest.raises(AttributeError, match="module 'meshwright' has no attribute 'other'"):
+    with pytest.raises(AttributeError, match="module 'meshwright.text' has no attribute 'other'"):
         load("other")
 
 
