@@ -67,7 +67,9 @@ def compare(
             chosen = kernels or options.kernels
             case = f"{name}_nano" if options.nano else name
             side = f"meshwright:kernels={chosen}"
-            workers[name, chosen] = Worker(side, case, data, options.updates)
+            worker = workers[name, chosen] = Worker(side, case, data, options.updates)
+            # One after the other: no start should compete with another for the processor.
+            print(f"{name} kernels={chosen}: first update after {worker.first:.0f} s", flush=True)
         for _ in range(options.turns):
             for worker in workers.values():
                 worker.take_turn()

@@ -19,6 +19,9 @@ MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
 def main() -> None:
     PAGE.write_text(filled(PAGE.read_text()))
+    from chart import main as draw_chart
+
+    draw_chart()
 
 
 def filled(page: str) -> str:
@@ -84,6 +87,8 @@ def gpu_choice(record: dict[str, Any]) -> list[str]:
 def gpu_peers(record: dict[str, Any]) -> list[str]:
     """One row for each model and side."""
     heads = ("model", "batch", "side", "speed", "ms", "peak GiB", "of the matmul peak")
+    heads = (*heads, "clock, MHz", "watts", "joules per 1,000")
+    sides = ("meshwright", "transformers", "torchvision", "plain_jax")
     rows = [
         [
             row["case"],
@@ -93,9 +98,10 @@ def gpu_peers(record: dict[str, Any]) -> list[str]:
             row[side]["ms"],
             row[side]["peak_gib"],
             f"{row[side]['mfu_of_peak']:.0%}",
+            *(row[side].get(key, "") for key in ("sm_mhz", "watts", "joules_per_1000")),
         ]
         for row in record["rows"]
-        for side in ("meshwright", "transformers", "torchvision", "plain_jax")
+        for side in sides
         if side in row
     ]
     return table(heads, rows)

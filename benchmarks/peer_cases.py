@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-NUM_TOKENS, NUM_IMAGES = 20_000_000, 1024
+NUM_TOKENS, NUM_IMAGES = 60_000_000, 16_384
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from peer_cases import Case
-from peer_process import since_start, tell, told_to_go
+from peer_process import since_start, tell, told_to_go, turn_over
 
 HALF, EPSILON = jnp.bfloat16, 1e-6
 Weights = dict[str, Any]
@@ -240,13 +240,15 @@ def train_plain(case: Case, data: Path, updates: int) -> None:
         tell(first_update=since_start())
         while told_to_go():
             begun = time.perf_counter()
-            for _ in range(updates):
-                state, (loss, _) = update(state)
-            value = float(loss)
+            done, value = 0, 0.0
+            while not done or not turn_over(begun):
+                for _ in range(updates):
+                    state, (loss, _) = update(state)
+                done, value = done + updates, float(loss)
             memory = jax.devices()[0].memory_stats() or {}
             tell(
                 seconds=time.perf_counter() - begun,
-                updates=updates,
+                updates=done,
                 peak=memory.get("peak_bytes_in_use", 0),
                 loss=value,
                 parameters=params,

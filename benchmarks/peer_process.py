@@ -18,6 +18,8 @@ MARK = "@measured "
 BEGAN = "GPU_PEERS_BEGAN"
 TURNS = "GPU_PEERS_TURNS"
 UPDATES = "GPU_PEERS_UPDATES"
+SECONDS = "GPU_PEERS_SECONDS"
+"""How long a turn lasts at least; the clock is read every few updates."""
 PEER_PYTHON = "PEER_PYTHON"
 """Names an interpreter that has PyTorch, if this one has not."""
 
@@ -30,28 +32,41 @@ class Worker:
             ``torchvision``.
         name: the case.
         data: the path of its data.
-        updates: updates of a turn.
+        updates: updates of a turn, or between two looks at the clock.
+        seconds: how long a turn lasts at least.
     """
 
-    def __init__(self, side: str, name: str, data: Path, updates: int) -> None:
+    def __init__(
+        self, side: str, name: str, data: Path, updates: int, *, seconds: float = 0.0
+    ) -> None:
         main = Path(__file__).with_name("gpu_peers.py")
         ours = side.split(":")[0] == "meshwright"
         python = sys.executable if ours else os.environ.get(PEER_PYTHON, sys.executable)
         command = [python, str(main), "--worker", side, name, str(data), "--updates", str(updates)]
         env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", BEGAN: str(time.time())}
+        env[SECONDS] = str(seconds)
         words = "".join(c if c.isalnum() else "_" for c in f"{name}_{side}")
         self.log = Path(os.environ.get("OUT", tempfile.gettempdir())) / f"{words}.log"
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"),
             text=True, env=env,
         )  # fmt: skip
-        self.first = self._read()["first_update"]
         self.turns: list[dict[str, Any]] = []
+        self._first: float | None = None
+
+    @property
+    def first(self) -> float:
+        """How long it took from its start to the end of its first update; waits for that."""
+        if self._first is None:
+            self._first = self._read()["first_update"]
+        return self._first
 
     def take_turn(self) -> None:
         """Let it train for one turn."""
+        assert self.first, "it has to be trained once before"
+        began = time.time()
         self._say("go")
-        self.turns.append(self._read())
+        self.turns.append({**self._read(), "began": began, "ended": time.time()})
 
     def figures(self, case: Case, peak: float) -> dict[str, Any]:
         """Return what was measured; the first turn only warms up.
@@ -70,6 +85,7 @@ class Worker:
             "peak_gib": round(max(turn["peak"] for turn in turns) / 2**30, 2),
             **({"mfu_of_peak": round(rate / peak, 3)} if peak else {}),
             "first_update_s": round(self.first, 1),
+            "seconds": round(sum(turn["seconds"] for turn in turns), 1),
             "loss": round(turns[-1]["loss"], 4),
             "parameters": params,
         }
@@ -116,6 +132,11 @@ def since_start() -> float:
 def tell(**figures: Any) -> None:
     """Tell the process that compares what was measured."""
     os.write(int(os.environ.get(TURNS, "1")), f"{MARK}{json.dumps(figures)}\n".encode())
+
+
+def turn_over(started: float) -> bool:
+    """Whether a turn that started then (`time.perf_counter`) has lasted long enough."""
+    return time.perf_counter() - started >= float(os.environ.get(SECONDS, "0"))
 
 
 def told_to_go() -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from peer_cases import Case, Images
-from peer_process import since_start, tell, told_to_go
+from peer_process import since_start, tell, told_to_go, turn_over
 
 
 def train_torch(case: Case, side: str, data: Path, updates: int) -> None:
@@ -52,12 +52,14 @@ def train_torch(case: Case, side: str, data: Path, updates: int) -> None:
         torch.cuda.reset_peak_memory_stats()
     while told_to_go():
         start = time.perf_counter()
-        for _ in range(updates):
-            loss = update()
-        value = loss.item()
+        done, value = 0, 0.0
+        while not done or not turn_over(start):
+            for _ in range(updates):
+                loss = update()
+            done, value = done + updates, loss.item()
         tell(
             seconds=time.perf_counter() - start,
-            updates=updates,
+            updates=done,
             peak=torch.cuda.max_memory_allocated() if device == "cuda" else 0,
             loss=value,
             parameters=params,

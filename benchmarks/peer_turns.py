@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import jax
 from flax import nnx
-from peer_process import UPDATES, since_start, tell, told_to_go
+from peer_process import UPDATES, since_start, tell, told_to_go, turn_over
 
 import meshwright as mw
 
@@ -19,6 +19,7 @@ class Turns(mw.Callback):
 
     def __init__(self) -> None:
         self._start: float | None = None
+        self._updates = 0
         self._over = False
 
     def on_log(self, update: int, values: Mapping[str, float]) -> None:
@@ -30,11 +31,14 @@ class Turns(mw.Callback):
             tell(first_update=since_start())
             return
         if self._start is not None:
+            self._updates += int(os.environ[UPDATES])
+            if not turn_over(self._start):
+                return
             stats = jax.local_devices()[0].memory_stats() or {}
             params = nnx.state(self.context.model, nnx.Param)
             tell(
                 seconds=now - self._start,
-                updates=int(os.environ[UPDATES]),
+                updates=self._updates,
                 peak=stats.get("peak_bytes_in_use", 0),
                 loss=values["loss"],
                 parameters=sum(leaf.size for leaf in jax.tree.leaves(params)),
@@ -43,7 +47,7 @@ class Turns(mw.Callback):
         if not told_to_go():
             self._over = True
             self.context.stop("the comparison is over")
-        self._start = time.perf_counter()
+        self._updates, self._start = 0, time.perf_counter()
 
     def _kernels(self) -> dict[str, int]:
         """Return how many parts of each kind which kernel evaluates."""

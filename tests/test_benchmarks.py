@@ -29,6 +29,12 @@ def test_the_page_is_filled_from_the_records():
     assert page.filled(text) == text, "run `python benchmarks/page.py`"
 
 
+def test_the_chart_is_drawn_from_its_record():
+    chart = load("chart")
+    drawn = chart.chart(json.loads(chart.RECORD.read_text()))
+    assert chart.CHART.read_text() == drawn, "run `python benchmarks/page.py`"
+
+
 def test_every_benchmark_of_the_page_is_run_by_make():
     lines = (ROOT / "Makefile").read_text()
     assert [name for name in page.TABLES if f"benchmarks/{name}.py" not in lines] == []
