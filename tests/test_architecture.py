@@ -141,7 +141,7 @@ def test_imports_only_go_down(package):
     assert not wrong, f"{package} (layer {layers[package]}) must not import {wrong}"
 
 
-@pytest.mark.parametrize("package", ["pipeline", "program"])
+@pytest.mark.parametrize("package", ["pipeline", "program", "trainer"])
 def test_imports_within_a_package_only_go_down(package):
     layers = listing()[1][package]
     for name, layer in layers.items():

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
+from meshwright.checkpoint import FOLDER
 from meshwright.checkpoint.metadata import CheckpointMetadata
 from meshwright.checkpoint.store import CheckpointStore, Saved, StateNotFinite
+from meshwright.data.streams import IterableData
 from meshwright.errors import EnvironmentProblem, Setting
+from meshwright.plan import Plan
 from meshwright.processes import process_count
+from meshwright.runtime.versions import package_versions
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.text.units import counted
+from meshwright.trainer.batch_loader import count_batches
+from meshwright.trainer.fit_settings import FitSettings
+from meshwright.trainer.run_progress import Progress
 
 LogEvent = Callable[[str, int, str, dict[str, Any]], None]
 """Logs an event: its kind, its update, a message, and details."""
@@ -186,3 +194,63 @@ class BackgroundCheckpointer:
             )
         else:
             self._failed = saved
+
+
+class RunMetadata:
+    """The metadata of a run's checkpoints, which differ in the update only.
+
+    Args:
+        asked: how the run trains.
+        seed: its seed.
+        plan: its plan.
+        progress: its progress.
+    """
+
+    def __init__(self, asked: FitSettings, seed: int, plan: Plan, progress: Progress) -> None:
+        assert asked.data is not None
+        self._data, self._progress = asked.data, progress
+        self.dataset = asked.data.fingerprint()
+        self._fixed = CheckpointMetadata(
+            update=0,
+            seed=seed,
+            dataset=self.dataset,
+            global_batch_size=plan.batch.global_batch_size,
+            plan=plan.model_dump(mode="json"),
+            config=asked.config,
+            versions=package_versions(),
+            processes=process_count(),
+        )
+
+    def at(self, update: int) -> CheckpointMetadata:
+        """Return the metadata of a checkpoint after an update."""
+        data, progress = self._data, self._progress
+        number = update + count_batches(progress.left_out)
+        position = data.position(number) if isinstance(data, IterableData) else None
+        return replace(
+            self._fixed,
+            update=update,
+            data_position=position,
+            skipped=progress.skipped,
+            left_out=tuple(map(tuple, progress.left_out)),
+        )
+
+
+def make_checkpointer(
+    asked: FitSettings,
+    form: CanonicalForm,
+    metadata: RunMetadata,
+    *,
+    last_saved: int | None,
+    log_event: LogEvent,
+) -> Checkpointer:
+    """Return what saves the states of a run; see `BackgroundCheckpointer`."""
+    config = asked.checkpoint
+    if asked.run_dir is None or not config.enabled:
+        return NullCheckpointer()
+    store = CheckpointStore(
+        asked.run_dir / FOLDER, keep_last=config.keep_last, keep_best=config.keep_best
+    )
+    form.prepare()
+    return BackgroundCheckpointer(
+        store, form, metadata.at, every=config.every, last_saved=last_saved, log_event=log_event
+    )

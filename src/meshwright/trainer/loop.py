@@ -16,19 +16,22 @@ from meshwright.runtime.heartbeat import Doing, Heartbeat, own_heartbeat
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import HALTED
 from meshwright.tracking.tracker import Tracker
-from meshwright.trainer.batch_feed import BatchFeed
-from meshwright.trainer.batch_loader import BatchLoader
-from meshwright.trainer.callback_context import CallbackContext
-from meshwright.trainer.callbacks import Callback
+from meshwright.trainer.batch_loader import BatchFeed, BatchLoader
+from meshwright.trainer.callbacks import Callback, CallbackContext
 from meshwright.trainer.checkpointer import Checkpointer
-from meshwright.trainer.compiled_step import StepFunction
-from meshwright.trainer.ending.limits import Limits
-from meshwright.trainer.ending.stop import ALL_DONE, NONE_ASKED, Stop, out_of_batches
-from meshwright.trainer.incidents.finite_check import FiniteCheck
-from meshwright.trainer.incidents.not_finite import BadUpdate
+from meshwright.trainer.incidents.not_finite import BadUpdate, FiniteCheck
 from meshwright.trainer.incidents.recovery import Recovery
+from meshwright.trainer.limits import Limits
 from meshwright.trainer.meter import Meter
-from meshwright.trainer.run_progress import Metrics, Progress
+from meshwright.trainer.programs import StepFunction
+from meshwright.trainer.run_progress import (
+    ALL_DONE,
+    NONE_ASKED,
+    Metrics,
+    Progress,
+    Stop,
+    out_of_batches,
+)
 
 NO_GRADIENT = (
     "the gradient of the first update is zero: no trained parameter changes the loss; a loss of "

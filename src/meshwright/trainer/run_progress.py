@@ -1,12 +1,55 @@
-"""The progress of a run."""
+"""The progress of a run, and why it stops."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-from meshwright.trainer.ending.stop import ALL_DONE, Stop
+from enum import Enum
 
 Metrics = dict[str, float]
+
+
+class StopReason(Enum):
+    """Why a run stopped."""
+
+    ALL_UPDATES = "all updates"
+    OUT_OF_BATCHES = "out of batches"
+    OUT_OF_TIME = "out of time"
+    CALLBACK = "callback"
+    SIGNAL = "signal"
+    RESTORED = "restored"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why a run stops.
+
+    Attributes:
+        reason: the kind of reason.
+        text: the reason for people.
+    """
+
+    reason: StopReason
+    text: str
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal stops it; then only the state is saved."""
+        return self.reason is StopReason.SIGNAL
+
+
+ALL_DONE = Stop(StopReason.ALL_UPDATES, "all updates are done")
+NONE_ASKED = Stop(StopReason.ALL_UPDATES, "no updates were asked for")
+
+
+def out_of_batches(done: int, updates: int | None, seconds: float | None) -> Stop:
+    """Return the stop of a run whose data ended before its last update or its time limit."""
+    if updates is not None:
+        text = f"the batches ran out after {done} of {updates} updates"
+    elif seconds is not None:
+        text = f"the batches ran out after {done} updates, before {seconds:g} s had passed"
+    else:
+        text = f"the batches ran out after {done} updates"
+    return Stop(StopReason.OUT_OF_BATCHES, text)
 
 
 @dataclass

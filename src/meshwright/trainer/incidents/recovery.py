@@ -20,18 +20,18 @@ from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.text.units import counted
 from meshwright.tracking.tracker import Tracker
-from meshwright.trainer.batch_feed import BatchFeed, count_batches
+from meshwright.trainer.batch_loader import BatchFeed, count_batches
 from meshwright.trainer.checkpointer import Checkpointer
-from meshwright.trainer.ending.limits import Limits
-from meshwright.trainer.incidents.finite_check import FiniteCheck
 from meshwright.trainer.incidents.flight_record import FlightRecorder, Incident
 from meshwright.trainer.incidents.not_finite import (
     BadUpdate,
+    FiniteCheck,
     NonfinitePolicy,
     bad_update_error,
     parameters_fail,
     smaller_updates,
 )
+from meshwright.trainer.limits import Limits
 from meshwright.trainer.run_progress import Progress
 
 SHOWN_SAMPLES = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,31 +19,33 @@ from meshwright.runtime.versions import package_versions
 from meshwright.sharding.explain import explain
 from meshwright.step.assemble import Assembled
 from meshwright.text.masking import mask_words
-from meshwright.trainer.compiled_step import CompiledStep
+from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.meter import Work
+from meshwright.trainer.programs import CompiledStep
+from meshwright.trainer.trainer_settings import TrainerSettings
 from meshwright.trees import tokens_per_sample
 
 FORMAT = 1
 
 
 def describe_run(
+    trainer: TrainerSettings,
+    asked: FitSettings,
     assembled: Assembled,
     compiled: CompiledStep,
     work: Work,
     *,
-    project: str,
-    name: str | None,
-    seed: int,
-    dataset: Mapping[str, Any],
+    fingerprint: str,
     warnings: Sequence[str],
 ) -> dict[str, Any]:
     """Return the content of run.json."""
-    plan, mesh = assembled.plan, assembled.mesh
+    plan, mesh, data = assembled.plan, assembled.mesh, asked.data
+    assert data is not None
     reports = explain(assembled.traced.layout, assembled.decision, plan.mesh)
     return {
         "format": FORMAT,
-        "project": project,
-        "name": name,
+        "project": asked.project,
+        "name": trainer.run_name,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": package_versions(),
         "command": mask_words(sys.argv),
@@ -70,8 +72,12 @@ def describe_run(
         ],
         "flops_per_update": work.flops,
         "peak_flops": work.peak_flops,
-        "dataset": dict(dataset),
-        "seed": seed,
+        "dataset": {
+            "fingerprint": fingerprint,
+            "num_samples": data.num_samples,
+            "description": data.describe(),
+        },
+        "seed": trainer.seed,
         "global_batch_size": plan.batch.global_batch_size,
         "tokens_per_sample": None if work.tokens is None else work.tokens // work.samples,
         "compile_seconds": round(compiled.seconds, 2),

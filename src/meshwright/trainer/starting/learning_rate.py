@@ -1,4 +1,4 @@
-"""The learning rate inside an optax optimizer, where it can be found."""
+"""The learning rate of updates, as far as it can be found inside an optax optimizer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,46 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from meshwright.step.optimizer import OptimizerLeaf
+from meshwright.step.state import TrainState
 
 _MAKER = "scale_by_learning_rate"
 _OTHER_COUNT = ("MultiSteps", "multi_steps", "conditionally_", "apply_if_finite")
-"""Wrappers that do not update at every update, so that schedules inside count otherwise."""
+"""Wrappers that do not update at every update, so that schedules inside count differently."""
 MAX_DEPTH = 24
+
+
+class LearningRate:
+    """The learning rate as a metric; nothing if it cannot be found.
+
+    Args:
+        schedule: the learning rate by update; None if it is not known.
+        leaves: the leaves of the optimizer's state, one of which may be the learning rate.
+    """
+
+    def __init__(
+        self, schedule: Callable[[int], Any] | None, leaves: Sequence[OptimizerLeaf]
+    ) -> None:
+        self._schedule = schedule
+        self._leaf = injected_rate(leaves) if schedule is None else None
+
+    def of_update(self, update: int) -> dict[str, float]:
+        """Return the learning rate of an update."""
+        if self._schedule is None:
+            return {}
+        # On a CPU, where it does not wait for the step.
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            return {"learning_rate": float(self._schedule(update - 1))}
+
+    def of_state(self, state: TrainState) -> dict[str, Any]:
+        """Return the learning rate that is part of a state, as an array."""
+        if self._leaf is None:
+            return {}
+        # A copy, because the next update reuses the state's memory.
+        return {"learning_rate": jnp.copy(state.optimizer[self._leaf])}
 
 
 def find_schedule(optimizer: Any) -> Callable[[int], Any] | None:

@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.data.tokenizer import Tokens
 from meshwright.models.generate import generate
-from meshwright.recipe import Recipe
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
 from meshwright.tasks.language_modeling import LanguageModeling
+from meshwright.trainer.fit_settings import FitSettings
 
 PROMPT_TOKENS = 16
 TEMPERATURE = 0.8
@@ -23,34 +23,30 @@ TEMPERATURE = 0.8
 
 @activity("generating a sample of text")
 def generate_sample(
-    recipe: Recipe,
-    assembled: Assembled,
-    state: TrainState,
-    *,
-    num_tokens: int,
-    ends: Sequence[int] = (),
+    asked: FitSettings, assembled: Assembled, state: TrainState, ends: Sequence[int] = ()
 ) -> str | None:
     """Continue the beginning of a held-out text; None if the model does not generate text.
 
     Args:
-        recipe: the objects of the run.
+        asked: says how many tokens to generate; its data have the tokenizer.
         assembled: the step.
         state: its state.
-        num_tokens: number of tokens to add.
         ends: tokens that end the text.
     """
-    tokenizer: Any = getattr(recipe.data, "tokenizer", None)
-    if not num_tokens or tokenizer is None or not isinstance(recipe.task, LanguageModeling):
+    task = None if asked.recipe is None else asked.recipe.task
+    source = asked.eval_data or asked.data
+    tokenizer: Any = getattr(asked.data, "tokenizer", None)
+    if not asked.sample_tokens or tokenizer is None or not isinstance(task, LanguageModeling):
         return None
-    source = recipe.eval_data or recipe.data
+    assert source is not None
     batch = source.batch(0, 1)
     row = np.asarray(batch["tokens"] if "tokens" in batch else batch["inputs"])[0]
-    prompt = row[None, : min(PROMPT_TOKENS, recipe.task.context_length - 1)]
+    prompt = row[None, : min(PROMPT_TOKENS, task.context_length - 1)]
     tokens = generate(
         assembled.model(state),
         prompt,
-        num_tokens=num_tokens,
-        context_length=recipe.task.context_length,
+        num_tokens=asked.sample_tokens,
+        context_length=task.context_length,
         temperature=TEMPERATURE,
         sharding=NamedSharding(assembled.mesh, PartitionSpec()),
     )

@@ -16,8 +16,8 @@ from meshwright.checkpoint import read_params
 from meshwright.config.schema import CheckpointConfig, ShardingConfig
 from meshwright.errors import UserError
 from meshwright.runtime.attempts import EarlierAttempts
-from meshwright.trainer.resuming import resume
-from meshwright.trainer.resuming.resume import config_changes
+from meshwright.trainer.starting import resume
+from meshwright.trainer.starting.resume import config_changes
 
 __all__ = ["quick_module"]
 

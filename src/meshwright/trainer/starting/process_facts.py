@@ -1,7 +1,8 @@
-"""Settings inside optimizers and losses, as plain values that processes can compare.
+"""What must be the same in every process of a run, or they would wait for each other.
 
-An optax transformation is a pair of functions, and its settings are what these functions close
-over. The same goes for losses made by other functions, partial functions and bound methods.
+Settings inside optimizers and losses are compared as plain values. An optax transformation is a
+pair of functions, and its settings are what these functions close over. The same goes for losses
+made by other functions, partial functions and bound methods.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import inspect
 import types
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -18,11 +20,55 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from meshwright.processes.handshake import Facts, describe_own_devices
+from meshwright.runtime.code_digests import own_code, users_code
+from meshwright.runtime.versions import package_versions
+from meshwright.step.assemble import Assembled
+from meshwright.trainer.fit_settings import FitSettings
+from meshwright.trainer.trainer_settings import TrainerSettings
+
 _PLUMBING = {"init", "update", "init_fns", "update_fns", "with_extra_args_support", "tx"}
 """Names inside of optax that say nothing about a setting."""
 
 MAX_DEPTH = 24
 """Functions may close over each other; deeper settings are not compared."""
+
+
+def process_facts(trainer: TrainerSettings, asked: FitSettings, assembled: Assembled) -> Facts:
+    """Return what must be the same in every process."""
+    assert asked.data is not None
+    assert asked.duration is not None
+    task = None if asked.recipe is None else asked.recipe.task
+    return {
+        **({"config": asked.config} if asked.config else _python_settings(trainer)),
+        "plan": assembled.plan.model_dump(mode="json"),
+        "model": {
+            leaf.path: f"{leaf.role} {leaf.dtype}{list(leaf.shape)}"
+            for leaf in assembled.traced.layout.leaves
+        },
+        "data": asked.data.fingerprint(),
+        "duration": asdict(asked.duration),
+        "seed": trainer.seed,
+        "eval_every": asked.eval_every,
+        "eval_batches": asked.eval_batches,
+        "eval_data": None if asked.eval_data is None else asked.eval_data.fingerprint(),
+        "log_every": trainer.log_every,
+        "checkpoint": asked.checkpoint.model_dump(mode="json"),
+        "nonfinite": asdict(trainer.nonfinite),
+        "run_dir": None if asked.run_dir is None else str(asked.run_dir),
+        "version": {**package_versions(), "meshwright code": own_code()},
+        "devices": describe_own_devices(),
+        "code": users_code(trainer.model, trainer.loss, trainer.eval_loss, task, *asked.callbacks),
+    }
+
+
+def _python_settings(trainer: TrainerSettings) -> Facts:
+    return {
+        "optimizer": optimizer_settings(trainer.optimizer),
+        "loss": comparable(trainer.loss),
+        "eval_loss": comparable(trainer.eval_loss),
+        "clip_norm": trainer.clip_norm,
+    }
 
 
 def comparable(value: Any) -> dict[str, Any]:
@@ -32,9 +78,9 @@ def comparable(value: Any) -> dict[str, Any]:
     attributes and the globals a function names; arrays become digests. What cannot be compared
     between processes, such as an object without attributes, is left out.
     """
-    walk = _Walk()
-    walk.visit(value, "", 0)
-    return walk.values
+    collector = _Collector()
+    collector.visit(value, "", 0)
+    return collector.values
 
 
 def optimizer_settings(optimizer: Any) -> dict[str, Any]:
@@ -45,7 +91,7 @@ def optimizer_settings(optimizer: Any) -> dict[str, Any]:
     }
 
 
-class _Walk:
+class _Collector:
     """Collects values by dotted path."""
 
     def __init__(self) -> None:

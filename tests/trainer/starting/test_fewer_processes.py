@@ -8,7 +8,7 @@ from meshwright.config.batch import Batch
 from meshwright.errors import UserError
 from meshwright.plan import Plan
 from meshwright.runtime.attempts import PROCESS_RANGE, ProcessRange
-from meshwright.trainer.resuming.fewer_processes import plan_for_those_left, shrink_plan
+from meshwright.trainer.starting.fewer_processes import plan_for_those_left, shrink_plan
 
 
 def planned(mesh: dict[str, int], samples: int, steps: int = 1, **more) -> Plan:
@@ -93,7 +93,7 @@ def test_a_number_that_would_shard_less_than_a_smaller_one_is_passed_over(monkey
 
     told: list[str] = []
     monkeypatch.setattr(
-        "meshwright.trainer.resuming.fewer_processes.own_heartbeat",
+        "meshwright.trainer.starting.fewer_processes.own_heartbeat",
         lambda: type("Told", (), {"tell_meshes": staticmethod(told.append)}),
     )
     monkeypatch.setenv(PROCESS_RANGE, ProcessRange(4, 1).to_environment()[PROCESS_RANGE])

@@ -34,7 +34,7 @@ def plan_for_those_left(
     if allowed is None:
         return make(num_devices)
     each, now = num_devices // process_count(), process_count()
-    full = make(each * allowed.full)
+    full = make(all_devices(num_devices))
     plans, fits = _plans(full, allowed, each, keep_micro=keep_micro)
     own_heartbeat().tell_meshes(fits_to_json(fits))
     if now in plans:
@@ -44,6 +44,12 @@ def plan_for_those_left(
         why=f"the run is planned as {full.describe()}",
         fix="start all processes again, or choose a global batch that more numbers divide",
     )
+
+
+def all_devices(num_devices: int) -> int:
+    """Return how many devices there would be with all processes, of which some may be missing."""
+    allowed = ProcessRange.from_environment()
+    return num_devices if allowed is None else num_devices // process_count() * allowed.full
 
 
 def _plans(

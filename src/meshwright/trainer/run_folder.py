@@ -1,15 +1,22 @@
-"""The run folder: made by process 0, and checked to be writable before anything compiles."""
+"""The run folder: made by process 0, and checked for access and space before anything compiles."""
 
 from __future__ import annotations
 
 import itertools
+import shutil
 import tempfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import jax
+
+from meshwright.checkpoint import FOLDER, CheckpointReader
+from meshwright.config.schema import CheckpointConfig
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import broadcast, is_main
+from meshwright.step.canonical import CanonicalState
+from meshwright.text.units import counted, human_bytes
 
 
 @contextmanager
@@ -88,3 +95,38 @@ def _on_main(folder: Path, act: Callable[[], None]) -> None:
             why=problem,
             fix=f"write {Setting('hydra.run.dir', ANY)} with a directory you can write to",
         )
+
+
+def check_disk_space(folder: Path, structs: CanonicalState, config: CheckpointConfig) -> list[str]:
+    """Refuse a disk without room for a checkpoint; warn if it has none for all that are kept.
+
+    Args:
+        folder: the run folder, which exists.
+        structs: the shapes and types of the arrays of a checkpoint.
+        config: whether checkpoints are saved, and how many are kept.
+
+    Returns:
+        the warnings.
+    """
+    if not config.enabled:
+        return []
+    needed = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(structs))
+    # Process 0 answers for all of them, so that they go on or end together.
+    free = int(broadcast(shutil.disk_usage(folder).free if is_main() else 0))
+    if free < needed:
+        raise UserError(
+            f"there is no room for a checkpoint in {folder}",
+            why=f"it takes {human_bytes(needed)}, and {human_bytes(free)} are free",
+            fix=f"free disk space, write {Setting('hydra.run.dir', ANY)} with a folder on another "
+            f"disk, or {Setting('checkpoint.enabled', False)}",
+        )
+    # One more than are kept, while it is being written.
+    most = config.keep_last + config.keep_best + 1
+    more = max(most - len(CheckpointReader(folder / FOLDER).updates()), 1)
+    if free >= more * needed:
+        return []
+    return [
+        f"the disk may get full: up to {counted(more, 'more checkpoint')} of {human_bytes(needed)} "
+        f"will be in {folder}, where {human_bytes(free)} are free; "
+        f"{Setting('checkpoint.keep_last', 1)} keeps fewer"
+    ]

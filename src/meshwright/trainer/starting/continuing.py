@@ -15,7 +15,8 @@ from meshwright.step.assemble import Assembled
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.trainer.programs import Programs
-from meshwright.trainer.resuming.resume import ResumePoint
+from meshwright.trainer.run_progress import Stop, StopReason
+from meshwright.trainer.starting.resume import ResumePoint, check_fits, restore
 from meshwright.trainer.trained.fit_result import FitResult
 
 
@@ -44,9 +45,10 @@ class Memory:
         )
         return programs if same and form == form_of(batch) else None
 
-    def keep_programs(self, settings: tuple[Any, ...], batch: Any, programs: Programs) -> None:
-        """Remember the programs of a `fit`."""
+    def keep_programs(self, settings: tuple[Any, ...], batch: Any, programs: Programs) -> Programs:
+        """Remember the programs of a `fit`, and return them."""
         self._programs = ((form_of(batch), *settings), programs)
+        return programs
 
 
 def continued_state(result: FitResult, assembled: Assembled) -> TrainState:
@@ -62,6 +64,22 @@ def continued_state(result: FitResult, assembled: Assembled) -> TrainState:
     _check_same(before, after)
     shardings = jax.tree.map(lambda struct: struct.sharding, after.structs)
     return after.state(jax.device_put(before.copy(result.state), shardings))
+
+
+def restored_result(point: ResumePoint, programs: Programs) -> FitResult:
+    """Return the state of a checkpoint as the result of its run."""
+    form = CanonicalForm(programs.assembled)
+    check_fits(point, form)
+    return FitResult(
+        losses={},
+        eval={},
+        updates=point.update,
+        seconds=0.0,
+        stop=Stop(StopReason.RESTORED, f"restored from {point.path}"),
+        state=restore(point, form),
+        programs=programs,
+        metadata=point.metadata,
+    )
 
 
 def choose_start(
