@@ -44,7 +44,7 @@ def run(request: Request) -> int:
 @contextmanager
 def _run_folder(request: Request) -> Generator[Path]:
     """Yield the run folder; one that is named by the time alone is new."""
-    # A run that its launcher starts again goes on in its folder, whose name may contain the time.
+    # A run that its launcher restarts stays in its folder, whose name may contain the time.
     earlier, composed = EarlierAttempts.from_environment().folder, request.composed
     folder = Path(broadcast(str((earlier or composed.run_dir).absolute())))
     if earlier is not None or "${now:" not in str(composed.hydra["run"]["dir"]):
@@ -55,7 +55,9 @@ def _run_folder(request: Request) -> Generator[Path]:
 
 
 def _train(request: Request, folder: Path) -> int:
-    trainer = Trainer.from_config(request.config, run_dir=folder)
+    # The virtual devices and the settings of the plan are there already.
+    decided = request.config.model_copy(update={"simulate": None, "plan": None})
+    trainer = Trainer.from_config(decided, run_dir=folder)
     recipe = trainer.defaults.recipe
     assert recipe is not None
     # Mistakes in the model, the task or the data show here, before a file is written.
@@ -83,7 +85,8 @@ def _with_request(
     )
     return replace(
         asked,
-        files={**asked.files, "config.json": _origins(request)},
+        config={**asked.config, "simulate": config.simulate, "plan": config.plan},
+        files={"config.json": _origins(request)},
         warnings=[*asked.warnings, *warnings, *other_model(config.plan, num_parameters)],
         on_checked=partial(_show_mesh, request, assembled),
     )

@@ -41,13 +41,13 @@ class Trainer:
         run_dir: str | Path | None = None,
         **sections: Any,
     ) -> None:
+        _check_sections(sections, distributed_config)
         name = model_config if isinstance(model_config, str) else ""
         values = compose_config([f"model={name}"] if name else []).values
         if not name:
             values["model"] = _to_dict(model_config)
         values["training"] = {**values["training"], **_to_dict(training_config)}
         for section, keys in sections.items():
-            _refuse_commands_own(section)
             if not isinstance(keys, Mapping):
                 values[section] = keys
                 continue
@@ -56,7 +56,8 @@ class Trainer:
             values[section] = {**before, **keys}
         if distributed_config is not None:
             values["mesh"] = dict(distributed_config.mesh_sizes())
-            values["precision"] = {"compute": distributed_config.mixed_precision}
+            compute = distributed_config.mixed_precision
+            values["precision"] = {**values.get("precision", {}), "compute": compute}
         self.config = Config.parse(values)
         self._run_dir = run_dir
 
@@ -73,17 +74,26 @@ class Trainer:
         return trainer.fit(train, eval_data=val)
 
 
-def _refuse_commands_own(key: str) -> None:
-    """Raise for a key that only the command line reads, before JAX starts or with its planner."""
-    instead = {
-        "simulate": "call mw.simulate_devices(8) before JAX starts",
-        "plan": "write the mesh and the sections that the file has",
-        "hardware": "leave it out: the devices present are used",
-    }
-    if key in instead:
+def _check_sections(sections: Mapping[str, Any], distributed: DistributedConfig | None) -> None:
+    """Refuse settings that other arguments replace."""
+    keys = {name: dict(given) for name, given in sections.items() if isinstance(given, Mapping)}
+    unused = set(keys.get("data", {})) - {"workers", "prefetch"}
+    if unused:
         raise UserError(
-            f"{key} is a key of the command line, and has no effect here", fix=instead[key]
+            f"data.{min(unused)} has no effect",
+            why="the data is given to train(train, val)",
+            fix="write only data.workers and data.prefetch, or train with the command line",
         )
+    if distributed is None:
+        return
+    compute = keys.get("precision", {}).get("compute")
+    for key, value in {"mesh": keys.get("mesh"), "precision.compute": compute}.items():
+        if value is not None:
+            raise UserError(
+                f"{key} is given twice",
+                why="distributed_config has it too",
+                fix=f"leave out {key}, or distributed_config",
+            )
 
 
 def _check_schedule(config: Config) -> None:

@@ -88,7 +88,7 @@ class BatchLoader:
         sized = self.data.num_samples is not None or isinstance(self.data, FunctionData)
         if process_count() == 1 or sized:
             return batch is not None
-        # The others may wait for a process with slow data, which is no wait for their own.
+        # A process with slow data makes the others wait, which is not their own data's fault.
         with own_heartbeat().during(Doing.WAITING):
             return agree(batch is not None, "all")
 
@@ -120,6 +120,11 @@ class BatchFeed:
             yield
         finally:
             self._stack.close()
+
+    @property
+    def waited(self) -> float:
+        """Seconds spent waiting for batches."""
+        return self._loader.waited
 
     def number(self, update: int) -> int:
         """Return the number of the batch that an update gets."""

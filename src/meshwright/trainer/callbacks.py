@@ -124,7 +124,7 @@ class EarlyStopping(Callback):
         self._bad_evaluations = 0
 
     def on_eval(self, update: int, values: Values) -> None:
-        """Compare with the best loss so far; a loss that is not finite is no improvement."""
+        """Compare with the best loss so far; one that is not finite does not count as better."""
         value = values[self._metric]
         if value < self._best - self._min_delta:
             self._best, self._bad_evaluations = value, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from meshwright.checkpoint import FOLDER
 from meshwright.checkpoint.metadata import CheckpointMetadata
@@ -26,16 +26,16 @@ LogEvent = Callable[[str, int, str, dict[str, Any]], None]
 """Logs an event: its kind, its update, a message, and details."""
 
 
-class Checkpointer(Protocol):
-    """Saves the states of a run."""
+class Checkpointer:
+    """Saves the states of a run; this one saves nothing."""
 
     def due(self, update: int) -> bool:
         """Whether to save the state after this update."""
-        ...
+        return False
 
     def save(self, state: TrainState, update: int, *, loss: float | None) -> bool:
         """Save the state; False if it was saved before, or if nothing is ever saved."""
-        ...
+        return False
 
     def poll(self) -> None:
         """Log the saves completed since the last call.
@@ -44,46 +44,18 @@ class Checkpointer(Protocol):
             StateNotFinite: the state was not finite.
             EnvironmentProblem: it could not be written.
         """
-        ...
 
     def settle(self) -> None:
         """Wait until every save is complete, and log it."""
-        ...
 
     def finish(self) -> None:
         """Wait until every save is complete; raise if the last one failed."""
-        ...
 
     def abandon(self) -> None:
         """Close after a failure; a save in progress is still completed."""
-        ...
 
 
-class NullCheckpointer:
-    """Saves nothing."""
-
-    def due(self, update: int) -> bool:
-        """Return False."""
-        return False
-
-    def save(self, state: TrainState, update: int, *, loss: float | None) -> bool:
-        """Return False."""
-        return False
-
-    def poll(self) -> None:
-        """Do nothing."""
-
-    def settle(self) -> None:
-        """Do nothing."""
-
-    def finish(self) -> None:
-        """Do nothing."""
-
-    def abandon(self) -> None:
-        """Do nothing."""
-
-
-class BackgroundCheckpointer:
+class BackgroundCheckpointer(Checkpointer):
     """Saves checkpoints in the background.
 
     A failed save is logged as a warning, and training continues until the next one; if the last
@@ -165,7 +137,7 @@ class BackgroundCheckpointer:
             self._log_event("warning", update, message, {})
 
     def _raise_failed(self) -> None:
-        """End the run, which would otherwise go on with nothing to go back to."""
+        """End the run, which would otherwise continue without a checkpoint to return to."""
         if self._failed is not None:
             raise EnvironmentProblem(
                 f"the state after {counted(self._failed.update, 'update')} could not be saved",
@@ -246,7 +218,7 @@ def make_checkpointer(
     """Return what saves the states of a run; see `BackgroundCheckpointer`."""
     config = asked.checkpoint
     if asked.run_dir is None or not config.enabled:
-        return NullCheckpointer()
+        return Checkpointer()
     store = CheckpointStore(
         asked.run_dir / FOLDER, keep_last=config.keep_last, keep_best=config.keep_best
     )

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import yaml
 
 from meshwright.config.argument_checks import check_path
 from meshwright.config.builders import explain_failure, import_named
 from meshwright.config.schema import Config
 from meshwright.errors import Setting, UserError
 from meshwright.plan import Plan, make_plan, unused_settings
-from meshwright.recipe import Recipe, make_recipe
+from meshwright.recipe import Recipe, make_recipe, model_builder
 from meshwright.text.masking import mask_tree
 from meshwright.text.units import a_type
 from meshwright.trainer.callbacks import Callback, EarlyStopping
@@ -35,7 +34,7 @@ def read_config(config: Config, run_dir: str | Path | None) -> tuple[dict[str, A
             the config does not.
         run_dir: the run folder; None for a run that writes nothing.
     """
-    _refuse_undecided(config)
+    _refuse_commands_own(config)
     folder = None if run_dir is None else check_path("run_dir", run_dir).absolute()
     point = find_resume_point(config.resume, folder)
     config = _keep_batch(config, point)
@@ -54,7 +53,7 @@ def read_config(config: Config, run_dir: str | Path | None) -> tuple[dict[str, A
 def _trainer_arguments(config: Config, recipe: Recipe, plan: Plan) -> dict[str, Any]:
     model, training = config.model, config.training
     return {
-        "model": recipe.model,
+        "model": model_builder(config),
         "loss": recipe.loss,
         "eval_loss": recipe.eval_loss,
         "optimizer": recipe.optimizer,
@@ -74,8 +73,7 @@ def _trainer_arguments(config: Config, recipe: Recipe, plan: Plan) -> dict[str, 
 
 
 def _fit_settings(config: Config, recipe: Recipe) -> FitSettings:
-    training, values = config.training, mask_tree(config.model_dump(mode="json"))
-    tokenizer = config.data.arguments().get("tokenizer")
+    training, tokenizer = config.training, config.data.arguments().get("tokenizer")
     return FitSettings(
         duration=recipe.duration,
         eval_every=training.eval_every,
@@ -91,20 +89,30 @@ def _fit_settings(config: Config, recipe: Recipe) -> FitSettings:
         sample_tokens=training.sample_tokens,
         project=config.run.project,
         keep_micro=training.micro_batch_size is not None,
-        config=values,
+        config=mask_tree(config.model_dump(mode="json")),
         recipe=recipe,
         tokenizer=tokenizer if isinstance(tokenizer, str) else None,
-        files={"config.yaml": yaml.safe_dump(values, sort_keys=False, allow_unicode=True)},
     )
 
 
-def _refuse_undecided(config: Config) -> None:
-    """Raise if the config leaves its mesh to the planner, which the command line asks."""
-    if config.mesh.auto:
-        raise UserError(
-            f"{Setting('mesh.auto', True)} has to be decided before a trainer is made",
-            fix="write the sizes of the mesh, or train with `meshwright train mesh=auto`",
-        )
+_COMMANDS_OWN = {
+    "mesh.auto": "write the sizes of the mesh",
+    "plan": "write the settings that the file has",
+    "simulate": "call mw.simulate_devices(…) before JAX starts",
+}
+"""Keys that the command line acts on before there is a trainer, and what to write instead."""
+
+
+def _refuse_commands_own(config: Config) -> None:
+    """Raise for what the command line decides, so that it is not ignored."""
+    given = {"mesh.auto": config.mesh.auto, "plan": config.plan, "simulate": config.simulate}
+    for key, value in given.items():
+        if value:
+            raise UserError(
+                f"{Setting(key, value)} has no effect in Python",
+                why="only the command line acts on it, before it makes a trainer",
+                fix=_COMMANDS_OWN[key],
+            )
 
 
 def _keep_batch(config: Config, point: ResumePoint | None) -> Config:

@@ -135,7 +135,7 @@ class Programs:
 
         def compile_it() -> Evaluate:
             if key in self._ahead:
-                # Whatever went wrong in the other thread is tried again, and told, in this one.
+                # What failed in the other thread is tried again, and reported, in this one.
                 with suppress(Exception), activity("compiling the evaluation"):
                     return self._ahead.pop(key).result()
             return compile_evaluation(self.assembled, self.loss, batch, num_microbatches, warn)

@@ -111,7 +111,7 @@ def check_disk_space(folder: Path, structs: CanonicalState, config: CheckpointCo
     if not config.enabled:
         return []
     needed = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(structs))
-    # Process 0 answers for all of them, so that they go on or end together.
+    # Process 0 decides for all processes, so that they continue or end together.
     free = int(broadcast(shutil.disk_usage(folder).free if is_main() else 0))
     if free < needed:
         raise UserError(

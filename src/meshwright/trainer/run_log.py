@@ -1,4 +1,4 @@
-"""The log of a run: what it tells its trackers at the start, of a profile, and at the end."""
+"""The log of a run: what trackers are told at the start, after a profile, and at the end."""
 
 from __future__ import annotations
 

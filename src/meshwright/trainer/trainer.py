@@ -230,7 +230,7 @@ class Trainer(TrainerSettings):
             clip_norm=self.clip_norm,
             trainable=self.trainable,
             devices=self.devices,
-            guarded=self.nonfinite.guarded,
+            guarded=self.guarded,
         )
 
     def plan(
@@ -336,7 +336,7 @@ class Trainer(TrainerSettings):
             start = find_start(self, asked, programs.assembled, self._memory.result)
             run = TrainingRun(self, asked, programs, first, start)
             result = self._memory.result = run.run()
-        # A command says itself how its run ended.
+        # A command reports the end of its run itself.
         if current_interrupt() is None:
             warn_of_end(result, start.updates, asked, form_of(first).num_samples)
             raise_interrupted(result)
@@ -345,7 +345,7 @@ class Trainer(TrainerSettings):
     def _programs(self, batch: Any, assembled: Assembled | None) -> Programs:
         # Of the policy, only whether the step is guarded is part of a program.
         names = [each.name for each in fields(self) if each.name not in _POLICY]
-        settings = (*(getattr(self, name) for name in names), self.nonfinite.guarded)
+        settings = (*(getattr(self, name) for name in names), self.guarded)
         known = self._memory.programs(settings, batch)
         if known is not None and assembled in (None, known.assembled):
             return known

@@ -47,7 +47,7 @@ from meshwright.mesh.build import Device, check_devices
 from meshwright.plan import Plan
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.trainer.fit_settings import FitSettings
-from meshwright.trainer.incidents.not_finite import NonfinitePolicy, check_policy
+from meshwright.trainer.incidents.not_finite import check_policy
 from meshwright.weights.hf_model import check_one_folder
 
 MOST_SEED = 2**32 - 1
@@ -112,9 +112,9 @@ class TrainerSettings:
         read_pipeline(self.pipeline)
 
     @property
-    def nonfinite(self) -> NonfinitePolicy:
-        """What to do about updates that are not finite."""
-        return check_policy(self.on_nonfinite, self.max_skipped, self.max_rewinds)
+    def guarded(self) -> bool:
+        """Whether an update that is not finite changes nothing."""
+        return self.on_nonfinite != "apply"
 
 
 def _check_start(seed: Any, weights: Any, init_from: Any, init_patterns: Any) -> None:

@@ -7,6 +7,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from meshwright.data.streams import IterableData
 from meshwright.errors import ANY, NotFinite, OutOfMemory, Setting, UserError, first_line
 from meshwright.plan import unused_pipeline
@@ -24,14 +26,12 @@ from meshwright.trainer.batch_loader import BatchFeed, BatchLoader, count_batche
 from meshwright.trainer.callbacks import CallbackContext, Callbacks, EarlyStopping
 from meshwright.trainer.checkpointer import (
     Checkpointer,
-    NullCheckpointer,
     RunMetadata,
     make_checkpointer,
 )
 from meshwright.trainer.evaluating.evaluation import Evaluator
 from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.incidents.flight_record import FlightRecorder
-from meshwright.trainer.incidents.not_finite import NonfinitePolicy
 from meshwright.trainer.incidents.recovery import Recovery
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.loop import Loop
@@ -102,7 +102,7 @@ class TrainingRun:
         self._restoring = Restoring(
             start, asked, self._assembled, self._form, self._metadata.dataset
         )
-        _check_rewinding(trainer.nonfinite, asked)
+        _check_rewinding(trainer.on_nonfinite, asked)
         self._warnings = [
             *asked.warnings,
             *unused_pipeline(read_pipeline(trainer.pipeline), self._plan),
@@ -130,12 +130,19 @@ class TrainingRun:
         try:
             check_newest(self._restoring.point, run_dir)
             self._warnings += check_disk_space(run_dir, self._form.structs, self._asked.checkpoint)
-            write_files(run_dir, {**self._asked.files, "plan.yaml": self._plan.to_yaml()})
+            write_files(run_dir, self._files())
             write_files(run_dir / HF_FOLDER, self._start.hf_files)
             self._warnings += self._restoring.set_damaged_aside()
             return self._run()
         finally:
             lock.release()
+
+    def _files(self) -> dict[str, str]:
+        """Return the files that are written to the run folder at the start, by name."""
+        config = dict(self._asked.config)
+        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+        written = {"config.yaml": text} if config else {}
+        return {**self._asked.files, **written, "plan.yaml": self._plan.to_yaml()}
 
     def _run(self) -> FitResult:
         """Train; after a failure the checkpointer and the trackers are closed as well."""
@@ -156,7 +163,7 @@ class TrainingRun:
         # A signal ends a process at once until here; from here on all processes stop together.
         barrier("compiled")
         interrupt.phase = Phase.TRAINING
-        checkpointer: Checkpointer = NullCheckpointer()
+        checkpointer = Checkpointer()
         summary: dict[str, Any] = {}
         try:
             self._log_start(log, compiled)
@@ -259,7 +266,7 @@ class TrainingRun:
     def _make_loop(
         self, compiled: CompiledStep, log: RunLog, checkpointer: Checkpointer, interrupt: Interrupt
     ) -> Loop:
-        trainer, asked, evaluator = self._trainer, self._asked, self._evaluator
+        trainer, asked = self._trainer, self._asked
         batch_size = self._plan.batch.global_batch_size
         loader = BatchLoader(
             self._data,
@@ -270,7 +277,7 @@ class TrainingRun:
         )
         feed, limits = BatchFeed(loader, self._progress.left_out), self._make_limits(interrupt)
         recovery = Recovery(
-            trainer.nonfinite,
+            trainer,
             feed=feed,
             form=self._form,
             recorder=FlightRecorder(self._run_dir, self._assembled, self._form, self._metadata.at),
@@ -287,22 +294,20 @@ class TrainingRun:
         )
         return Loop(
             step=compiled.run,
-            loader=loader,
             feed=feed,
             recovery=recovery,
             limits=limits,
             meter=Meter(self._work, list(self._assembled.mesh.devices.flat)),
-            tracker=log.tracker,
+            log=log,
             callbacks=self._callbacks,
             checkpointer=checkpointer,
             profiling=self._make_profiling(compiled),
-            on_profile=log.profile,
-            evaluate=None if evaluator is None else lambda state: evaluator(state, log.warn),
+            evaluator=self._evaluator,
             eval_every=asked.eval_every,
-            prepare_evaluation=self._prepare_evaluation,
+            # A profile would show the compiler at work.
+            evaluate_ahead=not asked.profile,
             log_every=trainer.log_every,
-            extra_metrics=rate.of_update,
-            state_metrics=rate.of_state,
+            rate=rate,
             context=self._context,
         )
 
@@ -324,11 +329,6 @@ class TrainingRun:
         evaluator = Evaluator(self._programs, self._asked.eval_data, limit=self._asked.eval_batches)
         evaluator.check()
         return evaluator
-
-    def _prepare_evaluation(self) -> None:
-        # A profile would show the compiler at work.
-        if self._evaluator is not None and not self._asked.profile:
-            self._evaluator.compile_ahead()
 
     def _make_profiling(self, compiled: CompiledStep) -> NoProfiling:
         if not self._asked.profile or self._run_dir is None:
@@ -355,8 +355,8 @@ class TrainingRun:
         return work_per_update(self._assembled, self._batch)
 
 
-def _check_rewinding(policy: NonfinitePolicy, asked: FitSettings) -> None:
-    if policy.action != "rewind" or asked.saves:
+def _check_rewinding(on_nonfinite: str, asked: FitSettings) -> None:
+    if on_nonfinite != "rewind" or asked.saves:
         return
     without_folder = asked.run_dir is None
     raise UserError(

@@ -8,7 +8,7 @@ from meshwright.config.batch import Batch
 from meshwright.errors import UserError
 from meshwright.plan import Plan
 from meshwright.runtime.attempts import PROCESS_RANGE, ProcessRange
-from meshwright.trainer.starting.fewer_processes import plan_for_those_left, shrink_plan
+from meshwright.trainer.starting.fewer_processes import plan_for_remaining, shrink_plan
 
 
 def planned(mesh: dict[str, int], samples: int, steps: int = 1, **more) -> Plan:
@@ -80,11 +80,11 @@ def test_the_plan_is_that_of_all_processes_made_smaller(monkeypatch):
 
     # One process is connected to nobody: it is what is left of four.
     monkeypatch.setenv(PROCESS_RANGE, ProcessRange(4, 1).to_environment()[PROCESS_RANGE])
-    plan = plan_for_those_left(make, num_devices=2)
+    plan = plan_for_remaining(make, num_devices=2)
     assert plan.mesh == {"fsdp": 2}
     assert plan.batch.global_batch_size == 4 * 8
     monkeypatch.delenv(PROCESS_RANGE)
-    assert plan_for_those_left(make, num_devices=2) == make(2)
+    assert plan_for_remaining(make, num_devices=2) == make(2)
 
 
 def test_a_number_that_would_shard_less_than_a_smaller_one_is_passed_over(monkeypatch, tmp_path):
@@ -97,6 +97,6 @@ def test_a_number_that_would_shard_less_than_a_smaller_one_is_passed_over(monkey
         lambda: type("Told", (), {"tell_meshes": staticmethod(told.append)}),
     )
     monkeypatch.setenv(PROCESS_RANGE, ProcessRange(4, 1).to_environment()[PROCESS_RANGE])
-    plan_for_those_left(make, num_devices=1)
+    plan_for_remaining(make, num_devices=1)
     assert '"2": {"mesh": "fsdp=2"' in told[0]
     assert "it would shard parameters over 1 device, and 2 processes over 2" in told[0]

@@ -34,28 +34,8 @@ def parameters_fail() -> str:
     )
 
 
-@dataclass(frozen=True)
-class NonfinitePolicy:
-    """What a run does about an update whose loss or gradient is not finite.
-
-    Attributes:
-        action: stop, skip, rewind or apply.
-        max_skipped: consecutive updates to skip before the run stops.
-        max_rewinds: how often the run goes back before it stops.
-    """
-
-    action: OnNonfinite = "stop"
-    max_skipped: int = 10
-    max_rewinds: int = 3
-
-    @property
-    def guarded(self) -> bool:
-        """Whether such an update changes nothing."""
-        return self.action != "apply"
-
-
-def check_policy(action: Any, max_skipped: Any, max_rewinds: Any) -> NonfinitePolicy:
-    """Return the policy that a trainer is given."""
+def check_policy(action: Any, max_skipped: Any, max_rewinds: Any) -> None:
+    """Check what a trainer is to do about updates that are not finite."""
     known = get_args(OnNonfinite)
     if not isinstance(action, str) or action not in known:
         raise UserError(
@@ -65,7 +45,6 @@ def check_policy(action: Any, max_skipped: Any, max_rewinds: Any) -> NonfinitePo
         )
     check_count("max_skipped", max_skipped)
     check_count("max_rewinds", max_rewinds)
-    return NonfinitePolicy(action, max_skipped, max_rewinds)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)
@@ -115,7 +94,7 @@ def bad_update_error(
         values: the update.
         began: the update and the norm with which it began, if that was an earlier one.
         batch: which batch it was.
-        limit: why the run does not go on without it.
+        limit: why the run does not continue without it.
         fix: what to do next; smaller updates by default.
     """
     if not math.isfinite(values.loss) and values.update == 1:

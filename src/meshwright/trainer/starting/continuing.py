@@ -90,7 +90,7 @@ def choose_start(
     Args:
         point: the checkpoint that was found on disk.
         result: the last result of the trainer, if it is to be continued.
-        resume: what the user said; anything but ``auto`` asks for the checkpoint.
+        resume: what the user wrote; anything but ``auto`` asks for the checkpoint.
     """
     if point is None or result is None or resume != "auto" or point.update == result.updates:
         return point, None if point is not None else result

@@ -1,8 +1,8 @@
-"""Plans for the processes that are left: the same samples on the nearest smaller mesh.
+"""Plans for the remaining processes: the same samples on the nearest smaller mesh.
 
-`meshwright launch --min-procs` and `--min-nodes` go on without processes that do not come back.
+`meshwright launch --min-procs` and `--min-nodes` continue without processes that do not come back.
 Every process then plans for all devices first, and shrinks that plan to the devices there are.
-The launcher is told which numbers of processes have a mesh, so that it can choose one.
+The launcher learns which numbers of processes have a mesh, so that it can choose one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.runtime.heartbeat import own_heartbeat
 from meshwright.text.units import counted
 
 
-def plan_for_those_left(
+def plan_for_remaining(
     make: Callable[[int], Plan], num_devices: int, *, keep_micro: bool = False
 ) -> Plan:
     """Return the plan for the devices there are; without some processes, the shrunken one.
@@ -40,9 +40,9 @@ def plan_for_those_left(
     if now in plans:
         return plans[now]
     raise UserError(
-        f"{now} of {allowed.full} processes cannot go on: {fits[now].problem}",
+        f"{now} of {allowed.full} processes cannot continue: {fits[now].problem}",
         why=f"the run is planned as {full.describe()}",
-        fix="start all processes again, or choose a global batch that more numbers divide",
+        fix="start all processes again, or choose a global batch size with more divisors",
     )
 
 
@@ -146,7 +146,7 @@ def _with_microbatches(plan: Plan, mesh: dict[str, int], replicas: int, count: i
 
 
 def fewer_processes_note(plan: Plan) -> str:
-    """Return with how many processes a run goes on, and how; empty if all are there."""
+    """Return how many processes a run continues with, and how; empty if none is missing."""
     allowed, now = ProcessRange.from_environment(), process_count()
     if allowed is None or now == allowed.full:
         return ""

@@ -30,7 +30,7 @@ from meshwright.planner.guidance.plan_text import report_text
 from meshwright.planner.search.candidates import Pins, PlanTask
 from meshwright.planner.search.plan_file import plan_yaml
 from meshwright.text.columns import as_text
-from meshwright.trainer.starting.fewer_processes import plan_for_those_left
+from meshwright.trainer.starting.fewer_processes import plan_for_remaining
 from meshwright.trainer.trainer_settings import TrainerSettings, read_pipeline
 from meshwright.trees import Batch
 
@@ -68,7 +68,7 @@ class PlannedTraining:
 def trainer_plan(settings: TrainerSettings, num_samples: int) -> Plan:
     """Return the plan that a trainer's settings describe for batches of this many samples."""
     devices = settings.devices
-    return plan_for_those_left(
+    return plan_for_remaining(
         partial(_plan_for_all, settings, num_samples),
         len(devices) if devices is not None else jax.device_count(),
         keep_micro=settings.defaults.keep_micro,

@@ -54,7 +54,7 @@ def process_facts(trainer: TrainerSettings, asked: FitSettings, assembled: Assem
         "eval_data": None if asked.eval_data is None else asked.eval_data.fingerprint(),
         "log_every": trainer.log_every,
         "checkpoint": asked.checkpoint.model_dump(mode="json"),
-        "nonfinite": asdict(trainer.nonfinite),
+        "nonfinite": [trainer.on_nonfinite, trainer.max_skipped, trainer.max_rewinds],
         "run_dir": None if asked.run_dir is None else str(asked.run_dir),
         "version": {**package_versions(), "meshwright code": own_code()},
         "devices": describe_own_devices(),

@@ -75,7 +75,7 @@ def schedule_warnings(
         batch_size: samples per global batch.
         overrides: the keys that were given, as opposed to those of files.
         chosen: the keys that the user set anywhere. A default warm-up that is longer than a short
-            trial run is no news.
+            trial run is not worth a warning.
     """
     updates = _updates(config, recipe, batch_size)
     return [
@@ -139,7 +139,7 @@ def raised_rate(
         f"the learning rate rises again: it was {last:.3g} at the checkpoint (update {done}) and "
         f"is {rate:.3g} after it ({schedule}{why}); "
         f"to stay low, add {Setting('optimizer.schedule', 'constant')}, the "
-        f"{Setting('optimizer.learning_rate')} to go on with, and "
+        f"{Setting('optimizer.learning_rate')} to continue with, and "
         f"{Setting('checkpoint.accept_changes', True)}"
     ]
 
@@ -148,10 +148,6 @@ def _at(rate: optax.Schedule, update: int) -> float:
     # On a CPU, where it does not wait for other work.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         return float(np.asarray(rate(update)))
-
-
-_USER = 5
-"""How far the caller of `fit` is from the functions that warn."""
 
 
 def warn_of_end(result: FitResult, before: int, asked: FitSettings, batch_size: int) -> None:
@@ -164,38 +160,25 @@ def warn_of_end(result: FitResult, before: int, asked: FitSettings, batch_size: 
         batch_size: samples per global batch.
     """
     steps = None if asked.duration is None else asked.duration.updates
+    texts: list[str] = []
     if result.stop.reason is StopReason.OUT_OF_BATCHES:
-        _warn_ran_out(result.stop.text)
+        texts.append(
+            f"{result.stop.text}, and training stopped there. Give more batches, or write "
+            "epochs=… for data that can be read again"
+        )
     elif steps != 0 and result.updates == before:
-        _warn_nothing_done(result.updates, steps or result.updates)
+        more = steps or before
+        texts.append(
+            f"this trainer had already done {before} updates, and nothing was trained. The length "
+            f"of a run counts from its first update: write steps={before + more} to do {more} "
+            "more, or restart=True to begin anew"
+        )
     if dropped := getattr(asked.data, "num_dropped", 0):
-        _warn_dropped(dropped, batch_size)
-
-
-def _warn_nothing_done(done: int, asked: int) -> None:
-    warnings.warn(
-        f"this trainer had already done {done} updates, and nothing was trained. The length of a "
-        f"training counts from its first update: write steps={done + asked} to do {asked} more, or "
-        "restart=True to begin anew",
-        UserWarning,
-        stacklevel=_USER,
-    )
-
-
-def _warn_dropped(count: int, size: int) -> None:
-    warnings.warn(
-        f"the last batch of the data has {count} samples instead of {size}, and was not trained "
-        "on. Give the samples instead of batches, or a batch size that divides their number, to "
-        "use them all",
-        UserWarning,
-        stacklevel=_USER,
-    )
-
-
-def _warn_ran_out(text: str) -> None:
-    warnings.warn(
-        f"{text}, and training stopped there. Give more batches, or write epochs=… for data that "
-        "can be read again",
-        UserWarning,
-        stacklevel=_USER,
-    )
+        texts.append(
+            f"the last batch of the data has {dropped} samples instead of {batch_size}, and was "
+            "not trained on. Give the samples instead of batches, or a batch size that divides "
+            "their number, to use them all"
+        )
+    for text in texts:
+        # The caller of `fit`.
+        warnings.warn(text, UserWarning, stacklevel=4)

@@ -18,7 +18,7 @@ from meshwright.trainer.fit_settings import FitSettings
 
 PROMPT_TOKENS = 16
 TEMPERATURE = 0.8
-"""Below 1, because a model after a short training is too random otherwise."""
+"""Below 1, because a model is too random after a short run."""
 
 
 @activity("generating a sample of text")
