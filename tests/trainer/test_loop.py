@@ -25,8 +25,7 @@ from meshwright.trainer.checkpointer import BackgroundCheckpointer
 from meshwright.trainer.fit_settings import FitSettings
 from meshwright.trainer.incidents.not_finite import FiniteCheck
 from meshwright.trainer.limits import Limits
-from meshwright.trainer.meter import Meter, Work
-from meshwright.trainer.run_progress import Stop, StopReason
+from meshwright.trainer.run_progress import Meter, Stop, StopReason, Work
 
 __all__ = ["quick_module"]
 
@@ -186,7 +185,7 @@ def test_epochs_of_endless_data_cannot_be_counted():
 
 def test_the_meter_counts_updates_and_leaves_out_what_is_no_training(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("meshwright.trainer.meter.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("meshwright.trainer.run_progress.time.perf_counter", lambda: clock[0])
     meter = Meter(Work(samples=8, tokens=80, flops=1000, peak_flops=10_000.0), jax.devices())
     meter.restart(10, waited=1.0)
     clock[0] = 5.0

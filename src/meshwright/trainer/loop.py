@@ -21,12 +21,12 @@ from meshwright.trainer.evaluating.evaluation import Evaluator
 from meshwright.trainer.incidents.not_finite import BadUpdate, FiniteCheck
 from meshwright.trainer.incidents.recovery import Recovery
 from meshwright.trainer.limits import Limits
-from meshwright.trainer.meter import Meter
 from meshwright.trainer.programs import StepFunction
 from meshwright.trainer.run_log import RunLog
 from meshwright.trainer.run_progress import (
     ALL_DONE,
     NONE_ASKED,
+    Meter,
     Metrics,
     Progress,
     Stop,

@@ -35,7 +35,6 @@ from meshwright.trainer.incidents.flight_record import FlightRecorder
 from meshwright.trainer.incidents.recovery import Recovery
 from meshwright.trainer.limits import Limits
 from meshwright.trainer.loop import Loop
-from meshwright.trainer.meter import Meter, Work
 from meshwright.trainer.programs import (
     WARN_FROM_BYTES,
     CompiledStep,
@@ -43,16 +42,20 @@ from meshwright.trainer.programs import (
     compile_step,
     refuse_deviations,
 )
-from meshwright.trainer.run_folder import check_disk_space, make_run_folder, write_files
-from meshwright.trainer.run_log import RunLog, attempts_so_far, failed_summary
-from meshwright.trainer.run_progress import Progress
+from meshwright.trainer.run_folder import RunLock, check_disk_space, make_run_folder, write_files
+from meshwright.trainer.run_log import (
+    RunLog,
+    attempts_so_far,
+    describe_run,
+    failed_summary,
+    work_per_update,
+)
+from meshwright.trainer.run_progress import Meter, Progress, Work
 from meshwright.trainer.starting.learning_rate import LearningRate, find_schedule
 from meshwright.trainer.starting.planning import estimator_for
 from meshwright.trainer.starting.process_facts import process_facts
 from meshwright.trainer.starting.restoring import Restoring, newest_checkpoint, with_resuming
 from meshwright.trainer.starting.resume import ResumePoint, check_newest
-from meshwright.trainer.starting.run_facts import describe_run, work_per_update
-from meshwright.trainer.starting.run_lock import RunLock
 from meshwright.trainer.starting.run_warnings import repeated_samples
 from meshwright.trainer.starting.start import Start
 from meshwright.trainer.trained.fit_result import FitResult

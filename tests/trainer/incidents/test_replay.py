@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright.checkpoint import read_params
 from meshwright.cli.main import main
 from meshwright.report import read_run
-from meshwright.trainer.incidents.read_record import read_record
+from meshwright.trainer.incidents.flight_record import read_record
 from meshwright.trainer.incidents.replay import Replay
 from meshwright.trainer.incidents.responsible import Responsible
 

@@ -25,7 +25,7 @@ from meshwright.recipe import make_recipe
 from meshwright.step.assemble import Assembled
 from meshwright.step.scaler import LossScale
 from meshwright.step.state import TrainState
-from meshwright.trainer.incidents.read_record import FlightRecord, read_record
+from meshwright.trainer.incidents.flight_record import FlightRecord, read_record
 from meshwright.trainer.incidents.replay_text import BadArray, Replay
 from meshwright.trainer.incidents.responsible import find_responsible, first_origin
 from meshwright.trainer.trained.load_model import read_leaves
