@@ -25,7 +25,6 @@ from meshwright.processes import broadcast, is_main
 from meshwright.step.canonical import CanonicalState
 from meshwright.text.units import counted, human_bytes
 
-
 FILE = "run.lock"
 _ATTEMPTS = 5
 _WRITING_SECONDS = 0.2

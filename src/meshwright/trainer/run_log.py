@@ -37,7 +37,6 @@ from meshwright.trainer.trained.fit_result import summarize
 from meshwright.trainer.trainer_settings import TrainerSettings
 from meshwright.trees import tokens_per_sample
 
-
 FORMAT = 1
 
 
