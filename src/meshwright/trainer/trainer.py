@@ -354,7 +354,7 @@ class Trainer(TrainerSettings):
 
     def _plan(self, batch: Batch) -> Plan:
         num_samples = form_of(batch).num_samples
-        if self.mesh != "auto":
+        if not (isinstance(self.mesh, str) and self.mesh == "auto"):
             return trainer_plan(self, num_samples)
         if num_samples not in self._memory.plans:
             self._memory.plans[num_samples] = automatic_plan(self, batch)
