@@ -40,6 +40,7 @@ from meshwright.trainer.starting.given_data import (
 from meshwright.trainer.starting.planning import (
     PlannedTraining,
     automatic_plan,
+    data_missing,
     plan_elsewhere,
     trainer_plan,
 )
@@ -251,16 +252,9 @@ class Trainer(TrainerSettings):
                 trainer's plan or of the last `fit`.
         """
         if data is None:
-            given = "" if hardware is None else f', hardware="{hardware}"'
-            raise UserError(
-                "plan needs data",
-                why="a plan depends on the shapes of a batch, and a trainer keeps the batch size "
-                "of the last fit, but not its data",
-                fix=f"write trainer.plan(data{given}) with the data that fit takes",
-            )
-        return plan_elsewhere(
-            self, read_batch(batches_by_update(self, data, batch_size, self.result)(0)), hardware
-        )
+            raise data_missing(hardware)
+        batches = batches_by_update(self, data, batch_size, self.result)
+        return plan_elsewhere(self, read_batch(batches(0)), hardware)
 
     def verify(
         self, data: UserData, *, steps: int = 5, batch_size: int | None = None

@@ -108,6 +108,17 @@ def plan_elsewhere(
     return PlannedTraining(make_report(estimator, task, name=name))
 
 
+def data_missing(hardware: str | None) -> UserError:
+    """Return the error for a plan that is asked for without data."""
+    given = "" if hardware is None else f', hardware="{hardware}"'
+    return UserError(
+        "plan needs data",
+        why="a plan depends on the shapes of a batch, and a trainer keeps the batch size of the "
+        "last fit, but not its data",
+        fix=f"write trainer.plan(data{given}) with the data that fit takes",
+    )
+
+
 def estimator_for(settings: TrainerSettings, batch: Batch) -> Any:
     """Return what estimates plans for a trainer's model."""
     return ProgramEstimator(
