@@ -96,6 +96,8 @@ class TrainingRun:
         self._context = CallbackContext(self._assembled)
         self._callbacks = Callbacks(asked.callbacks)
         self._callbacks.attach(self._context)
+        # A folder that cannot be read is refused before training.
+        self._ends = () if asked.recipe is None else end_tokens(start.hf_files)
         _check_early_stopping(asked)
         check_tracking(asked.tracking, self._run_dir)
         self._updates = self._count_updates()
@@ -247,8 +249,7 @@ class TrainingRun:
         progress, hf_files = self._progress, self._start.hf_files
         extra: dict[str, Any] = {}
         if self._asked.recipe is not None and not progress.stop.interrupted:
-            ends = end_tokens(hf_files)
-            extra["sample"] = generate_sample(self._asked, self._assembled, state, ends)
+            extra["sample"] = generate_sample(self._asked, self._assembled, state, self._ends)
         return FitResult(
             losses=progress.losses,
             eval=progress.eval,
