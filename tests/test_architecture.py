@@ -39,6 +39,7 @@ BESIDE = {
         "pipeline",
         "plan",
         "recipe",
+        "launch",
         "trainer",
     },
 }
@@ -113,6 +114,7 @@ def allowed(package: str, layers: Layers) -> set[str]:
     if layer is None:
         return BESIDE.get(package, set())
     below = {name for name, other in layers.items() if other is None or other < layer}
+    below.discard("distributed")  # it stands above what it is thin over
     return below | {target for source, target in NEIGHBOURS if source == package}
 
 

@@ -10,16 +10,16 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.distributed.leaves import Leaf, check_mesh_axis, place, place_whole, replicate
-from meshwright.distributed.named_axes import (
+from meshwright.distributed.argument_forms import (
     DEFAULT_AXIS,
     AxisName,
+    also_called,
     require_axes,
     resolve_axes,
     tracks_varying,
     varying_axes,
 )
-from meshwright.distributed.other_keywords import also_called
+from meshwright.distributed.leaves import Leaf, check_mesh_axis, place, place_whole, replicate
 from meshwright.errors import UserError
 from meshwright.trees import Batch, PyTree
 

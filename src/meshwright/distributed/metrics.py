@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
-from meshwright.distributed.named_axes import (
+from meshwright.distributed.argument_forms import (
     DEFAULT_AXIS,
     AxisName,
     require_axes,

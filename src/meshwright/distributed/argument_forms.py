@@ -1,9 +1,10 @@
-"""Which named axes surround the code being traced, and over which of them a value varies."""
+"""Forms of arguments: named axes, and arguments that have more than one keyword."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 
@@ -72,3 +73,34 @@ def _is_bound(name: str) -> bool:
     except NameError:
         return False
     return True
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def also_called(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Accept further keywords: ``also_called(grads="gradients")`` takes both.
+
+    Args:
+        names: for each further keyword, the parameter it stands for.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> R:
+            for other, name in names.items():
+                if other not in kwargs:
+                    continue
+                if name in kwargs:
+                    raise UserError(
+                        f"{function.__name__} got both {name}= and {other}=",
+                        why="they are the same argument",
+                        fix=f"write {name}= only",
+                    )
+                kwargs[name] = kwargs.pop(other)
+            return function(*args, **kwargs)
+
+        return cast(Callable[P, R], call)
+
+    return decorate
