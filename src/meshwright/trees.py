@@ -13,6 +13,9 @@ from meshwright.errors import UserError
 PyTree = Any
 """Arrays, nested in any way that `jax.tree` handles."""
 
+TreeDef = Any
+"""The structure of a pytree; JAX's own type cannot be used in annotations."""
+
 Batch = Any
 """A pytree of arrays, or of their shapes, whose dim 0 counts samples."""
 

@@ -8,8 +8,7 @@ from enum import StrEnum
 from fractions import Fraction
 
 from meshwright.errors import Setting
-from meshwright.pipeline.divide.block_cut import BlockCut, Region
-from meshwright.pipeline.divide.block_names import modules_of_blocks, odd_modules
+from meshwright.pipeline.divide.block_cut import BlockCut, Region, modules_of_blocks, odd_modules
 from meshwright.pipeline.divide.division import Division
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.pipeline.schedule.advice import bubble_with, pipeline_warnings

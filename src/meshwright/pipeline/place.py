@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from meshwright.config.schema import ShardingConfig
 from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.divide.block_cut import BlockCut
-from meshwright.pipeline.divide.context import StageContext
 from meshwright.pipeline.divide.division import divide_blocks
+from meshwright.pipeline.divide.stages import StageContext
 from meshwright.pipeline.execute.forward_only import PipelinedForward
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.pipeline.schedule.schedules import Schedule

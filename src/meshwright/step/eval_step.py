@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.compiled.compile_program import compile_program
 from meshwright.errors import UserError
-from meshwright.pipeline.execute.exchange_check import check_exchanges
+from meshwright.pipeline.execute.exchanges import check_exchanges
 from meshwright.pipeline.place import decide_stages, pipelined_forward
 from meshwright.program.on_mesh.mesh_forward import Forward
 from meshwright.program.trace.layout import Layout

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshwright.compiled.compile_program import CompiledProgram, compile_program
 from meshwright.compiled.gpu_options import gpu_options
 from meshwright.compiled.quick_options import quick_options
-from meshwright.pipeline.execute.exchange_check import check_exchanges
+from meshwright.pipeline.execute.exchanges import check_exchanges
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.plan import Plan
 from meshwright.program.flops import count_flops

@@ -25,7 +25,7 @@ from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError
 from meshwright.ledgers import make_ledger
 from meshwright.pipeline.execute import executor
-from meshwright.pipeline.execute.exchange_order import ExchangeOrder
+from meshwright.pipeline.execute.exchanges import ExchangeOrder
 from meshwright.plan import Plan
 from meshwright.step.assemble import assemble
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import AxisType, Mesh
 
 from meshwright.mesh.build import Device
-from meshwright.pipeline.aliases import Array
 from meshwright.pipeline.by_hand.stage_programs import StageCall, StagePrograms
-from meshwright.pipeline.execute.messages import MessageSplit
+from meshwright.pipeline.execute.stage_records import MessageSplit
 from meshwright.pipeline.schedule.operations import Kind, Op, Shape
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.pipeline.schedule.timeline import simulate

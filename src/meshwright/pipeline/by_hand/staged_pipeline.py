@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.sharding import Mesh
 
 from meshwright.config.argument_checks import check_clip_norm, check_count, check_optimizer
 from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
 from meshwright.errors import UserError
 from meshwright.mesh.build import Device
-from meshwright.pipeline.aliases import Array
 from meshwright.pipeline.by_hand import stage_checks as checks
-from meshwright.pipeline.by_hand.balance import balance
+from meshwright.pipeline.by_hand.balance import balance, fewer_stages, timeline_of, unused_devices
 from meshwright.pipeline.by_hand.host import HostExecutor, divide_devices
 from meshwright.pipeline.by_hand.layer_forms import (
     Layer,
@@ -31,9 +31,8 @@ from meshwright.pipeline.by_hand.layer_forms import (
 )
 from meshwright.pipeline.by_hand.layers import naming_layer, read_layers
 from meshwright.pipeline.by_hand.stage_programs import Loss, StagePrograms, form_of_arrays
-from meshwright.pipeline.by_hand.suggest import fewer_stages, timeline_of, unused_devices
 from meshwright.pipeline.by_hand.updates import Updates
-from meshwright.pipeline.execute.messages import MessageSplit
+from meshwright.pipeline.execute.stage_records import MessageSplit
 from meshwright.pipeline.schedule.advice import pipeline_warnings
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.pipeline.schedule.timeline import Timeline

@@ -16,8 +16,8 @@ from meshwright.pipeline.divide.block_cut import (
     OuterLeaf,
     Region,
     StackedInput,
+    path_of_blocks,
 )
-from meshwright.pipeline.divide.block_names import path_of_blocks
 from meshwright.pipeline.divide.division import Division, divide_blocks
 from meshwright.program.blocks.crossing import describe_operation, user_of
 from meshwright.program.blocks.to_scan import casts_of

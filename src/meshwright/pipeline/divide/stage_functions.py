@@ -6,9 +6,18 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import jax
+from jax import Array
 
-from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message
 from meshwright.weighted import Weighted
+
+LeafValues = dict[int, Array]
+"""Values of step leaves by the number of the step leaf."""
+
+BlockRow = dict[int, Array]
+"""The leaves of one block, by position among the layered inputs of the scan."""
+
+Message = list[Array]
+"""The arrays that one stage sends to the next."""
 
 
 class Losses(NamedTuple):

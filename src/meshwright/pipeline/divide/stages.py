@@ -2,31 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
 
-from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message
+from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.divide.block_cut import BlockCut, LeafKind, Region
-from meshwright.pipeline.divide.context import StageContext
 from meshwright.pipeline.divide.division import Division
 from meshwright.pipeline.divide.stage_functions import (
     BlockInputs,
     BlockOutputs,
+    BlockRow,
+    LeafValues,
     Losses,
+    Message,
     Microbatch,
     StageFunctions,
 )
 from meshwright.pipeline.divide.stage_rules import WithinStage
 from meshwright.program.evaluate.control_flow import ScanBody
 from meshwright.program.evaluate.evaluator import Environment, Evaluator
+from meshwright.program.evaluate.gather import GatherSpecs
+from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.weight_uses import WeightUse
 from meshwright.program.evaluate.widen import is_narrow
 from meshwright.program.jaxpr.equations import Value, Var, aval_of
+from meshwright.program.kernels.find_kernels import Kernels
 from meshwright.program.on_mesh.layer_scans import LayerScans, shared_weights
+from meshwright.program.on_mesh.local_forward import LocalDraws
 from meshwright.program.on_mesh.mesh_forward import mesh_evaluator, weight_uses
+from meshwright.program.on_mesh.remat import Remat
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """The mesh and the layouts of a traced loss inside of a pipeline.
+
+    Attributes:
+        mesh: the mesh.
+        pins: layouts of activations.
+        weights: variables that depend on weights alone.
+        gathers: by number of the step leaf, the layouts of weights divided over fsdp, on one stage.
+        whole: by number of the step leaf, its layout when gathered, on one stage.
+        kernels: regions that kernels evaluate.
+        remat: what blocks save for their backward pass.
+        wide: compute in float64.
+        draws: the random draws of a loss of one device's samples; None for one of all samples.
+    """
+
+    mesh: Mesh
+    pins: Mapping[Var, PartitionSpec]
+    weights: Collection[Var]
+    gathers: Mapping[int, GatherSpecs]
+    whole: Sequence[PartitionSpec]
+    kernels: Kernels
+    remat: Remat
+    wide: bool
+    draws: LocalDraws | None = None
+
+    @property
+    def view(self) -> MeshView:
+        """The mesh as a stage sees it."""
+        return MeshView(self.mesh, frozenset({PIPE, *self.batch_axes}))
+
+    @property
+    def platform(self) -> str:
+        """The platform of the devices."""
+        return self.view.platform
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes over which each device has its own samples."""
+        return () if self.draws is None else tuple(self.draws.batch_axes)
 
 
 class Stages:

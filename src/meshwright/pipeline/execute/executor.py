@@ -7,17 +7,19 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
-from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message
 from meshwright.pipeline.divide.stage_functions import (
+    BlockRow,
+    LeafValues,
     Losses,
+    Message,
     StageFunctions,
     StageSums,
     StageValues,
 )
-from meshwright.pipeline.execute.exchange_order import ExchangeOrder, Transfer
-from meshwright.pipeline.execute.op_counts import TickOp, named
+from meshwright.pipeline.execute.buffers import SlotCounts, TickRow
+from meshwright.pipeline.execute.exchanges import ExchangeOrder, Transfer
 from meshwright.pipeline.execute.slots import (
     added,
     empty_slots,
@@ -28,7 +30,7 @@ from meshwright.pipeline.execute.slots import (
 )
 from meshwright.pipeline.execute.stage_records import BackwardMessage, BlockSums
 from meshwright.pipeline.execute.stage_work import StageWork
-from meshwright.pipeline.execute.tick_rows import SlotCounts, TickRow, packed
+from meshwright.pipeline.execute.tick_rows import TickOp, named, packed
 from meshwright.pipeline.schedule.operations import Shape
 
 
@@ -83,7 +85,7 @@ class StageExecutor:
         functions: the model's stages.
         values: the leaves of this stage.
         shape: the size of the pipeline.
-        slots: the number of slots of each kind, and which messages every tick sends.
+        slots: the number of slots of each kind.
         axis: name of the mesh axis of stages.
         platform: the platform of the devices.
         scale: factor on the loss before differentiation, for half precision.
@@ -136,30 +138,19 @@ class StageExecutor:
         )
 
     def _tick(self, carry: TickCarry, row: TickRow) -> tuple[TickCarry, None]:
-        slots = self.slots
         self.order = ExchangeOrder(self.platform)
         inbox = keep(carry.inbox, carry.arrived, row.activation_in)
         gradients = keep(carry.gradients, carry.arrived_back, row.gradient_in)
         carry = replace(carry, inbox=inbox, gradients=gradients)
         carry, sent = self._forward(carry, row)
         carry, sent_back = self._backward(carry, row)
-        if slots.splits_backward:
+        if self.slots.splits_backward:
             carry = self._weight_gradient(carry, row)
         sums = self.constrain(carry.sums)
         arrived, arrived_back = self.order.exchange(
             self.axis,
-            Transfer(
-                TickOp.SEND,
-                sent,
-                self.shape.ring(1),
-                None if slots.always_sends else row.sends,
-            ),
-            Transfer(
-                TickOp.SEND_BACK,
-                sent_back,
-                self.shape.ring(-1),
-                None if slots.always_sends_back else row.sends_back,
-            ),
+            Transfer(TickOp.SEND, sent, self.shape.ring(1), row.sends),
+            Transfer(TickOp.SEND_BACK, sent_back, self.shape.ring(-1), row.sends_back),
         )
         return replace(carry, sums=sums, arrived=arrived, arrived_back=arrived_back), None
 

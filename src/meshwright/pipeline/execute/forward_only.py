@@ -9,26 +9,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from meshwright.mesh.axes import PIPE
-from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message
 from meshwright.pipeline.divide.block_cut import BlockCut
-from meshwright.pipeline.divide.context import StageContext
 from meshwright.pipeline.divide.division import divide_blocks
 from meshwright.pipeline.divide.stage_functions import (
     BlockInputs,
+    BlockRow,
+    LeafValues,
     Losses,
+    Message,
     Microbatch,
     StageFunctions,
 )
-from meshwright.pipeline.divide.stages import Stages
-from meshwright.pipeline.execute.exchange_order import ExchangeOrder, Transfer
-from meshwright.pipeline.execute.op_counts import TickOp
+from meshwright.pipeline.divide.stages import StageContext, Stages
+from meshwright.pipeline.execute.exchanges import ExchangeOrder, Transfer
 from meshwright.pipeline.execute.slots import zeros_like_shapes
+from meshwright.pipeline.execute.tick_rows import TickOp
 from meshwright.pipeline.schedule.operations import Kind, Op, Shape
-from meshwright.pipeline.schedule.ticks import TickTable
+from meshwright.pipeline.schedule.timeline import TickTable
 
 
 def forward_table(num_microbatches: int, num_stages: int, num_chunks: int = 1) -> TickTable:

@@ -7,19 +7,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.mesh.axes import PIPE
-from meshwright.pipeline.aliases import Array, BlockRow, LeafValues
 from meshwright.pipeline.divide.block_cut import BlockCut
-from meshwright.pipeline.divide.context import StageContext
 from meshwright.pipeline.divide.division import divide_blocks
-from meshwright.pipeline.divide.stage_functions import Losses, Microbatch, StageSums, StageValues
-from meshwright.pipeline.divide.stages import Stages
+from meshwright.pipeline.divide.stage_functions import (
+    BlockRow,
+    LeafValues,
+    Losses,
+    Microbatch,
+    StageSums,
+    StageValues,
+)
+from meshwright.pipeline.divide.stages import StageContext, Stages
+from meshwright.pipeline.execute.buffers import SlotCounts, TickRow
 from meshwright.pipeline.execute.executor import StageExecutor
-from meshwright.pipeline.execute.outer_sums import OuterSums
-from meshwright.pipeline.execute.tick_rows import SlotCounts, TickRow, table_rows
+from meshwright.pipeline.execute.tick_rows import table_rows
 from meshwright.pipeline.schedule.operations import Shape
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.program.evaluate.evaluator import Evaluator
@@ -208,3 +213,65 @@ class PipelinedLoss:
         ]
         outer = {number: place(value, number) for number, value in sums.outer.items()}
         return replace(sums, weights=weights, outer=outer)
+
+
+class OuterSums:
+    """Adds up what the devices of all stages have computed.
+
+    Args:
+        mesh: the mesh.
+        batch_axes: axes whose devices have sums of their own, besides the stages.
+        sums: by number of the step leaf, the layout of its sum on one stage.
+        gradients: by number of the step leaf, the placement of its gradient afterwards.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        batch_axes: Sequence[str],
+        sums: Sequence[PartitionSpec],
+        gradients: Sequence[Placement],
+    ) -> None:
+        self._mesh, self._axes = mesh, tuple(batch_axes)
+        self._sums, self._gradients = sums, gradients
+        self.stacked = PartitionSpec((PIPE, *batch_axes))
+        """The layout of the sums of all devices, stacked: a new dim 0 counts the devices."""
+
+    def reduced(self, stacked: LeafValues) -> LeafValues:
+        """Return the gradients, in their placement.
+
+        No axis is left to the compiler, which would gather what other axes divide before it
+        divides a sum over the stages.
+        """
+        if not stacked:
+            return {}
+        each = jax.shard_map(
+            lambda values: {n: self._reduce(n, value[0]) for n, value in values.items()},
+            mesh=self._mesh,
+            in_specs=({n: PartitionSpec(*self.stacked, *self._sums[n]) for n in stacked},),
+            out_specs={n: self._after(n) for n in stacked},
+            check_vma=False,
+        )
+        return each(stacked)
+
+    def _reduce(self, number: int, total: Array) -> Array:
+        dim = self._divided_dim(number)
+        if dim is None:
+            return lax.psum(total, (PIPE, *self._axes))
+        part = lax.psum_scatter(total, PIPE, scatter_dimension=dim, tiled=True)
+        return lax.psum(part, self._axes) if self._axes else part
+
+    def _divided_dim(self, number: int) -> int | None:
+        dims = self._gradients[number].dims
+        return next((dim for dim, axes in enumerate(dims) if PIPE in axes), None)
+
+    def _after(self, number: int) -> PartitionSpec:
+        """Return the layout of a sum of which each stage keeps its part, as in its placement."""
+        entries = [*self._sums[number]]
+        dim = self._divided_dim(number)
+        if dim is None:
+            return PartitionSpec(*entries)
+        entries += [None] * (dim + 1 - len(entries))
+        before = entries[dim] or ()
+        entries[dim] = (*((before,) if isinstance(before, str) else before), PIPE)
+        return PartitionSpec(*entries)

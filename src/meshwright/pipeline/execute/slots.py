@@ -7,16 +7,16 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from meshwright.pipeline.aliases import Array, LeafValues, Shaped
+from meshwright.pipeline.divide.stage_functions import LeafValues
 from meshwright.trees import PyTree
 
 T = TypeVar("T")
 
 
-def is_float(value: Shaped) -> bool:
+def is_float(value: Array | jax.ShapeDtypeStruct) -> bool:
     """Whether a value has a gradient."""
     return jnp.issubdtype(value.dtype, jnp.inexact)
 

@@ -1,4 +1,4 @@
-"""The operations of a pipeline, what they depend on, and how long they take."""
+"""The operations of a pipeline: what they depend on, how long they take, and when they run."""
 
 from __future__ import annotations
 
@@ -186,3 +186,43 @@ class Times:
             Kind.WEIGHT_GRAD: self.weight_grad,
         }[op.kind]
         return Fraction(whole) * (self.scale[stage] if self.scale else 1) / num_chunks
+
+
+@dataclass(frozen=True)
+class Span:
+    """One operation of one stage, from ``start`` to ``end``."""
+
+    stage: int
+    op: Op
+    start: Fraction
+    end: Fraction
+
+
+@dataclass(frozen=True, repr=False)
+class Spans:
+    """When every operation of a pipeline starts and ends.
+
+    Attributes:
+        shape: the pipeline's size.
+        spans: the operations.
+        makespan: from the first operation's start to the last one's end.
+    """
+
+    shape: Shape
+    spans: tuple[Span, ...]
+    makespan: Fraction
+
+    @property
+    def bubble(self) -> Fraction:
+        """The share of the stages' time in which they wait."""
+        busy = sum((span.end - span.start for span in self.spans), Fraction(0))
+        return 1 - busy / (self.makespan * self.shape.num_stages)
+
+    @property
+    def efficiency(self) -> Fraction:
+        """The share of the stages' time in which they work."""
+        return 1 - self.bubble
+
+    def of_stage(self, stage: int) -> list[Span]:
+        """Return a stage's operations in order."""
+        return sorted((s for s in self.spans if s.stage == stage), key=lambda s: (s.start, s.end))

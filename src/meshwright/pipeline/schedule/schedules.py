@@ -12,7 +12,7 @@ from meshwright.config.argument_checks import check_count, check_kind
 from meshwright.config.microbatches import multiples_around
 from meshwright.errors import Setting, UserError, did_you_mean
 from meshwright.pipeline.schedule.operations import Kind, Op, Shape
-from meshwright.pipeline.schedule.ticks import TickTable, in_lockstep
+from meshwright.pipeline.schedule.timeline import TickTable, in_lockstep
 from meshwright.text.units import counted
 
 

@@ -12,8 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import Style
 from rich.text import Text
 
-from meshwright.pipeline.schedule.operations import Kind, Op
-from meshwright.pipeline.schedule.spans import Spans
+from meshwright.pipeline.schedule.operations import Kind, Op, Spans
 
 COLOURS = {
     Kind.FORWARD: "#6aa5ff",

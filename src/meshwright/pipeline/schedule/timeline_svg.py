@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from meshwright.pipeline.schedule.spans import Span, Spans
+from meshwright.pipeline.schedule.operations import Span, Spans
 from meshwright.pipeline.schedule.timeline_drawing import (
     BUBBLE,
     COLOURS,
