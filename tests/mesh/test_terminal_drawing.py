@@ -11,6 +11,7 @@ from rich.console import Console
 from meshwright.mesh.build import abstract_mesh, build_mesh
 from meshwright.mesh.picture import picture_of
 from meshwright.mesh.terminal_drawing import MAX_LINES, render_mesh
+from meshwright.text.drawing import INK
 
 LEGEND_LINES = 12
 
@@ -161,8 +162,8 @@ def luminance(colour):
 def test_cells_differ_in_colour_and_their_text_can_be_read(cluster, sizes):
     count = int(np.prod(list(sizes.values())))
     picture = picture_of(build_mesh(sizes, cluster(1, count)))
-    colours = [picture.colour(index) for index in range(count)]
+    colours = [picture.cell(index).fill for index in range(count)]
     assert len(set(colours)) == count
-    text = luminance("#16181d")
+    text = luminance(INK)
     # 4.5 is the contrast that WCAG asks of small text.
     assert min((luminance(c) + 0.05) / (text + 0.05) for c in colours) >= 4.5

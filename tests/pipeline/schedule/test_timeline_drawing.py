@@ -13,8 +13,7 @@ from meshwright.cli.inspect import pipeline_svg
 from meshwright.config.batch import solve_batch
 from meshwright.pipeline.schedule.operations import Times
 from meshwright.pipeline.schedule.schedules import get_schedule
-from meshwright.pipeline.schedule.timeline_drawing import render_timeline
-from meshwright.pipeline.schedule.timeline_svg import timeline_svg
+from meshwright.pipeline.schedule.timeline_drawing import render_timeline, timeline_svg
 from meshwright.plan import Plan
 
 
