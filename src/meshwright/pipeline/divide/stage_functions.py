@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 from jax import Array
@@ -72,46 +73,22 @@ class BlockOutputs(NamedTuple):
     changing: list[BlockRow]
 
 
-class EmbedFunction(Protocol):
-    """From a microbatch to the input of the first virtual stage."""
-
-    def __call__(self, outer: LeafValues, microbatch: Microbatch) -> Message:
-        """Run it on the outer weights it reads."""
-        ...
-
-
-class BlocksFunction(Protocol):
-    """The blocks of one virtual stage."""
-
-    def __call__(self, inputs: BlockInputs) -> BlockOutputs:
-        """Run them one after another."""
-        ...
-
-
-class HeadFunction(Protocol):
-    """From the message of the last virtual stage to the losses of a microbatch."""
-
-    def __call__(self, outer: LeafValues, message: Message, microbatch: Microbatch) -> Losses:
-        """Run it on the outer weights it reads."""
-        ...
-
-
 @dataclass(frozen=True)
 class StageFunctions:
     """A model cut into stages, as functions of one microbatch.
 
     Attributes:
-        embed: the part before the blocks.
-        blocks: the blocks of one virtual stage.
-        head: the part after the blocks.
+        embed: from the outer weights it reads and a microbatch to the first block's input.
+        blocks: the blocks of one virtual stage, one after another.
+        head: from the outer weights it reads, the last message and a microbatch to the losses.
         embed_reads: step leaves of the outer weights that ``embed`` reads.
         blocks_read: those that ``blocks`` reads.
         head_reads: those that ``head`` reads.
     """
 
-    embed: EmbedFunction
-    blocks: BlocksFunction
-    head: HeadFunction
+    embed: Callable[[LeafValues, Microbatch], Message]
+    blocks: Callable[[BlockInputs], BlockOutputs]
+    head: Callable[[LeafValues, Message, Microbatch], Losses]
     embed_reads: tuple[int, ...]
     blocks_read: tuple[int, ...]
     head_reads: tuple[int, ...]

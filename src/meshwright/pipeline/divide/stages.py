@@ -22,6 +22,7 @@ from meshwright.pipeline.divide.stage_functions import (
     Message,
     Microbatch,
     StageFunctions,
+    StageValues,
 )
 from meshwright.pipeline.divide.stage_rules import WithinStage
 from meshwright.program.evaluate.control_flow import ScanBody
@@ -104,6 +105,22 @@ class Stages:
             )
             for layered in self.cut.inputs_of(kind)
         }
+
+    def values(
+        self,
+        weights: BlockRow,
+        stacks: LeafValues,
+        outer: LeafValues,
+        microbatches: Microbatch,
+    ) -> StageValues:
+        """Return the values of a stage, given its prepared weights and its step leaves."""
+        return StageValues(
+            weights=weights,
+            fixed=self.prepare(stacks, "fixed"),
+            changing=self.prepare(stacks, "changing"),
+            outer={leaf.number: outer[leaf.number] for leaf in self.cut.outer_of("weight")},
+            microbatches=microbatches,
+        )
 
     def _prepare(self, use: WeightUse | None, stack: Array) -> Array:
         if use is None or self.where.remat.gather_per_block:

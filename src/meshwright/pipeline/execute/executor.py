@@ -28,7 +28,7 @@ from meshwright.pipeline.execute.slots import (
     write_slot,
     zeros_like_shapes,
 )
-from meshwright.pipeline.execute.stage_records import BackwardMessage, BlockSums
+from meshwright.pipeline.execute.stage_records import BackwardMessage, BlockWeights
 from meshwright.pipeline.execute.stage_work import StageWork
 from meshwright.pipeline.execute.tick_rows import TickOp, named, packed
 from meshwright.pipeline.schedule.operations import Shape
@@ -215,8 +215,8 @@ class StageExecutor:
         op, work = row.backward, self.work
 
         def run(
-            now: tuple[BlockSums, BackwardMessage, BackwardMessage],
-        ) -> tuple[BlockSums, BackwardMessage, BackwardMessage]:
+            now: tuple[BlockWeights, BackwardMessage, BackwardMessage],
+        ) -> tuple[BlockWeights, BackwardMessage, BackwardMessage]:
             sums, cuts, _ = now
             back = read_slot(carry.gradients, op.reads)
             held, saved = work.held(op.chunk), read_slot(carry.saved, op.saved)
@@ -251,7 +251,7 @@ class StageExecutor:
         """Add the gradients of weights whose input gradient an earlier tick has computed."""
         op = row.weight
 
-        def run(sums: BlockSums) -> BlockSums:
+        def run(sums: BlockWeights) -> BlockWeights:
             cut = read_slot(carry.cuts, op.cut)
             saved = read_slot(carry.saved, op.saved)
             weights = self.work.weight_gradient(self.work.held(op.chunk), saved, cut)
@@ -260,7 +260,9 @@ class StageExecutor:
         sums = self.order.when(TickOp.WEIGHT, op.microbatch >= 0, run, self._block_sums(carry))
         return self._with_block_sums(carry, sums)
 
-    def _embed_gradient(self, sums: BlockSums, back: BackwardMessage, row: TickRow) -> BlockSums:
+    def _embed_gradient(
+        self, sums: BlockWeights, back: BackwardMessage, row: TickRow
+    ) -> BlockWeights:
         """After the backward of the first block, add the gradients of the embedding."""
         op, reads = row.backward, self.functions.embed_reads
 
@@ -274,11 +276,11 @@ class StageExecutor:
         outer = self.order.when(TickOp.EMBEDDING, here, run, {n: sums.outer[n] for n in reads})
         return replace(sums, outer=sums.outer | outer)
 
-    def _block_sums(self, carry: TickCarry, more: Sequence[int] = ()) -> BlockSums:
+    def _block_sums(self, carry: TickCarry, more: Sequence[int] = ()) -> BlockWeights:
         """Return the sums to which gradients of blocks, and of these outer weights, are added."""
         outer = {n: carry.sums.outer[n] for n in {*self.functions.blocks_read, *more}}
-        return BlockSums(carry.sums.weights, outer)
+        return BlockWeights(carry.sums.weights, outer)
 
-    def _with_block_sums(self, carry: TickCarry, sums: BlockSums) -> TickCarry:
+    def _with_block_sums(self, carry: TickCarry, sums: BlockWeights) -> TickCarry:
         outer = carry.sums.outer | sums.outer
-        return replace(carry, sums=replace(carry.sums, weights=sums.weights, outer=outer))
+        return replace(carry, sums=replace(carry.sums, weights=sums.rows, outer=outer))

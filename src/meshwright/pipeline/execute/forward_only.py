@@ -23,6 +23,7 @@ from meshwright.pipeline.divide.stage_functions import (
     Message,
     Microbatch,
     StageFunctions,
+    StageValues,
 )
 from meshwright.pipeline.divide.stages import StageContext, Stages
 from meshwright.pipeline.execute.exchanges import ExchangeOrder, Transfer
@@ -118,8 +119,10 @@ class PipelinedForward:
         self, rows: ForwardRow, stacks: LeafValues, outer: LeafValues, batch: list[Array]
     ) -> Losses:
         """Execute the ticks of one stage and return its sums."""
-        forward = self._stage_forward(stacks, outer)
         state = {leaf.number: outer[leaf.number] for leaf in self.cut.outer_of("changing")}
+        weights = self._stages.prepare(stacks, "weight")
+        values = self._stages.values(weights, stacks, outer, Microbatch(batch, state))
+        forward = _StageForward(self._stages.functions(outer), values, self._num_blocks)
         shape = Shape(batch[0].shape[0], self.num_stages, self.num_chunks)
         pairs, last = shape.ring(1), shape.num_virtual - 1
 
@@ -157,17 +160,6 @@ class PipelinedForward:
         (_, losses), _ = lax.scan(tick, (message, losses), rows)
         return losses
 
-    def _stage_forward(self, stacks: LeafValues, outer: LeafValues) -> _StageForward:
-        functions = self._stages.functions(outer)
-        return _StageForward(
-            functions,
-            outer={leaf.number: outer[leaf.number] for leaf in self.cut.outer_of("weight")},
-            num_blocks=self._num_blocks,
-            weights=self._stages.prepare(stacks, "weight"),
-            fixed=self._stages.prepare(stacks, "fixed"),
-            changing=self._stages.prepare(stacks, "changing"),
-        )
-
 
 @dataclass(frozen=True)
 class _StageForward:
@@ -175,19 +167,13 @@ class _StageForward:
 
     Attributes:
         functions: the model's stages.
-        outer: the trained leaves outside of the blocks.
+        values: the leaves of this stage.
         num_blocks: blocks of one chunk.
-        weights: trained leaves of its blocks, each [chunks × blocks, …].
-        fixed: constant leaves of its blocks.
-        changing: state of its blocks.
     """
 
     functions: StageFunctions
-    outer: LeafValues
+    values: StageValues
     num_blocks: int
-    weights: BlockRow
-    fixed: BlockRow
-    changing: BlockRow
 
     def embed(self, microbatch: Microbatch) -> Message:
         """Return what the first virtual stage receives."""
@@ -208,7 +194,8 @@ class _StageForward:
             lambda: lax.optimization_barrier(arrived),
         )
         weights, fixed, changing = (
-            self._rows(stacks, chunk) for stacks in (self.weights, self.fixed, self.changing)
+            self._rows(stacks, chunk)
+            for stacks in (self.values.weights, self.values.fixed, self.values.changing)
         )
         outer = self._pick(self.functions.blocks_read)
         inputs = BlockInputs(weights, fixed, changing, outer, message, microbatch, virtual_stage)
@@ -224,7 +211,7 @@ class _StageForward:
         ]
 
     def _pick(self, numbers: Sequence[int]) -> LeafValues:
-        return {n: self.outer[n] for n in numbers}
+        return {n: self.values.outer[n] for n in numbers}
 
 
 def _forward_rows(table: TickTable) -> ForwardRow:

@@ -14,12 +14,10 @@ from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.divide.block_cut import BlockCut
 from meshwright.pipeline.divide.division import divide_blocks
 from meshwright.pipeline.divide.stage_functions import (
-    BlockRow,
     LeafValues,
     Losses,
     Microbatch,
     StageSums,
-    StageValues,
 )
 from meshwright.pipeline.divide.stages import StageContext, Stages
 from meshwright.pipeline.execute.buffers import SlotCounts, TickRow
@@ -142,7 +140,9 @@ class PipelinedLoss:
         scale: Array | None,
     ) -> _StageResults:
         """Run one stage on its leaves."""
-        values, pullback = self._values(stacks, outer, Microbatch(batch, states))
+        trained = {s.number: stacks[s.number] for s in self._cut.stacks if s.kind == "weight"}
+        weights, pullback = jax.vjp(lambda leaves: self._stages.prepare(leaves, "weight"), trained)
+        values = self._stages.values(weights, stacks, outer, Microbatch(batch, states))
         executor = StageExecutor(
             self._stages.functions(outer),
             values,
@@ -165,23 +165,6 @@ class PipelinedLoss:
         changing = self._cut.inputs_of("changing")
         changed = {row.stack.number: sums.changing[row.position] for row in changing}
         return weights, outer, losses, changed
-
-    def _values(
-        self, stacks: LeafValues, outer: LeafValues, microbatches: Microbatch
-    ) -> tuple[StageValues, Callable[[BlockRow], tuple[LeafValues]]]:
-        """Return the values of a stage, and the pullback to the gradients of its leaves."""
-        stages = self._stages
-        kinds = {stack.number: stack.kind for stack in self._cut.stacks}
-        trained = {n: value for n, value in stacks.items() if kinds[n] == "weight"}
-        weights, pullback = jax.vjp(lambda leaves: stages.prepare(leaves, "weight"), trained)
-        values = StageValues(
-            weights=weights,
-            fixed=stages.prepare(stacks, "fixed"),
-            changing=stages.prepare(stacks, "changing"),
-            outer={leaf.number: outer[leaf.number] for leaf in self._cut.outer_of("weight")},
-            microbatches=microbatches,
-        )
-        return values, pullback
 
     def _outer_states(self, leaves: Sequence[Array], count: int) -> tuple[LeafValues, LeafValues]:
         """Return, for state outside of blocks, its values before each microbatch and at the end."""

@@ -73,28 +73,14 @@ class BackwardMessage:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockWeights:
-    """The weights that the blocks of a chunk read, or their gradients.
+    """The weights that the blocks of a chunk read, their gradients, or the sums of these.
 
     Attributes:
-        rows: the weights of each block.
-        outer: the weights outside of the blocks.
+        rows: those of each block; sums have a dim 0 that counts chunks.
+        outer: those outside of the blocks.
     """
 
     rows: list[BlockRow]
-    outer: LeafValues
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class BlockSums:
-    """The sums to which gradients of blocks are added.
-
-    Attributes:
-        weights: for each block of a chunk, its sums, each [chunks, …].
-        outer: sums for the weights outside of the blocks.
-    """
-
-    weights: list[BlockRow]
     outer: LeafValues
 
 

@@ -24,7 +24,6 @@ from meshwright.pipeline.divide.stage_functions import (
 from meshwright.pipeline.execute.slots import add_row, added, times, zeros_like_shapes
 from meshwright.pipeline.execute.stage_records import (
     BackwardMessage,
-    BlockSums,
     BlockWeights,
     CallInputs,
     ChunkResult,
@@ -164,15 +163,15 @@ class StageWork:
         return gradients
 
     def add(
-        self, sums: BlockSums, gradients: BlockWeights, chunk: Array, weight: Array | None
-    ) -> BlockSums:
+        self, sums: BlockWeights, gradients: BlockWeights, chunk: Array, weight: Array | None
+    ) -> BlockWeights:
         """Return sums with the gradients of a chunk's weights added."""
         weights = [
             {n: add_row(a, times(row[n], weight), chunk) for n, a in totals.items()}
-            for totals, row in zip(sums.weights, gradients.rows, strict=True)
+            for totals, row in zip(sums.rows, gradients.rows, strict=True)
         ]
         mine = {n: sums.outer[n] for n in gradients.outer}
-        return BlockSums(weights, sums.outer | added(mine, gradients.outer, weight))
+        return BlockWeights(weights, sums.outer | added(mine, gradients.outer, weight))
 
     def stacked(self, weights: list[BlockRow]) -> BlockRow:
         """Return the sums of all blocks as stacks, in the order of the stage's leaves."""
