@@ -45,13 +45,16 @@ BESIDE = {
 }
 """What the packages beside the layers may import."""
 
-CIRCLES_LEFT = {
-    frozenset({"program.evaluate.control_flow", "program.evaluate.evaluator"}),
-    frozenset({"ledgers.ledger_records", "ledgers.ledger_text"}),
-    frozenset({"trainer.incidents.replay", "trainer.incidents.replay_text"}),
-    frozenset({"drill.evidence", "drill.fault", "drill.launched", "drill.scene"}),
-}
-"""Modules that still import each other, all for types only. None may be added."""
+CIRCLES_LEFT = [
+    {f"meshwright.{package}.{module}" for module in modules.split()}
+    for package, modules in (
+        ("program.evaluate", "control_flow evaluator"),
+        ("ledgers", "ledger_records ledger_text"),
+        ("trainer.incidents", "replay replay_text"),
+        ("drill", "evidence fault launched scene"),
+    )
+]
+"""Modules that still import each other, all for types only; no others may."""
 
 FACADE = {"__init__", "__main__"}
 """The package's own two files, which stand above everything."""
@@ -198,25 +201,29 @@ def module_name(file: Path, source: Path) -> str:
 
 def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
     """Return the sets of modules that reach each other."""
+    # What imports nothing that is left is in no circle.
+    left = dict(graph)
+    while free := [module for module, targets in left.items() if not targets & left.keys()]:
+        for module in free:
+            del left[module]
     reached: dict[str, set[str]] = {}
-    for start in graph:
-        reached[start], waiting = set(), list(graph[start])
+    for start in left:
+        reached[start], waiting = set(), list(left[start] & left.keys())
         while waiting:
             if (module := waiting.pop()) not in reached[start]:
                 reached[start].add(module)
-                waiting += graph[module]
+                waiting += left[module] & left.keys()
     return {
         frozenset(other for other in reached[module] if module in reached[other])
-        for module in graph
+        for module in left
         if module in reached[module]
     }
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    found = {
-        frozenset(name.removeprefix("meshwright.") for name in c) for c in circles(import_graph())
-    }
-    assert found == CIRCLES_LEFT
+    found = circles(import_graph())
+    new = [sorted(circle) for circle in found if not any(circle <= old for old in CIRCLES_LEFT)]
+    assert not new
 
 
 def test_the_check_of_circles_sees_imports_in_functions_and_for_types(tmp_path):
