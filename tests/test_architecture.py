@@ -1,6 +1,7 @@
 """Imports only go down: every import of src/meshwright against the layers in the documentation."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,19 +88,29 @@ def packages_on_disk(folder: Path = SOURCE, *, modules: bool = True) -> set[str]
     return names - FACADE - {"__pycache__"}
 
 
-def imports(path: Path, source: Path = SOURCE) -> Iterator[str]:
-    """Yield the modules of meshwright a file imports, anywhere in it, as dotted names."""
+def statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """Yield every statement inside a node; going through expressions would take far longer."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        children = getattr(node, name, ())
+        for child in children if isinstance(children, list) else ():
+            if isinstance(child, ast.stmt):
+                yield child
+            yield from statements(child)
+
+
+@functools.cache
+def imports(path: Path, source: Path = SOURCE) -> tuple[str, ...]:
+    """Return the modules of meshwright a file imports, anywhere in it, as dotted names."""
     package = ("meshwright", *path.relative_to(source).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text())):
+    found: list[str] = []
+    for node in statements(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = ".".join([*above, *filter(None, [node.module])])
-            names = [f"{base}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        yield from (name for name in names if name.split(".")[0] == "meshwright")
+            found += [f"{base}.{alias.name}" for alias in node.names]
+    return tuple(name for name in found if name.split(".")[0] == "meshwright")
 
 
 def imported(package: str) -> dict[str, set[str]]:
