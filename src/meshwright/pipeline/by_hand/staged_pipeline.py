@@ -13,7 +13,12 @@ import optax
 from jax import Array
 from jax.sharding import Mesh
 
-from meshwright.config.argument_checks import check_clip_norm, check_count, check_optimizer
+from meshwright.config.argument_checks import (
+    check_clip_norm,
+    check_count,
+    check_optimizer,
+    check_takes,
+)
 from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
 from meshwright.errors import UserError
 from meshwright.mesh.build import Device
@@ -106,7 +111,7 @@ class Pipeline:
             if count is not None:
                 check_count(name, count)
         checks.check_balance_by(balance_by)
-        checks.check_function(loss)
+        check_takes("loss", loss, ["output", "target"])
         checks.check_seed(seed)
         self._user_layers, self._devices = read_layers(stages), checks.read_devices(devices)
         self.schedule = checks.read_schedule(schedule, num_chunks)
@@ -190,14 +195,14 @@ class Pipeline:
         count = self.num_microbatches
         inputs, expected = self._split("x", x, count), self._split("target", target, count)
         self._check_fit(inputs[0], expected[0])
-        sums = self._host.run(self._params, self._states, inputs, expected)
-        self._states = sums.states
-        weight = np.asarray(sums.weight)
+        run = self._host.run(self._params, self._states, inputs, expected)
+        self._states = run.states
+        weight = np.asarray(sum(run.weights[1:], start=run.weights[0]))
         weight = weight if weight else np.ones_like(weight)
         scaled = jax.tree.map(
-            lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype), sums.gradients, self._params
+            lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype), run.sums, self._params
         )
-        return sums.total / weight, scaled
+        return sum(run.totals[1:], start=run.totals[0]) / weight, scaled
 
     def init(self, optimizer: optax.GradientTransformation) -> list[PyTree]:
         """Return an optax optimizer's state for each stage, on the stage's devices."""
