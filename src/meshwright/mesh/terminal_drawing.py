@@ -86,16 +86,12 @@ class MeshDrawing:
         yield from _legend(self.picture, layout)
 
     def _fitted(self, width: int) -> tuple[Layout, list[Text]]:
-        layout, lines = self._painted(width, _LIMITS[0])
-        for limits in _LIMITS[1:]:
-            if len(lines) <= MAX_LINES:
-                break
-            layout, lines = self._painted(width, limits)
-        return layout, lines
-
-    def _painted(self, width: int, limits: Limits) -> tuple[Layout, list[Text]]:
-        layout = fit(self.picture, width, limits)
-        return layout, _Painter(layout).lines()
+        for limits in _LIMITS[:-1]:
+            painter = _Painter(self.picture, width, limits)
+            if len(lines := painter.lines()) <= MAX_LINES:
+                return painter.layout, lines
+        painter = _Painter(self.picture, width, _LIMITS[-1])
+        return painter.layout, painter.lines()
 
 
 def _legend(picture: Picture, layout: Layout) -> Iterator[Text]:
@@ -109,24 +105,46 @@ def _legend(picture: Picture, layout: Layout) -> Iterator[Text]:
 
 
 class _Painter:
-    """Paints a layout, block by block."""
+    """Fits a mesh into a number of columns, and paints it block by block."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout, self._painter = layout, TextPainter()
+    def __init__(self, picture: Picture, width: int, limits: Limits) -> None:
+        self._painter = TextPainter()
         self._put = self._painter.label
-        self._cell_width = _cell_width(layout.picture)
-        self._left = _label_width(layout.names, layout.grid, layout.stride)
-        self._block_width = _block_width(layout, self._cell_width)
+        self._cell_width = 2 + max(len(str(device)) for device in picture.ids)
+        names, grid = picture.blocks()
+        fitting = (width - _label_width(names, grid) - 1) // (self._cell_width + 1)
+        stride = 1
+        if len(picture.axes) == 1 and grid.shape[3] > fitting:
+            stride = next((n for n in (32, 16, 8, 4) if n <= fitting), max(fitting, 1))
+            names, grid = ("", "", names[3], ""), wrap(grid, stride)
+        self._left = _label_width(names, grid, stride)
+        outer, inner, rows, columns = (
+            visible(size, most)
+            for size, most in zip(
+                grid.shape,
+                (limits.blocks, limits.blocks, limits.rows, min(max(fitting, 3), limits.columns)),
+                strict=True,
+            )
+        )
+        layout = Layout(picture, names, grid, stride, rows, columns, bands=())
+        longest_title = layout.title((grid.shape[0] - 1, grid.shape[1] - 1))
+        across = 1 + len(columns) * (self._cell_width + 1)
+        self._block_width = max(across, len(longest_title) + 1)
+        bands: list[list[BlockAt | None]] = []
+        for a in outer:
+            blocks = [(a, b) if GAP not in (a, b) else None for b in inner]
+            bands += _fill_bands(blocks, self._block_width, width - self._left)
+        self.layout = replace(layout, bands=bands)
 
     def lines(self) -> list[Text]:
         top = 0
-        for band in self._layout.bands:
+        for band in self.layout.bands:
             top = self._paint_band(top, band) + 1
         return self._painter.lines(top - 1)
 
     def _paint_band(self, top: int, band: Sequence[BlockAt | None]) -> int:
         """Draw blocks side by side and return the first line below them."""
-        layout, left = self._layout, self._left
+        layout, left = self.layout, self._left
         if band == [None]:
             self._put(top, left, "⋮")
             return top + 1
@@ -147,23 +165,23 @@ class _Painter:
         return body + row_lines[-1] + 2
 
     def _paint_row_labels(self, body: int, row_lines: Sequence[int]) -> None:
-        name = self._layout.names[2]
+        name = self.layout.names[2]
         if not name:
             return
         self._put(body + row_lines[0], 0, name, "bold")
         if len(row_lines) > 1:
             self._put(body + row_lines[1], 0, "↓".center(len(name)).rstrip(), "dim")
-        for label, line in zip(self._layout.row_labels, row_lines, strict=True):
+        for label, line in zip(self.layout.row_labels, row_lines, strict=True):
             self._put(body + line, self._left - 1 - len(label), label, "dim")
 
     def _paint_column_labels(self, line: int, left: int) -> None:
-        name = self._layout.names[3]
+        name = self.layout.names[3]
         if not name:
             return
         if left == self._left:
             self._put(line, left - len(name) - 3, name, "bold")
             self._put(line, left - 2, "→", "dim")
-        for place, label in enumerate(self._layout.column_labels):
+        for place, label in enumerate(self.layout.column_labels):
             end = left + (place + 1) * (self._cell_width + 1) - 1
             self._put(line, end - len(label), label, "dim")
 
@@ -174,16 +192,16 @@ class _Painter:
         for (row, column), index in np.ndenumerate(devices):
             line, where = body + row_lines[row], left + 1 + column * (width + 1)
             if index == GAP:
-                label = _ellipsis(self._layout, row, column)
+                label = _ellipsis(self.layout, row, column)
                 self._put(line, where, f"{label:>{width - 1}} ", "dim")
             elif index != EMPTY:
-                cell = self._layout.picture.cell(int(index))
+                cell = self.layout.picture.cell(int(index))
                 self._painter.cell(line, where, f"{cell.label:>{width - 1}} ", cell.fill)
 
     def _paint_borders(
         self, body: int, left: int, owners: Indices, row_lines: Sequence[int]
     ) -> None:
-        border = _HEAVY if self._layout.picture.several_processes else _LIGHT
+        border = _HEAVY if self.layout.picture.several_processes else _LIGHT
         style = "dim" if border == _LIGHT else ""
         upright = _weights(owners[:, :-1], owners[:, 1:], border, inside=_LIGHT)
         level = _weights(owners[:-1], owners[1:], border, inside=0)
@@ -228,41 +246,9 @@ def _ellipsis(layout: Layout, row: int, column: int) -> str:
     return "⋱" if across and down else "…" if across else "⋮"
 
 
-def fit(picture: Picture, width: int, limits: Limits) -> Layout:
-    """Choose what to show of a mesh in ``width`` characters."""
-    names, grid = picture.blocks()
-    cell_width, stride = _cell_width(picture), 1
-    fitting = (width - _label_width(names, grid) - 1) // (cell_width + 1)
-    if len(picture.axes) == 1 and grid.shape[3] > fitting:
-        stride = _wrap_length(fitting)
-        names, grid = ("", "", names[3], ""), wrap(grid, stride)
-    label_width = _label_width(names, grid, stride)
-    columns = visible(grid.shape[3], min(max(fitting, 3), limits.columns))
-    rows = visible(grid.shape[2], limits.rows)
-    layout = Layout(picture, names, grid, stride, rows, columns, bands=())
-    block_width = _block_width(layout, cell_width)
-    bands: list[list[BlockAt | None]] = []
-    for outer in visible(grid.shape[0], limits.blocks):
-        blocks = visible(grid.shape[1], limits.blocks)
-        of_row = [(outer, inner) if GAP not in (outer, inner) else None for inner in blocks]
-        bands += _fill_bands(of_row, block_width, width - label_width)
-    return replace(layout, bands=bands)
-
-
 def visible(size: int, most: int) -> list[int]:
     """Return the shown positions out of ``size``: all, or the first ones, GAP and the last."""
     return list(range(size)) if size <= most else [*range(most - 2), GAP, size - 1]
-
-
-def _cell_width(picture: Picture) -> int:
-    """Return the columns of a device's cell, without its borders."""
-    return 2 + max(len(str(device)) for device in picture.ids)
-
-
-def _block_width(layout: Layout, cell_width: int) -> int:
-    """Return the columns of a block, with its borders and its title."""
-    longest_title = layout.title((layout.grid.shape[0] - 1, layout.grid.shape[1] - 1))
-    return max(1 + len(layout.columns) * (cell_width + 1), len(longest_title) + 1)
 
 
 def _label_width(names: Sequence[str], grid: Indices, stride: int = 1) -> int:
@@ -270,10 +256,6 @@ def _label_width(names: Sequence[str], grid: Indices, stride: int = 1) -> int:
     row_label = f"{names[2]} {(grid.shape[2] - 1) * stride} " if names[2] else ""
     column_label = f"{names[3]} → " if names[3] else ""
     return max(len(row_label), len(column_label))
-
-
-def _wrap_length(fitting: int) -> int:
-    return next((n for n in (32, 16, 8, 4) if n <= fitting), max(fitting, 1))
 
 
 def _fill_bands(
