@@ -12,7 +12,7 @@ from meshwright.errors import UserError
 from meshwright.runtime.jax_internals import surrounding_axes
 
 DEFAULT_AXIS = "batch"
-"""The default axis name; outside of any named axis it means that arrays are global."""
+"""The default axis name; outside any named axis it means that arrays are global."""
 
 AxisName = str | Sequence[str]
 """One named axis, or several."""
@@ -36,7 +36,7 @@ def resolve_axes(axis_name: AxisName) -> tuple[str, ...]:
         f"no axis `{unbound[0]}` surrounds this call",
         why=f"the axes here are {', '.join(surrounding)}"
         if surrounding
-        else "the call is outside of shard_map and vmap, so arrays are global and already reduced",
+        else "the call is outside shard_map and vmap, so arrays are global and already reduced",
         fix=f"pass axis_name={surrounding[0]!r}"
         if len(surrounding) == 1
         else "pass the axis_name of the surrounding shard_map or vmap, or leave the call out "
@@ -50,7 +50,7 @@ def require_axes(axis_name: AxisName, operation: str) -> tuple[str, ...]:
     if not axes:
         raise UserError(
             f"{operation} needs a named axis",
-            why="the call is outside of shard_map and vmap: arrays are global, so there is one "
+            why="the call is outside shard_map and vmap: arrays are global, so there is one "
             "value, not one per device",
             fix="call it inside jax.shard_map with axis_name=…, or leave it out under jax.jit",
         )

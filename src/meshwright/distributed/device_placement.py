@@ -49,13 +49,13 @@ class DevicePlacement:
     """Places pytrees of arrays on one device or on many."""
 
     def __init__(self, default_device: Device | None = None) -> None:
-        """Use this device (JAX's first one by default) for calls that name none."""
+        """Use this device (JAX's first one by default) when a call names no device."""
         self._default_device = jax.local_devices()[0] if default_device is None else default_device
         self._hardware_type = HardwareType.detect([self._default_device])
 
     @property
     def default_device(self) -> Device:
-        """The device for calls that name none."""
+        """The device used when a call names none."""
         return self._default_device
 
     @property

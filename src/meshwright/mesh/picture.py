@@ -29,7 +29,7 @@ BlockAt = tuple[int, int]
 
 @dataclass(frozen=True)
 class Picture:
-    """A mesh reduced to what is drawn; devices are listed in row-major order of the coordinates.
+    """What is drawn of a mesh; devices are listed in row-major order of the coordinates.
 
     Attributes:
         axes: the axes larger than 1, outermost first, with their sizes.

@@ -31,7 +31,7 @@ def decide_stages(
     num_chunks: int,
     search: KernelSearch | None = None,
 ) -> Decision:
-    """Decide the placement of every leaf: blocks on their stages, others divided over all."""
+    """Decide the placement of every leaf: blocks on their stages, others sharded over all."""
     staged = [stack.number for stack in cut.stacks]
     decision = decide(cut.traced, sizes, sharding, staged=staged, search=search)
     at_rest = place_on_stages(cut, decision.at_rest, sizes[PIPE], num_chunks)
@@ -50,7 +50,7 @@ def decide_stages(
 def place_on_stages(
     cut: BlockCut, placements: Sequence[Placement], num_stages: int, num_chunks: int
 ) -> tuple[Placement, ...]:
-    """Return placements with the rows of blocks divided over the stages."""
+    """Return placements with the rows of blocks sharded over the stages."""
     division = divide_blocks(cut.num_blocks, num_stages, num_chunks)
     reason = OnEachStage(division.most * num_chunks, division.even)
     numbers = {stack.number for stack in cut.stacks}
@@ -82,7 +82,7 @@ def decide_per_device(
     sharding: ShardingConfig,
     num_chunks: int,
 ) -> PerDeviceLoss:
-    """Decide the placements for the loss of one device's samples, which no batch axis divides.
+    """Decide the placements for the loss of one device's samples, which no batch axis shards.
 
     Args:
         cut: the loss of one device's samples.
@@ -113,7 +113,7 @@ def pipelined_loss(
 
     Args:
         cut: the loss cut into stages, rows in the order of stages.
-        decision: all placements, stacks divided over the stages.
+        decision: all placements, stacks sharded over the stages.
         mesh: the mesh.
         schedule: the schedule.
         num_microbatches: microbatches between two flushes.
@@ -139,7 +139,7 @@ def pipelined_forward(
 
 
 def _stage_context(decision: Decision, mesh: Mesh, remat: Remat, *, wide: bool) -> StageContext:
-    """Return the layouts inside of the pipeline, without the pipe axis."""
+    """Return the layouts inside the pipeline, without the pipe axis."""
     return StageContext(
         mesh=mesh,
         pins=decision.pins,

@@ -1,4 +1,4 @@
-"""Dividing a list of layers into stages that cost about the same, and better numbers of stages."""
+"""Dividing a list of layers into stages of about equal cost, and suggesting how many stages."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def timeline_of(schedule: Schedule, shape: Shape, costs: Sequence[int]) -> Timel
 def fewer_stages(
     costs: Sequence[int], flops: Sequence[int], shape: Shape, schedule: Schedule
 ) -> str:
-    """Return what helps against unequal stages: fewer stages, or a slow layer divided.
+    """Return a remedy for unequal stages: fewer stages, or a slow layer split.
 
     Args:
         costs: the cost of each layer by which stages are balanced.
@@ -96,7 +96,7 @@ def fewer_stages(
     """
     now = _layers_of_stages(costs, shape)
     slowest = max(now, key=lambda layers: sum(flops[n] for n in layers))
-    only = f"divide layer {slowest[0]}, its only one, into several" if len(slowest) == 1 else ""
+    only = f"split layer {slowest[0]}, its only one, into several" if len(slowest) == 1 else ""
     waits: dict[int, Fraction] = {}
     for count in range(2, shape.num_stages):
         if shape.num_chunks > 1 and shape.num_microbatches % count:
@@ -107,7 +107,7 @@ def fewer_stages(
         waits[count] = timeline_of(schedule, smaller, each).bubble
     best = min(waits, key=lambda count: waits[count], default=0)
     better = f"num_stages={best} waits {float(waits[best]):.0%}" if best else ""
-    return "; or ".join(filter(None, (better, only))) or "divide its layers into smaller ones"
+    return "; or ".join(filter(None, (better, only))) or "split its layers into smaller ones"
 
 
 def _layers_of_stages(costs: Sequence[int], shape: Shape) -> list[list[int]]:

@@ -110,7 +110,7 @@ class BatchRun:
         call = StageCall(self.states[at], x, target)
         result = stage.forward(self.params[at], call)
         self.states[at] = result.state
-        # Only shapes of the call are needed again, but unread arrays cost nothing.
+        # Later only the shapes of the call are needed, but unread arrays cost nothing.
         self.calls[microbatch, at] = _ForwardRecord(call, result.saved)
         here = sum(place[1] == at for place in self.calls)
         self.host.most_kept[at] = max(self.host.most_kept[at], here)

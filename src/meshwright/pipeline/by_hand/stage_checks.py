@@ -127,7 +127,7 @@ def check_untraced(**values: PyTree) -> None:
             "a pipeline cannot run inside jax.jit, jax.grad or jax.vmap",
             why="its stages are separate programs on different devices, which cannot be part of "
             f"another program{traced}",
-            fix="call it outside of them; its stages are compiled anyway, and loss_and_gradients "
+            fix="call it outside them; its stages are compiled anyway, and loss_and_gradients "
             "returns gradients",
         )
 

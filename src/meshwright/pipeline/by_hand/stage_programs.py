@@ -64,7 +64,7 @@ class StagePrograms:
 
     Args:
         part: the stage's function.
-        mesh: its devices, samples divided over ``data``.
+        mesh: its devices, samples sharded over ``data``.
         first: whether this is the first stage, whose input needs no gradient.
         loss: for the last stage, the loss of (output, target).
     """
@@ -88,7 +88,7 @@ class StagePrograms:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def put(self, x: PyTree) -> PyTree:
-        """Place samples on the stage's devices, replicated if they cannot be divided."""
+        """Place samples on the stage's devices, replicated if they cannot be sharded."""
         count = self.mesh.size
 
         def place(array: Array) -> Array:

@@ -89,7 +89,7 @@ class Pipeline:
         num_chunks: pieces of the model on each stage, for interleaved; 2 by default.
         balance_by: balance stages by flops, or by the memory of parameters.
         devices: devices of the pipeline, all by default; each stage gets the same number and
-            divides samples over them.
+            shards samples over them.
         seed: seed of the parameters of Linen modules.
     """
 
@@ -222,7 +222,7 @@ class Pipeline:
 
         Args:
             optimizer: any optax transformation. It sees the leaves of one stage at a time.
-            states: what `init` or the update before returned; not to be used again.
+            states: what `init` or the previous update returned; they cannot be reused.
             x: inputs, samples in dim 0.
             target: targets of the loss, as many samples.
             clip_norm: largest norm of the gradients of all stages together.
@@ -315,7 +315,7 @@ class Pipeline:
         return resize_batch(example, size)
 
     def _check_fit(self, x: PyTree, target: PyTree = None) -> None:
-        """Raise if layers or loss fail on these shapes; each set of shapes is checked once."""
+        """Raise if layers or loss fail on these shapes, which are checked once."""
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, target))
         if (key := form_of_arrays(shapes)) in self._checked_forms:
             return
@@ -328,7 +328,7 @@ class Pipeline:
         self._checked_forms.add(key)
 
     def _split(self, name: str, batch: PyTree, count: int) -> list[PyTree]:
-        """Divide a batch into microbatches of nearly equal size; no sample is left out."""
+        """Split a batch into microbatches of nearly equal size; no sample is left out."""
         leaves, tree = jax.tree.flatten(batch)
         samples = leaves[0].shape[0]
         if samples < count:

@@ -108,7 +108,7 @@ class StackedInput(LayeredInput):
 
 @dataclass(frozen=True)
 class OuterLeaf:
-    """A step leaf outside of the blocks.
+    """A step leaf outside the blocks.
 
     Attributes:
         number: number of the step leaf.
@@ -125,12 +125,12 @@ class OuterLeaf:
 
 @dataclass(frozen=True)
 class Region:
-    """A part of the program outside of the blocks.
+    """A part of the program outside the blocks.
 
     Attributes:
         outputs: its outputs.
         eqns: its equations.
-        reads: the step leaves outside of the blocks that it reads.
+        reads: the step leaves outside the blocks that it reads.
     """
 
     outputs: tuple[Atom, ...]
@@ -158,7 +158,7 @@ class BlockResult:
 
 @dataclass(frozen=True)
 class NextState:
-    """The program that updates the state outside of the blocks.
+    """The program that updates the state outside the blocks.
 
     Attributes:
         program: computes the changing leaves, in order.
@@ -225,7 +225,7 @@ class BlockCut:
         return [layered for layered in stacked if layered.stack.kind == kind]
 
     def outer_of(self, kind: LeafKind) -> list[OuterLeaf]:
-        """Return the leaves outside of the blocks that are of a kind."""
+        """Return the leaves outside the blocks that are of a kind."""
         return [leaf for leaf in self.outer if leaf.kind == kind]
 
 
@@ -252,12 +252,12 @@ def modules_of_blocks(cut: BlockCut) -> list[tuple[int, ...]]:
 
 
 def odd_modules(cut: BlockCut) -> list[str]:
-    """Return the paths of modules in the blocks' own list that are not such blocks."""
+    """Return the paths of modules in the list of blocks that differ from the repeated ones."""
     head = re.sub(r"(\*|\d+n(\+\d+)?)$", "", path_of_blocks(cut.stacks))
     if not head:
         return []
     pattern = re.compile(rf"{re.escape(head)}\d+(?=\.)")
-    # What no block reads, such as the random keys of a dropout of 0, says nothing about it.
+    # Leaves that no block reads, such as the random keys of a dropout of 0, do not count.
     weights = (leaf for leaf in cut.outer if leaf.kind == "weight")
     matches = (pattern.match(leaf.step.leaf.path) for leaf in weights)
     return list(dict.fromkeys(match[0] for match in matches if match))

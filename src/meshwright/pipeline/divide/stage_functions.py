@@ -22,7 +22,7 @@ Message = list[Array]
 
 
 class Losses(NamedTuple):
-    """Totals and weights of what is minimised, and of what is reported."""
+    """Totals and weights of the objective and of the metrics."""
 
     objective: Weighted
     metrics: dict[str, Weighted]
@@ -35,7 +35,7 @@ class Microbatch:
 
     Attributes:
         batch: the leaves of the batch.
-        state: the changing leaves outside of the blocks, as they are before this microbatch.
+        state: the changing leaves outside the blocks, as they are before this microbatch.
     """
 
     batch: list[Array]
@@ -51,7 +51,7 @@ class BlockInputs:
         weights: the trained leaves of each block.
         fixed: the constant leaves of each block.
         changing: the state that each block replaces.
-        outer: the trained leaves outside of the blocks that blocks read.
+        outer: the trained leaves outside the blocks that blocks read.
         message: the message of the previous stage.
         microbatch: the inputs of the microbatch.
         virtual_stage: the number of the virtual stage.
@@ -102,7 +102,7 @@ class StageValues:
         weights: trained leaves of its blocks, each [chunks × blocks, …].
         fixed: constant leaves of its blocks.
         changing: state of its blocks, which every forward pass replaces.
-        outer: trained leaves outside of the blocks.
+        outer: trained leaves outside the blocks.
         microbatches: the inputs of the microbatches, each array [microbatches, …].
     """
 

@@ -25,13 +25,10 @@ from meshwright.program.on_mesh.mesh_rules import operands_in_param_dtype
 
 @dataclass(frozen=True)
 class WithinStage:
-    """Evaluates what moves values along a dim, or looks values up, with that dim whole.
-
-    The compiler would move pieces of a divided dim by an exchange of all devices, and stages that
-    run different operations would deadlock.
+    """Evaluates operations that move or look up values along a dim, with that dim whole.
 
     Attributes:
-        mesh: the mesh, its pipe axis divided by hand.
+        mesh: the mesh, whose pipe axis is manual.
     """
 
     mesh: MeshView
@@ -51,7 +48,7 @@ class WithinStage:
         indexed = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
         target, *others = env.operands(eqn)
         whole = env.with_operands(eqn, [make_whole(target, mesh, indexed), *others])
-        # By the rules that follow: in float64, how a scatter combines is widened as well.
+        # By the following rules: in float64 they also widen the scatter's combiner.
         results = env.evaluator.continue_after(self, eqn, whole)
         return [make_whole(a, mesh, indexed) for a in results]
 
@@ -154,14 +151,14 @@ SCATTERS = frozenset({"scatter", "scatter-add", "scatter-mul", "scatter-min", "s
 
 
 def divides_rows(eqn: Equation, spec: PartitionSpec | None) -> bool:
-    """Whether an equation looks up whole rows of a table whose rows are divided over devices."""
+    """Whether an equation looks up whole rows of a table whose rows are sharded."""
     return spec is not None and len(spec) > 0 and spec[0] is not None and _takes_rows(eqn)
 
 
 def divided_rows(
     eqn: Equation, table: Array, indices: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec
 ) -> Array:
-    """Look up rows of a table whose rows are divided: each device in its part, then summed."""
+    """Look up rows of a table whose rows are sharded: each device in its part, then summed."""
     axes = spec[0] if isinstance(spec[0], tuple) else (spec[0],)
     parts = math.prod(mesh.shape[axis] for axis in axes)
     each = table.shape[0] // parts
@@ -171,7 +168,7 @@ def divided_rows(
     starts = jnp.arange(parts, dtype=wanted.dtype) * each
     local = wanted[None] - starts.reshape(parts, *[1] * wanted.ndim)
     mine = (local >= 0) & (local < each)
-    # The compiler cannot divide lookups; the looked-up dims are whole here.
+    # The compiler cannot shard lookups; the looked-up dims are whole here.
     rows = jax.vmap(lambda piece, at: jnp.take(piece, at, axis=0, mode="clip"))(pieces, local)
     mask = mine.reshape(*mine.shape, *[1] * (rows.ndim - mine.ndim))
     summed = jnp.where(mask, rows, jnp.zeros((), rows.dtype)).sum(0)
@@ -191,7 +188,7 @@ def picks_one(eqn: Equation) -> bool:
 
 
 def picked(eqn: Equation, operand: Array, indices: Array) -> Array:
-    """Pick elements along the last dim by comparing, which any division of the dim allows."""
+    """Pick elements along the last dim by comparison, which works however the dim is sharded."""
     size = operand.shape[-1]
     at = indices[..., 0]
     wanted = _within(eqn, at, size)

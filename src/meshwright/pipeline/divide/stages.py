@@ -41,13 +41,13 @@ from meshwright.program.on_mesh.remat import Remat
 
 @dataclass(frozen=True)
 class StageContext:
-    """The mesh and the layouts of a traced loss inside of a pipeline.
+    """The mesh and the layouts of a traced loss inside a pipeline.
 
     Attributes:
         mesh: the mesh.
         pins: layouts of activations.
         weights: variables that depend on weights alone.
-        gathers: by number of the step leaf, the layouts of weights divided over fsdp, on one stage.
+        gathers: by number of the step leaf, the layouts of weights sharded over fsdp, on one stage.
         whole: by number of the step leaf, its layout when gathered, on one stage.
         kernels: regions that kernels evaluate.
         remat: what blocks save for their backward pass.
@@ -128,7 +128,7 @@ class Stages:
         return self._evaluator.weights.prepare(stack, use)
 
     def functions(self, outer: Mapping[int, Array]) -> StageFunctions:
-        """Return the stages, given the values of the step leaves outside of the blocks."""
+        """Return the stages, given the values of the step leaves outside the blocks."""
         frozen = {leaf.variable: outer[leaf.number] for leaf in self.cut.outer_of("fixed")}
         cut = self.cut
 
@@ -183,7 +183,7 @@ class Stages:
                 for buffer, result in zip(collected, wanted, strict=True)
             ]
             if not self.division.even:
-                # All stages wait for the longest, so padding blocks run too; results are dropped.
+                # All stages wait for the longest, so padding runs too; its results are dropped.
                 chosen = _choose(block < count, [*carry, *collected], before)
                 carry, collected = chosen[:num_carry], chosen[num_carry:]
             changed.append(self._changed_rows(results))

@@ -14,7 +14,7 @@ from meshwright.pipeline.schedule.operations import Kind
 from meshwright.pipeline.schedule.timeline import TickTable
 
 ABSENT = -1
-"""The entry of a column where a stage has no such operation in a tick."""
+"""The number in a column where a stage has nothing to do in a tick."""
 
 _Grid = NDArray[np.int32]
 """One number per tick and stage."""
@@ -135,21 +135,21 @@ class _Allocation:
 
     def rows(self) -> TickRow:
         activations, gradients, own = self.activations(), self.gradients(), self.own_gradients()
-        in_slot, ct_slot = self.pack(activations), self.pack(_either(gradients, own))
+        in_slot, gradient_slot = self.pack(activations), self.pack(_either(gradients, own))
         saved_slot, cut_slot = self.pack(self.saved()), self.pack(self.cuts())
         none = np.full_like(self.back, ABSENT)
         activation_in = self.grid(activations.first, in_slot)
-        gradient_in = self.grid(gradients.first, ct_slot)
+        gradient_in = self.grid(gradients.first, gradient_slot)
         stages = np.arange(self.shape.num_stages, dtype=np.int32)
         # Typed as Any: the record holds NumPy arrays, which the executor sees traced.
         make: Any = TickRow
         return make(
             forward=self.op(self.at[Kind.FORWARD], in_slot, saved_slot, cut_slot),
-            backward=self.op(self.back, ct_slot, saved_slot, cut_slot),
+            backward=self.op(self.back, gradient_slot, saved_slot, cut_slot),
             weight=self.op(self.at[Kind.WEIGHT_GRAD], none, saved_slot, cut_slot),
             activation_in=activation_in,
             gradient_in=gradient_in,
-            gradient_own=self.grid(own.first, ct_slot),
+            gradient_own=self.grid(own.first, gradient_slot),
             stage=np.broadcast_to(stages, activation_in.shape),
             sends=_sent(activation_in),
             sends_back=_sent(gradient_in),
@@ -167,14 +167,14 @@ class _Allocation:
         )
 
     def activations(self) -> _Lives:
-        """Return the lives of what the virtual stage before sends; the first has none before it."""
+        """Return the lives of activations sent by the previous virtual stage."""
         forward = self.at[Kind.FORWARD]
         lives = self.no_lives()
         lives.first[:, 1:], lives.last[:, 1:] = forward[:, :-1] + 1, forward[:, 1:]
         return lives
 
     def gradients(self) -> _Lives:
-        """Return the lives of what the virtual stage after sends back; the last has none after."""
+        """Return the lives of gradients sent back by the next virtual stage."""
         lives = self.no_lives()
         lives.first[:, :-1], lives.last[:, :-1] = self.back[:, 1:] + 1, self.back[:, :-1]
         return lives
@@ -186,18 +186,18 @@ class _Allocation:
         return lives
 
     def saved(self) -> _Lives:
-        """Return the lives of what forward saves, until no gradient needs it."""
+        """Return the lives of values that forward saves, until the last gradient reads them."""
         return _Lives(self.at[Kind.FORWARD], np.maximum(self.back, self.at[Kind.WEIGHT_GRAD]))
 
     def cuts(self) -> _Lives:
-        """Return the lives of what input gradients save for weight gradients."""
+        """Return the lives of values that input gradients save for weight gradients."""
         return _Lives(self.at[Kind.INPUT_GRAD], self.at[Kind.WEIGHT_GRAD])
 
     def no_lives(self) -> _Lives:
         return _Lives(np.full_like(self.back, ABSENT), np.full_like(self.back, ABSENT))
 
     def most(self, lives: _Lives) -> int:
-        """Return how many values a stage has at a time at most, which is how many slots it needs.
+        """Return the most values that a stage has at a time, which is how many slots it needs.
 
         A slot is free from the tick after the last one of its value.
         """
@@ -256,6 +256,6 @@ def _either(one: _Lives, other: _Lives) -> _Lives:
 
 
 def _sent(arrivals: _Grid) -> NDArray[np.bool_]:
-    """Return for each tick whether any stage sends what arrives before the next one."""
+    """Return for each tick whether any stage sends, so that something arrives before the next."""
     arrives = (arrivals != ABSENT).any(axis=1)
     return np.broadcast_to(np.append(arrives[1:], False)[:, None], arrivals.shape)

@@ -66,11 +66,11 @@ class ExchangeOrder:
         """
         previous = self._previous
         if self._waits and previous is not None:
-            # Always false, but known only when the previous exchange is over.
+            # Always false, but known only after the previous exchange.
             needed = needed | previous
 
         def run(values: T) -> T:
-            # Traced more than once, perhaps, always from the same start.
+            # This may be traced more than once, each time from the same start.
             self._previous = previous
             return update(values)
 
@@ -131,12 +131,12 @@ def check_exchanges(program: str, mesh: Mesh) -> None:
     first = permutes[0]
     where = f" in `{first.module}`" if first.module else ""
     others = {a: n for a, n in sizes.items() if a != PIPE and n > 1}
-    divided = " and ".join(f"{axis}={size}" for axis, size in others.items())
+    axes = " and ".join(f"{axis}={size}" for axis, size in others.items())
     raise UserError(
         f"the model cannot be divided into pipeline stages on this mesh: the compiler moves "
         f"pieces of an array for `{first.operation}`{where} between the devices of a stage",
-        why=f"the array is divided over {divided}, and stages, which work at different times, "
+        why=f"the array is sharded over {axes}, and stages, which work at different times, "
         "would wait for each other forever",
-        fix=f"leave out one of these axes, keep the array whole ({Setting('sharding.rules')}), or "
-        f"leave out {Setting('mesh.pipe')}",
+        fix=f"leave out one of these axes or {Setting('mesh.pipe')}, or do not shard the array "
+        f"({Setting('sharding.rules')})",
     )

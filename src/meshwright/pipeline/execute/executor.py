@@ -108,9 +108,9 @@ class StageExecutor:
         self.axis, self.platform, self.constrain = axis, platform, constrain
         self.order = ExchangeOrder(platform)
         self.work = StageWork(functions, values, shape, scale)
-        # Head and embedding ask whether they run only in ticks where their pass does. On CPUs, a
-        # flag that follows a loop keeps exchanges in order, so they come after the pass there,
-        # unless stages are single devices, which exchange nothing within.
+        # Head and embedding run inside their pass, so that ticks without one need not ask whether
+        # they run. On CPUs, a flag that follows a loop keeps exchanges in order, so they come after
+        # the pass there, unless a stage is a single device and exchanges nothing within itself.
         single = jax.sharding.get_abstract_mesh().size == shape.num_stages
         self._nests = platform != "cpu" or single
 
@@ -155,7 +155,7 @@ class StageExecutor:
         return replace(carry, sums=sums, arrived=arrived, arrived_back=arrived_back), None
 
     def _forward(self, carry: TickCarry, row: TickRow) -> tuple[TickCarry, Message]:
-        """Run a forward pass if the tick has one; return the new carry and what is sent."""
+        """Run the tick's forward pass, if any; return the new carry and the message to send."""
         op, work = row.forward, self.work
 
         def run(now: tuple[_AfterForward, Message]) -> tuple[_AfterForward, Message]:
@@ -164,7 +164,7 @@ class StageExecutor:
             outer = work.outer(self.functions.embed_reads)
             message = lax.cond(
                 op.reads < 0,
-                # Branches that end in arrays divided in different ways are refused by the compiler.
+                # The compiler refuses branches whose results are sharded differently.
                 named(
                     TickOp.EMBEDDING,
                     lambda: lax.optimization_barrier(self.functions.embed(outer, microbatch)),
@@ -211,7 +211,7 @@ class StageExecutor:
         return self.order.when(TickOp.HEAD, slot >= 0, run, sums)
 
     def _backward(self, carry: TickCarry, row: TickRow) -> tuple[TickCarry, BackwardMessage]:
-        """Run a backward pass if the tick has one; return the new carry and what is sent back."""
+        """Run the tick's backward pass, if any; return the new carry and the gradient to send."""
         op, work = row.backward, self.work
 
         def run(

@@ -176,7 +176,7 @@ class _StageForward:
     num_blocks: int
 
     def embed(self, microbatch: Microbatch) -> Message:
-        """Return what the first virtual stage receives."""
+        """Return the input of the first virtual stage."""
         return self.functions.embed(self._pick(self.functions.embed_reads), microbatch)
 
     def losses(self, message: Message, microbatch: Microbatch) -> Losses:
@@ -186,10 +186,10 @@ class _StageForward:
     def blocks(
         self, arrived: Message, microbatch: Microbatch, chunk: Array, virtual_stage: Array
     ) -> Message:
-        """Run a chunk's blocks on what has arrived, or on the embedding if they are the first."""
+        """Run a chunk's blocks on the message that arrived, or the first chunk on the embedding."""
         message = lax.cond(
             virtual_stage == 0,
-            # Branches that end in arrays divided in different ways are refused by the compiler.
+            # The compiler refuses branches whose results are sharded differently.
             lambda: lax.optimization_barrier(self.embed(microbatch)),
             lambda: lax.optimization_barrier(arrived),
         )

@@ -43,8 +43,8 @@ CHEAP = frozenset(
     }
 )
 # fmt: on
-"""Primitives that compilers fuse into whatever reads their result, so that running them again
-costs neither memory nor time worth mentioning. Products, reductions, lookups, random numbers and
+"""Primitives that compilers fuse into whatever reads their result, so that recomputing
+them costs hardly any memory or time. Products, reductions, lookups, random numbers and
 whatever communicates are not among them. A sharding constraint does not: of two values with the
 same bytes, the later one is saved, so its result is, not its operand."""
 
@@ -54,17 +54,17 @@ _NO_LIMIT = 1 << 62
 def least_saved(
     eqns: Sequence[Equation], inputs: Collection[Var], wanted: Iterable[Var]
 ) -> list[Var]:
-    """Return the variables to save so that the wanted ones can be computed again.
+    """Return the variables to save so that the wanted ones can be recomputed.
 
-    They are a smallest cut through the program, in bytes, between what cannot be computed again
+    They are a smallest cut through the program, in bytes, between what cannot be recomputed
     (inputs, and results of equations that are not cheap) and what is wanted. Of several, the one
-    that leaves the least to compute is taken. Values that do not depend on the inputs need not be
+    that leaves the least to recompute is taken. Values that do not depend on the inputs need not be
     saved.
 
     Args:
         eqns: the program.
-        inputs: the variables that are not at hand later, from outside or of the program.
-        wanted: the variables that are.
+        inputs: variables that are not available later, from outside the program or inside it.
+        wanted: variables that are needed later.
     """
     graph = _Flow()
     # Each variable is an edge from the first node to the second: to save it is to cut the edge.
@@ -117,7 +117,7 @@ def split_backward(backward: ClosedJaxpr, num_residuals: int, num_weights: int) 
     The first half propagates the gradient of the result back through the layers; the second
     multiplies these gradients with the inputs of the layers. Sums for which the second half would
     need values that its products do not, such as those for the weights of a norm, belong to the
-    first half, where these values are at hand.
+    first half, which has these values.
     """
     closed = inlined(backward, [_without_remat])
     jaxpr = closed.jaxpr
@@ -136,7 +136,7 @@ def split_backward(backward: ClosedJaxpr, num_residuals: int, num_weights: int) 
 def _by_work(
     eqns: Sequence[Equation], weight_atoms: Sequence[Atom]
 ) -> tuple[list[Atom], list[Atom]]:
-    """Return the gradients that equations compute by products or the like, and by mere sums."""
+    """Return the gradients computed by products or the like, and those computed by sums alone."""
     products, sums = [], []
     for atom in weight_atoms:
         names = {eqn.primitive.name for eqn in needed_equations(eqns, [atom])}
@@ -150,7 +150,7 @@ def _cut(
     cotangents: Sequence[Var],
     wanted: Sequence[Atom],
 ) -> list[Var]:
-    """Return what the first half has to keep so that the second can compute these gradients."""
+    """Return what the first half has to save for the second to compute these gradients."""
     rest = needed_equations(_without(eqns, first), wanted)
     reads = variables([*_reads_in_order(rest), *wanted])
     kept = [v for eqn in first if eqn.primitive.name not in CHEAP for v in eqn.outvars]
@@ -254,7 +254,7 @@ class _Flow:
         return levels if levels[self.sink] >= 0 else None
 
     def _augment(self, levels: Sequence[int], tried: list[int]) -> bool:
-        """Send what one more path to the sink takes; return whether there was one."""
+        """Fill one more path to the sink; return whether there was one."""
         path: list[int] = []
         node = self.source
         while node != self.sink:
@@ -267,7 +267,7 @@ class _Flow:
             else:
                 if not path:
                     return False
-                # A dead end: go back, and do not try this way again.
+                # A dead end: go back, and do not take this edge again.
                 node = self._ends[path.pop() ^ 1]
                 tried[node] += 1
                 continue

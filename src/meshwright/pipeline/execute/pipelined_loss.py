@@ -167,7 +167,7 @@ class PipelinedLoss:
         return weights, outer, losses, changed
 
     def _outer_states(self, leaves: Sequence[Array], count: int) -> tuple[LeafValues, LeafValues]:
-        """Return, for state outside of blocks, its values before each microbatch and at the end."""
+        """Return, for state outside blocks, its values before each microbatch and at the end."""
         following = self._cut.next_state
         if following is None:
             return {}, {}
@@ -199,7 +199,7 @@ class PipelinedLoss:
 
 
 class OuterSums:
-    """Adds up what the devices of all stages have computed.
+    """Sums the outer weights' gradients over the devices of all stages.
 
     Args:
         mesh: the mesh.
@@ -223,8 +223,8 @@ class OuterSums:
     def reduced(self, stacked: LeafValues) -> LeafValues:
         """Return the gradients, in their placement.
 
-        No axis is left to the compiler, which would gather what other axes divide before it
-        divides a sum over the stages.
+        No axis is left to the compiler, which would gather what other axes shard before it
+        scatters a sum over the stages.
         """
         if not stacked:
             return {}
@@ -238,20 +238,20 @@ class OuterSums:
         return each(stacked)
 
     def _reduce(self, number: int, total: Array) -> Array:
-        dim = self._divided_dim(number)
+        dim = self._pipe_dim(number)
         if dim is None:
             return lax.psum(total, (PIPE, *self._axes))
         part = lax.psum_scatter(total, PIPE, scatter_dimension=dim, tiled=True)
         return lax.psum(part, self._axes) if self._axes else part
 
-    def _divided_dim(self, number: int) -> int | None:
+    def _pipe_dim(self, number: int) -> int | None:
         dims = self._gradients[number].dims
         return next((dim for dim, axes in enumerate(dims) if PIPE in axes), None)
 
     def _after(self, number: int) -> PartitionSpec:
         """Return the layout of a sum of which each stage keeps its part, as in its placement."""
         entries = [*self._sums[number]]
-        dim = self._divided_dim(number)
+        dim = self._pipe_dim(number)
         if dim is None:
             return PartitionSpec(*entries)
         entries += [None] * (dim + 1 - len(entries))

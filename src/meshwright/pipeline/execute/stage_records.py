@@ -77,7 +77,7 @@ class BlockWeights:
 
     Attributes:
         rows: those of each block; sums have a dim 0 that counts chunks.
-        outer: those outside of the blocks.
+        outer: those outside the blocks.
     """
 
     rows: list[BlockRow]

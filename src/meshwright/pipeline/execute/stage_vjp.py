@@ -182,7 +182,7 @@ class StageVJP:
         return split_backward(self._backward, len(self._residuals), self._num_weights)
 
     def _halves_environment(self, held: HeldValues, saved: Sequence[Array]) -> Environment:
-        """Return what both halves of the backward pass start with: the residuals."""
+        """Return the environment that both halves of the backward pass start from."""
         evaluator = _evaluator(held)
         residuals = self._all_residuals(held, saved, evaluator)
         jaxpr, consts = self._halves.closed.jaxpr, self._halves.closed.consts

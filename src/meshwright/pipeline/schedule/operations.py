@@ -50,7 +50,7 @@ class Op:
 
     @property
     def hands_back(self) -> bool:
-        """Whether it computes the gradient the stage before waits for."""
+        """Whether it computes the gradient that the previous stage waits for."""
         return self.kind in (Kind.BACKWARD, Kind.INPUT_GRAD)
 
     @property

@@ -64,7 +64,7 @@ class Chart:
         yield from self.lines(min(options.max_width, most))
 
     def lines(self, width: int) -> list[Text]:
-        """Return the stages, what is left out, and what the letters mean."""
+        """Return a line for each stage, a note on omitted columns, and the legend."""
         stages = self.timeline.shape.num_stages
         available = max(8, width - len(f"stage {stages - 1} "))
         per_column = self._per_column(available)
@@ -144,7 +144,7 @@ class Chart:
 
 
 def timeline_svg(timeline: Spans, title: str = "") -> str:
-    """Return an SVG drawing of a timeline; every operation says what it is when pointed at."""
+    """Return an SVG drawing of a timeline; operations describe themselves on hover."""
     unit, stages = _time_unit(timeline), timeline.shape.num_stages
     across = min(_WIDEST_UNIT, _WIDEST / int(timeline.makespan / unit))
     left, scale = MARGIN + _LABEL, across / float(unit)
