@@ -72,7 +72,7 @@ class Result(Enum):
     __hash__ = object.__hash__
 
 
-class Event(NamedTuple):
+class OpResult(NamedTuple):
     """The result of an operation, which others wait for.
 
     Attributes:
@@ -134,24 +134,24 @@ class Shape:
         """Return the virtual stage of an operation."""
         return op.chunk * self.num_stages + stage
 
-    def gives(self, op: Op, stage: int) -> Event | None:
-        """Return the event that an operation produces for others, if any."""
+    def gives(self, op: Op, stage: int) -> OpResult | None:
+        """Return the result that other operations wait for, if any."""
         if op.kind is Kind.FORWARD:
-            return Event(Result.OUTPUT, op.microbatch, self.virtual(op, stage))
+            return OpResult(Result.OUTPUT, op.microbatch, self.virtual(op, stage))
         if op.hands_back:
-            return Event(Result.INPUT_GRADIENT, op.microbatch, self.virtual(op, stage))
+            return OpResult(Result.INPUT_GRADIENT, op.microbatch, self.virtual(op, stage))
         return None
 
-    def needs(self, op: Op, stage: int) -> list[Event]:
-        """Return the events that an operation waits for."""
+    def needs(self, op: Op, stage: int) -> list[OpResult]:
+        """Return the results that an operation waits for."""
         m, at = op.microbatch, self.virtual(op, stage)
         if op.kind is Kind.FORWARD:
-            return [Event(Result.OUTPUT, m, at - 1)] if at > 0 else []
+            return [OpResult(Result.OUTPUT, m, at - 1)] if at > 0 else []
         if op.kind is Kind.WEIGHT_GRAD:
-            return [Event(Result.INPUT_GRADIENT, m, at)]
-        own_output = Event(Result.OUTPUT, m, at)
+            return [OpResult(Result.INPUT_GRADIENT, m, at)]
+        own_output = OpResult(Result.OUTPUT, m, at)
         last = at == self.num_virtual - 1
-        return [own_output] if last else [own_output, Event(Result.INPUT_GRADIENT, m, at + 1)]
+        return [own_output] if last else [own_output, OpResult(Result.INPUT_GRADIENT, m, at + 1)]
 
 
 @dataclass(frozen=True)

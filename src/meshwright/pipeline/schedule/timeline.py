@@ -9,10 +9,10 @@ from fractions import Fraction
 
 from meshwright.errors import UserError
 from meshwright.pipeline.schedule.operations import (
-    Event,
     Kind,
     Op,
     Operations,
+    OpResult,
     Shape,
     Span,
     Spans,
@@ -35,7 +35,7 @@ class Timeline(Spans):
 def simulate(lists: Operations, shape: Shape, times: Times | None = None) -> Timeline:
     """Run every stage through its list, each operation as soon as its inputs exist."""
     times = times or Times()
-    done: dict[Event, Fraction] = {}
+    done: dict[OpResult, Fraction] = {}
     free = [Fraction(0)] * shape.num_stages
     position = [0] * shape.num_stages
     spans: list[Span] = []
@@ -51,9 +51,9 @@ def simulate(lists: Operations, shape: Shape, times: Times | None = None) -> Tim
                 start = max([free[stage], *(done[need] for need in needs)])
                 free[stage] = start + times.of(op, stage, shape.num_chunks)
                 spans.append(Span(stage, op, start, free[stage]))
-                event = shape.gives(op, stage)
-                if event:
-                    done[event] = free[stage]
+                result = shape.gives(op, stage)
+                if result:
+                    done[result] = free[stage]
                 position[stage] += 1
                 moved = True
             else:
@@ -146,12 +146,12 @@ class TickTable:
 
 def in_lockstep(lists: Operations, shape: Shape) -> TickTable:
     """Place operations one per stage and tick, each as early as its inputs allow."""
-    done: set[Event] = set()
+    done: set[OpResult] = set()
     position = [0] * shape.num_stages
     ticks: list[Tick] = []
     while any(at < len(ops) for at, ops in zip(position, lists, strict=True)):
         row: list[tuple[Op, ...]] = []
-        new: list[Event] = []
+        new: list[OpResult] = []
         for stage, ops in enumerate(lists):
             op = ops[position[stage]] if position[stage] < len(ops) else None
             if op is None or not done.issuperset(shape.needs(op, stage)):
@@ -159,8 +159,8 @@ def in_lockstep(lists: Operations, shape: Shape) -> TickTable:
                 continue
             row.append((op,))
             position[stage] += 1
-            event = shape.gives(op, stage)
-            new += [event] if event else []
+            result = shape.gives(op, stage)
+            new += [result] if result else []
         assert any(row), "stages wait for each other"
         done.update(new)
         ticks.append(tuple(row))
