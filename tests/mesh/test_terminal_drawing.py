@@ -146,12 +146,6 @@ def test_colour_adds_nothing_that_plain_text_lacks(cluster):
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == drawn(mesh)
 
 
-def test_a_title_replaces_the_first_line(cluster):
-    out = io.StringIO()
-    Console(file=out, width=80).print(render_mesh(build_mesh({}, cluster(1, 2)), title="my mesh"))
-    assert out.getvalue().startswith("my mesh\n")
-
-
 def luminance(colour):
     channels = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)

@@ -22,7 +22,7 @@ from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.pipeline.pipeline_report import PipelineReport
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.pipeline.schedule.timeline import Timeline
-from meshwright.pipeline.schedule.timeline_drawing import render_timeline, timeline_svg
+from meshwright.pipeline.schedule.timeline_drawing import TimelineDrawing, timeline_svg
 from meshwright.plan import Plan, unused_settings
 from meshwright.program.kernels.substitution import describe
 from meshwright.recipe import make_recipe
@@ -141,7 +141,7 @@ def _pipeline(assembled: Assembled, found: PipelineReport) -> Iterator[Renderabl
             f"{stage.flops:,} FLOPs a microbatch, keeps {kept}"
         )
     yield Text()
-    yield render_timeline(_timeline(assembled.plan))
+    yield TimelineDrawing(_timeline(assembled.plan))
     yield Text(found.waiting())
     yield Text()
 

@@ -57,17 +57,13 @@ are the digits of a base-3 index."""
 _ROUND = str.maketrans("┌┐└┘", "╭╮╰╯")
 
 
-def render_mesh(mesh: Mesh | AbstractMesh, *, title: str | None = None) -> RenderableType:
+def render_mesh(mesh: Mesh | AbstractMesh) -> RenderableType:
     """Return a drawing of a mesh for rich.
 
     The innermost axis runs along the columns of a block, the next along its rows, and one block
     is drawn for each coordinate of the outer axes. Coordinates that do not fit are left out.
-
-    Args:
-        mesh: a mesh, or an abstract one.
-        title: replaces the first line, which lists the axes and devices.
     """
-    return MeshDrawing(picture_of(mesh), title)
+    return MeshDrawing(picture_of(mesh))
 
 
 @dataclass(frozen=True)
@@ -75,11 +71,10 @@ class MeshDrawing:
     """A drawing that fits itself to the width it is printed at."""
 
     picture: Picture
-    title: str | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """Yield the lines of the drawing."""
-        yield Text(self.title or self.picture.headline, style="bold")
+        yield Text(self.picture.headline, style="bold")
         yield Text()
         layout, lines = self._fitted(drawing_width(options))
         yield from lines

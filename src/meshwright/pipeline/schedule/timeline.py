@@ -18,7 +18,7 @@ from meshwright.pipeline.schedule.operations import (
     Spans,
     Times,
 )
-from meshwright.pipeline.schedule.timeline_drawing import render_timeline
+from meshwright.pipeline.schedule.timeline_drawing import TimelineDrawing
 
 
 class Timeline(Spans):
@@ -28,7 +28,7 @@ class Timeline(Spans):
         return f"Timeline({self.shape}, waits {float(self.bubble) * 100:.1f}%)"
 
     def __str__(self) -> str:
-        lines = render_timeline(self).lines(shutil.get_terminal_size().columns)
+        lines = TimelineDrawing(self).lines(shutil.get_terminal_size().columns)
         return "\n".join(line.plain for line in lines)
 
 

@@ -43,24 +43,18 @@ _WAITING = 0.22
 """The opacity of the time in which a stage waits."""
 
 
-def render_timeline(timeline: Spans, width: int | None = None) -> Chart:
-    """Return a drawing of a timeline, as wide as the console or ``width`` columns at most.
+@dataclass(frozen=True)
+class TimelineDrawing:
+    """A timeline drawn in the width it is printed at.
 
     An operation starts with its letter; its microbatch follows where all numbers fit. What does
     not fit is left out in the middle.
     """
-    return Chart(timeline, width)
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A timeline that is drawn for the width it is given."""
 
     timeline: Spans
-    width: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        most = self.width or (options.max_width if options.is_terminal else _WIDTH_OF_A_FILE)
+        most = options.max_width if options.is_terminal else _WIDTH_OF_A_FILE
         yield from self.lines(min(options.max_width, most))
 
     def lines(self, width: int) -> list[Text]:
@@ -75,9 +69,10 @@ class Chart:
             right = whole - (available - len(_GAP) - left)
             rows = [Text.assemble(row[:left], _GAP, row[right:]) for row in rows]
         names = [f"stage {stage} ".rjust(width - available) for stage in range(stages)]
-        drawn = [Text.assemble(*each, overflow="crop") for each in zip(names, rows, strict=True)]
-        for row in drawn:
-            row.no_wrap = True
+        drawn = [
+            Text.assemble(*parts, overflow="crop", no_wrap=True)
+            for parts in zip(names, rows, strict=True)
+        ]
         missing = whole - available + len(_GAP)
         note = [Text(f"(… stands for {missing} of {whole} columns)")] if whole > available else []
         return [*drawn, *note, self._legend()]
