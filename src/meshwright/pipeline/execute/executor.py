@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.divide.stage_functions import (
     BlockRow,
     LeafValues,
@@ -86,7 +87,6 @@ class StageExecutor:
         values: the leaves of this stage.
         shape: the size of the pipeline.
         slots: the number of slots of each kind.
-        axis: name of the mesh axis of stages.
         platform: the platform of the devices.
         scale: factor on the loss before differentiation, for half precision.
         constrain: fixes the sharding of the running sums.
@@ -99,13 +99,12 @@ class StageExecutor:
         shape: Shape,
         slots: SlotCounts,
         *,
-        axis: str,
         platform: str,
         scale: Array | None,
         constrain: Callable[[StageSums], StageSums],
     ) -> None:
         self.functions, self.shape, self.slots = functions, shape, slots
-        self.axis, self.platform, self.constrain = axis, platform, constrain
+        self.platform, self.constrain = platform, constrain
         self.order = ExchangeOrder(platform)
         self.work = StageWork(functions, values, shape, scale)
         # Head and embedding run inside their pass, so that ticks without one need not ask whether
@@ -148,7 +147,7 @@ class StageExecutor:
             carry = self._weight_gradient(carry, row)
         sums = self.constrain(carry.sums)
         arrived, arrived_back = self.order.exchange(
-            self.axis,
+            PIPE,
             Transfer(TickOp.SEND, sent, self.shape.ring(1), row.sends),
             Transfer(TickOp.SEND_BACK, sent_back, self.shape.ring(-1), row.sends_back),
         )

@@ -148,7 +148,6 @@ class PipelinedLoss:
             values,
             shape,
             slots,
-            axis=PIPE,
             platform=self.where.platform,
             scale=scale,
             constrain=self._constrain,
