@@ -14,11 +14,15 @@ from meshwright.config.base import Frozen
 from meshwright.config.batch import nearest_divisors
 from meshwright.config.environment import read_environment
 from meshwright.errors import UserError
-from meshwright.mesh.axes import canonical_axis
+from meshwright.mesh.axes import MESH_AXES, canonical_axis
 from meshwright.text.units import counted, either
 
-DEFAULT_AXIS_NAMES = ("data", "model", "pipeline")
-_PARALLEL = {"tensor": "tensor_parallel_size", "pipe": "pipeline_parallel_size"}
+_PARALLEL = {
+    canonical_axis(key.removesuffix("_parallel_size")): key
+    for key in ("tensor_parallel_size", "pipeline_parallel_size")
+}
+"""By mesh axis, the field that sets its size."""
+DEFAULT_AXIS_NAMES = ("data", *(MESH_AXES[axis].aliases[0] for axis in _PARALLEL))
 
 Size = Annotated[int, Field(ge=1, le=2**20)]
 """A number of processes or nodes; more than a million is a typing mistake."""
@@ -188,8 +192,8 @@ def _infer_mesh(values: dict[str, Any]) -> None:
     sizes = {axis: values[key] for axis, key in _PARALLEL.items() if key in values}
     names = values.get("mesh_axis_names")
     if names is None:
-        alias = {"tensor": "model", "pipe": "pipeline"}
-        names = ("data", *(alias[axis] for axis, size in sizes.items() if size > 1))
+        larger = (axis for axis, size in sizes.items() if size > 1)
+        names = ("data", *(MESH_AXES[axis].aliases[0] for axis in larger))
     axes = _axes(names)
     left, remainder = divmod(values["world_size"], math.prod(sizes.values()))
     # The remaining processes go to the first other axis, or to tensor or pipe if it has no size.

@@ -20,7 +20,7 @@ from meshwright.config.base import Frozen
 from meshwright.config.duration import parse_duration
 from meshwright.errors import Setting, UserError
 from meshwright.hardware import is_local, parse_hardware
-from meshwright.mesh.axes import INFER, resolve_alias
+from meshwright.mesh.axes import AXES, INFER, resolve_alias
 
 Precision = Literal["no", "bf16", "fp16"]
 KernelChoice = Literal["auto", "xla", "none"]
@@ -229,7 +229,7 @@ class MeshConfig(Frozen):
             named[axis] = named.get(axis, INFER) if size == INFER else size
         return named
 
-    @field_validator("pipe", "data", "fsdp", "tensor")
+    @field_validator(*AXES)
     @classmethod
     def _positive(cls, size: int) -> int:
         if size != INFER and size < 1:
@@ -240,7 +240,7 @@ class MeshConfig(Frozen):
 
     def sizes(self) -> dict[str, int]:
         """Return axis sizes as given; one may be -1."""
-        return {axis: getattr(self, axis) for axis in ("pipe", "data", "fsdp", "tensor")}
+        return {axis: getattr(self, axis) for axis in AXES}
 
 
 def _plain_spec(rule: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import ShardingConfig
-from meshwright.mesh.axes import AXES, resolve_alias
+from meshwright.mesh.axes import AXES, BATCH_AXES, resolve_alias
 from meshwright.program.dims import DimClasses, Frame, LeafLabel, find_dim_classes
 from meshwright.program.dims.classes import LeafRole
 from meshwright.program.evaluate.gather import GatherSpecs
@@ -165,7 +165,7 @@ def _pins(
 
 def batch_axes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the mesh axes that divide the batch, outermost first, with their sizes."""
-    return {axis: sizes[axis] for axis in ("data", "fsdp") if sizes.get(axis, 1) > 1}
+    return {axis: sizes[axis] for axis in BATCH_AXES if sizes.get(axis, 1) > 1}
 
 
 def dim_classes(traced: TracedLoss) -> DimClasses:

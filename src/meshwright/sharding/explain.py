@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import Setting
+from meshwright.mesh.axes import MODEL_AXES, PIPE
 from meshwright.program.trace.layout import Layout, StepLeaf
 from meshwright.sharding.decide import Decision
 from meshwright.sharding.placement import Placement, bytes_per_device
 from meshwright.sharding.reasons import OnEachStage, WholeOnStage
 
-PARAMETER_AXES = ("fsdp", "tensor")
+PARAMETER_AXES = tuple(axis for axis in MODEL_AXES if axis != PIPE)
 
 
 @dataclass(frozen=True)
