@@ -27,9 +27,9 @@ def fsdp(*shape, tensor=None, size=4, smallest=0, keep=0):
         ((32, 32), None, (None, "fsdp"), "fsdp on dim 1: 32 / 4"),
         ((50257, 768), None, (None, "fsdp"), "fsdp on dim 1: 768 / 4"),
         ((64, 16), 0, ("tensor", "fsdp"), "fsdp on dim 1: 16 / 4"),
-        ((64, 7), 0, ("tensor",), "not divided over fsdp: no free dim of 64×7 is divisible by 4"),
-        ((7, 9), None, (), "not divided over fsdp: no free dim of 7×9 is divisible by 4"),
-        ((), None, (), "not divided over fsdp: a scalar"),
+        ((64, 7), 0, ("tensor",), "not sharded over fsdp: no free dim of 64×7 is divisible by 4"),
+        ((7, 9), None, (), "not sharded over fsdp: no free dim of 7×9 is divisible by 4"),
+        ((), None, (), "not sharded over fsdp: a scalar"),
     ],
 )
 def test_the_largest_dim_that_divides_is_divided(shape, tensor, spec, reason):
@@ -39,7 +39,7 @@ def test_the_largest_dim_that_divides_is_divided(shape, tensor, spec, reason):
 
 
 def test_small_leaves_stay_whole():
-    assert fsdp(8, 16, smallest=129).reason == "not divided over fsdp: only 128 elements"
+    assert fsdp(8, 16, smallest=129).reason == "not sharded over fsdp: only 128 elements"
     assert fsdp(8, 16, smallest=128).axes() == {"fsdp"}
 
 

@@ -1,97 +1,57 @@
-"""Reasons are records: one block of a stack has its own numbers, and a phrase is made once."""
+"""Reasons are phrases: one block of a stack has its own numbers, and a placement is one line."""
 
 import jax.numpy as jnp
 import pytest
 
 from meshwright.program.trace.model_leaves import Leaf
-from meshwright.sharding.placement import Placement, add_pipe
-from meshwright.sharding.reasons import (
-    ByRule,
-    Divided,
-    NoDivisibleDim,
-    OnEachStage,
-    TooSmall,
-    UnknownAnnotation,
-    render,
-)
-from meshwright.sharding.tensor_reasons import (
-    Column,
-    Factor,
-    Fused,
-    NotDivisible,
-    Recurrent,
-    Replicated,
-    product,
-)
+from meshwright.sharding.placement import Placement, Reason, add_fsdp, add_pipe, on_each_stage
+from meshwright.sharding.rules import by_rule
+
+
+def leaf(*shape: int) -> Leaf:
+    return Leaf("head", shape, jnp.dtype("float32"), "param", "Param", is_weight=True)
 
 
 @pytest.mark.parametrize(
-    ("of_stack", "of_block"),
+    ("shape", "smallest", "of_stack", "of_block"),
     [
-        (Divided("fsdp", 2, 64, 4), Divided("fsdp", 1, 64, 4)),
-        (NoDivisibleDim("fsdp", (4, 7, 9), 2), NoDivisibleDim("fsdp", (7, 9), 2)),
-        (TooSmall("fsdp", 12), TooSmall("fsdp", 12)),
-        (ByRule("dim 3", "row"), ByRule("dim 3", "row")),
+        ((4, 3, 64), 0, "fsdp on dim 2: 64 / 4", "fsdp on dim 1: 64 / 4"),
+        (
+            (4, 7, 9),
+            0,
+            "not sharded over fsdp: no free dim of 4×7×9 is divisible by 4",
+            "not sharded over fsdp: no free dim of 7×9 is divisible by 4",
+        ),
+        (
+            (4, 12),
+            100,
+            "not sharded over fsdp: only 12 elements",
+            "not sharded over fsdp: only 12 elements",
+        ),
     ],
 )
-def test_one_block_of_a_stack_has_a_dim_less_in_front(of_stack, of_block):
-    assert of_stack.in_one_block() == of_block
+def test_one_block_of_a_stack_lacks_the_leading_dim(shape, smallest, of_stack, of_block):
+    stack = leaf(*shape)
+    (reason,) = add_fsdp(stack, [()] * len(shape), size=4, smallest=smallest, keep=1).reasons
+    assert (str(reason), str(reason.in_one_block())) == (of_stack, of_block)
 
 
 @pytest.mark.parametrize(
     ("reasons", "text"),
     [
         ((), "the same on every device"),
-        ((OnEachStage(2, even=True),), "2 blocks on each stage"),
+        ((on_each_stage(2, even=True),), "2 blocks on each stage"),
         (
-            (OnEachStage(1, even=False), TooSmall("fsdp", 1)),
-            "up to 1 block on each stage; not divided over fsdp: only 1 element",
+            (on_each_stage(1, even=False), Reason("like head")),
+            "up to 1 block on each stage; like head",
         ),
-        (
-            (UnknownAnnotation(("embed", None)), Divided("fsdp", 0, 8, 2)),
-            "annotated (embed, None), no mesh axis; fsdp on dim 0: 8 / 2",
-        ),
-        ((ByRule("a.*", ("fsdp", None)),), "rule `a.*`: ['fsdp', None]"),
+        ((by_rule("a.*", ("fsdp", None)),), "rule `a.*`: ['fsdp', None]"),
     ],
 )
 def test_reasons_are_one_line(reasons, text):
-    assert render(reasons) == text
     assert Placement("x", (), tuple(reasons)).reason == text
 
 
-def test_what_only_stages_divide_is_not_called_the_same_on_every_device():
-    leaf = Leaf("head", (8, 4), jnp.dtype("float32"), "param", "Param", is_weight=True)
-    placed = add_pipe(leaf, Placement("head", ((), ())), sizes={"pipe": 2}, smallest=0)
+def test_what_only_stages_shard_is_not_called_the_same_on_every_device():
+    placed = add_pipe(leaf(8, 4), Placement("head", ((), ())), sizes={"pipe": 2}, smallest=0)
     assert placed.reason == "pipe on dim 0: 8 / 2"
-
-
-HEADS = (Factor(4, "heads"), Factor(16))
-
-
-@pytest.mark.parametrize(
-    ("reason", "text"),
-    [
-        (Column(HEADS, "reduced", ""), "column: feeds 4 heads × 16, reduced in the loss"),
-        (Column(HEADS, "", ""), "column: feeds 4 heads × 16, never summed"),
-        (
-            Replicated(NotDivisible((Factor(3, "channels"),), 2)),
-            "not divided over tensor: 3 channels are not divisible by tensor=2",
-        ),
-        (
-            Replicated(NotDivisible((Factor(257, "vocabulary"),), 2)),
-            "not divided over tensor: vocabulary 257 is not divisible by tensor=2",
-        ),
-        (
-            Replicated(Recurrent("rnn.h")),
-            "not divided over tensor: both dims of rnn.h are the same class (recurrent)",
-        ),
-        (
-            Replicated(Fused(HEADS[:1], (Factor(3), *HEADS), None)),
-            "not divided over tensor: fused: the factor 4 heads is inside its dim "
-            "(3 × 4 heads × 16), which no PartitionSpec can express",
-        ),
-    ],
-)
-def test_tensor_reasons_are_phrases(reason, text):
-    assert str(reason) == text
-    assert product(HEADS) == "4 heads × 16"

@@ -11,11 +11,13 @@ from meshwright.mesh.axes import canonical_axis
 from meshwright.program.dims import DimClasses, Roles
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
-from meshwright.sharding.placement import DimAxes, Placement
-from meshwright.sharding.reasons import ByAnnotation, ByRule, Reason, Rule
+from meshwright.sharding.placement import BY_ANNOTATION, DimAxes, Placement, Reason
+
+Rule = str | Sequence[Any]
+"""``column``, ``row``, ``replicate``, or a partition spec such as ``["fsdp", "tensor"]``."""
 
 TENSOR_ROLES = ("column", "row")
-"""Rules for the tensor axis alone; fsdp still divides another dim."""
+"""Rules for the tensor axis alone; fsdp still shards another dim."""
 
 
 def find_rule(
@@ -83,7 +85,7 @@ def apply_rule(
 ) -> Placement:
     """Return the placement a rule asks for."""
     leaf = step.leaf
-    reason = ByRule(pattern, rule)
+    reason = by_rule(pattern, rule)
     if rule == "replicate":
         return Placement(leaf.path, ((),) * len(leaf.shape), (reason,))
     if rule in TENSOR_ROLES:
@@ -102,8 +104,13 @@ def apply_rule(
     return _explicit(leaf, entries, reason, sizes)
 
 
+def by_rule(pattern: str, rule: Rule) -> Reason:
+    """Return the reason for a placement that a rule of the user asks for."""
+    return Reason(f"rule `{pattern}`: {rule if isinstance(rule, str) else list(rule)}")
+
+
 def check_on_stages(step: StepLeaf, spec: Sequence[Any], reason: Reason, stages: int) -> None:
-    """Refuse a spec that divides blocks over the stages a second time.
+    """Refuse a spec that shards blocks over the stages a second time.
 
     Args:
         step: a leaf that holds the blocks of pipeline stages.
@@ -119,8 +126,8 @@ def check_on_stages(step: StepLeaf, spec: Sequence[Any], reason: Reason, stages:
         (e[0] if len(e) == 1 else f"[{', '.join(e)}]") if e else "null" for e in without_pipe
     ]
     raise UserError(
-        f"`{step.leaf.path}` cannot be divided over `pipe` a second time",
-        why=f"{reason}; its {blocks} blocks are already divided over pipe={stages}",
+        f"`{step.leaf.path}` cannot be sharded over `pipe` a second time",
+        why=f"{reason}; its {blocks} blocks are already sharded over pipe={stages}",
         fix=f"leave `pipe` out: [{', '.join(entries)}]",
     )
 
@@ -142,7 +149,7 @@ def _role_dim(rule: str, step: StepLeaf, roles: Roles, size: int) -> int | None:
 
 def annotated(leaf: Leaf, sizes: Mapping[str, int]) -> Placement:
     """Return the placement of a parameter that is annotated in the model."""
-    return _explicit(leaf, leaf.annotation or (), ByAnnotation(), sizes)
+    return _explicit(leaf, leaf.annotation or (), BY_ANNOTATION, sizes)
 
 
 def entry_names(entry: Any) -> tuple[str, ...]:
@@ -160,7 +167,7 @@ def _explicit(
         raise UserError(
             f"the partition spec of `{leaf.path}` has {len(spec)} entries",
             why=f"{reason}; the parameter has {rank} dims",
-            fix="write one entry per dim, and null for a dim that is not divided",
+            fix="write one entry per dim, and null for a dim that is not sharded",
         )
     entries = [*spec, *([None] * (rank - len(spec)))]
     dims = tuple(tuple(canonical_axis(name) for name in entry_names(e)) for e in entries)
@@ -169,7 +176,7 @@ def _explicit(
         raise UserError(
             f"the partition spec of `{leaf.path}` names an axis twice",
             why=str(reason),
-            fix="name each axis once: it can divide only one dim",
+            fix="name each axis once: it can shard only one dim",
         )
     return _checked(Placement(leaf.path, dims, (reason,)), leaf.shape, sizes)
 
@@ -181,7 +188,7 @@ def _checked(placement: Placement, shape: Sequence[int], sizes: Mapping[str, int
             parts *= sizes.get(axis, 1)
         if size % parts:
             raise UserError(
-                f"`{placement.path}` cannot be divided like this",
+                f"`{placement.path}` cannot be sharded like this",
                 why=f"{placement.reason}; dim {number} has size {size}, which {parts} parts "
                 f"({' × '.join(f'{a}={sizes.get(a, 1)}' for a in axes)}) do not divide",
             )

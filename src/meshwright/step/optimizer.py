@@ -14,8 +14,7 @@ from meshwright.program.evaluate.widen import widened
 from meshwright.program.jaxpr.names import flatten, nest
 from meshwright.program.trace.layout import Layout, StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
-from meshwright.sharding.placement import Placement, add_fsdp, add_pipe
-from meshwright.sharding.reasons import LikeParameter
+from meshwright.sharding.placement import Placement, Reason, add_fsdp, add_pipe
 from meshwright.step.objective import Objective, runs_without_loss
 from meshwright.step.optimizer_errors import check_optimizer_state, refusing
 from meshwright.step.stackable import Name, owners, treats_stacks_alike
@@ -208,7 +207,7 @@ class FlatOptimizer:
             dims = like.dims[1:] if unstacked else like.dims
             own = Leaf(text, tuple(leaf.shape), leaf.dtype, "param", "optimizer")
             if _fits(dims, leaf.shape, sizes):
-                placement = Placement(text, dims, (LikeParameter(like.path),))
+                placement = Placement(text, dims, (Reason(f"like {like.path}"),))
             elif sizes.get("fsdp", 1) > 1:
                 placement = add_fsdp(own, placement.dims, size=sizes["fsdp"], smallest=SMALL)
             if "pipe" in like.axes() - placement.axes():

@@ -260,7 +260,7 @@ class ProgramEstimator:
         rows = plan.batch.micro_batch_size / SAMPLES
         if tensor.size > 1:
             classes = self._programs.classes(plan.precision, blocks_of(plan))
-            yield from tensor_traffic(classes.events_of(tensor.ways), plan, rows)
+            yield from tensor_traffic(classes.events_of(tensor.splits), plan, rows)
         blocks = program.blocks
         if plan.size("pipe") > 1 and blocks is not None:
             carried = nbytes_of(blocks.carried, self._sizes(case, program))
