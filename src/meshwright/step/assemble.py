@@ -42,9 +42,14 @@ from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
 from meshwright.sharding.placement import to_spec
 from meshwright.step.initial_state import draw_leaves, start_from
 from meshwright.step.place_batch import place_batch
-from meshwright.step.planned_forward import kernel_search, planned_remat
 from meshwright.step.state import TrainState
-from meshwright.step.step_program import StepProgram, per_device_program, step_program
+from meshwright.step.step_program import (
+    StepProgram,
+    kernel_search,
+    per_device_program,
+    planned_remat,
+    step_program,
+)
 from meshwright.step.train_step import TrainStep
 from meshwright.text.units import counted
 from meshwright.trees import Batch, divide_batch

@@ -20,9 +20,15 @@ from meshwright.program.trace.traced_loss import Loss, LossOutput, Model, trace_
 from meshwright.runtime.activity import activity
 from meshwright.sharding.decide import decide
 from meshwright.step.assemble import Assembled, set_eval_mode
-from meshwright.step.microbatch import split_strided
-from meshwright.step.planned_forward import kernel_search, planned_forward, planned_remat
-from meshwright.step.step_program import StepProgram, step_program, unstaged_program
+from meshwright.step.place_batch import split_strided
+from meshwright.step.step_program import (
+    StepProgram,
+    kernel_search,
+    planned_forward,
+    planned_remat,
+    step_program,
+    unstaged_program,
+)
 from meshwright.trees import Batch, divide_batch
 from meshwright.weighted import Weighted
 

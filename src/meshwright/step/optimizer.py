@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import optax
 
+from meshwright.errors import MeshwrightError, UserError, first_line
 from meshwright.program.evaluate.widen import widened
 from meshwright.program.jaxpr.names import flatten, nest
 from meshwright.program.trace.layout import Layout, StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
+from meshwright.runtime.user_code import add_note, users_frames
 from meshwright.sharding.placement import Placement, Reason, add_fsdp, add_pipe
 from meshwright.step.objective import Objective, runs_without_loss
-from meshwright.step.optimizer_errors import check_optimizer_state, refusing
 from meshwright.step.stackable import Name, owners, treats_stacks_alike
 
 
@@ -239,3 +241,37 @@ def _fits(dims: Sequence[Sequence[str]], shape: Sequence[int], sizes: Mapping[st
         if size % parts:
             return False
     return True
+
+
+@contextmanager
+def refusing(call: str) -> Generator[None]:
+    """Report what an optimizer raises in its ``init`` or ``update``.
+
+    An exception from the user's own code propagates; one from optax itself says what the
+    optimizer needs and does not get.
+    """
+    try:
+        yield
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        if users_frames(error):
+            add_note(error, f"while calling the optimizer's {call}")
+            raise
+        raise UserError(
+            f"the optimizer's {call} failed: {first_line(error)}",
+            why="an optimizer gets gradients, its state and params, and what it takes of value, "
+            "grad, value_fn and grad_fn; masks and labels get params as nested dicts",
+            fix="choose an optimizer that needs no more than these, and masks and labels that fit",
+        ) from error
+
+
+def check_optimizer_state(state: Any) -> None:
+    """Refuse optimizers whose state shows that they need another kind of parameters."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.LookaheadState))
+    if any(isinstance(node, optax.LookaheadState) for node in nodes):
+        raise UserError(
+            "optax.lookahead cannot be used",
+            why="it updates pairs of fast and slow parameters, and a model has one of each",
+            fix="use optax.contrib.schedule_free_adamw, which averages inside its own state",
+        )
