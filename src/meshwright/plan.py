@@ -11,8 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from meshwright.config.argument_checks import check_kind
 from meshwright.config.base import Frozen
-from meshwright.config.batch import Batch
-from meshwright.config.file_batch import check_file_batch
+from meshwright.config.batch import Batch, check_file_batch
 from meshwright.config.microbatches import (
     check_sync,
     nearest_microbatches,

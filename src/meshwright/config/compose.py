@@ -15,10 +15,8 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from meshwright.config.base import field_paths, shorten, unknown_key
-from meshwright.config.groups import CONF_DIR, group_options
-from meshwright.config.model_folders import refuse_folder
+from meshwright.config.groups import CONF_DIR, expand_shorthands, group_options, refuse_folder
 from meshwright.config.schema import Config, KindConfig
-from meshwright.config.synonyms import expand_shorthands
 from meshwright.errors import UserError, did_you_mean, yaml_line
 from meshwright.mesh.axes import resolve_alias
 from meshwright.text.masking import hidden_names, mask_tree
