@@ -108,7 +108,7 @@ def test_engines_that_agree_or_run_inside_of_each_other_are_fine(outer, inner, e
 
 
 def test_a_number_of_processes_without_a_rank_never_trains_alone():
-    with pytest.raises(UserError, match="WORLD_SIZE=2 means .* other processes, but RANK is not"):
+    with pytest.raises(UserError, match=r"WORLD_SIZE=2 means .* other processes, but RANK is not"):
         DistributedConfig.from_environment({"WORLD_SIZE": "2"})
     assert DistributedConfig.from_environment({"WORLD_SIZE": "2"}, rank=1).rank == 1
 

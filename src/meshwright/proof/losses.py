@@ -18,7 +18,7 @@ from meshwright.program.jaxpr.names import path_text
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.program.trace.requested_layouts import recorded_layouts
 from meshwright.program.trace.traced_loss import Loss, LossValue, TracedLoss, read_loss
-from meshwright.proof.observed import fetch
+from meshwright.proof.compare import fetch
 
 Gradient = Callable[[dict[str, Any], list[Any], list[Any], float], tuple[LossValue, dict[str, Any]]]
 """From parameters (in the order of the leaves), other leaves, the leaves of one microbatch and a

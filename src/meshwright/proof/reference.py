@@ -23,10 +23,9 @@ from meshwright.program.evaluate.widen import widened
 from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.jaxpr.names import flatten, nest
 from meshwright.program.trace.model_leaves import Leaf
-from meshwright.proof.compare import global_norm
+from meshwright.proof.compare import Leaves, Masks, ObservedRun, fetch, global_norm
 from meshwright.proof.losses import Gradient
 from meshwright.proof.nulls import NoiseMasks, within
-from meshwright.proof.observed import Leaves, Masks, ObservedRun, fetch
 from meshwright.step.objective import accepted, runs_without_loss
 from meshwright.weighted import Weighted
 
