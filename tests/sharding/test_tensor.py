@@ -32,7 +32,7 @@ from sharding.tensor_models import (
 )
 
 from meshwright.errors import UserError
-from meshwright.sharding.tensor import FusedDim, check_tensor_size, choose_tensor_dims
+from meshwright.sharding.tensor import check_tensor_size, choose_tensor_dims
 
 DEVICES = 4
 
@@ -146,10 +146,8 @@ def test_a_fused_kernel_is_reported_with_the_shape_that_would_divide():
     assert leaf.dim is None
     assert "3 × 4 heads × 16" in str(leaf.reason)
     assert "no PartitionSpec" in str(leaf.reason)
-    assert leaf.fused == FusedDim(dim=1, factors=(3, 4, 16), index=1)
     out = choice.leaves["blocks.0.attn.out.kernel"]
     assert "blocks.0.attn.qkv.kernel" in str(out.reason)
-    assert out.fused is None
     assert choice.dim_of("blocks.0.up.kernel") == 1
 
 
@@ -180,7 +178,7 @@ def test_a_fused_gate_is_reported_with_the_shape_that_would_divide(size):
     choice = choose(lambda r: Modern(r, fused=True), size=size)
     leaf = choice.leaves["mlp.up.kernel"]
     assert leaf.dim is None
-    assert leaf.fused == FusedDim(dim=1, factors=(2, WIDE), index=1)
+    assert f"the factor {WIDE} is inside its dim (2 × {WIDE})" in leaf.reason
 
 
 def test_a_chain_of_layers_alternates_column_and_row():
@@ -291,7 +289,6 @@ def test_activations_carry_the_divided_class():
 def test_one_device_divides_nothing():
     choice = choose(gpt, size=1)
     assert not choice.splits
-    assert choice.traffic == 0
 
 
 def test_more_devices_than_heads_is_one_clear_error():

@@ -13,11 +13,8 @@ from meshwright.config.launchers import (
     Found,
     detect,
     first,
-    first_host,
 )
 from meshwright.errors import UserError
-
-__all__ = ["first_host", "read_environment", "run_name"]
 
 _NUMBERS = ("world_size", "rank", "local_rank", "num_processes_per_node", "num_nodes")
 _SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")

@@ -18,8 +18,6 @@ from meshwright.sharding.tensor_candidates import (
 from meshwright.sharding.tensor_explain import (
     Rejection,
     TensorRole,
-    cheapest,
-    fused_factor,
     why_placed,
     why_whole,
 )
@@ -30,39 +28,20 @@ at most this many times as much; beyond that, replicating the parameter is cheap
 
 
 @dataclass(frozen=True, slots=True)
-class FusedDim:
-    """A dim that could be sharded if its factors were separate dims of the parameter.
-
-    Attributes:
-        dim: position of the dim in the parameter.
-        factors: the sizes of its factors, major first.
-        index: the factor to shard.
-    """
-
-    dim: int
-    factors: tuple[int, ...]
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
 class LeafChoice:
     """The dim of one leaf that the tensor axis shards.
 
     Attributes:
-        path: its canonical path.
         dim: the sharded dim; None if every device holds the whole leaf.
         role: the role of the dim.
         reason: the reason for the choice.
         obstacle: for a leaf that every device holds whole, what rules out sharding it.
-        fused: for a replicated leaf, the factor inside a dim that could be sharded.
     """
 
-    path: str
     dim: int | None
     role: TensorRole
     reason: str
     obstacle: str = ""
-    fused: FusedDim | None = None
 
 
 @dataclass(frozen=True)
@@ -73,13 +52,11 @@ class TensorChoice:
         size: the size of the axis.
         leaves: the choice for each parameter and state leaf, by canonical path.
         splits: the number of parts of each sharded class; for activations.
-        traffic: bytes that each device sends per update because of tensor parallelism.
     """
 
     size: int
     leaves: Mapping[str, LeafChoice]
     splits: Mapping[int, int]
-    traffic: int
 
     def dim_of(self, path: str) -> int | None:
         """Return the sharded dim of a leaf."""
@@ -98,7 +75,7 @@ def choose_tensor_dims(classes: DimClasses, tensor_size: int) -> TensorChoice:
     candidates of repeated blocks are accepted or rejected together.
     """
     if tensor_size == 1:
-        return TensorChoice(1, {}, {}, 0)
+        return TensorChoice(1, {}, {})
     search = _Search()
     candidates = find_candidates(classes, tensor_size)
     for group in _groups(candidates):
@@ -109,7 +86,7 @@ def choose_tensor_dims(classes: DimClasses, tensor_size: int) -> TensorChoice:
         for position, leaf in enumerate(classes.leaves)
         if leaf.role != "batch"
     }
-    return TensorChoice(tensor_size, leaves, splits, classes.traffic(splits))
+    return TensorChoice(tensor_size, leaves, splits)
 
 
 def check_tensor_size(classes: DimClasses, choice: TensorChoice) -> None:
@@ -247,19 +224,9 @@ def _leaf_choice(
     if candidate is not None:
         dim = candidate.placed[position]
         role = _role(leaf, dim, candidate)
-        return LeafChoice(leaf.path, dim, role, why_placed(classes, leaf, dim, role, candidate))
-    rejections = search.rejections[position]
-    obstacle = why_whole(classes, leaf, rejections, size)
-    best = cheapest(rejections)[0] if rejections else None
-    fused = fused_factor(leaf, best) if best and best.obstacle == "inside" else None
-    return LeafChoice(
-        leaf.path,
-        None,
-        "replicated",
-        f"not sharded over tensor: {obstacle}",
-        obstacle,
-        FusedDim(*fused) if fused else None,
-    )
+        return LeafChoice(dim, role, why_placed(classes, leaf, dim, role, candidate))
+    obstacle = why_whole(classes, leaf, search.rejections[position], size)
+    return LeafChoice(None, "replicated", f"not sharded over tensor: {obstacle}", obstacle)
 
 
 def _role(leaf: LeafDims, dim: int, candidate: Candidate) -> TensorRole:

@@ -63,24 +63,13 @@ def why_whole(
         return "nothing to shard"
     if not rejections:
         return "no matrix product or lookup of data to shard"
-    candidate, rival = cheapest(rejections)
+    # Of what seemed possible, the cheapest candidate is the one to report.
+    candidate, rival = min(
+        rejections, key=lambda r: (r[0].obstacle in ("blocked", "attention"), r[0].cost)
+    )
     if candidate.obstacle:
         return _obstacle(classes, leaf, candidate, size)
     return _rival(classes, candidate, rival, size)
-
-
-def cheapest(rejections: Sequence[Rejection]) -> Rejection:
-    """Return the rejection to report: of the cheapest candidate that seemed possible."""
-    return min(rejections, key=lambda r: (r[0].obstacle in ("blocked", "attention"), r[0].cost))
-
-
-def fused_factor(leaf: LeafDims, candidate: Candidate) -> tuple[int, tuple[int, ...], int] | None:
-    """Return a dim, its factors and the one to shard, if that is not the first; else None."""
-    for position, dim in enumerate(leaf.dims):
-        index = next((i for i, atom in enumerate(dim) if atom.id in candidate.splits), 0)
-        if index > 0:
-            return position, tuple(atom.size for atom in dim), index
-    return None
 
 
 def _named(classes: DimClasses, atom: Atom) -> str:
@@ -149,9 +138,10 @@ def _owner(candidate: Candidate, leaf: LeafDims) -> tuple[LeafDims, tuple[Atom, 
     """Return a leaf, this one if possible, and its dim that contains the candidate."""
     kernels_first = sorted(candidate.touched, key=lambda i: i not in candidate.kernels)
     for owner in (leaf, *(candidate.classes.leaves[i] for i in kernels_first)):
-        fused = fused_factor(owner, candidate)
-        if fused is not None:
-            return owner, owner.dims[fused[0]]
+        for dim in owner.dims:
+            split = [atom.id in candidate.splits for atom in dim]
+            if any(split) and not split[0]:
+                return owner, dim
     raise AssertionError("the candidate is inside no dim")
 
 
