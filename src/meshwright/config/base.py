@@ -65,7 +65,7 @@ def explain(error: ValidationError, schema: type[BaseModel], prefix: str = "") -
 
 
 def _joined(messages: Sequence[UserError]) -> list[UserError]:
-    """Join what is said about one value, of which each of several forms is refused."""
+    """Join the messages about one value that none of several types accepts."""
     joined: dict[str, UserError] = {}
     for message in messages:
         known = joined.get(message.what)
@@ -89,7 +89,7 @@ def field_paths(schema: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _explain_one(detail: ErrorDetails, schema: type[BaseModel], prefix: str) -> UserError:
-    # Pydantic also names the form of a union that refused the value, as in `constrained-int`.
+    # Pydantic also names the member of a union that refused the value, as in `constrained-int`.
     location = [str(part) for part in detail["loc"] if not re.search(r"[^\w.]", str(part))]
     key = ".".join(([prefix] if prefix else []) + location) or schema.__name__
     if detail["type"] == "extra_forbidden":
@@ -185,16 +185,16 @@ SYNONYMS = {
     "run_dir": "hydra.run.dir",
     "out_dir": "hydra.run.dir",
 }
-"""What others call a setting, by the last part of its key."""
+"""Names that other tools use for a setting, and the last part of its key here."""
 
 _VALUES = {
     "kernels": {"cudnn": "auto", "flash": "auto", "off": "none", "false": "none", "no": "none"},
 }
-"""What others call the values of a setting, by its key."""
+"""By setting, words that other tools use for its values."""
 
 
 def meant_keys(name: str, known: Sequence[str]) -> list[str]:
-    """Return the known keys that are meant by a name others use, the last part of a key."""
+    """Return the keys that a name from another tool stands for."""
     meant = SYNONYMS.get(name, "")
     if "." in meant:
         return [meant]
@@ -206,8 +206,8 @@ def suggest_value(key: str, written: object, choices: Sequence[str]) -> str:
 
     Args:
         key: the setting.
-        written: its value, which is none of the choices.
-        choices: the values it can have.
+        written: its value, which is not one of the choices.
+        choices: its allowed values.
     """
     names = {**_VALUES.get(key, {}), **{choice: choice for choice in choices}}
     word = str(written).lower().replace("-", "_")

@@ -1,4 +1,4 @@
-"""The batch equation: global = micro × data × fsdp × accumulation."""
+"""The batch equation: global = micro × data × fsdp × accumulation, in configs and plan files."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def nearest_divisors(number: int, to: int) -> list[int]:
 
 
 def microbatches_setting(micro: int, steps: int) -> str:
-    """Return so many microbatches of so many samples as the reader would write them."""
+    """Return the settings for ``steps`` microbatches of ``micro`` samples."""
     setting = str(Setting("training.gradient_accumulation_steps", steps))
     if current_spelling() is Spelling.PYTHON:
         return setting
@@ -110,7 +110,7 @@ def microbatches_setting(micro: int, steps: int) -> str:
 
 
 def _other_micro(total: int, replicas: int, micro: int) -> str:
-    """Suggest microbatches that divide a batch; nothing if its replicas do not."""
+    """Suggest microbatch sizes that divide a batch; nothing if the replicas do not divide it."""
     if total % replicas:
         return ""
     choices = either(nearest_divisors(total // replicas, micro))
@@ -142,9 +142,10 @@ _SIZES = ("global_batch_size", "micro_batch_size", "replicas", "gradient_accumul
 
 
 def check_file_batch(values: Mapping[str, Any], is_plan: Callable[[dict[str, Any]], bool]) -> None:
-    """Refuse a batch that contradicts itself or the mesh, and say which numbers would work.
+    """Refuse the batch of a plan file that contradicts itself or the mesh, and suggest numbers.
 
-    Keys that are missing or unknown, and values that are no sizes, are left to others.
+    People edit these numbers one by one. Missing or unknown keys and values that are not sizes are
+    left to the schema.
 
     Args:
         values: the plan as it is in the file.

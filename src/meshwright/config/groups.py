@@ -30,7 +30,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def refuse_folder(choice: str) -> None:
-    """Refuse ``model=…`` with a folder or a name of Hugging Face, saying what to write instead.
+    """Refuse ``model=…`` with a folder or a Hugging Face name, and say what to write instead.
 
     Returns for any other choice.
     """
@@ -50,19 +50,19 @@ def refuse_folder(choice: str) -> None:
         name = choice.rpartition("/")[2]
         raise UserError(
             f"there is no `model={choice}`",
-            why="models of Hugging Face are read from folders, and nothing is downloaded",
-            fix=f"get the folder with {download_command(choice)}, and write model=hf "
+            why="Hugging Face models are read from folders; nothing is downloaded",
+            fix=f"download it with {download_command(choice)}, then write model=hf "
             f"model.weights={name}",
         )
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a text could be a name at Hugging Face, such as ``google/gemma-3-1b``."""
+    """Whether a text could be a Hugging Face name, such as ``google/gemma-3-1b``."""
     return _HUB_NAME.fullmatch(text) is not None
 
 
 def download_command(name: str) -> str:
-    """Return the command that downloads a model, or any one if this is not the name of one."""
+    """Return the command that downloads a model, with placeholders if this is not a name."""
     if is_hub_name(name):
         return f"hf download {name} --local-dir {name.rpartition('/')[2]}"
     return "hf download NAME --local-dir FOLDER"

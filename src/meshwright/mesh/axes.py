@@ -120,7 +120,7 @@ PIPE = "pipe"
 ALIASES = {alias: axis.name for axis in MESH_AXES.values() for alias in axis.aliases}
 
 INFER = -1
-"""The size that stands for the remaining devices."""
+"""The size of an axis that takes the remaining devices."""
 
 
 def resolve_alias(name: str) -> str:
@@ -142,7 +142,7 @@ def canonical_axis(name: str) -> str:
 
 
 def is_whole(number: object) -> bool:
-    """Whether this is a whole number, of Python or NumPy; true and false are none."""
+    """Whether this is an integer of Python or NumPy; booleans do not count."""
     return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
@@ -203,7 +203,7 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     ``{"fsdp": 4}`` on 8 devices is ``data=2 × fsdp=4``.
     """
     if num_devices < 1:
-        raise UserError(f"a mesh needs devices, and there are {num_devices}")
+        raise UserError(f"a mesh needs at least one device, and there are {num_devices}")
     wanted = asked = canonical_sizes(sizes)
     unknown = [axis for axis, size in wanted.items() if size == INFER]
     if len(unknown) > 1:

@@ -1,4 +1,4 @@
-"""Comparing two runs leaf by leaf: how far apart, and the first difference beyond its tolerance."""
+"""What is observed of a run, and comparing two runs leaf by leaf: gaps, tolerances, verdicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Leaves = Mapping[str, np.ndarray[Any, Any]]
 """Values on the host by canonical path."""
 
 Masks = Mapping[str, np.ndarray[Any, Any]]
-"""By path, which elements are meant; no path, no element."""
+"""By path, which elements are selected; none of a path that is missing."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ NULL_GRADIENT = 1e-12
 """A gradient whose size is below this fraction of the global norm is rounding noise around zero."""
 
 UNJUDGEABLE = 0.1
-"""What rounding alone changes by a tenth says nothing about a mesh."""
+"""A value that rounding alone changes by this much says nothing about a mesh."""
 
 Gaps = Mapping[str, float]
 """By leaf, or by update, how far two values are apart, relative to their size."""

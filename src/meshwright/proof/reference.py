@@ -1,7 +1,7 @@
 """The reference: plain training on one device.
 
-With the step it is compared to, it shares only how optax is called: which arguments an update
-takes, and parameters as nested dicts.
+It shares only one thing with the step it is compared to, how optax is called: which arguments an
+update takes, and parameters as nested dicts.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class OptaxUpdate:
             params: the parameters.
             moments: the optimizer's state.
             gradients: the gradients, perhaps clipped.
-            loss: the loss of the batch, for optimizers that look at it.
+            loss: the loss of the batch, for optimizers that use it.
         """
         if not self.looks_at_loss(params, moments, gradients):
             changed, moments = self._update(dict(params), moments, dict(gradients))
@@ -208,7 +208,7 @@ class Reference:
     def _first_gradient(
         self, values: Sequence[Any], batch: Sequence[Any], scale: float = 1.0
     ) -> _BatchGradient:
-        """Return what a batch gives, which is computed once for the same lists of values."""
+        """Return the gradient of a batch, computed once for the same lists of values."""
         for known in self._known:
             if known.values is values and known.batch is batch and known.scale == scale:
                 return known.found
@@ -291,7 +291,7 @@ class Reference:
     def _batch_gradient(
         self, params: Leaves, state: list[Any], batch: Sequence[Any], scale: float
     ) -> _BatchGradient:
-        """Return what one batch gives, summed in float64 on the host."""
+        """Return the gradient of one batch, summed in float64 on the host."""
         losses, metrics = _Mean(), defaultdict[str, _Mean](_Mean)
         sums: dict[str, Any] = {}
         params, paths, written = dict(params), list(params), set[str]()

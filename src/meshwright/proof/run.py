@@ -84,12 +84,12 @@ INITIAL_TOLERANCE = 1e-5
 may be rounded differently, such as the decomposition behind an orthogonal matrix."""
 
 NOT_COMPARED = (
-    "parameters in the plan's precision: the optimizer looks at the loss itself, and rounding may "
+    "parameters in the plan's precision: the optimizer uses the loss itself, and rounding may "
     "change what it decides"
 )
 
 NOT_WRITTEN = (
-    "the loss as its author wrote it: nnx.jit does not take a model with static attributes that "
+    "the loss as its author wrote it: nnx.jit does not accept a model with static attributes that "
     "cannot be hashed, such as lists"
 )
 
@@ -225,7 +225,7 @@ class _Proof:
         assembled: the step in the plan's precision.
         traced: the loss traced for one microbatch, before any pass.
         traced_in_float32: the same without the plan's half precision.
-        written: the gradient of the loss as its author wrote it; None if `nnx.jit` does not take
+        written: the gradient of the loss as its author wrote it; None if `nnx.jit` does not accept
             the model.
         flops: floating-point operations of all updates together.
         initial_values: the model's initial leaf values, created on one device.
@@ -313,7 +313,7 @@ class _Proof:
     def compare_in_float64(
         self, expected: ObservedRun, actual: ObservedRun, nulls: Sequence[str]
     ) -> list[Comparison]:
-        """Compare the two runs; if they differ, measure what rounding changes in float64."""
+        """Compare the two runs; if they differ, measure how much rounding changes in float64."""
 
         def gaps(actual: ObservedRun) -> dict[str, Gaps]:
             return {

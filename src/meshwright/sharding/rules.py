@@ -1,4 +1,4 @@
-"""Placements by sharding rules of the user and by annotations in the model."""
+"""Placements from the user's sharding rules and from annotations in the model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def find_rule(
 
 
 MOST_PATHS = 12
-"""As many paths as a message lists."""
+"""How many paths a message lists at most."""
 
 
 def check_rules(rules: Mapping[str, Rule], paths: Sequence[str]) -> None:

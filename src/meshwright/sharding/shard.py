@@ -1,4 +1,4 @@
-"""`shard_fsdp`: the arrays of a pytree sharded over a mesh axis, for custom training loops."""
+"""`shard_fsdp`: shards the arrays of a pytree over a mesh axis, for custom training loops."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ from meshwright.text.units import counted
 from meshwright.trees import Batch, divide_batch
 
 FEW_SAMPLES = 8
-"""Means and variances of fewer samples are mostly noise."""
+"""Means and variances over fewer samples are mostly noise."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Assembled:
 
         Args:
             seed: the seed of random values.
-            given: arrays of some of the step's leaves, placed as the step has them, by number;
-                random values of these are never computed.
+            given: by number, some of the step's leaves, placed as the step expects them; random
+                values for these are never computed.
             quickly: compile for a single run instead of for speed.
         """
         given, layout = given or {}, self.traced.layout
@@ -212,7 +212,7 @@ def assemble(
         devices: devices of the mesh; all by default.
         wide: compute in float64, for proofs.
         runs: how often the step will run, if only a few times.
-        guarded: leave out updates that are not finite; see `TrainStep`.
+        guarded: do not apply updates that are not finite; see `TrainStep`.
     """
     mesh = build_mesh(plan.mesh, devices)
     with doing("building the model"), device_reads(model, loss) as reads:
@@ -346,7 +346,7 @@ def _local_forward(
     draws = LocalDraws(decision.classes, classes, batch_axes(plan.mesh))
     remat = choose_remat(plan.sharding.remat, keep_gathered=True)
     search = kernel_search(plan, mesh)
-    # The device's own samples are all there is: no axis of the batch divides them again.
+    # A device sees only its own samples: no axis shards them again.
     kernels = find_kernels(traced, classes, lambda frame, variable: None, search)
     return local_forward(traced, draws, mesh, remat, wide=wide, kernels=kernels)
 

@@ -49,14 +49,14 @@ def draw_leaves(
     given: Mapping[int, Any],
     quickly: bool = False,
 ) -> list[Any]:
-    """Return the step's leaves, each computed by a small program, or by one if they share much.
+    """Return the step's leaves, each from a small program, or all from one if they share much work.
 
     Args:
         closed: the program from the words of a random key to the model's leaves.
         words: the words.
         layout: which of the model's leaves each of the step's leaves holds.
         shardings: of the step's leaves.
-        given: leaves that are not computed, by number.
+        given: by number, leaves that need not be computed.
         quickly: compile for a single run instead of for speed.
     """
     known, rest = _compute_keys(closed, words)
@@ -155,7 +155,7 @@ def _on_cpu() -> AbstractContextManager[Any]:
     try:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:
-        # JAX was told to use accelerators only, such as by JAX_PLATFORMS=cuda.
+        # JAX may be restricted to accelerators, such as by JAX_PLATFORMS=cuda.
         return nullcontext()
 
 
@@ -174,7 +174,7 @@ REPEATED = 2
 equations as the program."""
 
 MOST_KINDS = 512
-"""Kinds of parts whose functions are remembered; beyond, the oldest are forgotten."""
+"""How many kinds of parts are remembered; beyond that, the oldest are forgotten."""
 
 _functions: dict[Hashable, list[tuple[Part, Any]]] = {}
 

@@ -47,7 +47,7 @@ class OptimizerLeaf:
 
 
 SMALL = 1024
-"""A leaf with another shape than its parameter stays replicated below so many elements."""
+"""A leaf shaped unlike its parameter stays replicated if it has fewer elements than this."""
 
 
 class FlatOptimizer:
@@ -61,8 +61,8 @@ class FlatOptimizer:
         layout: the step's leaves.
         placements: placement of the optimizer state of each parameter leaf.
         sizes: size of each mesh axis.
-        stacks_alike: whether stacked blocks are updated like single ones, if it is known.
-        compared: the blocks of a stack by which that is found out: all, or the first and the last.
+        stacks_alike: whether stacked blocks are updated like single ones; None finds out.
+        compared: which blocks of a stack are compared to find out: all, or the first and the last.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class FlatOptimizer:
             gradients: the gradients.
             leaves: the optimizer's leaves.
             params: the parameters.
-            objective: for optimizers that look at the loss, such as line searches.
+            objective: the loss, for optimizers that use it, such as line searches.
             wide: compute in float64 what the optimizer computes in float32, such as a schedule.
         """
         tree = self._tree(params)
@@ -272,6 +272,6 @@ def check_optimizer_state(state: Any) -> None:
     if any(isinstance(node, optax.LookaheadState) for node in nodes):
         raise UserError(
             "optax.lookahead cannot be used",
-            why="it updates pairs of fast and slow parameters, and a model has one of each",
+            why="it updates pairs of fast and slow parameters, and a model has only one set",
             fix="use optax.contrib.schedule_free_adamw, which averages inside its own state",
         )

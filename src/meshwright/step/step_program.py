@@ -64,7 +64,7 @@ def _refuse_written(traced: TracedLoss, stages: int) -> None:
     raise UserError(
         f"the model writes to the parameter `{paths[0]}`{more} in its call, and cannot be divided "
         "into stages",
-        why="each stage has several microbatches under way, and all of them must read the same "
+        why="each stage has several microbatches in flight, and all of them must read the same "
         "parameters",
         fix=f"leave out {Setting('mesh.pipe', stages)}, or compute the value in the call without "
         "writing it to the parameter",
@@ -84,7 +84,7 @@ def per_device_program(
 ) -> StepProgram | None:
     """Return the loss of one device's samples, if each device computes its own gradients.
 
-    None if the compiler divides the whole microbatch instead, or if no mesh axis divides it.
+    None if the compiler shards the whole microbatch instead, or if no mesh axis does.
     """
     axes = batch_axes(plan.mesh)
     if not axes:
@@ -176,7 +176,7 @@ def kernel_search(plan: Plan, mesh: Mesh) -> KernelSearch:
     return KernelSearch(
         plan.kernels,
         platform=mesh.devices.flat[0].platform,
-        # Where tensor divides products, joined rows would keep the compiler from adding the
+        # Where tensor shards products, joined rows would keep the compiler from adding the
         # gradients of query, key and value before it reduces them.
         rows=plan.size("tensor") == 1,
     )

@@ -72,10 +72,10 @@ class TrainStep:
         local: the loss of one device's samples, if each device computes its own gradients.
         pipeline: the loss and its gradients by stages, on a mesh with a pipe axis.
         wide: compute in float64, for proofs, and compile quickly.
-        runs: how often it will run, if only a few times: a small model's step is then compiled
+        runs: how often it will run, if only a few times; a small model's step is then compiled
             quickly too.
-        guarded: leave the state as it is from the first update on whose loss or gradient is not
-            finite, until ``halted`` is cleared.
+        guarded: after the first update whose loss or gradient is not finite, leave the state
+            unchanged until ``halted`` is cleared.
     """
 
     def __init__(
