@@ -319,7 +319,7 @@ class CheckpointConfig(Frozen):
         enabled: whether to save checkpoints in the run folder.
         every: updates between two checkpoints; the last update is always saved.
         keep_last: how many of the newest checkpoints to keep.
-        keep_best: how many with the lowest evaluation loss to keep besides.
+        keep_best: how many with the lowest evaluation loss to keep as well.
         accept_changes: whether to resume even if the config differs from the checkpoint's.
     """
 

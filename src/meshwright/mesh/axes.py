@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -290,10 +290,5 @@ def _mismatch(wanted: Mapping[str, int], num_devices: int) -> UserError:
         f"the mesh does not match the {counted(num_devices, 'device')}",
         why=f"{equation}, {relation}",
         fix="nearest meshes that work: "
-        + "; ".join(mesh_setting(s) for s in _distinct(nearest_sizes(wanted, num_devices))),
+        + "; ".join(dict.fromkeys(map(mesh_setting, nearest_sizes(wanted, num_devices)))),
     )
-
-
-def _distinct(items: Iterable[dict[str, int]]) -> list[dict[str, int]]:
-    seen: list[dict[str, int]] = []
-    return [i for i in items if i not in seen and not seen.append(i)]

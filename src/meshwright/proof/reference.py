@@ -168,16 +168,6 @@ class _BatchGradient:
 
 
 @dataclass(frozen=True)
-class _FirstGradient:
-    """What the gradient of a batch was computed from, and what it is."""
-
-    values: Sequence[Any]
-    batch: Sequence[Any]
-    scale: float
-    found: _BatchGradient
-
-
-@dataclass(frozen=True)
 class Reference:
     """Training on one device: microbatches one after another, then an optax update.
 
@@ -190,7 +180,9 @@ class Reference:
     gradient: Gradient
     leaves: Sequence[Leaf]
     microbatches: int
-    _known: list[_FirstGradient] = field(default_factory=list["_FirstGradient"], init=False)
+    _first: list[tuple[Any, _BatchGradient]] = field(
+        default_factory=list["tuple[Any, _BatchGradient]"], init=False
+    )
 
     def first_update(
         self, values: Sequence[Any], batch: Sequence[Any], loss_scale: float = 1.0
@@ -209,13 +201,13 @@ class Reference:
         self, values: Sequence[Any], batch: Sequence[Any], scale: float = 1.0
     ) -> _BatchGradient:
         """Return the gradient of a batch, computed once for the same lists of values."""
-        for known in self._known:
-            if known.values is values and known.batch is batch and known.scale == scale:
-                return known.found
+        for (known_values, known_batch, known_scale), found in self._first:
+            if known_values is values and known_batch is batch and known_scale == scale:
+                return found
         found = self._batch_gradient(*self._split(values), batch, scale)
         # The first one only: updates that are compared one by one start from new values.
-        if not self._known:
-            self._known.append(_FirstGradient(values, batch, scale, found))
+        if not self._first:
+            self._first.append(((values, batch, scale), found))
         return found
 
     def run(

@@ -113,16 +113,16 @@ def decide(
     if not sharding.rules:
         check_tensor_size(classes, tensor)
     check_rules(sharding.rules, [leaf.path for leaf in traced.layout.leaves if leaf.is_weight])
-    divided = place_leaves(traced, classes, tensor, sizes, sharding, staged)
-    tensor_only = tuple(_without(placement, "fsdp", "pipe") for placement in divided)
-    without_fsdp = tuple(_without(placement, "fsdp") for placement in divided)
+    sharded = place_leaves(traced, classes, tensor, sizes, sharding, staged)
+    tensor_only = tuple(_without(placement, "fsdp", "pipe") for placement in sharded)
+    without_fsdp = tuple(_without(placement, "fsdp") for placement in sharded)
     axes = batch_axes(sizes)
     of_model = find_model_layouts(classes, sizes=sizes, batch_axes=list(axes))
     return Decision(
-        at_rest=divided if sharding.zero == 3 else tensor_only,
-        optimizer=divided,
-        gradients=without_fsdp if sharding.zero == 1 else divided,
-        gathers=_gathers(traced.layout.step_leaves, divided) if sharding.zero == 3 else {},
+        at_rest=sharded if sharding.zero == 3 else tensor_only,
+        optimizer=sharded,
+        gradients=without_fsdp if sharding.zero == 1 else sharded,
+        gathers=_gathers(traced.layout.step_leaves, sharded) if sharding.zero == 3 else {},
         pins={**_pins(classes, axes, tensor), **of_model.pins},
         local_ops=find_local_ops(
             classes,
