@@ -114,8 +114,8 @@ def decide(
         check_tensor_size(classes, tensor)
     check_rules(sharding.rules, [leaf.path for leaf in traced.layout.leaves if leaf.is_weight])
     sharded = place_leaves(traced, classes, tensor, sizes, sharding, staged)
-    tensor_only = tuple(_without(placement, "fsdp", "pipe") for placement in sharded)
-    without_fsdp = tuple(_without(placement, "fsdp") for placement in sharded)
+    tensor_only = tuple(placement.gathered("fsdp", "pipe") for placement in sharded)
+    without_fsdp = tuple(placement.gathered("fsdp") for placement in sharded)
     axes = batch_axes(sizes)
     of_model = find_model_layouts(classes, sizes=sizes, batch_axes=list(axes))
     return Decision(
@@ -238,40 +238,22 @@ def _place(
             check_on_stages(step, rule[1], by_rule(*rule), stages)
         return apply_rule(*rule, step, classes, sizes)
     if rule is not None:
-        on_tensor = apply_rule(*rule, step, classes, sizes)
+        placed = apply_rule(*rule, step, classes, sizes)
     elif leaf.annotation is not None and _names_axes(leaf.annotation):
         if on_stages:
             block_spec = leaf.annotation[int(step.stacked) :]
             check_on_stages(step, block_spec, BY_ANNOTATION, stages)
         return annotated(leaf, sizes)
     else:
-        on_tensor = _by_program(leaf, tensor)
-    placed = on_tensor
+        placed = _by_program(leaf, tensor)
+    smallest = sharding.min_shard_size
     if leaf.is_weight and sizes.get("fsdp", 1) > 1:
-        is_stack = step.stacked or on_stages
-        placed = _over_fsdp(leaf, on_tensor, sizes, sharding, is_stack=is_stack)
+        # Dim 0 of a stack counts blocks; sharding it would put whole blocks on single devices.
+        keep = int(step.stacked or on_stages)
+        placed = add_fsdp(leaf, placed, size=sizes["fsdp"], smallest=smallest, keep=keep)
     if leaf.is_weight and over_pipe:
-        placed = add_pipe(leaf, placed, sizes=sizes, smallest=sharding.min_shard_size)
+        placed = add_pipe(leaf, placed, sizes=sizes, smallest=smallest)
     return placed
-
-
-def _over_fsdp(
-    leaf: Leaf,
-    on_tensor: Placement,
-    sizes: Mapping[str, int],
-    sharding: ShardingConfig,
-    *,
-    is_stack: bool,
-) -> Placement:
-    # Dim 0 of a stack counts blocks; sharding it would put whole blocks on single devices.
-    placed = add_fsdp(
-        leaf,
-        on_tensor.dims,
-        size=sizes["fsdp"],
-        smallest=sharding.min_shard_size,
-        keep=int(is_stack),
-    )
-    return Placement(leaf.path, placed.dims, (*on_tensor.reasons, *placed.reasons))
 
 
 def _by_program(leaf: Leaf, tensor: TensorChoice) -> Placement:
@@ -292,12 +274,6 @@ def _by_program(leaf: Leaf, tensor: TensorChoice) -> Placement:
 def _names_axes(annotation: Sequence[Any]) -> bool:
     names = [name for entry in annotation for name in entry_names(entry)]
     return bool(names) and all(resolve_alias(name) in AXES for name in names)
-
-
-def _without(placement: Placement, *removed: str) -> Placement:
-    """Return the placement without some axes."""
-    dims = tuple(tuple(axis for axis in axes if axis not in removed) for axes in placement.dims)
-    return Placement(placement.path, dims, placement.reasons)
 
 
 def _gathers(steps: Sequence[StepLeaf], placements: Sequence[Placement]) -> dict[int, GatherSpecs]:

@@ -70,16 +70,18 @@ class Placement:
         """Return the axes that shard the leaf."""
         return {axis for dim in self.dims for axis in dim}
 
+    def gathered(self, *axes: str) -> Placement:
+        """Return the placement of the leaf gathered over these axes."""
+        dims = tuple(tuple(a for a in dim if a not in axes) for dim in self.dims)
+        return Placement(self.path, dims, self.reasons)
+
     def without(self, *axes: str) -> PartitionSpec:
         """Return the spec of the leaf gathered over these axes."""
-        return to_spec(tuple(tuple(a for a in dim if a not in axes) for dim in self.dims))
+        return self.gathered(*axes).spec
 
     def shards(self, sizes: Mapping[str, int]) -> int:
         """Return the number of distinct shards."""
-        count = 1
-        for axis in self.axes():
-            count *= sizes.get(axis, 1)
-        return count
+        return math.prod(sizes.get(axis, 1) for axis in self.axes())
 
 
 def to_spec(dims: Iterable[DimAxes]) -> PartitionSpec:
@@ -98,29 +100,31 @@ def bytes_per_device(leaf: Leaf, placement: Placement, sizes: Mapping[str, int])
 
 
 def add_fsdp(
-    leaf: Leaf, tensor_dims: Sequence[DimAxes], *, size: int, smallest: int, keep: int = 0
+    leaf: Leaf, placed: Placement, *, size: int, smallest: int, keep: int = 0
 ) -> Placement:
     """Shard a leaf over the fsdp axis, on its largest divisible dim that is not yet sharded.
 
     Args:
         leaf: the leaf.
-        tensor_dims: for each dim, the axes that already shard it.
+        placed: its placement over other axes.
         size: devices on the fsdp axis.
         smallest: leaves with fewer elements are not sharded: gathering them costs more than it
             saves.
         keep: number of leading dims that are never sharded.
     """
-    dims = list(tensor_dims)
+    dims = list(placed.dims)
     elements = math.prod(leaf.shape[keep:])
-    if elements < smallest:
-        return Placement(leaf.path, tuple(dims), (_too_small(elements),))
     free = [d for d in range(keep, len(dims)) if not dims[d] and leaf.shape[d] % size == 0]
-    if not free:
-        return Placement(leaf.path, tuple(dims), (_no_free_dim(leaf.shape, size),))
-    # Of dims of equal size take the last: rows of a kernel are contracted, columns are not.
-    best = max(free, key=lambda d: (leaf.shape[d], d))
-    dims[best] = ("fsdp",)
-    return Placement(leaf.path, tuple(dims), (_on_dim("fsdp", best, leaf.shape[best], size),))
+    if elements < smallest:
+        reason = Reason(f"not sharded over fsdp: only {counted(elements, 'element')}")
+    elif not free:
+        reason = _no_free_dim(leaf.shape, size)
+    else:
+        # Of dims of equal size take the last: rows of a kernel are contracted, columns are not.
+        best = max(free, key=lambda d: (leaf.shape[d], d))
+        dims[best] = ("fsdp",)
+        reason = _on_dim("fsdp", best, leaf.shape[best], size)
+    return Placement(leaf.path, tuple(dims), (*placed.reasons, reason))
 
 
 def add_pipe(
@@ -156,10 +160,6 @@ def on_each_stage(blocks: int, *, even: bool) -> Reason:
 def _on_dim(axis: str, dim: int, size: int, parts: int) -> Reason:
     text, in_block = (f"{axis} on dim {number}: {size} / {parts}" for number in (dim, dim - 1))
     return Reason(text, in_block)
-
-
-def _too_small(elements: int) -> Reason:
-    return Reason(f"not sharded over fsdp: only {counted(elements, 'element')}")
 
 
 def _no_free_dim(shape: Sequence[int], parts: int) -> Reason:

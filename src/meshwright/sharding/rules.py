@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -183,9 +184,7 @@ def _explicit(
 
 def _checked(placement: Placement, shape: Sequence[int], sizes: Mapping[str, int]) -> Placement:
     for number, (axes, size) in enumerate(zip(placement.dims, shape, strict=True)):
-        parts = 1
-        for axis in axes:
-            parts *= sizes.get(axis, 1)
+        parts = math.prod(sizes.get(axis, 1) for axis in axes)
         if size % parts:
             raise UserError(
                 f"`{placement.path}` cannot be sharded like this",

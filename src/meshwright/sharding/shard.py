@@ -14,7 +14,7 @@ from meshwright.config.argument_checks import check_kind, wrong_kind
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError, did_you_mean
 from meshwright.program.trace.model_leaves import Leaf
-from meshwright.sharding.placement import DimAxes, add_fsdp, to_spec
+from meshwright.sharding.placement import DimAxes, Placement, add_fsdp, to_spec
 from meshwright.trees import PyTree
 
 _MIN_SHARD_SIZE = ShardingConfig().min_shard_size
@@ -66,7 +66,8 @@ def shard_fsdp(
 def _sharding(leaf: Any, mesh: Mesh, axis: str, smallest: int) -> NamedSharding:
     as_leaf = Leaf("", tuple(np.shape(leaf)), jnp.result_type(leaf), "param", "array")
     before = _other_axes(leaf, mesh, axis)
-    after = add_fsdp(as_leaf, before, size=mesh.shape[axis], smallest=smallest).dims
+    placed = Placement("", tuple(before))
+    after = add_fsdp(as_leaf, placed, size=mesh.shape[axis], smallest=smallest).dims
     # `add_fsdp` always names the axis fsdp.
     dims = [old if new == old else (axis,) for old, new in zip(before, after, strict=True)]
     return NamedSharding(mesh, to_spec(dims))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,9 +110,7 @@ def _check_heads(classes: DimClasses, leaf: LeafDims, choice: TensorChoice) -> N
     for dim in leaf.dims:
         if not dim or dim[0].id not in classes.heads or dim[0].id in choice.splits:
             continue
-        heads = 1
-        for atom in reduced_together(classes, dim):
-            heads *= atom.size
+        heads = math.prod(atom.size for atom in reduced_together(classes, dim))
         if heads < choice.size:
             fits = max(n for n in range(1, heads + 1) if heads % n == 0 and choice.size % n == 0)
             raise UserError(

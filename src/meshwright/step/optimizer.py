@@ -211,7 +211,7 @@ class FlatOptimizer:
             if _fits(dims, leaf.shape, sizes):
                 placement = Placement(text, dims, (Reason(f"like {like.path}"),))
             elif sizes.get("fsdp", 1) > 1:
-                placement = add_fsdp(own, placement.dims, size=sizes["fsdp"], smallest=SMALL)
+                placement = add_fsdp(own, placement, size=sizes["fsdp"], smallest=SMALL)
             if "pipe" in like.axes() - placement.axes():
                 # A single block belongs to no stage, so all stages share its state.
                 placement = add_pipe(own, placement, sizes=sizes, smallest=SMALL)
@@ -234,13 +234,8 @@ def _slice(value: Any, number: int) -> Any:
 def _fits(dims: Sequence[Sequence[str]], shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
     if len(dims) != len(shape):
         return False
-    for axes, size in zip(dims, shape, strict=True):
-        parts = 1
-        for axis in axes:
-            parts *= sizes.get(axis, 1)
-        if size % parts:
-            return False
-    return True
+    parts = (math.prod(sizes.get(axis, 1) for axis in axes) for axes in dims)
+    return not any(size % count for size, count in zip(shape, parts, strict=True))
 
 
 @contextmanager
