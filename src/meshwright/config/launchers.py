@@ -19,7 +19,7 @@ Variables = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Address:
+class CoordinatorAddress:
     """Where process 0 listens.
 
     Attributes:
@@ -62,7 +62,7 @@ class Launcher:
     nodes: Variables = ()
     node_rank: Variables = ()
     job: Variables = ()
-    address: Callable[[Environ], Address | None] = lambda _: None
+    address: Callable[[Environ], CoordinatorAddress | None] = lambda _: None
     started: Callable[[Environ], bool] = lambda _: True
     whole_node: bool = False
 
@@ -99,7 +99,7 @@ class Found:
 
     launcher: Launcher
     numbers: dict[str, int] = field(default_factory=dict[str, int])
-    address: Address | None = None
+    address: CoordinatorAddress | None = None
     job: str = ""
     variables: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -219,30 +219,30 @@ def _job(launcher: Launcher, environ: Environ) -> str:
     return f"{launcher.name} {'.'.join(parts)}" if parts and all(parts) else ""
 
 
-def _slurm_address(environ: Environ) -> Address | None:
+def _slurm_address(environ: Environ) -> CoordinatorAddress | None:
     name, nodes = first(_SLURM_NODES, environ)
     job = environ.get("SLURM_JOB_ID", "").strip()
     # Jobs that share a machine get different ports, the same ones that JAX would choose.
     port = int(job) % 2**12 + 61440 if job.isdecimal() else None
-    return Address(first_host(nodes), port, (name,)) if nodes else None
+    return CoordinatorAddress(first_host(nodes), port, (name,)) if nodes else None
 
 
-def _open_mpi_address(environ: Environ) -> Address | None:
+def _open_mpi_address(environ: Environ) -> CoordinatorAddress | None:
     # Open MPI 4 names the machine of mpirun: `1234.0;tcp://10.96.0.1,10.148.0.1:34911`.
     name = "OMPI_MCA_orte_hnp_uri"
     match = re.search(r"tcp://([^,:;\s]+)", environ.get(name, ""))
-    return Address(match[1], None, (name,)) if match else None
+    return CoordinatorAddress(match[1], None, (name,)) if match else None
 
 
-def _jax_address(environ: Environ) -> Address | None:
+def _jax_address(environ: Environ) -> CoordinatorAddress | None:
     address = environ.get(_JAX_ADDRESS, "").strip()
     if not address:
         return None
     host, port = split_address(_JAX_ADDRESS, address)
-    return Address(host, port, (_JAX_ADDRESS,), is_given=True)
+    return CoordinatorAddress(host, port, (_JAX_ADDRESS,), is_given=True)
 
 
-def _kubernetes_address(environ: Environ) -> Address | None:
+def _kubernetes_address(environ: Environ) -> CoordinatorAddress | None:
     """Return the first pod of an indexed Job: ``<job>-0.<service>``.
 
     A pod is called like its Job and its index; the headless service gives it that name.
@@ -250,28 +250,30 @@ def _kubernetes_address(environ: Environ) -> Address | None:
     given = environ.get(_COORDINATOR, "").strip()
     if given:
         host, port = split_address(_COORDINATOR, given, default_port=DEFAULT_PORT)
-        return Address(host, port, (_COORDINATOR,), is_given=True)
+        return CoordinatorAddress(host, port, (_COORDINATOR,), is_given=True)
     pod, index = (environ.get(name, "").strip() for name in ("HOSTNAME", "JOB_COMPLETION_INDEX"))
     job = pod.removesuffix(f"-{index}")
     if job in ("", pod):
         return None
     service = environ.get("MESHWRIGHT_SERVICE", "").strip()
-    return Address(f"{job}-0.{service or job}", None, ("HOSTNAME", "MESHWRIGHT_SERVICE"))
+    return CoordinatorAddress(f"{job}-0.{service or job}", None, ("HOSTNAME", "MESHWRIGHT_SERVICE"))
 
 
-def _skypilot_address(environ: Environ) -> Address | None:
+def _skypilot_address(environ: Environ) -> CoordinatorAddress | None:
     lines = environ.get("SKYPILOT_NODE_IPS", "").split()
-    return Address(lines[0], None, ("SKYPILOT_NODE_IPS",)) if lines else None
+    return CoordinatorAddress(lines[0], None, ("SKYPILOT_NODE_IPS",)) if lines else None
 
 
-def _plain_address(environ: Environ) -> Address | None:
+def _plain_address(environ: Environ) -> CoordinatorAddress | None:
     host, text = (environ.get(name, "").strip() for name in ("MASTER_ADDR", "MASTER_PORT"))
     port = _integer("MASTER_PORT", text) if text else None
     if port is not None and environ.get(_TORCHRUN_LISTENS) == "True":
         port = port + 1 if port < 65535 else port - 1
     if not host and port is None:
         return None
-    return Address(host, port, ("MASTER_ADDR" if host else "MASTER_PORT",), is_given=bool(host))
+    return CoordinatorAddress(
+        host, port, ("MASTER_ADDR" if host else "MASTER_PORT",), is_given=bool(host)
+    )
 
 
 DEFAULT_PORT = 29500
