@@ -10,9 +10,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from meshwright.config.argument_checks import check_takes, wrong_kind
-from meshwright.config.base import shorten
+from meshwright.config.base import shorten, suggest_value
 from meshwright.config.schema import KernelChoice, Precision
-from meshwright.config.synonyms import suggest_value
 from meshwright.errors import UserError
 from meshwright.mesh.axes import parse_mesh
 

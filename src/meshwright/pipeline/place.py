@@ -20,8 +20,7 @@ from meshwright.program.kernels.find_kernels import KernelSearch
 from meshwright.program.on_mesh.local_forward import LocalDraws
 from meshwright.program.on_mesh.remat import Remat
 from meshwright.sharding.decide import Decision, batch_axes, decide
-from meshwright.sharding.placement import Placement
-from meshwright.sharding.reasons import OnEachStage
+from meshwright.sharding.placement import Placement, Reason, on_each_stage
 
 
 def decide_stages(
@@ -52,7 +51,7 @@ def place_on_stages(
 ) -> tuple[Placement, ...]:
     """Return placements with the rows of blocks sharded over the stages."""
     division = divide_blocks(cut.num_blocks, num_stages, num_chunks)
-    reason = OnEachStage(division.most * num_chunks, division.even)
+    reason = on_each_stage(division.most * num_chunks, even=division.even)
     numbers = {stack.number for stack in cut.stacks}
     return tuple(
         _on_pipe(placement, reason) if number in numbers else placement
@@ -158,6 +157,6 @@ def _stage_context(decision: Decision, mesh: Mesh, remat: Remat, *, wide: bool) 
     )
 
 
-def _on_pipe(placement: Placement, reason: OnEachStage) -> Placement:
+def _on_pipe(placement: Placement, reason: Reason) -> Placement:
     dims = ((PIPE, *placement.dims[0]), *placement.dims[1:])
     return Placement(placement.path, dims, (reason, *placement.reasons))

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.model_folders import download_command
+from meshwright.config.groups import download_command
 from meshwright.errors import Setting, UserError, first_line
 from meshwright.text.units import a_type
 from meshwright.weights.family import HfConfig

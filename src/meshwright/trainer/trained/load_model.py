@@ -19,7 +19,7 @@ from meshwright.checkpoint.export import read_groups
 from meshwright.checkpoint.older_paths import as_named_now
 from meshwright.checkpoint.reader import FOLDER
 from meshwright.config.argument_checks import check_path
-from meshwright.config.model_folders import is_hub_name
+from meshwright.config.groups import is_hub_name
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
 from meshwright.inputs.user_model import model_source
