@@ -54,7 +54,7 @@ def read_foreign(given: Any, seed: int, expected: Expected, *, samples: bool) ->
 
 
 @dataclass(frozen=True)
-class MapSamples:
+class MapSamples(Data):
     """Samples of a Grain `MapDataset`, in the order and with the shuffling it was given.
 
     Attributes:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from meshwright.data.fingerprints import fingerprint_of
-from meshwright.data.protocols import OutOfData, Rows
+from meshwright.data.protocols import Data, OutOfData, Rows
 from meshwright.data.source_data import take_rows
 from meshwright.data.stack import plain_tree
 from meshwright.errors import UserError
@@ -18,7 +18,7 @@ ENDLESS = 2**40
 
 
 @dataclass(frozen=True)
-class SequenceData:
+class SequenceData(Data):
     """Batches in a list, or in anything else with a length and items.
 
     Attributes:
@@ -33,10 +33,12 @@ class SequenceData:
     own_epochs: bool = False
     training: bool = False
 
+    any_batch_size = False
+
     @property
     def num_samples(self) -> int | None:
         """Samples of the batches of an epoch that are trained on; None if it is not counted."""
-        first = self.first()
+        first = self.first_batch(None)
         if not self.cycle or first is None or self.endless:
             return None
         return self._per_epoch * count_samples(first)
@@ -46,9 +48,13 @@ class SequenceData:
         """Whether the batches are repeated without end."""
         return len(self.batches) >= ENDLESS
 
-    @cached_property
+    @property
     def num_dropped(self) -> int:
         """Samples of a short last batch, which is not trained on; 0 if it is not short."""
+        return self._dropped
+
+    @cached_property
+    def _dropped(self) -> int:
         if self.endless or len(self.batches) < 2:
             return 0
         last, first = (count_samples(self.batches[at]) for at in (len(self.batches) - 1, 0))
@@ -58,7 +64,7 @@ class SequenceData:
     def _per_epoch(self) -> int:
         return len(self.batches) - bool(self.num_dropped)
 
-    def first(self) -> Any:
+    def first_batch(self, batch_size: int | None) -> Any:
         """Return the first batch, whatever its size; None if there is none."""
         return plain_tree(self.batches[0]) if len(self.batches) else None
 
@@ -72,6 +78,14 @@ class SequenceData:
             epoch, at = divmod(step, self._per_epoch)
             at += epoch * len(self.batches) if self.own_epochs else 0
         return select_rows(plain_tree(self.batches[at]), batch_size, step, rows)
+
+    def for_training(self, *, by_epochs: bool) -> Data:
+        """Return the batches without a short last one, repeated for a run of epochs."""
+        return replace(self, cycle=self.cycle or by_epochs, training=True)
+
+    def for_one_pass(self, *, in_order: bool) -> Data:
+        """Return the batches, each of them once."""
+        return replace(self, cycle=False)
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the number of batches only."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.order import sample_ids
-from meshwright.data.protocols import HostBatch, Rows, Source
+from meshwright.data.protocols import Data, HostBatch, Rows, Source
 
 
 @dataclass(frozen=True)
-class SourceData:
+class SourceData(Data):
     """Batches read from a source in the global order.
 
     Attributes:
@@ -48,7 +47,7 @@ class SourceData:
         batch: Any = self.source.rows(self.ids(step, batch_size, rows))
         return dict(batch) if isinstance(batch, Mapping) else batch
 
-    def ids(self, step: int, batch_size: int, rows: Rows | None = None) -> NDArray[np.int64]:
+    def ids(self, step: int, batch_size: int, rows: Rows | None = None) -> Rows:
         """Return the numbers of the samples of one update's batch, or of these rows of it."""
         return sample_ids(
             seed=self.seed,
@@ -58,6 +57,10 @@ class SourceData:
             rows=rows,
             shuffle=self.shuffle,
         )
+
+    def for_one_pass(self, *, in_order: bool) -> Data:
+        """Return the data, without shuffling if they are wanted in order."""
+        return replace(self, shuffle=False) if in_order else self
 
     def fingerprint(self) -> str:
         """Return the source's own fingerprint, or one of its class and size."""
@@ -69,7 +72,7 @@ class SourceData:
 
 
 @dataclass(frozen=True)
-class SyntheticData:
+class SyntheticData(Data):
     """Synthetic batches made by the task, different for every step.
 
     Attributes:
@@ -82,7 +85,7 @@ class SyntheticData:
     seed: int
     stream: tuple[int, ...] = ()
 
-    num_samples = None
+    eval_batches = 16
 
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> HostBatch:
         """Return the synthetic batch of one update."""
