@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.data import build_lock
-from meshwright.data.build_lock import BuildLock
+from meshwright.data import build_once
+from meshwright.data.build_once import BuildLock
 from meshwright.data.jsonl import JsonLines
 from meshwright.data.text_source import text_source
 from meshwright.runtime import activity
@@ -106,13 +106,13 @@ def test_killed_writers_never_change_the_tokens(corpus, tmp_path):
 def test_whoever_waits_reads_who_writes_and_how_far_it_is(corpus, tmp_path, monkeypatch, capfd):
     """The lock of the tokens is held by this process, in place of another."""
     monkeypatch.setattr(activity, "MENTIONED_SECONDS", 0.0)
-    monkeypatch.setattr(build_lock, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(build_once, "POLL_SECONDS", 0.02)
     settings = {"path": str(corpus), "sequence_length": 32, "cache_dir": str(tmp_path / "cache")}
     tokens = Path(JsonLines(**settings).source().tokens.filename).parent
     shutil.rmtree(tokens)
     lock = BuildLock(tokens.with_suffix(".lock"))
     assert lock.acquire()
-    monkeypatch.setattr(build_lock, "STATUS_SECONDS", 0.0)
+    monkeypatch.setattr(build_once, "STATUS_SECONDS", 0.0)
     lock.say("1.2 MiB of 4.0 MiB, 0.1 MiB/s, 28 s left")
     threading.Timer(0.3, lock.release).start()
     with activity.show_activities(), activity.activity("reading the data"):

@@ -14,9 +14,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from meshwright.data.cache_entry import PartialEntry
+from meshwright.data.documents import pieces
 from meshwright.data.files import map_array
 from meshwright.data.jsonl import JsonLines
-from meshwright.data.long_texts import pieces
 from meshwright.data.parquet import ParquetRows
 from meshwright.data.text_source import text_source
 from meshwright.data.token_cache import take_origins
@@ -246,7 +246,7 @@ def test_a_long_text_is_cut_without_changing_its_tokens(tmp_path, monkeypatch, t
     (tmp_path / "t.txt").write_text(text)
     (tmp_path / "t.jsonl").write_text(json.dumps({"text": text}) + "\n")
     for name, value in (("LONG", 10_000), ("PIECE", 500), ("CONTEXT", 64)):
-        monkeypatch.setattr(f"meshwright.data.long_texts.{name}", value)
+        monkeypatch.setattr(f"meshwright.data.documents.{name}", value)
     monkeypatch.setattr("meshwright.data.text_source.LONG", 10_000)
     monkeypatch.setattr("meshwright.data.text_source.READ_BYTES", 3_001)
     library = Tokenizer.from_file(str(tokenizer_file))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.checkpoint.by_path import ArraysByPath
+from meshwright.checkpoint.array_paths import ArraysByPath
 from meshwright.checkpoint.reader import CheckpointReader, find_store
 from meshwright.config.argument_checks import check_count, check_path
 from meshwright.errors import UserError

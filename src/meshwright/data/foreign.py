@@ -14,11 +14,9 @@ import numpy as np
 
 from meshwright.data.elements import Expected
 from meshwright.data.fingerprints import fingerprint_of
-from meshwright.data.given_batches import ENDLESS, SequenceData
+from meshwright.data.indexed_data import ENDLESS, SequenceData, SourceData
 from meshwright.data.protocols import Data, Rows
-from meshwright.data.samples import ColumnSource, SampleSource, refuse_text_columns
-from meshwright.data.source_data import SourceData
-from meshwright.data.stack import stack_samples
+from meshwright.data.samples import ColumnSource, SampleSource, refuse_text_columns, stack_samples
 from meshwright.data.streams import READ_AGAIN, IterableData
 from meshwright.errors import UserError
 from meshwright.text.units import a_type

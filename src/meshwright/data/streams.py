@@ -11,9 +11,9 @@ from typing import Any
 
 from meshwright.data.elements import Expected
 from meshwright.data.fingerprints import fingerprint_of
-from meshwright.data.given_batches import count_samples, select_rows
+from meshwright.data.indexed_data import count_samples, select_rows
 from meshwright.data.protocols import Data, OutOfData, Rows
-from meshwright.data.stack import plain_tree, stack_samples
+from meshwright.data.samples import plain_tree, stack_samples
 from meshwright.errors import UserError
 
 KEPT_POSITIONS = 2048

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.data.corrupt import OnCorrupt
-from meshwright.data.documents import Block, Packing, Position
+from meshwright.data.documents import LONG, Block, Packing, Position, pieces
 from meshwright.data.files import list_files
-from meshwright.data.long_texts import LONG, pieces
 from meshwright.data.protocols import Source
 from meshwright.data.token_cache import Corpus
 from meshwright.data.tokenizer import (

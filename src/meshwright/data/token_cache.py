@@ -20,7 +20,7 @@ from meshwright.data.build_once import Job, Progress, build_once
 from meshwright.data.cache_entry import FORMAT, Entry, PartialEntry
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt, with_count
 from meshwright.data.documents import Block, Packing, Position, tokenized
-from meshwright.data.file_digests import changed, digests, stamp
+from meshwright.data.fingerprints import changed, digests, stamp
 from meshwright.data.packing import PackingIndex, pack, pack_parts
 from meshwright.data.protocols import Source
 from meshwright.data.token_rows import PackedRows, StreamRows

@@ -10,14 +10,12 @@ from typing import Any, Protocol
 
 from meshwright.config.builders import Builder, build, parameters_of
 from meshwright.data.arrays import ArraySource
-from meshwright.data.elements import Expected
+from meshwright.data.elements import Expected, no_batches, refuse_class, refuse_wrong_data
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.foreign import read_foreign
-from meshwright.data.given_batches import SequenceData
+from meshwright.data.indexed_data import SequenceData, SourceData, take_rows
 from meshwright.data.protocols import Data, HostBatch, Rows, Source
-from meshwright.data.refusals import no_batches, refuse_class, refuse_wrong_data
 from meshwright.data.samples import Samples, SampleSource
-from meshwright.data.source_data import SourceData, take_rows
 from meshwright.data.streams import IterableData
 from meshwright.errors import UserError
 from meshwright.processes import process_count

@@ -1,4 +1,4 @@
-"""The task protocol, and reading the fields of a batch."""
+"""What tasks share: the protocol, the fields of a batch, and cross entropy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -65,3 +66,20 @@ def weigh(values: Array, weights: Array) -> Weighted:
     """Return the weighted sum of the values with the sum of the weights."""
     values = values.astype(weights.dtype)
     return Weighted(total=(values * weights).sum(), weight=weights.sum())
+
+
+def cross_entropy(logits: Array, labels: Array) -> Array:
+    """Return -log softmax(logits)[label] in nats: logits [..., V], labels [...] → [...].
+
+    Computed in float32, or in the logits' own type if that is wider. The label's logit is selected
+    by comparison instead of indexing, so that logits sharded over V need a small sum, no gather.
+    """
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    classes = jnp.arange(logits.shape[-1])
+    picked = jnp.where(classes == labels[..., None], logits, 0).sum(axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def is_correct(logits: Array, labels: Array) -> Array:
+    """Return whether the label has the highest logit: logits [..., V], labels [...] → [...]."""
+    return jnp.argmax(logits, axis=-1) == labels

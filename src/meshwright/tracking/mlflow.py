@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.tracking.settings import run_name, service_settings
+from meshwright.tracking.run_files import run_name, service_settings
 
 _MAX_PARAMS = 100
 """Parameters MLflow takes in one request."""

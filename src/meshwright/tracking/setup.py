@@ -88,9 +88,9 @@ def _enabled(config: TrackingConfig) -> list[str]:
 
 
 def _makers(config: TrackingConfig, folder: Path) -> dict[str, Callable[[], Tracker]]:
-    from meshwright.tracking.background import Background
     from meshwright.tracking.mlflow import MlflowTracker
     from meshwright.tracking.tensorboard import TensorBoardTracker
+    from meshwright.tracking.tracker import Background
     from meshwright.tracking.wandb import WandbTracker
 
     return {

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.weights.config_values import ROTARY, refuse_other_scaling, rotary, scaling_numbers
 from meshwright.weights.decoder_names import (
     HEAD_NORMS,
     IGNORED,
@@ -15,7 +16,6 @@ from meshwright.weights.decoder_names import (
     common_config,
 )
 from meshwright.weights.family import Family, HfConfig, Row
-from meshwright.weights.rotary_config import ROTARY, refuse_other_scaling, rotary, scaling_numbers
 from meshwright.weights.views import VECTOR
 
 _DEFAULTS = {

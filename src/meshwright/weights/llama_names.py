@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.weights.config_values import ROTARY, refuse_other_scaling, rotary, scaling_numbers
 from meshwright.weights.decoder_names import (
     IGNORED,
     MLP_NORM,
@@ -14,7 +15,6 @@ from meshwright.weights.decoder_names import (
     common_config,
 )
 from meshwright.weights.family import Family, HfConfig
-from meshwright.weights.rotary_config import ROTARY, refuse_other_scaling, rotary, scaling_numbers
 
 _DEFAULTS = {
     "vocab_size": 32000,

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.text.units import counted
-from meshwright.weights.array_differences import describe_differences
 from meshwright.weights.families import Architecture, read_architecture, text_model
 from meshwright.weights.family import Row
-from meshwright.weights.hf_folder import CONFIG, Folder, listed
+from meshwright.weights.hf_folder import CONFIG, Folder, describe_differences, listed
 from meshwright.weights.safetensors_format import DTYPES, Tensor
 from meshwright.weights.views import Range, View
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from meshwright.weights.config_values import ROTARY, refuse_other_scaling, rotary
 from meshwright.weights.decoder_names import (
     HEAD_NORMS,
     IGNORED,
@@ -15,7 +16,6 @@ from meshwright.weights.decoder_names import (
     common_config,
 )
 from meshwright.weights.family import Family, HfConfig
-from meshwright.weights.rotary_config import ROTARY, refuse_other_scaling, rotary
 
 _DEFAULTS = {
     "vocab_size": 151936,
