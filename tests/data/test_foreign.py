@@ -187,7 +187,7 @@ REFUSED = {
     "filtered": (
         GRAIN.filter(lambda sample: False),
         SIZE,
-        "the Grain MapDataset has numbers without a sample",
+        "the Grain MapDataset has indices without a sample",
         "data.to_iter_dataset()",
     ),
     "loader of another size": (

@@ -150,7 +150,7 @@ def test_a_full_disk_is_told_with_the_bytes_and_leaves_nothing(tmp_path, capfd):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     err = capfd.readouterr().err
     assert code == 1
-    assert f"error: the tokens of the data cannot be kept in {cache}\n" in err
+    assert f"error: the tokens of the data cannot be stored in {cache}\n" in err
     assert "  File too large: about 4.4 MB are needed, and " in err
     assert "data.cache_dir=…" in err
     assert "Traceback" not in err
@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_written_to(corpus, tmp_path, monkeypatch, capfd
         settings = ["data=jsonl", f"data.path={corpus}", f"data.cache_dir={place}"]
         assert main(["train", *SMALL, *settings]) == 2
         err = capfd.readouterr().err
-        assert f"error: the tokens of the data cannot be kept in data.cache_dir={place}\n" in err
+        assert f"error: the tokens of the data cannot be stored in data.cache_dir={place}\n" in err
         assert "  Not a directory: " in err
         return
     monkeypatch.setenv("XDG_CACHE_HOME", str(place))

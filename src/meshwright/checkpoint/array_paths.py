@@ -47,7 +47,7 @@ _Value = TypeVar("_Value")
 def names_on_disk(paths: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
     """Return the name that each path has among the saved ones.
 
-    A name of earlier versions counts if only one path can be meant.
+    A name of earlier versions counts if it can stand for one path only.
     """
     paths, known = list(paths), set(saved)
     names = {path: path for path in paths}

@@ -20,7 +20,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Trained(Protocol):
-    """A trained model in memory, such as the result of a training."""
+    """A trained model in memory, such as the result of a `fit`."""
 
     def host_arrays(self) -> Arrays:
         """Return parameters and statistics by canonical path."""
@@ -69,7 +69,7 @@ def read_groups(
 
 
 def choose_checkpoint(path: Path, update: int | None) -> tuple[CheckpointReader, int]:
-    """Return what reads the checkpoints of a run, and the update of the one that is meant.
+    """Return a reader of the checkpoints of a run, and the update of the one that is wanted.
 
     Args:
         path: a run folder, its checkpoint folder, or a single checkpoint.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -20,24 +21,19 @@ from meshwright.errors import EnvironmentProblem, Setting
 from meshwright.runtime.activity import activity
 from meshwright.text.units import human_bytes, human_seconds
 
-try:
-    import fcntl
-except ImportError:  # Not on Windows.
-    fcntl = None
-
 POLL_SECONDS = 0.2
-"""How often a process that waits looks again."""
+"""How often a waiting process checks again."""
 STATUS_SECONDS = 1.0
-"""How often the builder says how far it is."""
+"""How often the builder writes its progress."""
 
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 class BuildLock:
-    """A lock that the system releases when its process ends, however it ends.
+    """A lock that the system releases when its process ends, for whatever reason.
 
     Attributes:
-        path: the lock's file, which is removed by whoever had the lock.
+        path: the lock's file, which whoever held the lock removes.
         exclusive: whether others are really kept out; some file systems have no locks.
     """
 
@@ -45,13 +41,13 @@ class BuildLock:
         self.path = path
         self.exclusive = True
         self._descriptor: int | None = None
-        self._told = 0.0
+        self._reported = 0.0
 
     @contextmanager
-    def held(self, tell: Callable[[str], object]) -> Generator[None]:
-        """Hold the lock inside; while another process has it, tell who, and how far it is."""
+    def held(self, report: Callable[[str], object]) -> Generator[None]:
+        """Hold the lock inside; while another process has it, report which, and its progress."""
         while not self.acquire():
-            tell(self.holder())
+            report(self.holder())
             time.sleep(POLL_SECONDS)
         try:
             yield
@@ -76,16 +72,16 @@ class BuildLock:
     def release(self) -> None:
         """Give the lock back."""
         if self._descriptor is not None:
-            # Removed while it is still locked, so that nobody can lock a file without a name.
+            # Removed while it is still locked, so that no one can lock a file without a name.
             self.path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = None
 
     def say(self, progress: str) -> None:
-        """Tell those who wait how far this process is; at most once per second."""
-        if self._descriptor is None or time.monotonic() - self._told < STATUS_SECONDS:
+        """Write the progress for those that wait, at most once per second."""
+        if self._descriptor is None or time.monotonic() - self._reported < STATUS_SECONDS:
             return
-        self._told = time.monotonic()
+        self._reported = time.monotonic()
         status = {"pid": os.getpid(), "host": socket.gethostname(), "progress": progress}
         try:
             text = json.dumps(status).encode()
@@ -96,7 +92,7 @@ class BuildLock:
             return
 
     def holder(self) -> str:
-        """Return which process has the lock, and what it has said last."""
+        """Return which process holds the lock, and its last progress."""
         try:
             status: dict[str, Any] = json.loads(self.path.read_text())
             where = "" if status["host"] == socket.gethostname() else f" on {status['host']}"
@@ -105,9 +101,6 @@ class BuildLock:
             return "by another process"
 
     def _lock(self, descriptor: int) -> bool:
-        if fcntl is None:
-            self.exclusive = False
-            return True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -128,9 +121,9 @@ class BuildLock:
 logger = logging.getLogger(__name__)
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-TOLD_SECONDS = 0.25
+REPORT_SECONDS = 0.25
 ABANDONED_SECONDS = 7 * 24 * 3600
-"""After this time, what a writer has left behind is removed."""
+"""How long an unfinished entry is kept for another process to continue."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +131,9 @@ class Job:
     """What to build.
 
     Attributes:
-        what: what is being done, for those who wait.
+        what: what is being done, for messages.
         dtypes: the arrays of the entry and their types.
-        write: writes them, tells how far it is, and returns what to note about the entry.
+        write: writes them, reports its progress, and returns facts to store with the entry.
     """
 
     what: str
@@ -149,31 +142,31 @@ class Job:
 
 
 class Progress:
-    """Tells how far a build is: to whoever looks at this process, and to those that wait."""
+    """Reports the progress of a build: in this process, and to those that wait."""
 
-    def __init__(self, tell: Callable[[str], None], lock: BuildLock) -> None:
+    def __init__(self, report: Callable[[str], None], lock: BuildLock) -> None:
         self.fraction = 0.0
-        self._tell, self._lock = tell, lock
+        self._report, self._lock = report, lock
         self._started, self._at_start = time.monotonic(), 0.0
-        self._told = 0.0
+        self._reported = 0.0
 
     def start_at(self, done: float, total: float) -> None:
-        """Say that the build goes on where another one has stopped."""
+        """Continue where another build stopped."""
         self._started, self._at_start = time.monotonic(), done
         self.fraction = done / max(total, 1)
 
     def __call__(self, done: float, total: float) -> None:
-        """Say how many bytes of all are done."""
+        """Report how many bytes of the total are done."""
         self.fraction = done / max(total, 1)
         now = time.monotonic()
-        if now - self._told < TOLD_SECONDS and done < total:
+        if now - self._reported < REPORT_SECONDS and done < total:
             return
-        self._told = now
+        self._reported = now
         rate = (done - self._at_start) / max(now - self._started, 1e-3)
         parts = [f"{human_bytes(done)} of {human_bytes(total)}", f"{human_bytes(rate)}/s"]
         if done < total and rate:
             parts.append(f"{human_seconds((total - done) / rate)} left")
-        self._tell(", ".join(parts))
+        self._report(", ".join(parts))
         self._lock.say(", ".join(parts))
 
 
@@ -188,23 +181,23 @@ def build_once(folder: Path, job: Job) -> Entry:
         if entry := open_entry(folder):
             return entry
     lock = BuildLock(folder.with_name(f"{folder.name}.lock"))
-    with activity(job.what) as tell, lock.held(tell):
+    with activity(job.what) as report, lock.held(report):
         try:
             # Another process may have built it in the meantime.
             if entry := open_entry(folder):
                 return entry
         except Damaged as error:
-            logger.warning("%s; it is written again", error)
+            logger.warning("%s; it is rewritten", error)
             _remove(folder)
         remove_abandoned(folder.parent)
-        _build(folder, job, lock, Progress(tell, lock))
+        _build(folder, job, lock, Progress(report, lock))
         entry = open_entry(folder)
         assert entry is not None, "it was just written"
         return entry
 
 
 def remove_abandoned(root: Path) -> None:
-    """Remove what writers left behind long ago and nobody has gone on with."""
+    """Remove what writers left behind long ago and no one continued."""
     for partial in root.glob("*.partial*"):
         with suppress(OSError):
             if time.time() - partial.stat().st_mtime > ABANDONED_SECONDS:
@@ -232,7 +225,7 @@ def _disk_full(root: Path, error: OSError, written: int, fraction: float) -> Env
     needed = human_bytes(written / max(fraction, 1e-6) if fraction < 1 else written)
     free = human_bytes(shutil.disk_usage(root).free)
     return EnvironmentProblem(
-        f"the tokens of the data cannot be kept in {root}",
+        f"the tokens of the data cannot be stored in {root}",
         why=f"{error.strerror}: about {needed} are needed, and {free} are free",
         fix=f"free space there, or name a folder on another disk: {Setting('data.cache_dir', '…')}",
     )

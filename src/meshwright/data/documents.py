@@ -17,7 +17,7 @@ Packing = Literal["stream", "documents"]
 """``stream`` cuts rows from all documents joined together; ``documents`` keeps them apart."""
 
 Position = tuple[int, ...]
-"""Where reading goes on: the number of a file, then what its format needs."""
+"""Where reading continues: the number of a file, then what its format needs."""
 
 Document = str | NDArray[Any]
 Item = TypeVar("Item")
@@ -28,16 +28,16 @@ BATCH_SIZE = 2**21
 
 
 @dataclass(frozen=True)
-class Block:
+class DocumentBlock:
     """Consecutive documents of a file.
 
     Attributes:
         documents: texts, or arrays of tokens.
-        after: where reading goes on after them.
+        after: where reading continues after them.
         done: bytes of all files that have been read.
         skipped: where corrupt records are in the file, and what is wrong with them.
         is_piece: whether ``documents`` are pieces of a single document.
-        goes_on: whether that document goes on in the next block.
+        continues: whether that document continues in the next block.
     """
 
     documents: Sequence[Document]
@@ -45,7 +45,7 @@ class Block:
     done: float
     skipped: Sequence[tuple[str, str]] = ()
     is_piece: bool = False
-    goes_on: bool = False
+    continues: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class TokenBatch:
     Attributes:
         tokens: their tokens, each document followed by the end-of-document token if there is one.
         ends: where each document ends in them.
-        after: where reading goes on after them; None inside of a document.
+        after: where reading continues after them; None inside a document.
         done: bytes of all files that have been read.
         skipped: the corrupt records among them, with the number of their file.
     """
@@ -68,21 +68,21 @@ class TokenBatch:
 
 
 def tokenized(
-    blocks: Iterable[Block], tokenizer: Tokenizer | None, dtype: Any
+    blocks: Iterable[DocumentBlock], tokenizer: Tokenizer | None, dtype: Any
 ) -> Iterator[TokenBatch]:
     """Yield the tokens of all documents, batch by batch; the next one is read meanwhile."""
     separator = None if tokenizer is None else tokenizer.separator
     end = np.array([] if separator is None else [separator], dtype)
 
-    def tokenize(batch: list[Block]) -> TokenBatch:
+    def tokenize(batch: list[DocumentBlock]) -> TokenBatch:
         return _tokenize(batch, tokenizer, end)
 
     return _ahead(tokenize, _batches(blocks))
 
 
-def _batches(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+def _batches(blocks: Iterable[DocumentBlock]) -> Iterator[list[DocumentBlock]]:
     """Yield blocks that are tokenized together; pieces of a document stay alone."""
-    batch: list[Block] = []
+    batch: list[DocumentBlock] = []
     size = 0
     for block in blocks:
         if block.is_piece:
@@ -100,13 +100,15 @@ def _batches(blocks: Iterable[Block]) -> Iterator[list[Block]]:
         yield batch
 
 
-def _tokenize(batch: list[Block], tokenizer: Tokenizer | None, end: NDArray[Any]) -> TokenBatch:
+def _tokenize(
+    batch: list[DocumentBlock], tokenizer: Tokenizer | None, end: NDArray[Any]
+) -> TokenBatch:
     documents = [document for block in batch for document in block.documents]
     arrays = _arrays(documents, tokenizer)
     last = batch[-1]
     if last.is_piece:
-        tokens = _joined([*arrays, *([] if last.goes_on else [end])], end.dtype)
-        ends = [] if last.goes_on else [len(tokens)]
+        tokens = _joined([*arrays, *([] if last.continues else [end])], end.dtype)
+        ends = [] if last.continues else [len(tokens)]
     else:
         arrays = [array for array in arrays if len(array)]
         tokens = _joined([part for array in arrays for part in (array, end)], end.dtype)
@@ -114,7 +116,7 @@ def _tokenize(batch: list[Block], tokenizer: Tokenizer | None, end: NDArray[Any]
     return TokenBatch(
         tokens=tokens,
         ends=np.asarray(ends, np.int64),
-        after=None if last.goes_on else last.after,
+        after=None if last.continues else last.after,
         done=last.done,
         skipped=[(block.after[0], *what) for block in batch for what in block.skipped],
     )
@@ -145,7 +147,7 @@ def _ahead(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterato
 
 
 LONG = 2**22
-"""Characters above which a text is cut; a tokenizer takes some hundred times their memory."""
+"""Characters above which a text is cut; a tokenizer needs several hundred times their memory."""
 PIECE = 2**18
 """Characters of a piece, at least: many pieces are tokenized at once, on several cores."""
 CONTEXT = 2**10
@@ -190,7 +192,7 @@ def pieces(parts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[str]]:
                 yield group
                 group, size = [], 0
         rest = rest[begin:]
-        # What was tried in vain is not tried again.
+        # Places that were tried already are not tried again.
         search = max(PIECE, len(rest) - CONTEXT)
     yield [*group, rest]
 

@@ -20,9 +20,9 @@ class Expected:
 
     Attributes:
         batch_size: samples per batch; given for data that comes as samples.
-        planned: samples per batch of a given plan, which also batches may have.
+        planned: samples per batch in a given plan; data given as batches may have them too.
         like: a batch, as arrays or shapes, that batches are like except for their size.
-        training: whether it is to train on: then the shapes of batches are not known before.
+        training: whether it is training data, whose shapes are not known in advance.
     """
 
     batch_size: int | None = None
@@ -57,7 +57,7 @@ class Expected:
 def _compare(
     shapes: dict[str, Shape], expected: dict[str, tuple[Shape, Any]], name: str
 ) -> bool | None:
-    """Return whether shapes are those of one sample of a batch; None if they tell nothing."""
+    """Return whether shapes are those of one sample of a batch; None if they do not tell."""
     each = [shape[1:] for shape, _ in expected.values()]
     pairs = [
         (shape, [expected[path][0][1:]] if path in expected else each)
@@ -112,7 +112,7 @@ def refuse_class(given: object) -> None:
     if isinstance(given, type):
         raise UserError(
             f"the data are the class {given.__name__}",
-            why="only an object of it has samples",
+            why="only an instance of it has samples",
             fix=f"write {given.__name__}(…)",
         )
 
@@ -157,7 +157,7 @@ def refuse_wrong_data(given: Any) -> None:
 
 
 def no_batches(given: Any) -> UserError:
-    """Return the error about a value that is no data of any kind."""
+    """Return the error about a value that is not data of any kind."""
     return UserError(
         f"the data are of type {type(given).__name__}, which provides no batches",
         fix="write a dict of arrays, a function of (step, batch_size), or a list of batches",

@@ -52,20 +52,20 @@ READ_BYTES = 2**20
 SETTLED_SECONDS = 2.0
 """A file written to so recently could be written to again without its time changing."""
 
-Tell = Callable[[str], object]
+Report = Callable[[str], object]
 Stamp = list[int]
 """Size, times and inode of a file."""
 
 
-def digests(files: Sequence[Path], folder: Path, tell: Tell) -> list[str]:
+def digests(files: Sequence[Path], folder: Path, report: Report) -> list[str]:
     """Return the SHA-256 digest of each file.
 
     Args:
         files: the files.
         folder: where digests are kept, if it can be written to.
-        tell: takes how far it is, as text.
+        report: receives the progress as text.
     """
-    # By absolute name, but not by where links lead: these have a stamp of their target.
+    # By absolute name, with links unresolved: a link has the stamp of its target.
     names = [os.path.abspath(file) for file in files]
     memory = folder / f"{_sha256(repr(names))[:32]}.json"
     known = _read(memory)
@@ -73,13 +73,13 @@ def digests(files: Sequence[Path], folder: Path, tell: Tell) -> list[str]:
         return [known[name][1] for name in names]
     lock = BuildLock(memory.with_suffix(".lock"))
     try:
-        with lock.held(tell):
+        with lock.held(report):
             # Another process may have computed them in the meantime.
-            known = _compute(names, _read(memory), lambda text: (tell(text), lock.say(text)))
+            known = _compute(names, _read(memory), lambda text: (report(text), lock.say(text)))
             _write(memory, known)
     except OSError:
-        # Nothing can be written here, so nobody else computes them for this process.
-        known = _compute(names, known, tell)
+        # Nothing can be written here, so no one else computes them for this process.
+        known = _compute(names, known, report)
     return [known[name][1] for name in names]
 
 
@@ -96,7 +96,7 @@ def _missing(names: Sequence[str], known: dict[str, Any]) -> list[str]:
     return [name for name in names if name not in known or known[name][0] != stamp(name)]
 
 
-def _compute(names: Sequence[str], known: dict[str, Any], tell: Tell) -> dict[str, Any]:
+def _compute(names: Sequence[str], known: dict[str, Any], report: Report) -> dict[str, Any]:
     missing = _missing(names, known)
     total, done = sum(os.path.getsize(name) for name in missing), 0
     for name in missing:
@@ -106,7 +106,7 @@ def _compute(names: Sequence[str], known: dict[str, Any], tell: Tell) -> dict[st
                 while part := content.read(READ_BYTES):
                     digest.update(part)
                     done += len(part)
-                    tell(f"compared {human_bytes(done)} of {human_bytes(total)}")
+                    report(f"compared {human_bytes(done)} of {human_bytes(total)}")
         except OSError as error:
             raise UserError(f"cannot read {name}", why=error.strerror or str(error)) from error
         if stamp(name) != before:
@@ -116,11 +116,11 @@ def _compute(names: Sequence[str], known: dict[str, Any], tell: Tell) -> dict[st
 
 
 def changed(file: str | Path) -> UserError:
-    """Return the error for a file that is written to while it is read."""
+    """Return the error for a file that changed while it was read."""
     return UserError(
         f"{file} changed while it was read",
         why="a run needs the same data from start to end",
-        fix="start again when the file is complete",
+        fix="restart when the file is complete",
     )
 
 
@@ -143,7 +143,7 @@ def _write(memory: Path, known: dict[str, Any]) -> None:
         written.write_text(json.dumps(settled))
         written.replace(memory)
     except OSError:
-        # The next run computes them again.
+        # The next run recomputes them.
         written.unlink(missing_ok=True)
 
 

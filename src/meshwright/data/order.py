@@ -111,7 +111,7 @@ class SplitSource:
     """Either the held-out samples of a source, or all others.
 
     Of every ``every`` consecutive samples one is held out, at a pseudorandom position, so that
-    sorted and cyclic data are divided evenly. The split depends on nothing but the numbers of the
+    sorted and cyclic data are split evenly. The split depends on nothing but the numbers of the
     samples, so it is the same in every run.
 
     Attributes:

@@ -16,7 +16,7 @@ from meshwright.errors import UserError
 
 @dataclass(frozen=True)
 class Samples:
-    """Says that the elements of some data are samples, where they could be batches as well.
+    """Marks the elements of some data as samples, where they could also be batches.
 
     Attributes:
         data: a dataset, a list or an iterable of samples.
@@ -31,7 +31,7 @@ class SampleSource:
 
     Attributes:
         dataset: a list, or an object with ``len(dataset)`` and ``dataset[number]``.
-        sequential: makes the loader read in one thread, because the dataset is the user's code.
+        sequential: whether it is read by one thread at a time; it is the user's code.
     """
 
     dataset: Any

@@ -1,4 +1,4 @@
-"""Data that is read from its beginning: iterables and generators of batches or of samples."""
+"""Data that is read in order: iterables and generators of batches or of samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshwright.data.samples import plain_tree, stack_samples
 from meshwright.errors import UserError
 
 KEPT_POSITIONS = 2048
-"""Positions that are remembered: more than batches are read ahead of the training."""
+"""Positions that are remembered: more than the batches that are read ahead."""
 
 READ_AGAIN = "give a list, or a function of (step, batch_size)"
 
@@ -29,10 +29,10 @@ class IterableData(Data):
     Attributes:
         open: returns an iterator over the elements of an epoch, given its number from 0.
         name: what the iterable is, for messages.
-        samples: whether the elements are samples, which are stacked to batches.
+        samples: whether the elements are samples, which are stacked into batches.
         once: whether the elements can be read only once.
         repeat: whether to begin again where the iterable ends.
-        length: elements of one pass; None if they are not known.
+        length: elements of one pass; None if that is not known.
         order: what is said about resuming; empty if the order is always the same.
         again: what to write instead of an iterable that can be read only once.
         one_pass: read every element once, a short last batch included, as evaluation does.
@@ -75,7 +75,7 @@ class IterableData(Data):
         return self.length is None
 
     def with_elements(self, expected: Expected, *, samples: bool) -> IterableData:
-        """Look whether the elements are samples or batches, unless that is known; return itself.
+        """Find out whether the elements are samples or batches, unless that is known; return self.
 
         Args:
             expected: what is known about the elements.
@@ -143,7 +143,7 @@ class IterableData(Data):
         try:
             return found if json.loads(json.dumps(found)) == found else None
         except (TypeError, ValueError):
-            # Then a resumed run reads the elements before it again.
+            # Then a resumed run rereads the elements before it.
             return None
 
     def go_to(self, step: int, position: Any) -> None:

@@ -84,11 +84,6 @@ class DataAdapter(Data):
         return getattr(self.given, "num_samples", None)
 
     @property
-    def num_dropped(self) -> int:
-        """The object's own number of samples that are not trained on, if it has one."""
-        return getattr(self.given, "num_dropped", 0)
-
-    @property
     def sequential(self) -> bool:
         """Whether the object says that it is read by one thread at a time."""
         return getattr(self.given, "sequential", False)
@@ -103,11 +98,6 @@ class DataAdapter(Data):
         if "rows" in parameters_of(self.given.batch):
             return self.given.batch(step, batch_size, rows=rows)
         return take_rows(self.given.batch(step, batch_size), rows)
-
-    def ids(self, step: int, batch_size: int, rows: Rows | None = None) -> Rows | None:
-        """Return the numbers of samples that the object itself gives them, if it does."""
-        own: Any = getattr(self.given, "ids", None)
-        return None if own is None else own(step, batch_size)
 
     def fingerprint(self) -> str:
         """Return its own fingerprint, or one of its class."""
@@ -275,12 +265,10 @@ def _function_data(given: Callable[..., Any], seed: int) -> FunctionData:
     if set(BATCH_PARAMETERS) <= set(parameters):
         with_seed = {"seed": seed} if "seed" in parameters else {}
         return FunctionData(partial(given, **with_seed), name)
-    required = [p for p in parameters.values() if p.default is p.empty]
-    if len(required) == 2:
-        return FunctionData(lambda step, batch_size: given(step, batch_size), name)
-    if len(required) == 3:
+    required = len(_required(given))
+    if required == 3:
         return FunctionData(lambda step, batch_size: given(seed, step, batch_size), name)
-    if len(required) == 1 and len(parameters) == 2:
+    if required == 2 or (required == 1 and len(parameters) == 2):
         return FunctionData(lambda step, batch_size: given(step, batch_size), name)
     raise UserError(
         f"the function {name} returns no batches",

@@ -54,7 +54,7 @@ def check_loss(loss: object, name: str = "loss") -> None:
 
 
 def check_trainable(trainable: Any) -> None:
-    """Refuse what is not an NNX filter."""
+    """Refuse anything that is not an NNX filter."""
     try:
         nnx.filterlib.to_predicate(trainable)
     except (TypeError, ValueError):
@@ -65,12 +65,12 @@ def check_trainable(trainable: Any) -> None:
 
 
 def check_run_name(name: object) -> None:
-    """Refuse a run name that is no text of one line."""
+    """Refuse a run name that is not one line of text."""
     if name is None or (isinstance(name, str) and name.strip() and name.isprintable()):
         return
     raise UserError(
         f"run_name={shorten(name)} is not a name",
-        why="it stands in one line of reports and trackers",
+        why="reports and trackers show it on one line",
         fix='write a short text, such as run_name="baseline, lr 3e-4"',
     )
 
@@ -103,7 +103,7 @@ def check_precision(precision: object) -> None:
 def check_rows(config: Config) -> None:
     """Refuse rows that are longer than a built-in model reads, and tokens that it does not know.
 
-    What a task, data or a model of the user's own do with such numbers is not known.
+    What the user's own task, data or model does with such numbers is not known.
     """
     if config.model.kind not in models.MODEL_KINDS:
         return

@@ -66,7 +66,7 @@ def attend(
 def check_groups(*, num_heads: int, num_kv_heads: int) -> None:
     """Refuse query heads that do not divide into groups, one per key/value head."""
     if num_heads % num_kv_heads:
-        raise ValueError(f"num_heads={num_heads} does not divide by num_kv_heads={num_kv_heads}.")
+        raise ValueError(f"num_heads={num_heads} is not divisible by num_kv_heads={num_kv_heads}.")
 
 
 def row_positions(tokens: Array, positions: Array | None, context_length: int) -> Array:

@@ -28,7 +28,7 @@ _init = nnx.initializers.normal(INIT_STD)
 def check_heads(*, hidden_size: int, num_heads: int, num_kv_heads: int, qkv: QKV) -> None:
     """Refuse head counts that do not divide, and a fused kernel for unequal head counts."""
     if hidden_size % num_heads:
-        raise ValueError(f"hidden_size={hidden_size} does not divide by num_heads={num_heads}.")
+        raise ValueError(f"hidden_size={hidden_size} is not divisible by num_heads={num_heads}.")
     check_groups(num_heads=num_heads, num_kv_heads=num_kv_heads)
     if qkv == "fused" and num_kv_heads != num_heads:
         raise ValueError(

@@ -30,8 +30,8 @@ SHOWN_EVENTS = (
 """Events that are shown; an evaluation is shown by its metrics."""
 
 
-class LineTracker:
-    """Writes aligned lines, with or without the time in front.
+class LineTracker(NullTracker):
+    """Writes aligned lines, with or without the time in front; the caller shows the result.
 
     Args:
         write: takes one line, without its end.
@@ -65,9 +65,6 @@ class LineTracker:
         """Write what happened."""
         if line := format_event(kind, update, message):
             self._write(line)
-
-    def close(self, result: Mapping[str, Any]) -> None:
-        """Do nothing: the caller of the run shows the result."""
 
 
 class LogFile(LineTracker):

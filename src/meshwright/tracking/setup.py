@@ -66,7 +66,7 @@ def shows_progress(folder: Path | None, progress: bool | None, *, terminal: bool
 
 
 def shown_activities(folder: Path | None, progress: bool | None) -> AbstractContextManager[None]:
-    """Say what takes long inside, on stderr, if a run there shows its progress."""
+    """Show on stderr what takes long inside, if the run shows its progress."""
     shown = shows_progress(folder, progress, terminal=sys.stderr.isatty())
     return show_activities() if shown and is_main() else nullcontext()
 

@@ -94,7 +94,7 @@ class Trackers:
         try:
             call(self._trackers[name])
         except Exception as error:
-            # A service or a disk that fails must not end the training.
+            # A service or a disk that fails must not end the run.
             del self._trackers[name]
             reason = first_line(error)
             message = f"tracking by {name} stopped: {reason}"

@@ -15,7 +15,7 @@ INIT_TIMEOUT_SECONDS = 60
 
 
 class WandbTracker:
-    """Sends metrics to a W&B project with the name of the run's project.
+    """Sends metrics to a W&B project named after the run's project.
 
     Args:
         folder: the run folder, from which the run id follows.

@@ -105,9 +105,9 @@ def scaling_numbers(settings: Mapping[str, Any], keys: Iterable[str]) -> dict[st
 
 
 def refuse_other_scaling(settings: Mapping[str, Any], *known: str) -> None:
-    """Refuse a kind of rotary positions that the model does not compute."""
+    """Refuse a kind of rotary positions that the model does not support."""
     if settings["rope_type"] not in known:
         raise UserError(
-            f"rotary positions of the type {settings['rope_type']} cannot be computed",
+            f"rotary positions of the type {settings['rope_type']} are not supported",
             why=f"config.json asks for them; known types: {', '.join(known)}",
         )

@@ -10,12 +10,12 @@ from meshwright.weights.config_values import ROTARY, refuse_other_scaling, rotar
 from meshwright.weights.decoder_names import (
     HEAD_NORMS,
     IGNORED,
+    KEYS,
     ROWS,
     SPELLINGS,
-    common_arguments,
-    common_config,
+    longest_row,
 )
-from meshwright.weights.family import Family, HfConfig, Row
+from meshwright.weights.family import Family, HfConfig, TensorRow
 from meshwright.weights.views import VECTOR
 
 _DEFAULTS = {
@@ -38,11 +38,12 @@ _PATTERN = 6
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 _LAYER = "model.layers.{n}."
+_AFTER = _LAYER + "post_"
 
 _NORMS = (
-    Row("blocks.{n}.attention_out_norm.scale", _LAYER + "post_attention_layernorm.weight", VECTOR),
-    Row("blocks.{n}.mlp_norm.scale", _LAYER + "pre_feedforward_layernorm.weight", VECTOR),
-    Row("blocks.{n}.mlp_out_norm.scale", _LAYER + "post_feedforward_layernorm.weight", VECTOR),
+    TensorRow("blocks.{n}.attention_out_norm.scale", _AFTER + "attention_layernorm.weight", VECTOR),
+    TensorRow("blocks.{n}.mlp_norm.scale", _LAYER + "pre_feedforward_layernorm.weight", VECTOR),
+    TensorRow("blocks.{n}.mlp_out_norm.scale", _AFTER + "feedforward_layernorm.weight", VECTOR),
 )
 
 
@@ -53,7 +54,6 @@ def _arguments(values: HfConfig) -> dict[str, Any]:
     refuse_other_scaling(local, "default")
     numbers = scaling_numbers(settings, ["factor"] if settings["rope_type"] == "linear" else [])
     return {
-        **common_arguments(values),
         "sliding_window": values["sliding_window"],
         "global_every": _global_every(values),
         "rope_base": settings["rope_theta"],
@@ -73,7 +73,7 @@ def _global_every(values: Mapping[str, Any]) -> int:
         every = types.index(_GLOBAL) + 1
     if types != _layer_types(every, len(types)):
         raise UserError(
-            "this Gemma3ForCausalLM cannot be computed",
+            "this Gemma3ForCausalLM is not supported",
             why=f"its config.json has layer_types={types}, and in model.kind=gemma3 every n-th "
             f"block is {_GLOBAL}",
         )
@@ -88,7 +88,7 @@ def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
     every, factor = arguments["global_every"], arguments["rope_factor"]
     scale = float(arguments.get("query_scale") or arguments["head_dim"])
     return {
-        **common_config(arguments, kept),
+        **longest_row(arguments, kept),
         "hidden_activation": "gelu_pytorch_tanh",
         # transformers refuses 256.0 for 256.
         "query_pre_attn_scalar": int(scale) if scale.is_integer() else scale,
@@ -107,9 +107,10 @@ GEMMA3 = Family(
     model_type="gemma3_text",
     rows=(*ROWS, *HEAD_NORMS, *_NORMS),
     defaults=_DEFAULTS,
+    keys=KEYS,
     arguments=_arguments,
     config=_config,
-    computes={
+    supported={
         "hidden_activation": ("gelu_pytorch_tanh",),
         "attention_bias": (False,),
         "attn_logit_softcapping": (None,),

@@ -159,7 +159,7 @@ def describe_differences(
     need: Mapping[str, Sequence[int]],
     where: str = "in the checkpoint",
 ) -> list[str]:
-    """Describe how saved arrays differ from those of a model: missing, further, other shapes.
+    """Describe how saved arrays differ from those of a model: missing, additional, other shapes.
 
     Args:
         have: shapes of what is saved, by name.

@@ -8,11 +8,11 @@ from typing import Any
 from meshwright.weights.config_values import ROTARY, refuse_other_scaling, rotary, scaling_numbers
 from meshwright.weights.decoder_names import (
     IGNORED,
+    KEYS,
     MLP_NORM,
     ROWS,
     SPELLINGS,
-    common_arguments,
-    common_config,
+    longest_row,
 )
 from meshwright.weights.family import Family, HfConfig
 
@@ -37,14 +37,13 @@ _SCALING = {
 
 def _arguments(values: HfConfig) -> dict[str, Any]:
     heads = values["num_attention_heads"]
-    sizes = {"num_key_value_heads": heads, "head_dim": values["hidden_size"] // heads}
-    values = {**sizes, **values}
     settings = rotary(values, 10_000.0)
     refuse_other_scaling(settings, "default", "llama3")
     scaled = {} if settings["rope_type"] == "default" else _SCALING
     numbers = scaling_numbers(settings, scaled.values())
     return {
-        **common_arguments(values),
+        "num_kv_heads": values.get("num_key_value_heads", heads),
+        "head_dim": values.get("head_dim", values["hidden_size"] // heads),
         "rope_base": settings["rope_theta"],
         "rope_factor": 1.0,
         **{argument: numbers[key] for argument, key in scaled.items()},
@@ -55,7 +54,7 @@ def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
     factor = arguments.get("rope_factor")
     scaling = {key: arguments[argument] for argument, key in _SCALING.items()}
     return {
-        **common_config(arguments, kept),
+        **longest_row(arguments, kept),
         "hidden_act": "silu",
         "rope_theta": arguments["rope_base"],
         "rope_scaling": None if factor in (None, 1) else {"rope_type": "llama3", **scaling},
@@ -68,9 +67,10 @@ LLAMA = Family(
     model_type="llama",
     rows=(*ROWS, MLP_NORM),
     defaults=_DEFAULTS,
+    keys=KEYS,
     arguments=_arguments,
     config=_config,
-    computes={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+    supported={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
     optional={"num_key_value_heads": 8, "head_dim": 128, **ROTARY},
     other_architectures=("LlamaModel",),
     spellings=SPELLINGS,

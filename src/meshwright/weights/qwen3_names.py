@@ -9,11 +9,11 @@ from meshwright.weights.config_values import ROTARY, refuse_other_scaling, rotar
 from meshwright.weights.decoder_names import (
     HEAD_NORMS,
     IGNORED,
+    KEYS,
     MLP_NORM,
     ROWS,
     SPELLINGS,
-    common_arguments,
-    common_config,
+    longest_row,
 )
 from meshwright.weights.family import Family, HfConfig
 
@@ -34,12 +34,12 @@ _DEFAULTS = {
 def _arguments(values: HfConfig) -> dict[str, Any]:
     settings = rotary(values, 10_000.0)
     refuse_other_scaling(settings, "default")
-    return {**common_arguments(values), "rope_base": settings["rope_theta"]}
+    return {"rope_base": settings["rope_theta"]}
 
 
 def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
     return {
-        **common_config(arguments, kept),
+        **longest_row(arguments, kept),
         "hidden_act": "silu",
         "attention_bias": False,
         "use_sliding_window": False,
@@ -54,9 +54,10 @@ QWEN3 = Family(
     model_type="qwen3",
     rows=(*ROWS, *HEAD_NORMS, MLP_NORM),
     defaults=_DEFAULTS,
+    keys=KEYS,
     arguments=_arguments,
     config=_config,
-    computes={
+    supported={
         "hidden_act": ("silu",),
         "attention_bias": (False,),
         "use_sliding_window": (False,),
