@@ -1,16 +1,17 @@
-"""Names and values of config.json that Llama, Qwen 3 and Gemma 3 share."""
+"""What the families Llama, Qwen 3 and Gemma 3 share: names, and values of config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshwright.weights.family import HfConfig, TensorRow
+from meshwright.weights.config_values import ROTARY
+from meshwright.weights.family import Family, HfConfig, TensorRow
 from meshwright.weights.views import MATRIX, TRANSPOSED, VECTOR
 
 _LAYER = "model.layers.{n}."
 
-ROWS = (
+_ROWS = (
     TensorRow("tokens.embedding", "model.embed_tokens.weight", MATRIX),
     TensorRow("norm.scale", "model.norm.weight", VECTOR),
     TensorRow("head.kernel", "lm_head.weight", TRANSPOSED),
@@ -34,12 +35,10 @@ MLP_NORM = TensorRow(
     "blocks.{n}.mlp_norm.scale", _LAYER + "post_attention_layernorm.weight", VECTOR
 )
 
-SPELLINGS = ((r"^(?=(layers|embed_tokens|norm)\.)", "model."),)
+_SPELLINGS = ((r"^(?=(layers|embed_tokens|norm)\.)", "model."),)
 """Files of a model without its head leave out the prefix."""
 
-IGNORED = (r".*\.rotary_emb\.inv_freq",)
-
-KEYS = {
+_KEYS = {
     "vocab_size": "vocab_size",
     "context_length": "max_position_embeddings",
     "num_blocks": "num_hidden_layers",
@@ -54,7 +53,36 @@ KEYS = {
 """Keys of config.json by argument."""
 
 
-def longest_row(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
-    """Return how much the model can read, which training on shorter rows does not shorten."""
-    key = "max_position_embeddings"
-    return {key: max(arguments["context_length"], kept.get(key) or 0)}
+def decoder_family(
+    *,
+    rows: tuple[TensorRow, ...],
+    config: Callable[[Mapping[str, Any]], dict[str, Any]],
+    spellings: tuple[tuple[str, str], ...] = (),
+    optional: Mapping[str, Any] | None = None,
+    **own: Any,
+) -> Family:
+    """Return a family of decoders: what they share, completed by what is its own.
+
+    Args:
+        rows: its further rows.
+        config: from the arguments of the model to its further values of config.json.
+        spellings: its further spellings of names.
+        optional: its further keys without a default.
+        own: other fields of `Family`.
+    """
+
+    def whole_config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
+        # Training on shorter rows does not shorten what the model can read.
+        key = "max_position_embeddings"
+        return {key: max(arguments["context_length"], kept.get(key) or 0)} | config(arguments)
+
+    return Family(
+        rows=(*_ROWS, *rows),
+        keys=_KEYS,
+        config=whole_config,
+        optional={**ROTARY, **(optional or {})},
+        spellings=(*spellings, *_SPELLINGS),
+        ignored=(r".*\.rotary_emb\.inv_freq",),
+        free=("context_length",),
+        **own,
+    )

@@ -6,16 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.weights.config_values import ROTARY, refuse_other_scaling, rotary, scaling_numbers
-from meshwright.weights.decoder_names import (
-    HEAD_NORMS,
-    IGNORED,
-    KEYS,
-    ROWS,
-    SPELLINGS,
-    longest_row,
-)
-from meshwright.weights.family import Family, HfConfig, TensorRow
+from meshwright.weights.config_values import refuse_other_scaling, rotary, scaling_numbers
+from meshwright.weights.decoder_names import HEAD_NORMS, decoder_family
+from meshwright.weights.family import HfConfig, TensorRow
 from meshwright.weights.views import VECTOR
 
 _DEFAULTS = {
@@ -84,11 +77,10 @@ def _layer_types(every: int, count: int) -> list[str]:
     return [_LOCAL if number % every else _GLOBAL for number in range(1, count + 1)]
 
 
-def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
+def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     every, factor = arguments["global_every"], arguments["rope_factor"]
     scale = float(arguments.get("query_scale") or arguments["head_dim"])
     return {
-        **longest_row(arguments, kept),
         "hidden_activation": "gelu_pytorch_tanh",
         # transformers refuses 256.0 for 256.
         "query_pre_attn_scalar": int(scale) if scale.is_integer() else scale,
@@ -101,13 +93,12 @@ def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
     }
 
 
-GEMMA3 = Family(
+GEMMA3 = decoder_family(
     kind="gemma3",
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
-    rows=(*ROWS, *HEAD_NORMS, *_NORMS),
+    rows=(*HEAD_NORMS, *_NORMS),
     defaults=_DEFAULTS,
-    keys=KEYS,
     arguments=_arguments,
     config=_config,
     supported={
@@ -122,11 +113,8 @@ GEMMA3 = Family(
         "sliding_window_pattern": _PATTERN,
         "_sliding_window_pattern": _PATTERN,
         "layer_types": [_LOCAL, _GLOBAL],
-        **ROTARY,
     },
     other_architectures=("Gemma3ForConditionalGeneration", "Gemma3TextModel"),
-    spellings=((r"^(model\.language_model\.)", "model."), (r"^language_model\.", ""), *SPELLINGS),
-    ignored=IGNORED,
+    spellings=((r"^(model\.language_model\.)", "model."), (r"^language_model\.", "")),
     skipped=(r"(model\.)?(vision_tower|multi_modal_projector)\..*", "vision"),
-    free=("context_length",),
 )

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.weights.config_values import ROTARY, refuse_other_scaling, rotary, scaling_numbers
-from meshwright.weights.decoder_names import (
-    IGNORED,
-    KEYS,
-    MLP_NORM,
-    ROWS,
-    SPELLINGS,
-    longest_row,
-)
-from meshwright.weights.family import Family, HfConfig
+from meshwright.weights.config_values import refuse_other_scaling, rotary, scaling_numbers
+from meshwright.weights.decoder_names import MLP_NORM, decoder_family
+from meshwright.weights.family import HfConfig
 
 _DEFAULTS = {
     "vocab_size": 32000,
@@ -50,30 +43,25 @@ def _arguments(values: HfConfig) -> dict[str, Any]:
     }
 
 
-def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
+def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     factor = arguments.get("rope_factor")
     scaling = {key: arguments[argument] for argument, key in _SCALING.items()}
     return {
-        **longest_row(arguments, kept),
         "hidden_act": "silu",
         "rope_theta": arguments["rope_base"],
         "rope_scaling": None if factor in (None, 1) else {"rope_type": "llama3", **scaling},
     }
 
 
-LLAMA = Family(
+LLAMA = decoder_family(
     kind="llama3",
     architecture="LlamaForCausalLM",
     model_type="llama",
-    rows=(*ROWS, MLP_NORM),
+    rows=(MLP_NORM,),
     defaults=_DEFAULTS,
-    keys=KEYS,
     arguments=_arguments,
     config=_config,
     supported={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
-    optional={"num_key_value_heads": 8, "head_dim": 128, **ROTARY},
+    optional={"num_key_value_heads": 8, "head_dim": 128},
     other_architectures=("LlamaModel",),
-    spellings=SPELLINGS,
-    ignored=IGNORED,
-    free=("context_length",),
 )

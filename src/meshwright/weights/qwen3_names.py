@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.weights.config_values import ROTARY, refuse_other_scaling, rotary
-from meshwright.weights.decoder_names import (
-    HEAD_NORMS,
-    IGNORED,
-    KEYS,
-    MLP_NORM,
-    ROWS,
-    SPELLINGS,
-    longest_row,
-)
-from meshwright.weights.family import Family, HfConfig
+from meshwright.weights.config_values import refuse_other_scaling, rotary
+from meshwright.weights.decoder_names import HEAD_NORMS, MLP_NORM, decoder_family
+from meshwright.weights.family import HfConfig
 
 _DEFAULTS = {
     "vocab_size": 151936,
@@ -37,9 +29,8 @@ def _arguments(values: HfConfig) -> dict[str, Any]:
     return {"rope_base": settings["rope_theta"]}
 
 
-def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
+def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **longest_row(arguments, kept),
         "hidden_act": "silu",
         "attention_bias": False,
         "use_sliding_window": False,
@@ -48,13 +39,12 @@ def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
     }
 
 
-QWEN3 = Family(
+QWEN3 = decoder_family(
     kind="qwen3",
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
-    rows=(*ROWS, *HEAD_NORMS, MLP_NORM),
+    rows=(*HEAD_NORMS, MLP_NORM),
     defaults=_DEFAULTS,
-    keys=KEYS,
     arguments=_arguments,
     config=_config,
     supported={
@@ -62,9 +52,5 @@ QWEN3 = Family(
         "attention_bias": (False,),
         "use_sliding_window": (False,),
     },
-    optional=ROTARY,
     other_architectures=("Qwen3Model",),
-    spellings=SPELLINGS,
-    ignored=IGNORED,
-    free=("context_length",),
 )
