@@ -57,7 +57,7 @@ def test_data_by_step_need_no_position_to_resume(kind):
     data.go_to(5, {"epoch": 1})
     np.testing.assert_array_equal(data.batch(5, 4)["x"], whole)
     assert data.position(5) is None
-    assert not (data.order or data.forward_only or data.stop_after(2.5))
+    assert (data.order, data.forward_only, data.stop_after(2.5)) == ("", False, False)
     assert data.first_batch(4)["x"].shape == whole.shape
 
 

@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,21 +125,6 @@ ABANDONED_SECONDS = 7 * 24 * 3600
 """How long an unfinished entry is kept for another process to continue."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """What to build.
-
-    Attributes:
-        what: what is being done, for messages.
-        dtypes: the arrays of the entry and their types.
-        write: writes them, reports its progress, and returns facts to store with the entry.
-    """
-
-    what: str
-    dtypes: Mapping[str, Any]
-    write: Callable[[PartialEntry, Progress], dict[str, Any]]
-
-
 class Progress:
     """Reports the progress of a build: in this process, and to those that wait."""
 
@@ -170,8 +154,18 @@ class Progress:
         self._lock.say(", ".join(parts))
 
 
-def build_once(folder: Path, job: Job) -> Entry:
+Write = Callable[[PartialEntry, Progress], dict[str, Any]]
+"""Writes the arrays of an entry, reports its progress, and returns facts to store with it."""
+
+
+def build_once(folder: Path, what: str, dtypes: Mapping[str, Any], write: Write) -> Entry:
     """Return the entry of a folder; if there is none, build it, or wait until another process has.
+
+    Args:
+        folder: the folder.
+        what: what is being done, for messages.
+        dtypes: the arrays of the entry and their types.
+        write: writes them.
 
     Raises:
         OSError: there is none, and the folder cannot be written to.
@@ -181,7 +175,7 @@ def build_once(folder: Path, job: Job) -> Entry:
         if entry := open_entry(folder):
             return entry
     lock = BuildLock(folder.with_name(f"{folder.name}.lock"))
-    with activity(job.what) as report, lock.held(report):
+    with activity(what) as report, lock.held(report):
         try:
             # Another process may have built it in the meantime.
             if entry := open_entry(folder):
@@ -190,7 +184,9 @@ def build_once(folder: Path, job: Job) -> Entry:
             logger.warning("%s; it is rewritten", error)
             _remove(folder)
         remove_abandoned(folder.parent)
-        _build(folder, job, lock, Progress(report, lock))
+        own = "" if lock.exclusive else f"-{socket.gethostname()}-{os.getpid()}"
+        partial = PartialEntry(folder.with_name(f"{folder.name}.partial{own}"), dtypes)
+        _build(folder, partial, write, Progress(report, lock))
         entry = open_entry(folder)
         assert entry is not None, "it was just written"
         return entry
@@ -204,18 +200,14 @@ def remove_abandoned(root: Path) -> None:
                 shutil.rmtree(partial, ignore_errors=True)
 
 
-def _build(folder: Path, job: Job, lock: BuildLock, progress: Progress) -> None:
-    own = "" if lock.exclusive else f"-{socket.gethostname()}-{os.getpid()}"
-    partial = folder.with_name(f"{folder.name}.partial{own}")
-    entry = PartialEntry(partial, job.dtypes)
+def _build(folder: Path, entry: PartialEntry, write: Write, progress: Progress) -> None:
     try:
-        facts = job.write(entry, progress)
-        entry.commit(folder, facts)
+        entry.commit(folder, write(entry, progress))
     except OSError as error:
         if error.errno not in _FULL:
             raise
         entry.close()
-        _remove(partial)
+        _remove(entry.folder)
         raise _disk_full(folder.parent, error, entry.size, progress.fraction) from error
     finally:
         entry.close()

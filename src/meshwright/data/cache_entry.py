@@ -63,9 +63,9 @@ def open_entry(folder: Path) -> Entry | None:
             raise Damaged(f"{folder / CONTENT} is missing") from None
         return None
     try:
-        content, checksum = json.loads(text), json.loads(text).pop("checksum")
+        content = json.loads(text)
+        whole = content.pop("checksum") == _checksum_of(content)
         arrays = dict(content["arrays"])
-        whole = checksum == _checksum_of({k: v for k, v in content.items() if k != "checksum"})
     except (ValueError, KeyError, TypeError, AttributeError):
         whole, content, arrays = False, {}, {}
     if not whole:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.build_once import Job, Progress, build_once
+from meshwright.data.build_once import Progress, build_once
 from meshwright.data.cache_entry import FORMAT, Entry, PartialEntry
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt, with_count
 from meshwright.data.documents import DocumentBlock, Packing, Position, tokenized
@@ -156,9 +156,9 @@ def _cached(corpus: Corpus, cache_dir: str | None) -> Entry:
         return facts
 
     dtypes = {"tokens": corpus.dtype, "boundaries": np.int64}
-    job = Job(f"tokenizing {corpus.name}", dtypes, write)
+    what = f"tokenizing {corpus.name}"
     try:
-        entry = build_once(root / name, job)
+        entry = build_once(root / name, what, dtypes, write)
         _origins[_origin(corpus.name, entry, written=written)] = None
         return entry
     except OSError as error:
@@ -171,7 +171,7 @@ def _cached(corpus: Corpus, cache_dir: str | None) -> Entry:
                 fix="name a folder that can be written to",
             ) from error
         _warn_unwritable(str(root), why)
-        return build_once(_temporary_folder() / name, job)
+        return build_once(_temporary_folder() / name, what, dtypes, write)
 
 
 def _origin(name: str, entry: Entry, *, written: bool) -> str:
@@ -210,7 +210,7 @@ def _packed(entry: Entry, row_length: int, name: str) -> PackingIndex:
     dtypes = {"starts": np.int64, "lengths": np.int32, "first": np.int64}
     folder = entry.folder.with_name(f"{entry.folder.name}-rows-of-{row_length}")
     try:
-        packed = build_once(folder, Job(f"packing the documents of {name}", dtypes, write))
+        packed = build_once(folder, f"packing the documents of {name}", dtypes, write)
     except OSError:
         # A complete cache that this process may only read.
         return pack(boundaries, row_length)
