@@ -43,6 +43,15 @@ def test_gradients_that_follow_the_peak_are_explained():
     assert memory_note(some) == f"of 1.0 GB of gradients, the others {peak}"
 
 
+def test_the_margin_of_plans_for_cpus_is_explained():
+    memory = search(GPT2_MEDIUM, task(), top=1).best.memory
+    note = memory_note(replace(memory, reserved=10**9))
+    assert note == (
+        "on CPUs only state, gradients and batch are predicted; as much again is left for "
+        "everything else"
+    )
+
+
 def test_more_than_linear_scaling_is_explained_only_where_it_happens():
     assert scaling_note(scaling_curve(GPT2_MEDIUM, task())) == ""
     points = scaling_curve(LARGE, task("32xA100-80GB", 64))
