@@ -12,8 +12,8 @@ from meshwright.cli.main import main
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError
+from meshwright.inputs.plan_file import other_model, refuse_unnamed_model
 from meshwright.plan import Plan
-from meshwright.planner.search.plan_file import other_model, refuse_unnamed_model
 
 
 @pytest.fixture

@@ -54,6 +54,7 @@ from meshwright.program.dims.sample_values import MixedSamplesError
 from meshwright.program.trace.build_model import ModelSource, describe_model
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss
+from meshwright.runtime.activity import activity
 from meshwright.sharding.tensor import TensorChoice
 from meshwright.trees import Batch, resize_batch, tokens_per_sample
 
@@ -465,3 +466,17 @@ def _peak_share(chip: Chip, precision: Precision) -> float:
 def _product_share(chip: Chip, precision: Precision) -> float:
     shares = {"no": chip.float32_share, "bf16": chip.bfloat16_share, "fp16": chip.float16_share}
     return chip.product_share * shares[precision]
+
+
+@activity("tracing the model")
+def make_estimator(
+    model: ModelSource,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    batch: Batch,
+    *,
+    precision: Precision,
+    trainable: Filter = nnx.Param,
+) -> Estimator:
+    """Return the estimator for what a run trains; see `ProgramEstimator` for the arguments."""
+    return ProgramEstimator(model, loss, optimizer, batch, trainable=trainable, precision=precision)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import yaml
+
+from meshwright.plan import MADE_FOR
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.estimate.words import compare_plans, memory_parts, time_parts, too_large
@@ -27,6 +30,7 @@ from meshwright.planner.search.candidates import PlanTask, all_sizes
 from meshwright.planner.search.scaling import ScalingPoint, scaling_curve
 from meshwright.planner.search.search import SearchResult, search
 from meshwright.planner.search.what_if import WhatIf, what_ifs
+from meshwright.text.units import human_bytes, human_seconds
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,26 @@ class PlanReport:
     def conclusions(self) -> list[str]:
         """The decision in words, after what argues against all of the devices."""
         return [*filter(None, [self.fewer]), *self.decision]
+
+    def to_yaml(self, settings: Sequence[str] = ()) -> str:
+        """Return the recommended plan as a file that the setting `plan` reads.
+
+        Args:
+            settings: those that describe the model and its data, as they are typed.
+        """
+        best = self.best
+        head = (
+            f"# {self.name} on {best.hardware}: {human_seconds(best.time.step)} per update and "
+            f"{human_bytes(best.memory.total)} per device, estimated.\n"
+            "# Train with it: meshwright train … plan=THIS_FILE\n"
+        )
+        made_for: dict[str, Any] = {
+            "model": self.name,
+            "parameters": self.num_parameters,
+            "hardware": str(best.hardware),
+        }
+        known = {MADE_FOR: made_for | ({"settings": list(settings)} if settings else {})}
+        return head + best.plan.to_yaml() + yaml.safe_dump(known, sort_keys=False)
 
 
 def make_report(

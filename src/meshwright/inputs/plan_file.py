@@ -14,8 +14,6 @@ from meshwright.config.origins import flatten
 from meshwright.errors import Setting, UserError, first_line
 from meshwright.mesh.axes import AXES, INFER, resolve_alias
 from meshwright.plan import MADE_FOR, Plan
-from meshwright.planner.estimate.estimate import Estimate
-from meshwright.text.units import human_bytes, human_seconds
 
 KEY = "plan"
 """The setting that names the file."""
@@ -47,27 +45,6 @@ class Planned:
 
     values: dict[str, Any]
     origins: dict[str, str]
-
-
-def plan_yaml(
-    estimate: Estimate, name: str, num_parameters: int, settings: Sequence[str] = ()
-) -> str:
-    """Return a plan as a file that the setting `plan` reads, with what it was made for.
-
-    Args:
-        estimate: the plan, and its hardware.
-        name: the model.
-        num_parameters: its parameters.
-        settings: those that describe the model and its data, as they are typed.
-    """
-    head = (
-        f"# {name} on {estimate.hardware}: {human_seconds(estimate.time.step)} per update and "
-        f"{human_bytes(estimate.memory.total)} per device, estimated.\n"
-        "# Train with it: meshwright train … plan=THIS_FILE\n"
-    )
-    made_for = {"model": name, "parameters": num_parameters, "hardware": str(estimate.hardware)}
-    known = {MADE_FOR: {**made_for, **({"settings": list(settings)} if settings else {})}}
-    return head + estimate.plan.to_yaml() + yaml.safe_dump(known, sort_keys=False)
 
 
 def made_for_settings(path: str) -> list[str]:
