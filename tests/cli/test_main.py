@@ -118,8 +118,10 @@ def test_help_waits_for_nothing_heavy():
 def test_composing_a_config_imports_no_planner():
     script = """
         import sys
-        from meshwright.cli.main import main
-        assert main(["config", "training.steps=3"]) == 0
+        from meshwright.cli.arguments import parse_arguments
+        from meshwright.cli.request import compose
+        from meshwright.config.compose import validate
+        validate(compose(parse_arguments(["config", "training.steps=3"])))
         planner = {name for name in sys.modules if name.startswith("meshwright.planner")}
         assert not planner, planner
     """

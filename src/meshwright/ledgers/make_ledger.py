@@ -15,7 +15,6 @@ from meshwright.compiled.collectives import Collective, read_collectives
 from meshwright.compiled.compile_program import CompiledProgram, compile_program
 from meshwright.data.batches import read_batch
 from meshwright.errors import UserError
-from meshwright.ledgers.axis_shares import family, shares
 from meshwright.ledgers.excess_reasons import Reason, Reasons, explain
 from meshwright.ledgers.ledger_records import (
     AxisLedger,
@@ -24,9 +23,8 @@ from meshwright.ledgers.ledger_records import (
     Line,
     ModuleLedger,
 )
-from meshwright.ledgers.minimum import Needed, needed_collectives
-from meshwright.ledgers.overlap import Overlaps, read_overlaps
-from meshwright.ledgers.stage_minimum import needed_by_stage
+from meshwright.ledgers.minimum import Needed, needed_by_stage
+from meshwright.ledgers.overlap import Overlaps, family, read_overlaps, shares
 from meshwright.pipeline.execute.op_counts import OpCounts, count_operations
 from meshwright.program.weight_reads import weight_reads
 from meshwright.runtime.activity import activity
@@ -94,7 +92,7 @@ def read_ledger(
     alone = all(size == 1 for size in mesh.values())
     found = [] if alone else read_collectives(program.partitioned, mesh)
     stages = _by_stage(found, counts)
-    needed = _needed(assembled, counts)
+    needed = needed_by_stage(assembled, counts)
     platform = assembled.mesh.devices.flat[0].platform
     overlaps = read_overlaps(program, mesh, platform, lambda c, stage: _times(c, counts, stage))
     memory = program.memory
@@ -181,14 +179,6 @@ def _by_stage(collectives: list[Collective], counts: OpCounts | None) -> list[li
         [replace(c, count=_times(c, counts, stage)) for c in collectives]
         for stage in range(counts.num_stages if counts else 1)
     ]
-
-
-def _needed(assembled: Assembled, counts: OpCounts | None) -> list[list[Needed]]:
-    """Return what each pipeline stage needs to send; one list without stages."""
-    pipeline = assembled.step.pipeline
-    if pipeline is None or counts is None:
-        return [needed_collectives(assembled)]
-    return needed_by_stage(assembled, pipeline, counts)
 
 
 def _sent_over(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +15,7 @@ from flax.nnx.filterlib import Filter
 
 from meshwright.config.schema import Precision
 from meshwright.hardware import Chip, Hardware
+from meshwright.ledgers.minimum import Needed
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeEstimate
 from meshwright.planner.estimate.gradient_programs import (
@@ -27,14 +28,7 @@ from meshwright.planner.estimate.gradient_programs import (
 from meshwright.planner.estimate.model_states import ModelStates, state_key
 from meshwright.planner.estimate.placed_state import PlacedState
 from meshwright.planner.estimate.traced_programs import TracedPrograms, blocks_of
-from meshwright.planner.estimate.traffic import (
-    OutsideOfStages,
-    Sent,
-    stage_traffic,
-    tensor_traffic,
-    time_traffic,
-    weight_traffic,
-)
+from meshwright.planner.estimate.traffic import sent_by_stages, time_traffic
 from meshwright.planner.workload.gradient_program import SAMPLES, GradientProgram, Variant
 from meshwright.planner.workload.in_memory import Lent, Peak, peak_of, working_in
 from meshwright.planner.workload.kernel_times import seconds_of
@@ -102,6 +96,18 @@ class Estimator(Protocol):
     def bound(self, plan: Plan, hardware: Hardware) -> Estimate:
         """Return an estimate that is cheaper to make, whose time is hardly ever too long."""
         ...
+
+
+class OutsideOfStages(NamedTuple):
+    """Bytes of what is outside of stages, such as an embedding, on each of them.
+
+    Attributes:
+        gradients: of gradients, as fsdp shards them.
+        parameters: of parameters, gathered over the stages.
+    """
+
+    gradients: float
+    parameters: float
 
 
 class _Case(NamedTuple):
@@ -252,21 +258,21 @@ class ProgramEstimator:
             self._seconds[key] = looped, float(seconds.sum()) - looped
         return self._seconds[key]
 
-    def _sent(self, case: _Case, state: PlacedState) -> Iterator[Sent]:
-        plan = case.plan
+    def _sent(self, case: _Case, state: PlacedState) -> list[list[Needed]]:
+        plan, messages = case.plan, (0.0, 0.0)
         program = self._gradients.of(plan, case.variant)
-        yield from weight_traffic(state, plan, self._programs.num_blocks)
-        tensor = self._states.tensor_choice(plan)
-        rows = plan.batch.micro_batch_size / SAMPLES
-        if tensor.size > 1:
-            classes = self._programs.classes(plan.precision, blocks_of(plan))
-            yield from tensor_traffic(classes.events_of(tensor.ways), plan, rows)
-        blocks = program.blocks
-        if plan.size("pipe") > 1 and blocks is not None:
-            carried = nbytes_of(blocks.carried, self._sizes(case, program))
+        if plan.size("pipe") > 1 and program.blocks is not None:
+            carried = nbytes_of(program.blocks.carried, self._sizes(case, program))
             rounds = plan.batch.gradient_accumulation_steps // plan.num_microbatches
-            messages = count_slots(*_staged(plan)).messages * rounds
-            yield from stage_traffic(carried, messages, _outside_of_stages(plan, state))
+            messages = carried, count_slots(*_staged(plan)).messages * rounds
+        return sent_by_stages(
+            state.weights,
+            self._states.events(plan),
+            plan,
+            scale=plan.batch.micro_batch_size / SAMPLES,
+            num_blocks=self._programs.num_blocks,
+            messages=messages,
+        )
 
     def _memory(self, case: _Case) -> MemoryEstimate:
         plan = case.plan
