@@ -38,12 +38,8 @@ from meshwright.planner.devices.local_hardware import find_hardware
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.budget import Goal, parse_goal, parse_price
 from meshwright.planner.guidance.nothing_fits import NothingFits
-from meshwright.planner.guidance.plan_report import (
-    PlanGoal,
-    PlanReport,
-    make_report,
-    report_json,
-)
+from meshwright.planner.guidance.plan_report import PlanGoal, PlanReport, make_report
+from meshwright.planner.guidance.plan_rows import report_json
 from meshwright.planner.guidance.plan_text import report_text
 from meshwright.planner.search.candidates import PlanTask
 from meshwright.planner.search.config_task import config_task

@@ -1,4 +1,4 @@
-"""Everything that is said about the plans for a model: as text, as JSON and as a page."""
+"""Everything that is known about the plans for a model: searched, compared and explained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from meshwright.plan import MADE_FOR
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.estimate.words import compare_plans, memory_parts, time_parts, too_large
+from meshwright.planner.estimate.words import compare_plans, too_large
 from meshwright.planner.guidance.anti_patterns import (
     AntiPattern,
     find_anti_patterns,
@@ -213,61 +213,3 @@ def _comparison(estimator: Estimator, best: Estimate, other: Estimate, task: Pla
         else [f"{other.plan.describe()} {too_large(other, task.memory_share)}."]
     )
     return [*lines, *map(str, mistakes)]
-
-
-def report_json(report: PlanReport) -> dict[str, Any]:
-    """Return a report as plain values."""
-    task = report.result.task
-    return {
-        "model": report.name,
-        "parameters": report.num_parameters,
-        "hardware": str(task.hardware),
-        "devices": task.hardware.count,
-        "global_batch_size": task.global_batch_size,
-        "memory_share": task.memory_share,
-        "plans": [
-            _plan_json(report, each, reason)
-            for each, reason in zip(report.result.plans, report.reasons, strict=True)
-        ],
-        "rejected": [each.to_json() for each in report.result.rejected],
-        "decision": report.conclusions,
-        "mistakes": [{"name": each.name, "text": each.text} for each in report.mistakes],
-        "comparison": report.comparison,
-        "compared": report.other and _plan_json(report, report.other, ""),
-        "scaling": [_point_json(point) for point in report.points],
-        "budget": report.budget and report.budget.to_json(),
-        "what_if": [each.to_json() for each in report.changes],
-        "remarks": list(report.remarks),
-    }
-
-
-def _plan_json(report: PlanReport, estimate: Estimate, reason: str) -> dict[str, Any]:
-    time, samples = estimate.time, report.result.task.global_batch_size
-    return {
-        "mesh": estimate.plan.mesh,
-        "plan": estimate.plan.model_dump(mode="json"),
-        "memory": {
-            **memory_parts(estimate.memory),
-            "total": estimate.memory.total,
-            "capacity": estimate.capacity,
-        },
-        "step_time": time.step,
-        "time": time_parts(estimate),
-        "sent_bytes": {axis: traffic.sent_bytes for axis, traffic in time.traffic.items()},
-        "communication_share": time.exposed / time.step,
-        "mfu": time.mfu,
-        "samples_per_second": samples / time.step,
-        "tokens_per_second": samples * report.tokens_per_sample / time.step,
-        "reason": reason,
-    }
-
-
-def _point_json(point: ScalingPoint) -> dict[str, Any]:
-    best = point.estimate
-    return {
-        "devices": point.num_devices,
-        "mesh": best.plan.mesh if best else None,
-        "step_time": best.time.step if best else None,
-        "tokens_per_second": point.tokens_per_second if best else None,
-        "efficiency": point.efficiency if best else None,
-    }
