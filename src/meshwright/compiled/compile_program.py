@@ -9,8 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.compiled.disk_cache import disk_cache, no_disk_cache
-from meshwright.compiled.kept_texts import ProgramFacts, keep_facts, key_of, load_facts
+from meshwright.compiled.disk_cache import (
+    ProgramFacts,
+    disk_cache,
+    keep_facts,
+    key_of,
+    load_facts,
+    no_disk_cache,
+)
 from meshwright.compiled.memory import MemoryUse, memory_of
 from meshwright.errors import EnvironmentProblem
 from meshwright.processes import agree
