@@ -115,7 +115,7 @@ def _check_planned(config: Config, hardware: Hardware) -> None:
     raise UserError(
         f"{Setting(KEY, config.plan)} is for {counted(count, 'device')}, and {hardware} has "
         f"{hardware.count}",
-        fix=f"name as many, such as {Setting('hardware', f'{count}xH100')}, or leave "
+        fix=f"name as many devices, such as {Setting('hardware', f'{count}xH100')}, or leave "
         f"{Setting(KEY)} out to plan for {hardware}",
     )
 

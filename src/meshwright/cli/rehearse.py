@@ -1,4 +1,4 @@
-"""`meshwright rehearse`: compiles a step for devices that are not there, and says what it needs."""
+"""`meshwright rehearse`: compiles a step for devices that are not present, and says what it needs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Target = Literal["gpu", "absent gpus", "cpu"]
 
 
 def run(request: Request) -> int:
-    """Compile the step, run it on a GPU if there is one, and print what is known of it."""
+    """Compile the step, run it on a GPU if there is one, and print what is known about it."""
     _check_alone()
     hardware, share = _hardware(request.config), read_share(request.arguments)
     count = count_devices(request.config, hardware)
@@ -237,7 +237,7 @@ def _room(rehearsal: Rehearsal, estimate: Estimate, share: float) -> list[str]:
 
 
 def _overlap(rehearsal: Rehearsal) -> list[str]:
-    """Say how much is sent while devices compute, if the compiled program tells."""
+    """Say how much is sent while devices compute, if the compiled program shows it."""
     shares = [
         f"{own.overlapped:.0%} over {axis}"
         for axis, own in rehearsal.ledger.axes.items()

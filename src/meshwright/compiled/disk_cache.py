@@ -74,7 +74,7 @@ def disk_cache() -> str | None:
 
 @contextmanager
 def no_disk_cache() -> Generator[None]:
-    """Compile anew inside, whatever the cache holds, and write nothing to it."""
+    """Inside, compile whatever the cache holds, and write nothing to it."""
     if disk_cache() is None:
         yield
         return
@@ -116,15 +116,15 @@ def drop_oldest(folder: Path, most: int) -> None:
 def warn_unwritable(folder: str, why: str) -> None:
     """Warn, once per folder, that nothing can be cached in it."""
     warnings.warn(
-        f"compiled programs cannot be kept in {folder} ({why}), and will be compiled anew by the "
-        "next run. Name another folder with compilation_cache, or write false to do without",
+        f"compiled programs cannot be kept in {folder} ({why}), and the next run compiles them "
+        "again. Name another folder with compilation_cache, or write false to do without",
         UserWarning,
         stacklevel=2,
     )
 
 
 def _by_default() -> bool:
-    """Whether to use the cache although nobody has asked for it."""
+    """Whether to use the cache without being asked to."""
     values = jax.config.values
     if values[_FOLDER] or not values[_ENABLED]:
         return False
@@ -173,7 +173,7 @@ _DEFINITION = re.compile(r"^#loc.*\n?", re.MULTILINE)
 
 @dataclass(frozen=True)
 class ProgramFacts:
-    """What is read from a compiled program; None for what nobody has asked the compiler for.
+    """What is read from a compiled program; None for what the compiler was not asked for.
 
     Attributes:
         partitioned: the text after the partitioner; empty if the compiler does not write it.

@@ -68,8 +68,8 @@ def other_model(path: str | None, num_parameters: int) -> list[str]:
         return []
     return [
         f"{Setting(KEY, path)} was made for {known.get('model')} with {count:,} parameters, "
-        f"and this model has {num_parameters:,}: its mesh may not suit it, and its time "
-        "and memory are others; run `meshwright plan` for this model"
+        f"and this model has {num_parameters:,}: its mesh may not suit this one, and its "
+        "time and memory will differ; run `meshwright plan` for this model"
     ]
 
 
@@ -86,8 +86,8 @@ def refuse_unnamed_model(path: str | None, num_parameters: int) -> None:
     settings = [word for word in made_for_settings(path) if not word.startswith("hardware=")]
     known = _made_for(path).get("model")
     raise UserError(
-        f"{Setting(KEY, path)} was made for {known}, and no model is written",
-        why=f"without {Setting('model')}, the default model is meant, with {num_parameters:,} "
+        f"{Setting(KEY, path)} was made for {known}, and no model is given",
+        why=f"without {Setting('model')}, the default model is used, with {num_parameters:,} "
         "parameters",
         fix=f"write {' '.join(settings)}" if settings else f"write {Setting('model')} as well",
     )

@@ -56,8 +56,8 @@ def ledger(trainer: Assembles, batch: Any) -> Ledger:
     """
     if not callable(getattr(trainer, "assemble", None)):
         raise UserError(
-            f"the ledger is asked of {a_type(trainer)}",
-            why="the step that it compiles is built by a trainer",
+            f"mw.ledger needs a trainer, not {a_type(trainer)}",
+            why="it compiles the step that a trainer builds",
             fix="write mw.ledger(mw.Trainer(model=…, loss=…, optimizer=…, mesh=…), batch)",
         )
     batch = read_batch(batch)

@@ -103,7 +103,7 @@ def weight_needs(weight: PlacedWeight, plan: Plan, stage: Stage | None = None) -
 
 
 def _outside_of_stages(weight: PlacedWeight, plan: Plan, stage: Stage) -> Iterator[Needed]:
-    """Yield what becomes of a weight of the embedding or the head, which no stage owns."""
+    """Yield the collectives of a weight of the embedding or the head, which no stage owns."""
     batch, stages = plan.batch, plan.size(PIPE)
     every = batch.sync_gradients_every
     for part in weight.parts:

@@ -166,7 +166,7 @@ def check_pins(task: PlanTask) -> None:
         why=f"{' × '.join(terms) or 'every axis has size 1'}{product}, which "
         + ("is not" if whole else "does not divide")
         + f" {count}",
-        fix="leave some of these sizes out, and they are chosen",
+        fix="leave some of these sizes out to have them chosen",
     )
 
 
