@@ -1,4 +1,4 @@
-"""`meshwright rehearse`: compiles a step for devices that are not present, and says what it needs."""
+"""`meshwright rehearse`: compiles a step for devices elsewhere, and says what it needs."""
 
 from __future__ import annotations
 
