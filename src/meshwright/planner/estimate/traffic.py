@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
+from meshwright.compiled.collectives import ring_bytes
 from meshwright.hardware import Hardware
 from meshwright.ledgers.minimum import Needed, Stage, event_needs, stage_needs, weight_needs
 from meshwright.ledgers.placed_program import PlacedEvent, PlacedWeight
@@ -64,7 +65,7 @@ def _weights_together(
 
     The weights of a block are sent together, and so is what all stages exchange.
     """
-    together: dict[tuple[int, bool, Needed], tuple[float, float]] = {}
+    together: dict[tuple[str, str, int, bool], tuple[float, float]] = {}
     scatters = plan.sharding.zero > 1
     for weight, count in weights.items():
         blocks = own_blocks if weight.parts == ("blocks",) else 0
@@ -73,13 +74,13 @@ def _weights_together(
                 yield need._replace(times=need.times * count)
             elif need.times:
                 scattered = scatters and weight.on_fsdp and need.axis != PIPE
-                key = blocks, scattered, need._replace(nbytes=0, times=0)
+                key = need.axis, need.kind, blocks or 1, scattered
                 nbytes, times = together.get(key, (0.0, 0.0))
                 nbytes += count * need.nbytes * need.times
                 together[key] = nbytes, max(times, need.times)
-    for (blocks, _, need), (nbytes, times) in together.items():
-        times *= blocks or 1
-        yield need._replace(nbytes=nbytes / times, times=times)
+    for (axis, kind, blocks, _), (nbytes, times) in together.items():
+        launches = times * blocks
+        yield Needed(axis, kind, nbytes / launches, launches, plan.size(axis))
 
 
 def time_traffic(
@@ -111,15 +112,16 @@ def _sums(
     sent: Iterable[Needed], links: Mapping[str, AxisLink], hardware: Hardware
 ) -> dict[str, tuple[float, float]]:
     """Return the bytes that a stage sends over each axis, and the seconds they take."""
-    alike: defaultdict[Needed, float] = defaultdict(float)
+    alike: defaultdict[tuple[str, str, float], float] = defaultdict(float)
     for each in sent:
         if each.axis in links:
-            alike[each._replace(times=1, module="")] += each.times
+            alike[each.axis, each.kind, each.nbytes] += each.times
     sums: dict[str, tuple[float, float]] = {}
-    for each, times in alike.items():
-        nbytes, seconds = sums.get(each.axis, (0.0, 0.0))
-        once = collective_seconds(each.kind, each.nbytes, links[each.axis], hardware)
-        sums[each.axis] = nbytes + times * each.sent_bytes, seconds + times * once
+    for (axis, kind, whole), times in alike.items():
+        nbytes, seconds = sums.get(axis, (0.0, 0.0))
+        once = collective_seconds(kind, whole, links[axis], hardware)
+        nbytes += times * ring_bytes(kind, whole, links[axis].size)
+        sums[axis] = nbytes, seconds + times * once
     return sums
 
 
