@@ -219,7 +219,7 @@ def _compared(arguments: Arguments, task: PlanTask) -> PlanTask | None:
                 why=f"plans for the same model differ in {', '.join(COMPARABLE)}",
                 fix='write --compare mesh.tensor=4, or --compare "mesh.tensor=4 mesh.pipe=2"',
             )
-    # What a plan sets is not set beside it.
+    # Settings that the plan itself has are left out.
     given = without_planned(arguments.overrides) if KEY in changed else arguments.overrides
     kept = [
         text
@@ -236,7 +236,7 @@ def _compared(arguments: Arguments, task: PlanTask) -> PlanTask | None:
     if config.training.global_batch_size is None:
         same["global_batch_size"] = task.global_batch_size
     if not changed & _PRECISION:
-        # It may be that of a plan.
+        # A plan may have set it.
         same["precision"] = task.precision
     return replace(other.task, **same)
 
