@@ -148,16 +148,12 @@ def place_weights(
 
 def _parts(cut: BlockCut) -> dict[int, tuple[Part, ...]]:
     """Return the parts of the model that read its trained weights, and all stacks of blocks."""
+    parts: dict[int, tuple[Part, ...]] = {stack.number: ("blocks",) for stack in cut.stacks}
     regions: dict[Part, Region] = {"embedding": cut.embedding, "head": cut.head}
-    outer = {leaf.number for region in regions.values() for leaf in region.weights}
-    return {stack.number: ("blocks",) for stack in cut.stacks} | {
-        number: tuple(
-            part
-            for part, region in regions.items()
-            if number in {leaf.number for leaf in region.weights}
-        )
-        for number in outer
-    }
+    for part, region in regions.items():
+        for leaf in region.weights:
+            parts[leaf.number] = (*parts.get(leaf.number, ()), part)
+    return parts
 
 
 def place_events(
@@ -189,11 +185,13 @@ def place_events(
 
 def _events_by_part(classes: DimClasses, cut: BlockCut) -> dict[int, Part]:
     """Return the part of the model that each event belongs to, by its number."""
-    regions: dict[Part, Region] = {"head": cut.head, "embedding": cut.embedding}
-    parts: dict[int, Part] = {}
-    for part, region in regions.items():
-        eqns = {id(eqn) for eqn in region.eqns}
-        for position, events in classes.root.noted.items():
-            if id(classes.root.jaxpr.eqns[position]) in eqns:
-                parts |= dict.fromkeys(events, part)
-    return parts | dict.fromkeys(classes.root.noted.get(cut.position, range(0)), "blocks")
+    of_eqn: dict[int, Part] = {
+        **{id(eqn): "head" for eqn in cut.head.eqns},
+        **{id(eqn): "embedding" for eqn in cut.embedding.eqns},
+        id(cut.scan.eqn): "blocks",
+    }
+    root, parts = classes.root, dict[int, Part]()
+    for position, events in root.noted.items():
+        if part := of_eqn.get(id(root.jaxpr.eqns[position])):
+            parts |= dict.fromkeys(events, part)
+    return parts

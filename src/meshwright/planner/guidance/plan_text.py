@@ -21,7 +21,7 @@ from meshwright.planner.guidance.plan_rows import (
     unit_of_speed,
 )
 from meshwright.planner.search.obstacles import Rejection
-from meshwright.text.columns import Cell, Columns, Indented
+from meshwright.text.columns import Columns, Indented
 from meshwright.text.units import counted, human_bytes, human_seconds
 
 BAR = 48
@@ -79,10 +79,15 @@ def _head(report: PlanReport) -> Iterator[RenderableType]:
 
 def _table(report: PlanReport) -> Columns:
     rows = [in_columns(row, ("communication", "why")) for row in plan_rows(report)]
-    first, *others = rows
-    bold: list[dict[str, Cell]] = [{**first, "mesh": Text(first["mesh"], "bold")}, *others]
-    cells = [tuple(row.values()) for row in bold]
-    return Columns(tuple(first), cells, right=tuple(first)[3:], notes=report.reasons)
+    cells = [
+        [
+            Text(cell, "bold") if (title, number) == ("mesh", 0) else cell
+            for title, cell in row.items()
+        ]
+        for number, row in enumerate(rows)
+    ]
+    head = tuple(rows[0])
+    return Columns(head, cells, right=head[3:], notes=report.reasons)
 
 
 def _memory(best: Estimate, share: float) -> Iterator[RenderableType]:

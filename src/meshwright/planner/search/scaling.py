@@ -50,24 +50,23 @@ def scaling_curve(
         else:
             larger = next((known for known in reversed(found.values()) if known), None)
             found[count] = _best(estimator, task, count, larger)
-    base = next((count for count in counts if found[count]), 0)
-    return [_point(estimator, task, count, found[count], base, found) for count in counts]
+    fewest = next((found[count] for count in counts if found[count]), None)
+    points = [ScalingPoint(count) for count in counts]
+    if fewest is None:
+        return points
+    tokens = task.global_batch_size * estimator.tokens_per_sample
+    return [_point(point, found[point.num_devices], fewest, tokens) for point in points]
 
 
 def _point(
-    estimator: Estimator,
-    task: PlanTask,
-    count: int,
-    best: Estimate | None,
-    base: int,
-    found: dict[int, Estimate | None],
+    point: ScalingPoint, best: Estimate | None, fewest: Estimate, tokens: int
 ) -> ScalingPoint:
-    first = found.get(base)
-    if best is None or first is None:
-        return ScalingPoint(count)
-    tokens = task.global_batch_size * estimator.tokens_per_sample / best.time.step
-    efficiency = base * first.time.step / (count * best.time.step)
-    return ScalingPoint(count, best, tokens, efficiency)
+    """Return a point with its best plan, compared with that of the fewest devices."""
+    if best is None:
+        return point
+    devices = point.num_devices / fewest.plan.num_devices
+    efficiency = fewest.time.step / (devices * best.time.step)
+    return ScalingPoint(point.num_devices, best, tokens / best.time.step, efficiency)
 
 
 def enough_devices(points: Sequence[ScalingPoint]) -> ScalingPoint | None:
@@ -147,11 +146,11 @@ def smallest_cluster(estimator: Estimator, task: PlanTask) -> SearchResult | Non
     The mesh is free, and there is at least one sample for each device. Clusters of more than one
     node have whole nodes.
     """
-    node = smaller_or_larger(task.hardware, 1).chip.devices_per_domain or MOST_DEVICES
-    counts = [count for count in _doubling(min(node, MOST_DEVICES)) if count <= node]
-    for count in counts:
+    node, count = task.hardware.chip.devices_per_domain or MOST_DEVICES, 1
+    while count <= min(node, MOST_DEVICES):
         if found := _holds(estimator, task, count):
             return found
+        count *= 2
     return _fewest_nodes(estimator, task, node)
 
 
@@ -186,7 +185,3 @@ def _holds(estimator: Estimator, task: PlanTask, count: int) -> SearchResult | N
         # No mesh of this many devices divides the model.
         return None
     return result if result.plans else None
-
-
-def _doubling(most: int) -> list[int]:
-    return [2**power for power in range(most.bit_length()) if 2**power <= most]
