@@ -15,15 +15,9 @@ from meshwright.plan import Plan
 from meshwright.planner.devices.links import AxisLink, axis_links, collective_seconds
 from meshwright.planner.estimate.estimate import AxisTraffic
 from meshwright.planner.estimate.placed_state import PlacedState, WeightKind
+from meshwright.planner.workload.gpu_rules import HIDDEN_TRAFFIC
 from meshwright.program.dims import Event
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
-
-_HIDDEN: Mapping[str, Mapping[str, float]] = {
-    "unroll": {"fsdp": 0.85, "data": 0.63, "tensor": 0.0, "pipe": 0.0},
-    "scan": {"fsdp": 0.65, "data": 0.63, "tensor": 0.0, "pipe": 0.0},
-}
-"""By how blocks run, the part of each axis's traffic that runs behind products, as compiled for
-eight GPUs (benchmarks/results/gpu_overlap.json)."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +150,7 @@ def time_traffic(
     traffic: dict[str, AxisTraffic] = {}
     room = compute
     for axis, (nbytes, seconds) in sums.items():
-        hidden = min(_HIDDEN[plan.sharding.blocks][axis] * seconds, room)
+        hidden = min(HIDDEN_TRAFFIC.value[plan.sharding.blocks][axis] * seconds, room)
         room -= hidden
         traffic[axis] = AxisTraffic(nbytes, seconds, seconds - hidden)
     return traffic

@@ -21,6 +21,12 @@ CATEGORIES = (
 )
 """What memory is used for, in the order of drawings."""
 
+MARGIN = (
+    "on CPUs only state, gradients and batch are predicted; as much again is left for everything "
+    "else"
+)
+"""What the margin in a plan's memory means."""
+
 TRAFFIC = {
     "data": "gradient reductions over data",
     "fsdp": "gathering weights and reducing gradients over fsdp",

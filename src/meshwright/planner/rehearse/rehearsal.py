@@ -15,7 +15,7 @@ from meshwright.compiled.memory import MemoryUse
 from meshwright.compiled.quick_options import quick_options
 from meshwright.ledgers import Ledger, lower_step, read_ledger
 from meshwright.plan import Plan
-from meshwright.planner.fit.least_memory import batch_shapes, least_memory
+from meshwright.planner.fit.fit_check import batch_shapes, least_memory
 from meshwright.planner.fit.out_of_memory import KnownProgram, MemoryAdvice
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
