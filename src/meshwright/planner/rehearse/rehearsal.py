@@ -22,7 +22,7 @@ from meshwright.step.assemble import Assembled
 
 CPU_PROGRAM = (
     "Compiled for CPUs: state, batch and what is sent are the same on accelerators. Temporary "
-    "values and time are not: CPUs have other kernels, and keep more."
+    "values and time are not, because CPUs have other kernels."
 )
 """What a program for virtual CPU devices says about others."""
 
