@@ -77,17 +77,17 @@ class Estimator(Protocol):
 
     @property
     def tensor_sizes(self) -> frozenset[int]:
-        """The sizes of a tensor axis, up to 64, that divide what it would divide."""
+        """The sizes of a tensor axis, up to 64, that divide the dims it would shard."""
         ...
 
     @property
     def keeps_statistics(self) -> bool:
-        """Whether the model keeps numbers of the samples, such as the means of BatchNorm."""
+        """Whether the model keeps statistics of the samples, such as the means of BatchNorm."""
         ...
 
     @property
     def sample_mixing(self) -> MixedSamplesError | None:
-        """Where the loss treats samples other than one by one or by sums; None if it does not."""
+        """Where the loss mixes samples other than by sums; None if it does not."""
         ...
 
     @property
@@ -116,7 +116,7 @@ class ProgramEstimator:
     """Estimates plans from the traced program of a model.
 
     Programs are traced for two samples and one device, once for each way to save activations;
-    what a plan needs follows from how its mesh divides their arrays. Nothing is allocated.
+    what a plan needs follows from how its mesh shards their arrays. Nothing is allocated.
 
     Args:
         model: builds the model from `nnx.Rngs`.
@@ -163,17 +163,17 @@ class ProgramEstimator:
 
     @property
     def tensor_sizes(self) -> frozenset[int]:
-        """The sizes of a tensor axis, up to 64, that divide what it would divide."""
+        """The sizes of a tensor axis, up to 64, that divide the dims it would shard."""
         return self._states.tensor_sizes(self._precision)
 
     @property
     def keeps_statistics(self) -> bool:
-        """Whether the model keeps numbers of the samples, such as the means of BatchNorm."""
+        """Whether the model keeps statistics of the samples, such as the means of BatchNorm."""
         return self._programs.keeps_statistics
 
     @property
     def sample_mixing(self) -> MixedSamplesError | None:
-        """Where the loss treats samples other than one by one or by sums; None if it does not."""
+        """Where the loss mixes samples other than by sums; None if it does not."""
         return self._mixing(self._precision)
 
     @property
@@ -233,12 +233,12 @@ class ProgramEstimator:
     def _kernel_seconds(self, case: _Case) -> tuple[float, float]:
         """Return the seconds of one microbatch's kernels: in loops, and outside of them."""
         plan, chip = case.plan, case.hardware.chip
-        divided = (*map(plan.size, ("tensor", "fsdp", "pipe")), plan.sharding.zero)
+        shards = (*map(plan.size, ("tensor", "fsdp", "pipe")), plan.sharding.zero)
         key = (
             case.variant,
             plan.precision,
             blocks_of(plan),
-            divided,
+            shards,
             plan.batch.micro_batch_size,
             chip,
         )
@@ -364,7 +364,8 @@ class ProgramEstimator:
         key = (case.variant, plan.precision, blocks, plan.size("tensor"))
         if key not in self._parts:
             self._parts[key] = _parts(program.classes, self._states.tensor_choice(plan))
-        limits = {c: most / (program.token_rows * SAMPLES) for c, most in program.row_limit.items()}
+        parts = program.loss_parts
+        limits = {c: most / (parts.token_rows * SAMPLES) for c, most in parts.row_limit.items()}
         return DeviceSizes(
             rows,
             program.classes.batch,
@@ -376,7 +377,7 @@ class ProgramEstimator:
 
 
 def _parts(classes: DimClasses, tensor: TensorChoice) -> dict[int, int]:
-    """Return into how many parts a tensor axis divides each class of dims."""
+    """Return into how many parts a tensor axis shards each class of dims."""
     parts: dict[int, int] = {}
     for leaf in classes.leaves:
         choice = tensor.leaves.get(leaf.path)
@@ -414,10 +415,10 @@ def _staged(plan: Plan) -> tuple[str, int, int, int]:
 
 def _outside_of_stages(plan: Plan, state: PlacedState) -> OutsideOfStages:
     """Return what is outside of stages on each of them."""
-    divided, zero = plan.size("fsdp"), plan.sharding.zero
+    shards, zero = plan.size("fsdp"), plan.sharding.zero
     return OutsideOfStages(
-        gradients=state.outside / (divided if zero > 1 else 1),
-        parameters=state.outside / (divided if zero == 3 else 1),
+        gradients=state.outside / (shards if zero > 1 else 1),
+        parameters=state.outside / (shards if zero == 3 else 1),
     )
 
 
@@ -442,7 +443,7 @@ def _depth(plan: Plan, blocks: BlockParts) -> float:
 def _part_sums(program: GradientProgram, sizes: DeviceSizes) -> float:
     """Return the bytes that a loss in parts adds its gradients up in; 0 if it is not in parts."""
     in_parts = any(sizes.rows > limit for limit in sizes.row_limit.values())
-    return program.part_sums if in_parts else 0
+    return program.loss_parts.sums if in_parts else 0
 
 
 def _with(peak: Peak, use: Use, nbytes: float) -> Peak:

@@ -68,7 +68,7 @@ class TracedPrograms:
 
     @functools.cached_property
     def keeps_statistics(self) -> bool:
-        """Whether the model keeps numbers of the samples, such as the means of BatchNorm.
+        """Whether the model keeps statistics of the samples, such as the means of BatchNorm.
 
         Counters of random streams, which are whole numbers, do not depend on samples.
         """
@@ -166,9 +166,9 @@ def variant_of(plan: Plan, hardware: Hardware) -> Variant:
     sharding = plan.sharding
     return Variant(
         sharding.remat,
-        # Whatever else is computed again is the same with and without gathers.
+        # Whatever else is recomputed is the same with and without gathers.
         gathers=gathers_twice(plan) and sharding.remat == "none",
-        # Joined or not, products are saved; what is computed again is the same.
+        # Joined or not, products are saved; what is recomputed is the same.
         rows=plan.size("tensor") == 1 or sharding.remat in ("dots", "full"),
         kernels=plan.kernels,
         platform=PLATFORMS[hardware.chip.platform],
@@ -184,6 +184,6 @@ def gathers_twice(plan: Plan) -> bool:
 def least_work(variant: Variant) -> Variant:
     """Return the variant that does least, with the same remat.
 
-    A mesh only adds to it: weights are gathered, products are divided, stages wait.
+    A mesh only adds to it: weights are gathered, products are sharded, stages wait.
     """
     return variant._replace(gathers=False, rows=True)

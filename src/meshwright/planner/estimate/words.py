@@ -35,7 +35,7 @@ TRAFFIC = {
 }
 
 _SENT_OVER = "communication over "
-"""Begins the name of time that a mesh axis takes: what computing does not hide."""
+"""Prefix of the names of communication that computing does not hide, by mesh axis."""
 
 _AXIS_NAMES = {
     "data": "data parallel",

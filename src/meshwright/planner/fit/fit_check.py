@@ -211,16 +211,16 @@ def _changes(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> It
     """Yield changes that would fit, the smallest first."""
     plan, limit = assembled.plan, capacity.bytes
     if plan.size("pipe") > 1:
-        # How leaves are divided over other stages is only known once the model is cut again.
+        # How other stages shard the leaves is only known once the model is cut again.
         return
     if plan.size("fsdp") > 1 and plan.sharding.zero < 3:
         sharding = plan.sharding.model_copy(update={"zero": 3})
-        needs = _divided(assembled, plan.mesh, sharding, least)
+        needs = _bytes_on(assembled, plan.mesh, sharding, least)
         if needs <= limit:
             yield Alternative(str(Setting("sharding.zero", 3)), needs)
     if plan.size("data") > 1:
         sizes = _sizes({**plan.mesh, "data": 1, "fsdp": plan.size("data") * plan.size("fsdp")})
-        needs = _divided(assembled, sizes, plan.sharding, least)
+        needs = _bytes_on(assembled, sizes, plan.sharding, least)
         if needs <= limit:
             yield Alternative(mesh_setting(sizes), needs)
     if capacity.shared:
@@ -229,13 +229,13 @@ def _changes(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> It
     count = plan.num_devices
     while (count := 2 * count) <= MOST_DEVICES:
         sizes = _sizes({**sizes, "fsdp": 2 * sizes.get("fsdp", 1)})
-        needs = _divided(assembled, sizes, plan.sharding, least)
+        needs = _bytes_on(assembled, sizes, plan.sharding, least)
         if needs <= limit:
             yield Alternative(f"{mesh_setting(sizes)} on {count} devices", needs)
             return
 
 
-def _divided(
+def _bytes_on(
     assembled: Assembled, sizes: Mapping[str, int], sharding: ShardingConfig, least: LeastMemory
 ) -> int:
     """Return what another mesh of fsdp and tensor would need at least, with as large a batch."""

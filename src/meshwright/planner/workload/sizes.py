@@ -39,9 +39,9 @@ class DeviceSizes:
     Attributes:
         rows: samples of the device, relative to those that the program was traced for.
         batch: the classes of samples.
-        tensor: by class, into how many parts the tensor axis divides it.
+        tensor: by class, into how many parts the tensor axis shards it.
         leaves: by number, which part of a weight the device has.
-        row_limit: by class, rows at most of arrays with that class: what is computed in parts.
+        row_limit: by class, the most rows of arrays with that class: those computed in parts.
         loops: whether loops run more than once, and copy the rows that they read.
     """
 

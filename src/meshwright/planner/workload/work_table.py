@@ -70,7 +70,7 @@ class WorkTable:
         self._kind, self._times = np.array(rows.kinds, object), np.array(rows.times, int)
         self._computing = np.array([row for row, _, _ in rows.products], int)
         self._flops = np.array([flops for _, flops, _ in rows.products], float)
-        self._divided = SizeTable([array for _, _, array in rows.products])
+        self._sharded = SizeTable([array for _, _, array in rows.products])
         self._moving = np.array([move.row for move in rows.moves], int)
         self._passes = np.array([move.passes for move in rows.moves], float)
         copied = [move.copied for move in rows.moves]
@@ -84,7 +84,7 @@ class WorkTable:
         nbytes = np.minimum(self._moved.nbytes(sizes), self._limit.nbytes(sizes))
         moved = np.bincount(self._moving, self._passes * nbytes, count)
         flops = np.zeros(count)
-        flops[self._computing] = self._flops * self._divided.shares(sizes)
+        flops[self._computing] = self._flops * self._sharded.shares(sizes)
         own = Works(self._kind, flops, moved, self._times)
         return _joined([own, *(_longest(tables, sizes) for tables in self._choices)])
 
@@ -115,7 +115,7 @@ class _Move(NamedTuple):
 
 
 class _Rows:
-    """The kernels of a program, those of loops among them."""
+    """The kernels of a program, including those of loops."""
 
     def __init__(self) -> None:
         self.kinds: list[str] = []
@@ -190,13 +190,13 @@ def _moves(kernel: Kernel, row: int) -> Iterator[_Move]:
 
 
 def _operands(operation: Operation) -> Array:
-    """Return an array with all dims of a product: devices that divide one divide its work."""
+    """Return an array with all dims of a product: sharding any of them shards its work."""
     arrays = [a for a in (*operation.reads[:2], *operation.writes[:1]) if a is not None]
     return Array(tuple(dim for array in arrays for dim in array.dims), 1)
 
 
 def _attention(operation: Operation, kind: str, thousandths: int) -> tuple[float, Array]:
-    """Return the operations of attention, and the array that is divided as they are."""
+    """Return the operations of attention, and the array that is sharded as they are."""
     query, key = operation.reads[0], operation.reads[1]
     assert query is not None
     assert key is not None
