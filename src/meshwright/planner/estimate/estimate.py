@@ -12,6 +12,10 @@ from meshwright.plan import Plan
 CPU_MARGIN = 1.0
 """Memory that plans for CPUs leave for what is not predicted there, such as activations, relative
 to state, gradients and batch."""
+MARGIN_WORDS = (
+    "on CPUs only state, gradients and batch are predicted; as much again is left for everything "
+    "else"
+)
 
 
 @dataclass(frozen=True)

@@ -233,12 +233,12 @@ class ProgramEstimator:
     def _kernel_seconds(self, case: _Case) -> tuple[float, float]:
         """Return the seconds of one microbatch's kernels: in loops, and outside of them."""
         plan, chip = case.plan, case.hardware.chip
-        shards = (*map(plan.size, ("tensor", "fsdp", "pipe")), plan.sharding.zero)
+        divided = (*map(plan.size, ("tensor", "fsdp", "pipe")), plan.sharding.zero)
         key = (
             case.variant,
             plan.precision,
             blocks_of(plan),
-            shards,
+            divided,
             plan.batch.micro_batch_size,
             chip,
         )

@@ -50,11 +50,11 @@ class ModelStates:
         return self._known[key]
 
     def tensor_choice(self, plan: Plan) -> TensorChoice:
-        """Return what the tensor axis of a plan shards, in the program without stages."""
+        """Return what the tensor axis of a plan divides, in the program without stages."""
         return self._tensor(plan.precision, blocks_of(plan), plan.size("tensor"))
 
     def _find_tensor_sizes(self, precision: Precision) -> frozenset[int]:
-        """Return the sizes of a tensor axis, up to 64, that divide the dims it would shard."""
+        """Return the sizes of a tensor axis, up to 64, that divide what it would divide."""
         classes = self._programs.classes(precision, "scan")
         return frozenset(size for size in _TENSOR_SIZES if _divides(classes, size))
 
@@ -72,12 +72,12 @@ class ModelStates:
         if program.cut is None:
             classes = self._programs.classes(plan.precision, plan.sharding.blocks)
             tensor = self.tensor_choice(plan)
-            placed = place_leaves(program.traced, classes, tensor, sizes, plan.sharding)
+            divided = place_leaves(program.traced, classes, tensor, sizes, plan.sharding)
         else:
             staged = {stack.number for stack in program.cut.stacks}
-            placed = self._place_stages(program.cut, plan, sizes, staged)
-        optimizer, zero = self._flat_optimizer(layout, placed, sizes), plan.sharding.zero
-        return place_state(layout, placed, sizes, optimizer, zero=zero, staged=staged)
+            divided = self._place_stages(program.cut, plan, sizes, staged)
+        optimizer, zero = self._flat_optimizer(layout, divided, sizes), plan.sharding.zero
+        return place_state(layout, divided, sizes, optimizer, zero=zero, staged=staged)
 
     def _place_stages(
         self, cut: BlockCut, plan: Plan, sizes: Mapping[str, int], staged: Collection[int]
@@ -85,11 +85,11 @@ class ModelStates:
         """Return the placements of a program in stages; its dims do not depend on their number."""
         classes = self._programs.stage_classes(plan.precision)
         tensor = self._stage_tensor(plan.precision, plan.size("tensor"))
-        placed = place_leaves(cut.traced, classes, tensor, sizes, plan.sharding, staged)
-        return place_on_stages(cut, placed, plan.size("pipe"), plan.num_chunks)
+        divided = place_leaves(cut.traced, classes, tensor, sizes, plan.sharding, staged)
+        return place_on_stages(cut, divided, plan.size("pipe"), plan.num_chunks)
 
     def _flat_optimizer(
-        self, layout: Layout, placed: Sequence[Placement], sizes: Mapping[str, int]
+        self, layout: Layout, divided: Sequence[Placement], sizes: Mapping[str, int]
     ) -> FlatOptimizer:
         """Return the optimizer for a layout, which is traced once for all meshes.
 
@@ -106,7 +106,7 @@ class ModelStates:
             flat = FlatOptimizer(
                 self._optimizer,
                 layout,
-                [placed[n] for n in own],
+                [divided[n] for n in own],
                 sizes,
                 stacks_alike=alike,
                 compared="ends",
@@ -120,7 +120,7 @@ class ModelStates:
 def state_key(plan: Plan) -> tuple[Any, ...]:
     """Return what the training state on a device depends on."""
     sizes = tuple((axis, size) for axis, size in plan.mesh.items() if axis != "data")
-    # Recomputing changes activations, and no state.
+    # What is computed again changes activations, and no state.
     sharding = str([(name, value) for name, value in plan.sharding if name != "remat"])
     return sizes, sharding, plan.precision, plan.num_chunks
 

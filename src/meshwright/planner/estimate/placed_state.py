@@ -20,10 +20,10 @@ class WeightKind(NamedTuple):
         nbytes: bytes of one of them, gathered over fsdp.
         reduced: bytes of its gradient where it is computed: in a pipeline, the first and the last
             stage have the whole gradient of what is outside of stages.
-        gathered: whether it is sharded between updates and gathered for them.
+        gathered: whether it is divided between updates and gathered for them.
         in_block: whether it belongs to a repeated block, whose weights are gathered in each pass.
         trained: whether it has a gradient.
-        scattered: whether the reduced gradient is sharded.
+        scattered: whether the reduced gradient is divided.
     """
 
     nbytes: float
@@ -46,7 +46,7 @@ class PlacedState:
         shares: by number of the step leaf, which part of it the device has.
         weights: how many weights there are of each kind.
         outside: bytes of the parameters outside of pipeline stages, as each stage computes with
-            them: sharded by the tensor axis alone.
+            them: divided by the tensor axis alone.
     """
 
     parameters: int
@@ -60,7 +60,7 @@ class PlacedState:
 
 def place_state(
     layout: Layout,
-    placements: Sequence[Placement],
+    divided: Sequence[Placement],
     sizes: Mapping[str, int],
     optimizer: FlatOptimizer,
     *,
@@ -71,10 +71,10 @@ def place_state(
 
     Args:
         layout: the step's leaves.
-        placements: the placement of each, sharded as far as the mesh allows.
+        divided: the placement of each, divided as far as the mesh does.
         sizes: axis sizes of the mesh.
         optimizer: the optimizer with this layout, on any mesh.
-        zero: what the fsdp axis shards: optimizer state, gradients, parameters.
+        zero: what the fsdp axis divides: optimizer state, gradients, parameters.
         staged: numbers of the leaves that hold blocks of pipeline stages.
     """
     leaves = layout.step_leaves
@@ -83,7 +83,7 @@ def place_state(
     parameters = gradients = sums = 0
     outside = 0.0
     reduced: dict[int, float] = {}
-    for number, (step, placement) in enumerate(zip(leaves, placements, strict=True)):
+    for number, (step, placement) in enumerate(zip(leaves, divided, strict=True)):
         without = _shards(placement, sizes, "fsdp")
         whole = 1 / without
         least = 1 / placement.shards(sizes)
@@ -100,10 +100,10 @@ def place_state(
                 outside += reduced[number]
             gradients += round(step.leaf.nbytes * gradient)
             sums += round(4 * step.leaf.nbytes / step.leaf.dtype.itemsize * gradient)
-    placed = optimizer.placed([placements[n] for n in trained], sizes)
-    own = sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed)
+    placed = optimizer.placed([divided[n] for n in trained], sizes)
+    moments = sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed)
     kinds = _weight_kinds(leaves, shares, reduced)
-    return PlacedState(parameters, own, gradients, sums, shares, kinds, outside)
+    return PlacedState(parameters, moments, gradients, sums, shares, kinds, outside)
 
 
 def _weight_kinds(

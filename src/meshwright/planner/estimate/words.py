@@ -21,12 +21,6 @@ CATEGORIES = (
 )
 """What memory is used for, in the order of drawings."""
 
-MARGIN = (
-    "on CPUs only state, gradients and batch are predicted; as much again is left for everything "
-    "else"
-)
-"""What the margin in a plan's memory means."""
-
 TRAFFIC = {
     "data": "gradient reductions over data",
     "fsdp": "gathering weights and reducing gradients over fsdp",
@@ -35,7 +29,7 @@ TRAFFIC = {
 }
 
 _SENT_OVER = "communication over "
-"""Prefix of the names of communication that computing does not hide, by mesh axis."""
+"""Begins the name of time that a mesh axis takes: what computing does not hide."""
 
 _AXIS_NAMES = {
     "data": "data parallel",

@@ -10,8 +10,9 @@ from meshwright.hardware import Hardware
 from meshwright.plan import Plan
 from meshwright.planner.devices.capacity import known_hardware
 from meshwright.planner.devices.local_hardware import measure_local
+from meshwright.planner.estimate.estimate import MARGIN_WORDS
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.estimate.words import MARGIN, microbatches_of, short_plan
+from meshwright.planner.estimate.words import microbatches_of, short_plan
 from meshwright.planner.guidance.nothing_fits import nothing_fits
 from meshwright.planner.guidance.why_this_plan import alone, reason_for
 from meshwright.planner.search.candidates import PlanTask
@@ -57,7 +58,7 @@ def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> AutoPlan:
     # What is usual in a plan is not in a table, but it was asked for here.
     usual = [microbatches_of(plan)] if plan.batch.gradient_accumulation_steps == 1 else []
     chosen = ", ".join([short_plan(plan), *usual])
-    margin = f" ({MARGIN})" if best.memory.reserved else ""
+    margin = f" ({MARGIN_WORDS})" if best.memory.reserved else ""
     line = (
         f"{setting}: {chosen}; {reason_for(result, best, fits_alone=fits)}; "
         f"{human_seconds(best.time.step)} per update and "
