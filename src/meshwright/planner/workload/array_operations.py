@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -111,14 +111,6 @@ class Operations:
     inputs: list[Array]
     operations: list[Operation]
     outputs: list[Array | None]
-
-    def arrays(self) -> Iterator[Array]:
-        """Yield every array, those of loops included."""
-        yield from self.inputs
-        for operation in self.operations:
-            yield from operation.writes
-            for body in operation.bodies:
-                yield from body.arrays()
 
 
 def list_operations(frame: Frame, weights: Collection[int] = ()) -> Operations:
