@@ -188,7 +188,7 @@ def test_a_run_that_ends_without_memory_keeps_its_checkpoints_and_resumes(
     assert err.count("error: ") == 1
     assert "Traceback" not in err
     remedy = ("training.micro_batch_size=32", "training.gradient_accumulation_steps=2")
-    assert f"\n    {' '.join(remedy)}: " in err
+    assert f"\n    {' '.join(remedy)}\n" in err
     # Another precision would be another run.
     assert "precision=bf16" not in err
     code, err = command("train", *words, *remedy)
