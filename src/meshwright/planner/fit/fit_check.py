@@ -209,30 +209,24 @@ def _exceeding(update: str, needs: int, capacity: Capacity) -> list[str]:
 
 def _changes(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> Iterator[Alternative]:
     """Yield changes that would fit, the smallest first."""
-    plan, limit = assembled.plan, capacity.bytes
+    plan, fully = assembled.plan, assembled.plan.sharding.model_copy(update={"zero": 3})
     if plan.size("pipe") > 1:
         # How other stages shard the leaves is only known once the model is cut again.
         return
-    if plan.size("fsdp") > 1 and plan.sharding.zero < 3:
-        sharding = plan.sharding.model_copy(update={"zero": 3})
-        needs = _bytes_on(assembled, plan.mesh, sharding, least)
-        if needs <= limit:
-            yield Alternative(str(Setting("sharding.zero", 3)), needs)
-    if plan.size("data") > 1:
-        sizes = _sizes({**plan.mesh, "data": 1, "fsdp": plan.size("data") * plan.size("fsdp")})
-        needs = _bytes_on(assembled, sizes, plan.sharding, least)
-        if needs <= limit:
-            yield Alternative(mesh_setting(sizes), needs)
-    if capacity.shared:
-        return
     sizes = _sizes({**plan.mesh, "data": 1, "fsdp": plan.size("data") * plan.size("fsdp")})
+    tried: list[tuple[str, Mapping[str, int], ShardingConfig]] = []
+    if plan.size("fsdp") > 1 and plan.sharding.zero < 3:
+        tried.append((str(Setting("sharding.zero", 3)), plan.mesh, fully))
+    if plan.size("data") > 1:
+        tried.append((mesh_setting(sizes), sizes, plan.sharding))
     count = plan.num_devices
-    while (count := 2 * count) <= MOST_DEVICES:
+    while not capacity.shared and (count := 2 * count) <= MOST_DEVICES:
         sizes = _sizes({**sizes, "fsdp": 2 * sizes.get("fsdp", 1)})
-        needs = _bytes_on(assembled, sizes, plan.sharding, least)
-        if needs <= limit:
-            yield Alternative(f"{mesh_setting(sizes)} on {count} devices", needs)
-            return
+        tried.append((f"{mesh_setting(sizes)} on {count} devices", sizes, plan.sharding))
+    for text, mesh, sharding in tried:
+        needs = _bytes_on(assembled, mesh, sharding, least)
+        if needs <= capacity.bytes:
+            yield Alternative(text, needs)
 
 
 def _bytes_on(

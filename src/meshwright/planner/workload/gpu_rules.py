@@ -15,8 +15,7 @@ Value = TypeVar("Value")
 PLATFORMS: Mapping[str, str] = {"cuda": "gpu", "rocm": "gpu", "tpu": "tpu", "cpu": "cpu"}
 """By the platform of a chip, whose kernels it runs."""
 
-_ACCELERATORS = ("gpu", "tpu")
-_EVERYWHERE = (*_ACCELERATORS, "cpu")
+_GPUS = ("gpu",)
 
 
 class KernelTimes(NamedTuple):
@@ -57,7 +56,7 @@ class Rule(Generic[Value]):
         rows: a part of the names of the rows that show it; empty for all of them.
         jax: the JAX release of that record.
         value: its constant; None without one.
-        platforms: where it applies.
+        platforms: where it applies; on all accelerators by default.
     """
 
     models: str
@@ -65,7 +64,7 @@ class Rule(Generic[Value]):
     rows: str
     jax: str
     value: Value
-    platforms: tuple[str, ...] = ("gpu",)
+    platforms: tuple[str, ...] = ("gpu", "tpu")
 
     def on(self, platform: str) -> bool:
         """Whether it applies to the kernels of a platform."""
@@ -79,6 +78,7 @@ PRODUCTS_STAY = Rule(
     rows="GPT-2 124M, one GPU",
     jax="0.11.2",
     value=None,
+    platforms=_GPUS,
 )
 FILLED_DIMS = Rule(
     models="Products in half precision read copies of operands whose last dim is not a multiple of "
@@ -87,6 +87,7 @@ FILLED_DIMS = Rule(
     rows="ViT-B",
     jax="0.11.2",
     value=8,
+    platforms=_GPUS,
 )
 RECOMPUTED_SUMS = Rule(
     models="A fused value with several readers is recomputed for each, unless that reads more from "
@@ -95,7 +96,6 @@ RECOMPUTED_SUMS = Rule(
     rows="GPT-2 124M, one GPU",
     jax="0.11.2",
     value=None,
-    platforms=_EVERYWHERE,
 )
 SAVED_ONCE = Rule(
     models="What a checkpoint rounds for several products is saved once.",
@@ -103,7 +103,6 @@ SAVED_ONCE = Rule(
     rows="GPT-2 124M, fsdp=8",
     jax="0.11.2",
     value=None,
-    platforms=_EVERYWHERE,
 )
 SHARDED_CASTS = Rule(
     models="Weights that a loop casts and saves stay sharded as they are between updates.",
@@ -111,7 +110,6 @@ SHARDED_CASTS = Rule(
     rows="GPT-2 124M, fsdp=8, blocks=scan",
     jax="0.11.2",
     value=None,
-    platforms=_EVERYWHERE,
 )
 LAST_ITERATION_TWICE = Rule(
     models="A loop gathers the weights of an iteration during the one before it, so that the last "
@@ -120,6 +118,7 @@ LAST_ITERATION_TWICE = Rule(
     rows="fsdp=8, blocks=scan",
     jax="0.11.2",
     value=None,
+    platforms=_GPUS,
 )
 DELAYED_GRADIENTS = Rule(
     models="With several microbatches, products for gradients are delayed until all of them exist, "
@@ -128,7 +127,6 @@ DELAYED_GRADIENTS = Rule(
     rows="4 microbatches",
     jax="0.11.2",
     value=None,
-    platforms=_ACCELERATORS,
 )
 PACKED_ARRAYS = Rule(
     models="Every array has a fixed place; the largest are placed first, or those that live "
@@ -137,7 +135,6 @@ PACKED_ARRAYS = Rule(
     rows="",
     jax="0.11.2",
     value=1 / 200,
-    platforms=_ACCELERATORS,
 )
 STAGE_MICROBATCHES = Rule(
     models="Besides the slots of its schedule, a stage holds the saved values of this many "
@@ -146,7 +143,6 @@ STAGE_MICROBATCHES = Rule(
     rows="pipe=",
     jax="0.11.2",
     value=2,
-    platforms=_ACCELERATORS,
 )
 STAGE_RECOMPUTES = Rule(
     models="What a stage recomputes, it keeps for all of its blocks.",
@@ -154,7 +150,6 @@ STAGE_RECOMPUTES = Rule(
     rows="pipe=2 × fsdp=2 × tensor=2, remat=full",
     jax="0.11.2",
     value=None,
-    platforms=_ACCELERATORS,
 )
 KERNEL_TIMES = Rule(
     models="How long kernels take, by their arithmetic and their memory traffic.",
@@ -171,7 +166,6 @@ KERNEL_TIMES = Rule(
         convolution=0.55,
         iteration=170e-6,
     ),
-    platforms=_EVERYWHERE,
 )
 STAGE_OVERHEAD: Rule[Mapping[str, float]] = Rule(
     models="Time of a stage by schedule, relative to its share of the work.",
@@ -179,7 +173,6 @@ STAGE_OVERHEAD: Rule[Mapping[str, float]] = Rule(
     rows="",
     jax="0.11.2",
     value={"gpipe": 1.4, "1f1b": 1.4, "interleaved": 1.5, "zb_h1": 1.7},
-    platforms=_EVERYWHERE,
 )
 HIDDEN_TRAFFIC: Rule[Mapping[str, Mapping[str, float]]] = Rule(
     models="By how blocks run, the part of each axis's traffic that runs behind products.",
@@ -190,5 +183,4 @@ HIDDEN_TRAFFIC: Rule[Mapping[str, Mapping[str, float]]] = Rule(
         "unroll": {"fsdp": 0.85, "data": 0.63, "tensor": 0.0, "pipe": 0.0},
         "scan": {"fsdp": 0.65, "data": 0.63, "tensor": 0.0, "pipe": 0.0},
     },
-    platforms=_EVERYWHERE,
 )
