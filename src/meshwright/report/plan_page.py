@@ -15,8 +15,8 @@ from meshwright.planner.guidance.plan_report import PlanReport
 from meshwright.planner.guidance.plan_rows import (
     SENT,
     change_lines,
-    gradients_note,
     in_columns,
+    memory_note,
     plan_rows,
     scaling_note,
     scaling_rows,
@@ -100,7 +100,7 @@ def _memory(plans: Sequence[Estimate], share: float) -> str:
         for each in plans
     ]
     note = _note(f"the line is {share:.0%} of a device")
-    note += _note(gradients_note(plans[0].memory))
+    note += _note(memory_note(plans[0].memory))
     return _legend(list(memory_parts(plans[0].memory))) + "".join(rows) + note
 
 

@@ -13,9 +13,9 @@ from meshwright.planner.guidance.nothing_fits import nothing_fits
 from meshwright.planner.guidance.plan_report import PlanGoal, make_report
 from meshwright.planner.guidance.plan_rows import (
     change_lines,
-    gradients_note,
     in_columns,
     in_json,
+    memory_note,
     plan_rows,
     report_json,
     scaling_note,
@@ -48,12 +48,21 @@ class NeedsFsdp(ClosedForm):
 
 def test_gradients_that_follow_the_peak_are_explained():
     memory = search(GPT2_MEDIUM, task(), top=1).best.memory
-    assert gradients_note(memory) == ""
+    assert memory_note(memory) == ""
     peak = "follow this peak, in memory that activations no longer need"
     later = replace(memory, gradients=0, all_gradients=10**9)
-    assert gradients_note(later) == f"1.0 GB of gradients {peak}"
+    assert memory_note(later) == f"1.0 GB of gradients {peak}"
     some = replace(memory, gradients=10**8, all_gradients=10**9)
-    assert gradients_note(some) == f"of 1.0 GB of gradients, the others {peak}"
+    assert memory_note(some) == f"of 1.0 GB of gradients, the others {peak}"
+
+
+def test_the_margin_of_plans_for_cpus_is_explained():
+    memory = search(GPT2_MEDIUM, task(), top=1).best.memory
+    note = memory_note(replace(memory, reserved=10**9))
+    assert note == (
+        "on CPUs only state, gradients and batch are predicted; as much again is left for "
+        "everything else"
+    )
 
 
 def test_more_than_linear_scaling_is_explained_only_where_it_happens():

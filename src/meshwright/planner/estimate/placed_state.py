@@ -19,7 +19,6 @@ class PlacedState:
     Attributes:
         parameters: bytes of parameters and of the model's other state.
         optimizer: bytes of the optimizer's state.
-        moments: bytes of each array of the optimizer's state.
         gradients: bytes of reduced gradients.
         sums: bytes of the sums of gradients over microbatches.
         shares: by number of the step leaf, which part of it the device has.
@@ -30,7 +29,6 @@ class PlacedState:
 
     parameters: int
     optimizer: int
-    moments: tuple[int, ...]
     gradients: int
     sums: int
     shares: Mapping[int, LeafShares]
@@ -80,8 +78,8 @@ def place_state(
             gradients += round(step.leaf.nbytes * gradient)
             sums += round(4 * step.leaf.nbytes / step.leaf.dtype.itemsize * gradient)
     placed = optimizer.placed([divided[n] for n in trained], sizes)
-    moments = tuple(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed)
-    return PlacedState(parameters, sum(moments), moments, gradients, sums, shares, weights, outside)
+    own = sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed)
+    return PlacedState(parameters, own, gradients, sums, shares, weights, outside)
 
 
 def _shards(placement: Placement, sizes: Mapping[str, int], *without: str) -> int:

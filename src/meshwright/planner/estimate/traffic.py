@@ -15,13 +15,7 @@ from meshwright.mesh.axes import PIPE
 from meshwright.plan import Plan
 from meshwright.planner.devices.links import AxisLink, axis_links, collective_seconds
 from meshwright.planner.estimate.estimate import AxisTraffic
-
-_HIDDEN: Mapping[str, Mapping[str, float]] = {
-    "unroll": {"fsdp": 0.85, "data": 0.63, "tensor": 0.0, "pipe": 0.0},
-    "scan": {"fsdp": 0.65, "data": 0.63, "tensor": 0.0, "pipe": 0.0},
-}
-"""By how blocks run, the part of each axis's traffic that runs behind products, as compiled for
-eight GPUs (benchmarks/results/gpu_overlap.json)."""
+from meshwright.planner.workload.gpu_rules import HIDDEN_TRAFFIC
 
 
 def sent_by_stages(
@@ -98,7 +92,7 @@ def time_traffic(
     by_stage = [_sums(sent, links, hardware) for sent in stages]
     traffic: dict[str, AxisTraffic] = {}
     room = compute
-    for axis, share in _HIDDEN[plan.sharding.blocks].items():
+    for axis, share in HIDDEN_TRAFFIC.value[plan.sharding.blocks].items():
         sums = [stage[axis] for stage in by_stage if axis in stage]
         if sums:
             nbytes, seconds = max(sums)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from meshwright.mesh.axes import describe_sizes
-from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate
+from meshwright.planner.estimate.estimate import MARGIN_WORDS, Estimate, MemoryEstimate
 from meshwright.planner.estimate.words import memory_parts, settings_of, time_parts
 from meshwright.planner.guidance.plan_report import PlanReport
 from meshwright.planner.search.scaling import ScalingPoint
@@ -146,8 +146,10 @@ def report_json(report: PlanReport) -> dict[str, Any]:
 SENT = "communication is what is sent over an axis of the mesh while nothing is computed"
 
 
-def gradients_note(memory: MemoryEstimate) -> str:
-    """Say why fewer gradients are counted than there are; empty if all of them are."""
+def memory_note(memory: MemoryEstimate) -> str:
+    """Explain a margin, or why fewer gradients are counted than there are; empty if neither."""
+    if memory.reserved:
+        return MARGIN_WORDS
     if memory.gradients >= 0.99 * memory.all_gradients:
         return ""
     size = human_bytes(memory.all_gradients)

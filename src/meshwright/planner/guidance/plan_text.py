@@ -13,8 +13,8 @@ from meshwright.planner.guidance.plan_report import PlanReport
 from meshwright.planner.guidance.plan_rows import (
     SENT,
     change_lines,
-    gradients_note,
     in_columns,
+    memory_note,
     plan_rows,
     scaling_note,
     scaling_rows,
@@ -102,7 +102,7 @@ def _memory(best: Estimate, share: float) -> Iterator[RenderableType]:
     for shade, (name, size) in zip(SHADES, parts.items(), strict=False):
         yield Text(f"  {shade} {name:<12} {human_bytes(size):>9}")
     yield Text(f"    {'free':<12} {human_bytes(limit - best.memory.total):>9} to the limit")
-    yield from _note(gradients_note(best.memory))
+    yield from _note(memory_note(best.memory))
 
 
 def _note(text: str) -> list[RenderableType]:
