@@ -164,10 +164,10 @@ def _why_no_kernels(assembled: Assembled) -> str:
         return "off (kernels=none)"
     if choice == "auto" and platform != "gpu":
         return (
-            f"none on {platform.upper()}s (kernels=auto); kernels=xla evaluates the same parts by "
-            "forms for any device"
+            f"none on {platform.upper()}s (kernels=auto); kernels=xla evaluates the same parts on "
+            "any device"
         )
-    return f"no part of the model is one that a kernel evaluates (kernels={choice})"
+    return f"no part of the model matches a kernel (kernels={choice})"
 
 
 def _timeline(plan: Plan) -> Timeline:

@@ -22,10 +22,10 @@ from meshwright.config.compose import parse_overrides
 from meshwright.config.origins import chosen_keys, trace_origins
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode, UserError
+from meshwright.inputs.plan_file import other_model
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.plan import Plan, make_plan, unused_settings
-from meshwright.planner.estimate.estimator import Estimator, ProgramEstimator
-from meshwright.planner.search.plan_file import other_model
+from meshwright.planner.estimate.estimator import make_estimator
 from meshwright.processes import broadcast, process_count
 from meshwright.recipe import Recipe, make_recipe
 from meshwright.runtime.attempts import EarlierAttempts, ProcessRange
@@ -132,18 +132,20 @@ def _train(request: Request, folder: Path) -> int:
                 *without_tokenizer(config),
             ],
             interrupt=current_interrupt(),
-            estimator=partial(_estimator, recipe, example),
+            estimator=partial(
+                make_estimator,
+                recipe.model,
+                recipe.loss,
+                recipe.optimizer,
+                example,
+                precision=plan.precision,
+            ),
         )
     )
     _show_mesh(request, assembled)
     result = training_run.run()
     _print_result(request, plan, result)
     return ExitCode.PREEMPTED if result.interrupted else ExitCode.DONE
-
-
-def _estimator(recipe: Recipe, batch: Any) -> Estimator:
-    estimator: Any = ProgramEstimator(recipe.model, recipe.loss, recipe.optimizer, batch)
-    return estimator
 
 
 def _check_distributed() -> None:

@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
-from meshwright.compiled.quick_options import quick_options
+from meshwright.compiled.compiler_options import quick_options
 from meshwright.compiled.shortage import telling_shortage
 from meshwright.config.argument_checks import (
     check_clip_norm,

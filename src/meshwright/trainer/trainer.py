@@ -49,7 +49,7 @@ from meshwright.plan import (
     Plan,
     unused_pipeline,
 )
-from meshwright.planner.estimate.estimator import Estimator, ProgramEstimator
+from meshwright.planner.estimate.estimator import Estimator, make_estimator
 from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.proof import Certificate, verify
@@ -362,10 +362,7 @@ class Trainer:
                 fix=f"write trainer.plan(data{given}) with the data that fit takes",
             )
         first = read_batch(self._by_update(data, batch_size)(0))
-        source = model_source(self.model, self.loss, lambda: first)
-        estimator = ProgramEstimator(
-            source, self.loss, self.optimizer, first, trainable=self.trainable
-        )
+        estimator = self._estimator(first)
         name = getattr(self.model, "__name__", type(self.model).__name__)
         name = "the model" if name == "<lambda>" else name
         samples = form_of(first).num_samples
@@ -529,10 +526,14 @@ class Trainer:
 
     def _estimator(self, batch: Any) -> Estimator:
         source = model_source(self.model, self.loss, lambda: batch)
-        estimator: Any = ProgramEstimator(
-            source, self.loss, self.optimizer, batch, trainable=self.trainable
+        return make_estimator(
+            source,
+            self.loss,
+            self.optimizer,
+            batch,
+            trainable=self.trainable,
+            precision=self.precision,
         )
-        return estimator
 
     def _evaluation(
         self, data: Any, every: int | None, batches: int | None, like: Any

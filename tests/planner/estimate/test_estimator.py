@@ -9,11 +9,7 @@ import pytest
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.hardware import parse_hardware
-from meshwright.ledgers.minimum import needed_collectives
-from meshwright.ledgers.stage_minimum import needed_by_stage
 from meshwright.models import build_model
-from meshwright.pipeline.execute.tick_rows import count_operations
-from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimator import ProgramEstimator, _Case
 from meshwright.planner.estimate.traced_programs import GradientPrograms, variant_of
@@ -129,64 +125,76 @@ def test_one_gpu_adds_gradients_to_their_sums_as_they_come(estimator):
     assert gradients({"data": 8}, 4) - gradients({"data": 8}, 1) > parameters
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 8}, {"data": 2, "fsdp": 4}], ids=str)
-def test_what_is_sent_is_the_minimum_of_the_ledger(estimator, mesh):
-    plan = make_plan(mesh)
-    minimum: dict[str, float] = {}
-    for need in needed_collectives(assembled_for(plan)):
-        minimum[need.axis] = minimum.get(need.axis, 0) + need.sent_bytes
+KERNELS, VECTORS = 4 * 12 * WIDTH**2, 4 * 13 * WIDTH
+"""Bytes of a block: the kernels of its six products, and its norms and biases."""
+EMBEDDINGS, LAST_NORM = 4 * (VOCABULARY + LENGTH) * WIDTH, 4 * 2 * WIDTH
+ACTIVATION = 4 * LENGTH * WIDTH
+
+
+def sent_by(estimator, plan):
     traffic = estimator.estimate(plan, on(plan)).time.traffic
-    assert {axis: each.sent_bytes for axis, each in traffic.items()} == pytest.approx(minimum)
+    return {axis: own.sent_bytes for axis, own in traffic.items()}
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "microbatches"), [("1f1b", 2, 4), ("zb_h1", 4, 8), ("gpipe", 4, 8)]
+    ("mesh", "settings", "passes"),
+    [
+        ({"data": 8}, {}, {"data": 2}),
+        ({"fsdp": 8}, {"keep_gathered": True}, {"fsdp": 2}),
+        ({"fsdp": 8}, {"zero": 2}, {"fsdp": 2}),
+        ({"data": 2, "fsdp": 4}, {"keep_gathered": True}, {"data": 2 / 4, "fsdp": 2}),
+    ],
+    ids=str,
 )
-def test_what_stages_send_is_the_minimum_of_the_ledger(estimator, schedule, stages, microbatches):
+def test_gradients_and_weights_are_sent_by_the_closed_form(estimator, mesh, settings, passes):
+    parameters = 4 * estimator.num_parameters
+    closed_form = {
+        axis: times * parameters * (mesh[axis] - 1) / mesh[axis] for axis, times in passes.items()
+    }
+    assert sent_by(estimator, make_plan(mesh, **settings)) == pytest.approx(closed_form)
+
+
+def test_kernels_of_blocks_are_gathered_in_each_pass_unless_they_are_kept(estimator):
+    kept, again = (make_plan({"fsdp": 8}, keep_gathered=keep) for keep in (True, False))
+    more = sent_by(estimator, again)["fsdp"] - sent_by(estimator, kept)["fsdp"]
+    # Norms and biases are too small to be sharded.
+    assert more == pytest.approx(7 / 8 * BLOCKS * KERNELS)
+
+
+def test_an_updated_weight_is_gathered_only_if_its_update_is_sharded(estimator):
+    sharded = BLOCKS * KERNELS + EMBEDDINGS
+    closed_form = 7 / 8 * (2 * 4 * estimator.num_parameters + sharded)
+    assert sent_by(estimator, make_plan({"fsdp": 8}, zero=1))["fsdp"] == pytest.approx(closed_form)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "microbatches", "messages"),
+    [("1f1b", 2, 4, 4), ("1f1b", 2, 8, 8), ("gpipe", 4, 8, 2 * (8 + 4 - 2))],
+)
+def test_stages_send_activations_and_what_is_outside_of_them(
+    estimator, schedule, stages, microbatches, messages
+):
     plan = make_plan({"pipe": stages}, rows=1, microbatches=microbatches)
     plan = plan.model_copy(update={"schedule": schedule})
-    assembled = assembled_for(plan)
-    counts = count_operations(get_schedule(schedule), microbatches, stages)
-    sent = [
-        sum(need.sent_bytes for need in needs)
-        for needs in needed_by_stage(assembled, assembled.step.pipeline, counts)
-    ]
-    traffic = estimator.estimate(plan, on(plan)).time.traffic
-    # Losses and their weights are sent as well: a few bytes.
-    assert traffic["pipe"].sent_bytes == pytest.approx(max(sent), rel=1e-3)
+    outside = 2 * (stages - 1) / stages * (EMBEDDINGS + LAST_NORM)
+    assert sent_by(estimator, plan) == pytest.approx({"pipe": messages * ACTIVATION + outside})
 
 
-@pytest.mark.parametrize("other", ["fsdp", "tensor"])
-@pytest.mark.parametrize("stages", [2, 4])
-def test_what_stages_send_depends_on_what_other_axes_divide(estimator, stages, other):
-    plan = make_plan({"pipe": stages, other: 2}, rows=1, microbatches=8)
-    assembled = assembled_for(plan)
-    counts = count_operations(get_schedule("1f1b"), 8, stages)
-    by_stage = list(needed_by_stage(assembled, assembled.step.pipeline, counts))
-    traffic = estimator.estimate(plan, on(plan)).time.traffic
-
-    def most_sent(axis):
-        return max(sum(need.sent_bytes for need in own if need.axis == axis) for own in by_stage)
-
-    assert traffic["pipe"].sent_bytes == pytest.approx(most_sent("pipe"), rel=0.01)
-    if other == "tensor":
-        # The first stage reduces embeddings and the last one logits: both are counted.
-        embeddings = 8 * LENGTH * WIDTH * 4
-        assert traffic["tensor"].sent_bytes - embeddings == most_sent("tensor")
-
-
-@pytest.mark.parametrize("stages", [2, 4])
-def test_stages_reduce_whole_gradients_of_what_is_outside_of_them(estimator, stages):
-    plan = make_plan({"pipe": stages, "data": 2}, rows=1, microbatches=8)
-    assembled = assembled_for(plan)
-    counts = count_operations(get_schedule("1f1b"), 8, stages)
-    sent = [
-        sum(need.sent_bytes for need in needs if need.axis == "data")
-        for needs in needed_by_stage(assembled, assembled.step.pipeline, counts)
-    ]
-    traffic = estimator.estimate(plan, on(plan)).time.traffic
-    # The last norm is in no gradient of the first stage.
-    assert traffic["data"].sent_bytes == pytest.approx(max(sent), rel=2e-3)
+def test_the_stage_that_sends_most_over_an_axis_counts(estimator):
+    """The first one has the embeddings, which the last one reads, and the last one the norm."""
+    own = BLOCKS // 2
+    reduced = own * (KERNELS + VECTORS) + EMBEDDINGS
+    plan = make_plan({"pipe": 2, "data": 2}, rows=1, microbatches=8)
+    assert sent_by(estimator, plan)["data"] == pytest.approx(8 * reduced)
+    plan = make_plan({"pipe": 2, "fsdp": 2}, rows=1, microbatches=8)
+    gathered = own * 2 * KERNELS + EMBEDDINGS
+    scattered = own * KERNELS + EMBEDDINGS
+    closed_form = 8 * ((gathered + scattered) / 2 + own * VECTORS)
+    assert sent_by(estimator, plan)["fsdp"] == pytest.approx(closed_form)
+    plan = make_plan({"pipe": 2, "tensor": 2}, rows=1, microbatches=8)
+    # Four reductions for each block and one for the embeddings or logits; norms of logits besides.
+    reductions = 8 * (4 * own + 1) * ACTIVATION
+    assert sent_by(estimator, plan)["tensor"] == pytest.approx(reductions, rel=0.01)
 
 
 def test_a_stage_keeps_what_it_recomputes_for_all_of_its_blocks(estimator):

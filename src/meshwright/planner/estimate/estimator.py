@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +15,7 @@ from flax.nnx.filterlib import Filter
 
 from meshwright.config.schema import Precision
 from meshwright.hardware import Chip, Hardware
+from meshwright.ledgers.minimum import Needed
 from meshwright.mesh.axes import MODEL_AXES
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import CPU_MARGIN, Estimate, MemoryEstimate, TimeEstimate
@@ -28,14 +29,7 @@ from meshwright.planner.estimate.traced_programs import (
     least_work,
     variant_of,
 )
-from meshwright.planner.estimate.traffic import (
-    OutsideOfStages,
-    Sent,
-    stage_traffic,
-    tensor_traffic,
-    time_traffic,
-    weight_traffic,
-)
+from meshwright.planner.estimate.traffic import sent_by_stages, time_traffic
 from meshwright.planner.workload.gpu_rules import (
     DELAYED_GRADIENTS,
     LAST_ITERATION_TWICE,
@@ -59,6 +53,7 @@ from meshwright.program.dims.sample_values import MixedSamplesError
 from meshwright.program.trace.build_model import ModelSource, describe_model
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss
+from meshwright.runtime.activity import activity
 from meshwright.sharding.tensor import TensorChoice
 from meshwright.trees import Batch, resize_batch, tokens_per_sample
 
@@ -103,6 +98,18 @@ class Estimator(Protocol):
     def bound(self, plan: Plan, hardware: Hardware) -> Estimate:
         """Return an estimate that is cheaper to make, whose time is hardly ever too long."""
         ...
+
+
+class OutsideOfStages(NamedTuple):
+    """Bytes of what is outside of stages, such as an embedding, on each of them.
+
+    Attributes:
+        gradients: of gradients, as fsdp shards them.
+        parameters: of parameters, gathered over the stages.
+    """
+
+    gradients: float
+    parameters: float
 
 
 class _Case(NamedTuple):
@@ -251,21 +258,21 @@ class ProgramEstimator:
             self._seconds[key] = looped, float(seconds.sum()) - looped
         return self._seconds[key]
 
-    def _sent(self, case: _Case, state: PlacedState) -> Iterator[Sent]:
-        plan = case.plan
+    def _sent(self, case: _Case, state: PlacedState) -> list[list[Needed]]:
+        plan, messages = case.plan, (0.0, 0.0)
         program = self._gradients.of(plan, case.variant)
-        yield from weight_traffic(state, plan, self._programs.num_blocks)
-        tensor = self._states.tensor_choice(plan)
-        rows = plan.batch.micro_batch_size / SAMPLES
-        if tensor.size > 1:
-            classes = self._programs.classes(plan.precision, blocks_of(plan))
-            yield from tensor_traffic(classes.events_of(tensor.splits), plan, rows)
-        blocks = program.blocks
-        if plan.size("pipe") > 1 and blocks is not None:
-            carried = nbytes_of(blocks.carried, self._sizes(case, program))
+        if plan.size("pipe") > 1 and program.blocks is not None:
+            carried = nbytes_of(program.blocks.carried, self._sizes(case, program))
             rounds = plan.batch.gradient_accumulation_steps // plan.num_microbatches
-            messages = count_slots(*_staged(plan)).messages * rounds
-            yield from stage_traffic(carried, messages, _outside_of_stages(plan, state))
+            messages = carried, count_slots(*_staged(plan)).messages * rounds
+        return sent_by_stages(
+            state.weights,
+            self._states.events(plan),
+            plan,
+            scale=plan.batch.micro_batch_size / SAMPLES,
+            num_blocks=self._programs.num_blocks,
+            messages=messages,
+        )
 
     def _memory(self, case: _Case) -> MemoryEstimate:
         plan, state = case.plan, self._states.of(case.plan)
@@ -460,3 +467,17 @@ def _peak_share(chip: Chip, precision: Precision) -> float:
 def _product_share(chip: Chip, precision: Precision) -> float:
     shares = {"no": chip.float32_share, "bf16": chip.bfloat16_share, "fp16": chip.float16_share}
     return chip.product_share * shares[precision]
+
+
+@activity("tracing the model")
+def make_estimator(
+    model: ModelSource,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    batch: Batch,
+    *,
+    precision: Precision,
+    trainable: Filter = nnx.Param,
+) -> Estimator:
+    """Return the estimator for what a run trains; see `ProgramEstimator` for the arguments."""
+    return ProgramEstimator(model, loss, optimizer, batch, trainable=trainable, precision=precision)

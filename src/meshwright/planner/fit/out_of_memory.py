@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshwright.compiled.largest_buffers import largest_buffers
-from meshwright.compiled.memory import MemoryUse
+from meshwright.compiled.memory import MemoryUse, largest_buffers
 from meshwright.compiled.shortage import (
     Shortage,
     describe_devices,

@@ -55,7 +55,7 @@ def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> AutoPlan:
     best = result.best
     fits = alone(estimator, task).fits(task.memory_share)
     plan = best.plan
-    # What is usual in a plan is not in a table, but it was asked for here.
+    # Tables leave out the usual number of microbatches; here the user left it to the planner.
     usual = [microbatches_of(plan)] if plan.batch.gradient_accumulation_steps == 1 else []
     chosen = ", ".join([short_plan(plan), *usual])
     margin = f" ({MARGIN_WORDS})" if best.memory.reserved else ""

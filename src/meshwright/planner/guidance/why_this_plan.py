@@ -97,7 +97,7 @@ def whole_copy(estimator: Estimator, copy: Estimate, task: PlanTask) -> str:
 def _axes(estimator: Estimator, result: SearchResult, *, fits: bool) -> Iterator[str]:
     plan = result.best.plan
     if not plan.mesh:
-        yield "There is one device, so nothing is divided."
+        yield "There is one device, so nothing is sharded."
     if plan.size("data") > 1:
         yield _data(result.best, fits=fits)
     for axis in MODEL_AXES:
@@ -109,21 +109,24 @@ def _axes(estimator: Estimator, result: SearchResult, *, fits: bool) -> Iterator
 def _data(best: Estimate, *, fits: bool) -> str:
     plan = best.plan
     traffic = best.time.traffic.get("data")
-    hidden = "nothing else"
+    takes = "takes no time"
     if traffic is not None:
-        hidden = (
-            f"{human_seconds(traffic.exposed_seconds)} of their {human_seconds(traffic.seconds)} "
-            "are not hidden behind computing"
+        exposed, whole = human_seconds(traffic.exposed_seconds), human_seconds(traffic.seconds)
+        takes = (
+            f"takes {whole}, of which {exposed} are not hidden behind computing"
             if traffic.exposed_seconds > 0.01 * traffic.seconds
-            else f"their {human_seconds(traffic.seconds)} are hidden behind computing"
+            else f"takes {whole}, hidden behind computing"
         )
     groups = counted(plan.size("data"), "replica")
     if set(plan.mesh) == {"data"} and fits:
         return (
             f"So each device has its own copy and its own samples (data={plan.size('data')}), and "
-            f"gradients are all that is exchanged: {hidden}."
+            f"only gradients are sent: reducing them {takes}."
         )
-    return f"data={plan.size('data')}: {groups} train on different samples; of gradients, {hidden}."
+    return (
+        f"data={plan.size('data')}: {groups} train on different samples; reducing their gradients "
+        f"{takes}."
+    )
 
 
 def without(estimator: Estimator, result: SearchResult, axis: str) -> str:
@@ -166,7 +169,7 @@ def _settings(result: SearchResult) -> Iterator[str]:
     if sharding.remat != "none":
         why = "as you asked" if pins.remat else "because memory would limit the microbatch more"
         yield (
-            f"remat={sharding.remat}: the backward pass computes values again instead of keeping "
+            f"remat={sharding.remat}: the backward pass recomputes values instead of keeping "
             f"them, {why}."
         )
     steps = batch.gradient_accumulation_steps
@@ -192,8 +195,8 @@ def _tie(result: SearchResult, best: Estimate) -> Iterator[str]:
     gain = 1 - fastest.time.step / best.time.step
     if fastest is not best and gain > 0.0005:
         yield (
-            f"{describe_sizes(fastest.plan.mesh)} is estimated {gain:.1%} faster, which is less "
-            "than an estimate can tell, so the simpler plan is recommended."
+            f"{describe_sizes(fastest.plan.mesh)} is estimated {gain:.1%} faster, which is "
+            "within the error of estimates, so the simpler plan is recommended."
         )
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from meshwright.errors import EnvironmentProblem
 from meshwright.hardware import Hardware
+from meshwright.inputs.plan_file import without_planned
 from meshwright.planner.devices.absent_gpus import INSTALL
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.rehearse.figures import Figure, percent
 from meshwright.planner.rehearse.rehearsal import CPU_PROGRAM
-from meshwright.planner.search.plan_file import without_planned
 from meshwright.runtime.activity import activity
 from meshwright.text.columns import Columns
 from meshwright.text.units import human_bytes

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.compiled.compile_program import CompiledProgram, compile_program
+from meshwright.compiled.compiler_options import quick_options
 from meshwright.compiled.memory import MemoryUse
-from meshwright.compiled.quick_options import quick_options
 from meshwright.ledgers import Ledger, lower_step, read_ledger
 from meshwright.plan import Plan
 from meshwright.planner.fit.fit_check import batch_shapes, least_memory

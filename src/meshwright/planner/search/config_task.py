@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.config.batch import DEFAULT_MICRO_BATCH_SIZE
-from meshwright.config.compose import Composed, parse_overrides
-from meshwright.config.groups import GROUPS
-from meshwright.config.origins import chosen_keys, trace_origins
 from meshwright.config.schema import Config
 from meshwright.errors import Setting
 from meshwright.hardware import MEMORY_SHARE, Hardware
@@ -31,14 +28,6 @@ class ConfigTask:
 
     task: PlanTask
     remarks: tuple[str, ...] = ()
-
-
-def set_by_user(config: Config, composed: Composed) -> set[str]:
-    """Return the keys that the user has decided: by an override, a file, or a chosen group."""
-    groups = {o.key_or_group for o in parse_overrides(composed.overrides)} & set(GROUPS)
-    files = {f"{group}/{composed.choices[group]}.yaml" for group in groups & set(composed.choices)}
-    of_groups = {o.key for o in trace_origins(config, composed) if o.detail in files}
-    return chosen_keys(config, composed) | of_groups
 
 
 def config_task(

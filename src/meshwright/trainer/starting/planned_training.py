@@ -9,7 +9,6 @@ from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.guidance.plan_report import PlanReport
 from meshwright.planner.guidance.plan_text import report_text
-from meshwright.planner.search.plan_file import plan_yaml
 from meshwright.text.columns import as_text
 
 
@@ -35,8 +34,7 @@ class PlannedTraining:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file that ``meshwright train plan=FILE`` reads."""
-        text = plan_yaml(self.estimate, self.report.name, self.report.num_parameters)
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(self.report.to_yaml(), encoding="utf-8")
 
     def __str__(self) -> str:
         """Return the report for reading."""

@@ -1,5 +1,6 @@
 """Notes below the tables of a report, and what is said if nothing fits."""
 
+import html
 from dataclasses import replace
 
 import pytest
@@ -8,13 +9,25 @@ from closed_form import GPT2_MEDIUM, ClosedForm
 from meshwright.errors import UserError
 from meshwright.hardware import parse_hardware
 from meshwright.planner.guidance.budget import Goal
-from meshwright.planner.guidance.notes import change_lines, memory_note, scaling_note
 from meshwright.planner.guidance.nothing_fits import nothing_fits
 from meshwright.planner.guidance.plan_report import PlanGoal, make_report
+from meshwright.planner.guidance.plan_rows import (
+    change_lines,
+    in_columns,
+    in_json,
+    memory_note,
+    plan_rows,
+    report_json,
+    scaling_note,
+    scaling_rows,
+)
+from meshwright.planner.guidance.plan_text import report_text
 from meshwright.planner.search.candidates import Pins, PlanTask
 from meshwright.planner.search.scaling import scaling_curve
 from meshwright.planner.search.search import search
 from meshwright.planner.search.what_if import what_ifs
+from meshwright.report.plan_page import plan_page
+from meshwright.text.columns import as_text
 
 pytestmark = pytest.mark.usefixtures("command_line")
 
@@ -130,3 +143,15 @@ def test_devices_that_share_memory_are_no_remedy():
     assert error.report["smallest_hardware"] is None
     several = nothing_fits(LARGE, search(LARGE, task("2x1xCPU", 8)))
     assert "the smallest cluster of CPU that holds it is" in several.fix
+
+
+def test_the_terminal_and_the_page_show_the_rows_that_json_has():
+    report = make_report(GPT2_MEDIUM, task(), name="gpt2")
+    text, page = as_text(report_text(report)), plan_page(report)
+    rows = [*plan_rows(report), *scaling_rows(report)]
+    found = report_json(report)
+    assert [*found["plans"], *found["scaling"]] == [in_json(row) for row in rows]
+    for row in rows:
+        shown = in_columns(row, ("communication", "idle"))
+        assert all(cell in text for cell in shown.values())
+        assert "".join(f"<td>{html.escape(cell)}</td>" for cell in shown.values()) in page

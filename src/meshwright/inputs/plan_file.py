@@ -14,8 +14,6 @@ from meshwright.config.origins import flatten
 from meshwright.errors import Setting, UserError, first_line
 from meshwright.mesh.axes import AXES, INFER, resolve_alias
 from meshwright.plan import MADE_FOR, Plan
-from meshwright.planner.estimate.estimate import Estimate
-from meshwright.text.units import human_bytes, human_seconds
 
 KEY = "plan"
 """The setting that names the file."""
@@ -49,27 +47,6 @@ class Planned:
     origins: dict[str, str]
 
 
-def plan_yaml(
-    estimate: Estimate, name: str, num_parameters: int, settings: Sequence[str] = ()
-) -> str:
-    """Return a plan as a file that the setting `plan` reads, with what it was made for.
-
-    Args:
-        estimate: the plan, and its hardware.
-        name: the model.
-        num_parameters: its parameters.
-        settings: those that describe the model and its data, as they are typed.
-    """
-    head = (
-        f"# {name} on {estimate.hardware}: {human_seconds(estimate.time.step)} per update and "
-        f"{human_bytes(estimate.memory.total)} per device, estimated.\n"
-        "# Train with it: meshwright train … plan=THIS_FILE\n"
-    )
-    made_for = {"model": name, "parameters": num_parameters, "hardware": str(estimate.hardware)}
-    known = {MADE_FOR: {**made_for, **({"settings": list(settings)} if settings else {})}}
-    return head + estimate.plan.to_yaml() + yaml.safe_dump(known, sort_keys=False)
-
-
 def made_for_settings(path: str) -> list[str]:
     """Return the hardware and the model that a plan was made for, as settings; none if unknown."""
     known = _made_for(path)
@@ -91,8 +68,8 @@ def other_model(path: str | None, num_parameters: int) -> list[str]:
         return []
     return [
         f"{Setting(KEY, path)} was made for {known.get('model')} with {count:,} parameters, "
-        f"and this model has {num_parameters:,}: its mesh may not suit it, and its time "
-        "and memory are others; run `meshwright plan` for this model"
+        f"and this model has {num_parameters:,}: its mesh may not suit this one, and its "
+        "time and memory will differ; run `meshwright plan` for this model"
     ]
 
 
@@ -109,8 +86,8 @@ def refuse_unnamed_model(path: str | None, num_parameters: int) -> None:
     settings = [word for word in made_for_settings(path) if not word.startswith("hardware=")]
     known = _made_for(path).get("model")
     raise UserError(
-        f"{Setting(KEY, path)} was made for {known}, and no model is written",
-        why=f"without {Setting('model')}, the default model is meant, with {num_parameters:,} "
+        f"{Setting(KEY, path)} was made for {known}, and no model is given",
+        why=f"without {Setting('model')}, the default model is used, with {num_parameters:,} "
         "parameters",
         fix=f"write {' '.join(settings)}" if settings else f"write {Setting('model')} as well",
     )
