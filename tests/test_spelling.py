@@ -16,7 +16,7 @@ from meshwright.data.files import find_path
 from meshwright.data.images import check_labels
 from meshwright.data.token_rows import check_length, check_tokens
 from meshwright.errors import MeshwrightError, Spelling, spelled_for
-from meshwright.profile.bottlenecks import advise
+from meshwright.profile.profile import advise
 from meshwright.recipe import learning_rate
 from meshwright.tracking.setup import check_tracking
 from meshwright.trainer.starting.resume import find_resume_point

@@ -115,6 +115,21 @@ def test_help_waits_for_nothing_heavy():
     assert done.returncode == 0
 
 
+def test_composing_a_config_imports_no_planner():
+    script = """
+        import sys
+        from meshwright.cli.arguments import parse_arguments
+        from meshwright.cli.request import compose
+        from meshwright.config.compose import validate
+        validate(compose(parse_arguments(["config", "training.steps=3"])))
+        planner = {name for name in sys.modules if name.startswith("meshwright.planner")}
+        assert not planner, planner
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -12,8 +12,8 @@ from meshwright.cli.main import main
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError
+from meshwright.inputs.plan_file import other_model, refuse_unnamed_model
 from meshwright.plan import Plan
-from meshwright.planner.search.plan_file import other_model, refuse_unnamed_model
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_the_plan_is_written_for_train(plan, tmp_path):
     (warning,) = other_model(str(file), 1000)
     assert "made for gpt2_medium with 353,501,184 parameters, and this model has 1,000" in warning
     refuse_unnamed_model(str(file), 353_501_184)
-    with pytest.raises(UserError, match="no model is written") as refused:
+    with pytest.raises(UserError, match="no model is given") as refused:
         refuse_unnamed_model(str(file), 1000)
     assert "write model=gpt2_medium" in str(refused.value.fix)
     # Like a plan that was made in Python, which has no settings for its model.
@@ -196,7 +196,7 @@ def test_the_plan_is_written_for_train(plan, tmp_path):
     file.write_text(head + yaml.safe_dump({"made_for": known}))
     code, _, err = plan(str(file))
     assert code == 2
-    assert "was made for the model, and no model is written" in err
+    assert "was made for the model, and no model is given" in err
     for edited in ("made_for: 3\n", "made_for: {parameters: many}\n", ""):
         file.write_text(file.read_text().partition("made_for")[0] + edited)
         assert other_model(str(file), 1000) == []

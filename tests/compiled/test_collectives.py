@@ -178,7 +178,7 @@ def test_data_parallel_is_one_all_reduce_per_kernel_named_by_module() -> None:
     }
     assert {c.phase for c in found} == {"backward"}
     assert {c.payload_bytes for c in found} == {WIDTH * WIDTH * 4}
-    assert all(c.group_size == 8 and c.count_is_known for c in found)
+    assert all(c.group_size == 8 for c in found)
 
 
 def test_fsdp_gathers_in_the_compute_dtype_and_scatters_gradients() -> None:
@@ -218,7 +218,6 @@ def test_loops_multiply_counts_also_when_nested() -> None:
         weights = [c for c in found if c.module.startswith("blocks")]
         assert kinds(weights)["all-gather", ("fsdp",), "f32"] == 2 * 2 * BLOCKS * 3
         assert kinds(weights)["reduce-scatter", ("fsdp",), "f32"] == 2 * BLOCKS * 3
-        assert all(c.count_is_known for c in found)
 
 
 def test_a_missing_reduction_shows_as_too_few_bytes() -> None:
@@ -582,16 +581,16 @@ large {
 """
 
 
-def test_a_loop_of_unknown_length_counts_once_and_says_so() -> None:
+def test_a_loop_of_unknown_length_counts_once() -> None:
     loop = """
   zero = s32[] constant(0)
   start = (s32[], f32[64,4]{1,0}) tuple(zero, p)
   ROOT w = (s32[], f32[64,4]{1,0}) while(start), condition=cond, body=body"""
     (unknown,) = read_collectives(written(loop, CALLS), {"data": 8})
-    assert (unknown.count, unknown.count_is_known) == (1, False)
+    assert unknown.count == 1
     counted = loop + ', backend_config={"known_trip_count":{"n":"12"},"known_init_step":{}}'
     (known,) = read_collectives(written(counted, CALLS), {"data": 8})
-    assert (known.count, known.count_is_known) == (12, True)
+    assert known.count == 12
     assert known.sent_bytes == 12 * unknown.sent_bytes
 
 
@@ -602,10 +601,10 @@ def test_a_loop_of_unknown_length_counts_once_and_says_so() -> None:
         "conditional(which, p, p), true_computation=large, false_computation=small",
     ],
 )
-def test_a_conditional_counts_its_heaviest_branch_and_says_so(branches: str) -> None:
+def test_a_conditional_counts_its_heaviest_branch(branches: str) -> None:
     text = written(f"  which = s32[] parameter(1)\n  ROOT c = f32[64,4]{{1,0}} {branches}", CALLS)
     (only,) = read_collectives(text, {"data": 8})
-    assert (only.kind, only.count, only.count_is_known) == ("all-reduce", 1, False)
+    assert (only.kind, only.count) == ("all-reduce", 1)
 
 
 def test_calls_are_followed_each_time() -> None:

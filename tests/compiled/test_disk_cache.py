@@ -17,8 +17,8 @@ from quick import quick_compilation
 from small_models import Residuals, square_loss, vectors
 
 import meshwright as mw
+from meshwright.compiled import disk_cache
 from meshwright.compiled import disk_cache as cache
-from meshwright.compiled import kept_texts
 from meshwright.compiled.compile_program import compile_program
 from meshwright.compiled.hlo import parse_hlo
 from meshwright.errors import UserError
@@ -123,7 +123,7 @@ def test_what_was_not_asked_for_is_compiled_when_it_is(by_the_compiler, without_
 
 def test_texts_belong_to_a_program_its_names_and_its_options():
     def key(*args, **options):
-        return kept_texts.key_of(lowered(*args), options)
+        return disk_cache.key_of(lowered(*args), options)
 
     assert key() == key()
     keys = {key(), key("~other"), key("~layer", 3.0), key(xla_backend_optimization_level=0)}
@@ -132,16 +132,16 @@ def test_texts_belong_to_a_program_its_names_and_its_options():
 
 def test_several_writers_and_a_full_folder(tmp_path, monkeypatch):
     cache.use_disk_cache(tmp_path)
-    known = kept_texts.ProgramFacts("partitioned" * 1000, "optimized", None)
+    known = disk_cache.ProgramFacts("partitioned" * 1000, "optimized", None)
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda n: kept_texts.keep_facts(f"key{n % 2}", known), range(40)))
-    assert kept_texts.load_facts("key0") == kept_texts.load_facts("key1") == known
+        list(threads.map(lambda n: disk_cache.keep_facts(f"key{n % 2}", known), range(40)))
+    assert disk_cache.load_facts("key0") == disk_cache.load_facts("key1") == known
     assert len(list((tmp_path / "texts").iterdir())) == 2
     for name, age in {"key0": 100, "key1": 200}.items():
         os.utime(tmp_path / "texts" / f"{name}.json.gz", (age, age))
     size = (tmp_path / "texts" / "key0.json.gz").stat().st_size
-    monkeypatch.setattr(kept_texts, "MAX_BYTES", 2 * size)
-    kept_texts.keep_facts("key2", known)
+    monkeypatch.setattr(disk_cache, "MAX_TEXT_BYTES", 2 * size)
+    disk_cache.keep_facts("key2", known)
     assert {path.name[:4] for path in (tmp_path / "texts").iterdir()} == {"key1", "key2"}
 
 

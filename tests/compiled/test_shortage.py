@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshwright.compiled.largest_buffers import largest_buffers
+from meshwright.compiled.memory import largest_buffers
 from meshwright.compiled.shortage import find_shortage, read_shortage
 
 GIB = 2**30

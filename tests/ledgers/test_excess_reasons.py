@@ -113,7 +113,7 @@ def test_a_weight_that_a_loop_reads_is_reduced_in_each_iteration(ledger):
 
 def test_a_weight_that_is_no_factor_of_a_product_is_reduced_for_each_read(ledger):
     assert explained(ledger, "scaled") == {
-        "weights read by mul instead of a matrix product, gradients reduced apart": round(
+        "weights read by mul instead of a matrix product, gradients reduced separately": round(
             EACH * VECTOR
         )
     }

@@ -150,7 +150,7 @@ def test_a_program_without_pins_is_noticed():
 
 def test_a_reduction_over_two_axes_is_shared_between_them():
     reduction = Collective(
-        kind="all-reduce", axes=("data", "fsdp"), group_size=8, count=1, count_is_known=True,
+        kind="all-reduce", axes=("data", "fsdp"), group_size=8, count=1,
         payload_bytes=800, dtype="f32", module="", phase="update", name="", op_name="",
     )  # fmt: skip
     found = shares(reduction, {"data": 2, "fsdp": 4})

@@ -12,7 +12,7 @@ import pytest
 from small_models import SAMPLES, Residuals, square_loss, vectors
 
 from meshwright.compiled.compile_program import CompiledProgram
-from meshwright.compiled.kept_texts import ProgramFacts
+from meshwright.compiled.disk_cache import ProgramFacts
 from meshwright.compiled.memory import MemoryUse
 from meshwright.config.batch import solve_batch
 from meshwright.ledgers import Ledger, read_ledger

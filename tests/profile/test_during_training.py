@@ -5,7 +5,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.profile import NoProfiling, Profiling
-from meshwright.profile.during_training import WARM_UP
+from meshwright.profile.profiler import WARM_UP
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.profile.intervals import clip, length, merge, subtract
+from meshwright.profile.events import clip, length, merge, subtract
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
 

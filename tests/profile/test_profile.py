@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meshwright.profile import CollectiveTime, DeviceTime, Profile
-from meshwright.profile.bottlenecks import advise
+from meshwright.profile.profile import advise
 
 pytestmark = pytest.mark.usefixtures("command_line")
 

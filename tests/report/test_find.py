@@ -5,7 +5,7 @@ import os
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.report.find import find_runs
+from meshwright.report.read import find_runs
 
 
 def make_run(folder, age):

@@ -7,13 +7,15 @@ from dataclasses import replace
 import jax
 
 from meshwright import processes
-from meshwright.cli.config_estimator import config_estimator
 from meshwright.config.compose import Composed, validate
+from meshwright.config.origins import set_by_user
 from meshwright.config.schema import Config
-from meshwright.plan import Plan
+from meshwright.inputs.plan_file import plan_settings, with_settings
+from meshwright.plan import Plan, precision
+from meshwright.planner.estimate.estimator import Estimator, make_estimator
 from meshwright.planner.guidance.auto_plan import AUTO, choose_plan, hardware_of
-from meshwright.planner.search.config_task import config_task, set_by_user
-from meshwright.planner.search.plan_file import plan_settings, with_settings
+from meshwright.planner.search.config_task import config_task
+from meshwright.recipe import make_recipe
 
 _FIXED = ("mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.pipe", "sharding.remat", "sharding.blocks",
           "training.sync_gradients_every", "pipeline.schedule", "pipeline.num_chunks")  # fmt: skip
@@ -34,3 +36,12 @@ def choose_settings(config: Config, composed: Composed) -> tuple[Config, Compose
     origins = {**composed.read_from, **dict.fromkeys(settings, "chosen by the planner")}
     composed = replace(composed, values=values, read_from=origins)
     return validate(composed), composed, line
+
+
+def config_estimator(config: Config, global_batch_size: int) -> Estimator:
+    """Return the estimator for a config; the model is traced, and nothing is allocated."""
+    recipe = make_recipe(config, global_batch_size)
+    batch = recipe.example_batch(1)
+    return make_estimator(
+        recipe.model, recipe.loss, recipe.optimizer, batch, precision=precision(config)
+    )

@@ -22,8 +22,7 @@ from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.pipeline.pipeline_report import PipelineReport
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.pipeline.schedule.timeline import Timeline
-from meshwright.pipeline.schedule.timeline_drawing import render_timeline
-from meshwright.pipeline.schedule.timeline_svg import timeline_svg
+from meshwright.pipeline.schedule.timeline_drawing import TimelineDrawing, timeline_svg
 from meshwright.plan import Plan, unused_settings
 from meshwright.program.kernels.substitution import describe
 from meshwright.recipe import make_recipe
@@ -142,7 +141,7 @@ def _pipeline(assembled: Assembled, found: PipelineReport) -> Iterator[Renderabl
             f"{stage.flops:,} FLOPs a microbatch, keeps {kept}"
         )
     yield Text()
-    yield render_timeline(_timeline(assembled.plan))
+    yield TimelineDrawing(_timeline(assembled.plan))
     yield Text(found.waiting())
     yield Text()
 
@@ -165,10 +164,10 @@ def _why_no_kernels(assembled: Assembled) -> str:
         return "off (kernels=none)"
     if choice == "auto" and platform != "gpu":
         return (
-            f"none on {platform.upper()}s (kernels=auto); kernels=xla evaluates the same parts by "
-            "forms for any device"
+            f"none on {platform.upper()}s (kernels=auto); kernels=xla evaluates the same parts on "
+            "any device"
         )
-    return f"no part of the model is one that a kernel evaluates (kernels={choice})"
+    return f"no part of the model matches a kernel (kernels={choice})"
 
 
 def _timeline(plan: Plan) -> Timeline:

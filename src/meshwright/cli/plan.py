@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.text import Text
 
 from meshwright.cli.arguments import Arguments
-from meshwright.cli.config_estimator import config_estimator
+from meshwright.cli.auto_settings import config_estimator
 from meshwright.cli.invocation import invoked_as
 from meshwright.cli.output import write_file
 from meshwright.cli.request import (
@@ -26,26 +26,22 @@ from meshwright.cli.request import (
     setting_group,
 )
 from meshwright.config.compose import Composed, parse_overrides, validate
+from meshwright.config.origins import set_by_user
 from meshwright.config.schema import Config, DataConfig
 from meshwright.errors import ExitCode, Setting, UserError
 from meshwright.hardware import LOCAL, MEMORY_SHARE, Hardware, chip_by_name
+from meshwright.inputs.plan_file import KEY, without_planned
 from meshwright.plan import mesh_sizes
 from meshwright.planner.devices.absent_gpus import can_compile_for
 from meshwright.planner.devices.links import check_network
 from meshwright.planner.devices.local_hardware import find_hardware
-from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.budget import Goal, parse_goal, parse_price
 from meshwright.planner.guidance.nothing_fits import NothingFits
-from meshwright.planner.guidance.plan_report import (
-    PlanGoal,
-    PlanReport,
-    make_report,
-    report_json,
-)
+from meshwright.planner.guidance.plan_report import PlanGoal, PlanReport, make_report
+from meshwright.planner.guidance.plan_rows import report_json
 from meshwright.planner.guidance.plan_text import report_text
 from meshwright.planner.search.candidates import PlanTask
-from meshwright.planner.search.config_task import config_task, set_by_user
-from meshwright.planner.search.plan_file import KEY, plan_yaml, without_planned
+from meshwright.planner.search.config_task import config_task
 from meshwright.recipe import find_data, make_task, training_duration
 from meshwright.runtime.garbage import few_collections
 from meshwright.text.columns import Indented
@@ -94,7 +90,7 @@ def run(request: Request) -> int:
     if arguments.has("--prove"):
         from meshwright.planner.rehearse.prove import proof_table
 
-        proved, note = _prove(estimator, report, arguments.overrides)
+        proved, note = _prove(report, arguments.overrides)
         found["proof"] = [each.to_json() for each in proved]
         found["remarks"] += [note] if note else []
         lines = [Indented(note, 2, first=0)] if note else []
@@ -118,28 +114,22 @@ def _check_planned(config: Config, hardware: Hardware) -> None:
     raise UserError(
         f"{Setting(KEY, config.plan)} is for {counted(count, 'device')}, and {hardware} has "
         f"{hardware.count}",
-        fix=f"name as many, such as {Setting('hardware', f'{count}xH100')}, or leave "
+        fix=f"name as many devices, such as {Setting('hardware', f'{count}xH100')}, or leave "
         f"{Setting(KEY)} out to plan for {hardware}",
     )
 
 
-def _prove(
-    estimator: Estimator, report: PlanReport, overrides: Sequence[str]
-) -> tuple[list[ProvedPlan], str]:
+def _prove(report: PlanReport, overrides: Sequence[str]) -> tuple[list[ProvedPlan], str]:
     """Compile the ranked plans, compare with what is predicted, and say what that is worth.
 
-    They are compiled for their hardware if there is a compiler for it here, else for CPUs, for
-    which they are then predicted as well.
+    They are compiled for their hardware if there is a compiler for it here, else for CPUs.
     """
     from meshwright.planner.rehearse.prove import cpu_note, prove
 
     ranked = list(report.result.plans)
-    if all(can_compile_for(each.hardware) for each in ranked):
-        return prove(ranked, overrides), ""
-    plans = [each.plan for each in ranked]
-    cpu = chip_by_name("CPU")
-    estimates = [estimator.estimate(p, Hardware(chip=cpu, count=p.num_devices)) for p in plans]
-    return prove(estimates, overrides), cpu_note(report.result.task.hardware)
+    for_gpus = all(can_compile_for(each.hardware) for each in ranked)
+    note = "" if for_gpus else cpu_note(report.result.task.hardware)
+    return prove(ranked, overrides, for_gpus=for_gpus), note
 
 
 def read_share(arguments: Arguments) -> float:
@@ -222,7 +212,7 @@ def _compared(arguments: Arguments, task: PlanTask) -> PlanTask | None:
                 why=f"plans for the same model differ in {', '.join(COMPARABLE)}",
                 fix='write --compare mesh.tensor=4, or --compare "mesh.tensor=4 mesh.pipe=2"',
             )
-    # What a plan sets is not set beside it.
+    # Settings that the plan itself has are left out.
     given = without_planned(arguments.overrides) if KEY in changed else arguments.overrides
     kept = [
         text
@@ -239,7 +229,7 @@ def _compared(arguments: Arguments, task: PlanTask) -> PlanTask | None:
     if config.training.global_batch_size is None:
         same["global_batch_size"] = task.global_batch_size
     if not changed & _PRECISION:
-        # It may be that of a plan.
+        # A plan may have set it.
         same["precision"] = task.precision
     return replace(other.task, **same)
 
@@ -252,8 +242,7 @@ def _write_files(request: Request, report: PlanReport) -> None:
         write_file(Path(flags["--html"]), plan_page(report))
     if "--out" in flags:
         words = describing(request.arguments.overrides)
-        text = plan_yaml(report.best, report.name, report.num_parameters, words)
-        write_file(Path(flags["--out"]), text)
+        write_file(Path(flags["--out"]), report.to_yaml(words))
         command = shlex.join(_train_command(request.arguments, flags["--out"]))
         line = Text(f"to train with this plan: {command}", overflow="ignore", no_wrap=True)
         # Rich wraps a text by itself, whatever it says.

@@ -1,4 +1,4 @@
-"""`meshwright rehearse`: compiles a step for devices that are not there, and says what it needs."""
+"""`meshwright rehearse`: compiles a step for devices elsewhere, and says what it needs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from rich.text import Text
 
 from meshwright.cli.plan import read_share, with_any_data
 from meshwright.cli.request import Request, check_planned_model
+from meshwright.config.origins import set_by_user
 from meshwright.config.schema import Config
 from meshwright.errors import ExitCode, Setting, UserError
 from meshwright.hardware import LOCAL, Hardware, chip_by_name, parse_hardware
+from meshwright.inputs.plan_file import other_model
 from meshwright.launch.environments import count_gpus
 from meshwright.mesh.axes import INFER
 from meshwright.mesh.simulate import MAX_DEVICES, simulate_devices
@@ -27,12 +29,10 @@ from meshwright.planner.devices.absent_gpus import (
     cudnn_version,
 )
 from meshwright.planner.estimate.estimate import Estimate
-from meshwright.planner.estimate.estimator import ProgramEstimator
+from meshwright.planner.estimate.estimator import make_estimator
 from meshwright.planner.estimate.words import room
 from meshwright.planner.rehearse.figures import Figure, figures_table, make_figures
 from meshwright.planner.rehearse.rehearsal import CPU_PROGRAM, Rehearsal, rehearse
-from meshwright.planner.search.config_task import set_by_user
-from meshwright.planner.search.plan_file import other_model
 from meshwright.processes import process_count
 from meshwright.recipe import Recipe, make_recipe
 from meshwright.runtime.activity import activity
@@ -50,7 +50,7 @@ Target = Literal["gpu", "absent gpus", "cpu"]
 
 
 def run(request: Request) -> int:
-    """Compile the step, run it on a GPU if there is one, and print what is known of it."""
+    """Compile the step, run it on a GPU if there is one, and print what is known about it."""
     _check_alone()
     hardware, share = _hardware(request.config), read_share(request.arguments)
     count = count_devices(request.config, hardware)
@@ -77,8 +77,10 @@ def run(request: Request) -> int:
 def _estimate(recipe: Recipe, batch: Any, plan: Plan, hardware: Hardware | None) -> Estimate:
     """Return what the planner predicts; without a name the hardware is what was simulated."""
     hardware = hardware or Hardware(chip=chip_by_name("CPU"), count=plan.num_devices)
-    estimator = ProgramEstimator(recipe.model, recipe.loss, recipe.optimizer, batch)
     with activity("estimating the plan"):
+        estimator = make_estimator(
+            recipe.model, recipe.loss, recipe.optimizer, batch, precision=plan.precision
+        )
         return estimator.estimate(plan, hardware)
 
 
@@ -220,7 +222,7 @@ def _picture(
         Text(rehearsal.plan.describe(), style="bold"),
         Text(f"compiled for {rehearsal.compiled_for} in {rehearsal.compile_seconds} s"),
         Text(),
-        figures_table(figures),
+        figures_table(figures, errors=rehearsal.for_gpus),
         Text(),
         *(Indented(line, 2, first=0) for line in lines),
         *(Indented(f"remark: {remark}", 2, first=0) for remark in report["remarks"]),
@@ -235,7 +237,7 @@ def _room(rehearsal: Rehearsal, estimate: Estimate, share: float) -> list[str]:
 
 
 def _overlap(rehearsal: Rehearsal) -> list[str]:
-    """Say how much is sent while devices compute, if the compiled program tells."""
+    """Say how much is sent while devices compute, if the compiled program shows it."""
     shares = [
         f"{own.overlapped:.0%} over {axis}"
         for axis, own in rehearsal.ledger.axes.items()

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from meshwright.cli.arguments import Arguments
 from meshwright.cli.output import Output
 from meshwright.config.compose import Composed, compose_config, parse_overrides, validate
+from meshwright.config.origins import set_by_user
 from meshwright.config.schema import Config
 from meshwright.hardware import MEMORY_SHARE
-from meshwright.planner.search.config_task import set_by_user
-from meshwright.planner.search.plan_file import (
+from meshwright.inputs.plan_file import (
     KEY,
     apply_plan_file,
     made_for_settings,

@@ -18,9 +18,9 @@ from meshwright.cli.request import Request, check_planned_model
 from meshwright.config.compose import parse_overrides
 from meshwright.config.origins import chosen_keys, trace_origins
 from meshwright.errors import ExitCode, UserError
+from meshwright.inputs.plan_file import other_model
 from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.plan import Plan
-from meshwright.planner.search.plan_file import other_model
 from meshwright.processes import broadcast, process_count
 from meshwright.recipe import Recipe
 from meshwright.runtime.attempts import EarlierAttempts, ProcessRange

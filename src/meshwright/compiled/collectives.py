@@ -51,9 +51,8 @@ class Collective:
             ``collective-permute`` (rarely ``ragged-all-to-all`` or ``collective-broadcast``).
         axes: the mesh axes it runs over, or ``IRREGULAR``.
         group_size: devices that take part in one exchange.
-        count: how often it runs in one run of the program, iterations of loops included.
-        count_is_known: False inside a loop of unknown length (counted once) or a conditional
-            (the branch that sends most is counted).
+        count: how often it runs in one run of the program, iterations of loops included; a loop
+            of unknown length counts once, and of a conditional the branch that sends most.
         payload_bytes: size of the whole logical value: an all-gather's output, a reduce-scatter's
             input, what one device sends in an all-to-all or a permute.
         dtype: XLA's name of the element type.
@@ -67,7 +66,6 @@ class Collective:
     axes: tuple[str, ...]
     group_size: int
     count: int
-    count_is_known: bool
     payload_bytes: int
     dtype: str
     module: str
@@ -107,7 +105,7 @@ def collectives_of(program: Program, mesh_axes: Mapping[str, int]) -> list[Colle
             f"the program is for {program.num_partitions} devices, the mesh for {math.prod(sizes)}",
             fix="pass the axes of the mesh it was compiled for",
         )
-    return _Reader(program, MeshAxes(tuple(mesh_axes), sizes)).read(Scope(program.entry), 1, True)
+    return _Reader(program, MeshAxes(tuple(mesh_axes), sizes)).read(Scope(program.entry), 1)
 
 
 def is_collective(instruction: Instruction) -> bool:
@@ -139,8 +137,8 @@ class _Reader:
     program: Program
     mesh: MeshAxes
 
-    def read(self, scope: Scope, count: int, known: bool) -> list[Collective]:
-        """List the collectives of a computation that runs ``count`` times, if that is known."""
+    def read(self, scope: Scope, count: int) -> list[Collective]:
+        """List the collectives of a computation that runs ``count`` times."""
         collectives: list[Collective] = []
         sums = merged_sums(scope.computation, self._participants)
         for instruction in scope.computation.instructions:
@@ -148,18 +146,17 @@ class _Reader:
             if is_collective(instruction):
                 result = sums.get(instruction.name, instruction)
                 if result is not None:
-                    collectives += self._collectives(scope, instruction, result, count, known)
+                    collectives += self._collectives(scope, instruction, result, count)
             elif opcode == "while":
                 trips = trip_count(self.program, scope.computation, instruction)
                 times = count * (1 if trips is None else trips)
                 for called in self.program.called_by(instruction, "condition", "body"):
-                    inner = Scope(called, scope, instruction)
-                    collectives += self.read(inner, times, known and trips is not None)
+                    collectives += self.read(Scope(called, scope, instruction), times)
             elif opcode == "conditional":
                 collectives += self._heaviest_branch(scope, instruction, count)
             elif opcode.removesuffix("-start") in ("call", "fusion", "async"):
                 for called in self.program.called_by(instruction, "to_apply", "calls"):
-                    collectives += self.read(Scope(called, scope, instruction), count, known)
+                    collectives += self.read(Scope(called, scope, instruction), count)
         return collectives
 
     def _heaviest_branch(
@@ -167,11 +164,11 @@ class _Reader:
     ) -> list[Collective]:
         roles = ("branch_computations", "true_computation", "false_computation")
         branches = self.program.called_by(instruction, *roles)
-        lists = [self.read(Scope(branch, scope, instruction), count, False) for branch in branches]
+        lists = [self.read(Scope(branch, scope, instruction), count) for branch in branches]
         return max(lists, key=lambda branch: sum(c.sent_bytes for c in branch), default=[])
 
     def _collectives(
-        self, scope: Scope, instruction: Instruction, result: Instruction, count: int, known: bool
+        self, scope: Scope, instruction: Instruction, result: Instruction, count: int
     ) -> list[Collective]:
         """Return one collective per operand, each with its own bytes and module.
 
@@ -195,7 +192,6 @@ class _Reader:
                     axes=part_axes,
                     group_size=part_size,
                     count=count,
-                    count_is_known=known,
                     payload_bytes=part_bytes,
                     dtype=value.dtype,
                     module=module_of(value.op_name),

@@ -9,8 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.compiled.disk_cache import disk_cache, no_disk_cache
-from meshwright.compiled.kept_texts import ProgramFacts, keep_facts, key_of, load_facts
+from meshwright.compiled.disk_cache import (
+    ProgramFacts,
+    disk_cache,
+    keep_facts,
+    key_of,
+    load_facts,
+    no_disk_cache,
+)
 from meshwright.compiled.memory import MemoryUse, memory_of
 from meshwright.errors import EnvironmentProblem
 from meshwright.processes import agree
@@ -101,7 +107,7 @@ def compile_program(
 
 
 def _incomplete(facts: ProgramFacts, *, partitioned: bool) -> bool:
-    """Whether a program has to be compiled anew to know what is needed."""
+    """Whether a program has to be compiled again to know what is needed."""
     if facts.optimized is None:
         return True
     # One device has no partitioner.
@@ -128,7 +134,7 @@ def _compile(lowered: Any, options: dict[str, Any], *, dump: bool) -> tuple[Any,
 
 
 def _num_partitions(text: str) -> int | None:
-    """Return over how many devices a program is divided; None if there is no text."""
+    """Return over how many devices a program is partitioned; None if there is no text."""
     found = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
     return int(found[1]) if found else (1 if text else None)
 

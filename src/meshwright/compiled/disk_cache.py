@@ -1,19 +1,30 @@
-"""The compilation cache on disk: when JAX uses it, and where it is."""
+"""The compilation cache on disk: when JAX uses it, where it is, and what is kept beside it."""
 
 from __future__ import annotations
 
 import functools
+import gzip
+import hashlib
+import json
 import os
+import re
+import uuid
 import warnings
-from collections.abc import Generator
+import zlib
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from meshwright.compiled.memory import MemoryUse
 from meshwright.processes import process_count
+from meshwright.runtime.jax_internals import compiler_options_of
 from meshwright.runtime.user_cache import user_cache
+from meshwright.runtime.versions import package_versions
 
 MAX_BYTES = 10 * 2**30
 """How large the cache in the user's cache folder grows before its oldest entries are deleted."""
@@ -63,7 +74,7 @@ def disk_cache() -> str | None:
 
 @contextmanager
 def no_disk_cache() -> Generator[None]:
-    """Compile anew inside, whatever the cache holds, and write nothing to it."""
+    """Inside, compile whatever the cache holds, and write nothing to it."""
     if disk_cache() is None:
         yield
         return
@@ -105,15 +116,15 @@ def drop_oldest(folder: Path, most: int) -> None:
 def warn_unwritable(folder: str, why: str) -> None:
     """Warn, once per folder, that nothing can be cached in it."""
     warnings.warn(
-        f"compiled programs cannot be kept in {folder} ({why}), and will be compiled anew by the "
-        "next run. Name another folder with compilation_cache, or write false to do without",
+        f"compiled programs cannot be kept in {folder} ({why}), and the next run compiles them "
+        "again. Name another folder with compilation_cache, or write false to do without",
         UserWarning,
         stacklevel=2,
     )
 
 
 def _by_default() -> bool:
-    """Whether to use the cache although nobody has asked for it."""
+    """Whether to use the cache without being asked to."""
     values = jax.config.values
     if values[_FOLDER] or not values[_ENABLED]:
         return False
@@ -147,3 +158,103 @@ def _set(name: str, value: object) -> None:
     jax.config.update(name, value)
     # JAX decides once per process whether the cache is used; a reset makes it decide again.
     compilation_cache.reset_cache()
+
+
+MAX_TEXT_BYTES = 2**30
+"""How large the texts beside it grow, compressed."""
+
+_FORMAT = 1
+_ENDING = ".json.gz"
+_NAMED = re.compile(r'^#(loc\d*) = loc\("((?:[^"\\]|\\.)*)"[()]', re.MULTILINE)
+_REFERENCE = re.compile(r"loc\(#(loc\d*)\)")
+_INNER = re.compile(r"\(#loc\d*\)")
+_DEFINITION = re.compile(r"^#loc.*\n?", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class ProgramFacts:
+    """What is read from a compiled program; None for what the compiler was not asked for.
+
+    Attributes:
+        partitioned: the text after the partitioner; empty if the compiler does not write it.
+        optimized: the text of what the backend runs; empty if the backend has none.
+        memory: memory per device; None also if the backend does not report it.
+    """
+
+    partitioned: str | None
+    optimized: str | None
+    memory: MemoryUse | None
+
+    def completed(self, kept: ProgramFacts | None) -> ProgramFacts:
+        """Return these facts, and where they are missing the kept ones."""
+        if kept is None:
+            return self
+        return ProgramFacts(
+            _better(self.partitioned, kept.partitioned),
+            _better(self.optimized, kept.optimized),
+            self.memory or kept.memory,
+        )
+
+
+def key_of(lowered: Any, compiler_options: Mapping[str, Any]) -> str:
+    """Return a hash of a lowered program and of all that its compilation depends on.
+
+    Names of modules are part of it, lines of source files are not.
+    """
+    devices = jax.devices()
+    depends_on = {
+        "program": _without_lines(lowered.as_text(debug_info=True)),
+        "options": sorted(map(repr, {**compiler_options, **compiler_options_of(lowered)}.items())),
+        "flags": [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
+        "versions": [package_versions(), devices[0].client.platform_version],
+        "devices": [[d.device_kind, d.process_index, getattr(d, "coords", None)] for d in devices],
+        "format": _FORMAT,
+    }
+    return hashlib.sha256(json.dumps(depends_on, default=repr).encode()).hexdigest()
+
+
+def load_facts(key: str) -> ProgramFacts | None:
+    """Return what was kept under a key; None if nothing was, or it cannot be read."""
+    try:
+        values = json.loads(gzip.decompress((_folder() / f"{key}{_ENDING}").read_bytes()))
+        memory = values["memory"]
+        return ProgramFacts(
+            values["partitioned"],
+            values["optimized"],
+            None if memory is None else MemoryUse(**memory),
+        )
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error):
+        return None
+
+
+def keep_facts(key: str, facts: ProgramFacts) -> None:
+    """Keep facts under a key; several processes may do so at once."""
+    folder = _folder()
+    content = gzip.compress(json.dumps(asdict(facts)).encode(), compresslevel=4)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        new = folder / f".new-{uuid.uuid4().hex}"
+        new.write_bytes(content)
+        new.replace(folder / f"{key}{_ENDING}")
+    except OSError as error:
+        warn_unwritable(str(folder), error.strerror or str(error))
+        return
+    drop_oldest(folder, MAX_TEXT_BYTES)
+
+
+def _better(new: str | None, kept: str | None) -> str | None:
+    """Return a text if there is one, and otherwise what is known about its absence."""
+    return new or (kept if new is None or kept else new)
+
+
+def _folder() -> Path:
+    """Return the folder of texts: inside of JAX's, if that is on this machine."""
+    folder = disk_cache() or ""
+    return (default_folder() if "://" in folder else Path(folder)) / "texts"
+
+
+def _without_lines(text: str) -> str:
+    """Return a program with the names of its operations, and without the lines they are from."""
+    names = dict(_NAMED.findall(text))
+    named = _REFERENCE.sub(lambda match: f"loc({names.get(match[1], '')})", text)
+    return _INNER.sub("", _DEFINITION.sub("", named))

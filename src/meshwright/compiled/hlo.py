@@ -119,7 +119,6 @@ class Computation:
 class Program:
     """A whole HLO module: its computations, where it starts, and how many devices share it."""
 
-    name: str
     computations: Mapping[str, Computation]
     entry: Computation
     num_partitions: int
@@ -160,16 +159,10 @@ def parse_hlo(text: str) -> Program:
         raise UserError("this text is not an HLO module", why="it has no ENTRY computation")
     partitions = re.search(r"num_partitions=(\d+)", header)
     return Program(
-        name=header.removeprefix("HloModule ").split(",")[0].strip(),
         computations=computations,
         entry=computations[entry],
         num_partitions=int(partitions[1]) if partitions else 1,
     )
-
-
-def parse_shape(text: str) -> Shape:
-    """Read one shape, such as ``(f32[8,128]{1,0}, s32[])``."""
-    return _read_shape(text, 0)[0]
 
 
 def trip_count(program: Program, caller: Computation, loop: Instruction) -> int | None:

@@ -1,4 +1,4 @@
-"""Memory that a device did not have: read from JAX's exception, and told in one message."""
+"""Devices that run out of memory: JAX's exception, read and explained in one message."""
 
 from __future__ import annotations
 

@@ -70,6 +70,14 @@ def chosen_keys(config: Config, composed: Composed) -> set[str]:
     }
 
 
+def set_by_user(config: Config, composed: Composed) -> set[str]:
+    """Return the keys that the user has decided: by an override, a file, or a chosen group."""
+    groups = {o.key_or_group for o in parse_overrides(composed.overrides)} & set(GROUPS)
+    files = {f"{group}/{composed.choices[group]}.yaml" for group in groups & set(composed.choices)}
+    of_groups = {o.key for o in trace_origins(config, composed) if o.detail in files}
+    return chosen_keys(config, composed) | of_groups
+
+
 def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and their values; an empty dict is a value."""
     for key, value in values.items():

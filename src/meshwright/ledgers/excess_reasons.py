@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.compiled.collectives import Collective
+from meshwright.mesh.axes import BATCH_AXES
 from meshwright.program.weight_reads import WeightRead
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 # A bias has one gradient for each addition, and an embedding one for each lookup.
 _ONCE = _PRODUCTS | {"add", "add_any", "gather"}
 _MOVES = frozenset({"all-to-all", "ragged-all-to-all", "collective-permute"})
-_REPLICAS = frozenset({"data", "fsdp"})
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Reasons:
     def of(self, collectives: Iterable[Collective]) -> list[tuple[Collective, Reason | None]]:
         """Return the reason of each collective; None for what the minimum counts as well.
 
-        A read of a weight accounts for one reduction: what is reduced besides is no gradient.
+        A read of a weight accounts for one reduction: any further reduction is not of a gradient.
         """
         left = list(self._reads)
         return [(c, self._reason(c, left)) for c in collectives]
 
     def _reason(self, collective: Collective, left: list[WeightRead]) -> Reason | None:
-        if _REPLICAS.issuperset(collective.axes):
+        if set(collective.axes) <= set(BATCH_AXES):
             if collective.kind == "all-gather" and collective.op_name.endswith("_constraint"):
                 return self._gather(collective)
             if collective.phase == "backward" and "reduce" in collective.kind:
@@ -78,9 +78,9 @@ class Reasons:
             return Reason(f"{text}, for each of {reads} reads" if reads > 1 else text, True)
         if read.operation not in _ONCE:
             text = f"weights read by {read.operation} instead of a matrix product"
-            return Reason(f"{text}, gradients reduced apart", True)
+            return Reason(f"{text}, gradients reduced separately", True)
         if reads > 1:
-            return Reason("gradients of several reads of a weight reduced apart", True)
+            return Reason("gradients of several reads of a weight reduced separately", True)
         return None
 
     def _gather(self, collective: Collective) -> Reason | None:
@@ -96,17 +96,17 @@ def _exchange(collective: Collective) -> Reason:
     """Say what a collective exchanges that is neither a weight nor its gradient."""
     operation = collective.op_name.rpartition("/")[2] or "the compiler"
     if operation == "sharding_constraint":
-        operation = "a layout that is pinned"
+        operation = "a pinned layout"
     if collective.phase == "update":
         how = "gathered for" if collective.kind == "all-gather" else "combined by"
-        return Reason(f"parts of all devices {how} {operation}, outside of the loss")
-    samples = _REPLICAS.issuperset(collective.axes)
+        return Reason(f"parts of all devices {how} {operation}, outside the loss")
+    samples = set(collective.axes) <= set(BATCH_AXES)
     if collective.kind in _MOVES:
         return Reason(f"{'samples' if samples else 'values'} moved between devices by {operation}")
     if collective.kind == "all-gather":
-        what = "samples of all devices" if samples else "divided values"
+        what = "samples of all devices" if samples else "sharded values"
         return Reason(f"{what} gathered for {operation}")
-    over = "over the samples of all devices" if samples else "over divided values"
+    over = "over the samples of all devices" if samples else "over sharded values"
     return Reason(f"{operation} {over}")
 
 

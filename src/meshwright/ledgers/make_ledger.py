@@ -6,7 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
@@ -15,7 +15,6 @@ from meshwright.compiled.collectives import Collective, read_collectives
 from meshwright.compiled.compile_program import CompiledProgram, compile_program
 from meshwright.data.batches import read_batch
 from meshwright.errors import UserError
-from meshwright.ledgers.axis_shares import family, shares
 from meshwright.ledgers.excess_reasons import Reason, Reasons, explain
 from meshwright.ledgers.ledger_records import (
     AxisLedger,
@@ -24,10 +23,9 @@ from meshwright.ledgers.ledger_records import (
     Line,
     ModuleLedger,
 )
-from meshwright.ledgers.minimum import Needed, needed_collectives
-from meshwright.ledgers.overlap import Overlaps, read_overlaps
-from meshwright.ledgers.stage_minimum import needed_by_stage
-from meshwright.pipeline.execute.op_counts import OpCounts, count_operations
+from meshwright.ledgers.minimum import Needed, needed_by_stage
+from meshwright.ledgers.overlap import Overlaps, family, read_overlaps, shares
+from meshwright.pipeline.execute.tick_rows import OpCounts, count_operations
 from meshwright.program.weight_reads import weight_reads
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
@@ -58,8 +56,8 @@ def ledger(trainer: Assembles, batch: Any) -> Ledger:
     """
     if not callable(getattr(trainer, "assemble", None)):
         raise UserError(
-            f"the ledger is asked of {a_type(trainer)}",
-            why="the step that it compiles is built by a trainer",
+            f"mw.ledger needs a trainer, not {a_type(trainer)}",
+            why="it compiles the step that a trainer builds",
             fix="write mw.ledger(mw.Trainer(model=…, loss=…, optimizer=…, mesh=…), batch)",
         )
     batch = read_batch(batch)
@@ -94,7 +92,7 @@ def read_ledger(
     alone = all(size == 1 for size in mesh.values())
     found = [] if alone else read_collectives(program.partitioned, mesh)
     stages = _by_stage(found, counts)
-    needed = _needed(assembled, counts)
+    needed = needed_by_stage(assembled, counts)
     platform = assembled.mesh.devices.flat[0].platform
     overlaps = read_overlaps(program, mesh, platform, lambda c, stage: _times(c, counts, stage))
     memory = program.memory
@@ -124,6 +122,31 @@ def read_ledger(
     )
 
 
+@dataclass
+class _Traffic:
+    """What a module sends over an axis by one family of collectives.
+
+    Attributes:
+        sent: the reason and the bytes of each collective.
+        least: bytes that the plan needs to send.
+    """
+
+    sent: list[tuple[Reason | None, float]] = field(default_factory=list)
+    least: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(nbytes for _, nbytes in self.sent)
+
+    @property
+    def excess(self) -> float:
+        return self.total - self.least
+
+
+_ByModule = dict[tuple[str, str], _Traffic]
+"""What is sent by module and family of collectives."""
+
+
 def _axis(
     axis: str,
     mesh: dict[str, int],
@@ -131,15 +154,14 @@ def _axis(
     needed: Sequence[Sequence[Needed]],
     overlaps: Overlaps,
 ) -> AxisLedger:
-    minimum_by_module: dict[tuple[str, str], float] = defaultdict(float)
-    by_stage = [_sent_over(axis, mesh, (c for c, _ in stage)) for stage in stages]
-    totals = [sum(stage.values()) for stage in by_stage]
-    largest = totals.index(max(totals))
-    sent = by_stage[largest]
-    own = [need for need in needed[largest] if need.axis == axis]
-    for need in own:
-        minimum_by_module[_part(need.module), family(need.kind)] += need.sent_bytes
-    total, minimum = sum(sent.values()), sum(minimum_by_module.values())
+    by_stage = [_traffic_over(axis, mesh, *stage) for stage in zip(stages, needed, strict=True)]
+    totals = [sum(each.total for each in stage.values()) for stage in by_stage]
+    total = max(totals)
+    largest = totals.index(total)
+    traffic = by_stage[largest]
+    minimum = sum(each.least for each in traffic.values())
+    # The bytes of a module that are not worth a line.
+    negligible = max(minimum, 1.0) * 1e-3
     overlap = overlaps.of_axis(axis, mesh, largest)
     during = sum(kind.overlapped_bytes for kind in overlap.values())
     return AxisLedger(
@@ -147,12 +169,8 @@ def _axis(
         sent_bytes=round(total),
         minimum_bytes=round(minimum),
         ratio=_ratio(total, minimum),
-        excess=_excess(sent, minimum_by_module, minimum),
-        modules=_modules(
-            sent,
-            minimum_by_module,
-            _found(axis, mesh, stages[largest], own),
-        ),
+        excess=_excess(traffic, negligible),
+        modules=_modules(traffic, negligible),
         overlapped_bytes=None if overlaps.unknown else during,
         overlapped=_ratio(during, sum(kind.sent_bytes for kind in overlap.values())),
         overlap=overlap,
@@ -183,22 +201,18 @@ def _by_stage(collectives: list[Collective], counts: OpCounts | None) -> list[li
     ]
 
 
-def _needed(assembled: Assembled, counts: OpCounts | None) -> list[list[Needed]]:
-    """Return what each pipeline stage needs to send; one list without stages."""
-    pipeline = assembled.step.pipeline
-    if pipeline is None or counts is None:
-        return [needed_collectives(assembled)]
-    return needed_by_stage(assembled, pipeline, counts)
-
-
-def _sent_over(
-    axis: str, mesh: dict[str, int], collectives: Iterable[Collective]
-) -> dict[tuple[str, str], float]:
-    sent: dict[tuple[str, str], float] = defaultdict(float)
-    for collective in collectives:
+def _traffic_over(
+    axis: str, mesh: dict[str, int], collectives: _Explained, needed: Iterable[Needed]
+) -> _ByModule:
+    """Return what a stage sends over an axis, and what it needs to send."""
+    traffic: _ByModule = defaultdict(_Traffic)
+    for collective, reason in collectives:
         share = shares(collective, mesh).get(axis, 0.0)
-        sent[_part(collective.module), family(collective.kind)] += share
-    return sent
+        traffic[_part(collective.module), family(collective.kind)].sent.append((reason, share))
+    for need in needed:
+        if need.axis == axis:
+            traffic[_part(need.module), family(need.kind)].least += need.sent_bytes
+    return traffic
 
 
 def _part(module: str) -> str:
@@ -206,72 +220,36 @@ def _part(module: str) -> str:
     return module.rpartition(".")[0] or module
 
 
-def _excess(
-    sent: dict[tuple[str, str], float],
-    minimum_by_module: dict[tuple[str, str], float],
-    minimum: float,
-) -> list[str]:
+def _excess(traffic: _ByModule, negligible: float) -> list[str]:
     """Describe the bytes that modules send beyond the minimum, largest first."""
-    over = {key: value - minimum_by_module.get(key, 0.0) for key, value in sent.items()}
-    large = {key: value for key, value in over.items() if value > _negligible(minimum)}
-    ordered = sorted(large.items(), key=lambda item: -item[1])
+    large = [(key, each.excess) for key, each in traffic.items() if each.excess > negligible]
     return [
-        f"{module or 'outside modules'}: {kind} of {value:,.0f} bytes beyond the minimum"
-        for (module, kind), value in ordered
+        f"{module or 'outside modules'}: {kind} of {excess:,.0f} bytes beyond the minimum"
+        for (module, kind), excess in sorted(large, key=lambda item: -item[1])
     ]
 
 
-def _negligible(minimum: float) -> float:
-    """Return the bytes of a module that are not worth a line."""
-    return max(minimum, 1.0) * 1e-3
-
-
-def _found(
-    axis: str, mesh: dict[str, int], collectives: _Explained, needed: Iterable[Needed]
-) -> list[tuple[str, Explanation]]:
-    """Return why modules send more than the plan needs, as the program shows it."""
-    parts: dict[tuple[str, str], list[tuple[Reason | None, float]]] = defaultdict(list)
-    for collective, reason in collectives:
-        share = shares(collective, mesh).get(axis, 0.0)
-        parts[_part(collective.module), family(collective.kind)].append((reason, share))
-    least: dict[tuple[str, str], float] = defaultdict(float)
-    for need in needed:
-        least[_part(need.module), family(need.kind)] += need.sent_bytes
-    negligible = _negligible(sum(least.values()))
-    return [
-        (module, Explanation(sent_bytes=round(size), reason=reason))
-        for (module, family), sent in parts.items()
-        for reason, size in explain(sent, least[module, family], negligible).items()
-    ]
-
-
-def _modules(
-    sent: dict[tuple[str, str], float],
-    minimum: dict[tuple[str, str], float],
-    explanations: Iterable[tuple[str, Explanation]],
-) -> dict[str, ModuleLedger]:
+def _modules(traffic: _ByModule, negligible: float) -> dict[str, ModuleLedger]:
     """Return what each module sends, largest first."""
-    explained: dict[str, list[Explanation]] = defaultdict(list)
-    for module, explanation in explanations:
-        explained[module].append(explanation)
-    over: dict[str, dict[str, int]] = defaultdict(dict)
-    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for module, kind in dict.fromkeys([*sent, *minimum]):
-        here, least = sent.get((module, kind), 0.0), minimum.get((module, kind), 0.0)
-        totals[module][0] += here
-        totals[module][1] += least
-        if round(here - least):
-            over[module][kind] = round(here - least)
-    return {
-        module: ModuleLedger(
-            sent_bytes=round(here),
-            minimum_bytes=round(least),
-            kinds=over[module],
-            explained=explained[module],
-        )
-        for module, (here, least) in sorted(totals.items(), key=lambda item: -item[1][0])
-        if round(here) or round(least)
-    }
+    by_module: dict[str, dict[str, _Traffic]] = defaultdict(dict)
+    for (module, kind), each in traffic.items():
+        by_module[module][kind] = each
+    found = {module: _module(kinds, negligible) for module, kinds in by_module.items()}
+    ordered = sorted(found.items(), key=lambda item: -item[1].sent_bytes)
+    return {name: own for name, own in ordered if own.sent_bytes or own.minimum_bytes}
+
+
+def _module(kinds: dict[str, _Traffic], negligible: float) -> ModuleLedger:
+    return ModuleLedger(
+        sent_bytes=round(sum(each.total for each in kinds.values())),
+        minimum_bytes=round(sum(each.least for each in kinds.values())),
+        kinds={kind: round(each.excess) for kind, each in kinds.items() if round(each.excess)},
+        explained=[
+            Explanation(sent_bytes=round(size), reason=reason)
+            for each in kinds.values()
+            for reason, size in explain(each.sent, each.least, negligible).items()
+        ],
+    )
 
 
 def _lines(collectives: Iterable[Collective]) -> list[Line]:

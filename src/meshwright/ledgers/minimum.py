@@ -1,147 +1,214 @@
-"""The theoretical minimum: what a plan has to send per update, axis by axis."""
+"""The theoretical minimum: what a plan has to send per update, by its placed weights and events.
+
+The ledger compares it with a compiled step, and the planner estimates times from it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from meshwright.compiled.collectives import ring_bytes
+from meshwright.ledgers.placed_program import (
+    Part,
+    PlacedEvent,
+    PlacedWeight,
+    place_events,
+    place_weights,
+    read_weights,
+)
+from meshwright.mesh.axes import PIPE
+from meshwright.pipeline.execute.tick_rows import OpCounts, TickOp
 from meshwright.plan import Plan
-from meshwright.program.backward import weights_in_backward
-from meshwright.program.blocks.segments import Outside, cut_segments
-from meshwright.program.blocks.to_scan import casts_of
-from meshwright.program.dims import Event
-from meshwright.program.evaluate.dependencies import variables_read
-from meshwright.program.jaxpr.equations import Literal, scan_counts
+from meshwright.program.dims.op import is_inexact, nbytes_of
+from meshwright.program.jaxpr.equations import aval_of
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
-from meshwright.sharding.placement import Placement
 from meshwright.step.assemble import Assembled
 
 
-@dataclass(frozen=True)
-class Needed:
-    """One collective that a plan needs.
+class Needed(NamedTuple):
+    """Collectives of one kind that a plan needs.
 
     Attributes:
         axis: the mesh axis.
-        kind: all-gather, reduce-scatter or all-reduce.
-        sent_bytes: bytes each device sends per update.
-        module: the module it belongs to.
+        kind: such as all-gather.
+        nbytes: bytes of the whole array that is exchanged.
+        times: how often per update.
+        devices: devices along the axis.
+        module: the module they belong to; empty if they belong to none.
     """
 
     axis: str
     kind: str
-    sent_bytes: float
-    module: str
+    nbytes: float
+    times: float
+    devices: int
+    module: str = ""
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes each device sends per update."""
+        return self.times * ring_bytes(self.kind, self.nbytes, self.devices)
 
 
-def needed_collectives(assembled: Assembled) -> list[Needed]:
-    """Return every collective the plan needs per update."""
-    return [*_weights(assembled), *_activations(assembled)]
+class Stage(NamedTuple):
+    """What one pipeline stage runs and sends per update.
+
+    Attributes:
+        blocks: the share of the blocks that it has.
+        embedding: how often it runs the embedding.
+        head: how often it runs the head.
+        messages: bytes and number of the messages to the stages next to it.
+    """
+
+    blocks: float
+    embedding: int
+    head: int
+    messages: Sequence[tuple[float, float]] = ()
+
+    def runs(self, part: Part | None, microbatches: int) -> float:
+        """Return how often it runs a part of the model; a share of the blocks counts as one."""
+        if part == "blocks":
+            return microbatches * self.blocks
+        return {"embedding": self.embedding, "head": self.head}.get(part or "", 0)
 
 
-def _weights(assembled: Assembled) -> Iterator[Needed]:
-    plan, decision = assembled.plan, assembled.decision
-    times = plan.batch.gradient_accumulation_steps
-    gathered_once = _gathered_once(assembled)
-    compute = COMPUTE_DTYPES[plan.precision]
-    for number, step in enumerate(assembled.traced.layout.step_leaves):
-        if not step.leaf.is_weight:
-            continue
-        placed = decision.optimizer[number]
-        whole = step.leaf.nbytes / (plan.size("tensor") if "tensor" in placed.axes() else 1)
-        module = step.leaf.path.rpartition(".")[0]
-        if number in decision.gathers:
-            use = whole * (2 / 4 if compute is not None else 1)
-            gathers = 1 if number in gathered_once else 2
-            sent = ring_bytes("all-gather", use, plan.size("fsdp"))
-            yield Needed("fsdp", "all-gather", times * gathers * sent, module)
-        if step.leaf.role == "param":
-            yield from reduction(placed, whole, plan, module)
+def stage_needs(stage: Stage, plan: Plan) -> Iterator[Needed]:
+    """Yield what a stage sends to the stages next to it."""
+    for nbytes, times in stage.messages:
+        yield Needed(PIPE, "collective-permute", nbytes, times, plan.size(PIPE))
 
 
-def reduction(
-    placed: Placement, whole: float, plan: Plan, module: str, times: int | None = None
-) -> Iterator[Needed]:
-    """Yield how one gradient is reduced over the devices that have other samples.
+def weight_needs(weight: PlacedWeight, plan: Plan, stage: Stage | None = None) -> Iterator[Needed]:
+    """Yield how a weight is gathered and its gradient reduced.
 
     Args:
-        placed: the placement of its optimizer state.
-        whole: its bytes, those of a device's part if the tensor axis divides it.
+        weight: the weight.
         plan: the plan.
-        module: the module of the parameter.
-        times: reductions per update; by default as the plan says.
+        stage: the pipeline stage that sends; None without stages.
     """
-    if times is None:
-        times = plan.batch.gradient_accumulation_steps // plan.batch.sync_gradients_every
+    if stage is not None and weight.parts != ("blocks",):
+        yield from _outside_of_stages(weight, plan, stage)
+        return
+    batch, sharding = plan.batch, plan.sharding
+    if stage is not None:
+        weight = weight._replace(nbytes=weight.nbytes * stage.blocks)
+    twice = weight.again and (weight.in_backward or sharding.remat != "none")
+    passes = 2 if twice and not sharding.keep_gathered else 1
+    yield from _gather(weight, plan, passes * batch.gradient_accumulation_steps)
+    if weight.trained:
+        times = batch.gradient_accumulation_steps // batch.sync_gradients_every
+        yield from _reduction(weight, plan, times)
+        yield from _gather_updated(weight, plan)
+
+
+def _outside_of_stages(weight: PlacedWeight, plan: Plan, stage: Stage) -> Iterator[Needed]:
+    """Yield the collectives of a weight of the embedding or the head, which no stage owns."""
+    batch, stages = plan.batch, plan.size(PIPE)
+    every = batch.sync_gradients_every
+    for part in weight.parts:
+        runs = int(stage.runs(part, batch.gradient_accumulation_steps))
+        yield from _gather(weight, plan, runs)
+        # Sums of an update cross the stages first, where each keeps its part.
+        parts = stages if every > 1 and weight.on_pipe else 1
+        yield from _reduction(weight._replace(nbytes=weight.nbytes / parts), plan, runs // every)
+    shard = weight.nbytes / (plan.size("fsdp") if weight.on_fsdp else 1)
+    if weight.trained:
+        kind = "reduce-scatter" if weight.on_pipe else "all-reduce"
+        summed = shard if plan.sharding.zero > 1 else weight.nbytes
+        yield Needed(PIPE, kind, summed, 1, stages)
+        yield from _gather_updated(weight._replace(module=""), plan)
+    if weight.on_pipe:
+        yield Needed(PIPE, "all-gather", shard, 1, stages)
+
+
+def _gather(weight: PlacedWeight, plan: Plan, times: int) -> Iterator[Needed]:
+    """Yield the gathers of a weight that is sharded between updates."""
+    if weight.on_fsdp and plan.sharding.zero == 3:
+        width = 1 if COMPUTE_DTYPES[plan.precision] is None else 0.5
+        nbytes, fsdp = weight.nbytes * width, plan.size("fsdp")
+        yield Needed("fsdp", "all-gather", nbytes, times, fsdp, weight.module)
+
+
+def _gather_updated(weight: PlacedWeight, plan: Plan) -> Iterator[Needed]:
+    """Yield the gather of a weight of which each device updates a shard, and all have the whole."""
+    if weight.on_fsdp and plan.sharding.zero < 3:
+        yield Needed("fsdp", "all-gather", weight.nbytes, 1, plan.size("fsdp"), weight.module)
+
+
+def _reduction(weight: PlacedWeight, plan: Plan, times: int) -> Iterator[Needed]:
+    """Yield how a gradient is reduced over the devices that have other samples."""
     fsdp, data = plan.size("fsdp"), plan.size("data")
-    divided = "fsdp" in placed.axes() and plan.sharding.zero > 1
     if fsdp > 1:
-        kind = "reduce-scatter" if divided else "all-reduce"
-        yield Needed("fsdp", kind, times * ring_bytes(kind, whole, fsdp), module)
-        if "fsdp" in placed.axes() and plan.sharding.zero < 3:
-            sent = ring_bytes("all-gather", whole, fsdp)
-            yield Needed("fsdp", "all-gather", sent, module)
+        sharded = weight.on_fsdp and plan.sharding.zero > 1
+        kind = "reduce-scatter" if sharded else "all-reduce"
+        yield Needed("fsdp", kind, weight.nbytes, times, fsdp, weight.module)
     if data > 1:
         # Only one fsdp shard of each gradient goes over the slower axis.
-        sent = ring_bytes("all-reduce", whole / fsdp, data)
-        yield Needed("data", "all-reduce", times * sent, module)
+        yield Needed("data", "all-reduce", weight.nbytes / fsdp, times, data, weight.module)
 
 
-def _activations(assembled: Assembled) -> Iterator[Needed]:
-    times = assembled.plan.batch.gradient_accumulation_steps
-    for _, need in activations(assembled):
-        yield replace(need, sent_bytes=times * need.sent_bytes)
+def event_needs(
+    events: Iterable[PlacedEvent], plan: Plan, scale: float, stage: Stage | None = None
+) -> Iterator[Needed]:
+    """Yield what tensor parallelism sends.
+
+    Args:
+        events: what each operation sends.
+        plan: the plan.
+        scale: a device's samples of a microbatch, relative to those traced.
+        stage: the pipeline stage that sends; None without stages.
+    """
+    steps, size = plan.batch.gradient_accumulation_steps, plan.size("tensor")
+    for event in events:
+        times = event.times * (steps if stage is None else stage.runs(event.part, steps))
+        if not times:
+            continue
+        need = Needed("tensor", event.kind, event.nbytes * scale, times, size, event.module)
+        gather = need._replace(kind="all-gather", nbytes=event.weight)
+        yield gather if event.weight and gather.sent_bytes <= need.sent_bytes else need
 
 
-def activations(assembled: Assembled) -> Iterator[tuple[Event, Needed]]:
-    """Yield what tensor parallelism needs per microbatch: one reduction per half block and way."""
-    plan, classes, tensor = assembled.plan, assembled.decision.classes, assembled.decision.tensor
-    if tensor.size == 1:
+def needed_by_stage(assembled: Assembled, counts: OpCounts | None) -> list[list[Needed]]:
+    """Return what each pipeline stage needs to send per update; one list without stages.
+
+    Args:
+        assembled: the step.
+        counts: how often each stage runs which operation; None without stages.
+    """
+    plan, decision, pipeline = assembled.plan, assembled.decision, assembled.step.pipeline
+    cut = None if pipeline is None else pipeline.cut
+    traced = assembled.traced if cut is None else cut.traced
+    steps, reads = assembled.traced.layout.step_leaves, read_weights(traced)
+    weights = list(place_weights(steps, decision.optimizer, plan, reads, cut))
+    events = place_events(decision.classes, decision.tensor, cut)
+    return [
+        [
+            *(need for weight in weights for need in weight_needs(weight, plan, stage)),
+            *event_needs(events, plan, 1 / plan.batch.replicas, stage),
+            *(() if stage is None else stage_needs(stage, plan)),
+        ]
+        for stage in _stages(assembled, counts)
+    ]
+
+
+def _stages(assembled: Assembled, counts: OpCounts | None) -> Iterator[Stage | None]:
+    """Yield what each pipeline stage runs; None without stages."""
+    pipeline = assembled.step.pipeline
+    if pipeline is None or counts is None:
+        yield None
         return
-    seen: set[tuple[str, int]] = set()
-    for event in classes.events_of(tensor.ways):
-        key = (event.kind, event.source)
-        if event.source >= 0 and key in seen:
-            continue
-        seen.add(key)
-        kept = bool(event.kept & tensor.ways.keys())
-        kind = "all-gather" if event.blocking else "reduce-scatter" if kept else "all-reduce"
-        sent = ring_bytes(kind, event.total / plan.batch.replicas, tensor.size)
-        if event.weight:
-            gathered = ring_bytes("all-gather", event.weight * event.times, tensor.size)
-            sent, kind = min((sent, kind), (gathered, "all-gather"))
-        yield event, Needed("tensor", kind, sent, event.path)
-
-
-def _gathered_once(assembled: Assembled) -> set[int]:
-    """Return the leaves that are gathered once, because they are kept or not read again."""
-    decision, traced = assembled.decision, assembled.traced
-    if assembled.plan.sharding.keep_gathered:
-        return set(decision.gathers)
-    jaxpr = traced.closed.jaxpr
-    count = len(traced.layout.step_leaves)
-    number = {v: n for n, v in enumerate(jaxpr.invars[:count])}
-    casts = casts_of(jaxpr.eqns, set(number))
-    number |= {cast: number[leaf] for cast, leaf in casts.items()}
-    once: set[int] = set()
-    if assembled.plan.sharding.remat == "none":
-        once |= set(decision.gathers) - weights_in_backward(traced)
-    for segment in cut_segments(jaxpr):
-        if not isinstance(segment, Outside):
-            continue
-        eqns = [eqn for eqn in segment.eqns if not casts.keys() & set(eqn.outvars)]
-        for variable in variables_read(eqns):
-            if variable in number and not _scanned(variable, segment):
-                once.add(number[variable])
-    return once
-
-
-def _scanned(variable: object, segment: Outside) -> bool:
-    """Whether a scan runs over the rows of a variable, such as the weights of rolled blocks."""
-    return any(
-        not isinstance(atom, Literal) and atom is variable
-        for eqn in segment.eqns
-        if eqn.primitive.name == "scan"
-        for atom in eqn.invars[sum(scan_counts(eqn)) :]
-    )
+    avals = [aval_of(variable) for variable in pipeline.cut.scan.final]
+    replicas, runs = assembled.plan.batch.replicas, counts.counts
+    ahead = sum(map(nbytes_of, avals)) / replicas
+    back = sum(nbytes_of(aval) for aval in avals if is_inexact(aval)) / replicas
+    for number in range(counts.num_stages):
+        yield Stage(
+            blocks=len(pipeline.division.blocks(number)) / pipeline.cut.num_blocks,
+            embedding=runs[TickOp.EMBEDDING][number],
+            head=runs[TickOp.HEAD][number],
+            messages=(
+                (ahead, runs[TickOp.SEND][number]),
+                (back, runs[TickOp.SEND_BACK][number]),
+            ),
+        )

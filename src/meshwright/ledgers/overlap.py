@@ -1,4 +1,4 @@
-"""How much of what each axis sends is sent while the device computes."""
+"""What collectives send over each axis, and how much of it while the device computes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.compiled.asynchronous import Scheduled, is_scheduled, scheduled_collectives
-from meshwright.compiled.collectives import Collective
+from meshwright.compiled.collectives import Collective, ring_bytes
 from meshwright.compiled.compile_program import CompiledProgram
-from meshwright.ledgers.axis_shares import family, shares
 from meshwright.ledgers.ledger_records import KindOverlap, NotOverlapped
 
 SHOWN = 5
@@ -131,3 +130,24 @@ def _block(module: str) -> str:
     parts = module.split(".")
     numbered = [n for n, part in enumerate(parts) if part == "*" or part.isdecimal()]
     return ".".join(parts[: numbered[0] + 1 if numbered else 1])
+
+
+def shares(collective: Collective, mesh: dict[str, int]) -> dict[str, float]:
+    """Return the bytes that a collective over several axes sends over each of them.
+
+    A reduction over data × fsdp is a reduce-scatter over fsdp, an all-reduce of the pieces over
+    data, and an all-gather over fsdp.
+    """
+    if len(collective.axes) == 1 or any(axis not in mesh for axis in collective.axes):
+        return {collective.axes[0]: collective.sent_bytes}
+    by_axis: dict[str, float] = {}
+    payload = collective.payload_bytes * collective.count
+    for axis in sorted(collective.axes, key=list(mesh).index, reverse=True):
+        by_axis[axis] = ring_bytes(collective.kind, payload, mesh[axis])
+        payload /= mesh[axis]
+    return by_axis
+
+
+def family(kind: str) -> str:
+    """Return ``reduce`` for all-reduces and reduce-scatters, and other kinds as they are."""
+    return "reduce" if kind in ("all-reduce", "reduce-scatter") else kind

@@ -1,8 +1,7 @@
 """Where the time of an update goes: a profiler trace, read back and explained."""
 
-from meshwright.profile.during_training import NoProfiling, Profiling
 from meshwright.profile.profile import CollectiveTime, DeviceTime, Profile
-from meshwright.profile.profiler import Profiler
+from meshwright.profile.profiler import NoProfiling, Profiler, Profiling
 from meshwright.profile.trace_times import read_profile
 
 __all__ = [

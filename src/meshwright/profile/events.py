@@ -3,16 +3,62 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import EnvironmentProblem
-from meshwright.profile.intervals import Interval
-from meshwright.profile.profiler import MARK
 
+Interval = tuple[float, float]
+"""Start and end, in nanoseconds."""
+
+
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of intervals, sorted and without overlaps."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if end <= start:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def subtract(whole: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
+    """Return ``whole`` without ``taken``; both must be merged."""
+    left: list[Interval] = []
+    position = 0
+    for start, end in whole:
+        while position < len(taken) and taken[position][1] <= start:
+            position += 1
+        at = position
+        while at < len(taken) and taken[at][0] < end:
+            if taken[at][0] > start:
+                left.append((start, taken[at][0]))
+            start = max(start, taken[at][1])
+            at += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def clip(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
+    """Return the parts of intervals inside a window, merged."""
+    first, last = window
+    return merge((max(start, first), min(end, last)) for start, end in intervals)
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Return the total length of merged intervals, in nanoseconds."""
+    return sum(end - start for start, end in intervals)
+
+
+MARK = "meshwright profile"
+"""The name in the trace of the time between start and stop."""
 _DEVICE_PLANE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
 _TPU_LINES = ("XLA Ops", "Async XLA Ops")
 _STREAM = re.compile(r"Stream\b")
@@ -21,7 +67,7 @@ _TRANSFER = re.compile(r"Memcpy(H2D|D2H|HtoD|DtoH)|MemcpyAsync", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class TracedEvent:
     """An operation on a device.
 
     Attributes:
@@ -48,7 +94,7 @@ class Event:
 class Trace:
     """The operations of a trace, and the time window that was profiled."""
 
-    events: list[Event]
+    events: list[TracedEvent]
     window: Interval
 
 
@@ -66,7 +112,7 @@ def read_trace(folder: Path) -> Trace:
 
 def read_planes(planes: Iterable[Any]) -> Trace:
     """Read the planes of a trace: one for the host and, except on CPUs, one per device."""
-    events: list[Event] = []
+    events: list[TracedEvent] = []
     marks: list[Interval] = []
     for plane in planes:
         if device := _DEVICE_PLANE.fullmatch(plane.name):
@@ -85,13 +131,13 @@ def read_planes(planes: Iterable[Any]) -> Trace:
     return Trace([e for e in events if e.end > window[0] and e.start < window[1]], window)
 
 
-def _device_events(plane: Any, device: int) -> Iterator[Event]:
+def _device_events(plane: Any, device: int) -> Iterator[TracedEvent]:
     """Yield what an accelerator ran: a TPU's line of operations, or a GPU's streams."""
     lines = list(plane.lines)
     chosen = [line for line in lines if line.name in _TPU_LINES]
     for line in chosen or [line for line in lines if _STREAM.match(line.name)]:
         events = [
-            Event(device, _instruction(event), event.name, *_times(event))
+            TracedEvent(device, _instruction(event), event.name, *_times(event))
             for event in line.events
             # A copy from or to the host is neither compute nor communication between devices.
             if not _TRANSFER.match(event.name)
@@ -99,9 +145,9 @@ def _device_events(plane: Any, device: int) -> Iterator[Event]:
         yield from _leaves(events)
 
 
-def _host_line(line: Any) -> tuple[list[Event], list[Interval]]:
+def _host_line(line: Any) -> tuple[list[TracedEvent], list[Interval]]:
     """Return what a thread ran for a CPU device, and the marks around profiles."""
-    events: list[Event] = []
+    events: list[TracedEvent] = []
     marks: list[Interval] = []
     for event in line.events:
         if event.name == MARK:
@@ -112,11 +158,11 @@ def _host_line(line: Any) -> tuple[list[Event], list[Interval]]:
         stats = _stats(event, "hlo_op", "device_ordinal")
         if "hlo_op" in stats:
             device = int(stats.get("device_ordinal", 0))
-            events.append(Event(device, str(stats["hlo_op"]), event.name, *_times(event)))
+            events.append(TracedEvent(device, str(stats["hlo_op"]), event.name, *_times(event)))
     return list(_leaves(events)), marks
 
 
-def _leaves(events: list[Event]) -> Iterator[Event]:
+def _leaves(events: list[TracedEvent]) -> Iterator[TracedEvent]:
     """Leave out loops and calls, whose time is that of the operations inside them."""
     ordered = sorted(events, key=lambda event: (event.start, -event.end))
     for event, following in zip_longest(ordered, ordered[1:]):
@@ -148,6 +194,6 @@ def _times(event: Any) -> Interval:
     return event.start_ns, event.start_ns + event.duration_ns
 
 
-def _span(events: Iterable[Event]) -> Interval:
+def _span(events: Iterable[TracedEvent]) -> Interval:
     intervals = [event.interval for event in events]
     return min(start for start, _ in intervals), max(end for _, end in intervals)

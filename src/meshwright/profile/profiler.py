@@ -1,18 +1,20 @@
-"""JAX's profiler around whole updates, with traces for TensorBoard and Perfetto."""
+"""JAX's profiler around whole updates, by hand or once during training."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from meshwright.errors import UserError
 from meshwright.processes import process_count, process_index
-
-MARK = "meshwright profile"
-"""The name in the trace of the time between start and stop."""
+from meshwright.profile.events import MARK
+from meshwright.profile.profile import Profile
+from meshwright.profile.trace_times import read_profile
 
 
 class Profiler:
@@ -57,3 +59,65 @@ class Profiler:
         jax.block_until_ready(pending)
         self._mark.__exit__(None, None, None)
         jax.profiler.stop_trace()
+
+
+WARM_UP = 2
+"""Updates before the profile, which include one-time work."""
+
+
+class NoProfiling:
+    """Profiles nothing."""
+
+    def after(self, pending: Any, waited: float) -> Profile | None:
+        """Note that an update was dispatched."""
+        del pending, waited
+        return None
+
+    def close(self) -> None:
+        """Note that the loop has ended."""
+
+
+class Profiling(NoProfiling):
+    """Profiles a few updates of a loop.
+
+    Args:
+        folder: where the trace goes.
+        mesh: the mesh of the updates.
+        program: returns the optimized HLO text of the step; None if there is none.
+        updates: number of updates to profile.
+    """
+
+    def __init__(
+        self, folder: Path, mesh: Mesh, program: Callable[[], str | None], *, updates: int = 5
+    ) -> None:
+        self._profiler = Profiler(folder, updates)
+        self._mesh, self._program = mesh, program
+        self._seen = 0
+        self._waited = 0.0
+
+    def after(self, pending: Any, waited: float) -> Profile | None:
+        """Note that an update was dispatched; return the profile once it is complete.
+
+        Args:
+            pending: results of the update, which the start and end of the profile wait for.
+            waited: seconds the loop has waited for data so far.
+        """
+        self._seen += 1
+        if self._seen == WARM_UP:
+            self._profiler.start(pending)
+            self._waited = waited
+        if self._seen != WARM_UP + self._profiler.updates:
+            return None
+        self._profiler.stop(pending)
+        return read_profile(
+            self._profiler.trace,
+            self._mesh,
+            self._program(),
+            updates=self._profiler.updates,
+            input_wait_seconds=waited - self._waited,
+        )
+
+    def close(self) -> None:
+        """Note that the loop has ended; an incomplete profile is discarded."""
+        if WARM_UP <= self._seen < WARM_UP + self._profiler.updates:
+            self._profiler.stop()

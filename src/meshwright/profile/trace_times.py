@@ -11,8 +11,16 @@ from typing import Any
 from jax.sharding import Mesh
 
 from meshwright import processes
-from meshwright.profile.events import Event, Trace, read_trace
-from meshwright.profile.intervals import Interval, clip, length, merge, subtract
+from meshwright.profile.events import (
+    Interval,
+    Trace,
+    TracedEvent,
+    clip,
+    length,
+    merge,
+    read_trace,
+    subtract,
+)
 from meshwright.profile.profile import CollectiveTime, DeviceTime, Profile
 from meshwright.profile.traced_collectives import CollectiveNames, TracedCollective
 
@@ -114,7 +122,7 @@ def split_times(
     """
     totals = CollectiveTotals()
     times: list[DeviceTime] = []
-    by_device: dict[int, list[Event]] = {number: [] for number in numbers}
+    by_device: dict[int, list[TracedEvent]] = {number: [] for number in numbers}
     for event in trace.events:
         if event.device in by_device:
             by_device[event.device].append(event)

@@ -10,14 +10,27 @@ from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.build import abstract_mesh
 from meshwright.mesh.svg_drawing import mesh_svg
 from meshwright.planner.estimate.estimate import Estimate
-from meshwright.planner.estimate.words import kind_of_mesh, memory_parts, settings_of, time_parts
-from meshwright.planner.guidance.notes import SENT, change_lines, gradients_note, scaling_note
+from meshwright.planner.estimate.words import kind_of_mesh, memory_parts, time_parts
 from meshwright.planner.guidance.plan_report import PlanReport
+from meshwright.planner.guidance.plan_rows import (
+    SENT,
+    change_lines,
+    in_columns,
+    memory_note,
+    plan_rows,
+    scaling_note,
+    scaling_rows,
+    summary,
+    unit_of_speed,
+)
 from meshwright.planner.search.scaling import ScalingPoint
 from meshwright.runtime.versions import own_version
 from meshwright.text.units import counted, human_bytes, human_count, human_seconds
 
 _ASSETS = Path(__file__).parent / "assets"
+_TILES = ("parameters", "global batch", "update", "MFU", "memory", "communication")
+_NO_COLUMNS = ("idle", "communication")
+"""Left out of the table of plans: the drawing of their times shows it."""
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
@@ -27,7 +40,7 @@ def plan_page(report: PlanReport) -> str:
     limit = report.result.task.memory_share
     sections = (
         ("Decision", _decision(report)),
-        ("Plans", _plans(report)),
+        ("Plans", _table(in_columns(row, _NO_COLUMNS) for row in plan_rows(report))),
         ("Memory of a device", _memory(report.result.plans, limit)),
         ("Time of an update", _times(report.result.plans)),
         ("Mesh", f'<div class="plan-drawing">{_mesh(report.best)}</div>'),
@@ -63,44 +76,15 @@ def plan_page(report: PlanReport) -> str:
 
 
 def _decision(report: PlanReport) -> str:
-    best, task = report.best, report.result.task
-    tiles = {
-        "parameters": human_count(report.num_parameters),
-        "global batch": counted(task.global_batch_size, "sample"),
-        "update": human_seconds(best.time.step),
-        "MFU": f"{best.time.mfu:.0%}",
-        "memory": human_bytes(best.memory.total),
-        "communication": f"{best.time.exposed / best.time.step:.0%} of the time",
-    }
+    best = report.best
+    tiles = in_columns((*summary(report), *plan_rows(report)[0]))
     shown = "".join(
-        f"<div><dt>{_escape(name)}</dt><dd>{_escape(value)}</dd></div>"
-        for name, value in tiles.items()
+        f"<div><dt>{_escape(name)}</dt><dd>{_escape(tiles[name])}</dd></div>" for name in _TILES
     )
     words = ": ".join(filter(None, (describe_sizes(best.plan.mesh), kind_of_mesh(best.plan.mesh))))
     kind = f"<p>{_escape(words)}</p>"
     lines = [*report.conclusions, *map(str, report.mistakes), *report.comparison, *report.remarks]
     return f'{kind}<dl class="tiles">{shown}</dl>{_list(lines)}'
-
-
-def _plans(report: PlanReport) -> str:
-    unit = "tokens/s" if report.tokens_per_sample > 1 else "samples/s"
-    batch = report.result.task.global_batch_size * report.tokens_per_sample
-    rows = [
-        (
-            str(number),
-            describe_sizes(each.plan.mesh),
-            settings_of(each.plan),
-            human_seconds(each.time.step),
-            human_count(batch / each.time.step),
-            f"{each.time.mfu:.0%}",
-            human_bytes(each.memory.total),
-            reason,
-        )
-        for number, (each, reason) in enumerate(
-            zip(report.result.plans, report.reasons, strict=True), 1
-        )
-    ]
-    return _table(("", "mesh", "settings", "update", unit, "MFU", "memory", "why"), rows)
 
 
 def _memory(plans: Sequence[Estimate], share: float) -> str:
@@ -116,7 +100,7 @@ def _memory(plans: Sequence[Estimate], share: float) -> str:
         for each in plans
     ]
     note = _note(f"the line is {share:.0%} of a device")
-    note += _note(gradients_note(plans[0].memory))
+    note += _note(memory_note(plans[0].memory))
     return _legend(list(memory_parts(plans[0].memory))) + "".join(rows) + note
 
 
@@ -178,22 +162,9 @@ def _mesh(best: Estimate) -> str:
 
 
 def _scaling(report: PlanReport) -> str:
-    unit = "tokens/s" if report.tokens_per_sample > 1 else "samples/s"
-    rows = [
-        (
-            str(point.num_devices),
-            describe_sizes(best.plan.mesh),
-            human_seconds(best.time.step),
-            human_count(point.tokens_per_second),
-            f"{point.efficiency:.0%}",
-        )
-        if (best := point.estimate)
-        else (str(point.num_devices), "does not fit", "", "", "")
-        for point in report.points
-    ]
-    table = _table(("devices", "mesh", "update", unit, "per device"), rows)
-    note = _note(scaling_note(report.points))
-    return _curve([point for point in report.points if point.estimate], unit) + table + note
+    table = _table(in_columns(row) for row in scaling_rows(report))
+    curve = _curve([point for point in report.points if point.estimate], unit_of_speed(report))
+    return curve + table + _note(scaling_note(report.points))
 
 
 def _curve(points: Sequence[ScalingPoint], unit: str) -> str:
@@ -235,10 +206,12 @@ def _curve(points: Sequence[ScalingPoint], unit: str) -> str:
 
 
 def _rejected(report: PlanReport) -> str:
-    rows = [(describe_sizes(each.mesh), each.reason) for each in report.result.rejected]
+    rows = [
+        {"mesh": describe_sizes(each.mesh), "reason": each.reason}
+        for each in report.result.rejected
+    ]
     count = counted(len(rows), "mesh", "meshes")
-    table = _table(("mesh", "reason"), rows)
-    return f"<details><summary>{count}</summary>{table}</details>" if rows else ""
+    return f"<details><summary>{count}</summary>{_table(rows)}</details>" if rows else ""
 
 
 def _list(lines: Iterable[str]) -> str:
@@ -246,10 +219,13 @@ def _list(lines: Iterable[str]) -> str:
     return f"<ul>{items}</ul>" if items else ""
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    names = "".join(f"<th>{_escape(name)}</th>" for name in head)
+def _table(rows: Iterable[Mapping[str, str]]) -> str:
+    """Return rows of cells by the names of their columns."""
+    first, *others = rows
+    names = "".join(f"<th>{_escape(name)}</th>" for name in first)
     body = "".join(
-        "<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row.values()) + "</tr>"
+        for row in (first, *others)
     )
     return f'<table class="plan-table"><tr>{names}</tr>{body}</table>'
 

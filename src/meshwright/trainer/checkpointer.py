@@ -10,7 +10,6 @@ from typing import Any
 from meshwright.checkpoint import FOLDER
 from meshwright.checkpoint.metadata import CheckpointMetadata
 from meshwright.checkpoint.store import CheckpointStore, Saved, StateNotFinite
-from meshwright.data.streams import IterableData
 from meshwright.errors import EnvironmentProblem, Setting
 from meshwright.plan import Plan
 from meshwright.processes import process_count
@@ -197,11 +196,10 @@ class RunMetadata:
         """Return the metadata of a checkpoint after an update."""
         data, progress = self._data, self._progress
         number = update + count_batches(progress.left_out)
-        position = data.position(number) if isinstance(data, IterableData) else None
         return replace(
             self._fixed,
             update=update,
-            data_position=position,
+            data_position=data.position(number),
             skipped=progress.skipped,
             left_out=tuple(map(tuple, progress.left_out)),
         )

@@ -16,9 +16,9 @@ from meshwright.data.token_cache import take_origins
 from meshwright.errors import first_line
 from meshwright.ledgers import Ledger
 from meshwright.mesh.svg_drawing import mesh_svg
-from meshwright.pipeline.schedule.timeline_svg import timeline_svg
+from meshwright.pipeline.schedule.timeline_drawing import timeline_svg
 from meshwright.plan import Plan
-from meshwright.planner.fit.least_memory import bytes_on_device
+from meshwright.planner.fit.fit_check import bytes_on_device
 from meshwright.processes import is_main, process_count
 from meshwright.profile import Profile
 from meshwright.program.flops import count_flops, peak_flops

@@ -23,7 +23,7 @@ from meshwright.config.argument_checks import (
     check_path,
     wrong_kind,
 )
-from meshwright.config.base import shorten
+from meshwright.config.base import SYNONYMS, shorten
 from meshwright.config.schema import (
     CheckpointConfig,
     KernelChoice,
@@ -33,7 +33,6 @@ from meshwright.config.schema import (
     ShardingConfig,
     TrackingConfig,
 )
-from meshwright.config.synonyms import SYNONYMS
 from meshwright.errors import ANY, UserError, did_you_mean
 from meshwright.inputs.checks import (
     check_kernels,

@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from meshwright.data.streams import IterableData
 from meshwright.errors import ANY, NotFinite, OutOfMemory, Setting, UserError, first_line
 from meshwright.plan import unused_pipeline
 from meshwright.planner.fit.fit_check import check_memory, warn_of_compiled
@@ -208,8 +207,8 @@ class TrainingRun:
 
     def _count_updates(self) -> int | None:
         """Return how many updates to do; None if a time or the end of the data decides."""
-        if self._duration.epochs is not None and isinstance(self._data, IterableData):
-            self._data.stop_after(self._duration.epochs)
+        epochs = self._duration.epochs
+        if epochs is not None and self._data.stop_after(epochs):
             return None
         return self._duration.total_updates(
             num_samples=self._data.num_samples, batch_size=self._plan.batch.global_batch_size
@@ -217,7 +216,7 @@ class TrainingRun:
 
     def _check_samples(self) -> list[str]:
         saves = self._run_dir is not None or self._restoring.point is not None
-        order = self._data.order if isinstance(self._data, IterableData) and saves else ""
+        order = self._data.order if saves else ""
         repeated = repeated_samples(self._plan.batch.global_batch_size, self._data.num_samples)
         return [*repeated, *([order] if order else [])]
 

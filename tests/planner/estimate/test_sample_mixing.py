@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import meshwright as mw
-from meshwright.cli.config_estimator import config_estimator
+from meshwright.cli.auto_settings import config_estimator
 from meshwright.config.compose import compose_config, validate
 from meshwright.hardware import parse_hardware
 from meshwright.planner.estimate.estimator import ProgramEstimator

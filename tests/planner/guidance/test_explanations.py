@@ -10,9 +10,8 @@ from meshwright.planner.estimate.words import compare_plans, time_parts
 from meshwright.planner.guidance.anti_patterns import find_anti_patterns, linear_scaling
 from meshwright.planner.guidance.why_this_plan import explain_decision, fewer_devices
 from meshwright.planner.search.candidates import Pins, PlanTask
-from meshwright.planner.search.scaling import device_counts, scaling_curve
+from meshwright.planner.search.scaling import device_counts, scaling_curve, smallest_cluster
 from meshwright.planner.search.search import search
-from meshwright.planner.search.smallest import smallest_cluster
 from meshwright.planner.search.what_if import what_ifs
 from meshwright.text.units import human_seconds
 
@@ -75,7 +74,7 @@ def test_an_axis_without_which_nothing_fits_says_so():
 
 def test_what_the_user_set_is_not_explained_away():
     words = " ".join(explain_decision(GPT2_MEDIUM, search(GPT2_MEDIUM, task(mesh={"tensor": 4}))))
-    assert "tensor=4 divides every layer. You asked for it." in words
+    assert "tensor=4 shards every layer. You asked for it." in words
 
 
 def test_a_comparison_adds_up():

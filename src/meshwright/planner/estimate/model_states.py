@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,13 @@ import optax
 
 from meshwright.config.schema import Precision
 from meshwright.errors import UserError
+from meshwright.ledgers.placed_program import (
+    PlacedEvent,
+    WeightReads,
+    place_events,
+    place_weights,
+    read_weights,
+)
 from meshwright.pipeline.divide.cut import BlockCut
 from meshwright.pipeline.place import place_on_stages
 from meshwright.plan import Plan
@@ -38,6 +46,8 @@ class ModelStates:
         self.tensor_sizes = functools.cache(self._find_tensor_sizes)
         self._tensor = functools.cache(self._choose_tensor)
         self._stage_tensor = functools.cache(self._choose_stage_tensor)
+        self._reads = functools.cache(self._find_reads)
+        self._events = functools.cache(self._find_events)
         self._known: dict[Any, PlacedState] = {}
         self._alike: list[tuple[Any, bool]] = []
         self._flat: dict[Any, FlatOptimizer] = {}
@@ -52,6 +62,27 @@ class ModelStates:
     def tensor_choice(self, plan: Plan) -> TensorChoice:
         """Return what the tensor axis of a plan divides, in the program without stages."""
         return self._tensor(plan.precision, blocks_of(plan), plan.size("tensor"))
+
+    def events(self, plan: Plan) -> list[PlacedEvent]:
+        """Return what operations of a plan send over its tensor axis."""
+        blocks = None if plan.size("pipe") > 1 else plan.sharding.blocks
+        return self._events(plan.precision, blocks, plan.size("tensor"))
+
+    def _find_events(
+        self, precision: Precision, blocks: Blocks | None, size: int
+    ) -> list[PlacedEvent]:
+        """Return the events of a program whose blocks run this way; None for one in stages."""
+        if blocks is None:
+            classes, cut = self._programs.stage_classes(precision), self._programs.cut(precision)
+            return place_events(classes, self._stage_tensor(precision, size), cut)
+        classes = self._programs.classes(precision, blocks)
+        return place_events(classes, self._tensor(precision, blocks, size))
+
+    def _find_reads(self, precision: Precision, blocks: Blocks | None) -> WeightReads:
+        """Return how a program whose blocks run this way reads its weights."""
+        if blocks is None:
+            return read_weights(self._programs.cut(precision).traced)
+        return read_weights(self._programs.program(precision, blocks).traced)
 
     def _find_tensor_sizes(self, precision: Precision) -> frozenset[int]:
         """Return the sizes of a tensor axis, up to 64, that divide what it would divide."""
@@ -77,7 +108,10 @@ class ModelStates:
             staged = {stack.number for stack in program.cut.stacks}
             divided = self._place_stages(program.cut, plan, sizes, staged)
         optimizer, zero = self._flat_optimizer(layout, divided, sizes), plan.sharding.zero
-        return place_state(layout, divided, sizes, optimizer, zero=zero, staged=staged)
+        reads = self._reads(plan.precision, None if program.cut else plan.sharding.blocks)
+        placed = place_weights(layout.step_leaves, divided, plan, reads, program.cut)
+        weights = Counter(weight._replace(module="") for weight in placed)
+        return place_state(layout, divided, sizes, optimizer, weights, zero=zero, staged=staged)
 
     def _place_stages(
         self, cut: BlockCut, plan: Plan, sizes: Mapping[str, int], staged: Collection[int]

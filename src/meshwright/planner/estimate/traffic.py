@@ -4,162 +4,119 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from meshwright.compiled.collectives import ring_bytes
 from meshwright.hardware import Hardware
+from meshwright.ledgers.minimum import Needed, Stage, event_needs, stage_needs, weight_needs
+from meshwright.ledgers.placed_program import PlacedEvent, PlacedWeight
+from meshwright.mesh.axes import PIPE
 from meshwright.plan import Plan
 from meshwright.planner.devices.links import AxisLink, axis_links, collective_seconds
 from meshwright.planner.estimate.estimate import AxisTraffic
-from meshwright.planner.estimate.placed_state import PlacedState, WeightKind
-from meshwright.program.dims import Event
-from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
-
-_HIDDEN: Mapping[str, Mapping[str, float]] = {
-    "unroll": {"fsdp": 0.85, "data": 0.63, "tensor": 0.0, "pipe": 0.0},
-    "scan": {"fsdp": 0.65, "data": 0.63, "tensor": 0.0, "pipe": 0.0},
-}
-"""By how blocks run, the part of each axis's traffic that runs behind products, as compiled for
-eight GPUs (benchmarks/results/gpu_overlap.json)."""
+from meshwright.planner.workload.gpu_rules import HIDDEN_TRAFFIC
 
 
-@dataclass(frozen=True)
-class Sent:
-    """Collectives of one kind over one axis.
-
-    Attributes:
-        axis: the mesh axis.
-        kind: such as all-gather.
-        nbytes: bytes of the whole array.
-        times: how often per update.
-    """
-
-    axis: str
-    kind: str
-    nbytes: float
-    times: float = 1.0
-
-
-def weight_traffic(state: PlacedState, plan: Plan, num_blocks: int) -> Iterator[Sent]:
-    """Yield how weights are gathered and gradients reduced.
+def sent_by_stages(
+    weights: Mapping[PlacedWeight, int],
+    events: Sequence[PlacedEvent],
+    plan: Plan,
+    *,
+    scale: float,
+    num_blocks: int,
+    messages: tuple[float, float],
+) -> list[list[Needed]]:
+    """Return what a plan sends: its first and its last stage, or all devices without stages.
 
     Args:
-        state: which part of each a device has.
+        weights: how many weights are placed alike.
+        events: what operations send over the tensor axis.
         plan: the plan.
+        scale: a device's samples of a microbatch, relative to those traced.
         num_blocks: the number of repeated blocks.
+        messages: bytes and number of the messages of the stage that sends most of them.
     """
-    sharding, steps = plan.sharding, plan.batch.gradient_accumulation_steps
-    reductions = steps // plan.batch.sync_gradients_every
-    width = 0.5 if COMPUTE_DTYPES[plan.precision] is not None else 1.0
-    fsdp, data = plan.size("fsdp"), plan.size("data")
     own_blocks = math.ceil(num_blocks / plan.size("pipe"))
-    for weight, count in _joined(state.weights, own_blocks):
-        if weight.gathered and sharding.zero == 3:
-            passes = 2 if weight.in_block and not sharding.keep_gathered else 1
-            yield Sent("fsdp", "all-gather", weight.nbytes * width, count * steps * passes)
-        if not weight.trained:
-            continue
-        if fsdp > 1:
-            kind = "reduce-scatter" if weight.scattered else "all-reduce"
-            yield Sent("fsdp", kind, weight.reduced, count * reductions)
-            if sharding.zero < 3:
-                yield Sent("fsdp", "all-gather", weight.nbytes, count)
-        if data > 1:
-            # Only one fsdp shard of each gradient goes over the slower axis.
-            yield Sent("data", "all-reduce", weight.reduced / fsdp, count * reductions)
+    stages: list[Stage | None] = [None]
+    if plan.size("pipe") > 1:
+        share, runs = own_blocks / max(1, num_blocks), plan.batch.gradient_accumulation_steps
+        stages = [Stage(share, runs, 0, [messages]), Stage(share, 0, runs, [messages])]
+    return [
+        [
+            *_weights_together(weights, plan, stage, own_blocks),
+            *event_needs(events, plan, scale, stage),
+            *(() if stage is None else stage_needs(stage, plan)),
+        ]
+        for stage in stages
+    ]
 
 
-def _joined(weights: Mapping[WeightKind, int], num_blocks: int) -> Iterator[tuple[WeightKind, int]]:
-    """Yield what is sent together, and how often: the weights of a block, and any other weight."""
-    blocks: defaultdict[tuple[bool, ...], list[float]] = defaultdict(lambda: [0.0, 0.0])
+def _weights_together(
+    weights: Mapping[PlacedWeight, int], plan: Plan, stage: Stage | None, own_blocks: int
+) -> Iterator[Needed]:
+    """Yield what is sent for weights, as few collectives as compilers make of it.
+
+    The weights of a block are sent together, and so is what all stages exchange.
+    """
+    together: dict[tuple[str, str, int, bool], tuple[float, float]] = {}
+    scatters = plan.sharding.zero > 1
     for weight, count in weights.items():
-        if not weight.in_block or not num_blocks:
-            yield weight, count
-            continue
-        total = blocks[weight.gathered, weight.trained, weight.scattered]
-        total[0] += count * weight.nbytes / num_blocks
-        total[1] += count * weight.reduced / num_blocks
-    for (gathered, trained, scattered), (nbytes, reduced) in blocks.items():
-        yield WeightKind(nbytes, reduced, gathered, True, trained, scattered), num_blocks
-
-
-def tensor_traffic(events: Iterable[Event], plan: Plan, rows: float) -> Iterator[Sent]:
-    """Yield what tensor parallelism reduces: one array per half block and pass.
-
-    Args:
-        events: what costs communication along the divided dims, for the samples traced.
-        plan: the plan.
-        rows: a device's samples of a microbatch, relative to those traced.
-    """
-    seen: set[tuple[str, int]] = set()
-    steps = plan.batch.gradient_accumulation_steps
-    for event in events:
-        key = (event.kind, event.source)
-        if event.source >= 0 and key in seen:
-            continue
-        seen.add(key)
-        kind = "all-gather" if event.blocking else "all-reduce"
-        # Stages divide the iterations of a loop over blocks.
-        times = math.ceil(event.times / plan.size("pipe"))
-        yield Sent("tensor", kind, event.nbytes * rows, times * steps)
-
-
-class OutsideOfStages(NamedTuple):
-    """Bytes of what is outside of stages, such as an embedding, on each of them.
-
-    Attributes:
-        gradients: of gradients, as fsdp divides them.
-        parameters: of parameters, gathered over the stages.
-    """
-
-    gradients: float
-    parameters: float
-
-
-def stage_traffic(carry: float, messages: int, outside: OutsideOfStages) -> Iterator[Sent]:
-    """Yield what stages send to each other.
-
-    Args:
-        carry: bytes of the activations that one block hands to the next.
-        messages: activations and gradients that a stage sends.
-        outside: what is outside of stages, of which each keeps a part between updates.
-    """
-    yield Sent("pipe", "collective-permute", carry, messages)
-    yield Sent("pipe", "all-gather", outside.parameters)
-    yield Sent("pipe", "reduce-scatter", outside.gradients)
+        blocks = own_blocks if weight.parts == ("blocks",) else 0
+        for need in weight_needs(weight, plan, stage):
+            if not blocks and need.axis != PIPE:
+                yield need._replace(times=need.times * count)
+            elif need.times:
+                scattered = scatters and weight.on_fsdp and need.axis != PIPE
+                key = need.axis, need.kind, blocks or 1, scattered
+                nbytes, times = together.get(key, (0.0, 0.0))
+                nbytes += count * need.nbytes * need.times
+                together[key] = nbytes, max(times, need.times)
+    for (axis, kind, blocks, _), (nbytes, times) in together.items():
+        launches = times * blocks
+        yield Needed(axis, kind, nbytes / launches, launches, plan.size(axis))
 
 
 def time_traffic(
-    sent: Iterable[Sent], plan: Plan, hardware: Hardware, compute: float
+    stages: Iterable[Iterable[Needed]], plan: Plan, hardware: Hardware, compute: float
 ) -> dict[str, AxisTraffic]:
-    """Return how long all of it takes, by axis.
+    """Return how long all of it takes, by axis: in the stage that sends most over it.
 
     Args:
-        sent: the collectives.
+        stages: the collectives of each stage.
         plan: the plan.
         hardware: the devices and their links.
         compute: seconds of computing, behind which a part of it can run.
     """
     links = _links(hardware, tuple(plan.mesh.items()))
-    sums: dict[str, list[float]] = {}
+    by_stage = [_sums(sent, links, hardware) for sent in stages]
+    traffic: dict[str, AxisTraffic] = {}
+    room = compute
+    for axis, share in HIDDEN_TRAFFIC.value[plan.sharding.blocks].items():
+        sums = [stage[axis] for stage in by_stage if axis in stage]
+        if sums:
+            nbytes, seconds = max(sums)
+            hidden = min(share * seconds, room)
+            room -= hidden
+            traffic[axis] = AxisTraffic(nbytes, seconds, seconds - hidden)
+    return traffic
+
+
+def _sums(
+    sent: Iterable[Needed], links: Mapping[str, AxisLink], hardware: Hardware
+) -> dict[str, tuple[float, float]]:
+    """Return the bytes that a stage sends over each axis, and the seconds they take."""
     alike: defaultdict[tuple[str, str, float], float] = defaultdict(float)
     for each in sent:
         if each.axis in links:
             alike[each.axis, each.kind, each.nbytes] += each.times
-    for (axis, kind, nbytes), times in alike.items():
-        total = sums.setdefault(axis, [0.0, 0.0])
-        total[0] += times * ring_bytes(kind, nbytes, links[axis].size)
-        total[1] += times * collective_seconds(kind, nbytes, links[axis], hardware)
-    traffic: dict[str, AxisTraffic] = {}
-    room = compute
-    for axis, (nbytes, seconds) in sums.items():
-        hidden = min(_HIDDEN[plan.sharding.blocks][axis] * seconds, room)
-        room -= hidden
-        traffic[axis] = AxisTraffic(nbytes, seconds, seconds - hidden)
-    return traffic
+    sums: dict[str, tuple[float, float]] = {}
+    for (axis, kind, whole), times in alike.items():
+        nbytes, seconds = sums.get(axis, (0.0, 0.0))
+        once = collective_seconds(kind, whole, links[axis], hardware)
+        nbytes += times * ring_bytes(kind, whole, links[axis].size)
+        sums[axis] = nbytes, seconds + times * once
+    return sums
 
 
 @lru_cache(maxsize=4096)

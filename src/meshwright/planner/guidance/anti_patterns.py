@@ -10,7 +10,7 @@ from meshwright.config.batch import microbatches_setting
 from meshwright.config.microbatches import MICROBATCHES_PER_STAGE, multiples_around
 from meshwright.errors import Setting
 from meshwright.hardware import MEMORY_SHARE
-from meshwright.mesh.axes import describe_sizes
+from meshwright.mesh.axes import MODEL_AXES, describe_sizes
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
@@ -21,7 +21,7 @@ from meshwright.text.units import counted, human_bytes, human_seconds
 NOTABLE = 0.1
 """The share of an update from which waiting is worth a word."""
 TINY_SHARD = 2**20
-"""Parameters on a device below which a mesh divides the model more than it needs."""
+"""Parameters on a device below which a mesh shards the model more than it needs to."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def find_anti_patterns(
 
 
 def _replicated(estimate: Estimate, share: float) -> AntiPattern | None:
-    whole = all(estimate.plan.size(axis) == 1 for axis in ("fsdp", "tensor", "pipe"))
+    whole = all(estimate.plan.size(axis) == 1 for axis in MODEL_AXES)
     if not whole or estimate.fits(share):
         return None
     return AntiPattern(
@@ -105,8 +105,8 @@ def _slow_fsdp(estimate: Estimate) -> AntiPattern | None:
         "fsdp over a slow network",
         f"fsdp={plan.size('fsdp')} crosses nodes, and devices wait "
         f"{human_seconds(traffic.exposed_seconds)} of {human_seconds(estimate.time.step)} for "
-        f"weights over {speeds(estimate.hardware)}. To compare with fsdp inside of a node: "
-        f"{Setting('mesh.fsdp', inside)}, the rest data or pipe",
+        f"weights over {speeds(estimate.hardware)}. Compare with fsdp inside a node: "
+        f"{Setting('mesh.fsdp', inside)}, and data or pipe for the rest",
     )
 
 
@@ -179,8 +179,8 @@ def _divided_statistics(estimator: Estimator, estimate: Estimate) -> AntiPattern
     return AntiPattern(
         "statistics of microbatches",
         f"the model keeps statistics of samples, as BatchNorm does: they see the {seen} samples "
-        f"of a microbatch, not the {batch.global_batch_size} of an update, which is another "
-        f"training. {Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits",
+        f"of a microbatch, not the {batch.global_batch_size} of an update, so that training "
+        f"differs. {Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits",
     )
 
 
@@ -198,13 +198,13 @@ def _divided_comparisons(estimator: Estimator, estimate: Estimate) -> AntiPatter
     return AntiPattern(
         "comparisons within microbatches",
         f"the loss is not a mean over samples{where}: {mixing}. It sees the {seen} samples of a "
-        f"microbatch, not the {batch.global_batch_size} of an update, which is another training. "
+        f"microbatch, not the {batch.global_batch_size} of an update, so that training differs. "
         f"{Setting('training.gradient_accumulation_steps', 1)} avoids that, if it fits",
     )
 
 
 def _uneven_batch(estimate: Estimate) -> AntiPattern | None:
-    """Return what a batch costs whose samples cannot be divided evenly over the devices."""
+    """Return what it costs that the devices cannot divide the batch evenly."""
     devices, samples = estimate.plan.num_devices, estimate.plan.batch.global_batch_size
     most = math.gcd(devices, samples)
     if most == min(devices, samples) or estimate.plan.batch.replicas < most:
@@ -213,13 +213,13 @@ def _uneven_batch(estimate: Estimate) -> AntiPattern | None:
     return AntiPattern(
         "a batch that does not divide",
         f"{samples:,} samples can be divided over {most} of {devices} devices, so that the others "
-        f"have to divide the model; {even} could be divided over all",
+        f"have to shard the model; {even} could be divided over all",
     )
 
 
 def _over_sharded(estimator: Estimator, estimate: Estimate) -> AntiPattern | None:
     plan, time = estimate.plan, estimate.time
-    parts = math.prod(plan.size(axis) for axis in ("fsdp", "tensor", "pipe"))
+    parts = math.prod(plan.size(axis) for axis in MODEL_AXES)
     own = estimator.num_parameters // parts
     if parts == 1 or own >= TINY_SHARD or time.exposed < NOTABLE * time.step:
         return None

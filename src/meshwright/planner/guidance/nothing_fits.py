@@ -11,8 +11,8 @@ from meshwright.hardware import LOCAL, Hardware
 from meshwright.planner.devices.capacity import SHARED
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.candidates import Pins, PlanTask
+from meshwright.planner.search.scaling import smallest_cluster
 from meshwright.planner.search.search import SearchResult
-from meshwright.planner.search.smallest import smallest_cluster
 from meshwright.text.units import counted, human_bytes
 
 

@@ -1,4 +1,4 @@
-"""Everything that is said about the plans for a model: as text, as JSON and as a page."""
+"""Everything that is known about the plans for a model: searched, compared and explained."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import yaml
+
+from meshwright.plan import MADE_FOR
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.estimate.words import compare_plans, memory_parts, time_parts, too_large
+from meshwright.planner.estimate.words import compare_plans, too_large
 from meshwright.planner.guidance.anti_patterns import (
     AntiPattern,
     find_anti_patterns,
@@ -27,6 +30,7 @@ from meshwright.planner.search.candidates import PlanTask, all_sizes
 from meshwright.planner.search.scaling import ScalingPoint, scaling_curve
 from meshwright.planner.search.search import SearchResult, search
 from meshwright.planner.search.what_if import WhatIf, what_ifs
+from meshwright.text.units import human_bytes, human_seconds
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,26 @@ class PlanReport:
         """The decision in words, after what argues against all of the devices."""
         return [*filter(None, [self.fewer]), *self.decision]
 
+    def to_yaml(self, settings: Sequence[str] = ()) -> str:
+        """Return the recommended plan as a file that the setting `plan` reads.
+
+        Args:
+            settings: those that describe the model and its data, as they are typed.
+        """
+        best = self.best
+        head = (
+            f"# {self.name} on {best.hardware}: {human_seconds(best.time.step)} per update and "
+            f"{human_bytes(best.memory.total)} per device, estimated.\n"
+            "# Train with it: meshwright train … plan=THIS_FILE\n"
+        )
+        made_for: dict[str, Any] = {
+            "model": self.name,
+            "parameters": self.num_parameters,
+            "hardware": str(best.hardware),
+        }
+        known = {MADE_FOR: made_for | ({"settings": list(settings)} if settings else {})}
+        return head + best.plan.to_yaml() + yaml.safe_dump(known, sort_keys=False)
+
 
 def make_report(
     estimator: Estimator,
@@ -189,61 +213,3 @@ def _comparison(estimator: Estimator, best: Estimate, other: Estimate, task: Pla
         else [f"{other.plan.describe()} {too_large(other, task.memory_share)}."]
     )
     return [*lines, *map(str, mistakes)]
-
-
-def report_json(report: PlanReport) -> dict[str, Any]:
-    """Return a report as plain values."""
-    task = report.result.task
-    return {
-        "model": report.name,
-        "parameters": report.num_parameters,
-        "hardware": str(task.hardware),
-        "devices": task.hardware.count,
-        "global_batch_size": task.global_batch_size,
-        "memory_share": task.memory_share,
-        "plans": [
-            _plan_json(report, each, reason)
-            for each, reason in zip(report.result.plans, report.reasons, strict=True)
-        ],
-        "rejected": [each.to_json() for each in report.result.rejected],
-        "decision": report.conclusions,
-        "mistakes": [{"name": each.name, "text": each.text} for each in report.mistakes],
-        "comparison": report.comparison,
-        "compared": report.other and _plan_json(report, report.other, ""),
-        "scaling": [_point_json(point) for point in report.points],
-        "budget": report.budget and report.budget.to_json(),
-        "what_if": [each.to_json() for each in report.changes],
-        "remarks": list(report.remarks),
-    }
-
-
-def _plan_json(report: PlanReport, estimate: Estimate, reason: str) -> dict[str, Any]:
-    time, samples = estimate.time, report.result.task.global_batch_size
-    return {
-        "mesh": estimate.plan.mesh,
-        "plan": estimate.plan.model_dump(mode="json"),
-        "memory": {
-            **memory_parts(estimate.memory),
-            "total": estimate.memory.total,
-            "capacity": estimate.capacity,
-        },
-        "step_time": time.step,
-        "time": time_parts(estimate),
-        "sent_bytes": {axis: traffic.sent_bytes for axis, traffic in time.traffic.items()},
-        "communication_share": time.exposed / time.step,
-        "mfu": time.mfu,
-        "samples_per_second": samples / time.step,
-        "tokens_per_second": samples * report.tokens_per_sample / time.step,
-        "reason": reason,
-    }
-
-
-def _point_json(point: ScalingPoint) -> dict[str, Any]:
-    best = point.estimate
-    return {
-        "devices": point.num_devices,
-        "mesh": best.plan.mesh if best else None,
-        "step_time": best.time.step if best else None,
-        "tokens_per_second": point.tokens_per_second if best else None,
-        "efficiency": point.efficiency if best else None,
-    }

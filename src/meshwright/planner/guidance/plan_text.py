@@ -7,15 +7,22 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.mesh.axes import describe_sizes
 from meshwright.planner.estimate.estimate import Estimate
-from meshwright.planner.estimate.words import kind_of_mesh, memory_parts, settings_of, time_parts
-from meshwright.planner.guidance.notes import SENT, change_lines, gradients_note, scaling_note
+from meshwright.planner.estimate.words import kind_of_mesh, memory_parts, time_parts
 from meshwright.planner.guidance.plan_report import PlanReport
+from meshwright.planner.guidance.plan_rows import (
+    SENT,
+    change_lines,
+    in_columns,
+    memory_note,
+    plan_rows,
+    scaling_note,
+    scaling_rows,
+    unit_of_speed,
+)
 from meshwright.planner.search.obstacles import Rejection
-from meshwright.planner.search.scaling import ScalingPoint
 from meshwright.text.columns import Columns, Indented
-from meshwright.text.units import counted, human_bytes, human_count, human_seconds
+from meshwright.text.units import counted, human_bytes, human_seconds
 
 BAR = 48
 """Columns of a full bar."""
@@ -58,11 +65,11 @@ def _head(report: PlanReport) -> Iterator[RenderableType]:
         "per update"
     )
     kind = f" ({kind_of_mesh(best.plan.mesh)})" if best.plan.mesh else ""
+    shown, unit = in_columns(plan_rows(report)[0]), unit_of_speed(report)
     yield Text.assemble(
-        (f"{describe_sizes(best.plan.mesh)}", "bold green"),
-        f"{kind}: {human_seconds(best.time.step)} per update, "
-        f"{_speed(report, best)}, MFU {best.time.mfu:.0%}, "
-        f"{human_bytes(best.memory.total)} of {human_bytes(best.capacity)} per device",
+        (shown["mesh"], "bold green"),
+        f"{kind}: {shown['update']} per update, {shown[unit]} {unit}, MFU {shown['MFU']}, "
+        f"{shown['memory']} of {human_bytes(best.capacity)} per device",
     )
     yield Text(best.plan.describe())
     if report.fewer:
@@ -70,31 +77,17 @@ def _head(report: PlanReport) -> Iterator[RenderableType]:
     yield from (Text(f"remark: {remark}") for remark in report.remarks)
 
 
-def _speed(report: PlanReport, estimate: Estimate) -> str:
-    per_second = report.result.task.global_batch_size / estimate.time.step
-    if report.tokens_per_sample > 1:
-        return f"{human_count(per_second * report.tokens_per_sample)} tokens/s"
-    return f"{human_count(per_second)} samples/s"
-
-
 def _table(report: PlanReport) -> Columns:
-    unit = "tokens/s" if report.tokens_per_sample > 1 else "samples/s"
-    head = ("", "mesh", "settings", "update", unit, "MFU", "memory", "idle")
-    rows = [
-        (
-            str(number),
-            Text(describe_sizes(each.plan.mesh), "bold" if number == 1 else ""),
-            settings_of(each.plan),
-            human_seconds(each.time.step),
-            _speed(report, each).partition(" ")[0],
-            f"{each.time.mfu:.0%}",
-            human_bytes(each.memory.total),
-            f"{(each.time.exposed + each.time.bubble) / each.time.step:.0%}",
-        )
-        for number, each in enumerate(report.result.plans, 1)
+    rows = [in_columns(row, ("communication", "why")) for row in plan_rows(report)]
+    cells = [
+        [
+            Text(cell, "bold") if (title, number) == ("mesh", 0) else cell
+            for title, cell in row.items()
+        ]
+        for number, row in enumerate(rows)
     ]
-    right = ("update", unit, "MFU", "memory", "idle")
-    return Columns(head, rows, right=right, notes=report.reasons)
+    head = tuple(rows[0])
+    return Columns(head, cells, right=head[3:], notes=report.reasons)
 
 
 def _memory(best: Estimate, share: float) -> Iterator[RenderableType]:
@@ -109,7 +102,7 @@ def _memory(best: Estimate, share: float) -> Iterator[RenderableType]:
     for shade, (name, size) in zip(SHADES, parts.items(), strict=False):
         yield Text(f"  {shade} {name:<12} {human_bytes(size):>9}")
     yield Text(f"    {'free':<12} {human_bytes(limit - best.memory.total):>9} to the limit")
-    yield from _note(gradients_note(best.memory))
+    yield from _note(memory_note(best.memory))
 
 
 def _note(text: str) -> list[RenderableType]:
@@ -134,25 +127,15 @@ def _bars(parts: dict[str, float]) -> Iterator[RenderableType]:
 
 
 def _scaling(report: PlanReport) -> Columns:
-    unit = "tokens/s" if report.tokens_per_sample > 1 else "samples/s"
-    head = ("devices", "mesh", "update", unit, "per device", "")
     fastest = max(point.tokens_per_second for point in report.points)
-    rows = [_point(point, fastest) for point in report.points]
-    return Columns(head, rows, right=("devices", "update", unit, "per device"))
-
-
-def _point(point: ScalingPoint, fastest: float) -> tuple[str, ...]:
-    best = point.estimate
-    if best is None:
-        return str(point.num_devices), "does not fit", "", "", "", ""
-    return (
-        str(point.num_devices),
-        describe_sizes(best.plan.mesh),
-        human_seconds(best.time.step),
-        human_count(point.tokens_per_second),
-        f"{point.efficiency:.0%}",
-        "█" * max(1, round(BAR / 2 * point.tokens_per_second / fastest)),
-    )
+    bars = [
+        "█" * max(1, round(BAR / 2 * point.tokens_per_second / fastest)) if point.estimate else ""
+        for point in report.points
+    ]
+    rows = [in_columns(row) for row in scaling_rows(report)]
+    head = tuple(rows[0])
+    cells = [(*row.values(), bar) for row, bar in zip(rows, bars, strict=True)]
+    return Columns((*head, ""), cells, right=("devices", *head[2:]))
 
 
 _KINDS = {

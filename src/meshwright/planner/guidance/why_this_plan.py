@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from meshwright.errors import Setting
 from meshwright.hardware import Hardware, load_chips
-from meshwright.mesh.axes import AXES, describe_sizes
+from meshwright.mesh.axes import AXES, MESH_AXES, MODEL_AXES, describe_sizes
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.estimate.words import slower_because
@@ -20,11 +20,6 @@ from meshwright.text.units import counted, human_bytes, human_seconds
 
 LOOKED_AT = 12
 """How many of the fastest meshes without an axis are searched to explain it."""
-_DOES = {
-    "fsdp": "shards parameters, gradients and optimizer state",
-    "tensor": "divides every layer",
-    "pipe": "divides the blocks into stages",
-}
 
 
 def alone(estimator: Estimator, task: PlanTask) -> Estimate:
@@ -32,7 +27,7 @@ def alone(estimator: Estimator, task: PlanTask) -> Estimate:
     remat = REMATS[-1] if estimator.num_blocks else REMATS[0]
     device = Hardware(chip=task.hardware.chip, count=1)
     single = replace(task, hardware=device, global_batch_size=1, pins=type(task.pins)())
-    sizes = {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1}
+    sizes = dict.fromkeys(AXES, 1)
     return estimator.estimate(make_candidate(single, sizes, Variant(remat), 1), device)
 
 
@@ -102,32 +97,36 @@ def whole_copy(estimator: Estimator, copy: Estimate, task: PlanTask) -> str:
 def _axes(estimator: Estimator, result: SearchResult, *, fits: bool) -> Iterator[str]:
     plan = result.best.plan
     if not plan.mesh:
-        yield "There is one device, so nothing is divided."
+        yield "There is one device, so nothing is sharded."
     if plan.size("data") > 1:
         yield _data(result.best, fits=fits)
-    for axis in ("fsdp", "tensor", "pipe"):
+    for axis in MODEL_AXES:
         if plan.size(axis) > 1:
-            yield f"{axis}={plan.size(axis)} {_DOES[axis]}. {without(estimator, result, axis)}"
+            does = f"{axis}={plan.size(axis)} {MESH_AXES[axis].does}"
+            yield f"{does}. {without(estimator, result, axis)}"
 
 
 def _data(best: Estimate, *, fits: bool) -> str:
     plan = best.plan
     traffic = best.time.traffic.get("data")
-    hidden = "nothing else"
+    takes = "takes no time"
     if traffic is not None:
-        hidden = (
-            f"{human_seconds(traffic.exposed_seconds)} of their {human_seconds(traffic.seconds)} "
-            "are not hidden behind computing"
+        exposed, whole = human_seconds(traffic.exposed_seconds), human_seconds(traffic.seconds)
+        takes = (
+            f"takes {whole}, of which {exposed} are not hidden behind computing"
             if traffic.exposed_seconds > 0.01 * traffic.seconds
-            else f"their {human_seconds(traffic.seconds)} are hidden behind computing"
+            else f"takes {whole}, hidden behind computing"
         )
     groups = counted(plan.size("data"), "replica")
     if set(plan.mesh) == {"data"} and fits:
         return (
             f"So each device has its own copy and its own samples (data={plan.size('data')}), and "
-            f"gradients are all that is exchanged: {hidden}."
+            f"only gradients are sent: reducing them {takes}."
         )
-    return f"data={plan.size('data')}: {groups} train on different samples; of gradients, {hidden}."
+    return (
+        f"data={plan.size('data')}: {groups} train on different samples; reducing their gradients "
+        f"{takes}."
+    )
 
 
 def without(estimator: Estimator, result: SearchResult, axis: str) -> str:
@@ -170,7 +169,7 @@ def _settings(result: SearchResult) -> Iterator[str]:
     if sharding.remat != "none":
         why = "as you asked" if pins.remat else "because memory would limit the microbatch more"
         yield (
-            f"remat={sharding.remat}: the backward pass computes values again instead of keeping "
+            f"remat={sharding.remat}: the backward pass recomputes values instead of keeping "
             f"them, {why}."
         )
     steps = batch.gradient_accumulation_steps
@@ -196,8 +195,8 @@ def _tie(result: SearchResult, best: Estimate) -> Iterator[str]:
     gain = 1 - fastest.time.step / best.time.step
     if fastest is not best and gain > 0.0005:
         yield (
-            f"{describe_sizes(fastest.plan.mesh)} is estimated {gain:.1%} faster, which is less "
-            "than an estimate can tell, so the simpler plan is recommended."
+            f"{describe_sizes(fastest.plan.mesh)} is estimated {gain:.1%} faster, which is "
+            "within the error of estimates, so the simpler plan is recommended."
         )
 
 
@@ -214,5 +213,6 @@ def reason_for(result: SearchResult, estimate: Estimate, *, fits_alone: bool) ->
     fastest = all(each.time.step >= best.time.step for each in result.plans)
     speed = "and is fastest" if fastest else "and nothing simpler is as fast"
     cause = speed if fits_alone else "because a whole copy does not fit on one device"
-    does = " and ".join(f"{axis}={mesh[axis]} {_DOES[axis]}" for axis in _DOES if axis in mesh)
+    used = [axis for axis in MODEL_AXES if axis in mesh]
+    does = " and ".join(f"{axis}={mesh[axis]} {MESH_AXES[axis].does}" for axis in used)
     return f"{does}, {cause}"

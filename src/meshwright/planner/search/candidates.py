@@ -31,7 +31,7 @@ class Pins:
 
     Attributes:
         mesh: sizes of some axes.
-        remat: what the backward pass computes again.
+        remat: what the backward pass recomputes.
         blocks: whether repeated blocks run one by one or as a scan.
         micro_batch_size: samples per device and microbatch.
         gradient_accumulation_steps: microbatches per update.
@@ -87,7 +87,7 @@ class Variant:
     """The settings of a plan besides its mesh and microbatch size.
 
     Attributes:
-        remat: what the backward pass computes again.
+        remat: what the backward pass recomputes.
         blocks: whether repeated blocks run one by one or as a scan.
         sync_once: whether gradients are reduced once per update, not after each microbatch.
         schedule: pipeline schedule; None without stages.

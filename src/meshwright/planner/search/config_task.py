@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.config.batch import DEFAULT_MICRO_BATCH_SIZE
-from meshwright.config.compose import Composed, parse_overrides
-from meshwright.config.groups import GROUPS
-from meshwright.config.origins import chosen_keys, trace_origins
 from meshwright.config.schema import Config
 from meshwright.errors import Setting
 from meshwright.hardware import MEMORY_SHARE, Hardware
-from meshwright.mesh.axes import AXES, INFER
+from meshwright.mesh.axes import AXES, BATCH_AXES, INFER
 from meshwright.plan import mesh_sizes, precision, resolve_mesh
 from meshwright.planner.search.candidates import Pins, PlanTask
 from meshwright.text.units import counted
@@ -31,14 +28,6 @@ class ConfigTask:
 
     task: PlanTask
     remarks: tuple[str, ...] = ()
-
-
-def set_by_user(config: Config, composed: Composed) -> set[str]:
-    """Return the keys that the user has decided: by an override, a file, or a chosen group."""
-    groups = {o.key_or_group for o in parse_overrides(composed.overrides)} & set(GROUPS)
-    files = {f"{group}/{composed.choices[group]}.yaml" for group in groups & set(composed.choices)}
-    of_groups = {o.key for o in trace_origins(config, composed) if o.detail in files}
-    return chosen_keys(config, composed) | of_groups
 
 
 def config_task(
@@ -110,7 +99,7 @@ def _global_batch(config: Config, pins: Pins, num_devices: int) -> tuple[int, li
     given = config.training.global_batch_size
     if given is not None:
         return given, []
-    fixed = math.prod(pins.mesh.get(axis, 1) for axis in ("tensor", "pipe"))
+    fixed = math.prod(pins.mesh.get(axis, 1) for axis in AXES if axis not in BATCH_AXES)
     replicas = max(1, num_devices // fixed)
     micro = pins.micro_batch_size or DEFAULT_MICRO_BATCH_SIZE
     batch = micro * replicas * (pins.gradient_accumulation_steps or 1)

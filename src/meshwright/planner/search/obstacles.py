@@ -166,7 +166,7 @@ def check_pins(task: PlanTask) -> None:
         why=f"{' × '.join(terms) or 'every axis has size 1'}{product}, which "
         + ("is not" if whole else "does not divide")
         + f" {count}",
-        fix="leave some of these sizes out, and they are chosen",
+        fix="leave some of these sizes out to have them chosen",
     )
 
 
@@ -175,14 +175,14 @@ def no_mesh(task: PlanTask, rejected: Iterable[Rejection]) -> UserError:
     # What the user set first: blocks and layers exclude meshes of any model.
     ordered = sorted(rejected, key=lambda each: each.kind != "batch")
     reasons = list(dict.fromkeys(each.reason for each in ordered))
-    nobody = f"no mesh of {task.hardware} agrees with these settings"
+    no_mesh_fits = f"no mesh of {task.hardware} agrees with these settings"
     nearest = _nearest_batches(task, [each for each in ordered if each.kind == "batch"])
     if nearest:
         # Any other obstacle would have been found first, so this batch is the only one.
         first, *reasons = reasons
-        what, why = first, [nobody, *reasons[:1]]
+        what, why = first, [no_mesh_fits, *reasons[:1]]
     else:
-        what, why = nobody, reasons[:2]
+        what, why = no_mesh_fits, reasons[:2]
     more = len(reasons) - (1 if nearest else 2)
     rest = [f"and {counted(more, 'similar reason')}"] if more > 0 else []
     batch = Setting("training.global_batch_size", *nearest)

@@ -1,4 +1,4 @@
-"""How an update gets faster with more devices: the best plan for each number of them."""
+"""The best plans for other numbers of devices: how speed grows, and how few hold the model."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.errors import UserError
+from meshwright.hardware import Hardware
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.search.candidates import Pins, PlanTask, Sizes, all_sizes
-from meshwright.planner.search.search import TIE, search
-from meshwright.planner.search.smallest import smaller_or_larger
+from meshwright.planner.search.search import TIE, SearchResult, search
 
 MOST_POINTS = 6
 
@@ -22,14 +22,12 @@ class ScalingPoint:
     Attributes:
         num_devices: the number of devices.
         estimate: the best plan; None if nothing fits.
-        samples_per_second: how fast it trains.
-        tokens_per_second: the same in tokens; samples for data other than tokens.
+        tokens_per_second: how fast it trains; samples for data other than tokens.
         efficiency: speed per device, relative to the fewest devices that hold the model.
     """
 
     num_devices: int
     estimate: Estimate | None = None
-    samples_per_second: float = 0.0
     tokens_per_second: float = 0.0
     efficiency: float = 0.0
 
@@ -52,24 +50,23 @@ def scaling_curve(
         else:
             larger = next((known for known in reversed(found.values()) if known), None)
             found[count] = _best(estimator, task, count, larger)
-    base = next((count for count in counts if found[count]), 0)
-    return [_point(estimator, task, count, found[count], base, found) for count in counts]
+    fewest = next((found[count] for count in counts if found[count]), None)
+    points = [ScalingPoint(count) for count in counts]
+    if fewest is None:
+        return points
+    tokens = task.global_batch_size * estimator.tokens_per_sample
+    return [_point(point, found[point.num_devices], fewest, tokens) for point in points]
 
 
 def _point(
-    estimator: Estimator,
-    task: PlanTask,
-    count: int,
-    best: Estimate | None,
-    base: int,
-    found: dict[int, Estimate | None],
+    point: ScalingPoint, best: Estimate | None, fewest: Estimate, tokens: int
 ) -> ScalingPoint:
-    first = found.get(base)
-    if best is None or first is None:
-        return ScalingPoint(count)
-    samples = task.global_batch_size / best.time.step
-    efficiency = base * first.time.step / (count * best.time.step)
-    return ScalingPoint(count, best, samples, samples * estimator.tokens_per_sample, efficiency)
+    """Return a point with its best plan, compared with that of the fewest devices."""
+    if best is None:
+        return point
+    devices = point.num_devices / fewest.plan.num_devices
+    efficiency = fewest.time.step / (devices * best.time.step)
+    return ScalingPoint(point.num_devices, best, tokens / best.time.step, efficiency)
 
 
 def enough_devices(points: Sequence[ScalingPoint]) -> ScalingPoint | None:
@@ -130,3 +127,61 @@ def _best(
 
 def _alike(sizes: Sizes, larger: Estimate) -> bool:
     return all(size <= max(8, 2 * larger.plan.size(axis)) for axis, size in sizes.items())
+
+
+MOST_DEVICES = 16_384
+"""A model that needs more is not searched for."""
+
+
+def smaller_or_larger(hardware: Hardware, count: int) -> Hardware:
+    """Return this many devices of the same kind, in nodes of the same size."""
+    node = hardware.devices_per_node if hardware.nodes > 1 else hardware.chip.devices_per_domain
+    nodes = 1 if node is None else -(-count // node)
+    return Hardware(chip=hardware.chip, count=count, nodes=nodes)
+
+
+def smallest_cluster(estimator: Estimator, task: PlanTask) -> SearchResult | None:
+    """Return a search on the fewest devices of the chip that hold the model; None if none do.
+
+    The mesh is free, and there is at least one sample for each device. Clusters of more than one
+    node have whole nodes.
+    """
+    node, count = task.hardware.chip.devices_per_domain or MOST_DEVICES, 1
+    while count <= min(node, MOST_DEVICES):
+        if found := _holds(estimator, task, count):
+            return found
+        count *= 2
+    return _fewest_nodes(estimator, task, node)
+
+
+def _fewest_nodes(estimator: Estimator, task: PlanTask, node: int) -> SearchResult | None:
+    """Double the nodes until the model fits, then look for fewer between the last two."""
+    nodes, found = 1, None
+    while found is None:
+        nodes *= 2
+        if nodes * node > MOST_DEVICES:
+            return None
+        found = _holds(estimator, task, nodes * node)
+    low, high = nodes // 2, nodes
+    while high - low > 1:
+        middle = (low + high) // 2
+        fewer = _holds(estimator, task, middle * node)
+        low, high, found = (low, middle, fewer) if fewer else (middle, high, found)
+    return found
+
+
+def _holds(estimator: Estimator, task: PlanTask, count: int) -> SearchResult | None:
+    """Return a search on this many devices if a plan fits."""
+    batch = -(-max(task.global_batch_size, count) // count) * count
+    asked = replace(
+        task,
+        hardware=smaller_or_larger(task.hardware, count),
+        global_batch_size=batch,
+        pins=Pins(remat=task.pins.remat, blocks=task.pins.blocks),
+    )
+    try:
+        result = search(estimator, asked, top=1)
+    except UserError:
+        # No mesh of this many devices divides the model.
+        return None
+    return result if result.plans else None

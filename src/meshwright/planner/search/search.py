@@ -50,8 +50,8 @@ class SearchResult:
         task: what was planned.
         plans: the best plan of each of the fastest meshes that fit, the recommended one first and
             the others by step time; empty if nothing fits.
-        find_rejected: says why each other mesh is not among them, when that is asked for: of many
-            searches only the plans count.
+        find_rejected: says why each other mesh is not among them; called only if someone reads
+            `rejected`.
     """
 
     task: PlanTask
@@ -201,7 +201,7 @@ class _Search:
     def _bound(self, sizes: Sizes) -> Estimate:
         """Return the fastest plan of a mesh on devices with any amount of memory.
 
-        Computing again only adds work, so only the first choice of remat is considered.
+        Recomputing only adds work, so only the first choice of remat is considered.
         """
         first = first_variants(self.task, sizes, self.estimator.num_blocks)[0]
         start = self._with_few_reductions(sizes, first)
@@ -219,7 +219,7 @@ class _Search:
         """Return the fastest plan of a mesh that fits; None if all take longer than the limit.
 
         Settings are tried in the order of their time on devices with any amount of memory, until no
-        other can be faster; what the backward pass computes again, from nothing to everything.
+        other can be faster; remat from recomputing nothing to recomputing everything.
         """
         micro = bound.plan.batch.micro_batch_size
         fastest = self.estimator.estimate(bound.plan, self.task.hardware).time.step
@@ -239,7 +239,7 @@ class _Search:
                 own = self._fastest(sizes, variant, possible) if possible else None
                 if own is not None and own.time.step <= limit:
                     best, limit = own, own.time.step * (1 - 1e-9)
-            # Computing again is of use only where memory limits the microbatch.
+            # Recomputing helps only where memory limits the microbatch.
             if best is not None and best.time.step <= fastest / BOUND_SLACK:
                 break
         return best

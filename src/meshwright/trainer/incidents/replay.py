@@ -23,8 +23,7 @@ from meshwright.plan import Plan
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.recipe import make_recipe
 from meshwright.step.assemble import Assembled
-from meshwright.step.scaler import LossScale
-from meshwright.step.state import TrainState
+from meshwright.step.state import LossScale, TrainState
 from meshwright.trainer.incidents.flight_record import FlightRecord, read_record
 from meshwright.trainer.incidents.replay_text import BadArray, Replay
 from meshwright.trainer.incidents.responsible import find_responsible, first_origin

@@ -10,9 +10,7 @@ from meshwright.config.argument_checks import MOST_SAMPLES, check_count
 from meshwright.config.builders import parameters_of
 from meshwright.data.batches import form_of, read_batch
 from meshwright.data.elements import Expected
-from meshwright.data.given_batches import SequenceData
 from meshwright.data.protocols import Data
-from meshwright.data.streams import IterableData
 from meshwright.data.user_data import as_data
 from meshwright.errors import UserError
 from meshwright.plan import Plan
@@ -45,9 +43,8 @@ def read_fit_data(
         expected = Expected(batch_size=batch_size, planned=planned)
         given, held_out = _continued(memory, data, trainer.seed, expected), None
         _check_evaluation(eval_data, asked.eval_every, asked.eval_batches)
-    if isinstance(given, SequenceData) and data is not None:
-        whole = asked.duration is not None and asked.duration.epochs is not None
-        given = replace(given, cycle=given.cycle or whole, training=True)
+        by_epochs = asked.duration is not None and asked.duration.epochs is not None
+        given = given.for_training(by_epochs=by_epochs)
     first = first_batch(given, planned if batch_size is None else batch_size)
     if eval_data is not None:
         like = Expected(like=first, training=False)
@@ -89,7 +86,7 @@ def planned_batch_size(trainer: TrainerSettings) -> int | None:
 def _continued(memory: Memory, data: Any, seed: int, expected: Expected) -> Data:
     """Return data as `Data`; an iterable that is given again continues where it was."""
     before = memory.data
-    if before is None or before[0] is not data or not isinstance(before[1], IterableData):
+    if before is None or before[0] is not data or not before[1].forward_only:
         before = memory.data = (data, as_data(data, seed, expected=expected))
     return before[1]
 
@@ -106,9 +103,16 @@ def _check_evaluation(data: Any, every: int | None, batches: int | None) -> None
 
 def first_batch(data: Data, batch_size: int | None) -> Any:
     """Return the first global batch, whose shapes all others must have."""
-    if isinstance(data, SequenceData | IterableData):
-        with doing("reading batch 0"):
-            first = data.first_batch(batch_size) if isinstance(data, IterableData) else data.first()
+    if data.any_batch_size:
+        if batch_size is None:
+            raise UserError(
+                "the size of a global batch is not known",
+                why=f"the data ({data.describe()}) can be read in batches of any size",
+                fix="write batch_size=64, or as many samples as one update takes",
+            )
+        check_count("batch_size", batch_size, MOST_SAMPLES)
+    with activity("reading the data"), doing("reading batch 0"):
+        first = data.first_batch(batch_size)
         if first is None:
             raise UserError(
                 "there are no batches to train on",
@@ -116,12 +120,3 @@ def first_batch(data: Data, batch_size: int | None) -> Any:
                 fix="give at least one batch; a generator can only be read once",
             )
         return read_batch(first)
-    if batch_size is None:
-        raise UserError(
-            "the size of a global batch is not known",
-            why=f"the data ({data.describe()}) can be read in batches of any size",
-            fix="write batch_size=64, or as many samples as one update takes",
-        )
-    check_count("batch_size", batch_size, MOST_SAMPLES)
-    with activity("reading the data"), doing("reading batch 0"):
-        return read_batch(data.batch(0, batch_size))

@@ -23,12 +23,11 @@ from meshwright.plan import Plan, pipeline_fields, resolve_mesh
 from meshwright.planner.devices.links import check_network
 from meshwright.planner.devices.local_hardware import find_hardware
 from meshwright.planner.estimate.estimate import Estimate
-from meshwright.planner.estimate.estimator import ProgramEstimator
+from meshwright.planner.estimate.estimator import Estimator, make_estimator
 from meshwright.planner.guidance.auto_plan import AUTO, choose_plan, hardware_of
 from meshwright.planner.guidance.plan_report import PlanReport, make_report
 from meshwright.planner.guidance.plan_text import report_text
 from meshwright.planner.search.candidates import Pins, PlanTask
-from meshwright.planner.search.plan_file import plan_yaml
 from meshwright.text.columns import as_text
 from meshwright.trainer.starting.fewer_processes import plan_for_remaining
 from meshwright.trainer.trainer_settings import TrainerSettings, read_pipeline
@@ -57,8 +56,7 @@ class PlannedTraining:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file that ``meshwright train plan=FILE`` reads."""
-        text = plan_yaml(self.estimate, self.report.name, self.report.num_parameters)
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(self.report.to_yaml(), encoding="utf-8")
 
     def __str__(self) -> str:
         """Return the report for reading."""
@@ -119,14 +117,16 @@ def data_missing(hardware: str | None) -> UserError:
     )
 
 
-def estimator_for(settings: TrainerSettings, batch: Batch) -> Any:
+def estimator_for(settings: TrainerSettings, batch: Batch) -> Estimator:
     """Return what estimates plans for a trainer's model."""
-    return ProgramEstimator(
+    planned = settings.mesh if isinstance(settings.mesh, Plan) else settings
+    return make_estimator(
         model_source(settings.model, settings.loss, lambda: batch),
         settings.loss,
         settings.optimizer,
         batch,
         trainable=settings.trainable,
+        precision=planned.precision,
     )
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader
 from meshwright.checkpoint.damage import DamagedCheckpoint
-from meshwright.data.streams import IterableData
 from meshwright.errors import OutOfMemory, Spelling, current_spelling
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
@@ -127,7 +126,7 @@ class Restoring:
     def _continue_data(self, point: ResumePoint) -> None:
         """Take data that is read in order to where it was, if the checkpoint says where."""
         data, position = self._asked.data, point.metadata.data_position
-        if isinstance(data, IterableData) and position is not None:
+        if data is not None and position is not None:
             data.go_to(point.update + count_batches(point.metadata.left_out), position)
 
     def _restore(self, tracker: Tracker) -> TrainState:

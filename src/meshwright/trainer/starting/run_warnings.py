@@ -173,7 +173,7 @@ def warn_of_end(result: FitResult, before: int, asked: FitSettings, batch_size: 
             f"of a run counts from its first update: write steps={before + more} to do {more} "
             "more, or restart=True to begin anew"
         )
-    if dropped := getattr(asked.data, "num_dropped", 0):
+    if asked.data is not None and (dropped := asked.data.num_dropped):
         texts.append(
             f"the last batch of the data has {dropped} samples instead of {batch_size}, and was "
             "not trained on. Give the samples instead of batches, or a batch size that divides "

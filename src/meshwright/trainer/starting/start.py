@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import read_params
-from meshwright.checkpoint.older_paths import as_named_now
+from meshwright.checkpoint.array_paths import as_named_now
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.inputs.user_model import exists
 from meshwright.runtime.activity import activity
@@ -20,12 +20,10 @@ from meshwright.trainer.starting.continuing import choose_start, continued_state
 from meshwright.trainer.starting.resume import ResumePoint, find_resume_point
 from meshwright.trainer.trained.fit_result import FitResult
 from meshwright.trainer.trainer_settings import TrainerSettings
-from meshwright.weights.array_differences import describe_differences
-from meshwright.weights.hf_folder import listed, open_folder
-from meshwright.weights.hf_model import HfModel
+from meshwright.weights.hf_folder import describe_differences, listed, open_folder
+from meshwright.weights.hf_model import HfModel, check_numbers
 from meshwright.weights.kept import keep_files, read_kept
 from meshwright.weights.load import load_state, weights_of
-from meshwright.weights.same_model import check_numbers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ def generate_sample(
     """
     task = None if asked.recipe is None else asked.recipe.task
     source = asked.eval_data or asked.data
-    tokenizer: Any = getattr(asked.data, "tokenizer", None)
+    tokenizer: Any = None if asked.data is None else asked.data.tokenizer
     if not asked.sample_tokens or tokenizer is None or not isinstance(task, LanguageModeling):
         return None
     assert source is not None

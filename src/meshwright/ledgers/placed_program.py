@@ -1,0 +1,197 @@
+"""Weights and events of a program as a plan places them, from which follows what it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from meshwright.mesh.axes import PIPE
+from meshwright.pipeline.divide.block_cut import BlockCut, Region
+from meshwright.plan import Plan
+from meshwright.program.backward import weights_in_backward
+from meshwright.program.blocks.segments import Outside, cut_segments
+from meshwright.program.blocks.to_scan import casts_of
+from meshwright.program.dims import DimClasses
+from meshwright.program.evaluate.dependencies import variables, variables_read
+from meshwright.program.jaxpr.equations import Var, scan_counts
+from meshwright.program.trace.layout import StepLeaf
+from meshwright.program.trace.traced_loss import TracedLoss
+from meshwright.sharding.placement import Placement
+from meshwright.sharding.tensor import TensorChoice
+
+Part = Literal["blocks", "embedding", "head"]
+"""Parts of a model that pipeline stages run: each some blocks, the first one the embedding, the
+last one the head."""
+
+
+class PlacedWeight(NamedTuple):
+    """A weight, and how a plan places it.
+
+    Attributes:
+        nbytes: its bytes on a device once it is gathered: sharded over the tensor axis alone.
+        parts: the parts of the model that read it; empty if that is not known.
+        trained: whether it has a gradient.
+        on_fsdp: whether the fsdp axis shards it, or its optimizer state.
+        on_pipe: whether stages shard it that do not own it.
+        again: whether only blocks read it, which may gather it again for their backward pass.
+        in_backward: whether the backward pass reads its value.
+        module: the module it belongs to.
+    """
+
+    nbytes: float
+    parts: tuple[Part, ...]
+    trained: bool
+    on_fsdp: bool
+    on_pipe: bool
+    again: bool
+    in_backward: bool
+    module: str = ""
+
+
+class PlacedEvent(NamedTuple):
+    """What an operation sends over the tensor axis.
+
+    Attributes:
+        kind: the kind of collective.
+        nbytes: bytes of the array, each time, for all samples that were traced.
+        times: how often the operation runs for a microbatch.
+        weight: bytes of the weight that can be gathered instead; 0 if none can.
+        part: the part of the model it belongs to; None if no stage runs it, or without stages.
+        module: its module.
+    """
+
+    kind: str
+    nbytes: int
+    times: int
+    weight: int
+    part: Part | None
+    module: str
+
+
+class WeightReads(NamedTuple):
+    """How a program reads its weights, by number of the step leaf.
+
+    Attributes:
+        outside: those read outside of blocks, which stay gathered.
+        in_backward: those whose values the backward pass reads.
+    """
+
+    outside: frozenset[int]
+    in_backward: frozenset[int]
+
+
+def read_weights(traced: TracedLoss) -> WeightReads:
+    """Find out how a program without stages reads its weights."""
+    jaxpr = traced.closed.jaxpr
+    number = {v: n for n, v in enumerate(jaxpr.invars[: len(traced.layout.step_leaves)])}
+    casts = casts_of(jaxpr.eqns, set(number))
+    number |= {cast: number[leaf] for cast, leaf in casts.items()}
+    outside: set[int] = set()
+    for segment in cut_segments(jaxpr):
+        if isinstance(segment, Outside):
+            eqns = [eqn for eqn in segment.eqns if not casts.keys() & set(eqn.outvars)]
+            read = {variable for variable in variables_read(eqns) if variable in number}
+            outside |= {number[variable] for variable in read - _scanned(segment)}
+    return WeightReads(frozenset(outside), weights_in_backward(traced))
+
+
+def _scanned(segment: Outside) -> set[Var]:
+    """Return the variables over whose rows a scan runs, such as the weights of rolled blocks."""
+    scans = [eqn for eqn in segment.eqns if eqn.primitive.name == "scan"]
+    return set(variables(atom for eqn in scans for atom in eqn.invars[sum(scan_counts(eqn)) :]))
+
+
+def place_weights(
+    steps: Sequence[StepLeaf],
+    placements: Sequence[Placement],
+    plan: Plan,
+    reads: WeightReads,
+    cut: BlockCut | None = None,
+) -> Iterator[PlacedWeight]:
+    """Yield the weights of a step.
+
+    Args:
+        steps: the leaves of the step.
+        placements: where each is placed, sharded as far as the mesh does.
+        plan: the plan.
+        reads: how the program reads them.
+        cut: the program cut at its blocks; None without stages.
+    """
+    of_part = {} if cut is None else _parts(cut)
+    for number, (step, placement) in enumerate(zip(steps, placements, strict=True)):
+        leaf, in_backward = step.leaf, number in reads.in_backward
+        if not leaf.is_weight:
+            continue
+        parts: tuple[Part, ...] = of_part.get(number, ())
+        again = in_backward
+        if cut is None:
+            again = number not in reads.outside
+            parts = ("blocks",) if again else ()
+        nbytes = leaf.nbytes / (plan.size("tensor") if "tensor" in placement.axes() else 1)
+        if cut is not None and parts == ("blocks",):
+            # Stages are padded to the same number of rows.
+            nbytes *= cut.num_blocks / leaf.shape[0]
+        # What is not trained is not updated in shards.
+        trained = leaf.role == "param"
+        axes = placement.axes() if trained or plan.sharding.zero == 3 else ()
+        yield PlacedWeight(
+            nbytes=nbytes,
+            parts=parts,
+            trained=trained,
+            on_fsdp="fsdp" in axes,
+            on_pipe=PIPE in axes,
+            again=again,
+            in_backward=in_backward,
+            module=leaf.path.rpartition(".")[0],
+        )
+
+
+def _parts(cut: BlockCut) -> dict[int, tuple[Part, ...]]:
+    """Return the parts of the model that read its trained weights, and all stacks of blocks."""
+    parts: dict[int, tuple[Part, ...]] = {stack.number: ("blocks",) for stack in cut.stacks}
+    regions: dict[Part, Region] = {"embedding": cut.embedding, "head": cut.head}
+    for part, region in regions.items():
+        for leaf in region.weights:
+            parts[leaf.number] = (*parts.get(leaf.number, ()), part)
+    return parts
+
+
+def place_events(
+    classes: DimClasses, tensor: TensorChoice, cut: BlockCut | None = None
+) -> list[PlacedEvent]:
+    """Return what operations send over the tensor axis: once per half block and direction.
+
+    Args:
+        classes: the dim classes of the program.
+        tensor: the dims that the axis shards.
+        cut: the program cut at its blocks; None without stages.
+    """
+    if tensor.size == 1:
+        return []
+    part_of = {} if cut is None else _events_by_part(classes, cut)
+    number_of = {id(event): number for number, event in enumerate(classes.events)}
+    found, seen = list[PlacedEvent](), set[tuple[str, int]]()
+    for event in classes.events_of(tensor.splits):
+        key = (event.kind, event.source)
+        if event.source >= 0 and key in seen:
+            continue
+        seen.add(key)
+        kept = bool(event.kept & tensor.splits.keys())
+        kind = "all-gather" if event.blocking else "reduce-scatter" if kept else "all-reduce"
+        part = part_of.get(number_of[id(event)])
+        found.append(PlacedEvent(kind, event.nbytes, event.times, event.weight, part, event.path))
+    return found
+
+
+def _events_by_part(classes: DimClasses, cut: BlockCut) -> dict[int, Part]:
+    """Return the part of the model that each event belongs to, by its number."""
+    of_eqn: dict[int, Part] = {
+        **{id(eqn): "head" for eqn in cut.head.eqns},
+        **{id(eqn): "embedding" for eqn in cut.embedding.eqns},
+        id(cut.scan.eqn): "blocks",
+    }
+    root, parts = classes.root, dict[int, Part]()
+    for position, events in root.noted.items():
+        if part := of_eqn.get(id(root.jaxpr.eqns[position])):
+            parts |= dict.fromkeys(events, part)
+    return parts

@@ -1,0 +1,142 @@
+"""Exchanges between stages: their order within a tick, and a check that none can hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh
+
+from meshwright.compiled.divergence import divergent_permutes
+from meshwright.errors import Setting, UserError
+from meshwright.mesh.axes import PIPE
+from meshwright.pipeline.execute.slots import looped
+from meshwright.pipeline.execute.tick_rows import TickOp, named
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Transfer(Generic[T]):
+    """What stages send to their neighbors.
+
+    Attributes:
+        operation: the operation of the tick.
+        values: the values to send.
+        pairs: pairs of sender and receiver.
+        needed: whether any stage needs the values; None for always.
+    """
+
+    operation: TickOp
+    values: T
+    pairs: Sequence[tuple[int, int]]
+    needed: Array | None
+
+
+class ExchangeOrder:
+    """Orders the exchanges of one tick.
+
+    A CPU runs operations that do not depend on each other in any order, and each exchange blocks
+    a thread until all its devices have arrived: devices that begin with different exchanges wait
+    for each other forever. There, each exchange waits for the one before; accelerators keep the
+    program's order anyway.
+
+    Args:
+        platform: the platform of the devices.
+    """
+
+    def __init__(self, platform: str) -> None:
+        self._waits = platform == "cpu"
+        self._previous: Array | None = None
+
+    def when(self, operation: TickOp, needed: Array, update: Callable[[T], T], values: T) -> T:
+        """Return ``update(values)`` if needed, else the values; see `slots.when`.
+
+        Args:
+            operation: the operation of the tick.
+            needed: whether there is something to do.
+            update: returns the new values; what it updates itself is ordered before what follows.
+            values: the values to update.
+        """
+        previous = self._previous
+        if self._waits and previous is not None:
+            # Always false, but known only after the previous exchange.
+            needed = needed | previous
+
+        def run(values: T) -> T:
+            # This may be traced more than once, each time from the same start.
+            self._previous = previous
+            return update(values)
+
+        self._previous, values = looped(needed, named(operation, run), values)
+        return values
+
+    def send(self, axis: str, transfer: Transfer[T]) -> T:
+        """Send values along a mesh axis and return what arrives."""
+        permuted, needed, values = (
+            partial(_permuted, axis, transfer),
+            transfer.needed,
+            transfer.values,
+        )
+        if self._waits:
+            always = jnp.ones((), bool) if needed is None else needed
+            return self.when(transfer.operation, always, permuted, values)
+        send = named(transfer.operation, permuted)
+        return send(values) if needed is None else lax.cond(needed, send, lambda v: v, values)
+
+    def exchange(self, axis: str, ahead: Transfer[T], back: Transfer[S]) -> tuple[T, S]:
+        """Send values in both directions, as far as needed, and return what arrives."""
+        if self._waits or ahead.needed is None or back.needed is None:
+            return self.send(axis, ahead), self.send(axis, back)
+        # One question to the host instead of two.
+        send, send_back = partial(_permuted, axis, ahead), partial(_permuted, axis, back)
+        only_send, both_send = (named(op, send) for op in (TickOp.ONLY_SEND, TickOp.BOTH_SEND))
+        only_back, both_back = (
+            named(op, send_back) for op in (TickOp.ONLY_SEND_BACK, TickOp.BOTH_SEND_BACK)
+        )
+        return lax.switch(
+            ahead.needed.astype(jnp.int32) + 2 * back.needed.astype(jnp.int32),
+            [
+                lambda a, b: (a, b),
+                lambda a, b: (only_send(a), b),
+                lambda a, b: (a, only_back(b)),
+                lambda a, b: (both_send(a), both_back(b)),
+            ],
+            ahead.values,
+            back.values,
+        )
+
+
+def _permuted(axis: str, transfer: Transfer[T], values: T) -> T:
+    return jax.tree.map(lambda value: lax.ppermute(value, axis, transfer.pairs), values)
+
+
+def check_exchanges(program: str, mesh: Mesh) -> None:
+    """Refuse a compiled program whose stages would wait for each other forever.
+
+    Args:
+        program: its text, ``compiled.as_text()``.
+        mesh: the mesh it is for.
+    """
+    sizes = {str(axis): size for axis, size in mesh.shape.items()}
+    permutes = divergent_permutes(program, sizes, PIPE)
+    if not permutes:
+        return
+    first = permutes[0]
+    where = f" in `{first.module}`" if first.module else ""
+    others = {a: n for a, n in sizes.items() if a != PIPE and n > 1}
+    axes = " and ".join(f"{axis}={size}" for axis, size in others.items())
+    raise UserError(
+        f"the model cannot be divided into pipeline stages on this mesh: the compiler moves "
+        f"pieces of an array for `{first.operation}`{where} between the devices of a stage",
+        why=f"the array is sharded over {axes}, and stages, which work at different times, "
+        "would wait for each other forever",
+        fix=f"leave out one of these axes or {Setting('mesh.pipe')}, or do not shard the array "
+        f"({Setting('sharding.rules')})",
+    )
