@@ -22,7 +22,7 @@ from meshwright.launch.processes_left import ProcessesLeft
 from meshwright.launch.supervise import Outcome, Requests
 from meshwright.launch.watch import Watch
 from meshwright.launch.whole_run import find_run
-from meshwright.runtime.attempts import PROCESS_RANGE, Fit, ProcessRange, fits_to_json
+from meshwright.runtime.attempts import PROCESS_RANGE, Fit, ProcessRange
 
 LIMIT_SECONDS = 600
 SMALL = ("model=mlp", "model.widths=[784,16,10]", "optimizer=sgd", "training.global_batch_size=24")
@@ -36,7 +36,7 @@ OFTEN = (
 
 def outcome(code: int, rank: int | None, fits: dict[int, Fit] | None = None) -> Outcome:
     watch = Watch({n: Path("missing") for n in range(8)})
-    return Outcome(code, False, "it failed", None, watch, rank, fits_to_json(fits or {}))
+    return Outcome(code, False, "it failed", None, watch, rank, fits or {})
 
 
 def team(*flags: str) -> ProcessesLeft:

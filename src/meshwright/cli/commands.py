@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.hardware import MEMORY_SHARE
 from meshwright.launch.options import FLAGS as LAUNCH_FLAGS
 
 
@@ -58,9 +57,7 @@ class Command:
         return (*self.flags, *(flag for flag in COMMON_FLAGS if flag.name not in left_out))
 
 
-_SHARE = Flag(
-    "--memory-share", f"how much of a device a plan may take (default {MEMORY_SHARE})", "S"
-)
+_SHARE = Flag("--memory-share", "share of a device's memory that a plan may use (default 0.9)", "S")
 
 COMMON_FLAGS = (
     Flag("--json", "print the result as one JSON value on stdout"),

@@ -23,7 +23,7 @@ from meshwright.launch.whole_run import WholeRun
 from meshwright.processes import join_timeout, own_interface
 from meshwright.processes.ports import Address
 from meshwright.processes.rendezvous import Meeting, Member, call_roll
-from meshwright.runtime.attempts import Fit, ProcessRange, fits_from_json
+from meshwright.runtime.attempts import Fit, ProcessRange
 
 
 @dataclass
@@ -46,7 +46,7 @@ class MachinesLeft:
     notify: Callable[[str], None]
     _members: list[int] = field(default_factory=list[int])
     _failures: Failures = field(default_factory=Failures)
-    _fits: dict[int, Fit] = field(default_factory=dict[int, Fit])
+    _fits: Mapping[int, Fit] = field(default_factory=dict[int, Fit])
     _most: int = 0
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class MachinesLeft:
 
     def after(self, outcome: Outcome, *, progress: bool) -> Change | None:
         """Leave the run if a process of this machine does not come back."""
-        self._fits = fits_from_json(outcome.meshes) or self._fits
+        self._fits = outcome.fits or self._fits
         if has_no_mesh(outcome, self._fits, len(self._members) * self.options.nprocs):
             return self._without_mesh()
         if outcome.code in (ExitCode.BAD_INPUT, ExitCode.NOT_FINITE):

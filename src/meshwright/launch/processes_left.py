@@ -10,7 +10,7 @@ from meshwright.errors import ExitCode, UserError
 from meshwright.launch.options import LaunchOptions
 from meshwright.launch.supervise import Outcome, Requests
 from meshwright.launch.whole_run import WholeRun, find_run
-from meshwright.runtime.attempts import Fit, ProcessRange, fits_from_json
+from meshwright.runtime.attempts import Fit, ProcessRange
 from meshwright.text.units import counted
 
 TRIES = 2
@@ -97,7 +97,7 @@ class ProcessesLeft:
     _lost: set[int] = field(default_factory=set[int])
     _used: Sequence[int] = ()
     _failures: Failures = field(default_factory=Failures)
-    _fits: dict[int, Fit] = field(default_factory=dict[int, Fit])
+    _fits: Mapping[int, Fit] = field(default_factory=dict[int, Fit])
 
     def __post_init__(self) -> None:
         """Refuse to leave out processes of which other machines would not know."""
@@ -129,7 +129,7 @@ class ProcessesLeft:
         """Give up a process that does not come back, or a number without a mesh."""
         if self.options.min_procs is None:
             return None
-        self._fits = fits_from_json(outcome.meshes) or self._fits
+        self._fits = outcome.fits or self._fits
         if has_no_mesh(outcome, self._fits, len(self._used)):
             return self._choose("", [*self._used][:-1])
         if outcome.rank is None or outcome.code in (ExitCode.BAD_INPUT, ExitCode.NOT_FINITE):

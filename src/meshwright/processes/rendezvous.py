@@ -84,6 +84,18 @@ class Meeting:
         return {"meshwright": 1 if self.noun == "process" else self.noun}
 
 
+class MissingMembers(EnvironmentProblem):
+    """Members did not join in time.
+
+    Attributes:
+        numbers: their numbers.
+    """
+
+    def __init__(self, what: str, *, numbers: Iterable[int], why: str = "", fix: str = "") -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.numbers = tuple(numbers)
+
+
 def meet(me: Member, meeting: Meeting) -> socket.socket | None:
     """Return once all processes are there.
 
@@ -238,9 +250,12 @@ class _Host:
 
     def _fail(self, error: MeshwrightError) -> None:
         kind = "user" if isinstance(error, UserError) else "environment"
+        message: dict[str, Any] = {"error": [kind, error.what, error.why, error.fix]}
+        if isinstance(error, MissingMembers):
+            message["absent"] = error.numbers
         for connection in self._texts:
-            _send(connection, {"error": [kind, error.what, error.why, error.fix]})
-        self.tell_all({"error": [kind, error.what, error.why, error.fix]})
+            _send(connection, message)
+        self.tell_all(message)
         raise error
 
     def _drop(self, connection: socket.socket) -> None:
@@ -301,8 +316,7 @@ def _wait_for_answer(connection: socket.socket, meeting: Meeting) -> list[int] |
             elif "other_run" in message:
                 return f"{zero} on {address} belongs to another run, {message['other_run']}"
             elif "error" in message:
-                kind, *parts = map(str, message["error"])
-                raise _remote_error(kind, *parts)
+                raise _remote_error(message)
             elif isinstance(message.get("go"), list):
                 return [int(number) for number in message["go"]]
             else:
@@ -355,9 +369,11 @@ def _read_member(text: bytes, meeting: Meeting) -> Member | None:
         return None
 
 
-def _remote_error(kind: str, what: str, why: str, fix: str) -> MeshwrightError:
-    error = UserError if kind == "user" else EnvironmentProblem
-    return error(what, why=why, fix=fix)
+def _remote_error(message: dict[str, Any]) -> MeshwrightError:
+    kind, what, why, fix = map(str, message["error"])
+    if "absent" in message:
+        return MissingMembers(what, numbers=map(int, message["absent"]), why=why, fix=fix)
+    return (UserError if kind == "user" else EnvironmentProblem)(what, why=why, fix=fix)
 
 
 def _plural(noun: Noun) -> str:
@@ -377,12 +393,14 @@ def _waiting(count: int, joined: list[int], noun: Noun) -> str:
     )
 
 
-def _missing(count: int, joined: list[int], meeting: Meeting) -> EnvironmentProblem:
-    absent = _named((n for n in range(count) if n not in joined), meeting.noun)
+def _missing(count: int, joined: list[int], meeting: Meeting) -> MissingMembers:
+    numbers = tuple(number for number in range(count) if number not in joined)
+    absent = _named(numbers, meeting.noun)
     least = "" if meeting.least is None else f", and at least {meeting.least} are needed"
-    return EnvironmentProblem(
+    return MissingMembers(
         f"{len(joined)} of {count} {_plural(meeting.noun)} joined, missing {absent} after "
         f"{meeting.seconds:g} s{least}",
+        numbers=numbers,
         why=f"{meeting.noun} 0 waited on {meeting.address}",
         fix=f"look at the output of {absent}: not started, stopped, or unable to reach "
         "that address; if it only needs longer, write --join-timeout SECONDS or "

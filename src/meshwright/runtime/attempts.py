@@ -1,4 +1,8 @@
-"""What a process knows from its launcher: the attempts before it, and how many may be left."""
+"""What a launcher and its processes exchange, besides heartbeats.
+
+The launcher sets environment variables: the earlier attempts, and how many processes may be left.
+A process writes a report beside its heartbeat: its run folder, and why it ends.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 EARLIER_ATTEMPTS = "MESHWRIGHT_EARLIER_ATTEMPTS"
@@ -102,11 +106,36 @@ class Fit:
     problem: str = ""
 
 
-def fits_to_json(fits: Mapping[int, Fit]) -> str:
-    """Return what is known of numbers of processes as text, for the launcher."""
-    return json.dumps({str(count): asdict(fit) for count, fit in fits.items()})
+@dataclass(frozen=True)
+class Report:
+    """What a process reports to its launcher.
 
+    Attributes:
+        run_dir: the run folder; empty if there is none yet.
+        fits: by number of processes, whether the run can go on with that many.
+        error: what is wrong, in one line, if the process ends with an error; else empty.
+        lost_peer: whether it ends only because another process is gone.
+        absent: the processes that did not join.
+    """
 
-def fits_from_json(text: str) -> dict[int, Fit]:
-    """Return what the processes said, by their number; nothing for an empty text."""
-    return {int(count): Fit(**fit) for count, fit in json.loads(text or "{}").items()}
+    run_dir: str = ""
+    fits: Mapping[int, Fit] = field(default_factory=dict[int, Fit])
+    error: str = ""
+    lost_peer: bool = False
+    absent: tuple[int, ...] = ()
+
+    def write(self, file: Path) -> None:
+        """Write the report; a reader sees all of it or none."""
+        draft = file.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        draft.replace(file)
+
+    @classmethod
+    def read(cls, file: Path) -> Report | None:
+        """Return the report of a process; None if it has not written any."""
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except OSError:
+            return None
+        values["fits"] = {int(count): Fit(**fit) for count, fit in values["fits"].items()}
+        return cls(**{**values, "absent": tuple(values["absent"])})

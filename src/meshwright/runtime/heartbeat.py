@@ -15,10 +15,12 @@ import struct
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
+
+from meshwright.runtime.attempts import Report
 
 HEARTBEAT_FILE = "MESHWRIGHT_HEARTBEAT"
 """The environment variable with the file to write to; absent without a launcher."""
@@ -124,14 +126,9 @@ def stacks_file(heartbeat: Path) -> Path:
     return heartbeat.with_suffix(".stacks")
 
 
-def folder_file(heartbeat: Path) -> Path:
-    """Return the file that names the run folder of the process with this heartbeat."""
-    return heartbeat.with_suffix(".folder")
-
-
-def meshes_file(heartbeat: Path) -> Path:
-    """Return the file with the meshes for fewer processes, of the process with this heartbeat."""
-    return heartbeat.with_suffix(".meshes")
+def report_file(heartbeat: Path) -> Path:
+    """Return the file for the report of the process with this heartbeat."""
+    return heartbeat.with_suffix(".report")
 
 
 class Heartbeat:
@@ -144,7 +141,7 @@ class Heartbeat:
     """
 
     def __init__(self, file: Path | None = None) -> None:
-        self._file = file
+        self._file, self._report = file, Report()
         self._count = self._update = 0
         self._doing = Doing.STARTING
         self._first = self._saved = -1
@@ -172,15 +169,13 @@ class Heartbeat:
         self._began, self._first, self._saved = self._useful(), -1, -1
         self.mark(Doing.COMPILING, 0)
 
-    def tell_folder(self, folder: Path) -> None:
-        """Tell the launcher the run folder."""
+    def report(self, **changes: Any) -> None:
+        """Change fields of the report to the launcher; without a launcher, nobody reads it."""
+        self._report = replace(self._report, **changes)
         if self._file is not None:
-            folder_file(self._file).write_text(str(folder), encoding="utf-8")
-
-    def tell_meshes(self, text: str) -> None:
-        """Tell the launcher on which meshes fewer processes would go on."""
-        if self._file is not None:
-            meshes_file(self._file).write_text(text, encoding="utf-8")
+            # A disk that is full must not hide the error that is reported.
+            with suppress(OSError):
+                self._report.write(report_file(self._file))
 
     def start_from(self, update: int) -> None:
         """Say after which update training begins."""
