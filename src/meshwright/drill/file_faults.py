@@ -1,4 +1,4 @@
-"""Faults of what a run reads and writes: damaged checkpoints, full disks, and a batch with a NaN."""
+"""Faults of what a run reads and writes: damaged checkpoints, full disks, a NaN in a batch."""
 
 from __future__ import annotations
 

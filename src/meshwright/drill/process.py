@@ -1,4 +1,4 @@
-"""A process of a drilled run: what the drill instructs it to do, and what it notes for the drill."""
+"""A process of a drilled run: its instructions, and the notes that it writes for the drill."""
 
 from __future__ import annotations
 

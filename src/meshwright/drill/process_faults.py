@@ -83,9 +83,8 @@ def _check_exception(trial: Trial) -> str:
     launched.stopped(STOP_SECONDS)
     if EXCEPTION_TEXT not in launched.problem():
         raise NotSurvived(f"the first error is {launched.problem()!r}")
-    shown = [
-        line for line in launched.lines if re.match(rf"\[\d+\] .*: {EXCEPTION_TEXT}", line.text)
-    ]
+    raised = re.compile(rf"\[\d+\] .*: {EXCEPTION_TEXT}")
+    shown = [line for line in launched.lines if raised.match(line.text)]
     if len(shown) != 1:
         raise NotSurvived(f"the exception is shown {len(shown)} times")
     end = launched.find(rf"^launch: process {trial.last} ended with exit code \d+ at update (\d+)")
