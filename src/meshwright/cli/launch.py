@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from meshwright.launch.machines_left import MachinesLeft
 from meshwright.launch.merged_output import MergedOutput
 from meshwright.launch.options import parse_launch
-from meshwright.launch.outer_launcher import refuse_outer_launcher
 from meshwright.launch.processes_left import ProcessesLeft, Team
 from meshwright.launch.restarts import Attempts
-from meshwright.launch.whole_run import find_run
+from meshwright.launch.whole_run import find_run, refuse_outer_launcher
 
 
 def launch(words: Sequence[str]) -> int:

@@ -12,8 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from meshwright.cli.arguments import Arguments, parse_arguments
 from meshwright.cli.commands import COMMANDS
 from meshwright.cli.help import command_help, general_help
-from meshwright.cli.output import Output, guarded_stdout, print_error
-from meshwright.cli.plain_warnings import print_warnings_plainly
+from meshwright.cli.output import Output, guarded_stdout, print_error, print_warnings_plainly
 from meshwright.errors import (
     ExitCode,
     LostPeer,
@@ -137,7 +136,7 @@ def _run_command(arguments: Arguments, output: Output) -> int:
     with waiting, few_collections():
         request = make_request(arguments, output)
         if arguments.command.needs_devices:
-            from meshwright.cli.early_start import start_devices
+            from meshwright.cli.request import start_devices
 
             start_devices()
         module = importlib.import_module(arguments.command.module)

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 
+import logging
+import warnings
+from typing import TextIO
+
+_PACKAGE = str(Path(__file__).parent.parent)
+
+
 class Output:
     """The two streams of a command.
 
@@ -131,3 +138,34 @@ def print_error(error: MeshwrightError) -> None:
     for part in (error.why, error.fix):
         for line in filter(None, mask_text(part).splitlines()):
             console.print(Text("  " + line))
+
+
+def print_warnings_plainly() -> None:
+    """Print warnings and log records of this package like other messages, for this process."""
+    usual = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if file is None and filename.startswith(_PACKAGE):
+            print(f"warning: {message}", file=sys.stderr)
+        else:
+            usual(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Lowercase("%(levelname)s: %(message)s"))
+    own = logging.getLogger("meshwright")
+    own.addHandler(handler)
+    own.propagate = False
+
+
+class _Lowercase(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        record.levelname = record.levelname.lower()
+        return super().format(record)

@@ -23,13 +23,16 @@ from meshwright.planner.search.plan_file import (
 )
 from meshwright.processes import process_count
 from meshwright.processes.handshake import compare_processes, describe_own_devices
-from meshwright.runtime.code_digests import own_code
-from meshwright.runtime.versions import package_versions
+from meshwright.runtime.versions import own_code, package_versions
 from meshwright.text.masking import mask_words
 from meshwright.weights.resolve import resolve_weights
 
 if TYPE_CHECKING:
     from meshwright.plan import Plan
+
+
+import threading
+from contextlib import suppress
 
 
 @dataclass(frozen=True)
@@ -216,3 +219,23 @@ def _prepare_compiler(config: Config) -> None:
     from meshwright.compiled.disk_cache import use_disk_cache
 
     use_disk_cache(config.compilation_cache)
+
+
+def start_devices() -> None:
+    """Start JAX's devices in a thread, if this is the only process.
+
+    A GPU takes two seconds, and as long again until its first program runs. Whoever asks for
+    devices meanwhile waits for them, and sees the error if they do not start. Several processes
+    start theirs together, where each of them waits for the others.
+    """
+    if process_count() == 1:
+        # Not a daemon: a command that ends early must not leave in the middle of it.
+        threading.Thread(target=_start, name="device-start").start()
+
+
+def _start() -> None:
+    import jax
+
+    with suppress(Exception):
+        if jax.default_backend() != "cpu":
+            jax.random.key_data(jax.random.key(0)).block_until_ready()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from meshwright.errors import UserError
-from meshwright.launch.slurm_time import TIME, check_time_to_save
+from meshwright.text.units import counted
 
 SLURM_ONLY = {
     "--time": ("time limit of the SLURM job, such as 4:00:00", "LIMIT"),
@@ -44,6 +44,10 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SLURM_NAME = re.compile(r"[\w.,:@+-]+")
 _SLURM_OPTION = re.compile(r"--?[a-zA-Z][\w-]*(=[^\"'\\\n\r]*)?")
 _IMAGE = re.compile(r"[\w.:/@-]+")
+_TIME = re.compile(r"(?P<days>\d+-)?(?P<parts>\d+(:\d{1,2}){0,2})")
+"""Minutes, minutes:seconds or hours:minutes:seconds; with days, hours come first."""
+_SIGNAL_LEAD = 60
+"""How many seconds before the end SLURM sends a signal for which no time is given."""
 
 
 class ClusterKind(Enum):
@@ -106,7 +110,7 @@ def read_cluster(given: Mapping[str, str]) -> ClusterOptions | None:
         gpus_per_node=_number(given, "--gpus-per-node", None, 1, 1024),
         max_restarts=_number(given, "--restarts", 3, 0, 1000) or 0,
         save_seconds=_number(given, "--save-seconds", 90, 1, 65535) or 90,
-        time=_matching(given, "--time", TIME, "--time 4:00:00 for four hours"),
+        time=_matching(given, "--time", _TIME, "--time 4:00:00 for four hours"),
         partition=_matching(given, "--partition", _SLURM_NAME, "a name that `sinfo` shows"),
         account=_matching(given, "--account", _SLURM_NAME, "a name without spaces or quotes"),
         sbatch=_sbatch(given.get("--sbatch", "")),
@@ -115,7 +119,7 @@ def read_cluster(given: Mapping[str, str]) -> ClusterOptions | None:
         namespace=_label(given, "--namespace"),
         queue=_label(given, "--queue"),
     )
-    check_time_to_save(options.time, options.save_seconds, options.sbatch)
+    _check_time_to_save(options.time, options.save_seconds, options.sbatch)
     return options
 
 
@@ -219,3 +223,45 @@ def _sbatch(text: str) -> tuple[str, ...]:
                 fix="write --sbatch '--option=value --other=value', without quotes in the values",
             )
     return tuple(words)
+
+
+def limit_seconds(text: str) -> int | None:
+    """Return a time limit as SLURM reads it, in whole minutes; None if there is none."""
+    written = _TIME.fullmatch(text)
+    if written is None:
+        return None
+    parts = [int(part) for part in written["parts"].split(":")]
+    if written["days"]:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+        hours += 24 * int(written["days"][:-1])
+    else:
+        first = [0] if len(parts) < 3 else []
+        hours, minutes, seconds = [*first, *parts, 0][:3]
+    # SLURM rounds up to minutes, and takes zero for no limit.
+    return -(-(3600 * hours + 60 * minutes + seconds) // 60) * 60 or None
+
+
+def _check_time_to_save(time: str, save_seconds: int, sbatch: Sequence[str]) -> None:
+    """Raise if a job would be told to save before it starts.
+
+    Args:
+        time: the time limit; empty for that of the partition.
+        save_seconds: how long before its end the job is told to save.
+        sbatch: further options of sbatch, which may replace both.
+    """
+    lead = save_seconds
+    for option in sbatch:
+        name, _, value = option.partition("=")
+        if name == "--time":
+            time = value
+        elif name == "--signal":
+            _, at, seconds = value.partition("@")
+            lead = int(seconds) if at and seconds.isdecimal() else _SIGNAL_LEAD
+    limit = limit_seconds(time)
+    if limit is None or limit > lead:
+        return
+    raise UserError(
+        f"--time {time} is too short for a job that is told to save {lead} seconds before its end",
+        why=f"it is {counted(limit, 'second')}, so the job would be told so as soon as it starts",
+        fix=f"write a longer --time, or --save-seconds {max(limit // 3, 1)}",
+    )

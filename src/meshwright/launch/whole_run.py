@@ -1,4 +1,4 @@
-"""The run that a launch belongs to: all of it, or the processes of one machine among several."""
+"""The run that a launch belongs to, by its flags and the environment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.config.engines import DEFAULT_PORT, ENVIRONMENT, Found, detect, split_address
+from meshwright.config.engines import (
+    DEFAULT_PORT,
+    ENGINES,
+    ENVIRONMENT,
+    Engine,
+    Found,
+    detect,
+    read_engine,
+    split_address,
+)
 from meshwright.config.environment import read_environment
 from meshwright.errors import UserError
 from meshwright.launch.options import LaunchOptions
@@ -150,3 +159,57 @@ def _misfit(nprocs: int, rank: int, world_size: int) -> UserError:
         "RANK is the number of its first one",
         fix=fix,
     )
+
+
+def refuse_outer_launcher(
+    nprocs: int, environ: Mapping[str, str], *, is_shared: bool = False
+) -> None:
+    """Raise if the environment says that this launch is one of several processes.
+
+    The launch would overwrite the variables, and each group of processes would train a model of
+    its own. If the run ``is_shared``, the launch follows MASTER_ADDR, RANK and WORLD_SIZE.
+    """
+    for engine in ENGINES:
+        if (is_shared and engine is ENVIRONMENT) or not engine.started(environ):
+            continue
+        found = read_engine(engine, environ)
+        if engine is ENVIRONMENT and "rank" in found.numbers and not found.is_complete:
+            # The same message as without launch.
+            read_environment({name: environ[name] for name in found.variables.values()})
+        if not _says_more(found):
+            continue
+        given = _variables(engine, found, environ)
+        shown = " ".join(f"{name}={value}" for name, value in given.items())
+        name = "the environment" if engine is ENVIRONMENT else engine.name
+        raise UserError(
+            f"{name} and --nprocs {nprocs} describe different processes",
+            why=f"{shown} says that this is one process among others, and the "
+            f"{counted(nprocs, 'process', 'processes')} of --nprocs {nprocs} would not join them: "
+            "each launch would train a model of its own",
+            fix="leave launch out, and start the command itself as each of these processes; or, "
+            f"for processes on this machine only, run `unset {' '.join(given)}` first; or, for a "
+            "launch on each of several machines, add --nodes with their number",
+        )
+
+
+def _variables(engine: Engine, found: Found, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are set and say where process 0 is, and which process this is."""
+    address = () if found.place is None else found.place.variables
+    names = (*address, *engine.rank, *engine.world_size)
+    return {name: text for name in names if (text := environ.get(name, "").strip())}
+
+
+def _says_more(found: Found) -> bool:
+    """Whether an engine tells of other processes, or of a process 0 elsewhere."""
+    size, place = found.numbers.get("world_size"), found.place
+    return (
+        (size or 1) > 1
+        or found.numbers.get("rank", 0) > 0
+        # One process alone does not connect to anybody, wherever that may be.
+        or (size != 1 and place is not None and place.is_given and _is_elsewhere(place.host))
+    )
+
+
+def _is_elsewhere(host: str) -> bool:
+    here = {"localhost", "::1", "[::1]", "0.0.0.0", socket.gethostname(), socket.getfqdn()}
+    return host not in here and not host.startswith("127.")

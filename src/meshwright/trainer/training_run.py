@@ -26,10 +26,9 @@ from meshwright.processes.library_messages import is_lost_peer
 from meshwright.profile import NoProfiling, Profile, Profiling
 from meshwright.runtime.activity import activity
 from meshwright.runtime.attempts import EarlierAttempts
-from meshwright.runtime.code_digests import own_code, users_code
 from meshwright.runtime.heartbeat import Doing, own_heartbeat
 from meshwright.runtime.interrupt import Interrupt, Phase
-from meshwright.runtime.versions import package_versions
+from meshwright.runtime.versions import own_code, package_versions, users_code
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.tracking.setup import check_tracking, make_trackers
