@@ -40,7 +40,7 @@ def test_a_hanging_run_without_restarts_ends(tmp_path):
     done = launch(tmp_path, "--hang-timeout=3", code=code).finish()
     assert done.code == 1, done.err
     assert re.match(r"error: process 0 hangs at update \d: no progress for .*", done.first_error)
-    assert done.first_error.endswith("--restarts N starts all processes again")
+    assert done.first_error.endswith("--restarts N restarts all processes")
 
 
 @pytest.mark.parametrize(

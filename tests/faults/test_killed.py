@@ -21,7 +21,7 @@ def test_sigkill_of(tmp_path, undisturbed, rank):
     done = launch(tmp_path, "--restarts=3", fault=fault, at=8).finish()
     assert done.code == 0, done.err
     pattern = (
-        rf"error: process {rank} was killed by SIGKILL at update \d+; all processes are started"
+        rf"error: process {rank} was killed by SIGKILL at update \d+; all processes are restarted"
     )
     assert re.match(pattern, done.first_error), done.err
     assert "restart 1 of 3 in 1 s, from the checkpoint of update 6" in done.err

@@ -82,7 +82,7 @@ def test_processes_that_differ_are_refused_with_the_difference(tmp_path, what, e
     words = ("model=mlp", "optimizer=sgd", "mesh.data=2", "hydra.run.dir=run")
     task = ("task.kind=own:loss",) if what == "code" else ()
     done = start(tmp_path, "--nprocs=2", "wrapper.py", "train", *words, *task).finish()
-    check_refused(done, 2, "error: the 2 processes are not about to do the same", expected)
+    check_refused(done, 2, "error: the 2 processes differ", expected)
     assert done.err.count("error: the 2 processes are not") == 1
 
 

@@ -51,7 +51,7 @@ def test_a_second_sigterm_to_one_process_ends_it_at_once(tmp_path):
     stopped.wait_for("READY")
     worker = stopped.workers()[1]
     os.kill(worker, signal.SIGTERM)
-    stopped.wait_for(r"once more stops at once")
+    stopped.wait_for(r"a second signal stops at once")
     sent = time.monotonic()
     os.kill(worker, signal.SIGTERM)
     stopped.finish()
@@ -85,7 +85,7 @@ def test_ctrl_c_twice_ends_at_once(tmp_path):
     stopped.wait_for("READY 0")
     stopped.wait_for("READY 1")
     stopped.process.send_signal(signal.SIGINT)
-    stopped.wait_for(r"once more stops at once")
+    stopped.wait_for(r"a second signal stops at once")
     sent = time.monotonic()
     stopped.process.send_signal(signal.SIGINT)
     stopped.finish()

@@ -242,7 +242,7 @@ def test_without_sbatch_it_says_how_to_submit_elsewhere(cluster, capsys, monkeyp
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--slurm --kubernetes -- doctor", "are two places"),
+        ("--slurm --kubernetes -- doctor", "cannot be combined"),
         ("--slurm=yes -- doctor", "--slurm takes no value"),
         ("--slurm --time soon -- doctor", "--time soon is not valid"),
         ("--slurm --partition a'b -- doctor", "--partition a'b is not valid"),
@@ -294,7 +294,7 @@ def test_a_job_that_would_save_before_it_starts_is_refused(capsys, flags, second
     assert main(["launch", "--slurm", *flags.split(), "--dry-run", "--", "doctor"]) == 2
     err = capsys.readouterr().err
     limit, lead = seconds
-    assert f"is told to save {lead} seconds before its end" in err
+    assert f"has to save {lead} seconds before its end" in err
     assert f"it is {limit} seconds" in err
     assert f"or --save-seconds {limit // 3}" in err
 
@@ -312,4 +312,4 @@ def test_gpus_that_processes_cannot_share_and_runs_that_cannot_resume_are_refuse
     assert main(["launch", "--slurm", *flags, "--", "worker.py"]) == 2
     assert "3 processes with 1 GPU each cannot share 4 GPUs" in capsys.readouterr().err
     assert main(["launch", "--slurm", "--", "train", "resume=never"]) == 2
-    assert "resume=never does not go with a job of a cluster" in capsys.readouterr().err
+    assert "resume=never cannot be used with a cluster job" in capsys.readouterr().err

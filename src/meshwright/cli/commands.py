@@ -134,7 +134,7 @@ COMMANDS = {
             "compile a step for devices that are not here: memory and communication",
             "model=gpt2_tiny hardware=8xA100-40GB mesh.fsdp=8",
             flags=(
-                Flag("--on", "cpu compiles for CPUs; gpu for GPUs, of which one is here", "DEVICE"),
+                Flag("--on", "cpu compiles for CPUs; gpu for GPUs, if one is here", "DEVICE"),
                 _SHARE,
             ),
             needs_devices=False,
@@ -202,7 +202,7 @@ COMMANDS = {
         ),
         Command(
             "replay",
-            "run an update that was not finite again, and find where it began",
+            "rerun an update that was not finite, and find where it started",
             "outputs/meshwright/2026-01-31/12-00-00/incidents/000123",
             usage="RECORD [flags]",
             composes=False,

@@ -1,4 +1,4 @@
-"""`meshwright replay`: runs an update that was not finite again, and finds where it began."""
+"""`meshwright replay`: reruns an update that was not finite, and finds where it started."""
 
 from __future__ import annotations
 

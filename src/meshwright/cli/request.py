@@ -73,8 +73,8 @@ class Request:
         remarks = unused_settings(self.config, plan)
         if updates_flag:
             remarks += [
-                f"{text} says here only how the learning rate changes; how many updates run, "
-                f"{updates_flag} N says"
+                f"{text} only shapes the learning rate here; "
+                f"{updates_flag} N says how many updates run"
                 for text in self.composed.overrides
                 if text.lstrip("+").partition("=")[0] in DURATION
             ]
@@ -171,7 +171,7 @@ def check_planned_model(request: Request, num_parameters: int) -> None:
 def _as_planned(arguments: Arguments) -> Arguments:
     """Return the arguments with what the plan they name was made for, unless they say it.
 
-    A training is not meant: what it trains is written down.
+    `train` is left alone: its command line has to name the model and the data.
     """
     paths = [text.partition("=")[2] for text in arguments.overrides if setting_group(text) == KEY]
     if arguments.command.name not in ("plan", "rehearse") or not paths:

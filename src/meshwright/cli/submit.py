@@ -45,7 +45,7 @@ def _check_resumes(program: tuple[str, ...]) -> None:
     for word in program:
         if word.startswith("resume=") and word not in ("resume=auto", "resume=must"):
             raise UserError(
-                f"{word} does not go with a job of a cluster",
+                f"{word} cannot be used with a cluster job",
                 why="when the cluster starts the job again, it resumes from its own run folder",
                 fix="leave it out, and write hydra.run.dir=… to choose the folder, or "
                 "model.init_from=… to start from the parameters of another run",
@@ -75,7 +75,7 @@ def _submit_kubernetes(options: LaunchOptions, cluster: ClusterOptions) -> int:
     if options.program[0] == "train" and not cluster.claim:
         print(
             "remark: without --claim, checkpoints are lost with their pod, and a job that is "
-            "restarted begins anew",
+            "restarted starts from the beginning",
             file=sys.stderr,
         )
     if cluster.dry_run:

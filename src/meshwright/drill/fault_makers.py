@@ -199,7 +199,7 @@ IN_CHECKPOINT: dict[str, Callable[[Path], None]] = {
 
 
 def missing_peers(seconds: float) -> list[str]:
-    """Return flags of a launch that waits for as many processes again, which never come."""
+    """Return flags of a launch that waits for another machine, which never comes."""
     address = f"--coordinator=127.0.0.1:{free_port()}"
     return ["--nodes=2", "--node-rank=0", address, f"--join-timeout={seconds:g}"]
 

@@ -81,7 +81,7 @@ def _check_resized(trial: Trial) -> str:
 FAULTS = (
     Fault(
         "missing-peer",
-        "as many processes again are expected and never come",
+        "twice as many processes are expected, and the others never come",
         "exit code 1 after --join-timeout with the missing processes",
         _check_missing,
         starts=0.5,

@@ -20,7 +20,7 @@ _SAVED = "all stop after the same update, save it and exit with 75; the same com
 
 def _check_killed(trial: Trial, rank: int) -> str:
     killed = rf"^error: process {rank} was killed by SIGKILL at update \d+"
-    return trial.restarted(f"{killed}; all processes are started")
+    return trial.restarted(f"{killed}; all processes are restarted")
 
 
 def _check_launcher_killed(trial: Trial) -> str:

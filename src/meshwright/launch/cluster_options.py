@@ -67,8 +67,8 @@ class ClusterOptions:
         dry_run: whether to print it only.
         name: the name of the job.
         gpus_per_node: GPUs of each machine or pod; None leaves them out.
-        max_restarts: how often a job that failed is started again; preemptions do not count.
-        save_seconds: how long before its end a job is told to save.
+        max_restarts: how often a failed job is restarted; preemptions do not count.
+        save_seconds: how long before its end a job is asked to save.
         time: SLURM's time limit.
         partition: SLURM's partition.
         account: SLURM's account.
@@ -125,7 +125,7 @@ def read_cluster(given: Mapping[str, str]) -> ClusterOptions | None:
 
 def _kind(given: Mapping[str, str]) -> ClusterKind | None:
     if "--slurm" in given and "--kubernetes" in given:
-        raise UserError("--slurm and --kubernetes are two places", fix="leave one of them out")
+        raise UserError("--slurm and --kubernetes cannot be combined", fix="leave one of them out")
     if given.get("--slurm") or given.get("--dry-run"):
         flag = "--slurm" if given.get("--slurm") else "--dry-run"
         raise UserError(f"{flag} takes no value", fix=f"write {flag}")
@@ -157,13 +157,13 @@ def _check_flags_fit(given: Mapping[str, str], kind: ClusterKind | None) -> None
             )
         if flag in _ON_THE_MACHINE and kind is not None:
             raise UserError(
-                f"{flag} does not go with a job of a cluster",
+                f"{flag} cannot be used with a cluster job",
                 why="the cluster starts and ends the processes",
                 fix=f"leave {flag} out",
             )
     if kind in (ClusterKind.JOB, ClusterKind.JOB_SET) and "--coordinator" in given:
         raise UserError(
-            "--coordinator does not go with --kubernetes",
+            "--coordinator cannot be used with --kubernetes",
             why="process 0 runs in the first pod, whose name is known",
             fix="leave --coordinator out",
         )
@@ -242,11 +242,11 @@ def limit_seconds(text: str) -> int | None:
 
 
 def _check_time_to_save(time: str, save_seconds: int, sbatch: Sequence[str]) -> None:
-    """Raise if a job would be told to save before it starts.
+    """Raise if a job would be asked to save before it starts.
 
     Args:
         time: the time limit; empty for that of the partition.
-        save_seconds: how long before its end the job is told to save.
+        save_seconds: how long before its end the job is asked to save.
         sbatch: further options of sbatch, which may replace both.
     """
     lead = save_seconds
@@ -261,7 +261,7 @@ def _check_time_to_save(time: str, save_seconds: int, sbatch: Sequence[str]) -> 
     if limit is None or limit > lead:
         return
     raise UserError(
-        f"--time {time} is too short for a job that is told to save {lead} seconds before its end",
-        why=f"it is {counted(limit, 'second')}, so the job would be told so as soon as it starts",
+        f"--time {time} is too short for a job that has to save {lead} seconds before its end",
+        why=f"it is {counted(limit, 'second')}, so the job would have to save as soon as it starts",
         fix=f"write a longer --time, or --save-seconds {max(limit // 3, 1)}",
     )

@@ -35,12 +35,12 @@ FLAGS = {
         "SECONDS",
     ),
     "--restarts": (
-        "how often all are started again after a failure (default 0, jobs of clusters 3, with "
+        "how often to restart all processes after a failure (default 0, jobs of clusters 3, with "
         "--min-procs or --min-nodes 10)",
         "N",
     ),
     "--min-procs": (
-        "go on with the processes that are left, down to N, if some do not come back",
+        "continue with as few as N processes if some do not come back",
         "N",
     ),
     "--min-nodes": ("the same for machines; give it to each launch of the run", "N"),
@@ -81,7 +81,7 @@ class LaunchOptions:
         join_seconds: how long processes wait for each other; None for the default.
         lost_seconds: after how long a silent machine counts as lost; None for the default.
         cluster: how to submit it to a cluster; None to start processes on this machine.
-        restarts: how often all processes are started again after a failure.
+        restarts: how often all processes are restarted after a failure.
         hang_seconds: how long an update may make no progress; None for the default.
         min_procs: the fewest processes to go on with; None if all have to be there.
         min_nodes: the fewest machines to go on with; None if all have to be there.
@@ -173,7 +173,7 @@ def _restarts(given: Mapping[str, str]) -> int:
     if count == 0:
         raise UserError(
             f"--restarts 0 contradicts {elastic}",
-            why="going on with fewer processes starts them again",
+            why="continuing with fewer processes restarts them",
             fix=f"leave --restarts out for {ELASTIC_RESTARTS}, or write a larger number",
         )
     return count

@@ -14,12 +14,12 @@ from meshwright.runtime.attempts import Fit, ProcessRange
 from meshwright.text.units import counted
 
 TRIES = 2
-"""How often a process that failed is started again without a new checkpoint before it is given up:
-the first failure may have been an accident."""
+"""How often a failed process is restarted without a new checkpoint before it is given up: the first
+failure may have been an accident."""
 
 
 @dataclass(frozen=True)
-class Change:
+class NextAttempt:
     """What the end of an attempt means for the next one.
 
     Attributes:
@@ -62,7 +62,7 @@ class Team(Protocol):
         """Return who takes part in the next attempt; None if a signal asks to stop."""
         ...
 
-    def after(self, outcome: Outcome, *, progress: bool) -> Change | None:
+    def after(self, outcome: Outcome, *, progress: bool) -> NextAttempt | None:
         """Draw the conclusions from an attempt; None if nothing changes."""
         ...
 
@@ -104,7 +104,7 @@ class ProcessesLeft:
         if self.options.min_procs is not None and self.first.is_shared:
             raise UserError(
                 "--min-procs is for one machine",
-                why=f"the environment tells of {self.first.world_size} processes on several",
+                why=f"in the environment, WORLD_SIZE is {self.first.world_size}, on several machines",
                 fix="write --nodes with their number, and --min-nodes instead of --min-procs",
             )
 
@@ -125,7 +125,7 @@ class ProcessesLeft:
             run = replace(run, world_size=len(self._used))
         return Gathered(run, self._used)
 
-    def after(self, outcome: Outcome, *, progress: bool) -> Change | None:
+    def after(self, outcome: Outcome, *, progress: bool) -> NextAttempt | None:
         """Give up a process that does not come back, or a number without a mesh."""
         if self.options.min_procs is None:
             return None
@@ -143,16 +143,16 @@ class ProcessesLeft:
         # What fails in training may well fail without this process too.
         return replace(change, is_fresh=outcome.watch.update_of(outcome.rank) is None)
 
-    def _choose(self, lost: str, left: Sequence[int]) -> Change:
+    def _choose(self, lost: str, left: Sequence[int]) -> NextAttempt:
         """Use as many of the places as have a mesh."""
         wanted = Wanted(self.options.nprocs, self.options.min_procs or 1)
         count = wanted.most(len(left), self._fits)
         text = wanted.describe(len(left), count, self._fits)
         if count is None:
             code = None if len(left) < wanted.least else ExitCode.NOTHING_FITS
-            return Change("; ".join(filter(None, (lost, text))), ends=True, code=code)
+            return NextAttempt("; ".join(filter(None, (lost, text))), ends=True, code=code)
         self._used = left[:count]
-        return Change("; ".join(filter(None, (lost, text))), is_fresh=True)
+        return NextAttempt("; ".join(filter(None, (lost, text))), is_fresh=True)
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Wanted:
             return f"{self._counted(left)} left, and {flag}, but {why}"
         mesh = self._fit(chosen, fits).mesh
         on = f" on {'mesh ' * ('=' in mesh)}{mesh}" if mesh else ""
-        text = f"going on with {chosen} of {self._counted(self.full)} ({flag}){on}"
+        text = f"continuing with {chosen} of {self._counted(self.full)} ({flag}){on}"
         return f"{text}, because there is {why}" if why else text
 
     def _fit(self, count: int, fits: Mapping[int, Fit]) -> Fit:

@@ -13,7 +13,7 @@ from typing import IO
 from meshwright.errors import ExitCode
 from meshwright.launch.environments import environments
 from meshwright.launch.options import LaunchOptions
-from meshwright.launch.processes_left import Change, Gathered, Team
+from meshwright.launch.processes_left import Gathered, NextAttempt, Team
 from meshwright.launch.supervise import Outcome, Requests, Supervisor
 from meshwright.runtime.attempts import EarlierAttempts
 from meshwright.text.masking import mask_text
@@ -101,7 +101,7 @@ class Attempts:
         self._failure = outcome.text
         return outcome
 
-    def _change(self, outcome: Outcome) -> Change | None:
+    def _change(self, outcome: Outcome) -> NextAttempt | None:
         """Note how an attempt ended, and return what it changes for the next one."""
         progress = self._note(outcome)
         if outcome.asked or not self._may_restart():
@@ -127,7 +127,7 @@ class Attempts:
     def _may_restart(self) -> bool:
         return self._done <= self.options.restarts
 
-    def _why_end(self, outcome: Outcome, change: Change | None) -> str | None:
+    def _why_end(self, outcome: Outcome, change: NextAttempt | None) -> str | None:
         """Return why there is no other attempt, empty if that is plain; None for another one."""
         if change is not None:
             return change.text if change.ends else None
@@ -153,7 +153,7 @@ class Attempts:
         )
         if self._requests.take(timeout=seconds) is None:
             return True
-        self._tell("stopped before the restart; the same command goes on" + self._folder_hint())
+        self._tell("stopped before the restart; the same command resumes" + self._folder_hint())
         return False
 
     def _tell(self, text: str) -> None:
@@ -179,7 +179,7 @@ class Attempts:
         final = outcome.code in FINAL_CODES and outcome.code != ExitCode.PREEMPTED
         if final or self._committed is None:
             return ""
-        return f"; update {self._committed} is saved, and the same command goes on from it" + (
+        return f"; update {self._committed} is saved, and the same command resumes from it" + (
             self._folder_hint()
         )
 
@@ -190,8 +190,8 @@ class Attempts:
 
     def _remedy(self) -> str:
         if self._done < self.options.restarts:
-            return "all processes are started again"
-        return "" if self.options.restarts else "--restarts N starts all processes again"
+            return "all processes are restarted"
+        return "" if self.options.restarts else "--restarts N restarts all processes"
 
 
 def newest_checkpoint(run_dir: Path | None) -> int | None:

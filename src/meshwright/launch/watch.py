@@ -19,7 +19,7 @@ PATIENT_SECONDS = 1800.0
 UPDATES = 20
 """A hang is at least as long as this many updates."""
 STOPPED_SECONDS = 2.0
-"""How long a process may be stopped by a signal: a stop for an instant harms nobody."""
+"""How long a process may be stopped by a signal: a short stop does no harm."""
 LOOK_SECONDS = 0.25
 
 _PATIENT = (Doing.COMPILING, Doing.EVALUATING, Doing.SAVING)
@@ -121,7 +121,7 @@ class Stragglers:
 
 @dataclass(frozen=True)
 class Stuck:
-    """Processes that do not go on.
+    """Processes that make no progress.
 
     Attributes:
         ranks: their numbers; several if they stand at the same point.

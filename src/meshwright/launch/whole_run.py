@@ -200,7 +200,7 @@ def _variables(engine: Engine, found: Found, environ: Mapping[str, str]) -> dict
 
 
 def _says_more(found: Found) -> bool:
-    """Whether an engine tells of other processes, or of a process 0 elsewhere."""
+    """Whether a launcher's variables describe other processes, or a process 0 elsewhere."""
     size, place = found.numbers.get("world_size"), found.place
     return (
         (size or 1) > 1

@@ -76,7 +76,7 @@ def _explain(everyone: Sequence[Mapping[str, str]]) -> ProcessesDiffer:
     lines = differences(everyone) or ["a password or another secret differs"]
     more = [f"and {len(lines) - MAX_SHOWN} more"] if len(lines) > MAX_SHOWN else []
     return ProcessesDiffer(
-        f"the {len(everyone)} processes are not about to do the same",
+        f"the {len(everyone)} processes differ",
         why="\n".join([*lines[:MAX_SHOWN], *more]),
         fix="start every process with the same settings and the same versions; what only concerns "
         "one process, such as printing, belongs in a callback",

@@ -31,7 +31,7 @@ ANSWER_SECONDS = 10.0
 START_SECONDS = 60.0
 """How long JAX may take to open the port once all are there."""
 NOTICE_SECONDS = 10.0
-"""After how long process 0 tells for whom it waits."""
+"""Seconds after which process 0 says whom it is waiting for."""
 
 
 Noun = Literal["process", "machine"]
@@ -43,7 +43,7 @@ class Member:
 
     Attributes:
         process: its number.
-        count: how many processes there are, as it was told.
+        count: how many processes there are, as far as it knows.
         run: what the processes of its run share; empty if nothing is known.
         host: the name of its machine.
         pid: its number there.
@@ -80,7 +80,7 @@ class Meeting:
 
     @property
     def greeting(self) -> dict[str, str | int]:
-        """What tells members of this meeting from others that come to the port."""
+        """What distinguishes members of this meeting from others that connect to the port."""
         return {"meshwright": 1 if self.noun == "process" else self.noun}
 
 

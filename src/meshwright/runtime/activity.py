@@ -1,4 +1,4 @@
-"""What takes a while, told to whoever waits: a live line on a terminal, plain lines elsewhere."""
+"""Long activities, shown while they run: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def fewer_processes_note(plan: Plan) -> str:
         return ""
     batch = plan.batch
     return (
-        f"going on with {now} of {allowed.full} processes on {describe_sizes(plan.mesh)}; the "
+        f"continuing with {now} of {allowed.full} processes on {describe_sizes(plan.mesh)}; the "
         f"samples stay the same: {batch.global_batch_size} = {batch.micro_batch_size} per device × "
         f"{counted(batch.replicas, 'replica')} × "
         f"{counted(batch.gradient_accumulation_steps, 'microbatch', 'microbatches')}"
