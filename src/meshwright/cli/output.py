@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from meshwright.errors import MeshwrightError, UserError
 from meshwright.text.json_text import finite
@@ -16,11 +18,6 @@ from meshwright.text.masking import mask_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-
-
-import logging
-import warnings
-from typing import TextIO
 
 _PACKAGE = str(Path(__file__).parent.parent)
 

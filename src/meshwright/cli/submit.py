@@ -13,20 +13,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.cli.arguments import Arguments, parse_arguments
 from meshwright.errors import EnvironmentProblem, ExitCode, UserError
 from meshwright.launch.cluster_options import ClusterKind, ClusterOptions
 from meshwright.launch.kubernetes import fixed_folder, manifest_text, manifests
 from meshwright.launch.options import LaunchOptions
 from meshwright.launch.slurm import LOG, sbatch_script
 from meshwright.text.masking import mask_text, mask_words
-
-if TYPE_CHECKING:
-    from meshwright.config.compose import Composed
-
-
-from typing import TYPE_CHECKING
-
-from meshwright.cli.arguments import Arguments, parse_arguments
 
 if TYPE_CHECKING:
     from meshwright.config.compose import Composed

@@ -103,13 +103,14 @@ def read_cluster(given: Mapping[str, str]) -> ClusterOptions | None:
         return None
     if kind is not ClusterKind.SLURM and not given.get("--image"):
         raise UserError("--kubernetes needs a container image", fix="add --image REGISTRY/NAME:TAG")
+    restarts = whole_number(given, "--restarts", 0, 1000)
     options = ClusterOptions(
         kind,
         dry_run="--dry-run" in given,
         name=_name(given, kind),
-        gpus_per_node=_number(given, "--gpus-per-node", None, 1, 1024),
-        max_restarts=_number(given, "--restarts", 3, 0, 1000) or 0,
-        save_seconds=_number(given, "--save-seconds", 90, 1, 65535) or 90,
+        gpus_per_node=whole_number(given, "--gpus-per-node", 1, 1024),
+        max_restarts=3 if restarts is None else restarts,
+        save_seconds=whole_number(given, "--save-seconds", 1, 65535) or 90,
         time=_matching(given, "--time", _TIME, "--time 4:00:00 for four hours"),
         partition=_matching(given, "--partition", _SLURM_NAME, "a name that `sinfo` shows"),
         account=_matching(given, "--account", _SLURM_NAME, "a name without spaces or quotes"),
@@ -198,12 +199,11 @@ def _matching(given: Mapping[str, str], flag: str, pattern: re.Pattern[str], fix
     return text
 
 
-def _number(
-    given: Mapping[str, str], flag: str, default: int | None, least: int, most: int
-) -> int | None:
+def whole_number(given: Mapping[str, str], flag: str, least: int, most: int) -> int | None:
+    """Return the value of a flag that takes a whole number; None if it was not given."""
     text = given.get(flag, "")
     if flag not in given:
-        return default
+        return None
     if not text.isdecimal() or not least <= int(text[:9]) <= most:
         raise UserError(f"{flag} {text}".strip() + " is not valid", fix=f"write {least} to {most}")
     return int(text)

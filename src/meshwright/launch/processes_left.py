@@ -104,7 +104,7 @@ class ProcessesLeft:
         if self.options.min_procs is not None and self.first.is_shared:
             raise UserError(
                 "--min-procs is for one machine",
-                why=f"in the environment, WORLD_SIZE is {self.first.world_size}, on several machines",
+                why=f"the environment has {self.first.world_size} processes on several machines",
                 fix="write --nodes with their number, and --min-nodes instead of --min-procs",
             )
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.runtime.heartbeat import DOING_TEXT, Beat, Doing, read_beat
+from meshwright.runtime.heartbeat import Beat, Doing, read_beat
 from meshwright.text.units import human_seconds
 
 HANG_SECONDS = 600.0
@@ -226,7 +226,7 @@ class Watch:
         idle, beat = min(self._seen[rank].idle for rank in ranks), beats[ranks[0]]
         if idle < self._limit(ranks[0], beat):
             return None
-        cause = f"no progress for {human_seconds(idle)} while {DOING_TEXT[beat.doing]}"
+        cause = f"no progress for {human_seconds(idle)} while {beat.doing.text}"
         return Stuck(tuple(ranks), cause, beat.update)
 
     def _limit(self, rank: int, beat: Beat) -> float:

@@ -138,4 +138,5 @@ class Report:
         except OSError:
             return None
         values["fits"] = {int(count): Fit(**fit) for count, fit in values["fits"].items()}
-        return cls(**{**values, "absent": tuple(values["absent"])})
+        values["absent"] = tuple(values["absent"])
+        return cls(**values)

@@ -29,32 +29,28 @@ STACKS_SIGNAL = signal.SIGUSR2
 
 
 class Doing(IntEnum):
-    """What a process is doing."""
+    """What a process is doing, as a number for the file and as text for people."""
 
-    STARTING = 0
-    COMPILING = 1
-    INPUT = 2
-    TRAINING = 3
-    DISPATCHING = 4
-    WAITING = 5
-    CALLBACKS = 6
-    EVALUATING = 7
-    SAVING = 8
-    ENDED = 9
+    text: str
+
+    def __new__(cls, number: int, text: str) -> Doing:
+        """Make a number that has a text."""
+        doing = int.__new__(cls, number)
+        doing._value_, doing.text = number, text
+        return doing
+
+    STARTING = 0, "starting"
+    COMPILING = 1, "compiling"
+    INPUT = 2, "waiting for input"
+    TRAINING = 3, "training"
+    DISPATCHING = 4, "starting an update"
+    WAITING = 5, "waiting for the devices"
+    CALLBACKS = 6, "logging and callbacks"
+    EVALUATING = 7, "evaluating"
+    SAVING = 8, "saving"
+    ENDED = 9, "done"
 
 
-DOING_TEXT = {
-    Doing.STARTING: "starting",
-    Doing.COMPILING: "compiling",
-    Doing.INPUT: "waiting for input",
-    Doing.TRAINING: "training",
-    Doing.DISPATCHING: "starting an update",
-    Doing.WAITING: "waiting for the devices",
-    Doing.CALLBACKS: "logging and callbacks",
-    Doing.EVALUATING: "evaluating",
-    Doing.SAVING: "saving",
-    Doing.ENDED: "done",
-}
 _OF_UPDATES = (
     Doing.INPUT,
     Doing.TRAINING,
