@@ -247,7 +247,7 @@ def test_without_sbatch_it_says_how_to_submit_elsewhere(cluster, capsys, monkeyp
         ("--slurm --time soon -- doctor", "--time soon is not valid"),
         ("--slurm --partition a'b -- doctor", "--partition a'b is not valid"),
         ("--slurm --sbatch nodes=3 -- doctor", "`nodes=3` is not valid"),
-        ("--slurm --node-rank 1 --nodes 2 -- doctor", "--node-rank does not go with"),
+        ("--slurm --node-rank 1 --nodes 2 -- doctor", "--node-rank cannot be used with"),
         ("--slurm --image a -- doctor", "--image needs --kubernetes"),
         ("--nprocs 2 --dry-run -- doctor", "--dry-run needs --slurm or --kubernetes"),
         ("--nprocs 2 --time 1:00 -- doctor", "--time needs --slurm"),
