@@ -97,7 +97,7 @@ def make_request(arguments: Arguments, output: Output) -> Request:
 
 
 def _choose(config: Config, composed: Composed, output: Output) -> tuple[Config, Composed]:
-    """Return the config with what it leaves to the planner, and say what that is."""
+    """Return the config with what it leaves to the planner, and print that."""
     from rich.text import Text
 
     from meshwright.cli.auto_settings import choose_settings
@@ -167,7 +167,7 @@ def check_planned_model(request: Request, num_parameters: int) -> None:
 
 
 def _as_planned(arguments: Arguments) -> Arguments:
-    """Return the arguments with what the plan they name was made for, unless they say it.
+    """Return the arguments, completed by what the plan that they name was made for.
 
     `train` is left alone: its command line has to name the model and the data.
     """

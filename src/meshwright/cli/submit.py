@@ -96,7 +96,7 @@ def _with_folder(
 def _masked(
     options: LaunchOptions, cluster: ClusterOptions
 ) -> tuple[LaunchOptions, ClusterOptions]:
-    """Return the options without secrets, and say so if there were any."""
+    """Return the options without secrets, and print a remark if there were any."""
     program, sbatch = tuple(mask_words(options.program)), tuple(mask_words(cluster.sbatch))
     if (program, sbatch) != (options.program, cluster.sbatch):
         print(

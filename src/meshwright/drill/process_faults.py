@@ -71,7 +71,7 @@ def _check_hanging(trial: Trial) -> str:
     return trial.restarted(
         rf"^error: process {trial.last} hangs at update \d+: no progress for",
         f"--hang-timeout={_HANG_SECONDS:g}",
-        # The usual time of an update varies, and nobody waits for the exact limit.
+        # The usual time of an update varies, and so does the limit that follows from it.
         within=2 * usual + STOP_SECONDS,
     )
 

@@ -62,7 +62,7 @@ MAX_PROCESSES = 256
 MAX_NODES = 65_536
 MAX_RESTARTS = 1000
 ELASTIC_RESTARTS = 10
-"""Restarts of a run that may go on with fewer processes, unless the user says how many."""
+"""Default restarts of a run that may continue with fewer processes."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class LaunchOptions:
         cluster: how to submit it to a cluster; None to start processes on this machine.
         restarts: how often all processes are restarted after a failure.
         hang_seconds: how long an update may make no progress; None for the default.
-        min_procs: the fewest processes to go on with; None if all have to be there.
-        min_nodes: the fewest machines to go on with; None if all have to be there.
+        min_procs: the fewest processes to continue with; None if all are needed.
+        min_nodes: the fewest machines to continue with; None if all are needed.
     """
 
     program: tuple[str, ...]
@@ -179,7 +179,7 @@ def _restarts(given: Mapping[str, str]) -> int:
 
 
 def _fewest(given: Mapping[str, str], flag: str, of: str) -> int | None:
-    """Return how many processes or machines are enough to go on; None if all are needed."""
+    """Return the fewest processes or machines to continue with; None if all are needed."""
     if flag not in given:
         return None
     several = given.get("--nodes", "1") != "1"

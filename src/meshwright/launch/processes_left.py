@@ -23,7 +23,7 @@ class NextAttempt:
     """What the end of an attempt means for the next one.
 
     Attributes:
-        text: what to tell the user.
+        text: what to print.
         ends: whether there is no next one here.
         code: the exit code if so; None for that of the attempt.
         is_fresh: whether earlier attempts say nothing about the next one.
@@ -63,7 +63,7 @@ class Team(Protocol):
         ...
 
     def after(self, outcome: Outcome, *, progress: bool) -> NextAttempt | None:
-        """Draw the conclusions from an attempt; None if nothing changes."""
+        """Return what an attempt means for the next one; None if nothing changes."""
         ...
 
 
@@ -161,7 +161,7 @@ class Wanted:
 
     Attributes:
         full: the number if all are there.
-        least: the fewest to go on with.
+        least: the fewest to continue with.
         each: processes of each, where machines are counted; 0 where processes are.
     """
 
@@ -175,7 +175,7 @@ class Wanted:
         return next((n for n in counts if not self._fit(n, fits).problem), None)
 
     def describe(self, left: int, chosen: int | None, fits: Mapping[int, Fit]) -> str:
-        """Return how the run goes on with those that are left, or why it does not."""
+        """Return how the run continues with those that are left, or why it cannot."""
         flag = f"--min-{'nodes' if self.each else 'procs'} {self.least}"
         if left < self.least:
             return f"{self._counted(left)} left, fewer than {flag}"

@@ -49,7 +49,7 @@ class Outcome:
         watch: what the heartbeats said.
         rank: the process that failed or hung; None without one, or if that was because another
             one is gone.
-        fits: by number of processes, whether the run can go on with that many; empty if unknown.
+        fits: by number of processes, whether the run can continue with that many; empty if unknown.
     """
 
     code: int

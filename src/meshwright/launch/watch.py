@@ -125,7 +125,7 @@ class Stuck:
 
     Attributes:
         ranks: their numbers; several if they stand at the same point.
-        cause: what is known of them.
+        cause: why they are known to hang.
         update: the update they are at; None before training.
     """
 
@@ -134,7 +134,7 @@ class Stuck:
     update: int | None
 
     def __str__(self) -> str:
-        """Return which processes hang, where, and why that is known."""
+        """Return which processes hang, where, and how that was noticed."""
         numbers = ", ".join(map(str, self.ranks))
         who = f"process {numbers} hangs" if len(self.ranks) == 1 else f"processes {numbers} hang"
         when = "" if self.update is None else f" at update {self.update}"
@@ -162,7 +162,7 @@ class Watch:
     """Reads the heartbeats of processes.
 
     Times are added up look by look, and a look counts for one second at most: while the whole
-    machine or the launcher itself was suspended, nobody was stuck.
+    machine or the launcher itself was suspended, no process was stuck.
 
     Args:
         files: the heartbeat file of each process, by its number.

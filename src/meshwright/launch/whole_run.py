@@ -84,8 +84,8 @@ def _one_of_several(launch: LaunchOptions, nodes: int, environ: Mapping[str, str
         )
     for other, one in ranks.items():
         if other != rank:
-            told = one.shown(environ, "node_rank", "rank", "world_size")
-            raise _contradiction(launch, one.engine.name, told)
+            given = one.shown(environ, "node_rank", "rank", "world_size")
+            raise _contradiction(launch, one.engine.name, given)
     host, port = _coordinator(launch, nodes, environ)
     return WholeRun(host, port, rank * launch.nprocs, nodes * launch.nprocs, is_shared=True)
 
@@ -122,7 +122,7 @@ def _coordinator(launch: LaunchOptions, nodes: int, environ: Mapping[str, str]) 
     return place.host, place.port or DEFAULT_PORT
 
 
-def _contradiction(launch: LaunchOptions, engine: str, told: str) -> UserError:
+def _contradiction(launch: LaunchOptions, engine: str, given: str) -> UserError:
     flags = [
         f"--nodes {launch.nodes}",
         f"--nprocs {launch.nprocs}",
@@ -132,7 +132,7 @@ def _contradiction(launch: LaunchOptions, engine: str, told: str) -> UserError:
     name = "the environment" if engine == "environment" else engine
     return UserError(
         f"{' '.join(flags)} and {name} contradict each other",
-        why=f"{name} says {told}",
+        why=f"{name} says {given}",
         fix="start one launch on each machine, and leave out the flags or unset the variables that "
         "are wrong",
     )
@@ -205,7 +205,7 @@ def _says_more(found: Found) -> bool:
     return (
         (size or 1) > 1
         or found.numbers.get("rank", 0) > 0
-        # One process alone does not connect to anybody, wherever that may be.
+        # One process alone connects to no other, whatever the address.
         or (size != 1 and place is not None and place.is_given and _is_elsewhere(place.host))
     )
 

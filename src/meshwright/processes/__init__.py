@@ -117,7 +117,7 @@ def join_timeout(address: Address) -> float:
 def lost_timeout(address: Address) -> float:
     """Return after how long without a sign of life a process counts as lost.
 
-    On one machine the launcher sees processes end, and a suspended machine has lost nobody, so
+    On one machine the launcher sees processes end, and suspending the machine loses no process, so
     that JAX's own 100 seconds are soon enough there.
     """
     return _seconds(LOST_TIMEOUT, 100.0 if is_loopback(address.host) else LOST_SECONDS)

@@ -46,7 +46,7 @@ def compare_processes(facts: Facts) -> None:
         return
     # Secrets are neither sent nor shown; only their names are.
     everyone = gather({key: mask_value(key, text) for key, text in own.items()})
-    # Nobody leaves before all have read the others' facts, which are with process 0.
+    # No process leaves before all have read the facts of the others, which process 0 stores.
     barrier("handshake")
     raise _explain(everyone)
 

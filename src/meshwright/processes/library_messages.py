@@ -22,7 +22,7 @@ CRASH_DUMP = re.compile(
 )
 """The other lines that it prints then."""
 SILENT = b"(stopped sending heartbeats):"
-"""What the coordinator says of processes that are gone; their numbers are in the next lines."""
+"""How the coordinator reports processes that are gone; their numbers are in the next lines."""
 SILENT_NUMBERS = re.compile(rb"[\d, ]+\n|The tasks have crashed\.|\n")
 """Those lines: numbers, and advice."""
 TRACEBACK_END = re.compile(rb"(?:\w+\.)*\w*(?:Error|Exception): .+")

@@ -1,8 +1,8 @@
 """The rendezvous: processes meet on the coordinator's port before JAX listens there.
 
 JAX ends a process in native code, after minutes, if one is missing or the port is taken. Here
-process 0 listens first, the others introduce themselves, and whoever is missing is named in all
-processes. Once all are there, process 0 closes the port and JAX's service opens it again; no
+process 0 listens first, the others introduce themselves, and all processes name those that
+are missing. Once all are there, process 0 closes the port and JAX's service opens it again; no
 second port is needed.
 
 A message is a line of JSON. A process says who it is; process 0 answers that it should wait, and
@@ -25,7 +25,7 @@ from meshwright.errors import EnvironmentProblem, MeshwrightError, UserError
 from meshwright.processes.ports import EVERYWHERE, Address, check_own_name, listen, resolve
 
 MAX_MESSAGE = 4096
-"""Bytes; whoever sends more is not one of our processes."""
+"""Bytes; a client that sends more is not one of our processes."""
 ANSWER_SECONDS = 10.0
 """How long process 0 may take to answer a process that has connected."""
 START_SECONDS = 60.0
@@ -66,7 +66,7 @@ class Meeting:
         interface: the address that process 0 listens on.
         notify: called with a line when waiting takes long.
         noun: what meets: processes, or the launchers of machines before they start processes.
-        least: how many go on once the time is over; None if all have to be there.
+        least: how many are enough once the time is over; None if all are needed.
         expected: those that are waited for; None for all.
     """
 
@@ -141,7 +141,7 @@ def _host(
         with listener:
             host = _Host(me, meeting, listener)
             chosen = choose(host.gather())
-        # The port is closed before anybody is told to go on.
+        # The port is closed before the others continue.
         host.tell_all({"go": chosen})
     except BaseException:
         if kept is not None:

@@ -39,7 +39,7 @@ class EarlierAttempts:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> EarlierAttempts:
-        """Return what the launcher says; no attempts if it says nothing."""
+        """Return what the launcher has set; no attempts without a launcher."""
         text = (os.environ if environ is None else environ).get(EARLIER_ATTEMPTS, "")
         return cls(**json.loads(text)) if text else cls()
 
@@ -49,7 +49,7 @@ class EarlierAttempts:
 
     @property
     def folder(self) -> Path | None:
-        """The run folder to go on in; None to choose one."""
+        """The run folder to continue in; None to choose one."""
         return Path(self.run_dir) if self.run_dir else None
 
     def goodput(self, useful: float, seconds: float) -> float:
@@ -65,11 +65,11 @@ class EarlierAttempts:
 
 @dataclass(frozen=True)
 class ProcessRange:
-    """The numbers of processes that a run may have: it goes on if some do not come back.
+    """The numbers of processes that a run may have: it continues if some do not come back.
 
     Attributes:
         full: the processes if all are there.
-        least: the fewest to go on with.
+        least: the fewest to continue with.
         step: how many are lost together: the processes of a machine, or 1.
     """
 
@@ -79,7 +79,7 @@ class ProcessRange:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> ProcessRange | None:
-        """Return what the launcher says; None if all processes have to be there."""
+        """Return what the launcher has set; None if all processes are needed."""
         text = (os.environ if environ is None else environ).get(PROCESS_RANGE, "")
         return cls(**json.loads(text)) if text else None
 
@@ -95,7 +95,7 @@ class ProcessRange:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a run can go on with a number of processes.
+    """Whether a run can continue with a number of processes.
 
     Attributes:
         mesh: the mesh it would have; empty if there is none.
@@ -112,7 +112,7 @@ class Report:
 
     Attributes:
         run_dir: the run folder; empty if there is none yet.
-        fits: by number of processes, whether the run can go on with that many.
+        fits: by number of processes, whether the run can continue with that many.
         error: what is wrong, in one line, if the process ends with an error; else empty.
         lost_peer: whether it ends only because another process is gone.
         absent: the processes that did not join.

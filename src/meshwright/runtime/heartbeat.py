@@ -161,12 +161,12 @@ class Heartbeat:
         return self._useful() - self._began
 
     def begin(self) -> None:
-        """Say that a run begins, with what it compiles."""
+        """Note that a run begins, which first compiles."""
         self._began, self._first, self._saved = self._useful(), -1, -1
         self.mark(Doing.COMPILING, 0)
 
     def report(self, **changes: Any) -> None:
-        """Change fields of the report to the launcher; without a launcher, nobody reads it."""
+        """Change fields of the report to the launcher; without a launcher, it is not written."""
         self._report = replace(self._report, **changes)
         if self._file is not None:
             # A disk that is full must not hide the error that is reported.
@@ -174,12 +174,12 @@ class Heartbeat:
                 self._report.write(report_file(self._file))
 
     def start_from(self, update: int) -> None:
-        """Say after which update training begins."""
+        """Note the update after which training begins."""
         self._first = update
         self.mark(Doing.TRAINING, update)
 
     def mark(self, doing: Doing, update: int | None = None) -> None:
-        """Say what the process does from now on."""
+        """Note what the process does from now on."""
         now = time.monotonic()
         self._seconds[self._doing] += now - self._time
         self._count += 1
@@ -189,12 +189,12 @@ class Heartbeat:
         self._write()
 
     def tick(self) -> None:
-        """Say that the process goes on with what it does."""
+        """Mark progress with the same work."""
         self.mark(self._doing)
 
     @contextmanager
     def during(self, doing: Doing) -> Generator[None]:
-        """Mark the block; what was done before goes on after it."""
+        """Mark the block; afterwards, what was done before continues."""
         before = self._doing
         self.mark(doing)
         try:
@@ -203,7 +203,7 @@ class Heartbeat:
             self.mark(before)
 
     def saved(self, update: int) -> None:
-        """Say that the state after an update has been handed over to be saved."""
+        """Note that the state after an update has been handed over to be saved."""
         self._saved, self._saved_useful = update, self._useful()
         self._write()
 
