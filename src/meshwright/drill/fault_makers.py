@@ -31,24 +31,27 @@ SEED = 97531
 SAVE_POINTS = (0.0, 0.4, 0.8)
 """When a process is killed in each attempt, as a share of the time that a save takes."""
 
+Maker = Callable[[DrilledProcess], None]
+"""Called in every process of a run before it starts."""
+
 
 def _send(number: int, *, to_launcher: bool = False) -> None:
     os.kill(os.getppid() if to_launcher else os.getpid(), number)
 
 
-def _kill_last(process: DrilledProcess) -> None:
-    if process.is_last and process.attempt == 0:
-        process.at_update(lambda: _send(signal.SIGKILL))
+def _in_last(action: Callable[[], object]) -> Maker:
+    """Act once at the update, in the last process."""
+
+    def make(process: DrilledProcess) -> None:
+        if process.is_last and process.attempt == 0:
+            process.at_update(action)
+
+    return make
 
 
 def _kill_first(process: DrilledProcess) -> None:
     if process.rank == 0 and process.attempt == 0:
         process.at_update(lambda: _send(signal.SIGKILL))
-
-
-def _kill_launcher(process: DrilledProcess) -> None:
-    if process.is_last:
-        process.at_update(lambda: _send(signal.SIGKILL, to_launcher=True))
 
 
 def _kill_saving(process: DrilledProcess) -> None:
@@ -62,42 +65,23 @@ def _kill_saving(process: DrilledProcess) -> None:
         )
 
 
-def _preempt(process: DrilledProcess) -> None:
-    if process.is_last:
-        process.at_update(lambda: _send(signal.SIGTERM))
+def _interrupt() -> None:
+    _send(signal.SIGINT, to_launcher=True)
+    # Until the launcher has passed it on, so that short updates do not end the run before.
+    time.sleep(1)
 
 
-def _interrupt(process: DrilledProcess) -> None:
-    def act() -> None:
-        _send(signal.SIGINT, to_launcher=True)
-        # Until the launcher has passed it on, so that short updates do not end the run before.
-        time.sleep(1)
-
-    if process.is_last:
-        process.at_update(act)
+def _interrupt_twice() -> None:
+    _send(signal.SIGINT, to_launcher=True)
+    time.sleep(0.5)
+    _send(signal.SIGINT, to_launcher=True)
+    # A process that does not come back to its loop cannot stop by itself.
+    time.sleep(600)
 
 
-def _interrupt_twice(process: DrilledProcess) -> None:
-    def act() -> None:
-        _send(signal.SIGINT, to_launcher=True)
-        time.sleep(0.5)
-        _send(signal.SIGINT, to_launcher=True)
-        # A process that does not come back to its loop cannot stop by itself.
-        time.sleep(600)
-
-    if process.is_last:
-        process.at_update(act)
-
-
-def _stop(process: DrilledProcess) -> None:
-    if process.is_last and process.attempt == 0:
-        process.at_update(lambda: _send(signal.SIGSTOP))
-
-
-def _hold_interpreter(process: DrilledProcess) -> None:
-    if process.is_last and process.attempt == 0:
-        # Functions of a PyDLL keep the lock, so no other thread of the process runs.
-        process.at_update(lambda: ctypes.PyDLL(None).sleep(86_400))
+def _hold_interpreter() -> None:
+    # Functions of a PyDLL keep the lock, so no other thread of the process runs.
+    ctypes.PyDLL(None).sleep(86_400)
 
 
 def _raise(process: DrilledProcess) -> None:
@@ -150,23 +134,23 @@ def _differ(process: DrilledProcess) -> None:
         sys.argv.append(f"run.seed={SEED}")
 
 
-IN_PROCESS: dict[str, Callable[[DrilledProcess], None]] = {
-    "sigkill": _kill_last,
+IN_PROCESS: dict[str, Maker] = {
+    "sigkill": _in_last(lambda: _send(signal.SIGKILL)),
     "sigkill-first": _kill_first,
-    "sigkill-launcher": _kill_launcher,
+    "sigkill-launcher": _in_last(lambda: _send(signal.SIGKILL, to_launcher=True)),
     "sigkill-save": _kill_saving,
-    "preempt": _preempt,
-    "ctrl-c": _interrupt,
-    "ctrl-c-twice": _interrupt_twice,
-    "sigstop": _stop,
-    "gil": _hold_interpreter,
+    "preempt": _in_last(lambda: _send(signal.SIGTERM)),
+    "ctrl-c": _in_last(_interrupt),
+    "ctrl-c-twice": _in_last(_interrupt_twice),
+    "sigstop": _in_last(lambda: _send(signal.SIGSTOP)),
+    "gil": _in_last(_hold_interpreter),
     "exception": _raise,
     "crash-loop": _crash,
     "disk-full": _fill_disk,
     "nan-batch": _spoil_batch,
     "differing": _differ,
 }
-"""By fault, what is called in every process of the run before it starts."""
+"""By fault, what makes it in the processes of a run."""
 
 
 def _flip(checkpoint: Path) -> None:
