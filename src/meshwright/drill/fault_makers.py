@@ -117,16 +117,18 @@ def _spoil_batch(process: DrilledProcess) -> None:
 
 
 def _with_nan(batch: Any) -> Any:
+    """Return a batch with NaN in the first row of all its floats: the loss may not read some."""
     import jax
     import numpy as np
 
-    leaves, tree = jax.tree.flatten(batch)
-    for number, leaf in enumerate(leaves):
-        if np.issubdtype(np.asarray(leaf).dtype, np.floating):
-            leaves[number] = np.array(leaf)
-            leaves[number][0, ...] = np.nan
-            break
-    return jax.tree.unflatten(tree, leaves)
+    def spoil(leaf: Any) -> Any:
+        if not np.issubdtype(np.asarray(leaf).dtype, np.floating):
+            return leaf
+        spoiled = np.array(leaf)
+        spoiled[0, ...] = np.nan
+        return spoiled
+
+    return jax.tree.map(spoil, batch)
 
 
 def _differ(process: DrilledProcess) -> None:
