@@ -13,7 +13,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from meshwright.processes import process_count
-from meshwright.runtime.host import user_cache
+from meshwright.runtime.host_machine import user_cache
 
 MAX_BYTES = 10 * 2**30
 """How large the cache in the user's cache folder grows before its oldest entries are deleted."""
