@@ -21,13 +21,13 @@ from meshwright.planner.fit.fit_check import check_memory, warn_of_compiled
 from meshwright.planner.fit.out_of_memory import KnownProgram, MemoryAdvice
 from meshwright.processes import barrier, is_main, process_count
 from meshwright.processes.handshake import Facts, compare_processes, describe_own_devices
+from meshwright.processes.library_messages import is_lost_peer
 from meshwright.profile import NoProfiling, Profile, Profiling
 from meshwright.runtime.activity import activity
 from meshwright.runtime.attempts import EarlierAttempts
-from meshwright.runtime.code_digests import own_code, users_code
 from meshwright.runtime.heartbeat import Doing, own_heartbeat
 from meshwright.runtime.interrupt import Interrupt, Phase
-from meshwright.runtime.versions import package_versions
+from meshwright.runtime.versions import own_code, package_versions, users_code
 from meshwright.step.canonical import CanonicalForm
 from meshwright.step.state import TrainState
 from meshwright.tracking.setup import check_tracking, make_trackers
@@ -113,7 +113,7 @@ class TrainingRun:
             heartbeat.mark(Doing.ENDED)
 
     def _run_in_folder(self, run_dir: Path) -> FitResult:
-        own_heartbeat().tell_folder(run_dir.absolute())
+        own_heartbeat().report(run_dir=str(run_dir.absolute()))
         make_run_folder(run_dir)
         lock = RunLock(run_dir)
         lock.acquire()
@@ -174,6 +174,8 @@ class TrainingRun:
         except BaseException as error:
             checkpointer.abandon()
             reason = first_line(error)
+            if is_lost_peer(error):
+                own_heartbeat().report(lost_peer=True)
             tracker.event("stop", progress.update, f"failed: {reason}", {"failed": True})
             if isinstance(error, OutOfMemory):
                 raise with_resuming(error, self._run_dir) from error.__cause__

@@ -1,4 +1,4 @@
-"""What a training has left on disk: its losses and checkpoints, compared with what they must be."""
+"""What a run has left on disk: its losses and checkpoints, compared with what they must be."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ import yaml
 
 from meshwright.checkpoint.check import check_checkpoints
 from meshwright.checkpoint.reader import FOLDER, CheckpointReader
-from meshwright.drill.fault import Missed
+
+
+class NotSurvived(Exception):
+    """The outcome of a fault is not the expected one; the message says what is wrong."""
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """The run folder of a training.
+class RunFolder:
+    """The folder of a drilled run.
 
     Attributes:
-        run_dir: the folder.
+        path: the folder.
     """
 
-    run_dir: Path
+    path: Path
 
     @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
-        return self.run_dir / FOLDER
+        return self.path / FOLDER
 
     @property
     def updates(self) -> list[int]:
@@ -40,7 +43,7 @@ class Evidence:
     @property
     def plan(self) -> dict[str, Any]:
         """The plan of the run: its mesh, its precision and more."""
-        return yaml.safe_load((self.run_dir / "plan.yaml").read_text(encoding="utf-8"))
+        return yaml.safe_load((self.path / "plan.yaml").read_text(encoding="utf-8"))
 
     def losses(self) -> list[tuple[int, float]]:
         """Return the loss of every update, in the order in which they were written."""
@@ -57,15 +60,15 @@ class Evidence:
         return statistics.median(saves) if saves else 0.0
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
-        file = self.run_dir / f"{name}.jsonl"
+        file = self.path / f"{name}.jsonl"
         if not file.is_file():
             return []
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
     def copy_until(self, update: int, folder: Path) -> None:
         """Copy the run as it was after the checkpoint of an update."""
-        shutil.copytree(self.run_dir, folder)
-        copy = Evidence(folder)
+        shutil.copytree(self.path, folder)
+        copy = RunFolder(folder)
         for later in [each for each in copy.updates if each > update]:
             shutil.rmtree(copy.checkpoints / str(later))
         for name in ("metrics", "events"):
@@ -77,36 +80,36 @@ class Evidence:
     def check_checkpoints(self, committed: Collection[int] = ()) -> None:
         """Raise if a checkpoint that is listed is not whole, or if a committed one is gone."""
         if lost := sorted(set(committed) - set(self.updates)):
-            raise Missed(f"the committed checkpoint of update {lost[0]} is gone")
+            raise NotSurvived(f"the committed checkpoint of update {lost[0]} is gone")
         for checked in check_checkpoints(self.checkpoints):
             if checked.verdict == "damaged":
-                raise Missed(f"checkpoint {checked.update} is listed, but {checked.problem}")
+                raise NotSurvived(f"checkpoint {checked.update} is listed, but {checked.problem}")
 
     def check_swept(self) -> None:
         """Raise if something partial has been left in the folder of checkpoints."""
         for path in self.checkpoints.iterdir():
             if path.is_dir() and not path.name.isdecimal() and not path.name.endswith(".damaged"):
-                raise Missed(f"{path.name} is left in {FOLDER}/")
+                raise NotSurvived(f"{path.name} is left in {FOLDER}/")
 
-    def check_same(self, other: Evidence) -> None:
+    def check_same(self, other: RunFolder) -> None:
         """Raise unless every loss and the final state equal those of another run, bit for bit."""
         expected, found = dict(other.losses()), self.losses()
         if missing := sorted(set(expected) - {update for update, _ in found}):
-            raise Missed(f"update {missing[0]} was not done")
+            raise NotSurvived(f"update {missing[0]} was not done")
         for update, loss in found:
             if loss != expected.get(update):
-                raise Missed(
+                raise NotSurvived(
                     f"the loss of update {update} is {loss!r} instead of {expected.get(update)!r}"
                 )
         own, its = (_final_checksums(each) for each in (self, other))
         if different := sorted(name for name in its if own.get(name) != its[name]):
-            raise Missed(f"the losses are equal, but {different[0]} is not at the end")
+            raise NotSurvived(f"the losses are equal, but {different[0]} is not at the end")
 
-    def difference(self, other: Evidence) -> float:
+    def difference(self, other: RunFolder) -> float:
         """Return the largest relative difference of losses; raise if updates are missing."""
         expected, found = dict(other.losses()), dict(self.losses())
         if missing := sorted(set(expected) - set(found)):
-            raise Missed(f"update {missing[0]} was not done")
+            raise NotSurvived(f"update {missing[0]} was not done")
         return max(
             abs(found[update] - loss) / max(abs(loss), 1e-30) for update, loss in expected.items()
         )
@@ -116,7 +119,7 @@ def _trains(row: dict[str, Any]) -> bool:
     return row["split"] == "train"
 
 
-def _final_checksums(evidence: Evidence) -> dict[str, Any]:
+def _final_checksums(run: RunFolder) -> dict[str, Any]:
     """Return the checksum of every array of the last checkpoint."""
-    checksums = CheckpointReader(evidence.checkpoints).checksums(evidence.updates[-1])
+    checksums = CheckpointReader(run.checkpoints).checksums(run.updates[-1])
     return {} if checksums is None else dict(checksums.arrays)

@@ -1,7 +1,8 @@
-"""The memory of the host, and the limit of a container."""
+"""The machine that a process runs on: its memory, and the cache folder of the user."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,3 +26,11 @@ def host_memory(root: Path = Path("/")) -> dict[str, int | None]:
 def _kibibytes(lines: Mapping[str, str], key: str) -> int | None:
     words = lines.get(key, "").split()
     return int(words[0]) * 1024 if words else None
+
+
+def user_cache(name: str) -> Path:
+    """Return the folder for one kind of cached content; it need not exist yet."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The standard says that relative paths are to be ignored.
+    root = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
+    return root / "meshwright" / name
