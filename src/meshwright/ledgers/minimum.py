@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from meshwright.compiled.collectives import ring_bytes
 from meshwright.plan import Plan
-from meshwright.program.backward import weights_in_backward
 from meshwright.program.blocks.segments import Outside, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
 from meshwright.program.dims import Event
 from meshwright.program.evaluate.dependencies import variables_read
 from meshwright.program.jaxpr.equations import Literal, scan_counts
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
+from meshwright.program.weight_reads import weights_in_backward
 from meshwright.sharding.placement import Placement
 from meshwright.step.assemble import Assembled
 

@@ -11,11 +11,11 @@ from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.divide.block_cut import OuterLeaf, Region
 from meshwright.pipeline.execute.op_counts import OpCounts, TickOp
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
-from meshwright.program.backward import weights_in_backward
 from meshwright.program.dims.op import is_inexact, nbytes_of
 from meshwright.program.jaxpr.equations import aval_of
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
+from meshwright.program.weight_reads import weights_in_backward
 from meshwright.step.assemble import Assembled
 
 

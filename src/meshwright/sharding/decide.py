@@ -12,7 +12,7 @@ from meshwright.config.schema import ShardingConfig
 from meshwright.mesh.axes import AXES, resolve_alias
 from meshwright.program.dims import DimClasses, Frame, LeafLabel, find_dim_classes
 from meshwright.program.dims.classes import LeafRole
-from meshwright.program.evaluate.gather import GatherSpecs
+from meshwright.program.evaluate.weight_uses import GatherSpecs
 from meshwright.program.jaxpr.equations import Var
 from meshwright.program.kernels.find_kernels import (
     NO_KERNELS,
@@ -22,8 +22,12 @@ from meshwright.program.kernels.find_kernels import (
 )
 from meshwright.program.on_mesh.local_ops import LocalOp, find_local_ops
 from meshwright.program.on_mesh.loop_reads import LoopReads, find_loop_reads
-from meshwright.program.on_mesh.model_layouts import find_model_layouts
-from meshwright.program.on_mesh.pins import activation_spec, find_pins, find_weights
+from meshwright.program.on_mesh.pins import (
+    activation_spec,
+    find_model_layouts,
+    find_pins,
+    find_weights,
+)
 from meshwright.program.on_mesh.shared_inputs import SharedInput, find_shared_inputs
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.model_leaves import Leaf

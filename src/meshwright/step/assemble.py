@@ -23,8 +23,7 @@ from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
 from meshwright.program.evaluate.dependencies import select_outputs
 from meshwright.program.kernels.find_kernels import find_kernels
-from meshwright.program.on_mesh.local_forward import LocalDraws, local_forward
-from meshwright.program.on_mesh.mesh_forward import Forward
+from meshwright.program.on_mesh.mesh_forward import Forward, LocalDraws, local_forward
 from meshwright.program.on_mesh.remat import choose_remat
 from meshwright.program.trace.build_model import (
     ModelSource,

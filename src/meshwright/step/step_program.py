@@ -14,7 +14,7 @@ from meshwright.pipeline.divide.cut import cut_blocks, ordered_by_stage
 from meshwright.plan import Plan
 from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.dims.sample_mean import check_mean
-from meshwright.program.on_mesh.local_forward import LocalDraws
+from meshwright.program.on_mesh.mesh_forward import LocalDraws
 from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from jax.sharding import Mesh, PartitionSpec
 
 from meshwright.mesh.axes import PIPE
-from meshwright.program.evaluate.gather import GatherSpecs
 from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.evaluate.weight_uses import GatherSpecs
 from meshwright.program.jaxpr.equations import Var
 from meshwright.program.kernels.find_kernels import Kernels
-from meshwright.program.on_mesh.local_forward import LocalDraws
+from meshwright.program.on_mesh.mesh_forward import LocalDraws
 from meshwright.program.on_mesh.remat import Remat
 
 

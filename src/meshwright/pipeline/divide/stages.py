@@ -20,8 +20,7 @@ from meshwright.pipeline.divide.stage_functions import (
     StageFunctions,
 )
 from meshwright.pipeline.divide.stage_rules import WithinStage
-from meshwright.program.evaluate.control_flow import ScanBody
-from meshwright.program.evaluate.evaluator import Environment, Evaluator
+from meshwright.program.evaluate.evaluator import Environment, Evaluator, ScanBody
 from meshwright.program.evaluate.weight_uses import WeightUse
 from meshwright.program.evaluate.widen import is_narrow
 from meshwright.program.jaxpr.equations import Value, Var, aval_of

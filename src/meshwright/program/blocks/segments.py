@@ -18,7 +18,7 @@ class Outside:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockSegment:
     """One block.
 
     Attributes:
@@ -32,7 +32,7 @@ class Block:
     results: tuple[Var, ...]
 
 
-Segment = Outside | Block
+Segment = Outside | BlockSegment
 
 
 def cut_segments(jaxpr: Jaxpr) -> list[Segment]:
@@ -48,7 +48,7 @@ def cut_segments(jaxpr: Jaxpr) -> list[Segment]:
     return [segment for segment in segments if segment.eqns]
 
 
-def cut_iteration(jaxpr: Jaxpr) -> list[Block]:
+def cut_iteration(jaxpr: Jaxpr) -> list[BlockSegment]:
     """Cut an iteration of a loop over repeated blocks before each block but the first."""
     lists = [blocks for blocks in find_block_lists(jaxpr.eqns) if blocks.is_period]
     starts = [start for blocks in lists[:1] for start, _ in blocks.ranges[1:]]
@@ -56,17 +56,17 @@ def cut_iteration(jaxpr: Jaxpr) -> list[Block]:
     return [_block(jaxpr, start, stop) for start, stop in pairwise(cuts)]
 
 
-def whole_program(jaxpr: Jaxpr) -> Block:
+def whole_program(jaxpr: Jaxpr) -> BlockSegment:
     """Return a program as one block."""
     return _block(jaxpr, 0, len(jaxpr.eqns))
 
 
-def _block(jaxpr: Jaxpr, start: int, stop: int) -> Block:
+def _block(jaxpr: Jaxpr, start: int, stop: int) -> BlockSegment:
     eqns = jaxpr.eqns[start:stop]
     computed = [variable for eqn in eqns for variable in eqn.outvars]
     read_later = {*variables_read(jaxpr.eqns[stop:]), *variables(jaxpr.outvars)}
     inside = set(computed)
-    return Block(
+    return BlockSegment(
         eqns=tuple(eqns),
         reads=tuple(variable for variable in variables_read(eqns) if variable not in inside),
         results=tuple(variable for variable in computed if variable in read_later),

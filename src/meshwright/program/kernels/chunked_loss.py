@@ -18,9 +18,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshwright.program.evaluate.evaluator import Environment
-from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.evaluate.mesh_view import MeshView, axes_of, run_locally
 from meshwright.program.jaxpr.equations import Equation, Literal, Value, Var, aval_of, name_stack
-from meshwright.program.kernels.local import axes_of, run_locally
 from meshwright.program.kernels.match_loss import LossMatch
 from meshwright.program.kernels.regions import Region
 

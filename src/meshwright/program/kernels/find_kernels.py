@@ -31,9 +31,8 @@ from meshwright.program.kernels.match_rowwise import (
     match_norm,
     norms,
 )
-from meshwright.program.kernels.regions import Graph, NotReplaced, Region, module_name
+from meshwright.program.kernels.regions import Graph, NotReplaced, Region, Substitution, module_name
 from meshwright.program.kernels.rowwise import RowwiseKernel
-from meshwright.program.kernels.substitution import Substitution
 from meshwright.program.kernels.surroundings import Scope, scopes
 from meshwright.program.trace.traced_loss import TracedLoss
 

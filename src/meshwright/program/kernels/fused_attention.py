@@ -16,11 +16,10 @@ from jax.sharding import PartitionSpec
 
 from meshwright.errors import first_line
 from meshwright.program.evaluate.evaluator import Environment
-from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.evaluate.mesh_view import MeshView, run_locally
 from meshwright.program.evaluate.weight_uses import HALF
 from meshwright.program.jaxpr.equations import Value, Var, aval_of
 from meshwright.program.kernels.attention_operands import AttentionOperands
-from meshwright.program.kernels.local import run_locally
 from meshwright.program.kernels.masks import Allowed
 from meshwright.program.kernels.regions import NotReplaced, Region
 

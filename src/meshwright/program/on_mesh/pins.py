@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from meshwright.mesh.axes import AXES, PIPE, resolve_alias
 from meshwright.program.dims import Atom, DimClasses, Frame, all_frames
 from meshwright.program.jaxpr.equations import Equation, Literal, Var, aval_of, name_stack
 from meshwright.program.jaxpr.names import module_of
+from meshwright.program.trace.requested_layouts import RequestedLayout, requested_layout
 
 TensorDim = Callable[[Sequence[tuple[Atom, ...]]], int | None]
 """Returns which dim of an activation is divided over the tensor axis, if any."""
@@ -97,3 +101,112 @@ def activation_spec(
     if divided is not None and entries[divided] is None:
         entries[divided] = "tensor"
     return PartitionSpec(*entries)
+
+
+@dataclass(frozen=True)
+class ModelLayouts:
+    """What became of the sharding constraints in a model's code.
+
+    Attributes:
+        pins: the layouts of the constrained values, by variable.
+        ignored: a sentence for each kind of constraint that is not followed.
+    """
+
+    pins: Mapping[Var, PartitionSpec]
+    ignored: tuple[str, ...]
+
+
+def find_model_layouts(
+    classes: DimClasses, *, sizes: Mapping[str, int], batch_axes: Sequence[str]
+) -> ModelLayouts:
+    """Return the layouts that constraints in the model ask for, under the names of this mesh.
+
+    Args:
+        classes: the dims of the program's variables.
+        sizes: axis sizes of the mesh.
+        batch_axes: the mesh axes samples are divided over.
+    """
+    pins: dict[Var, PartitionSpec] = {}
+    ignored: dict[tuple[str, str], dict[str, None]] = {}
+    if all(size == 1 for size in sizes.values()):
+        return ModelLayouts({}, ())
+    for frame in all_frames(classes.root):
+        for eqn in frame.jaxpr.eqns:
+            request = requested_layout(eqn)
+            if request is None:
+                continue
+            (result,) = eqn.outvars
+            problem = _problem(request, aval_of(result).shape)
+            if not problem:
+                is_batch = [_is_batch(atoms, classes.batch) for atoms in frame.dims(result)]
+                dims = _axes(request, is_batch, batch_axes)
+                problem = _uneven(dims, aval_of(result).shape, sizes)
+                pins |= {} if problem else {result: _spec(dims, sizes)}
+            if problem:
+                where = module_of(name_stack(eqn)) or "the loss"
+                ignored.setdefault((str(request), problem), {})[where] = None
+    return ModelLayouts(pins, tuple(_sentence(*key, list(at)) for key, at in ignored.items()))
+
+
+def _problem(request: RequestedLayout, shape: Sequence[int]) -> str:
+    if request.other:
+        return "only a division over mesh axes can be followed"
+    if len(request.dims) != len(shape):
+        return "it is inside of a vmap, which adds a dim"
+    names = [name for dim in request.dims for name in dim or ()]
+    unknown = [name for name in names if resolve_alias(name) not in AXES]
+    if unknown:
+        return f"there is no mesh axis `{unknown[0]}` (the axes are {', '.join(sorted(AXES))})"
+    if any(resolve_alias(name) == PIPE for name in names):
+        return f"`{PIPE}` divides the blocks of a model, not its activations"
+    return ""
+
+
+def _is_batch(atoms: Sequence[Atom], batch: frozenset[int]) -> bool:
+    return bool(atoms) and atoms[0].id in batch
+
+
+def _axes(
+    request: RequestedLayout, is_batch: Sequence[bool], batch_axes: Sequence[str]
+) -> list[list[str] | None]:
+    """Return the mesh axes of each dim.
+
+    Samples are divided over all batch axes where the model names one of them: a model written for
+    `data` alone means its samples, which `fsdp` divides as well.
+    """
+    dims = [None if dim is None else [resolve_alias(n) for n in dim] for dim in request.dims]
+    for number, dim in enumerate(dims):
+        if not dim or not is_batch[number] or not set(dim) & {"data", "fsdp"}:
+            continue
+        elsewhere = {axis for n, other in enumerate(dims) if n != number for axis in other or ()}
+        own = [axis for axis in batch_axes if axis in dim or axis not in elsewhere]
+        dims[number] = [*own, *(axis for axis in dim if axis not in {*own, "data", "fsdp"})]
+    return dims
+
+
+def _uneven(
+    dims: Sequence[Sequence[str] | None], shape: Sequence[int], sizes: Mapping[str, int]
+) -> str:
+    for number, (axes, size) in enumerate(zip(dims, shape, strict=True)):
+        present = [axis for axis in axes or () if sizes.get(axis, 1) > 1]
+        if size % math.prod(sizes[axis] for axis in present):
+            parts = " × ".join(f"{axis}={sizes[axis]}" for axis in present)
+            return f"dim {number} has size {size}, which is not divisible by {parts}"
+    return ""
+
+
+def _spec(dims: Sequence[Sequence[str] | None], sizes: Mapping[str, int]) -> PartitionSpec:
+    entries: list[Any] = []
+    for axes in dims:
+        present = tuple(axis for axis in axes or () if sizes.get(axis, 1) > 1)
+        whole_or_one = present[0] if present else None
+        entries.append(present if len(present) > 1 else whole_or_one)
+        if axes is None:
+            entries[-1] = PartitionSpec.UNCONSTRAINED
+    return PartitionSpec(*entries)
+
+
+def _sentence(request: str, problem: str, modules: Sequence[str]) -> str:
+    others = len(modules) - 1
+    more = f" (and {others} more module{'s' if others > 1 else ''})" if others else ""
+    return f"a sharding constraint in `{modules[0]}`{more} is ignored: {request}: {problem}"

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+from jax.core import Tracer
 
 from meshwright.runtime.user_code import is_users_file
 
@@ -64,3 +65,19 @@ def _noticed(name: str, original: Callable[..., Any], found: dict[str, None]) ->
         return original(*args, **kwargs)
 
     return read
+
+
+@contextmanager
+def brief_about_sharding() -> Generator[None]:
+    """Do not look for the origin of a traced array that is asked for its sharding.
+
+    Traced arrays have none. Before 0.12, JAX looks up all operations that the array comes from to
+    say so, and Flax drops the message: that was half of the time it took to trace a deep model
+    with dropout.
+    """
+
+    def sharding(tracer: Any) -> None:
+        raise AttributeError(f"a traced array ({tracer.aval}) has no `sharding`")
+
+    with mock.patch.object(Tracer, "sharding", property(sharding)):
+        yield

@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from meshwright.program.evaluate.control_flow import enter_remat
-from meshwright.program.evaluate.evaluator import Environment, Evaluator
+from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_remat
 from meshwright.program.jaxpr.equations import (
     REMATS,
     ClosedJaxpr,
@@ -24,8 +23,8 @@ from meshwright.program.jaxpr.equations import (
     structs_of,
 )
 from meshwright.program.jaxpr.names import MODULE_MARK, module_of, modules_of, rename_module
-from meshwright.program.trace.copies import PathsByClass, find_originals, rename_copies
 from meshwright.program.trace.requested_layouts import record_constraint
+from meshwright.program.trace.scopes import PathsByClass, find_originals, rename_copies
 
 
 def normalize(
