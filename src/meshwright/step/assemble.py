@@ -32,8 +32,8 @@ from meshwright.program.trace.build_model import (
     describe_model,
     trace_values,
 )
-from meshwright.program.trace.device_reads import device_reads
 from meshwright.program.trace.model_leaves import ModelLeaves
+from meshwright.program.trace.replaced_jax import device_reads
 from meshwright.program.trace.traced_loss import Loss, Model, TracedLoss
 from meshwright.runtime.activity import activity
 from meshwright.runtime.user_code import doing

@@ -1,4 +1,4 @@
-"""Comparing equations: whether they do the same to their operands."""
+"""Comparing blocks: how their equations differ, said in words, and which runs of blocks repeat."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Evaluating a traced program equation by equation, with an ordered list of rules."""
+"""Evaluating a traced program equation by equation, with an ordered list of rules.
+
+Calls, loops, branches and checkpoints are entered, so that rules see the equations inside.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Protocol
 
 import jax
 from jax.sharding import NamedSharding
@@ -16,10 +18,10 @@ from meshwright.program.jaxpr.equations import (
     ClosedJaxpr,
     Equation,
     Literal,
+    Numerics,
     Value,
     Var,
     aval_of,
-    bind,
     called_jaxpr,
     name_stack,
     scan_counts,
@@ -31,30 +33,6 @@ Rule = Callable[[Equation, "Environment"], "list[Value] | None"]
 A rule gets the equation and the environment, not only the values of its operands: it may read a
 weight before it is rounded, or replace a call by something better than its body.
 """
-
-
-class Numerics(Protocol):
-    """The dtypes a program is evaluated in."""
-
-    def convert(self, value: Value) -> Value:
-        """Return a value in the dtype that it is stored in."""
-        ...
-
-    def bind(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
-        """Run a primitive on operands stored in that dtype."""
-        ...
-
-
-class AsTraced:
-    """Every value in the dtype it was traced in."""
-
-    def convert(self, value: Value) -> Value:
-        """Return the value itself."""
-        return value
-
-    def bind(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
-        """Run the primitive as it was traced."""
-        return bind(eqn, operands)
 
 
 class Environment:
@@ -170,7 +148,7 @@ class Evaluator:
         pins: Mapping[Var, NamedSharding] | None = None,
         scope: Callable[[Equation], str] = name_stack,
     ) -> None:
-        self.numerics: Numerics = AsTraced() if numerics is None else numerics
+        self.numerics = numerics or Numerics()
         self.weights = weights
         self._rules: tuple[Rule, ...] = (*rules, enter)
         self._pins = pins or {}
@@ -231,9 +209,6 @@ class Evaluator:
                 return results
         return self.numerics.bind(eqn, env.operands(eqn))
 
-
-if TYPE_CHECKING:
-    from meshwright.program.evaluate.evaluator import Environment
 
 ScanBody = Callable[[list[Value], list[Value]], tuple[list[Value], list[Value]]]
 """From the carry and an iteration's slices to the new carry and the iteration's results."""

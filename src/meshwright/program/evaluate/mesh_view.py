@@ -1,4 +1,4 @@
-"""A mesh inside or outside of a `jax.shard_map`: which axes the compiler may divide over."""
+"""A mesh outside or inside of a `jax.shard_map`, and running code on each device's own part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameters of a traced program: which variables they are, and how they are read."""
+"""The parameters of a traced program: which variables they are, and how they are made ready."""
 
 from __future__ import annotations
 

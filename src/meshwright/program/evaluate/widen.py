@@ -13,6 +13,7 @@ from meshwright.program.jaxpr.derivatives import pullback_of, pushforward_of
 from meshwright.program.jaxpr.equations import (
     ClosedJaxpr,
     Equation,
+    Numerics,
     Value,
     aval_of,
     bind,
@@ -131,7 +132,7 @@ def is_narrow(value: Any) -> bool:
     return wider(getattr(value, "dtype", None)) is not None
 
 
-class Float64:
+class Float64(Numerics):
     """Every float32, bfloat16 and float16 value stored as float64.
 
     Needs `jax.enable_x64`. Random numbers are drawn in the program's original dtype first, so the

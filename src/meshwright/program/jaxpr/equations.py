@@ -42,6 +42,18 @@ def bind(eqn: Equation, args: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+class Numerics:
+    """The dtypes that a program is evaluated in: those it was traced in."""
+
+    def convert(self, value: Value) -> Value:
+        """Return a value in the dtype that it is stored in."""
+        return value
+
+    def bind(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
+        """Run a primitive on operands stored in that dtype."""
+        return bind(eqn, operands)
+
+
 def scan_counts(eqn: Equation) -> tuple[int, int]:
     """Return how many constants and how many carries a scan equation has."""
     if "num_consts" in eqn.params:

@@ -1,4 +1,4 @@
-"""Regions: equations of a program that one kernel evaluates together."""
+"""Regions: equations of a program that one kernel evaluates together, and how they are reported."""
 
 from __future__ import annotations
 

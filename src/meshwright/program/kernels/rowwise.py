@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.program.evaluate.evaluator import Environment, Numerics
+from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.repeated_vector import repeat_vector
 from meshwright.program.evaluate.weight_uses import HALF
@@ -18,6 +18,7 @@ from meshwright.program.jaxpr.equations import (
     Atom,
     Equation,
     Literal,
+    Numerics,
     Value,
     Var,
     aval_of,

@@ -19,8 +19,8 @@ from meshwright.program.jaxpr.equations import (
     Jaxpr,
     Literal,
     Var,
-    scan_counts,
 )
+from meshwright.program.jaxpr.walks import called_programs
 from meshwright.program.kernels.regions import NotReplaced
 
 
@@ -132,10 +132,7 @@ def scopes(frame: Frame, consts: Mapping[Var, Any]) -> list[Scope]:
 
 
 def _arguments(eqn: Equation, jaxpr: Jaxpr) -> dict[Var, Atom]:
-    name = eqn.primitive.name
-    if name == "scan":
-        consts, _ = scan_counts(eqn)
-        return dict(zip(jaxpr.invars[:consts], eqn.invars[:consts], strict=True))
-    if (name in CALLS or name in REMATS) and len(jaxpr.invars) == len(eqn.invars):
-        return dict(zip(jaxpr.invars, eqn.invars, strict=True))
-    return {}
+    if eqn.primitive.name != "scan" and eqn.primitive.name not in CALLS | REMATS:
+        return {}
+    (_, arguments), *_ = called_programs(eqn)
+    return dict(zip(jaxpr.invars, arguments, strict=False))

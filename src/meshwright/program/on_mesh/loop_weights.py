@@ -9,7 +9,7 @@ rows are added up in the loop, where nothing is sent, and the rows are summed af
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,17 +21,15 @@ from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import (
     REMATS,
-    Atom,
     ClosedJaxpr,
     Equation,
     Literal,
     Value,
     Var,
     aval_of,
-    called_jaxpr,
     name_stack,
-    scan_counts,
 )
+from meshwright.program.jaxpr.walks import called_programs
 from meshwright.program.on_mesh.loop_reads import LoopRead, LoopReads
 from meshwright.program.on_mesh.mesh_rules import operands_in_param_dtype, record_prepared
 
@@ -72,7 +70,7 @@ class LoopWeights:
     def _enter(self, eqn: Equation, env: Environment) -> list[Value]:
         """Evaluate an equation that runs programs, in which the rows of its operands are known."""
         before = dict(self.rows)
-        for closed, arguments in _programs(eqn):
+        for closed, arguments in called_programs(eqn):
             for variable, atom in zip(closed.jaxpr.invars, arguments, strict=False):
                 if isinstance(atom, Literal):
                     continue
@@ -185,16 +183,6 @@ class LoopWeights:
 
 
 _WITH_PROGRAMS = frozenset({"scan", "cond", *REMATS})
-
-
-def _programs(eqn: Equation) -> Iterator[tuple[ClosedJaxpr, Sequence[Atom]]]:
-    """Yield the programs that an equation runs, with those arguments that stay as they are."""
-    if eqn.primitive.name == "scan":
-        yield eqn.params["jaxpr"], eqn.invars[: scan_counts(eqn)[0]]
-    elif eqn.primitive.name == "cond":
-        yield from ((branch, eqn.invars[1:]) for branch in eqn.params["branches"])
-    else:
-        yield called_jaxpr(eqn), eqn.invars
 
 
 def _first_reader(variable: Var, closed: ClosedJaxpr) -> str:

@@ -1,4 +1,9 @@
-"""Products, factors and lookups whose weight gradients are summed in float32, in one order."""
+"""Products, factors and lookups whose weight gradients are summed in float32, in one order.
+
+cuDNN has no convolution of half-precision numbers with a float32 kernel gradient. Asked for one,
+XLA widens both operands, which takes twice their memory, and multiplies at half the rate. So the
+gradients of convolutions that are plain products are computed as products.
+"""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from meshwright.program.jaxpr.equations import ClosedJaxpr
-from meshwright.program.trace.device_reads import brief_about_sharding
 from meshwright.program.trace.model_leaves import ModelLeaves, split_model
+from meshwright.program.trace.replaced_jax import brief_about_sharding
 from meshwright.trees import is_key
 
 ModelSource = Callable[[nnx.Rngs], Any]

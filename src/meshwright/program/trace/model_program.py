@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from meshwright.errors import UserError
 from meshwright.program.jaxpr.equations import ClosedJaxpr, Jaxpr
-from meshwright.program.jaxpr.passed_on import origin
-from meshwright.program.trace.device_reads import brief_about_sharding
+from meshwright.program.jaxpr.walks import origin
 from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.precision_policy import cast_floats, follow_policy
 from meshwright.program.trace.python_state import (
@@ -22,6 +21,7 @@ from meshwright.program.trace.python_state import (
     refuse_effect,
     refuse_kept_arrays,
 )
+from meshwright.program.trace.replaced_jax import brief_about_sharding
 from meshwright.program.trace.requested_layouts import recorded_layouts
 from meshwright.program.trace.scopes import module_scopes
 from meshwright.runtime.user_code import doing, explaining_axis_names

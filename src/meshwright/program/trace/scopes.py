@@ -3,6 +3,10 @@
 An unmodified model has no hooks, so while a loss is traced the methods of the model's classes are
 wrapped: a call enters `jax.named_scope` with its path. Equations, and later the instructions of the
 compiled program, carry these names. Linen modules, inside Flax's bridge, have a hook for this.
+
+Transforms (`nnx.remat`, `nnx.jit`) and `nnx.merge` call copies of modules. Nothing links a copy to
+its original if the model has several modules of that class, so its scopes are provisional at first:
+``~?Block-3.up``. The leaves that its equations read show which module it is a copy of.
 """
 
 from __future__ import annotations

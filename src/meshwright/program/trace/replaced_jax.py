@@ -1,4 +1,4 @@
-"""Noticing that a model or loss asks JAX for its devices or processes while it is traced."""
+"""Functions of JAX that are replaced while a model is built or its loss is traced."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _READS = (
 
 @contextmanager
 def device_reads(*users: Any) -> Generator[list[str]]:
-    """Collect warnings about reads by the user's code while the context is active.
+    """Collect warnings where the user's code asks JAX for its devices or processes.
 
     Args:
         users: functions and classes of the user; in their modules the functions may be imported
