@@ -9,7 +9,7 @@ from meshwright.compiled.collectives import ring_bytes
 from meshwright.plan import Plan
 from meshwright.program.blocks.segments import Outside, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
-from meshwright.program.dims import Event
+from meshwright.program.dims import ShardingEvent
 from meshwright.program.evaluate.dependencies import variables_read
 from meshwright.program.jaxpr.equations import Literal, scan_counts
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
@@ -94,7 +94,7 @@ def _activations(assembled: Assembled) -> Iterator[Needed]:
         yield replace(need, sent_bytes=times * need.sent_bytes)
 
 
-def activations(assembled: Assembled) -> Iterator[tuple[Event, Needed]]:
+def activations(assembled: Assembled) -> Iterator[tuple[ShardingEvent, Needed]]:
     """Yield what tensor parallelism needs per microbatch: one reduction per half block and way."""
     plan, classes, tensor = assembled.plan, assembled.decision.classes, assembled.decision.tensor
     if tensor.size == 1:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import ShardingConfig
 from meshwright.mesh.axes import AXES, resolve_alias
-from meshwright.program.dims import DimClasses, Frame, LeafLabel, find_dim_classes
+from meshwright.program.dims import DimClasses, LeafLabel, ProgramDims, find_dim_classes
 from meshwright.program.dims.classes import LeafRole
 from meshwright.program.evaluate.weight_uses import GatherSpecs
 from meshwright.program.jaxpr.equations import Var
@@ -22,10 +22,10 @@ from meshwright.program.kernels.find_kernels import (
 )
 from meshwright.program.on_mesh.local_ops import LocalOp, find_local_ops
 from meshwright.program.on_mesh.loop_reads import LoopReads, find_loop_reads
-from meshwright.program.on_mesh.pins import (
+from meshwright.program.on_mesh.sharding_constraints import (
     activation_spec,
+    find_constraints,
     find_model_layouts,
-    find_pins,
     find_weights,
 )
 from meshwright.program.on_mesh.shared_inputs import SharedInput, find_shared_inputs
@@ -120,7 +120,7 @@ def decide(
         optimizer=divided,
         gradients=without_fsdp if sharding.zero == 1 else divided,
         gathers=_gathers(traced.layout.step_leaves, divided) if sharding.zero == 3 else {},
-        pins={**_pins(classes, axes, tensor), **of_model.pins},
+        pins={**_pins(classes, axes, tensor), **of_model.constraints},
         local_ops=find_local_ops(
             classes,
             batch_axes=axes,
@@ -151,7 +151,7 @@ def _kernels(
     if search is None:
         return NO_KERNELS
 
-    def layout(frame: Frame, variable: Var) -> PartitionSpec | None:
+    def layout(frame: ProgramDims, variable: Var) -> PartitionSpec | None:
         if not axes and tensor.size == 1:
             return None
         return activation_spec(frame, variable, classes.batch, axes, tensor.sharded_dim)
@@ -164,7 +164,7 @@ def _pins(
 ) -> dict[Var, PartitionSpec]:
     if not axes and tensor.size == 1:
         return {}
-    return find_pins(classes, batch_axes=axes, tensor_dim=tensor.sharded_dim)
+    return find_constraints(classes, batch_axes=axes, tensor_dim=tensor.sharded_dim)
 
 
 def batch_axes(sizes: Mapping[str, int]) -> dict[str, int]:

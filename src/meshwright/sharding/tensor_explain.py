@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from meshwright.program.dims import Atom, DimClasses, LeafDims
+from meshwright.program.dims import DimClasses, DimFactor, LeafDims
 from meshwright.sharding.reasons import Reason
 from meshwright.sharding.tensor_candidates import Candidate
 from meshwright.sharding.tensor_reasons import (
@@ -43,7 +43,7 @@ _JOINED: Mapping[str, Joined] = {
 """How the parts of a divided dim are joined, by kind of event; the first that occurs counts."""
 
 
-def factors_of(classes: DimClasses, dim: Iterable[Atom]) -> Factors:
+def factors_of(classes: DimClasses, dim: Iterable[DimFactor]) -> Factors:
     """Return the factors of a dim, each named once; a factor after heads is the size of a head."""
     factors = list[Factor]()
     for atom in dim:
@@ -100,7 +100,7 @@ def fused_factor(leaf: LeafDims, candidate: Candidate) -> tuple[int, tuple[int, 
     return None
 
 
-def _name(classes: DimClasses, atom: Atom) -> FactorName:
+def _name(classes: DimClasses, atom: DimFactor) -> FactorName:
     if atom.id in classes.heads:
         return "heads"
     if atom.id in classes.channels:
@@ -155,7 +155,7 @@ def _recurrent_leaf(candidate: Candidate, leaf: LeafDims) -> str | None:
     return next(owner.path for owner in owners if count(owner) > 1)
 
 
-def _owner(candidate: Candidate, leaf: LeafDims) -> tuple[LeafDims, tuple[Atom, ...]]:
+def _owner(candidate: Candidate, leaf: LeafDims) -> tuple[LeafDims, tuple[DimFactor, ...]]:
     """Return a leaf, this one if possible, and its dim that contains the candidate."""
     kernels_first = sorted(candidate.touched, key=lambda i: i not in candidate.kernels)
     for owner in (leaf, *(candidate.classes.leaves[i] for i in kernels_first)):

@@ -30,7 +30,7 @@ def forward_on(
         weight_uses(traced, decision.gathers, whole),
         remat,
         wide=wide,
-        pins=decision.pins,
+        constraints=decision.pins,
         local_ops=decision.local_ops,
         shared_inputs=decision.shared_inputs,
         loop_reads=decision.loop_reads,

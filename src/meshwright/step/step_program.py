@@ -47,7 +47,7 @@ def step_program(
         program = unstaged_program(traced, plan)
         return replace(program, remarks=(*traced.remarks, *program.remarks))
     _refuse_written(traced, stages)
-    rolled = roll_program(traced, evenly_joined=True)
+    rolled = roll_program(traced, even_connections=True)
     cut = ordered_by_stage(cut_blocks(rolled.traced, rolled.remarks), stages, plan.num_chunks)
     return StepProgram(cut.traced, cut, (*traced.remarks, *rolled.remarks))
 

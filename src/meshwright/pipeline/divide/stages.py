@@ -171,7 +171,7 @@ class Stages:
             self.uses,
             where.remat,
             wide=where.wide,
-            pins=where.pins,
+            constraints=where.pins,
             weight_only=where.weights,
             kernels=where.kernels,
             first=[*draws, WithinStage(mesh)],

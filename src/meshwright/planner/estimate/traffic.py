@@ -15,7 +15,7 @@ from meshwright.plan import Plan
 from meshwright.planner.devices.links import AxisLink, axis_links, collective_seconds
 from meshwright.planner.estimate.estimate import AxisTraffic
 from meshwright.planner.estimate.placed_state import PlacedState, WeightKind
-from meshwright.program.dims import Event
+from meshwright.program.dims import ShardingEvent
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 
 _HIDDEN: Mapping[str, Mapping[str, float]] = {
@@ -86,7 +86,7 @@ def _joined(weights: Mapping[WeightKind, int], num_blocks: int) -> Iterator[tupl
         yield WeightKind(nbytes, reduced, gathered, True, trained, scattered), num_blocks
 
 
-def tensor_traffic(events: Iterable[Event], plan: Plan, rows: float) -> Iterator[Sent]:
+def tensor_traffic(events: Iterable[ShardingEvent], plan: Plan, rows: float) -> Iterator[Sent]:
     """Yield what tensor parallelism reduces: one array per half block and pass.
 
     Args:

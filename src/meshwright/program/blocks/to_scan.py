@@ -16,7 +16,7 @@ from meshwright.program.blocks.block_lists import (
     pattern_of,
     why_no_list,
 )
-from meshwright.program.blocks.joints import even_joints
+from meshwright.program.blocks.connections import with_even_connections
 from meshwright.program.blocks.prove_equal import Column, Name, RolledBlockList, roll_block_list
 from meshwright.program.blocks.rows import RowBlocks, Rows, array_of, roll_rows
 from meshwright.program.evaluate.evaluator import Evaluator
@@ -62,15 +62,16 @@ class RollResult:
     remarks: tuple[str, ...]
 
 
-def roll_program(traced: TracedLoss, *, evenly_joined: bool = False) -> RollResult:
+def roll_program(traced: TracedLoss, *, even_connections: bool = False) -> RollResult:
     """Replace every list of equal blocks by a scan over their stacked leaves.
 
     Args:
         traced: the program.
-        evenly_joined: also roll blocks between which the model computes different things, at the
-            cost of passing on all values that are read later (`even_joints`).
+        even_connections: also roll blocks between which the model computes different things, at the
+            cost of passing on all values that are read later (`with_even_connections`).
     """
-    even = even_joints(traced, partial(_same_leaves, traced.layout)) if evenly_joined else None
+    same_leaves = partial(_same_leaves, traced.layout)
+    even = with_even_connections(traced, same_leaves) if even_connections else None
     traced, apart = (even.traced, even.apart) if even else (traced, frozenset[str]())
     jaxpr = traced.closed.jaxpr
     rolled_lists: list[RolledBlockList] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from meshwright.program.dims.atoms import Dim, Dims
+from meshwright.program.dims.factors import Dim, Dims
 from meshwright.program.dims.op import Op, Value, is_inexact, shape_of
 from meshwright.program.jaxpr.equations import Jaxpr, scan_counts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.program.dims.atoms import NO_DIM, Dim, Dims
+from meshwright.program.dims.factors import NO_DIM, Dim, Dims
 from meshwright.program.dims.op import Op, Product, Rule, pick, unknown, without
 
 HEADS_BEFORE_SEQUENCE = 1

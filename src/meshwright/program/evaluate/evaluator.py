@@ -118,9 +118,13 @@ class Environment:
         return self.evaluator.run(closed, args)
 
 
-def pinned(variable: Var, value: Value, pins: Mapping[Var, NamedSharding]) -> Value:
-    """Return the value of a variable with its pin, if it has one."""
-    return jax.lax.with_sharding_constraint(value, pins[variable]) if variable in pins else value
+def constrained(variable: Var, value: Value, constraints: Mapping[Var, NamedSharding]) -> Value:
+    """Return the value of a variable with its sharding constraint, if it has one."""
+    return (
+        jax.lax.with_sharding_constraint(value, constraints[variable])
+        if variable in constraints
+        else value
+    )
 
 
 class Evaluator:
@@ -135,7 +139,7 @@ class Evaluator:
         rules: what is not evaluated as written.
         numerics: the dtypes that values are stored in.
         weights: the variables that are parameters, and how they are prepared for use.
-        pins: shardings of results.
+        constraints: shardings of results.
         scope: returns the name scopes that an equation is evaluated in.
     """
 
@@ -145,13 +149,13 @@ class Evaluator:
         *,
         numerics: Numerics | None = None,
         weights: Weights = NO_WEIGHTS,
-        pins: Mapping[Var, NamedSharding] | None = None,
+        constraints: Mapping[Var, NamedSharding] | None = None,
         scope: Callable[[Equation], str] = name_stack,
     ) -> None:
         self.numerics = numerics or Numerics()
         self.weights = weights
         self._rules: tuple[Rule, ...] = (*rules, enter)
-        self._pins = pins or {}
+        self._constraints = constraints or {}
         self._scope = scope
 
     def run(
@@ -192,10 +196,11 @@ class Evaluator:
         self.equations(eqns, Environment(self, values))
 
     def equation(self, eqn: Equation, env: Environment) -> list[Value]:
-        """Evaluate one equation and pin its results."""
+        """Evaluate one equation, and constrain the shardings of its results."""
         results = self._apply_rules(eqn, env, 0)
         return [
-            pinned(v, result, self._pins) for v, result in zip(eqn.outvars, results, strict=True)
+            constrained(v, result, self._constraints)
+            for v, result in zip(eqn.outvars, results, strict=True)
         ]
 
     def continue_after(self, rule: Rule, eqn: Equation, env: Environment) -> list[Value]:

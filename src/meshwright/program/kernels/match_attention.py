@@ -271,7 +271,9 @@ class _Match:
             if eqn is None:
                 continue
             if eqn.primitive.name == "dot_general":
-                values = [self.scope.frame.values.get(a) for a in eqn.invars if isinstance(a, Var)]
+                values = [
+                    self.scope.program.values.get(a) for a in eqn.invars if isinstance(a, Var)
+                ]
                 return len(values) == 2 and all(v is not None and v.has_data for v in values)
             if eqn.primitive.name in (*ELEMENTWISE, "transpose", "reshape"):
                 before = [a for a in eqn.invars if isinstance(a, Var) and a not in seen]

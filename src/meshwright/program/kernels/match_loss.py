@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from meshwright.program.dims import Frame
+from meshwright.program.dims import ProgramDims
 from meshwright.program.dims.elementwise import ELEMENTWISE
 from meshwright.program.evaluate.dependencies import needed_equations
 from meshwright.program.jaxpr.equations import Atom, Equation, Literal, Var, aval_of
@@ -61,14 +61,14 @@ class LossMatch:
         return atom
 
 
-def projections(graph: Graph, frame: Frame) -> list[tuple[Equation, int]]:
+def projections(graph: Graph, program: ProgramDims) -> list[tuple[Equation, int]]:
     """Return the products of activations with a weight whose results are exponentiated.
 
     Those that gradients flow through come first: of a teacher and a student, the student.
     """
     found: list[tuple[Equation, int]] = []
     for eqn in graph.live:
-        weight = _weight_operand(eqn, frame) if eqn.primitive.name == "dot_general" else None
+        weight = _weight_operand(eqn, program) if eqn.primitive.name == "dot_general" else None
         if weight is not None and _reaches_sum_of_exponentials(graph, eqn.outvars[0]):
             found.append((eqn, weight))
     trained = _read_with_gradient(graph) if len(found) > 1 else set[Var]()
@@ -109,7 +109,7 @@ def match_loss(graph: Graph, product: Equation, weight: int) -> LossMatch:
     return LossMatch(product, weight, eqns, rows, whole, by_row, outputs)
 
 
-def _weight_operand(eqn: Equation, frame: Frame) -> int | None:
+def _weight_operand(eqn: Equation, program: ProgramDims) -> int | None:
     """Return which operand of a product of rows with a matrix is the matrix, a weight."""
     (_, _), (batch, _) = eqn.params["dimension_numbers"]
     contracting = eqn.params["dimension_numbers"][0]
@@ -117,11 +117,13 @@ def _weight_operand(eqn: Equation, frame: Frame) -> int | None:
         other = eqn.invars[1 - number]
         if isinstance(atom, Literal) or isinstance(other, Literal) or batch:
             continue
-        value = frame.values[atom]
+        value = program.values[atom]
         is_weight = bool(value.params) and not value.has_data
         rank = len(aval_of(other).shape)
         # Rows come first in the result if the activations are the left operand.
-        by_rows = tuple(contracting[0]) == (rank - 1,) and rank > 1 and frame.values[other].has_data
+        by_rows = (
+            tuple(contracting[0]) == (rank - 1,) and rank > 1 and program.values[other].has_data
+        )
         if is_weight and number == 1 and len(aval_of(atom).shape) == 2 and by_rows:
             return number
     return None
@@ -331,7 +333,7 @@ def _picks_only_entry(eqn: Equation, rows: int) -> bool:
     )
 
 
-def is_differentiable(frame: Frame, variable: Var) -> bool:
+def is_differentiable(program: ProgramDims, variable: Var) -> bool:
     """Whether gradients reach the parameters through a value."""
-    value = frame.values[variable]
+    value = program.values[variable]
     return value.has_grad and jnp.issubdtype(aval_of(variable).dtype, jnp.inexact)

@@ -95,7 +95,7 @@ class Region:
     eqns: tuple[Equation, ...]
     inputs: tuple[Var, ...]
     outputs: tuple[Var, ...]
-    place: Place
+    place: EvaluationPoint
     kernel: Kernel
     detail: str = ""
 
@@ -106,8 +106,8 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a region is evaluated.
+class EvaluationPoint:
+    """Where in a program a region is evaluated.
 
     Attributes:
         eqn: the equation at whose place it is evaluated.
@@ -188,7 +188,7 @@ class Graph:
 
     def place(
         self, eqns: Sequence[Equation], inputs: Sequence[Var], outputs: Sequence[Var]
-    ) -> Place:
+    ) -> EvaluationPoint:
         """Return where equations can be evaluated together: before anything reads a result.
 
         Raises:
@@ -210,7 +210,7 @@ class Graph:
         ahead = needed_equations(self.jaxpr.eqns[place + 1 :], late)
         if place < 0 or dependent_variables(ahead, made) & {v for e in ahead for v in e.outvars}:
             raise NotReplaced("what it reads depends on its own results")
-        return Place(self.jaxpr.eqns[place], tuple(ahead))
+        return EvaluationPoint(self.jaxpr.eqns[place], tuple(ahead))
 
 
 def module_name(eqns: Sequence[Equation]) -> str:

@@ -1,10 +1,14 @@
-"""The traced loss on a mesh: weights gathered, activations pinned, blocks rematerialized."""
+"""The traced loss on a mesh: weights gathered, activations constrained, blocks rematerialized.
+
+Within a `jax.shard_map` it is the loss of one device's samples, with the random numbers that they
+would get in the whole batch.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -13,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from meshwright.errors import Setting, UserError
 from meshwright.program.blocks.segments import BlockSegment, Outside, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
-from meshwright.program.dims import DimClasses, Frame, all_frames
+from meshwright.program.dims import DimClasses, ProgramDims
 from meshwright.program.evaluate.dependencies import variables_read
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
 from meshwright.program.evaluate.mesh_view import MeshView
@@ -112,7 +116,7 @@ def mesh_evaluator(
     remat: Remat,
     *,
     wide: bool,
-    pins: Mapping[Var, PartitionSpec] | None = None,
+    constraints: Mapping[Var, PartitionSpec] | None = None,
     local_ops: Mapping[Var, LocalOp] | None = None,
     shared_inputs: Mapping[Var, SharedInput] | None = None,
     loop_reads: LoopReads = NO_LOOP_READS,
@@ -128,7 +132,7 @@ def mesh_evaluator(
         uses: the variables that are parameters.
         remat: what layers of a stack save for their backward pass.
         wide: compute in float64.
-        pins: layouts of activations.
+        constraints: layouts of activations.
         local_ops: operations that devices run on their own samples.
         shared_inputs: activations that several products share.
         loop_reads: operations that read weights in loops.
@@ -137,7 +141,7 @@ def mesh_evaluator(
         first: rules that come before those of the mesh.
         lookups: whether the gradients of lookups need a layout.
     """
-    shardings = {v: mesh.sharding(spec) for v, spec in (pins or {}).items()}
+    shardings = {v: mesh.sharding(spec) for v, spec in (constraints or {}).items()}
     rules = [
         *first,
         KernelRule(mesh, kernels, shardings),
@@ -159,7 +163,7 @@ def mesh_evaluator(
         weights=Weights(
             uses, weight_only, mesh, gather_per_block=remat.gather_per_block, casts=not wide
         ),
-        pins={v: sharding for v, sharding in shardings.items() if v not in skipped},
+        constraints={v: sharding for v, sharding in shardings.items() if v not in skipped},
     )
 
 
@@ -240,7 +244,7 @@ class LocalDraws:
     def __init__(self, whole: DimClasses, local: DimClasses, batch_axes: Mapping[str, int]) -> None:
         self.batch_axes = dict(batch_axes)
         self._sample_dims: dict[Var, int] = {}
-        whole_draws, local_draws = list(_draws(whole)), list(_draws(local))
+        whole_draws, local_draws = _draws(whole), _draws(local)
         if len(whole_draws) != len(local_draws):
             raise UserError(
                 f"{Setting('training.sync_gradients_every')} cannot be used: how often the loss "
@@ -249,9 +253,9 @@ class LocalDraws:
                 "device's part",
                 fix=f"write {Setting('training.sync_gradients_every', 1)}",
             )
-        for (frame, eqn), (_, local_eqn) in zip(whole_draws, local_draws, strict=True):
-            for dim, atoms in enumerate(frame.dims(eqn.outvars[0])):
-                if atoms and atoms[0].id in whole.batch:
+        for (program, eqn), (_, local_eqn) in zip(whole_draws, local_draws, strict=True):
+            for dim, factors in enumerate(program.dims(eqn.outvars[0])):
+                if factors and factors[0].id in whole.batch:
                     self._sample_dims[local_eqn.outvars[0]] = dim
 
     def draw(self, eqn: Equation, env: Environment) -> list[Value] | None:
@@ -268,9 +272,6 @@ class LocalDraws:
         return [jax.lax.dynamic_slice_in_dim(bits, start, size, dim)]
 
 
-def _draws(classes: DimClasses) -> Iterator[tuple[Frame, Equation]]:
-    """Yield the equations that draw random bits, with the frames they are in."""
-    for frame in all_frames(classes.root):
-        for eqn in frame.jaxpr.eqns:
-            if eqn.primitive.name == "random_bits":
-                yield frame, eqn
+def _draws(classes: DimClasses) -> list[tuple[ProgramDims, Equation]]:
+    """Return the equations that draw random bits, with the programs they are in."""
+    return [both for both in classes.equations() if both[1].primitive.name == "random_bits"]

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from meshwright.program.evaluate.evaluator import Environment, pinned
+from meshwright.program.evaluate.evaluator import Environment, constrained
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.evaluate.repeated_vector import repeat_vector
 from meshwright.program.evaluate.weight_uses import HALF
@@ -211,12 +211,12 @@ class KernelRule:
     Attributes:
         mesh: where the program runs.
         kernels: the regions.
-        pins: layouts of their results.
+        constraints: layouts of their results.
     """
 
     mesh: MeshView
     kernels: Kernels
-    pins: Mapping[Var, NamedSharding]
+    constraints: Mapping[Var, NamedSharding]
 
     def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
         """Evaluate a region, or skip one of its equations; None for others."""
@@ -230,6 +230,6 @@ class KernelRule:
         results = dict(zip(region.outputs, region.kernel(region, env, self.mesh), strict=True))
         for variable, value in results.items():
             if variable not in eqn.outvars:
-                # The equation it is made by, where it would be pinned, is skipped.
-                env.values[variable] = pinned(variable, value, self.pins)
+                # The equation that makes it, where it would be constrained, is skipped.
+                env.values[variable] = constrained(variable, value, self.constraints)
         return [results.get(variable) for variable in eqn.outvars]

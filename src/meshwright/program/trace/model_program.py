@@ -14,7 +14,7 @@ from meshwright.program.jaxpr.walks import origin
 from meshwright.program.trace.model_leaves import Leaf, ModelLeaves
 from meshwright.program.trace.precision_policy import cast_floats, follow_policy
 from meshwright.program.trace.python_state import (
-    Change,
+    AttributeChange,
     PythonState,
     apply_changes,
     describe_changes,
@@ -55,7 +55,7 @@ class ModelProgram:
         self._weights = {i for i, leaf in enumerate(model_leaves.leaves) if leaf.is_weight}
         self._changed: set[int] = set()
         self._same: set[int] = set()
-        self._python_changes: list[Change] = []
+        self._python_changes: list[AttributeChange] = []
         self.remarks: list[str] = []
         self.paths_by_class: dict[str, Sequence[str]] = {}
 

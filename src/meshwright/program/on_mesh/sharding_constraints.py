@@ -1,4 +1,4 @@
-"""Pins: the layouts of activations that pass from one module to another."""
+"""Sharding constraints: layouts of activations between modules, and those that a model asks for."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshwright.mesh.axes import AXES, PIPE, resolve_alias
-from meshwright.program.dims import Atom, DimClasses, Frame, all_frames
+from meshwright.program.dims import DimClasses, DimFactor, ProgramDims, all_programs
 from meshwright.program.jaxpr.equations import Equation, Literal, Var, aval_of, name_stack
 from meshwright.program.jaxpr.names import module_of
 from meshwright.program.trace.requested_layouts import RequestedLayout, requested_layout
 
-TensorDim = Callable[[Sequence[tuple[Atom, ...]]], int | None]
+TensorDim = Callable[[Sequence[tuple[DimFactor, ...]]], int | None]
 """Returns which dim of an activation is divided over the tensor axis, if any."""
 
 
-def find_pins(
+def find_constraints(
     classes: DimClasses, *, batch_axes: Mapping[str, int], tensor_dim: TensorDim
 ) -> dict[Var, PartitionSpec]:
     """Return a spec for every activation that leaves its module and carries the batch.
@@ -30,39 +30,39 @@ def find_pins(
         batch_axes: the mesh axes samples are divided over, and their sizes.
         tensor_dim: which dim of an activation is divided over the tensor axis.
 
-    Without pins the partitioner may gather activations instead of weights, and on large meshes it
+    Without them, the partitioner may gather activations instead of weights, and on large meshes it
     does.
     """
-    pins: dict[Var, PartitionSpec] = {}
-    for frame in all_frames(classes.root):
-        for variable in _crossing(frame):
-            spec = activation_spec(frame, variable, classes.batch, batch_axes, tensor_dim)
+    constraints: dict[Var, PartitionSpec] = {}
+    for program in all_programs(classes.root):
+        for variable in _crossing(program):
+            spec = activation_spec(program, variable, classes.batch, batch_axes, tensor_dim)
             if spec is not None:
-                pins[variable] = spec
-    return pins
+                constraints[variable] = spec
+    return constraints
 
 
 def find_weights(classes: DimClasses) -> frozenset[Var]:
     """Return the variables that hold weights, cast or rearranged, and no data."""
     return frozenset(
         variable
-        for frame in all_frames(classes.root)
-        for variable, value in frame.values.items()
+        for program in all_programs(classes.root)
+        for variable, value in program.values.items()
         if value.params and not value.has_data
     )
 
 
-def _crossing(frame: Frame) -> Iterator[Var]:
+def _crossing(program: ProgramDims) -> Iterator[Var]:
     """Yield the variables that another module reads, or that the jaxpr returns."""
     producers: dict[Var, str] = {}
     crossing: dict[Var, None] = {}
-    for eqn in frame.jaxpr.eqns:
+    for eqn in program.jaxpr.eqns:
         module = module_of(name_stack(eqn))
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and producers.get(atom, module) != module:
                 crossing[atom] = None
         producers.update((variable, module) for variable in _float_results(eqn))
-    for atom in frame.jaxpr.outvars:
+    for atom in program.jaxpr.outvars:
         if not isinstance(atom, Literal) and atom in producers:
             crossing[atom] = None
     yield from crossing
@@ -73,7 +73,7 @@ def _float_results(eqn: Equation) -> list[Var]:
 
 
 def activation_spec(
-    frame: Frame,
+    program: ProgramDims,
     variable: Var,
     batch: frozenset[int],
     batch_axes: Mapping[str, int],
@@ -82,17 +82,17 @@ def activation_spec(
     """Return the layout of an activation; None if it has no dim of samples that can be divided.
 
     Args:
-        frame: the call in which it is a variable.
+        program: the call in which it is a variable.
         variable: the activation.
         batch: the classes of samples.
         batch_axes: the mesh axes samples are divided over, and their sizes.
         tensor_dim: which dim is divided over the tensor axis.
     """
-    dims = frame.dims(variable)
+    dims = program.dims(variable)
     replicas = math.prod(batch_axes.values())
     entries: list[str | tuple[str, ...] | None] = [None] * len(dims)
-    for number, atoms in enumerate(dims):
-        if atoms and atoms[0].id in batch and atoms[0].size % replicas == 0:
+    for number, factors in enumerate(dims):
+        if factors and factors[0].id in batch and factors[0].size % replicas == 0:
             entries[number] = tuple(batch_axes)
             break
     else:
@@ -108,11 +108,11 @@ class ModelLayouts:
     """What became of the sharding constraints in a model's code.
 
     Attributes:
-        pins: the layouts of the constrained values, by variable.
+        constraints: the layouts of the constrained values, by variable.
         ignored: a sentence for each kind of constraint that is not followed.
     """
 
-    pins: Mapping[Var, PartitionSpec]
+    constraints: Mapping[Var, PartitionSpec]
     ignored: tuple[str, ...]
 
 
@@ -126,26 +126,27 @@ def find_model_layouts(
         sizes: axis sizes of the mesh.
         batch_axes: the mesh axes samples are divided over.
     """
-    pins: dict[Var, PartitionSpec] = {}
+    constraints: dict[Var, PartitionSpec] = {}
     ignored: dict[tuple[str, str], dict[str, None]] = {}
     if all(size == 1 for size in sizes.values()):
         return ModelLayouts({}, ())
-    for frame in all_frames(classes.root):
-        for eqn in frame.jaxpr.eqns:
-            request = requested_layout(eqn)
-            if request is None:
-                continue
-            (result,) = eqn.outvars
-            problem = _problem(request, aval_of(result).shape)
-            if not problem:
-                is_batch = [_is_batch(atoms, classes.batch) for atoms in frame.dims(result)]
-                dims = _axes(request, is_batch, batch_axes)
-                problem = _uneven(dims, aval_of(result).shape, sizes)
-                pins |= {} if problem else {result: _spec(dims, sizes)}
-            if problem:
-                where = module_of(name_stack(eqn)) or "the loss"
-                ignored.setdefault((str(request), problem), {})[where] = None
-    return ModelLayouts(pins, tuple(_sentence(*key, list(at)) for key, at in ignored.items()))
+    for program, eqn in classes.equations():
+        request = requested_layout(eqn)
+        if request is None:
+            continue
+        (result,) = eqn.outvars
+        problem = _problem(request, aval_of(result).shape)
+        if not problem:
+            leading = [dim[0].id if dim else None for dim in program.dims(result)]
+            dims = _axes(request, [first in classes.batch for first in leading], batch_axes)
+            problem = _uneven(dims, aval_of(result).shape, sizes)
+            constraints |= {} if problem else {result: _spec(dims, sizes)}
+        if problem:
+            where = module_of(name_stack(eqn)) or "the loss"
+            ignored.setdefault((str(request), problem), {})[where] = None
+    return ModelLayouts(
+        constraints, tuple(_sentence(*key, list(at)) for key, at in ignored.items())
+    )
 
 
 def _problem(request: RequestedLayout, shape: Sequence[int]) -> str:
@@ -160,10 +161,6 @@ def _problem(request: RequestedLayout, shape: Sequence[int]) -> str:
     if any(resolve_alias(name) == PIPE for name in names):
         return f"`{PIPE}` divides the blocks of a model, not its activations"
     return ""
-
-
-def _is_batch(atoms: Sequence[Atom], batch: frozenset[int]) -> bool:
-    return bool(atoms) and atoms[0].id in batch
 
 
 def _axes(
