@@ -128,7 +128,7 @@ def decide(
             tensor_size=tensor.size,
         ),
         shared_inputs=find_shared_inputs(
-            classes, divided=tensor.ways, batch_axes=axes, tensor_dim=tensor.sharded_dim
+            classes, sharded=tensor.ways, batch_axes=axes, tensor_dim=tensor.sharded_dim
         ),
         loop_reads=find_loop_reads(classes, axes),
         weights=find_weights(classes),
@@ -298,7 +298,7 @@ def _without(placement: Placement, *removed: str) -> Placement:
 
 def _gathers(steps: Sequence[StepLeaf], placements: Sequence[Placement]) -> dict[int, GatherSpecs]:
     return {
-        number: GatherSpecs(whole=placement.without("fsdp"), divided=placement.spec)
+        number: GatherSpecs(whole=placement.without("fsdp"), sharded=placement.spec)
         for number, (step, placement) in enumerate(zip(steps, placements, strict=True))
         if step.leaf.is_weight and "fsdp" in placement.axes()
     }

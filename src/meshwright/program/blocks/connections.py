@@ -7,7 +7,7 @@ later than by the next block are passed along with the activation, in slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,47 +55,35 @@ _LARGEST_SHARE = 1 / 3
 """The largest share of a list's weights that connections may read: every stage holds these."""
 
 
-@dataclass(frozen=True)
-class EvenProgram:
-    """A traced loss whose blocks are all connected by the same operations.
-
-    Attributes:
-        traced: the program.
-        apart: paths of the leaves in the list of blocks that only connections read.
-    """
-
-    traced: TracedLoss
-    apart: frozenset[str] = frozenset()
-
-
 def with_even_connections(
     traced: TracedLoss, same_leaves: Callable[[frozenset[str], str, str], bool]
-) -> EvenProgram:
+) -> tuple[TracedLoss, frozenset[str]]:
     """Return a program in which the blocks of its longest list are connected equally, if possible.
+
+    With it come the paths of the leaves in that list that only connections read.
 
     Args:
         traced: the loss.
         same_leaves: whether two modules have the same leaves, some paths aside.
     """
     jaxpr = traced.closed.jaxpr
-    lists = find_block_lists(jaxpr.eqns)
+    lists, none = find_block_lists(jaxpr.eqns), frozenset[str]()
     if not lists:
-        return EvenProgram(traced)
+        return traced, none
     blocks = max(lists, key=lambda blocks: blocks.num_blocks)
-    none: frozenset[str] = frozenset()
     rolled = roll_block_list(jaxpr, blocks, lambda a, b: same_leaves(none, a, b))
     if isinstance(rolled, RolledBlockList) and rolled.blocks.elements == blocks.elements:
-        return EvenProgram(traced)
+        return traced, none
     connected = _connected_blocks(jaxpr, blocks)
     if connected is None:
-        return EvenProgram(traced)
+        return traced, none
     apart = _leaves_of_connections(traced, connected)
     paths = [blocks.block_path(n) for n in range(blocks.num_blocks)]
     alike = all(same_leaves(apart, paths[0], path) for path in paths)
     in_all = any(_in_all(traced.layout, paths, leaf) for leaf in apart)
     if not alike or in_all or _share(traced.layout, blocks, apart) > _LARGEST_SHARE:
-        return EvenProgram(traced)
-    return EvenProgram(_Writer(traced, connected).program(), apart)
+        return traced, none
+    return _Writer(traced, connected).program(), apart
 
 
 @dataclass(frozen=True)
@@ -257,7 +245,7 @@ class _Writer:
             latest = [env[v] for v in values.results[number]]
         env.update((v, slots[values.slot_of[v]]) for v in values.kept[-1])
         evaluator.extend(env, self.jaxpr.eqns[connected.stop :])
-        return [_read(atom, env) for atom in self.jaxpr.outvars]
+        return [read_atom(atom, env) for atom in self.jaxpr.outvars]
 
     def _body(self, number: int) -> list[Equation]:
         """Return the equations of a block, which read what its connection passes to it by name."""
@@ -283,10 +271,11 @@ class _Writer:
             after = list(slots)
             for variable in values.kept[number + 1]:
                 after[values.slot_of[variable]] = env[variable]
-            return [_read(atoms[number], env) for atoms in self.received], after
+            return [read_atom(atoms[number], env) for atoms in self.received], after
 
         return connection
 
 
-def _read(atom: Atom, env: dict[Any, Any]) -> Any:
+def read_atom(atom: Atom, env: Mapping[Any, Any]) -> Any:
+    """Return the value of an atom, given the values of variables."""
     return jnp.asarray(atom.val, aval_of(atom).dtype) if isinstance(atom, Literal) else env[atom]

@@ -83,7 +83,7 @@ def cond(op: Op, enter: Enter) -> list[Value]:
 
 
 def shard_map(op: Op, enter: Enter) -> list[Value]:
-    """Walk the body of a shard_map, in which a divided dim is its minor factor."""
+    """Walk the body of a shard_map, in which a sharded dim is its minor factor."""
     body = _body(op, "jaxpr")
     values = [
         value._replace(dims=_local(op, operand, shape_of(var.aval)))

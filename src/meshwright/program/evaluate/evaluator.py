@@ -158,27 +158,17 @@ class Evaluator:
         self._constraints = constraints or {}
         self._scope = scope
 
-    def run(
-        self,
-        closed: ClosedJaxpr,
-        args: Sequence[Value],
-        prepared: Mapping[Var, Value] | None = None,
-    ) -> list[Value]:
-        """Evaluate a program; ``prepared`` has the inputs that are prepared weights."""
-        env = self.environment(closed, args, prepared)
+    def run(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
+        """Evaluate a program."""
+        env = self.environment(closed, args)
         self.equations(closed.jaxpr.eqns, env)
         return [env.value(atom) for atom in closed.jaxpr.outvars]
 
-    def environment(
-        self,
-        closed: ClosedJaxpr,
-        args: Sequence[Value],
-        prepared: Mapping[Var, Value] | None = None,
-    ) -> Environment:
+    def environment(self, closed: ClosedJaxpr, args: Sequence[Value]) -> Environment:
         """Return the environment a program starts with."""
         values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         values.update(zip(closed.jaxpr.invars, args, strict=True))
-        return Environment(self, values, prepared)
+        return Environment(self, values)
 
     def equations(self, eqns: Sequence[Equation], env: Environment) -> None:
         """Evaluate equations in order, adding their results to the environment."""

@@ -33,13 +33,13 @@ class MeshView:
 
     @cached_property
     def auto_axes(self) -> dict[str, int]:
-        """The axes that the compiler divides arrays over, and their sizes."""
+        """The axes that the compiler shards arrays over, and their sizes."""
         sizes = self.mesh.shape.items()
         return {axis: size for axis, size in sizes if axis not in self.manual_axes}
 
     @cached_property
     def num_auto(self) -> int:
-        """The number of devices that the compiler divides arrays over."""
+        """The number of devices that the compiler shards arrays over."""
         return math.prod(self.auto_axes.values())
 
     @cached_property
@@ -69,13 +69,13 @@ def run_locally(
     out: Any,
     mesh: MeshView,
 ) -> Any:
-    """Run a function on each device's part of the operands, or as it is where none is divided.
+    """Run a function on each device's part of the operands, or as it is where none is sharded.
 
     Args:
         run: a function of the operands.
         operands: whole arrays.
-        specs: how each operand is divided.
-        out: how the results are divided.
+        specs: how each operand is sharded.
+        out: how the results are sharded.
         mesh: where it runs.
     """
     axes = axes_of(specs) - mesh.manual_axes

@@ -27,7 +27,7 @@ from meshwright.program.jaxpr.names import module_of
 
 @dataclass(frozen=True)
 class ArraySummary:
-    """What is said of an array.
+    """A summary of an array's values.
 
     Attributes:
         shape: its shape.
@@ -60,7 +60,7 @@ class Origin:
         module: the path of the module; empty for the loss outside of the model, or an input.
         operation: the primitive of the equation, or the name of the input.
         backward: whether it belongs to the backward pass.
-        before: the operands that are numbers.
+        before: its floating-point operands.
         after: the first result that is not finite.
         cause: where an infinity comes from that this equation makes a NaN of.
     """
@@ -85,7 +85,7 @@ class Origin:
 
 
 def summarize(value: Any) -> ArraySummary:
-    """Return what is said of an array of floats."""
+    """Summarize an array of floats."""
     array = np.asarray(jnp.asarray(value, jnp.float32))
     good = np.abs(array[np.isfinite(array)])
     return ArraySummary(

@@ -21,14 +21,14 @@ GATHERED = "gathered"
 
 @dataclass(frozen=True)
 class GatherSpecs:
-    """The two layouts of a weight that is divided over fsdp: whole for use, divided in storage."""
+    """The two layouts of a weight that is sharded over fsdp: whole for use, sharded in storage."""
 
     whole: PartitionSpec
-    divided: PartitionSpec
+    sharded: PartitionSpec
 
     def per_layer(self) -> GatherSpecs:
         """Return the layouts of one layer of a stack."""
-        return GatherSpecs(PartitionSpec(*self.whole[1:]), PartitionSpec(*self.divided[1:]))
+        return GatherSpecs(PartitionSpec(*self.whole[1:]), PartitionSpec(*self.sharded[1:]))
 
 
 def prepare_weight(
@@ -55,14 +55,14 @@ def prepare_weight(
     if dtype is None and specs is None:
         return value
     whole = None if specs is None or mesh is None else mesh.sharding(specs.whole)
-    divided = None if specs is None or mesh is None else mesh.sharding(specs.divided)
+    sharded = None if specs is None or mesh is None else mesh.sharding(specs.sharded)
 
     def prepare(weight: Any) -> Any:
         used = weight if dtype is None else weight.astype(dtype)
         if whole is not None:
             # Constrained on both sides of the gather: otherwise the compiler may cast after it,
             # which sends twice the bytes.
-            used = jax.lax.with_sharding_constraint(used, divided)
+            used = jax.lax.with_sharding_constraint(used, sharded)
             used = jax.lax.with_sharding_constraint(used, whole)
         return checkpoint_name(used, GATHERED).astype(weight.dtype)
 
@@ -80,7 +80,7 @@ def prepare_weight(
             # Whole first: otherwise the partitioner may move activations to the devices that hold
             # the pieces of the gradient, instead of reducing partial sums.
             cotangent = jax.lax.with_sharding_constraint(cotangent, whole)
-            cotangent = jax.lax.with_sharding_constraint(cotangent, divided)
+            cotangent = jax.lax.with_sharding_constraint(cotangent, sharded)
         return (cotangent,)
 
     use.defvjp(forward, backward)
@@ -156,8 +156,6 @@ class Weights:
 
     def _prepare(self, value: Value, use: WeightUse, specs: GatherSpecs | None) -> Value:
         dtype = use.dtype if self.casts else None
-        if dtype is None and specs is None:
-            return value
         return prepare_weight(value, self.mesh, dtype=dtype, specs=specs, trained=use.trained)
 
 

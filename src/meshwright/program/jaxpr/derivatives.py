@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshwright.program.jaxpr.equations import ClosedJaxpr, Equation, bind, called_jaxpr
+from meshwright.program.jaxpr.equations import ClosedJaxpr, Equation, bind, called_jaxpr, structs_of
 
 CUSTOM_DERIVATIVES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 """Primitives of functions with a custom derivative."""
@@ -21,7 +21,7 @@ def derivative_of(eqn: Equation) -> ClosedJaxpr:
 
 def pushforward_of(eqn: Equation) -> ClosedJaxpr:
     """Return (primals, tangents) → (results, their tangents) of a custom_jvp equation."""
-    structs = _structs(called_jaxpr(eqn).in_avals)
+    structs = structs_of(called_jaxpr(eqn).jaxpr.invars)
     count = len(structs)
 
     def jvp(*primals_and_tangents: Any) -> Any:
@@ -36,8 +36,8 @@ def pushforward_of(eqn: Equation) -> ClosedJaxpr:
 
 def pullback_of(eqn: Equation) -> ClosedJaxpr:
     """Return (operands, cotangents of the results) → cotangents of a custom_vjp equation."""
-    primal = called_jaxpr(eqn)
-    structs = _structs(primal.in_avals)
+    primal = called_jaxpr(eqn).jaxpr
+    structs = structs_of(primal.invars)
     count = len(structs)
 
     def pullback(*operands_and_cotangents: Any) -> Any:
@@ -45,11 +45,7 @@ def pullback_of(eqn: Equation) -> ClosedJaxpr:
         _, pull = jax.vjp(lambda *operands: bind(eqn, operands), *primals)
         return list(pull(list(cotangents)))
 
-    return jax.make_jaxpr(pullback)(*structs, *_tangent_structs(_structs(primal.out_avals)))
-
-
-def _structs(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    return jax.make_jaxpr(pullback)(*structs, *_tangent_structs(structs_of(primal.outvars)))
 
 
 def _tangent_structs(structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:

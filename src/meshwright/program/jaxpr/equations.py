@@ -22,7 +22,7 @@ CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call"
 """Primitives that only call a jaxpr and can be replaced by its body."""
 
 REMATS = frozenset({"remat2", "checkpoint"})
-"""Primitives that run a jaxpr now, and again for its gradient."""
+"""Primitives that run a jaxpr, and recompute it for its gradient."""
 
 REARRANGES = frozenset(
     {"broadcast_in_dim", "dynamic_slice", "reshape", "slice", "squeeze", "transpose"}

@@ -79,7 +79,7 @@ class KernelSearch:
 
 
 LayoutOf = Callable[[ProgramDims, Var], PartitionSpec | None]
-"""Returns how a variable is divided over the mesh; None if it is not."""
+"""Returns how a variable is sharded over the mesh; None if it is not."""
 
 
 def find_kernels(
@@ -90,7 +90,7 @@ def find_kernels(
     Args:
         traced: the loss.
         classes: the dims of its variables.
-        layout: how activations are divided over the mesh.
+        layout: how activations are sharded over the mesh.
         search: which kernels.
     """
     if search.choice == "none" or (search.choice == "auto" and search.platform == "cpu"):
@@ -236,7 +236,7 @@ def _rowwise(graph: Graph, kind: str, match: RowwiseMatch | None) -> Region | No
 def _check_layouts(
     operands: AttentionOperands, output: Var, specs: Mapping[Var, PartitionSpec]
 ) -> None:
-    """Raise unless only samples and heads are divided, alike for all operands."""
+    """Raise unless only samples and heads are sharded, alike for all operands."""
     ordered = {
         "query": _entries(specs.get(operands.query), operands.query_dims),
         "key": _entries(specs.get(operands.key), operands.key_dims),
@@ -248,9 +248,7 @@ def _check_layouts(
     first = ordered["query"][:count]
     for name, entries in ordered.items():
         if entries[:count] != first or any(entries[count:]):
-            raise NotReplaced(
-                f"the mesh divides its {name} along other dims than samples and heads"
-            )
+            raise NotReplaced(f"the mesh shards its {name} along other dims than samples and heads")
 
 
 def _entries(spec: PartitionSpec | None, dims: Sequence[int]) -> list[object]:

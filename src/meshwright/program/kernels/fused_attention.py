@@ -41,7 +41,7 @@ class AttentionKernel:
     Attributes:
         name: ``cudnn`` or ``xla``.
         operands: what it reads.
-        layouts: by variable, how it is divided over the mesh; empty on one device.
+        layouts: by variable, how it is sharded over the mesh; empty on one device.
         planned: whether it is only traced, for a plan on devices that are not present.
     """
 
@@ -240,8 +240,7 @@ def _refusal(
 def xla_attention(allowed: Allowed, scale: float) -> Attend:
     """Return attention that saves queries, keys and values, and no scores.
 
-    Its gradient computes the scores again, from which the saved sums of exponentials make the
-    weights.
+    Its gradient recomputes the scores, from which the saved sums of exponentials make the weights.
     """
 
     def scores(query: Any, key: Any, mask: Any) -> Any:

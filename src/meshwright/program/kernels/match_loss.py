@@ -1,7 +1,7 @@
 """Recognizes the last projection of a model with the loss that is computed from it.
 
 Everything that is computed from the logits is followed, as long as each row (token) is computed
-for itself, until the dim of classes is gone: to one number per row, or to a sum over all rows. What
+on its own, until the dim of classes is gone: to one number per row, or to a sum over all rows. What
 the formula is does not matter: cross entropy with or without weights, z-loss, label smoothing,
 distillation, accuracy.
 """
@@ -131,16 +131,15 @@ def _weight_operand(eqn: Equation, program: ProgramDims) -> int | None:
 
 def _reaches_sum_of_exponentials(graph: Graph, variable: Var) -> bool:
     """Whether the last dim of a value is summed after an exponential."""
-    shape, seen, pending = aval_of(variable).shape, {variable}, [variable]
-    while pending:
-        for eqn in graph.read_by(pending.pop()):
-            if eqn.primitive.name == "exp" and _is_summed(graph, eqn.outvars[0], len(shape) - 1):
-                return True
-            for out in eqn.outvars:
-                if eqn.primitive.name in ELEMENTWISE and aval_of(out).shape == shape:
-                    pending += [] if out in seen else [out]
-                    seen.add(out)
-    return False
+    shape = aval_of(variable).shape
+
+    def keeps_shape(eqn: Equation) -> bool:
+        return eqn.primitive.name in ELEMENTWISE and aval_of(eqn.outvars[0]).shape == shape
+
+    return any(
+        eqn.primitive.name == "exp" and _is_summed(graph, eqn.outvars[0], len(shape) - 1)
+        for eqn in graph.downstream(variable, keeps_shape)
+    )
 
 
 def _is_summed(graph: Graph, variable: Var, dim: int) -> bool:
@@ -258,7 +257,7 @@ class _Follow:
         return aval_of(variable).shape == () and self.rows != ()
 
     def _allowed(self, eqn: Equation, variable: Var) -> bool:
-        """Whether an equation computes each row for itself, or adds rows up."""
+        """Whether an equation computes each row on its own, or adds rows up."""
         if eqn.effects or self.graph.segments[self.graph.number(eqn)] != self._segment():
             return False
         count = len(self.rows)
@@ -273,7 +272,7 @@ class _Follow:
         return self.graph.segments[self.graph.number(self.eqns[0])]
 
     def _keeps_rows(self, eqn: Equation) -> bool:
-        """Whether results have the rows of the operands, in the same order, each for itself."""
+        """Whether results have the rows of the operands, in the same order, each on its own."""
         count, name = len(self.rows), eqn.primitive.name
         outs = [aval_of(v).shape for v in eqn.outvars]
         if not all(tuple(s[:count]) == self.rows and len(s) <= count + 1 for s in outs):

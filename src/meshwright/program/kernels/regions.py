@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from meshwright.program.blocks.segments import cut_segments
@@ -118,7 +118,6 @@ class EvaluationPoint:
     ahead: tuple[Equation, ...] = ()
 
 
-@dataclass
 class Graph:
     """Which equations of a program make and read each variable.
 
@@ -130,13 +129,9 @@ class Graph:
         segments: by equation number, the block it belongs to, or the part between two blocks.
     """
 
-    jaxpr: Jaxpr
-    maker: dict[Var, int] = field(default_factory=dict[Var, int])
-    readers: dict[Var, list[int]] = field(default_factory=lambda: defaultdict(list))
-    segments: list[int] = field(default_factory=list[int])
-    dead: set[Var] = field(default_factory=set[Var])
-
-    def __post_init__(self) -> None:
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self.jaxpr, self.maker, self.dead = jaxpr, dict[Var, int](), set[Var]()
+        self.readers, self.segments = defaultdict[Var, list[int]](list), list[int]()
         effects = [v for eqn in self.jaxpr.eqns if eqn.effects for v in (*eqn.outvars, *eqn.invars)]
         live = needed_equations(self.jaxpr.eqns, [*self.jaxpr.outvars, *effects])
         made = {v for eqn in live for v in eqn.outvars}
@@ -166,6 +161,21 @@ class Graph:
     def read_by(self, variable: Var) -> list[Equation]:
         """Return the equations that read a variable."""
         return [self.jaxpr.eqns[number] for number in self.readers.get(variable, ())]
+
+    def downstream(self, variable: Var, follows: Callable[[Equation], bool]) -> Iterator[Equation]:
+        """Yield the equations that read a variable, or a function of it.
+
+        Args:
+            variable: the variable.
+            follows: whether the results of an equation count as functions of it.
+        """
+        pending, seen = [variable], {variable}
+        while pending:
+            for eqn in self.read_by(pending.pop()):
+                yield eqn
+                results = [v for v in eqn.outvars if v not in seen and follows(eqn)]
+                pending += results
+                seen.update(results)
 
     def is_returned(self, variable: Var) -> bool:
         """Whether the program returns a variable."""

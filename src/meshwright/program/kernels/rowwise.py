@@ -1,4 +1,4 @@
-"""Norms and activations whose gradient computes them again from their inputs."""
+"""Norms and activations whose gradient recomputes them from their inputs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RowwiseKernel:
             return values[match.output], (operands, [values[v] for v in sums])
 
         def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
-            # Otherwise the compiler would save what it could compute again.
+            # Otherwise the compiler would save what it could recompute.
             operands, known = lax.optimization_barrier(saved)
             known_sums = dict(zip(sums, known, strict=True))
             # An activation is read several times; its gradients are added before they are rounded.

@@ -1,7 +1,7 @@
 """Operations that every device runs on its own samples, because XLA would gather them first.
 
 XLA's partitioner replicates the operands of Fourier transforms and of top-k, although samples are
-independent there. The gradient of a grouped convolution's kernel is summed over axes that divide
+independent there. The gradient of a grouped convolution's kernel is summed over axes that shard
 nothing (see `grouped_convolutions`). Inside a `jax.shard_map` neither happens.
 """
 
@@ -24,14 +24,14 @@ from meshwright.program.on_mesh.sharding_constraints import TensorDim, activatio
 
 @dataclass(frozen=True)
 class LocalOp:
-    """The layouts of the operands and results of an operation that devices run by themselves."""
+    """The layouts of the operands and results of an operation that devices run on their own."""
 
     operands: tuple[PartitionSpec, ...]
     results: tuple[PartitionSpec, ...]
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that divide the first operand."""
+        """The mesh axes that shard the first operand."""
         entries = (entry for entry in self.operands[0] if entry is not None)
         return tuple(
             a for entry in entries for a in ((entry,) if isinstance(entry, str) else entry)
@@ -49,8 +49,8 @@ def find_local_ops(
 
     Args:
         classes: the dims of the program's variables.
-        batch_axes: the mesh axes samples are divided over, and their sizes.
-        tensor_dim: which dim of an activation is divided over the tensor axis.
+        batch_axes: the mesh axes that samples are sharded over, and their sizes.
+        tensor_dim: which dim of an activation is sharded over the tensor axis.
         tensor_size: the size of the tensor axis.
     """
     found: dict[Var, LocalOp] = {}

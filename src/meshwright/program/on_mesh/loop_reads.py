@@ -13,16 +13,16 @@ from meshwright.program.on_mesh.grouped_convolutions import is_grouped
 from meshwright.program.on_mesh.products import PRODUCTS
 
 _READS = frozenset({*ELEMENTWISE, *PRODUCTS, "broadcast_in_dim", "gather"})
-"""Operations that compute a sample's results from this sample and weights, whatever its number."""
+"""Operations that compute a sample's results from this sample and weights alone."""
 
 
 @dataclass(frozen=True)
 class LoopRead:
-    """An operation in a loop that reads weights and treats every sample by itself.
+    """An operation in a loop that reads weights and treats every sample on its own.
 
     Attributes:
         operands: for each operand, the dim that samples are in; None if it has none.
-        result: the dim that they are in in its result.
+        result: the dim of its result that they are in.
     """
 
     operands: tuple[int | None, ...]
@@ -34,7 +34,7 @@ class LoopReads:
     """All operations in loops that read weights.
 
     Attributes:
-        batch_axes: the mesh axes samples are divided over, and their sizes.
+        batch_axes: the mesh axes that samples are sharded over, and their sizes.
         by_result: the operations, by first result.
         weights: the variables in loops that hold trained weights, or what is computed from these
             alone.
@@ -46,7 +46,7 @@ class LoopReads:
 
     @property
     def parts(self) -> int:
-        """How many parts the samples are divided into."""
+        """How many parts the samples are split into."""
         return math.prod(self.batch_axes.values())
 
 
@@ -58,7 +58,7 @@ def find_loop_reads(classes: DimClasses, batch_axes: Mapping[str, int]) -> LoopR
 
     Args:
         classes: the dims of the program's variables, and its events.
-        batch_axes: the mesh axes samples are divided over, and their sizes.
+        batch_axes: the mesh axes that samples are sharded over, and their sizes.
     """
     found, weights = dict[Var, LoopRead](), set[Var]()
     for program in _in_loops(classes.root, inside=False) if batch_axes else ():
@@ -101,7 +101,7 @@ def _read(classes: DimClasses, program: ProgramDims, number: int, parts: int) ->
 def _is_divisible(
     classes: DimClasses, program: ProgramDims, atom: Atom, dim: int, parts: int
 ) -> bool:
-    """Whether the samples in a dim of a value can be divided into equal parts."""
+    """Whether the samples in a dim of a value can be split into equal parts."""
     assert not isinstance(atom, Literal)
     first = program.dims(atom)[dim][0]
     return first.id in classes.batch and first.size % parts == 0

@@ -174,7 +174,7 @@ def weight_uses(
 
     Args:
         traced: the loss.
-        gathers: by number of the step leaf, the layouts of weights divided over fsdp.
+        gathers: by number of the step leaf, the layouts of weights sharded over fsdp.
         whole: by number of the step leaf, its layout when gathered.
     """
     jaxpr = traced.closed.jaxpr
@@ -218,10 +218,10 @@ def local_forward(
         wide: compute in float64.
         kernels: regions that kernels evaluate.
     """
-    # Inside `shard_map` there is only this device, so nothing is divided.
-    undivided = [PartitionSpec()] * len(traced.layout.step_leaves)
+    # Inside `shard_map` there is only this device, so nothing is sharded.
+    unsharded = [PartitionSpec()] * len(traced.layout.step_leaves)
     view = MeshView(mesh, frozenset(draws.batch_axes))
-    uses = weight_uses(traced, {}, undivided)
+    uses = weight_uses(traced, {}, unsharded)
     evaluator = mesh_evaluator(
         view, uses, remat, wide=wide, kernels=kernels, first=[draws.draw], lookups=False
     )
@@ -238,7 +238,7 @@ class LocalDraws:
         whole: the dims of the loss of a whole microbatch, in which the dim of samples is known.
         local: the dims of the same loss for one device's part, which may be a single sample: its
             dim could be any dim of size 1.
-        batch_axes: the mesh axes samples are divided over, outermost first, and their sizes.
+        batch_axes: the mesh axes that samples are sharded over, outermost first, and their sizes.
     """
 
     def __init__(self, whole: DimClasses, local: DimClasses, batch_axes: Mapping[str, int]) -> None:

@@ -74,11 +74,11 @@ def use_weight(
     ``weight``, may be float32 numbers; if ``casts``, they are read in the dtype the equation was
     traced with.
 
-    ``whole`` is the layout of the gradient before it is divided. Without this constraint the
+    ``whole`` is the layout of the gradient before it is sharded. Without this constraint the
     compiler would add the rows of a lookup to the other gradient of a tied embedding, which then
     has to be reduced over the mesh before, and the sum once more.
 
-    What a ``platform`` lacks is made up for. The CPU runtime has no products of half-precision
+    What a ``platform`` lacks is worked around. The CPU runtime has no products of half-precision
     numbers with float32 results: the operands of gradients are widened. GPUs have no such
     convolutions: the gradient of a kernel is rounded before it is widened, unless it is a product.
     """

@@ -17,7 +17,7 @@ from meshwright.program.jaxpr.names import module_of
 from meshwright.program.trace.requested_layouts import RequestedLayout, requested_layout
 
 TensorDim = Callable[[Sequence[tuple[DimFactor, ...]]], int | None]
-"""Returns which dim of an activation is divided over the tensor axis, if any."""
+"""Returns which dim of an activation is sharded over the tensor axis, if any."""
 
 
 def find_constraints(
@@ -27,8 +27,8 @@ def find_constraints(
 
     Args:
         classes: the dims of the program's variables.
-        batch_axes: the mesh axes samples are divided over, and their sizes.
-        tensor_dim: which dim of an activation is divided over the tensor axis.
+        batch_axes: the mesh axes that samples are sharded over, and their sizes.
+        tensor_dim: which dim of an activation is sharded over the tensor axis.
 
     Without them, the partitioner may gather activations instead of weights, and on large meshes it
     does.
@@ -79,14 +79,14 @@ def activation_spec(
     batch_axes: Mapping[str, int],
     tensor_dim: TensorDim,
 ) -> PartitionSpec | None:
-    """Return the layout of an activation; None if it has no dim of samples that can be divided.
+    """Return the layout of an activation; None if it has no dim of samples that can be sharded.
 
     Args:
         program: the call in which it is a variable.
         variable: the activation.
         batch: the classes of samples.
-        batch_axes: the mesh axes samples are divided over, and their sizes.
-        tensor_dim: which dim is divided over the tensor axis.
+        batch_axes: the mesh axes that samples are sharded over, and their sizes.
+        tensor_dim: which dim is sharded over the tensor axis.
     """
     dims = program.dims(variable)
     replicas = math.prod(batch_axes.values())
@@ -97,9 +97,9 @@ def activation_spec(
             break
     else:
         return None
-    divided = tensor_dim(dims)
-    if divided is not None and entries[divided] is None:
-        entries[divided] = "tensor"
+    sharded = tensor_dim(dims)
+    if sharded is not None and entries[sharded] is None:
+        entries[sharded] = "tensor"
     return PartitionSpec(*entries)
 
 
@@ -124,7 +124,7 @@ def find_model_layouts(
     Args:
         classes: the dims of the program's variables.
         sizes: axis sizes of the mesh.
-        batch_axes: the mesh axes samples are divided over.
+        batch_axes: the mesh axes that samples are sharded over.
     """
     constraints: dict[Var, PartitionSpec] = {}
     ignored: dict[tuple[str, str], dict[str, None]] = {}
@@ -151,9 +151,9 @@ def find_model_layouts(
 
 def _problem(request: RequestedLayout, shape: Sequence[int]) -> str:
     if request.other:
-        return "only a division over mesh axes can be followed"
+        return "only sharding over mesh axes can be followed"
     if len(request.dims) != len(shape):
-        return "it is inside of a vmap, which adds a dim"
+        return "it is inside a vmap, which adds a dim"
     names = [name for dim in request.dims for name in dim or ()]
     unknown = [name for name in names if resolve_alias(name) not in AXES]
     if unknown:
@@ -168,8 +168,8 @@ def _axes(
 ) -> list[list[str] | None]:
     """Return the mesh axes of each dim.
 
-    Samples are divided over all batch axes where the model names one of them: a model written for
-    `data` alone means its samples, which `fsdp` divides as well.
+    Samples are sharded over all batch axes where the model names one of them: a model written for
+    `data` alone means its samples, which `fsdp` shards as well.
     """
     dims = [None if dim is None else [resolve_alias(n) for n in dim] for dim in request.dims]
     for number, dim in enumerate(dims):

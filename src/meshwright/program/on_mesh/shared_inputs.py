@@ -34,7 +34,7 @@ class SharedInput:
 def find_shared_inputs(
     classes: DimClasses,
     *,
-    divided: Collection[int],
+    sharded: Collection[int],
     batch_axes: Mapping[str, int],
     tensor_dim: TensorDim,
 ) -> dict[Var, SharedInput]:
@@ -42,13 +42,13 @@ def find_shared_inputs(
 
     Args:
         classes: the dims of the program's variables, and its events.
-        divided: the classes that the tensor axis divides.
-        batch_axes: the mesh axes samples are divided over, and their sizes.
-        tensor_dim: which dim of an activation is divided over the tensor axis.
+        sharded: the classes that the tensor axis shards.
+        batch_axes: the mesh axes that samples are sharded over, and their sizes.
+        tensor_dim: which dim of an activation is sharded over the tensor axis.
     """
     shared: dict[Var, SharedInput] = {}
-    for program in all_programs(classes.root) if divided else ():
-        for variable, products in _shared(classes, program, frozenset(divided)):
+    for program in all_programs(classes.root) if sharded else ():
+        for variable, products in _shared(classes, program, frozenset(sharded)):
             spec = activation_spec(program, variable, classes.batch, batch_axes, tensor_dim)
             if spec is not None:
                 one = SharedInput(variable, spec)
@@ -57,13 +57,13 @@ def find_shared_inputs(
 
 
 def _shared(
-    classes: DimClasses, program: ProgramDims, divided: frozenset[int]
+    classes: DimClasses, program: ProgramDims, sharded: frozenset[int]
 ) -> Iterator[tuple[Var, list[Equation]]]:
     """Yield the variables that several products read and other equations as well."""
     products, others = defaultdict[Var, list[Equation]](list), set[Var]()
     for number, eqn in enumerate(program.jaxpr.eqns):
         events = classes.events_at(program, number)
-        spread = {e.source for e in events if e.kind == "spread" and e.classes & divided}
+        spread = {e.source for e in events if e.kind == "spread" and e.classes & sharded}
         for atom in eqn.invars:
             if isinstance(atom, Literal):
                 continue

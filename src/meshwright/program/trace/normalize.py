@@ -16,7 +16,6 @@ from meshwright.program.jaxpr.equations import (
     Jaxpr,
     Literal,
     Value,
-    Var,
     bind,
     called_jaxpr,
     name_stack,
@@ -74,12 +73,7 @@ class _Normalizer(Evaluator):
             scopes = rename_module(scopes, old, new)
         return scopes
 
-    def run(
-        self,
-        closed: ClosedJaxpr,
-        args: Sequence[Value],
-        prepared: Mapping[Var, Value] | None = None,
-    ) -> list[Value]:
+    def run(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
         """Evaluate a program; the leaves it reads show which modules the copies in it are."""
         jaxpr = closed.jaxpr
         # Inside a checkpoint or a loop, arguments are other objects than those it is called with.
@@ -92,7 +86,7 @@ class _Normalizer(Evaluator):
             self._originals[-1] | find_originals(jaxpr, leaves, self._paths_by_class)
         )
         try:
-            return super().run(closed, args, prepared)
+            return super().run(closed, args)
         finally:
             self._originals.pop()
 

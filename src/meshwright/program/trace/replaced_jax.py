@@ -59,8 +59,8 @@ def _noticed(name: str, original: Callable[..., Any], found: dict[str, None]) ->
             where = f"{file}:{caller.f_lineno}"
             found[
                 f"{where} calls jax.{name}() while the model is built or the loss is traced; what "
-                "is computed from it changes with the number of devices or processes; write a "
-                "number of your own instead (the loss sees the global batch)"
+                "is computed from it changes with the number of devices or processes; use a "
+                "constant instead (the loss sees the global batch)"
             ] = None
         return original(*args, **kwargs)
 

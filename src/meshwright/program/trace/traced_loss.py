@@ -175,7 +175,7 @@ def read_loss(out: Any) -> tuple[Weighted, dict[str, Weighted]]:
 
 
 RESERVED_METRICS = ("loss", "grad_norm", "learning_rate", "eval_samples", "halted")
-"""Metrics that every training reports itself."""
+"""Metrics that every run reports itself."""
 
 
 def _check_metrics(metrics: Mapping[str, Any]) -> None:
