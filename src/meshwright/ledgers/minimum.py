@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.compiled.collectives import ring_bytes
 from meshwright.plan import Plan
-from meshwright.program.blocks.segments import Outside, cut_segments
+from meshwright.program.blocks.block_lists import Outside, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
 from meshwright.program.dims import ShardingEvent
 from meshwright.program.evaluate.dependencies import variables_read

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from meshwright.program.jaxpr.derivatives import CUSTOM_DERIVATIVES
 from meshwright.program.jaxpr.equations import (
     CALLS,
+    CUSTOM_DERIVATIVES,
     REARRANGES,
     REMATS,
     Equation,

@@ -7,7 +7,7 @@ from flax import nnx
 
 import meshwright as mw
 from meshwright.models import build_model
-from meshwright.program.blocks.segments import cut_iteration
+from meshwright.program.blocks.block_lists import cut_iteration
 from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.on_mesh import layer_scans

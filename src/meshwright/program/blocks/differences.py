@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from meshwright.program.blocks.block_lists import BlockList
-from meshwright.program.jaxpr.derivatives import CUSTOM_DERIVATIVES, derivative_of
 from meshwright.program.jaxpr.equations import (
+    CUSTOM_DERIVATIVES,
     REARRANGES,
     WITHOUT_RESULT,
     Atom,
@@ -19,6 +19,7 @@ from meshwright.program.jaxpr.equations import (
     Literal,
     Var,
     aval_of,
+    derivative_of,
     name_stack,
 )
 from meshwright.program.jaxpr.names import module_of

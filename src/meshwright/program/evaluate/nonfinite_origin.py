@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, enter_call
-from meshwright.program.jaxpr.derivatives import CUSTOM_DERIVATIVES
 from meshwright.program.jaxpr.equations import (
     CALLS,
+    CUSTOM_DERIVATIVES,
     REMATS,
     ClosedJaxpr,
     Equation,

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
-from meshwright.program.jaxpr.derivatives import pullback_of, pushforward_of
 from meshwright.program.jaxpr.equations import (
     ClosedJaxpr,
     Equation,
@@ -18,6 +17,8 @@ from meshwright.program.jaxpr.equations import (
     aval_of,
     bind,
     called_jaxpr,
+    pullback_of,
+    pushforward_of,
 )
 
 _SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-sub", "scatter-min", "scatter-max")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from meshwright.program.blocks.segments import cut_segments
+from meshwright.program.blocks.block_lists import cut_segments
 from meshwright.program.evaluate.dependencies import dependent_variables, needed_equations
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from meshwright.program.blocks.segments import BlockSegment, cut_iteration, whole_program
+from meshwright.program.blocks.block_lists import BlockSegment, cut_iteration, whole_program
 from meshwright.program.evaluate.evaluator import (
     Environment,
     Evaluator,

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from meshwright.errors import Setting, UserError
-from meshwright.program.blocks.segments import BlockSegment, Outside, cut_segments
+from meshwright.program.blocks.block_lists import BlockSegment, Outside, cut_segments
 from meshwright.program.blocks.to_scan import casts_of
 from meshwright.program.dims import DimClasses, ProgramDims
 from meshwright.program.evaluate.dependencies import variables_read

@@ -21,7 +21,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
 
-from meshwright.program.blocks.segments import BlockSegment, Segment
+from meshwright.program.blocks.block_lists import BlockSegment, Segment
 from meshwright.program.evaluate.evaluator import Environment, Evaluator
 from meshwright.program.evaluate.weight_uses import Weights
 from meshwright.program.jaxpr.equations import Value, Var
