@@ -27,7 +27,7 @@ from meshwright.sharding.decide import decide
 def constraints(build, loss, batch, sizes, *, rolled=False, compute=None):
     """Return (shape, spec) of every constrained variable, and the program."""
     _, traced = trace(build, loss, batch, compute, rolled=rolled)
-    found = decide(traced, sizes, ShardingConfig(min_shard_size=0)).constraints
+    found = decide(traced, sizes, ShardingConfig(min_shard_size=0)).pins
     return traced, found
 
 
