@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from record import verdict, write_record
 
+from meshwright.data.indexed_data import SourceData
 from meshwright.data.loader import load_batches
 from meshwright.data.protocols import Data
-from meshwright.data.source_data import SourceData
 from meshwright.data.token_rows import PackedRows
 from meshwright.data.tokens import token_source
 from meshwright.data.user_data import as_data

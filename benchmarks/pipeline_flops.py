@@ -23,7 +23,7 @@ from staged_gpt import StagedGpt
 from meshwright.compiled.hlo import Computation, Instruction, Program, parse_hlo, trip_count
 from meshwright.compiled.memory import memory_of
 from meshwright.mesh.simulate import simulate_devices
-from meshwright.pipeline.execute.op_counts import OpCounts, count_operations
+from meshwright.pipeline.execute.tick_rows import OpCounts, count_operations
 from meshwright.step.assemble import Assembled
 
 STAGES, ROWS, MICROBATCHES = 4, 2, 16

@@ -1,6 +1,6 @@
 """Tensor parallelism (SPMD): one program, in which devices hold parts of every layer.
 
-Shows how each layer is divided, by itself or by a PartitionSpec, and that the losses stay the same.
+Shows how each layer is sharded, by default or by a PartitionSpec, and that losses stay the same.
 Run: python examples/tensor_parallel.py          (on 8 virtual devices)
      python examples/tensor_parallel.py --real   (on an even number of devices of this machine)
 """
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 
 class Block(nnx.Module):
-    """Up, relu, down: the first layer is divided by columns, the second by rows."""
+    """Up, relu, down: the first layer is sharded by columns, the second by rows."""
 
     def __init__(self, rngs):
         self.up = nnx.Linear(64, 256, rngs=rngs)
@@ -43,7 +43,7 @@ x = np.random.default_rng(0).normal(size=(32, 64)).astype("float32")
 batch = {"x": x, "y": x[:, ::-1]}
 
 derived = losses(mesh="data=2,tensor=-1")
-mw.inspect_sharding(derived.model, "divided as the traced program suggests")
+mw.inspect_sharding(derived.model, "sharded as the traced program suggests")
 
 # The same, written down: any PartitionSpec for any path.
 rules = {"up.kernel": P(None, "tensor"), "up.bias": P("tensor"), "down.kernel": P("tensor", None)}

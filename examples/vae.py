@@ -1,6 +1,6 @@
 """A variational autoencoder, 784-512-20, on a mesh of data and tensor axes.
 
-Shows how encoder and decoder are divided, the two parts of its loss, and that noise is the same on
+Shows how encoder and decoder are sharded, the two parts of its loss, and that noise is the same on
 every mesh, so that the losses are those of one device.
 Run: python examples/vae.py          (on 8 virtual devices)
      python examples/vae.py --real   (on an even number of devices of this machine)

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from meshwright.compiled.quick_options import quick_options
-from meshwright.step import compile_by_kind
+from meshwright.step import initial_state
 
 __all__ = ["quick_options"]
 
@@ -38,5 +38,5 @@ def compile_quickly(monkeypatch):
 
     quick_options()
     # Initializers compiled before were compiled otherwise, and later ones will be again.
-    monkeypatch.setattr(compile_by_kind, "_functions", {})
+    monkeypatch.setattr(initial_state, "_functions", {})
     monkeypatch.setattr(jax, "jit", jit)

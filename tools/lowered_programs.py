@@ -83,10 +83,12 @@ MORE = {
 """More plans, for small models only."""
 
 
-def cases(words: list[str]) -> Iterator[tuple[str, str, int, list[str]]]:
+def cases(words: list[str], *, large: bool) -> Iterator[tuple[str, str, int, list[str]]]:
     """Yield model, plan in words, number of devices and overrides."""
     names = sorted(path.stem for path in (CONF_DIR / "model").glob("*.yaml"))
     for model in sorted(names, key=lambda name: name.endswith(LARGE)):
+        if model.endswith(LARGE) and not large:
+            continue
         if model in NEEDS_A_FOLDER or (words and not any(word in model for word in words)):
             continue
         small = "_tiny" in model or model in SMALL
@@ -114,13 +116,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("words", nargs="*", help="only models whose name has one of these words")
     parser.add_argument("--write", action="store_true", help="write the digests")
+    parser.add_argument("--large", action="store_true", help="also models of 4B and more: minutes")
     parser.add_argument("--save", type=Path, help="a folder for the texts themselves")
     given = parser.parse_args()
     simulate_devices(DEVICES)
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     known = record.setdefault(jax.__version__, {})
     found: dict[str, str] = {}
-    for model, plan, devices, overrides in cases(given.words):
+    for model, plan, devices, overrides in cases(given.words, large=given.large):
         started, name = time.perf_counter(), f"{model}: {plan}"
         try:
             text = lowered_text(model, devices, overrides)

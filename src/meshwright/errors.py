@@ -1,4 +1,4 @@
-"""The one error family, and settings as messages name them: on the command line or in Python."""
+"""Error classes with exit codes, and settings as messages spell them: in a shell or in Python."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MeshwrightError(Exception):
         super().__init__("\n".join(part for part in (what, why, fix) if part))
 
     def add_note(self, note: str, /) -> None:
-        """Add a note, except JAX's about its own frames: the message is what should come last."""
+        """Add a note, but not JAX's about its hidden frames: the message should come last."""
         if not note.startswith("---"):
             super().add_note(note)
 
@@ -57,7 +57,7 @@ class NotFinite(UserError):
 
 
 class ProcessesDiffer(UserError):
-    """Processes that should do the same are about to do different things; raised in each."""
+    """Processes that must agree are about to do different things; raised in every process."""
 
 
 class CheckFailed(MeshwrightError):
@@ -73,7 +73,7 @@ class OutOfMemory(MeshwrightError, RuntimeError):
 
 
 class EnvironmentProblem(MeshwrightError, RuntimeError):
-    """A problem of the environment, not the input: a missing package, a lost process."""
+    """A problem with the environment, not the input: a missing package, a lost process."""
 
     exit_code = ExitCode.CHECK_FAILED
 
@@ -116,14 +116,14 @@ _ARGUMENTS = {
     "data.eval_fraction": "eval_data",
     "data.eval_path": "eval_data",
 }
-"""Arguments in Python that are not called like the last part of their config key."""
+"""Arguments in Python whose name is not the last part of their config key."""
 
 _CONFIG_OBJECTS = {
     "sharding": "mw.ShardingConfig",
     "checkpoint": "mw.CheckpointConfig",
     "tracking": "mw.TrackingConfig",
 }
-"""Sections of the config that are one argument in Python."""
+"""Sections of the config that are a single argument in Python."""
 
 
 class Setting:
@@ -174,7 +174,7 @@ def _in_python(value: SettingValue) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, or its type's name if it has no message."""
+    """Return the first line of an exception's message, or its type if the message is empty."""
     lines = (line.strip() for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__)
 

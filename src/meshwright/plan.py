@@ -11,8 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from meshwright.config.argument_checks import check_kind
 from meshwright.config.base import Frozen
-from meshwright.config.batch import Batch
-from meshwright.config.file_batch import check_file_batch
+from meshwright.config.batch import Batch, check_file_batch
 from meshwright.config.microbatches import (
     check_sync,
     nearest_microbatches,
@@ -38,7 +37,7 @@ from meshwright.mesh.axes import (
 from meshwright.text.units import counted, either
 
 MADE_FOR = "made_for"
-"""What a file with a plan says besides: the model it was made for."""
+"""The key of a plan file that names the model it was made for."""
 
 
 class Plan(Frozen):
@@ -53,7 +52,7 @@ class Plan(Frozen):
         num_chunks: pieces of the model on each pipeline stage.
         precision: compute format: no (float32), bf16 or fp16.
         matmul: precision of float32 matrix products.
-        kernels: what evaluates known parts of the model, such as attention.
+        kernels: what computes known parts of the model, such as attention.
     """
 
     mesh: dict[str, int]
@@ -261,8 +260,8 @@ def unused_settings(config: Config, plan: Plan) -> list[str]:
     unused = unused_pipeline(config.pipeline, plan)
     if config.hardware is not None:
         unused.append(
-            f"hardware={config.hardware} has no effect here, where the devices present are used; "
-            "it is for `meshwright plan` and `meshwright rehearse`"
+            f"hardware={config.hardware} has no effect here: a run uses the devices that are "
+            "present; it is for `meshwright plan` and `meshwright rehearse`"
         )
     return unused
 

@@ -28,7 +28,7 @@ from meshwright.data.batches import read_batch
 from meshwright.data.config_data import ConfigData
 from meshwright.data.protocols import Data
 from meshwright.errors import ANY, MeshwrightError, Setting, UserError
-from meshwright.inputs.row_sizes import check_rows
+from meshwright.inputs.checks import check_rows
 from meshwright.inputs.user_model import call_with_rngs, model_source
 from meshwright.inputs.user_task import HasLoss, read_task
 from meshwright.mesh.build import Device

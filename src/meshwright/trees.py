@@ -13,6 +13,9 @@ from meshwright.errors import UserError
 PyTree = Any
 """Arrays, nested in any way that `jax.tree` handles."""
 
+TreeDef = Any
+"""The structure of a pytree; JAX's own type cannot be used in annotations."""
+
 Batch = Any
 """A pytree of arrays, or of their shapes, whose dim 0 counts samples."""
 
@@ -70,7 +73,7 @@ _TOKENS = {"tokens": 1, "inputs": 0, "input_ids": 0}
 def tokens_per_sample(batch: Any) -> int | None:
     """Return the tokens per sample of a language-modeling batch; None for other batches.
 
-    They are those of an array named like tokens, or of the only array that looks like it.
+    They are those of an array with a name for tokens, or of the only array that looks like one.
     """
     if isinstance(batch, Mapping):
         for name, beyond in _TOKENS.items():
@@ -84,7 +87,7 @@ def tokens_per_sample(batch: Any) -> int | None:
 
 
 def _holds_rows(array: Any) -> bool:
-    """Whether this is an array of whole numbers, samples × positions."""
+    """Whether this is an array of integers, samples × positions."""
     # Anything else in a batch, such as a tree, has no tokens to count.
     shape, dtype = getattr(array, "shape", ()), getattr(array, "dtype", None)
     return len(shape) == 2 and dtype is not None and jnp.issubdtype(dtype, jnp.integer)

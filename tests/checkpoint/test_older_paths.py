@@ -1,6 +1,6 @@
 """Checkpoints of earlier versions wrote keys with special characters in another way."""
 
-from meshwright.checkpoint.older_paths import as_named_now, names_on_disk
+from meshwright.checkpoint.array_paths import as_named_now, names_on_disk
 from meshwright.program.jaxpr.names import key_of, path_text
 
 

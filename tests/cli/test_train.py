@@ -168,7 +168,7 @@ def test_ones_own_model_loss_and_data_with_json(run):
         (["data.kind=own_train:Lossless"], "data.kind=own_train:Lossless returns no batches"),
         (["model.kind=own_train:Net", "model.widht=4"], "did you mean `model.width`?"),
         (["model.kind=own_train:Net"], "task.kind=language_modeling fails on model.kind=own"),
-        (["data.kind=own_train:data"], "The batch has no field 'tokens'"),
+        (["data.kind=own_train:data"], "the batch has no field 'tokens'"),
         (["training.global_batch_size=9"], "a global batch of 8 or 16 samples would work"),
         (["data.path=nowhere.txt"], "data.path=nowhere.txt"),
         (["training.max_duration=soon"], "max_duration=soon is not a duration"),

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.config import DistributedConfig
-from meshwright.config.environment import first_host, read_environment
+from meshwright.config.environment import read_environment
+from meshwright.config.launchers import first_host
 from meshwright.errors import UserError
 
 SLURM = {

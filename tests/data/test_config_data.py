@@ -6,7 +6,7 @@ import pytest
 from meshwright.config.groups import group_options
 from meshwright.config.schema import DataConfig
 from meshwright.data.config_data import DATA_KINDS, ConfigData
-from meshwright.data.source_data import SyntheticData
+from meshwright.data.indexed_data import SyntheticData
 from meshwright.errors import UserError
 from meshwright.tasks import find_task
 

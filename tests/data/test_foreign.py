@@ -127,7 +127,7 @@ def test_a_grain_stream_continues_at_the_position_of_a_checkpoint(batched):
         before, after = make(), make()
         numbers(before, stop + 2)
         position = before.position(stop)
-        after.first()
+        after.first_batch(None)
         after.go_to(stop, position)
         assert [after.batch(step, SIZE)["y"].tolist() for step in range(stop, 9)] == whole[stop:]
 
@@ -152,7 +152,7 @@ def test_epochs_of_streams_end_where_the_data_do_and_can_be_extended():
 def test_samples_and_batches_are_told_apart_by_the_training_data():
     evaluation = Expected(like=BATCHES[0], training=False)
     assert as_data(SAMPLES, expected=evaluation).num_samples == COUNT
-    assert as_data(BATCHES, expected=evaluation).first()["x"].shape == (SIZE, 3)
+    assert as_data(BATCHES, expected=evaluation).first_batch(None)["x"].shape == (SIZE, 3)
     # Sequences as long as the batch could be either, but not beside known shapes.
     rows = [{"x": np.zeros(SIZE)}] * 4
     like = {"x": np.zeros((2, SIZE))}
@@ -187,7 +187,7 @@ REFUSED = {
     "filtered": (
         GRAIN.filter(lambda sample: False),
         SIZE,
-        "the Grain MapDataset has numbers without a sample",
+        "the Grain MapDataset has indices without a sample",
         "data.to_iter_dataset()",
     ),
     "loader of another size": (

@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
+from meshwright.data.indexed_data import SourceData
 from meshwright.data.loader import load_batches
-from meshwright.data.source_data import SourceData
 from meshwright.data.token_rows import StreamRows
 from meshwright.data.user_data import as_data
 from meshwright.errors import UserError

@@ -66,7 +66,7 @@ def predictions(rows: dict[str, np.ndarray]) -> list[tuple[int, int]]:
 def test_every_token_but_a_documents_first_is_predicted_once_from_the_one_before_it():
     lengths = [5, 1, 12, 0, 31, 3, 9, 8, 100]
     boundaries = boundaries_of(lengths)
-    source = PackedRows(np.arange(boundaries[-1]), boundaries, 8, "documents")
+    source = PackedRows(np.arange(boundaries[-1]), boundaries, pack(boundaries, 9), "documents")
     rows = source.rows(np.arange(len(source)))
     expected = [(t - 1, t) for t in range(boundaries[-1]) if t not in boundaries.tolist()]
     assert sorted(predictions(rows)) == expected
@@ -88,7 +88,7 @@ def test_millions_of_documents_are_packed_at_once():
 @pytest.mark.parametrize("ids", [[0], [1, 0], [1, 1]])
 def test_rows_may_be_asked_for_in_any_order_and_twice(ids):
     boundaries = boundaries_of([4, 4, 4, 4])
-    source = PackedRows(np.arange(16), boundaries, 7, "documents")
+    source = PackedRows(np.arange(16), boundaries, pack(boundaries, 8), "documents")
     whole = source.rows(np.arange(2))
     some = source.rows(np.array(ids))
     for name, values in some.items():
@@ -97,5 +97,6 @@ def test_rows_may_be_asked_for_in_any_order_and_twice(ids):
 
 
 def test_a_packed_source_tells_how_full_its_rows_are():
-    source = PackedRows(np.arange(12), boundaries_of([6, 6]), 7, "notes")
+    boundaries = boundaries_of([6, 6])
+    source = PackedRows(np.arange(12), boundaries, pack(boundaries, 8), "notes")
     assert source.describe() == "notes: 2 documents of 12 tokens in 2 rows of 7, 75% full"

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.data import build_lock
-from meshwright.data.build_lock import BuildLock
+from meshwright.data import build_once
+from meshwright.data.build_once import BuildLock
 from meshwright.data.jsonl import JsonLines
 from meshwright.data.text_source import text_source
 from meshwright.runtime import activity
@@ -106,13 +106,13 @@ def test_killed_writers_never_change_the_tokens(corpus, tmp_path):
 def test_whoever_waits_reads_who_writes_and_how_far_it_is(corpus, tmp_path, monkeypatch, capfd):
     """The lock of the tokens is held by this process, in place of another."""
     monkeypatch.setattr(activity, "MENTIONED_SECONDS", 0.0)
-    monkeypatch.setattr(build_lock, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(build_once, "POLL_SECONDS", 0.02)
     settings = {"path": str(corpus), "sequence_length": 32, "cache_dir": str(tmp_path / "cache")}
     tokens = Path(JsonLines(**settings).source().tokens.filename).parent
     shutil.rmtree(tokens)
     lock = BuildLock(tokens.with_suffix(".lock"))
     assert lock.acquire()
-    monkeypatch.setattr(build_lock, "STATUS_SECONDS", 0.0)
+    monkeypatch.setattr(build_once, "STATUS_SECONDS", 0.0)
     lock.say("1.2 MiB of 4.0 MiB, 0.1 MiB/s, 28 s left")
     threading.Timer(0.3, lock.release).start()
     with activity.show_activities(), activity.activity("reading the data"):
@@ -150,7 +150,7 @@ def test_a_full_disk_is_told_with_the_bytes_and_leaves_nothing(tmp_path, capfd):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     err = capfd.readouterr().err
     assert code == 1
-    assert f"error: the tokens of the data cannot be kept in {cache}\n" in err
+    assert f"error: the tokens of the data cannot be stored in {cache}\n" in err
     assert "  File too large: about 4.4 MB are needed, and " in err
     assert "data.cache_dir=…" in err
     assert "Traceback" not in err
@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_written_to(corpus, tmp_path, monkeypatch, capfd
         settings = ["data=jsonl", f"data.path={corpus}", f"data.cache_dir={place}"]
         assert main(["train", *SMALL, *settings]) == 2
         err = capfd.readouterr().err
-        assert f"error: the tokens of the data cannot be kept in data.cache_dir={place}\n" in err
+        assert f"error: the tokens of the data cannot be stored in data.cache_dir={place}\n" in err
         assert "  Not a directory: " in err
         return
     monkeypatch.setenv("XDG_CACHE_HOME", str(place))

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from meshwright.data.source_data import SourceData
-from meshwright.data.split import split_source
+from meshwright.data.indexed_data import SourceData
+from meshwright.data.order import split_source
 
 
 class Numbers:

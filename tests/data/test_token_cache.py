@@ -14,9 +14,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from meshwright.data.cache_entry import PartialEntry
+from meshwright.data.documents import pieces
 from meshwright.data.files import map_array
 from meshwright.data.jsonl import JsonLines
-from meshwright.data.long_texts import pieces
 from meshwright.data.parquet import ParquetRows
 from meshwright.data.text_source import text_source
 from meshwright.data.token_cache import take_origins
@@ -149,7 +149,7 @@ def test_a_damaged_entry_is_named_and_written_again(corpus, tmp_path, caplog, da
         (file.parent / "entry.json").write_text('{"format": 1}')
     source = read()
     assert str(file.parent) in caplog.text
-    assert "it is written again" in caplog.text
+    assert "it is rewritten" in caplog.text
     for name, values in all_rows(source).items():
         np.testing.assert_array_equal(values, expected[name])
     caplog.clear()
@@ -214,7 +214,7 @@ def test_skipping_goes_on_after_the_record_that_stopped_the_run(tmp_path, monkey
         else:
             with pytest.warns(UserWarning, match=r"t\.jsonl, line 2: `text` is an int"):
                 source = JsonLines(**settings, on_corrupt="skip").source()
-            assert source.num_skipped == 1
+            assert "1 corrupt record was skipped" in source.describe()
 
 
 def test_a_row_of_a_table_is_named_with_its_row_group(tmp_path):
@@ -246,7 +246,7 @@ def test_a_long_text_is_cut_without_changing_its_tokens(tmp_path, monkeypatch, t
     (tmp_path / "t.txt").write_text(text)
     (tmp_path / "t.jsonl").write_text(json.dumps({"text": text}) + "\n")
     for name, value in (("LONG", 10_000), ("PIECE", 500), ("CONTEXT", 64)):
-        monkeypatch.setattr(f"meshwright.data.long_texts.{name}", value)
+        monkeypatch.setattr(f"meshwright.data.documents.{name}", value)
     monkeypatch.setattr("meshwright.data.text_source.LONG", 10_000)
     monkeypatch.setattr("meshwright.data.text_source.READ_BYTES", 3_001)
     library = Tokenizer.from_file(str(tokenizer_file))

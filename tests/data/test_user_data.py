@@ -50,6 +50,17 @@ def test_batches_are_a_function_of_the_step_and_come_row_by_row(kind):
     assert data.fingerprint() == as_data(EXACT[kind](), seed=4, num_processes=8).fingerprint()
 
 
+@pytest.mark.parametrize("kind", EXACT)
+def test_data_by_step_need_no_position_to_resume(kind):
+    data = as_data(EXACT[kind](), num_processes=8)
+    whole = data.batch(5, 4)["x"]
+    data.go_to(5, {"epoch": 1})
+    np.testing.assert_array_equal(data.batch(5, 4)["x"], whole)
+    assert data.position(5) is None
+    assert (data.order, data.forward_only, data.stop_after(2.5)) == ("", False, False)
+    assert data.first_batch(4)["x"].shape == whole.shape
+
+
 def test_functions_get_the_seed_where_they_take_one():
     for kind in ("seeded", "seeded by position"):
         np.testing.assert_array_equal(as_data(EXACT[kind](), 3).batch(5, 4)["x"], batch(8)["x"])

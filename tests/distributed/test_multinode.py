@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from meshwright.distributed import setup_multinode
-from meshwright.distributed.multinode import own_device_ids
 from meshwright.errors import EnvironmentProblem
+from meshwright.launch.connect import own_device_ids
 
 VARIABLES = (
     "WORLD_SIZE",

@@ -98,7 +98,7 @@ def test_a_rank_alone_is_refused_the_same_way_everywhere(monkeypatch, capfd, ran
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert main(words) == 2
     assert capfd.readouterr().err.splitlines()[:3] == [
-        f"error: RANK={rank} tells of other processes, and WORLD_SIZE is not set",
+        f"error: RANK={rank} means that there are other processes, but WORLD_SIZE is not set",
         "  without joining them, each process would train a model of its own",
         "  export WORLD_SIZE=… in each process, or run `unset RANK` to train in this process alone",
     ]

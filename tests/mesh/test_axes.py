@@ -1,12 +1,17 @@
 """Names, aliases and arithmetic of mesh axes."""
 
+import ast
 import math
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from meshwright.config.schema import MeshConfig
 from meshwright.errors import UserError
+from meshwright.mesh import axes
 from meshwright.mesh.axes import (
     ALIASES,
     AXES,
@@ -140,3 +145,36 @@ def test_text_that_is_no_mesh_is_refused(text):
 def test_sizes_of_one_are_not_shown():
     assert describe_sizes({"data": 1, "fsdp": 4, "tensor": 2}) == "fsdp=4 × tensor=2"
     assert describe_sizes({"data": 1}) == "1 device"
+
+
+def listed_axes(tree: ast.AST) -> Iterator[int]:
+    """Yield the lines of tuples, lists, sets and dicts in which two or more axes are spelled out.
+
+    A dict that changes a mesh, such as ``{**mesh, "data": 1, "fsdp": 2}``, is no list of axes.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Tuple | ast.List | ast.Set):
+            items = node.elts
+        elif isinstance(node, ast.Dict) and None not in node.keys:
+            items = node.keys
+        else:
+            continue
+        names = {item.value for item in items if isinstance(item, ast.Constant)}
+        if len(names & set(AXES)) > 1:
+            yield node.lineno
+
+
+def test_no_other_module_lists_the_axes():
+    source = Path(axes.__file__).parent.parent
+    texts = {path: path.read_text() for path in sorted(source.rglob("*.py"))}
+    found = [
+        f"{path.relative_to(source)}:{line}"
+        for path, text in texts.items()
+        if sum(f'"{axis}"' in text for axis in AXES) > 1
+        for line in listed_axes(ast.parse(text))
+    ]
+    assert not found, f"these read `MESH_AXES` instead: {found}"
+
+
+def test_every_axis_is_a_key_of_the_mesh():
+    assert set(MeshConfig.model_fields) == {*AXES, "auto"}

@@ -61,6 +61,13 @@ def test_the_innermost_axis_runs_across_and_the_next_down(cluster):
     assert places[0][1] < places[2][1] < places[4][1] < places[6][1]
 
 
+def test_more_axes_than_four_are_folded_into_the_outer_blocks(cluster):
+    grid = np.array(cluster(1, 32), dtype=object).reshape(2, 2, 2, 2, 2)
+    root = parsed(Mesh(grid, tuple("abcde")))
+    assert sorted(cells(root)) == list(range(32))
+    assert "a·b along outer blocks, c along blocks, d along rows" in root[1].text
+
+
 def test_one_process_needs_no_outline(cluster):
     assert edges(parsed(build_mesh({"fsdp": 4, "tensor": 2}, cluster(1, 8)))) == []
 

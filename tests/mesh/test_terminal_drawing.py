@@ -11,6 +11,7 @@ from rich.console import Console
 from meshwright.mesh.build import abstract_mesh, build_mesh
 from meshwright.mesh.picture import picture_of
 from meshwright.mesh.terminal_drawing import MAX_LINES, render_mesh
+from meshwright.text.drawing import INK
 
 LEGEND_LINES = 12
 
@@ -145,12 +146,6 @@ def test_colour_adds_nothing_that_plain_text_lacks(cluster):
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == drawn(mesh)
 
 
-def test_a_title_replaces_the_first_line(cluster):
-    out = io.StringIO()
-    Console(file=out, width=80).print(render_mesh(build_mesh({}, cluster(1, 2)), title="my mesh"))
-    assert out.getvalue().startswith("my mesh\n")
-
-
 def luminance(colour):
     channels = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
@@ -161,8 +156,8 @@ def luminance(colour):
 def test_cells_differ_in_colour_and_their_text_can_be_read(cluster, sizes):
     count = int(np.prod(list(sizes.values())))
     picture = picture_of(build_mesh(sizes, cluster(1, count)))
-    colours = [picture.colour(index) for index in range(count)]
+    colours = [picture.cell(index).fill for index in range(count)]
     assert len(set(colours)) == count
-    text = luminance("#16181d")
+    text = luminance(INK)
     # 4.5 is the contrast that WCAG asks of small text.
     assert min((luminance(c) + 0.05) / (text + 0.05) for c in colours) >= 4.5

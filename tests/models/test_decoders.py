@@ -226,7 +226,7 @@ def equations(jaxpr):
 @pytest.mark.parametrize(
     ("sizes", "length", "message"),
     [
-        ({"num_kv_heads": 3}, 4, "num_heads=4 does not divide by num_kv_heads=3"),
+        ({"num_kv_heads": 3}, 4, "num_heads=4 is not divisible by num_kv_heads=3"),
         ({}, 13, "knows 12 positions, but the batch has 13 tokens"),
     ],
 )

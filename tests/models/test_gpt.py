@@ -194,8 +194,8 @@ def test_fused_qkv_equals_separate_kernels(make_attention):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"hidden_size": 18}, "hidden_size=18 does not divide by num_heads=4"),
-        ({"num_kv_heads": 3}, "num_heads=4 does not divide by num_kv_heads=3"),
+        ({"hidden_size": 18}, "hidden_size=18 is not divisible by num_heads=4"),
+        ({"num_kv_heads": 3}, "num_heads=4 is not divisible by num_kv_heads=3"),
         ({"num_kv_heads": 2, "qkv": "fused"}, "write qkv='separate'"),
     ],
 )

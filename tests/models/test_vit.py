@@ -32,7 +32,7 @@ def test_without_positions_the_order_of_patches_does_not_matter(fill):
 
 
 def test_patches_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="image_size=28 does not divide by patch_size=8"):
+    with pytest.raises(ValueError, match="image_size=28 is not divisible by patch_size=8"):
         nnx.eval_shape(lambda: ViT(patch_size=8, rngs=nnx.Rngs(0)))
 
 

@@ -7,7 +7,7 @@ from mutations.mutation import Mutation
 from mutations.runs_of import EVALUATED, HANDSHAKES, ORDER, OTHER_MESH
 from mutations.sabotage import replace
 
-from meshwright.data import order, source_data
+from meshwright.data import indexed_data, order
 from meshwright.step import eval_step
 from meshwright.trainer import batch_loader
 from meshwright.trainer.evaluating.every_sample import EverySample
@@ -76,7 +76,7 @@ MUTATIONS = (
     ),
     Mutation(
         "every process reads the rows of the first",
-        replace(source_data, "sample_ids", _rows_from_zero),
+        replace(indexed_data, "sample_ids", _rows_from_zero),
         ORDER,
         ("rows of processes",),
         seen="loaders without a distributed sampler",

@@ -24,7 +24,7 @@ from mutations.sabotage import equation, gradient_values, gradients, replace
 from meshwright.program.evaluate import weight_uses
 from meshwright.program.on_mesh import products
 from meshwright.sharding import decide
-from meshwright.step import local_accumulation as local
+from meshwright.step import gradients as local
 
 PARAMS = ["down.bias", "down.kernel", "norm.bias", "norm.scale", "up.bias", "up.kernel"]
 """The trained leaves of `proof.proofs.Net`, in the order of the step."""

@@ -4,7 +4,7 @@ import dataclasses
 
 from meshwright.program.jaxpr.equations import name_stack
 from meshwright.program.jaxpr.names import module_of
-from meshwright.step import optimizer, planned_forward, train_step
+from meshwright.step import optimizer, step_program, train_step
 
 
 def replace(owner, name, make):
@@ -54,7 +54,7 @@ def equation(primitive, module, change):
 
         return evaluator
 
-    return replace(planned_forward, "mesh_evaluator", make)
+    return replace(step_program, "mesh_evaluator", make)
 
 
 def optimizer_leaves(ending, change):

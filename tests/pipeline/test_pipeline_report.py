@@ -55,7 +55,7 @@ def test_blocks_that_do_not_divide_are_reported_with_what_they_cost():
     assert [stage.blocks for stage in found.stages] == [(0,), (1, 2), (3, 4), (5,)]
     assert [stage.parameters // BLOCK for stage in found.stages] == [1, 2, 2, 1]
     assert found.stages[0].flops == found.stages[1].flops
-    (warning,) = [text for text in found.warnings if "do not divide" in text]
+    (warning,) = [text for text in found.warnings if "cannot be divided evenly" in text]
     assert "which have 1, 2, 2, 1" in warning
     assert "25% of the time of blocks is lost; " in warning
     assert 'lost; mesh="pipe=2", or 4 or 8 such blocks would' in warning
@@ -82,7 +82,7 @@ def test_what_all_blocks_read_counts_on_every_stage():
     assert [stage.also[-1] for stage in found.stages] == ["what all blocks read"] * 2
     again = 2 * ROWS * WIDTH * WIDTH
     assert found.stages[0].flops == 2 * 2 * ROWS * 2 * 2 * WIDTH * WIDTH + again
-    assert any("each stage computes it for itself" in text for text in found.warnings)
+    assert any("each stage computes them itself" in text for text in found.warnings)
 
 
 class Mixed(Tokens):

@@ -13,7 +13,7 @@ from meshwright.mesh.axes import describe_sizes
 from meshwright.mesh.build import build_mesh
 from meshwright.mesh.svg_drawing import mesh_svg
 from meshwright.pipeline.schedule.schedules import get_schedule
-from meshwright.pipeline.schedule.timeline_svg import timeline_svg
+from meshwright.pipeline.schedule.timeline_drawing import timeline_svg
 from meshwright.tracking import make_trackers
 
 UPDATES = 200

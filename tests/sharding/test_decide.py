@@ -68,10 +68,10 @@ def test_odd_sizes_are_divided_elsewhere_or_not_at_all_with_the_reason():
     placed = by_path(found.at_rest)
     assert placed["embed.embedding"].spec == PartitionSpec(None, "fsdp")
     assert (
-        placed["head.bias"].reason == "not divided over fsdp: no free dim of 101 is divisible by 8"
+        placed["head.bias"].reason == "not sharded over fsdp: no free dim of 101 is divisible by 8"
     )
-    assert placed["temperature"].reason == "not divided over fsdp: only 1 element"
-    assert placed["twice.bias"].reason == "not divided over fsdp: only 32 elements"
+    assert placed["temperature"].reason == "not sharded over fsdp: only 1 element"
+    assert placed["twice.bias"].reason == "not sharded over fsdp: only 32 elements"
 
 
 def test_frozen_weights_are_divided_and_gathered_like_trained_ones():
@@ -118,7 +118,7 @@ def test_a_tensor_axis_nothing_can_use_is_refused_unless_a_rule_uses_it():
         def __call__(self, x):
             return x + jnp.tanh(x @ self.weight[...])
 
-    with pytest.raises(UserError, match="no parameter can be divided over tensor=4"):
+    with pytest.raises(UserError, match="no parameter can be sharded over tensor=4"):
         decision(Recurrent, square_loss, vectors(), {"tensor": 4})
     _, found = decision(
         Recurrent, square_loss, vectors(), {"tensor": 4}, rules={"weight": "column"}

@@ -151,9 +151,9 @@ def test_a_rule_for_one_block_of_a_stage_is_refused_without_unrolling():
     ],
 )
 def test_blocks_of_stages_are_not_divided_over_pipe_once_more(rule, instead):
-    with pytest.raises(UserError, match=r"`blocks\.\*\.up\.kernel` cannot be divided") as caught:
+    with pytest.raises(UserError, match=r"`blocks\.\*\.up\.kernel` cannot be sharded") as caught:
         on_stages({"blocks.*.up.kernel": rule})
-    assert "its 2 blocks are already divided over pipe=2" in caught.value.why
+    assert "its 2 blocks are already sharded over pipe=2" in caught.value.why
     assert caught.value.fix == f"leave `pipe` out: {instead}"
 
 
@@ -321,5 +321,5 @@ def test_an_annotation_of_blocks_that_names_pipe_is_refused_on_stages():
 
 
 def test_an_annotation_whose_size_does_not_divide_is_refused():
-    with pytest.raises(UserError, match=r"`first\.kernel` cannot be divided.*\n.*3 parts"):
+    with pytest.raises(UserError, match=r"`first\.kernel` cannot be sharded.*\n.*3 parts"):
         annotated(("fsdp", None), sizes={"fsdp": 3})

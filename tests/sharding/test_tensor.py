@@ -32,7 +32,7 @@ from sharding.tensor_models import (
 )
 
 from meshwright.errors import UserError
-from meshwright.sharding.tensor import FusedDim, check_tensor_size, choose_tensor_dims
+from meshwright.sharding.tensor import check_tensor_size, choose_tensor_dims
 
 DEVICES = 4
 
@@ -95,7 +95,7 @@ def test_reasons_name_the_dims_and_the_modules():
     assert reason["blocks.1.attn.k.bias"].startswith("follows blocks.1.attn.k.kernel")
     assert reason["embed.embedding"].startswith("vocabulary")
     assert reason["head.kernel"] == "column: feeds 256, reduced in the loss"
-    assert "divided another way" in reason["blocks.0.norm.scale"]
+    assert "sharded another way" in reason["blocks.0.norm.scale"]
     assert leaves["blocks.0.attn.out.kernel"].role == "row"
 
 
@@ -122,7 +122,7 @@ def test_the_dim_of_a_head_is_no_substitute_for_heads(length):
     choice = choose(make, batch=tokens(length=length))
     assert not [d for d in dims(choice, prefix="blocks.0.attn.").values() if d is not None]
     reason = str(choice.leaves["blocks.0.attn.attend.value.kernel"].reason)
-    assert reason == "not divided over tensor: 3 heads are not divisible by tensor=4"
+    assert reason == "not sharded over tensor: 3 heads are not divisible by tensor=4"
     assert choice.dim_of("blocks.0.up.kernel") == 1
 
 
@@ -132,7 +132,7 @@ def test_key_heads_too_few_to_divide_are_replicated_while_query_heads_are_divide
     assert choice.dim_of("blocks.0.attn.out.kernel") == 0
     assert choice.dim_of("blocks.0.attn.k.kernel") is None
     reason = str(choice.leaves["blocks.0.attn.v.kernel"].reason)
-    assert reason == "not divided over tensor: 2 heads are not divisible by tensor=4"
+    assert reason == "not sharded over tensor: 2 heads are not divisible by tensor=4"
 
 
 def test_enough_key_heads_are_divided_with_the_query_heads():
@@ -146,10 +146,8 @@ def test_a_fused_kernel_is_reported_with_the_shape_that_would_divide():
     assert leaf.dim is None
     assert "3 × 4 heads × 16" in str(leaf.reason)
     assert "no PartitionSpec" in str(leaf.reason)
-    assert leaf.fused == FusedDim(dim=1, factors=(3, 4, 16), index=1)
     out = choice.leaves["blocks.0.attn.out.kernel"]
     assert "blocks.0.attn.qkv.kernel" in str(out.reason)
-    assert out.fused is None
     assert choice.dim_of("blocks.0.up.kernel") == 1
 
 
@@ -180,7 +178,7 @@ def test_a_fused_gate_is_reported_with_the_shape_that_would_divide(size):
     choice = choose(lambda r: Modern(r, fused=True), size=size)
     leaf = choice.leaves["mlp.up.kernel"]
     assert leaf.dim is None
-    assert leaf.fused == FusedDim(dim=1, factors=(2, WIDE), index=1)
+    assert f"the factor {WIDE} is inside its dim (2 × {WIDE})" in leaf.reason
 
 
 def test_a_chain_of_layers_alternates_column_and_row():
@@ -236,7 +234,7 @@ def test_a_vocabulary_that_does_not_divide_is_replicated_not_replaced():
     leaf = choice.leaves["embed.embedding"]
     assert leaf.dim is None
     assert (
-        str(leaf.reason) == "not divided over tensor: vocabulary 257 is not divisible by tensor=4"
+        str(leaf.reason) == "not sharded over tensor: vocabulary 257 is not divisible by tensor=4"
     )
     assert dims(choice, prefix="blocks.0.") == BLOCK
 
@@ -256,7 +254,7 @@ def test_an_odd_layer_is_avoided_where_its_neighbours_divide():
     assert choice.dim_of("layers.2.kernel") == 0
     assert (
         str(choice.leaves["layers.0.bias"].reason)
-        == "not divided over tensor: 510 is not divisible by tensor=4"
+        == "not sharded over tensor: 510 is not divisible by tensor=4"
     )
 
 
@@ -266,11 +264,11 @@ def test_a_shared_block_and_several_outputs():
     assert choice.leaves["enter.kernel"].role == "row"
     assert (
         str(choice.leaves["first.kernel"].reason)
-        == "not divided over tensor: 5 is not divisible by tensor=4"
+        == "not sharded over tensor: 5 is not divisible by tensor=4"
     )
     assert (
         str(choice.leaves["second.kernel"].reason)
-        == "not divided over tensor: 7 is not divisible by tensor=4"
+        == "not sharded over tensor: 7 is not divisible by tensor=4"
     )
 
 
@@ -290,8 +288,7 @@ def test_activations_carry_the_divided_class():
 
 def test_one_device_divides_nothing():
     choice = choose(gpt, size=1)
-    assert not choice.ways
-    assert choice.traffic == 0
+    assert not choice.splits
 
 
 def test_more_devices_than_heads_is_one_clear_error():
@@ -306,7 +303,7 @@ def test_more_devices_than_heads_is_one_clear_error():
 def test_a_model_that_cannot_be_divided_is_one_clear_error():
     traced = trace(lambda r: Perceptron(r, (7, 5, 3)), square_loss, numbers(7))
     choice = choose_tensor_dims(traced.classes, DEVICES)
-    with pytest.raises(UserError, match="no parameter can be divided over tensor=4") as caught:
+    with pytest.raises(UserError, match="no parameter can be sharded over tensor=4") as caught:
         check_tensor_size(traced.classes, choice)
     assert "5 is not divisible by tensor=4" in caught.value.why
 

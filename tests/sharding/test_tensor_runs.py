@@ -103,7 +103,8 @@ def test_a_step_on_four_devices_equals_one_device(name):
 def test_the_traffic_foreseen_is_the_traffic_compiled(name):
     """Models without attention, where the compiler merges all partial sums it could merge."""
     make, loss, batch, _ = RUNS[name]
-    choice, step, _ = divide(trace(make, loss, batch()), batch())
+    traced = trace(make, loss, batch())
+    choice, step, _ = divide(traced, batch())
     collectives = re.findall(
         r"= (.*) (all-\S+|reduce-scatter|collective-permute)\(", step.as_text()
     )
@@ -111,4 +112,4 @@ def test_the_traffic_foreseen_is_the_traffic_compiled(name):
     shapes = [shape for results, _ in collectives for shape in re.findall(r"f64\[(.*?)\]", results)]
     reduced = sum(8 * math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes)
     # An all-reduce sends its array twice.
-    assert 2 * reduced == choice.traffic
+    assert 2 * reduced == traced.classes.traffic(choice.splits)

@@ -10,7 +10,7 @@ from step.runs import make_plan
 
 from meshwright.compiled.quick_options import quick_options
 from meshwright.program.trace.build_model import build_values
-from meshwright.step import compile_by_kind
+from meshwright.step import initial_state
 from meshwright.step.assemble import assemble
 from meshwright.trees import key_data
 
@@ -91,9 +91,9 @@ def test_leaves_that_are_drawn_alike_are_compiled_once(monkeypatch):
     compiled = []
     jit = jax.jit
     monkeypatch.setattr(
-        compile_by_kind.jax, "jit", lambda *a, **k: compiled.append(1) or jit(*a, **k)
+        initial_state.jax, "jit", lambda *a, **k: compiled.append(1) or jit(*a, **k)
     )
-    compile_by_kind.forget_functions()
+    monkeypatch.setattr(initial_state, "_functions", {})
     step = assembled(Net, {"fsdp": 8})
     assert len(step.traced.layout.leaves) > 6 * BLOCKS
     step.init(0)

@@ -185,7 +185,7 @@ def test_a_line_search_is_proven_equal_in_float64(mesh):
     certificate = trainer.verify(lambda _: BATCH, steps=3)
     assert certificate.equal, str(certificate)
     (reason,) = certificate.not_compared
-    assert "the optimizer looks at the loss" in reason
+    assert "the optimizer uses the loss" in reason
 
 
 @pytest.mark.full

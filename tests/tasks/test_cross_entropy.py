@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from meshwright.tasks.cross_entropy import cross_entropy, is_correct
+from meshwright.tasks.task import cross_entropy, is_correct
 
 RANDOM = np.random.default_rng(0)
 LOGITS = RANDOM.normal(scale=5.0, size=(4, 6, 32))

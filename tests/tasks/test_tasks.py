@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from meshwright.errors import UserError
 from meshwright.tasks import TASK_KINDS, find_task
 
 
@@ -32,8 +31,3 @@ def test_tasks_are_frozen_values(kind):
     task = find_task(kind)
     assert task() == task()
     assert hash(task()) == hash(task())
-
-
-def test_unknown_task_suggests_the_nearest():
-    with pytest.raises(UserError, match="did you mean `classification`"):
-        find_task("clasification")

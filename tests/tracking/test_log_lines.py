@@ -4,8 +4,14 @@ import re
 
 import pytest
 
-from meshwright.tracking.log_lines import LineTracker, LogFile, Pace
-from meshwright.tracking.metric_text import human_bytes, human_count, human_seconds
+from meshwright.tracking.log_lines import (
+    LineTracker,
+    LogFile,
+    Pace,
+    human_bytes,
+    human_count,
+    human_seconds,
+)
 
 FACTS = {
     "plan": "fsdp=4 × tensor=2, batch 16",

@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from meshwright.tracking.run_files import RunFiles, repair_last_line
-from meshwright.tracking.settings import run_name
+from meshwright.tracking.run_files import RunFiles, repair_last_line, run_name
 
 
 def lines(path):

@@ -9,10 +9,9 @@ import types
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from meshwright.tracking.background import Background
 from meshwright.tracking.mlflow import MlflowTracker
 from meshwright.tracking.tensorboard import TensorBoardTracker
-from meshwright.tracking.tracker import NullTracker, Trackers
+from meshwright.tracking.tracker import Background, NullTracker, Trackers
 from meshwright.tracking.wandb import WandbTracker
 
 

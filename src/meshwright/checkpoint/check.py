@@ -26,7 +26,7 @@ class Checked:
         update: the update of the checkpoint.
         arrays: number of arrays that were read.
         bytes: their size.
-        verdict: sound; no checksums (readable, but there is nothing to compare with); damaged; or
+        verdict: sound; no checksums (readable, with nothing to compare); damaged; or
             set aside by a run that found it damaged.
         problem: what is wrong; empty if nothing is.
     """

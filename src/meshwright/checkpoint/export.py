@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.checkpoint.by_path import ArraysByPath
+from meshwright.checkpoint.array_paths import ArraysByPath
 from meshwright.checkpoint.reader import CheckpointReader, find_store
 from meshwright.config.argument_checks import check_count, check_path
 from meshwright.errors import UserError
@@ -20,7 +20,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Trained(Protocol):
-    """A trained model in memory, such as the result of a training."""
+    """A trained model in memory, such as the result of a `fit`."""
 
     def host_arrays(self) -> Arrays:
         """Return parameters and statistics by canonical path."""
@@ -69,7 +69,7 @@ def read_groups(
 
 
 def choose_checkpoint(path: Path, update: int | None) -> tuple[CheckpointReader, int]:
-    """Return what reads the checkpoints of a run, and the update of the one that is meant.
+    """Return a reader of the checkpoints of a run, and the update of the one that is wanted.
 
     Args:
         path: a run folder, its checkpoint folder, or a single checkpoint.

@@ -1,7 +1,7 @@
-"""Orbax without its log, and without the tracebacks of operations that another one interrupts.
+"""Orbax without its log, and without the tracebacks of operations that a failure interrupts.
 
 Orbax closes its event loop at the first error. TensorStore then prints a traceback for each array
-whose reading or writing ends later, and Python one for each that nobody waits for any more. The
+whose reading or writing ends later, and Python one for each that no one waits for any more. The
 first error is reported by whoever made the call.
 """
 
@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 LATE_SECONDS = 0.2
-"""How long other operations may go on after one has failed."""
+"""How long other operations may continue after one has failed."""
 
 
 def silence_orbax() -> None:
@@ -29,7 +29,7 @@ def silence_orbax() -> None:
 
 @contextmanager
 def quiet_failures() -> Generator[list[Any]]:
-    """Drop what is printed about operations that another one's failure has interrupted.
+    """Drop what is printed about operations that the failure of another one interrupted.
 
     Yields:
         A list to which the block appends its error, if it has one.

@@ -18,10 +18,11 @@ from meshwright.checkpoint.damage import (
     Damage,
     DamagedCheckpoint,
     list_set_aside,
+    missing_folder,
+    no_checkpoint,
     reading_error,
 )
 from meshwright.checkpoint.metadata import FORMAT, CheckpointMetadata
-from meshwright.checkpoint.no_run import missing_folder, no_checkpoint
 from meshwright.checkpoint.quiet import quiet_failures, silence_orbax
 from meshwright.errors import UserError
 from meshwright.processes import gather, is_main, process_index

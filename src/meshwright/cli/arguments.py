@@ -122,9 +122,8 @@ def _unknown_flag(head: str, following: str, command: Command, known: dict[str, 
 
 def _keys_called(flag: str) -> list[str]:
     """Return the keys of the config that are called like a flag, or that others call so."""
-    from meshwright.config.base import field_paths
+    from meshwright.config.base import field_paths, meant_keys
     from meshwright.config.schema import Config
-    from meshwright.config.synonyms import meant_keys
 
     name, known = flag.lstrip("-").replace("-", "_"), field_paths(Config)
     called = [key for key in known if name in (key, key.rpartition(".")[2])]

@@ -22,8 +22,7 @@ from meshwright.mesh.terminal_drawing import render_mesh
 from meshwright.pipeline.pipeline_report import PipelineReport
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.pipeline.schedule.timeline import Timeline
-from meshwright.pipeline.schedule.timeline_drawing import render_timeline
-from meshwright.pipeline.schedule.timeline_svg import timeline_svg
+from meshwright.pipeline.schedule.timeline_drawing import TimelineDrawing, timeline_svg
 from meshwright.plan import Plan, unused_settings
 from meshwright.program.kernels.regions import describe
 from meshwright.recipe import make_recipe
@@ -142,7 +141,7 @@ def _pipeline(assembled: Assembled, found: PipelineReport) -> Iterator[Renderabl
             f"{stage.flops:,} FLOPs a microbatch, keeps {kept}"
         )
     yield Text()
-    yield render_timeline(_timeline(assembled.plan))
+    yield TimelineDrawing(_timeline(assembled.plan))
     yield Text(found.waiting())
     yield Text()
 

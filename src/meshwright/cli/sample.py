@@ -39,7 +39,7 @@ def generate_sample(
         num_tokens: number of tokens to add.
         ends: tokens that end the text.
     """
-    tokenizer: Any = getattr(recipe.data, "tokenizer", None)
+    tokenizer: Any = recipe.data.tokenizer
     if not num_tokens or tokenizer is None or not isinstance(recipe.task, LanguageModeling):
         return None
     source = recipe.eval_data or recipe.data

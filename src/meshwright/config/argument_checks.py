@@ -1,4 +1,4 @@
-"""Checks of arguments that several public functions take."""
+"""Checks of arguments that several public functions share."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from meshwright.config.base import shorten
 from meshwright.errors import UserError
 
 MOST_SAMPLES = 2**31 - 1
-"""A batch or a dataset with more samples is a typing mistake."""
+"""A batch or a dataset with more samples is a typo."""
 
 
 def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], fix: str) -> None:
-    """Refuse an argument of another kind.
+    """Refuse an argument of the wrong type.
 
     Args:
         name: the name of the argument.
@@ -31,7 +31,7 @@ def check_kind(name: str, value: Any, kinds: type | tuple[type, ...], fix: str) 
 
 
 def wrong_kind(name: str, value: Any, fix: str) -> UserError:
-    """Return the error for an argument of the wrong kind."""
+    """Return the error for an argument of the wrong type."""
     kind = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
     what = "it is" if isinstance(value, type) else "it is of type"
     return UserError(f"{name}={shorten(repr(value))} is not valid", why=f"{what} {kind}", fix=fix)
@@ -70,7 +70,7 @@ def check_takes(name: str, function: Any, arguments: Sequence[str]) -> None:
 
 
 def check_path(name: str, path: Any) -> Path:
-    """Return a path; refuse what is none."""
+    """Return an argument as a path, or refuse it."""
     check_kind(name, path, (str, os.PathLike), f'write {name} as a path, such as "runs/first"')
     text = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:

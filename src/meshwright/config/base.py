@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import typing
 from collections.abc import Sequence
@@ -10,7 +11,6 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 
-from meshwright.config.synonyms import meant_keys, suggest_value
 from meshwright.errors import Spelling, UserError, current_spelling, did_you_mean
 
 
@@ -65,7 +65,7 @@ def explain(error: ValidationError, schema: type[BaseModel], prefix: str = "") -
 
 
 def _joined(messages: Sequence[UserError]) -> list[UserError]:
-    """Join what is said about one value, of which each of several forms is refused."""
+    """Join the messages about one value that none of several types accepts."""
     joined: dict[str, UserError] = {}
     for message in messages:
         known = joined.get(message.what)
@@ -89,7 +89,7 @@ def field_paths(schema: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _explain_one(detail: ErrorDetails, schema: type[BaseModel], prefix: str) -> UserError:
-    # Pydantic also names the form of a union that refused the value, as in `constrained-int`.
+    # Pydantic also names the member of a union that refused the value, as in `constrained-int`.
     location = [str(part) for part in detail["loc"] if not re.search(r"[^\w.]", str(part))]
     key = ".".join(([prefix] if prefix else []) + location) or schema.__name__
     if detail["type"] == "extra_forbidden":
@@ -152,3 +152,64 @@ def nested_schema(annotation: Any) -> type[BaseModel] | None:
         if isinstance(option, type) and issubclass(option, BaseModel):
             return option
     return None
+
+
+SYNONYMS = {
+    "lr": "learning_rate",
+    "batch_size": "global_batch_size",
+    "batch": "global_batch_size",
+    "per_device_batch_size": "micro_batch_size",
+    "epochs": "max_duration",
+    "num_epochs": "max_duration",
+    "max_time": "max_duration",
+    "num_steps": "steps",
+    "max_steps": "steps",
+    "train_steps": "steps",
+    "iterations": "steps",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "grad_accum": "gradient_accumulation_steps",
+    "grad_clip": "clip_norm",
+    "max_grad_norm": "clip_norm",
+    "gradient_clip": "clip_norm",
+    "warmup": "warmup_steps",
+    "scheduler": "schedule",
+    "lr_schedule": "schedule",
+    "name": "kind",
+    "type": "kind",
+    "eval_steps": "eval_every",
+    "save_every": "every",
+    "save_steps": "every",
+    "log_steps": "log_every",
+    "random_seed": "seed",
+    "output_dir": "hydra.run.dir",
+    "run_dir": "hydra.run.dir",
+    "out_dir": "hydra.run.dir",
+}
+"""Names that other tools use for a setting, and the last part of its key here."""
+
+_VALUES = {
+    "kernels": {"cudnn": "auto", "flash": "auto", "off": "none", "false": "none", "no": "none"},
+}
+"""By setting, words that other tools use for its values."""
+
+
+def meant_keys(name: str, known: Sequence[str]) -> list[str]:
+    """Return the keys that a name from another tool stands for."""
+    meant = SYNONYMS.get(name, "")
+    if "." in meant:
+        return [meant]
+    return [key for key in known if meant and key.rpartition(".")[2] == meant]
+
+
+def suggest_value(key: str, written: object, choices: Sequence[str]) -> str:
+    """Return ``did you mean `x`?`` for the nearest choice, ignoring case and hyphens, or nothing.
+
+    Args:
+        key: the setting.
+        written: its value, which is not one of the choices.
+        choices: its allowed values.
+    """
+    names = {**_VALUES.get(key, {}), **{choice: choice for choice in choices}}
+    word = str(written).lower().replace("-", "_")
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"did you mean `{names[near[0]]}`?" if near else ""

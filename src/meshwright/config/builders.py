@@ -1,4 +1,4 @@
-"""Finding what a section's ``kind`` names, and checking the arguments given to it."""
+"""Finding what a section's ``kind`` names, and checking its arguments."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def build(section: str, kind: str, builder: Builder, arguments: Mapping[str, Any
 
 
 def explain_failure(what: str, error: Exception, fix: str = "") -> UserError:
-    """Return an error for an exception in code a config names, with the user's frames."""
+    """Return the error for an exception in code that a config names, with the user's frames."""
     frames = users_frames(error)
     where = f"{os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}: " if frames else ""
     why = [f"{where}{shorten(typed_line(error), 300)}", *notes(error), *describe_frames(error)]

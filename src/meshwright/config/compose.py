@@ -15,10 +15,8 @@ from hydra.core.override_parser.types import Override, OverrideType
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from meshwright.config.base import field_paths, shorten, unknown_key
-from meshwright.config.groups import CONF_DIR, group_options
-from meshwright.config.model_folders import refuse_folder
+from meshwright.config.groups import CONF_DIR, expand_shorthands, group_options, refuse_folder
 from meshwright.config.schema import Config, KindConfig
-from meshwright.config.synonyms import expand_shorthands
 from meshwright.errors import UserError, did_you_mean, yaml_line
 from meshwright.mesh.axes import resolve_alias
 from meshwright.text.masking import hidden_names, mask_tree
@@ -44,7 +42,7 @@ class Composed:
         hydra: Hydra's own settings.
         config_dir: the user's own config directory, if any.
         config_file: the saved config that the overrides change, if any.
-        read_from: the file that a value was read from after composing, by key.
+        read_from: by key, the file that a value was read from after composing.
     """
 
     values: dict[str, Any]
@@ -86,7 +84,7 @@ def compose_config(
             del composed["hydra"]
         values = OmegaConf.to_container(composed, resolve=True)
     except Exception as error:
-        # Everything composed here comes from the user's command line or files.
+        # All input comes from the user's command line or files.
         raise _explain(error, options) from error
     assert isinstance(values, dict)
     choices = {k: v for k, v in hydra["runtime"]["choices"].items() if not k.startswith("hydra/")}
@@ -110,7 +108,7 @@ def _change_saved(
         key = override.key_or_group
         if key in options:
             raise UserError(
-                f"`{override.input_line}` chooses a file, and --config {file} has every value",
+                f"`{override.input_line}` chooses a file, but --config {file} has every value",
                 fix=f"write single values, such as {key}.kind=…, or leave out --config",
             )
         _check_known(override, options)
@@ -288,7 +286,7 @@ def _check_known(override: Override, options: dict[str, list[str]]) -> None:
 
 
 def _as_hydra(override: Override, options: dict[str, list[str]], keys: set[str]) -> str:
-    """Let a plain ``a.b=c`` set keys that no file has; the schema checks them afterwards."""
+    """Let a plain ``a.b=c`` also set keys that no file has; the schema checks them afterwards."""
     text, key = override.input_line or "", override.key_or_group
     if override.type is not OverrideType.CHANGE or _is_hydra(key):
         return text

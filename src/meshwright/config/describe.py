@@ -20,7 +20,7 @@ _TYPES = {
     "boolean": "true or false",
     "integer": "a whole number",
     "number": "a number",
-    "string": "a text",
+    "string": "text",
     "array": "a list",
     "object": "a mapping",
     "null": "null",
@@ -39,7 +39,7 @@ class KeyDescription:
 
     Attributes:
         key: its dotted path.
-        meaning: what it means; empty if nobody has written it down.
+        meaning: what it means; empty if it is not documented.
         default: its default as YAML; empty for a key that must be given.
         allowed: the values it takes.
     """

@@ -1,4 +1,4 @@
-"""DistributedConfig: the processes of a run; missing values are inferred and checked."""
+"""DistributedConfig: the processes of a run; missing values are inferred, and all are checked."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from meshwright.config.base import Frozen
 from meshwright.config.batch import nearest_divisors
 from meshwright.config.environment import read_environment
 from meshwright.errors import UserError
-from meshwright.mesh.axes import canonical_axis
+from meshwright.mesh.axes import MESH_AXES, canonical_axis
 from meshwright.text.units import counted, either
 
-DEFAULT_AXIS_NAMES = ("data", "model", "pipeline")
-_PARALLEL = {"tensor": "tensor_parallel_size", "pipe": "pipeline_parallel_size"}
+_PARALLEL = {
+    canonical_axis(key.removesuffix("_parallel_size")): key
+    for key in ("tensor_parallel_size", "pipeline_parallel_size")
+}
+"""By mesh axis, the field that sets its size."""
+DEFAULT_AXIS_NAMES = ("data", *(MESH_AXES[axis].aliases[0] for axis in _PARALLEL))
 
 Size = Annotated[int, Field(ge=1, le=2**20)]
-"""A number of processes or nodes; more than a million is a typing mistake."""
+"""A number of processes or nodes; more than a million is a typo."""
 
 
 class DistributedBackend(StrEnum):
@@ -48,8 +52,8 @@ class DistributedConfig(Frozen):
 
     Attributes:
         name: a name for this config.
-        description: a text for its readers.
-        tags: words to find it by.
+        description: free text.
+        tags: words to search for.
         metadata: anything else to record with it.
         enabled: whether several processes are used; inferred from ``world_size``.
         world_size: number of processes in the run.
@@ -60,8 +64,8 @@ class DistributedConfig(Frozen):
         num_processes_per_node: processes on each machine.
         master_addr: address of process 0, to which all others connect.
         master_port: its port, 1024 to 65535.
-        tensor_parallel_size: processes that share one layer.
-        pipeline_parallel_size: stages the layers are divided into.
+        tensor_parallel_size: processes that shard each layer.
+        pipeline_parallel_size: number of pipeline stages.
         mesh_shape: sizes of the mesh axes.
         mesh_axis_names: their names; aliases such as ``model`` and ``pipeline`` stay as they are.
         find_unused_parameters: has no effect; a compiled step has a gradient for every parameter,
@@ -188,8 +192,8 @@ def _infer_mesh(values: dict[str, Any]) -> None:
     sizes = {axis: values[key] for axis, key in _PARALLEL.items() if key in values}
     names = values.get("mesh_axis_names")
     if names is None:
-        alias = {"tensor": "model", "pipe": "pipeline"}
-        names = ("data", *(alias[axis] for axis, size in sizes.items() if size > 1))
+        larger = (axis for axis, size in sizes.items() if size > 1)
+        names = ("data", *(MESH_AXES[axis].aliases[0] for axis in larger))
     axes = _axes(names)
     left, remainder = divmod(values["world_size"], math.prod(sizes.values()))
     # The remaining processes go to the first other axis, or to tensor or pipe if it has no size.
@@ -238,7 +242,7 @@ def _check(c: DistributedConfig, written: Collection[str]) -> None:
             fix=f"write rank={_up_to(c.world_size - 1)}, or world_size={c.rank + 1} or more",
         )
     if "mesh_shape" in written:
-        # Of a given mesh, the parallel sizes are inferred: they can only repeat its mistake.
+        # The parallel sizes are inferred from a given mesh, and would only repeat its mistake.
         _check_mesh(c, written)
     _check_parallel(c)
 

@@ -1,4 +1,4 @@
-"""How long to train: a number of updates or epochs, or a time."""
+"""How long to train: updates, epochs or time."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The settings of this process, combined from what all engines in the environment say."""
+"""The settings of this process, combined from the variables of all launchers."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from meshwright.config.engines import (
+from meshwright.config.launchers import (
     ENVIRONMENT,
     JAX,
     SLURM,
@@ -13,11 +13,8 @@ from meshwright.config.engines import (
     Found,
     detect,
     first,
-    first_host,
 )
 from meshwright.errors import UserError
-
-__all__ = ["first_host", "read_environment", "run_name"]
 
 _NUMBERS = ("world_size", "rank", "local_rank", "num_processes_per_node", "num_nodes")
 _SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -28,10 +25,10 @@ def read_environment(environ: Environ, known: Collection[str] = ()) -> dict[str,
 
     Args:
         environ: environment variables.
-        known: settings that are known otherwise, and need not be there.
+        known: settings that are known from elsewhere and may be missing.
 
     Raises:
-        UserError: two engines contradict each other, or only a part of what is needed is set.
+        UserError: two launchers contradict each other, or some required variables are not set.
     """
     found = detect(environ)
     _refuse_contradictions(found, environ)
@@ -39,7 +36,7 @@ def read_environment(environ: Environ, known: Collection[str] = ()) -> dict[str,
     for one in found:
         own = _even_nodes(one, environ)
         if one.is_complete and not _same_process(settings, own):
-            # An engine inside another one, whose counts of nodes are not those of the processes.
+            # Runs inside another launcher, whose node counts do not describe these processes.
             settings = {}
         settings |= own
     _refuse_incomplete(found, settings, environ, known)
@@ -51,9 +48,9 @@ def read_environment(environ: Environ, known: Collection[str] = ()) -> dict[str,
 
 
 def run_name(environ: Environ) -> str:
-    """Return what the processes of this run share, and others on these machines do not.
+    """Return a name that the processes of this run share, and those of other runs do not.
 
-    It is empty where the environment has no such name.
+    It is empty if the environment has no such name.
     """
     jobs = [one.job for one in detect(environ) if one.job]
     return environ.get("MESHWRIGHT_LAUNCH_ID", "").strip() or (jobs[-1] if jobs else "")
@@ -70,38 +67,40 @@ def _even_nodes(found: Found, environ: Environ) -> dict[str, int]:
     nodes, and ``4,3`` where they differ.
     """
     own = {key: found.numbers[key] for key in _NUMBERS if key in found.numbers}
-    tasks = first(_SLURM_TASKS, environ)[1] if found.engine is SLURM else ""
+    tasks = first(_SLURM_TASKS, environ)[1] if found.launcher is SLURM else ""
     world = own.get("world_size", 0)
     counts = [own[key] for key in ("num_nodes", "num_processes_per_node") if own.get(key)]
-    if "," in tasks or (found.engine is not ENVIRONMENT and any(world % count for count in counts)):
+    if "," in tasks or (
+        found.launcher is not ENVIRONMENT and any(world % count for count in counts)
+    ):
         return {k: v for k, v in own.items() if k not in ("num_nodes", "num_processes_per_node")}
     return own
 
 
 def _whole_node(found: Sequence[Found], settings: Mapping[str, Any]) -> dict[str, int]:
-    """Return one process per node if the engine works so, and nothing else is known."""
+    """Return one process per node if that is how the launcher works and nothing else is known."""
     counts = {"num_nodes", "num_processes_per_node", "local_rank"}
     complete = [one for one in found if one.is_complete]
-    if not complete or not complete[-1].engine.whole_node or counts & set(settings):
+    if not complete or not complete[-1].launcher.whole_node or counts & set(settings):
         return {}
     return {"num_processes_per_node": 1}
 
 
 def _address(found: Sequence[Found]) -> dict[str, Any]:
-    """Return the address of process 0: one that was written down before one that was derived."""
+    """Return the address of process 0; one that was set explicitly takes precedence."""
     settings: dict[str, Any] = {}
-    for one in sorted(found, key=lambda one: one.place is not None and one.place.is_given):
-        if one.place is None:
+    for one in sorted(found, key=lambda one: one.address is not None and one.address.is_given):
+        if one.address is None:
             continue
-        if one.place.host:
-            settings["master_addr"] = one.place.host
-        if one.place.port is not None:
-            settings["master_port"] = one.place.port
+        if one.address.host:
+            settings["master_addr"] = one.address.host
+        if one.address.port is not None:
+            settings["master_port"] = one.address.port
     return settings
 
 
 def _refuse_contradictions(found: Sequence[Found], environ: Environ) -> None:
-    """Raise if two engines describe different processes, or different addresses of process 0."""
+    """Raise if two launchers describe different processes, or different addresses of process 0."""
     for number, strong in enumerate(found):
         for weak in found[:number]:
             if not _agree(weak.numbers, strong.numbers):
@@ -111,7 +110,7 @@ def _refuse_contradictions(found: Sequence[Found], environ: Environ) -> None:
 
 
 def _agree(outer: Mapping[str, int], inner: Mapping[str, int]) -> bool:
-    """Whether two engines can both be right: they say the same, or one runs inside the other."""
+    """Whether two launchers can both be right: they say the same, or one runs inside the other."""
     shared = [key for key in ("world_size", "rank") if key in outer and key in inner]
     if outer.get("world_size") == 1 or all(outer[key] == inner[key] for key in shared):
         return True
@@ -125,7 +124,7 @@ def _agree(outer: Mapping[str, int], inner: Mapping[str, int]) -> bool:
 
 
 def _is_elsewhere(weak: Found, strong: Found) -> bool:
-    one, other = weak.place, strong.place
+    one, other = weak.address, strong.address
     if one is None or other is None or not (one.is_given and other.is_given):
         return False
     alone = 1 in (weak.numbers.get("world_size"), strong.numbers.get("world_size"))
@@ -136,39 +135,36 @@ def _is_elsewhere(weak: Found, strong: Found) -> bool:
 def _contradiction(weak: Found, strong: Found, environ: Environ, *keys: str) -> UserError:
     what = "the address of process 0" if "address" in keys else "this process"
     names = [strong.variables[key] for key in keys if key in strong.variables]
+    one, other = weak.launcher.title, strong.launcher.title
     return UserError(
-        f"{_named(weak)} and {_named(strong)} disagree about {what}",
-        why=f"{_named(weak)} says {weak.shown(environ, *keys)}, and {_named(strong)} says "
+        f"{one} and {other} disagree about {what}",
+        why=f"{one} says {weak.shown(environ, *keys)}, and {other} says "
         f"{strong.shown(environ, *keys)}",
         fix="unset the variables of the one that does not apply, such as "
         f"`unset {' '.join(names)}`",
     )
 
 
-def _named(found: Found) -> str:
-    return "the environment" if found.engine.name == "environment" else found.engine.name
-
-
 def _refuse_incomplete(
     found: Sequence[Found], settings: Mapping[str, Any], environ: Environ, known: Collection[str]
 ) -> None:
-    """Raise if the environment tells of other processes, and not how to join them."""
-    told = [
+    """Raise if the environment mentions other processes, but not how to join them."""
+    mentioning = [
         one
         for one in found
         if one.numbers.get("world_size", 1) > 1
-        or (one.engine is JAX and one.variables)
-        or (one.engine is ENVIRONMENT and "rank" in one.numbers)
+        or (one.launcher is JAX and one.variables)
+        or (one.launcher is ENVIRONMENT and "rank" in one.numbers)
     ]
     missing = [key for key in ("world_size", "rank") if key not in settings and key not in known]
-    if not told or not missing or settings.get("world_size") == 1:
+    if not mentioning or not missing or settings.get("world_size") == 1:
         return
-    one = told[-1]
-    names = [one.engine.numbers[key][0] for key in missing]
+    one = mentioning[-1]
+    names = [one.launcher.numbers[key][0] for key in missing]
     given = [name for name in dict.fromkeys(one.variables.values()) if name in environ]
     shown = one.shown(environ, "world_size", "rank", "address")
     raise UserError(
-        f"{shown} tells of other processes, and {' and '.join(names)} "
+        f"{shown} means that there are other processes, but {' and '.join(names)} "
         f"{'is' if len(names) == 1 else 'are'} not set",
         why="without joining them, each process would train a model of its own",
         fix=f"export {' '.join(f'{name}=…' for name in names)} in each process, "

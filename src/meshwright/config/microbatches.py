@@ -1,4 +1,4 @@
-"""The batch equation with pipeline stages, where an update has many microbatches."""
+"""The batch equation with pipeline stages, where an update takes many microbatches."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def solve_pipeline_batch(
 
 
 def check_sync(every: int, steps: int, stages: int) -> None:
-    """Refuse to reduce gradients every few microbatches: stages do it after each, or once."""
+    """Refuse reductions every few microbatches: stages reduce after each of them, or once."""
     if every not in (1, steps):
         key = "training.sync_gradients_every"
         raise UserError(

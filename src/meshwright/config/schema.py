@@ -20,11 +20,11 @@ from meshwright.config.base import Frozen
 from meshwright.config.duration import parse_duration
 from meshwright.errors import Setting, UserError
 from meshwright.hardware import is_local, parse_hardware
-from meshwright.mesh.axes import INFER, resolve_alias
+from meshwright.mesh.axes import AXES, INFER, resolve_alias
 
 Precision = Literal["no", "bf16", "fp16"]
 KernelChoice = Literal["auto", "xla", "none"]
-"""Kernels of the platform; their forms for any device, to prove them; or none."""
+"""Kernels of the platform; their equivalents for any device, to verify them; or none."""
 OnNonfinite = Literal["stop", "skip", "rewind", "apply"]
 
 # YAML reads a bare `no` as false.
@@ -43,7 +43,7 @@ Remat = Literal[
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 """A number of steps or samples; counters on devices have 32 bits."""
 AxisSize = Annotated[int, Field(le=2**20)]
-"""Devices along an axis; more than a million is a typing mistake."""
+"""Devices along an axis; more than a million is a typo."""
 
 
 class KindConfig(Frozen):
@@ -59,14 +59,14 @@ class KindConfig(Frozen):
 
 
 class ModelConfig(KindConfig):
-    """The model: a built-in one by kind, or yours as ``package.module:Class``.
+    """The model: a built-in kind, or your own as ``package.module:Class``.
 
     Attributes:
         kind: gpt, mlp, conv, … or ``package.module:Class``; further keys are its arguments.
         mesh_shape: the mesh as ``[[4, 2], ["fsdp", "tp"]]``, another spelling of ``mesh``.
-        weights: a Hugging Face folder whose weights training starts from.
-        init_from: a run or a checkpoint whose parameters training starts from.
-        init_patterns: path patterns of the parameters to take from it; null takes all.
+        weights: a Hugging Face folder with the initial weights.
+        init_from: a run or a checkpoint with the initial parameters.
+        init_patterns: patterns of the parameter paths to load from it; null loads all.
     """
 
     mesh_shape: tuple[tuple[AxisSize, ...], tuple[str, ...]] | None = None
@@ -84,7 +84,7 @@ class ModelConfig(KindConfig):
 
 
 class TaskConfig(KindConfig):
-    """The task: a built-in one by kind, or yours as ``package.module:function``.
+    """The task: a built-in kind, or your own as ``package.module:function``.
 
     Attributes:
         kind: language_modeling, classification, reconstruction or ``package.module:function``.
@@ -92,18 +92,18 @@ class TaskConfig(KindConfig):
 
 
 class DataConfig(KindConfig):
-    """The data: a built-in kind or yours; further keys are its arguments.
+    """The data: a built-in kind or your own; further keys are its arguments.
 
     Attributes:
         kind: text, tokens, jsonl, images, … or ``package.module:Name``.
-        eval_path: data to evaluate on; by default a part of the training data is held out.
-        eval_fraction: the fraction held out; null is 0.02 for built-in kinds and 0 for yours.
-        shuffle: whether each epoch is shuffled anew.
-        on_corrupt: whether a record that cannot be read stops the run or is skipped and counted.
+        eval_path: data to evaluate on; null holds out a part of the training data.
+        eval_fraction: the fraction to hold out; null means 0.02 for built-in kinds, 0 for yours.
+        shuffle: whether to shuffle the samples, in a new order for each epoch.
+        on_corrupt: what an unreadable record does: stop the run, or be skipped and counted.
         workers: processes that read ahead; 0 reads in threads.
         prefetch: batches to read ahead; 0 reads each batch when it is needed.
-        cache_dir: folder for the tokens of text, JSON Lines and tables, which runs share; null is
-            the user's cache folder.
+        cache_dir: folder for the tokens of text, JSON Lines and tables, shared by all runs; null
+            means the user's cache folder.
     """
 
     eval_path: str | list[str] | None = None
@@ -116,16 +116,16 @@ class DataConfig(KindConfig):
 
 
 class OptimizerConfig(KindConfig):
-    """The optimizer: any of optax by name; further keys are its arguments.
+    """The optimizer: any optax optimizer by name; further keys are its arguments.
 
     Attributes:
         kind: the name of an optax optimizer, such as adamw, lion, adafactor or muon.
         learning_rate: peak learning rate.
         warmup_steps: updates over which the learning rate rises from zero.
-        schedule: the learning rate afterwards; cosine and linear end at zero with the last step.
-        clip_norm: largest global gradient norm; null does not clip.
-        scale_learning_rate: how the learning rate scales with global batch / base_batch_size.
-        base_batch_size: the global batch the learning rate was chosen for.
+        schedule: the learning rate after warm-up; cosine and linear reach zero at the last step.
+        clip_norm: the global norm that gradients are clipped to; null does not clip.
+        scale_learning_rate: how the learning rate scales with the global batch / base_batch_size.
+        base_batch_size: the global batch that the learning rate was chosen for.
     """
 
     learning_rate: float = Field(default=1e-3, gt=0)
@@ -140,28 +140,28 @@ class TrainingConfig(Frozen):
     """How long to train, with which batch size, and how often to evaluate.
 
     Attributes:
-        steps: optimizer updates; 0 trains nothing: the initial model is evaluated and saved.
+        steps: optimizer updates; with 0, the initial model is only evaluated and saved.
         max_duration: overrides steps: 1000st (updates), 2ep (epochs), 30min, 12h.
         global_batch_size: samples per update = micro_batch_size × data × fsdp × accumulation.
-        micro_batch_size: samples per device and microbatch; auto takes what is estimated to be
-            fastest of what fits.
+        micro_batch_size: samples per device and microbatch; auto takes the size that fits and that
+            the planner estimates to be fastest.
         gradient_accumulation_steps: microbatches per update.
         sync_gradients_every: microbatches between two gradient reductions.
         mixed_precision: no, fp16 or bf16; another spelling of precision.compute.
         eval_every: updates between two evaluations; null evaluates once, at the end.
-        eval_batches: the most batches of one evaluation; null evaluates on every sample once.
-        eval_loss: what evaluations compute instead of the task's loss, as
-            ``package.module:function`` of a model and a batch.
-        early_stopping_patience: evaluations without a better loss after which training stops.
-        early_stopping_min_delta: by how much a loss must be lower to be better.
-        callbacks: callbacks of yours, each as ``package.module:Class``, made without arguments.
-        sample_tokens: tokens of text to generate at the end, for language models.
-        on_nonfinite: what to do about an update whose loss or gradient is not finite: stop; skip
-            it; rewind to the last checkpoint and leave out the batches since; or apply it, for an
-            optimizer that handles such gradients itself.
-        max_skipped: consecutive updates to skip before the run stops.
-        max_rewinds: how often a run goes back before it stops.
-        profile_communication: profile a few updates, and report where their time goes.
+        eval_batches: the most batches per evaluation; null evaluates on every sample once.
+        eval_loss: a loss for evaluations instead of the task's, as ``package.module:function`` of a
+            model and a batch.
+        early_stopping_patience: how many evaluations without a better loss end the run.
+        early_stopping_min_delta: how much lower a loss must be to count as better.
+        callbacks: your callbacks, each as ``package.module:Class``, created without arguments.
+        sample_tokens: how many tokens a language model generates at the end, as a sample.
+        on_nonfinite: what to do about an update whose loss or gradient is not finite: stop the run;
+            skip the update; rewind to the last checkpoint and skip the batches since; or apply the
+            update, for an optimizer that handles such gradients.
+        max_skipped: consecutive updates that may be skipped before the run stops.
+        max_rewinds: how often a run may rewind before it stops.
+        profile_communication: whether to profile a few updates and report where their time goes.
     """
 
     steps: int = Field(default=600, ge=0, lt=2**31)
@@ -196,10 +196,10 @@ class MeshConfig(Frozen):
 
     Attributes:
         pipe: pipeline stages.
-        data: replicas of the model, on different samples.
+        data: copies of the model, each on different samples.
         fsdp: devices that shard parameters, gradients and optimizer state, on different samples.
         tensor: devices that shard each layer.
-        auto: whether the planner chooses the sizes that are not set, and other settings with them.
+        auto: whether the planner chooses the sizes that are not set, along with other settings.
     """
 
     pipe: AxisSize = 1
@@ -229,7 +229,7 @@ class MeshConfig(Frozen):
             named[axis] = named.get(axis, INFER) if size == INFER else size
         return named
 
-    @field_validator("pipe", "data", "fsdp", "tensor")
+    @field_validator(*AXES)
     @classmethod
     def _positive(cls, size: int) -> int:
         if size != INFER and size < 1:
@@ -240,7 +240,7 @@ class MeshConfig(Frozen):
 
     def sizes(self) -> dict[str, int]:
         """Return axis sizes as given; one may be -1."""
-        return {axis: getattr(self, axis) for axis in ("pipe", "data", "fsdp", "tensor")}
+        return {axis: getattr(self, axis) for axis in AXES}
 
 
 def _plain_spec(rule: Any) -> Any:
@@ -254,14 +254,14 @@ class ShardingConfig(Frozen):
     """How arrays are sharded.
 
     Attributes:
-        zero: what the fsdp axis shards: 1 optimizer state, 2 and gradients, 3 and parameters.
-        keep_gathered: keep gathered weights through the step instead of gathering per block.
-        blocks: run repeated blocks one by one (unroll) or as one scanned block (scan).
+        zero: what fsdp shards: 1 the optimizer state, 2 also gradients, 3 also parameters.
+        keep_gathered: whether to keep gathered weights instead of gathering them for each block.
+        blocks: whether repeated blocks run one by one (unroll) or as a loop over one block (scan).
         min_shard_size: parameters with fewer elements stay replicated over fsdp.
-        rules: path pattern to role (column, row, replicate) or partition spec, in which a list is
-            several axes on one dim.
-        remat: what the backward pass computes again: none, full (all of a block), or dots (all
-            of a block but its matrix products); or one of JAX's checkpoint policies by its name.
+        rules: by path pattern, a role (column, row, replicate) or a partition spec, in which a list
+            puts several axes on one dim.
+        remat: what the backward pass recomputes: none, full (whole blocks) or dots (blocks except
+            their matrix products); or the name of one of JAX's checkpoint policies.
     """
 
     zero: Literal[1, 2, 3] = 3
@@ -284,12 +284,12 @@ class ShardingConfig(Frozen):
 
 
 class PipelineConfig(Frozen):
-    """How microbatches flow through pipeline stages.
+    """How microbatches pass through pipeline stages.
 
     Attributes:
         schedule: gpipe, 1f1b, interleaved or zb_h1.
         num_microbatches: microbatches per update, or between two flushes if
-            training.gradient_accumulation_steps is a multiple; null takes four per stage.
+            training.gradient_accumulation_steps is a multiple; null means four per stage.
         num_chunks: pieces of the model on each stage, for interleaved.
     """
 
@@ -320,7 +320,7 @@ class CheckpointConfig(Frozen):
         every: updates between two checkpoints; the last update is always saved.
         keep_last: how many of the newest checkpoints to keep.
         keep_best: how many with the lowest evaluation loss to keep as well.
-        accept_changes: resume although the config differs from the checkpoint's.
+        accept_changes: whether to resume even if the config differs from the checkpoint's.
     """
 
     enabled: bool = True
@@ -337,9 +337,9 @@ class TrackingConfig(Frozen):
         log_every: updates between two lines of metrics.
         tensorboard: whether to write scalars for TensorBoard into the run folder.
         wandb: whether to send metrics to Weights & Biases; run.project is the project.
-        wandb_entity: the user or team at W&B; null is W&B's default.
+        wandb_entity: the user or team at W&B; null means W&B's default.
         mlflow: whether to send metrics to MLflow; run.project is the experiment.
-        mlflow_uri: the MLflow server, such as http://host:5000; null is MLflow's default.
+        mlflow_uri: the MLflow server, such as http://host:5000; null means MLflow's default.
     """
 
     log_every: Count = 10
@@ -355,7 +355,7 @@ class RunConfig(Frozen):
 
     Attributes:
         project: outputs go to outputs/<project>/<date>/<time>.
-        name: the name of the run in reports and trackers; null takes its date and time.
+        name: the name of the run in reports and trackers; null means its date and time.
         seed: the seed of initialization, data order and dropout.
     """
 
@@ -373,8 +373,8 @@ class RunConfig(Frozen):
                 raise
         raise UserError(
             f"`{Setting('run.project', value)}` is not valid",
-            why="it names a folder: letters, digits, underscores, dots and dashes, of which a dot "
-            "or a dash cannot be the first",
+            why="it names a folder: letters, digits, underscores, dots and dashes, and does not "
+            "start with a dot or a dash",
             fix=f"write {Setting('run.project', _as_project(value))}",
         )
 
@@ -389,17 +389,17 @@ class Config(Frozen):
 
     Attributes:
         simulate: number of virtual CPU devices to use.
-        hardware: the hardware a plan is for, such as 8xA100-40GB, or local for this machine,
-            measured; null is this machine's, from the table.
-        plan: a file of `meshwright plan --out`, which sets mesh, batch, sharding, pipeline and
+        hardware: the hardware to plan for, such as 8xA100-40GB; local measures this machine, and
+            null looks it up in the table of chips.
+        plan: a file from `meshwright plan --out`, which sets mesh, batch, sharding, pipeline and
             precision.
-        kernels: what evaluates known parts of the model, such as attention: auto, the kernels of
-            this platform; xla, their forms for any device; none, the model as written.
-        strict: make a program that deviates from its plan an error.
+        kernels: what computes known parts of the model, such as attention: auto uses the kernels
+            of this platform, xla their equivalents for any device, none the model as written.
+        strict: whether a program that deviates from its plan is an error.
         resume: auto resumes from the newest checkpoint in the run folder, if there is one; must
             requires one; never starts from scratch; a path names a run or a checkpoint to resume.
         compilation_cache: whether to keep compiled programs on disk for later runs, or a folder for
-            them; null does so on accelerators, in the user's cache folder.
+            them; null keeps those for accelerators, in the user's cache folder.
     """
 
     model: ModelConfig

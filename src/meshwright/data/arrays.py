@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from meshwright.data.files import find_path, load_array
 from meshwright.data.fingerprints import content_sample, fingerprint_of
 from meshwright.data.protocols import HostBatch
-from meshwright.data.stack import to_numpy
+from meshwright.data.samples import to_numpy
 from meshwright.errors import UserError, first_line
 from meshwright.trees import check_num_samples
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.data.stack import to_numpy
+from meshwright.data.samples import to_numpy
 from meshwright.errors import UserError, first_line
 from meshwright.trees import check_num_samples
 

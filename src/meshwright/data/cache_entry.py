@@ -21,11 +21,11 @@ from meshwright.text.units import human_bytes
 FORMAT = 1
 CONTENT, PROGRESS = "entry.json", "progress.json"
 CHECKED_PIECES, PIECE_BYTES = 64, 2**20
-"""Pieces of an array, spread evenly over it, that enter its checksum; a smaller one does whole."""
+"""Pieces of an array, spread evenly over it, that enter its checksum; of a small array, all."""
 
 
 class Damaged(Exception):
-    """An entry is not what was written."""
+    """An entry differs from what was written."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Entry:
 
     Attributes:
         folder: where it is.
-        facts: what its writer has noted about it.
+        facts: what its writer stored about it.
         dtypes: the type of each array.
-        lengths: the numbers of each array.
+        lengths: the number of elements of each array.
     """
 
     folder: Path
@@ -63,13 +63,13 @@ def open_entry(folder: Path) -> Entry | None:
             raise Damaged(f"{folder / CONTENT} is missing") from None
         return None
     try:
-        content, checksum = json.loads(text), json.loads(text).pop("checksum")
+        content = json.loads(text)
+        whole = content.pop("checksum") == _checksum_of(content)
         arrays = dict(content["arrays"])
-        whole = checksum == _checksum_of({k: v for k, v in content.items() if k != "checksum"})
     except (ValueError, KeyError, TypeError, AttributeError):
         whole, content, arrays = False, {}, {}
     if not whole:
-        raise Damaged(f"{folder / CONTENT} is not what was written")
+        raise Damaged(f"{folder / CONTENT} differs from what was written")
     for name, expected in arrays.items():
         _check(folder / f"{name}.bin", expected)
     return Entry(
@@ -98,7 +98,7 @@ class PartialEntry:
 
     Attributes:
         folder: where it is written, beside its final place.
-        progress: what was noted last by a process that did not finish; empty at the start.
+        progress: what a process that did not finish noted last; empty at the start.
     """
 
     def __init__(self, folder: Path, dtypes: Mapping[str, Any]) -> None:
@@ -107,7 +107,7 @@ class PartialEntry:
         self._dtypes = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
         folder.mkdir(parents=True, exist_ok=True)
         lengths = self._read_progress()
-        # What was written after the last note is written again.
+        # What was written after the last note is rewritten.
         self._files: dict[str, BinaryIO] = {}
         for name, dtype in self._dtypes.items():
             file = open(folder / f"{name}.bin", "ab", buffering=2**20)  # noqa: SIM115
@@ -127,7 +127,7 @@ class PartialEntry:
         return sum(self.lengths[name] * dtype.itemsize for name, dtype in self._dtypes.items())
 
     def note(self, progress: Mapping[str, Any]) -> None:
-        """Save what is written so far, with what is needed to go on from here."""
+        """Save what is written so far, with what is needed to continue from here."""
         self._flush()
         noted = {"progress": dict(progress), "lengths": self.lengths}
         text = json.dumps({**noted, "checksum": _checksum_of(noted)})
@@ -205,7 +205,7 @@ def _checksum_of(content: Mapping[str, Any]) -> int:
 
 
 def _write_durably(path: Path, text: str) -> None:
-    """Write a file that has its old or its new content, whatever happens."""
+    """Write a file that after a crash has either its old or its new content."""
     temporary = path.with_suffix(".tmp")
     with open(temporary, "w") as file:
         file.write(text)

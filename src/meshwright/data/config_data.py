@@ -16,10 +16,10 @@ from meshwright.config.builders import (
     parameters_of,
 )
 from meshwright.config.schema import DataConfig
+from meshwright.data.indexed_data import SourceData, SyntheticData
+from meshwright.data.order import split_source
 from meshwright.data.protocols import Data, HostBatch, Source
 from meshwright.data.records import is_record_files
-from meshwright.data.source_data import SourceData, SyntheticData
-from meshwright.data.split import split_source
 from meshwright.data.user_data import BATCH_PARAMETERS, is_batch_function, is_source, read_data
 from meshwright.errors import Setting, UserError
 

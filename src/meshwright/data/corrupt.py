@@ -66,11 +66,6 @@ class CountedSource:
         """The tokenizer of the source."""
         return getattr(self.source, "tokenizer", None)
 
-    @property
-    def num_skipped(self) -> int:
-        """Number of records that could not be read."""
-        return self.corrupt.count
-
     def __len__(self) -> int:
         return len(self.source)
 

@@ -1,4 +1,4 @@
-"""Documents on their way from files to tokens: read in blocks, tokenized in batches."""
+"""Documents on their way from files to tokens: read in blocks, tokenized in batches or pieces."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.long_texts import encode_texts
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
 
 Packing = Literal["stream", "documents"]
 """``stream`` cuts rows from all documents joined together; ``documents`` keeps them apart."""
 
 Position = tuple[int, ...]
-"""Where reading goes on: the number of a file, then what its format needs."""
+"""Where reading continues: the number of a file, then what its format needs."""
 
 Document = str | NDArray[Any]
 Item = TypeVar("Item")
@@ -29,16 +28,16 @@ BATCH_SIZE = 2**21
 
 
 @dataclass(frozen=True)
-class Block:
+class DocumentBlock:
     """Consecutive documents of a file.
 
     Attributes:
         documents: texts, or arrays of tokens.
-        after: where reading goes on after them.
+        after: where reading continues after them.
         done: bytes of all files that have been read.
         skipped: where corrupt records are in the file, and what is wrong with them.
         is_piece: whether ``documents`` are pieces of a single document.
-        goes_on: whether that document goes on in the next block.
+        continues: whether that document continues in the next block.
     """
 
     documents: Sequence[Document]
@@ -46,7 +45,7 @@ class Block:
     done: float
     skipped: Sequence[tuple[str, str]] = ()
     is_piece: bool = False
-    goes_on: bool = False
+    continues: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class TokenBatch:
     Attributes:
         tokens: their tokens, each document followed by the end-of-document token if there is one.
         ends: where each document ends in them.
-        after: where reading goes on after them; None inside of a document.
+        after: where reading continues after them; None inside a document.
         done: bytes of all files that have been read.
         skipped: the corrupt records among them, with the number of their file.
     """
@@ -69,21 +68,21 @@ class TokenBatch:
 
 
 def tokenized(
-    blocks: Iterable[Block], tokenizer: Tokenizer | None, dtype: Any
+    blocks: Iterable[DocumentBlock], tokenizer: Tokenizer | None, dtype: Any
 ) -> Iterator[TokenBatch]:
     """Yield the tokens of all documents, batch by batch; the next one is read meanwhile."""
     separator = None if tokenizer is None else tokenizer.separator
     end = np.array([] if separator is None else [separator], dtype)
 
-    def tokenize(batch: list[Block]) -> TokenBatch:
+    def tokenize(batch: list[DocumentBlock]) -> TokenBatch:
         return _tokenize(batch, tokenizer, end)
 
     return _ahead(tokenize, _batches(blocks))
 
 
-def _batches(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+def _batches(blocks: Iterable[DocumentBlock]) -> Iterator[list[DocumentBlock]]:
     """Yield blocks that are tokenized together; pieces of a document stay alone."""
-    batch: list[Block] = []
+    batch: list[DocumentBlock] = []
     size = 0
     for block in blocks:
         if block.is_piece:
@@ -101,13 +100,15 @@ def _batches(blocks: Iterable[Block]) -> Iterator[list[Block]]:
         yield batch
 
 
-def _tokenize(batch: list[Block], tokenizer: Tokenizer | None, end: NDArray[Any]) -> TokenBatch:
+def _tokenize(
+    batch: list[DocumentBlock], tokenizer: Tokenizer | None, end: NDArray[Any]
+) -> TokenBatch:
     documents = [document for block in batch for document in block.documents]
     arrays = _arrays(documents, tokenizer)
     last = batch[-1]
     if last.is_piece:
-        tokens = _joined([*arrays, *([] if last.goes_on else [end])], end.dtype)
-        ends = [] if last.goes_on else [len(tokens)]
+        tokens = _joined([*arrays, *([] if last.continues else [end])], end.dtype)
+        ends = [] if last.continues else [len(tokens)]
     else:
         arrays = [array for array in arrays if len(array)]
         tokens = _joined([part for array in arrays for part in (array, end)], end.dtype)
@@ -115,7 +116,7 @@ def _tokenize(batch: list[Block], tokenizer: Tokenizer | None, end: NDArray[Any]
     return TokenBatch(
         tokens=tokens,
         ends=np.asarray(ends, np.int64),
-        after=None if last.goes_on else last.after,
+        after=None if last.continues else last.after,
         done=last.done,
         skipped=[(block.after[0], *what) for block in batch for what in block.skipped],
     )
@@ -143,3 +144,74 @@ def _ahead(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterato
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+
+
+LONG = 2**22
+"""Characters above which a text is cut; a tokenizer needs several hundred times their memory."""
+PIECE = 2**18
+"""Characters of a piece, at least: many pieces are tokenized at once, on several cores."""
+CONTEXT = 2**10
+"""Characters on both sides of a cut for which the tokens are compared."""
+TRIES = 32
+"""Line ends that are tried before a piece becomes longer."""
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Tokens]:
+    """Return the tokens of each text."""
+    if isinstance(tokenizer, ByteTokenizer) or all(len(text) <= LONG for text in texts):
+        return tokenizer.encode_many(texts)
+    return [
+        tokenizer.encode(text)
+        if len(text) <= LONG
+        else np.concatenate(
+            [
+                tokens
+                for group in pieces(_parts(text), tokenizer)
+                for tokens in tokenizer.encode_many(group)
+            ]
+        )
+        for text in texts
+    ]
+
+
+def _parts(text: str) -> Iterator[str]:
+    return (text[start : start + LONG] for start in range(0, len(text), LONG))
+
+
+def pieces(parts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[str]]:
+    """Yield the pieces of a text that comes in parts, in groups of about ``LONG`` characters."""
+    rest, group, size, search = "", list[str](), 0, PIECE
+    for part in parts:
+        rest += part
+        begin = 0
+        while (cut := find_cut(rest, begin + search, tokenizer)) is not None:
+            group.append(rest[begin:cut])
+            size += cut - begin
+            begin, search = cut, PIECE
+            if size >= LONG:
+                yield group
+                group, size = [], 0
+        rest = rest[begin:]
+        # Places that were tried already are not tried again.
+        search = max(PIECE, len(rest) - CONTEXT)
+    yield [*group, rest]
+
+
+def find_cut(text: str, start: int, tokenizer: Tokenizer) -> int | None:
+    """Return a place after ``start`` where cutting a text leaves its tokens as they are.
+
+    Such a place is the end of a line between two that are not blank, if the tokens of its
+    surroundings are those of its two sides. Tokenizers look at no more than a word or a line.
+    """
+    cut = start
+    for _ in range(TRIES):
+        cut = text.find("\n", cut) + 1
+        if not cut or cut + CONTEXT > len(text):
+            return None
+        if text[cut].isspace() or text[cut - 2].isspace():
+            continue
+        left, right = text[max(cut - CONTEXT, 0) : cut], text[cut : cut + CONTEXT]
+        whole, *sides = tokenizer.encode_many([left + right, left, right])
+        if np.array_equal(whole, np.concatenate(sides)):
+            return cut
+    return None

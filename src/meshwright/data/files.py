@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from meshwright.errors import Setting, UserError, did_you_mean
 
 RESIDENT_BYTES = 16 * 2**20
-"""How much of a mapped file a process keeps in its memory before it gives it back."""
+"""How much of a mapped file a process keeps in its memory before it releases it."""
 TOUCHED_BYTES = 2**16
 """What the kernel maps around one address that is read."""
 
@@ -28,10 +28,10 @@ class MappedArray(np.memmap):  # pyright: ignore[reportIncompatibleVariableOverr
     _touched: int = 0
 
     def release(self, places: int, count: int = 1) -> None:
-        """Note that ``count`` numbers each were read at so many places.
+        """Note that ``count`` numbers were read at each of so many places.
 
-        From time to time the process gives back what it has read, which stays in the system's
-        page cache; otherwise random reads would add the whole file to the process's memory.
+        From time to time the process releases what it has read, which stays in the system's page
+        cache; otherwise random reads would add the whole file to the process's memory.
         """
         self._touched += places * (count * self.itemsize + TOUCHED_BYTES)
         if self._touched > RESIDENT_BYTES and isinstance(self.base, mmap.mmap):

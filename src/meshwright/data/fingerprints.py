@@ -1,13 +1,27 @@
-"""Fingerprints of data: short texts that change when the samples do."""
+"""Fingerprints of data, and digests of whole files that are recomputed only for changed files.
+
+A digest covers every byte, because an edit that leaves the size as it is can be anywhere. It is
+kept together with what the file system says about the file, its times and its inode, which change
+with every write. Where a file lies is no part of its digest: a copy has the same one.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import time
 import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from meshwright.data.build_once import BuildLock
+from meshwright.errors import UserError
+from meshwright.text.units import human_bytes
 
 SAMPLED_BYTES = 2**16
 """Bytes of an array's beginning, middle and end that enter its fingerprint."""
@@ -32,3 +46,106 @@ def content_sample(array: NDArray[Any]) -> int:
     for part in parts:
         checksum = zlib.crc32(np.ascontiguousarray(part).tobytes(), checksum)
     return checksum
+
+
+READ_BYTES = 2**20
+SETTLED_SECONDS = 2.0
+"""A file written to so recently could be written to again without its time changing."""
+
+Report = Callable[[str], object]
+Stamp = list[int]
+"""Size, times and inode of a file."""
+
+
+def digests(files: Sequence[Path], folder: Path, report: Report) -> list[str]:
+    """Return the SHA-256 digest of each file.
+
+    Args:
+        files: the files.
+        folder: where digests are kept, if it can be written to.
+        report: receives the progress as text.
+    """
+    # By absolute name, with links unresolved: a link has the stamp of its target.
+    names = [os.path.abspath(file) for file in files]
+    memory = folder / f"{_sha256(repr(names))[:32]}.json"
+    known = _read(memory)
+    if not _missing(names, known):
+        return [known[name][1] for name in names]
+    lock = BuildLock(memory.with_suffix(".lock"))
+    try:
+        with lock.held(report):
+            # Another process may have computed them in the meantime.
+            known = _compute(names, _read(memory), lambda text: (report(text), lock.say(text)))
+            _write(memory, known)
+    except OSError:
+        # Nothing can be written here, so no one else computes them for this process.
+        known = _compute(names, known, report)
+    return [known[name][1] for name in names]
+
+
+def stamp(file: str | Path) -> Stamp:
+    """Return what changes whenever a file is written to."""
+    try:
+        found = os.stat(file)
+    except OSError as error:
+        raise UserError(f"cannot read {file}", why=error.strerror or str(error)) from error
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+
+def _missing(names: Sequence[str], known: dict[str, Any]) -> list[str]:
+    return [name for name in names if name not in known or known[name][0] != stamp(name)]
+
+
+def _compute(names: Sequence[str], known: dict[str, Any], report: Report) -> dict[str, Any]:
+    missing = _missing(names, known)
+    total, done = sum(os.path.getsize(name) for name in missing), 0
+    for name in missing:
+        before, digest = stamp(name), hashlib.sha256()
+        try:
+            with open(name, "rb", buffering=0) as content:
+                while part := content.read(READ_BYTES):
+                    digest.update(part)
+                    done += len(part)
+                    report(f"compared {human_bytes(done)} of {human_bytes(total)}")
+        except OSError as error:
+            raise UserError(f"cannot read {name}", why=error.strerror or str(error)) from error
+        if stamp(name) != before:
+            raise changed(name)
+        known[name] = [before, digest.hexdigest()]
+    return known
+
+
+def changed(file: str | Path) -> UserError:
+    """Return the error for a file that changed while it was read."""
+    return UserError(
+        f"{file} changed while it was read",
+        why="a run needs the same data from start to end",
+        fix="restart when the file is complete",
+    )
+
+
+def _read(memory: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(memory.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def _write(memory: Path, known: dict[str, Any]) -> None:
+    now = time.time_ns()
+    settled = {
+        name: entry
+        for name, entry in known.items()
+        if now - max(entry[0][1:3]) > SETTLED_SECONDS * 1e9
+    }
+    written = memory.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        written.write_text(json.dumps(settled))
+        written.replace(memory)
+    except OSError:
+        # The next run recomputes them.
+        written.unlink(missing_ok=True)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""Datasets of other libraries, recognised by their methods: Grain, PyTorch, Hugging Face, tf.data.
+"""Datasets of other libraries, recognized by their methods: Grain, PyTorch, Hugging Face, tf.data.
 
-None of them is imported: who passes a dataset of a library has imported it.
+None of them is imported: whoever passes a dataset of a library has imported it.
 """
 
 from __future__ import annotations
@@ -8,17 +8,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from meshwright.data.elements import Expected
 from meshwright.data.fingerprints import fingerprint_of
-from meshwright.data.given_batches import ENDLESS, SequenceData
+from meshwright.data.indexed_data import ENDLESS, SequenceData, SourceData
 from meshwright.data.protocols import Data, Rows
-from meshwright.data.samples import ColumnSource, SampleSource, refuse_text_columns
-from meshwright.data.source_data import SourceData
-from meshwright.data.stack import stack_samples
+from meshwright.data.samples import ColumnSource, SampleSource, refuse_text_columns, stack_samples
 from meshwright.data.streams import READ_AGAIN, IterableData
 from meshwright.errors import UserError
 from meshwright.text.units import a_type
@@ -43,18 +42,18 @@ def read_foreign(given: Any, seed: int, expected: Expected, *, samples: bool) ->
         refuse_text_columns(given)
         if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
             return SourceData(ColumnSource(given), seed)
-        return _stream(_Epochs(given), given, expected, samples=samples)
+        return _stream(partial(_open_epoch, given), given, expected, samples=samples)
     if hasattr(given, "as_numpy_iterator") and hasattr(given, "element_spec"):
         return _tensorflow(given, expected, samples=samples)
     if _is_torch_dataset(given):
         if hasattr(given, "__len__") and not _defines_iter(given):
             return SourceData(SampleSource(given), seed)
-        return _stream(_Epochs(given), given, expected, samples=samples)
+        return _stream(partial(_open_epoch, given), given, expected, samples=samples)
     return None
 
 
 @dataclass(frozen=True)
-class MapSamples:
+class MapSamples(Data):
     """Samples of a Grain `MapDataset`, in the order and with the shuffling it was given.
 
     Attributes:
@@ -87,28 +86,18 @@ class MapSamples:
         return f"Grain MapDataset, {count} samples"
 
 
-@dataclass(frozen=True)
-class _Epochs:
-    """Opens a dataset that can be iterated again and again, telling it the epoch."""
-
-    dataset: Any
-
-    def __call__(self, epoch: int) -> Iterator[Any]:
-        tell = getattr(self.dataset, "set_epoch", None)
-        if callable(tell):
-            tell(epoch)
-        return iter(self.dataset)
+def _open_epoch(dataset: Any, epoch: int) -> Iterator[Any]:
+    """Iterate over a dataset again, after setting its epoch if it has one."""
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+    return iter(dataset)
 
 
-@dataclass(frozen=True)
-class _Collated:
-    """Opens a PyTorch `DataLoader`, whose lists of tensors become tuples, as its samples are."""
-
-    loader: Any
-
-    def __call__(self, epoch: int) -> Iterator[Any]:
-        batches = _Epochs(self.loader)(epoch)
-        return (tuple(batch) if type(batch) is list else batch for batch in batches)
+def _open_loader(loader: Any, epoch: int) -> Iterator[Any]:
+    """Iterate over a PyTorch `DataLoader`; lists of tensors become tuples, as its samples are."""
+    batches = _open_epoch(loader, epoch)
+    return (tuple(batch) if type(batch) is list else batch for batch in batches)
 
 
 def _grain(given: Any, expected: Expected, *, samples: bool) -> Data | None:
@@ -118,7 +107,15 @@ def _grain(given: Any, expected: Expected, *, samples: bool) -> Data | None:
         return _grain_map(given, expected, samples=samples)
     if isinstance(given, grain.IterDataset | grain.DatasetIterator | grain.DataLoader):
         once = isinstance(given, grain.DatasetIterator)
-        return _grain_stream(given, expected, samples=samples, once=once)
+        again = "give the dataset instead of its iterator"
+        return _stream(
+            lambda _: given if once else iter(given),
+            given,
+            expected,
+            samples=samples,
+            once=once,
+            again=again,
+        )
     return None
 
 
@@ -133,27 +130,18 @@ def _grain_map(given: Any, expected: Expected, *, samples: bool) -> Data:
     return SequenceData(given, cycle=expected.training, own_epochs=True)
 
 
-def _grain_stream(given: Any, expected: Expected, *, samples: bool, once: bool) -> Data:
-    return _stream(
-        (lambda _: given) if once else (lambda _: iter(given)),
-        given,
-        expected,
-        samples=samples,
-        once=once,
-        again="give the dataset instead of its iterator",
-    )
-
-
 def _loader(given: Any, expected: Expected) -> Data:
     size = given.batch_size
     if size is None:
-        return _stream(_Epochs(given), given, expected, samples=False)
+        return _stream(partial(_open_epoch, given), given, expected, samples=False)
     if expected.batch_size not in (None, size):
         raise UserError(
             f"the DataLoader makes batches of {size}, and batch_size={expected.batch_size}",
             fix=f"write DataLoader(…, batch_size={expected.batch_size}), and leave out batch_size",
         )
-    read = _stream(_Collated(given), given, replace(expected, batch_size=None), batches=True)
+    read = _stream(
+        partial(_open_loader, given), given, replace(expected, batch_size=None), batches=True
+    )
     read.length = _length(given)
     shuffled = type(getattr(given, "sampler", None)).__name__ == "RandomSampler"
     if shuffled and getattr(given, "generator", None) is None:
@@ -166,12 +154,7 @@ def _loader(given: Any, expected: Expected) -> Data:
 
 
 def _tensorflow(given: Any, expected: Expected, *, samples: bool) -> Data:
-    read = _stream(
-        lambda _: iter(given.as_numpy_iterator()),
-        given,
-        expected,
-        samples=samples,
-    )
+    read = _stream(lambda _: iter(given.as_numpy_iterator()), given, expected, samples=samples)
     try:
         cardinality = int(given.cardinality())
     except (AttributeError, TypeError, ValueError):
@@ -239,7 +222,7 @@ def _several_splits(given: Mapping[Any, Any]) -> UserError:
 
 def _filtered() -> UserError:
     return UserError(
-        "the Grain MapDataset has numbers without a sample",
+        "the Grain MapDataset has indices without a sample",
         why="filter leaves them out by returning None, so an update could not be complete",
-        fix="write data.to_iter_dataset(), which passes over them",
+        fix="write data.to_iter_dataset(), which skips them",
     )

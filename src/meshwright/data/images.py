@@ -152,11 +152,6 @@ class ImageFolder:
     def __len__(self) -> int:
         return len(self.files)
 
-    @property
-    def num_skipped(self) -> int:
-        """Reads so far of files that are not images."""
-        return self._corrupt.count
-
     def rows(self, ids: NDArray[np.int64]) -> HostBatch:
         """Return float32 images from 0 to 1, and int32 ``label``."""
         read = [self._read(int(number)) for number in ids]

@@ -49,9 +49,8 @@ def load_batches(
 
     steps = grain.MapDataset.range(start, sys.maxsize if stop is None else stop)
     batches = steps.map(_Read(data, batch_size, rows))
-    sequential = getattr(data, "sequential", False)
-    workers = 0 if sequential else workers
-    threads = min(prefetch, 1 if sequential else READ_THREADS)
+    workers = 0 if data.sequential else workers
+    threads = min(prefetch, 1 if data.sequential else READ_THREADS)
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
     stream = batches.to_iter_dataset(options)
     if workers:

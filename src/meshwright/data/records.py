@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.arrays import ArraySource
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt, with_count
-from meshwright.data.documents import Block, Document, Packing, Position
+from meshwright.data.documents import Document, DocumentBlock, Packing, Position
 from meshwright.data.files import list_files
 from meshwright.data.protocols import Source
 from meshwright.data.token_cache import Corpus, nothing
@@ -28,7 +28,7 @@ class RawBlock:
 
     Attributes:
         records: the number of each record in its file, and its content.
-        after: where reading goes on after them.
+        after: where reading continues after them.
         done: the part of the file that has been read, from 0 to 1.
         note: what a message about one of them adds to its number.
     """
@@ -141,7 +141,7 @@ def _first_value(records: RecordFiles, files: Sequence[Path]) -> Any:
 
 def _blocks(
     records: RecordFiles, files: Sequence[Path], position: Position, is_text: bool
-) -> Iterator[Block]:
+) -> Iterator[DocumentBlock]:
     sizes = [file.stat().st_size for file in files]
     first, *start = position
     for number in range(first, len(files)):
@@ -157,7 +157,7 @@ def _blocks(
                 except ValueError as error:
                     skipped.append((records.where(raw, count), str(error)))
             done = sum(sizes[:number]) + raw.done * sizes[number]
-            yield Block(documents, (number, *raw.after), done, skipped)
+            yield DocumentBlock(documents, (number, *raw.after), done, skipped)
         start = []
 
 

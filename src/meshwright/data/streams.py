@@ -1,4 +1,4 @@
-"""Data that is read from its beginning: iterables and generators of batches or of samples."""
+"""Data that is read in order: iterables and generators of batches or of samples."""
 
 from __future__ import annotations
 
@@ -11,34 +11,32 @@ from typing import Any
 
 from meshwright.data.elements import Expected
 from meshwright.data.fingerprints import fingerprint_of
-from meshwright.data.given_batches import count_samples, select_rows
-from meshwright.data.protocols import OutOfData, Rows
-from meshwright.data.stack import plain_tree, stack_samples
+from meshwright.data.indexed_data import count_samples, select_rows
+from meshwright.data.protocols import Data, OutOfData, Rows
+from meshwright.data.samples import plain_tree, stack_samples
 from meshwright.errors import UserError
 
 KEPT_POSITIONS = 2048
-"""Positions that are remembered: more than batches are read ahead of the training."""
+"""Positions that are remembered: more than the batches that are read ahead."""
 
 READ_AGAIN = "give a list, or a function of (step, batch_size)"
 
 
 @dataclass(kw_only=True)
-class IterableData:
+class IterableData(Data):
     """Batches of an iterable, in its order; steps can only move forward.
 
     Attributes:
         open: returns an iterator over the elements of an epoch, given its number from 0.
         name: what the iterable is, for messages.
-        samples: whether the elements are samples, which are stacked to batches.
+        samples: whether the elements are samples, which are stacked into batches.
         once: whether the elements can be read only once.
         repeat: whether to begin again where the iterable ends.
-        length: elements of one pass; None if they are not known.
+        length: elements of one pass; None if that is not known.
         order: what is said about resuming; empty if the order is always the same.
         again: what to write instead of an iterable that can be read only once.
-        sequential: makes the loader read one step at a time.
         one_pass: read every element once, a short last batch included, as evaluation does.
         epochs: passes after which the data ends; None for no limit.
-        num_dropped: samples of a short last batch that was left out.
     """
 
     open: Callable[[int], Iterator[Any]]
@@ -49,10 +47,8 @@ class IterableData:
     length: int | None = None
     order: str = ""
     again: str = READ_AGAIN
-    sequential: bool = True
     one_pass: bool = False
     epochs: int | None = None
-    num_dropped: int = 0
     _stream: Iterator[Any] | None = None
     _ahead: list[Any] = field(default_factory=list[Any])
     _pending: list[Any] = field(default_factory=list[Any])
@@ -61,23 +57,35 @@ class IterableData:
     _next: int = 0
     _last: Any = None
     _size: int = 0
+    _dropped: int = 0
     _positions: dict[int, Any] = field(default_factory=dict[int, Any])
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    num_samples = None
+    any_batch_size = False
+    forward_only = True
+
+    @property
+    def num_dropped(self) -> int:
+        """Samples of a short last batch that was left out."""
+        return self._dropped
+
+    @property
+    def endless(self) -> bool:
+        """Whether the number of elements is not known."""
+        return self.length is None
 
     def with_elements(self, expected: Expected, *, samples: bool) -> IterableData:
-        """Look whether the elements are samples or batches, unless that is known; return itself.
+        """Find out whether the elements are samples or batches, unless that is known; return self.
 
         Args:
             expected: what is known about the elements.
             samples: whether the user says that they are samples.
         """
-        first = None if samples else self.first()
+        first = None if samples else self._first()
         self.samples = samples or (first is not None and expected.are_samples(first, self.name))
         return self
 
-    def first(self) -> Any:
+    def _first(self) -> Any:
         """Return the first element, whatever its size; None if there is none."""
         with self._lock:
             if self._next:
@@ -91,7 +99,7 @@ class IterableData:
 
     def first_batch(self, batch_size: int | None) -> Any:
         """Return a batch with the shapes of all, without reading it; None if there is none."""
-        first = self.first()
+        first = self._first()
         if first is None or not self.samples or self._next:
             return first
         return stack_samples([first] * (batch_size or 1), [0] * (batch_size or 1))
@@ -107,7 +115,12 @@ class IterableData:
                 self._note_position()
             return select_rows(self._last, batch_size, step, rows)
 
-    def stop_after(self, epochs: float) -> None:
+    def for_one_pass(self, *, in_order: bool) -> Data:
+        """Read every element once, a short last batch included."""
+        self.one_pass = True
+        return self
+
+    def stop_after(self, epochs: float) -> bool:
         """End after this many passes over the elements."""
         if epochs != int(epochs):
             raise UserError(
@@ -122,6 +135,7 @@ class IterableData:
                 fix=self.again,
             )
         self.epochs = int(epochs)
+        return True
 
     def position(self, step: int) -> Any:
         """Return where the batch of this step begins, as JSON; None if that is not known."""
@@ -129,7 +143,7 @@ class IterableData:
         try:
             return found if json.loads(json.dumps(found)) == found else None
         except (TypeError, ValueError):
-            # Then a resumed run reads the elements before it again.
+            # Then a resumed run rereads the elements before it.
             return None
 
     def go_to(self, step: int, position: Any) -> None:
@@ -175,7 +189,7 @@ class IterableData:
                 self._ahead.append(self._element())
                 self._read -= 1
             except StopIteration:
-                self.num_dropped = size
+                self._dropped = size
                 self._end_epoch()
             else:
                 # A short batch in between is for the check of the batches' shapes.
@@ -189,7 +203,7 @@ class IterableData:
             except OutOfData:
                 if self._pending and self.one_pass:
                     break
-                self.num_dropped = len(self._pending)
+                self._dropped = len(self._pending)
                 raise
         samples, self._pending = self._pending[:size], self._pending[size:]
         start = self._next * size

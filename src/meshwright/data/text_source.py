@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.data.corrupt import OnCorrupt
-from meshwright.data.documents import Block, Packing, Position
+from meshwright.data.documents import LONG, DocumentBlock, Packing, Position, pieces
 from meshwright.data.files import list_files
-from meshwright.data.long_texts import LONG, pieces
 from meshwright.data.protocols import Source
 from meshwright.data.token_cache import Corpus
 from meshwright.data.tokenizer import (
@@ -68,7 +67,9 @@ def text_source(
     return corpus.rows(cache_dir, packing, sequence_length)
 
 
-def _blocks(files: Sequence[Path], tokenizer: Tokenizer, position: Position) -> Iterator[Block]:
+def _blocks(
+    files: Sequence[Path], tokenizer: Tokenizer, position: Position
+) -> Iterator[DocumentBlock]:
     """Yield the text of each file from a position on: the number of a file, and 1 after it."""
     done = 0
     for number, file in enumerate(files):
@@ -84,7 +85,7 @@ def _blocks(files: Sequence[Path], tokenizer: Tokenizer, position: Position) -> 
         done += size
 
 
-def _raw(file: Path, number: int, done: int) -> Iterator[Block]:
+def _raw(file: Path, number: int, done: int) -> Iterator[DocumentBlock]:
     """Yield the bytes of a file, which are its tokens."""
     with open(file, "rb") as content:
         part = content.read(READ_BYTES)
@@ -93,25 +94,25 @@ def _raw(file: Path, number: int, done: int) -> Iterator[Block]:
             following = content.read(READ_BYTES)
             is_piece = bool(following) or content.tell() > READ_BYTES
             tokens = np.frombuffer(part, np.uint8)
-            yield Block([tokens], (number, 1), done, (), is_piece, bool(following))
+            yield DocumentBlock([tokens], (number, 1), done, (), is_piece, bool(following))
             part = following
 
 
 def _decoded(
     file: Path, number: int, done: int, size: int, tokenizer: Tokenizer
-) -> Iterator[Block]:
+) -> Iterator[DocumentBlock]:
     """Yield the text of a file: whole, or in pieces if it is long."""
     try:
         if size <= LONG:
             text = file.read_bytes().decode()
-            yield Block([text] if text else [], (number, 1), done + size)
+            yield DocumentBlock([text] if text else [], (number, 1), done + size)
             return
         # A file that is not UTF-8 further down is skipped whole.
         for _ in _text_parts(file):
             pass
     except UnicodeDecodeError as error:
         why = f"it is not UTF-8: {error.reason} at byte {error.start:,}"
-        yield Block([], (number, 1), done + size, [("", why)])
+        yield DocumentBlock([], (number, 1), done + size, [("", why)])
         return
     read, groups = 0, pieces(_text_parts(file), tokenizer)
     group = next(groups)
@@ -120,7 +121,7 @@ def _decoded(
         # In characters, of which there are no more than bytes.
         read += sum(map(len, group))
         at = done + size if following is None else done + min(read, size)
-        yield Block(group, (number, 1), at, (), True, following is not None)
+        yield DocumentBlock(group, (number, 1), at, (), True, following is not None)
         group = following
 
 

@@ -1,4 +1,4 @@
-"""Tokens of files, computed once and kept in memory-mapped files that runs share."""
+"""Tokens of files, computed once and stored in memory-mapped files that runs share."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.build_once import Job, Progress, build_once
+from meshwright.data.build_once import Progress, build_once
 from meshwright.data.cache_entry import FORMAT, Entry, PartialEntry
 from meshwright.data.corrupt import CorruptRecords, OnCorrupt, with_count
-from meshwright.data.documents import Block, Packing, Position, tokenized
-from meshwright.data.file_digests import changed, digests, stamp
+from meshwright.data.documents import DocumentBlock, Packing, Position, tokenized
+from meshwright.data.fingerprints import changed, digests, stamp
 from meshwright.data.packing import PackingIndex, pack, pack_parts
 from meshwright.data.protocols import Source
 from meshwright.data.token_rows import PackedRows, StreamRows
@@ -30,9 +30,9 @@ from meshwright.runtime.activity import activity
 from meshwright.runtime.user_cache import user_cache
 
 _origins: dict[str, None] = {}
-"""What there is to tell about tokens, until a run tells it."""
+"""Where tokens came from, until a run reports it."""
 NOTE_SECONDS = 5.0
-"""How often a writer notes how far it is, for another process to go on from there."""
+"""How often a writer notes its progress, so that another process can continue from there."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Corpus:
     tokenizer: Tokenizer | None
     dtype: Any
     settings: tuple[Any, ...]
-    read: Callable[[Position], Iterator[Block]]
+    read: Callable[[Position], Iterator[DocumentBlock]]
     on_corrupt: OnCorrupt
 
     def rows(self, cache_dir: str | None, packing: Packing, sequence_length: int) -> Source:
@@ -74,7 +74,7 @@ class Corpus:
             rows = StreamRows([tokens], sequence_length, self.name, self.tokenizer)
         else:
             index = _packed(entry, sequence_length + 1, self.name)
-            rows = PackedRows(tokens, boundaries, sequence_length, self.name, self.tokenizer, index)
+            rows = PackedRows(tokens, boundaries, index, self.name, self.tokenizer)
         return with_count(rows, corrupt)
 
     def key(self, contents: Sequence[str]) -> str:
@@ -84,7 +84,7 @@ class Corpus:
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
     def write(self, entry: PartialEntry, progress: Progress) -> dict[str, Any]:
-        """Write the tokens, going on where an earlier writer has stopped; return the facts."""
+        """Write the tokens, continuing where an earlier writer stopped; return the facts."""
         state = entry.progress or {"after": [0], "done": 0.0, "skipped": 0, "first": None}
         self._corrupt(state)
         if not entry.lengths["boundaries"]:
@@ -112,8 +112,8 @@ class Corpus:
             "first": state["first"],
         }
 
-    def _checked(self, blocks: Iterator[Block]) -> Iterator[Block]:
-        """Yield the blocks; the first corrupt record is an error unless such are skipped."""
+    def _checked(self, blocks: Iterator[DocumentBlock]) -> Iterator[DocumentBlock]:
+        """Yield the blocks; the first corrupt record is an error unless they are skipped."""
         for block in blocks:
             if block.skipped and self.on_corrupt == "stop":
                 self._corrupt({"skipped": 1, "first": (block.after[0], *block.skipped[0])})
@@ -141,8 +141,8 @@ def _cached(corpus: Corpus, cache_dir: str | None) -> Entry:
     """Return the tokens of a corpus: from the cache, or written to it now."""
     root = user_cache("tokens") if cache_dir is None else Path(cache_dir).expanduser().absolute()
     before = [stamp(file) for file in corpus.files]
-    with activity(f"looking for changes in {corpus.name}") as tell:
-        name = corpus.key(digests(corpus.files, root / "files", tell))
+    with activity(f"looking for changes in {corpus.name}") as report:
+        name = corpus.key(digests(corpus.files, root / "files", report))
 
     written = False
 
@@ -156,21 +156,22 @@ def _cached(corpus: Corpus, cache_dir: str | None) -> Entry:
         return facts
 
     dtypes = {"tokens": corpus.dtype, "boundaries": np.int64}
-    job = Job(f"tokenizing {corpus.name}", dtypes, write)
+    what = f"tokenizing {corpus.name}"
     try:
-        entry = build_once(root / name, job)
+        entry = build_once(root / name, what, dtypes, write)
         _origins[_origin(corpus.name, entry, written=written)] = None
         return entry
     except OSError as error:
         why = error.strerror or str(error)
         if cache_dir is not None:
             raise UserError(
-                f"the tokens of the data cannot be kept in {Setting('data.cache_dir', cache_dir)}",
+                "the tokens of the data cannot be stored in "
+                f"{Setting('data.cache_dir', cache_dir)}",
                 why=f"{why}: {root}",
                 fix="name a folder that can be written to",
             ) from error
         _warn_unwritable(str(root), why)
-        return build_once(_temporary_folder() / name, job)
+        return build_once(_temporary_folder() / name, what, dtypes, write)
 
 
 def _origin(name: str, entry: Entry, *, written: bool) -> str:
@@ -195,7 +196,7 @@ def _packed(entry: Entry, row_length: int, name: str) -> PackingIndex:
     tokens, boundaries = entry.array("tokens"), entry.array("boundaries")
 
     def write(partial: PartialEntry, progress: Progress) -> dict[str, Any]:
-        # Cheap to compute again, so nothing is noted on the way.
+        # Cheap to recompute, so no progress is noted.
         num_tokens = 0
         for part in pack_parts(boundaries, row_length):
             partial.append("starts", part.starts)
@@ -209,7 +210,7 @@ def _packed(entry: Entry, row_length: int, name: str) -> PackingIndex:
     dtypes = {"starts": np.int64, "lengths": np.int32, "first": np.int64}
     folder = entry.folder.with_name(f"{entry.folder.name}-rows-of-{row_length}")
     try:
-        packed = build_once(folder, Job(f"packing the documents of {name}", dtypes, write))
+        packed = build_once(folder, f"packing the documents of {name}", dtypes, write)
     except OSError:
         # A complete cache that this process may only read.
         return pack(boundaries, row_length)
@@ -227,8 +228,8 @@ def _temporary_folder() -> Path:
 @cache
 def _warn_unwritable(folder: str, why: str) -> None:
     warnings.warn(
-        f"the tokens of the data cannot be kept in {folder} ({why}): they go to a temporary "
-        f"folder, in every process, and the next run computes them again. Name another folder "
+        f"the tokens of the data cannot be stored in {folder} ({why}): they go to a temporary "
+        f"folder, in every process, and the next run recomputes them. Name another folder "
         f"with {Setting('data.cache_dir', ANY)}",
         stacklevel=2,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.files import release
 from meshwright.data.fingerprints import content_sample, fingerprint_of
-from meshwright.data.packing import PackingIndex, pack, place
+from meshwright.data.packing import PackingIndex, place
 from meshwright.data.protocols import HostBatch
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import Setting, UserError
@@ -84,26 +84,21 @@ class PackedRows:
     Attributes:
         tokens: all documents, concatenated.
         boundaries: document i is ``tokens[boundaries[i]:boundaries[i + 1]]``.
-        sequence_length: tokens the model sees per row.
+        index: how the documents are packed.
         name: where the tokens come from, for messages.
         tokenizer: decodes the tokens.
-        packed: how the documents are packed, if that is known already.
     """
 
     tokens: NDArray[Any]
     boundaries: NDArray[np.int64]
-    sequence_length: int
+    index: PackingIndex
     name: str
     tokenizer: Tokenizer | None = None
-    packed: PackingIndex | None = None
-    index: PackingIndex = field(init=False)
 
-    def __post_init__(self) -> None:
-        # Documents need not fill a row, so there is always one unless there are no tokens.
-        index = self.packed
-        if index is None:
-            index = pack(self.boundaries, self.sequence_length + 1)
-        object.__setattr__(self, "index", index)
+    @property
+    def sequence_length(self) -> int:
+        """Tokens the model sees per row."""
+        return self.index.row_length - 1
 
     def __len__(self) -> int:
         return len(self.index)

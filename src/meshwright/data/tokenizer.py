@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,49 +20,43 @@ END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[S
 """Names of the end-of-document token, tried in this order."""
 
 
-class Tokenizer(Protocol):
-    """Turns text into tokens and back."""
+class Tokenizer(ABC):
+    """Turns text into tokens and back.
 
-    @property
-    def vocab_size(self) -> int:
-        """Upper bound of the tokens, exclusive."""
-        ...
+    Attributes:
+        vocab_size: upper bound of the tokens, exclusive.
+        separator: the end-of-document token; None if there is none.
+    """
 
-    @property
-    def separator(self) -> int | None:
-        """The end-of-document token; None if there is none."""
-        ...
+    vocab_size: int
+    separator: int | None
 
     def encode(self, text: str) -> Tokens:
-        """Return the tokens of a text."""
-        ...
+        """Return the tokens of a text, without special tokens around them."""
+        return self.encode_many([text])[0]
 
+    @abstractmethod
     def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of each text."""
-        ...
 
+    @abstractmethod
     def decode(self, tokens: Any) -> str:
         """Return the text of tokens; ids beyond the vocabulary are replaced or left out."""
-        ...
 
+    @abstractmethod
     def fingerprint(self) -> str:
         """Return a short text that changes when texts are tokenized differently."""
-        ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One token per byte of UTF-8; documents end with a line break."""
 
     vocab_size = 256
     separator = 10
 
-    def encode(self, text: str) -> Tokens:
-        """Return the bytes of a text."""
-        return np.frombuffer(text.encode(), np.uint8)
-
     def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the bytes of each text."""
-        return [self.encode(text) for text in texts]
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, tokens: Any) -> str:
         """Return the text of bytes; invalid UTF-8 becomes �."""
@@ -72,20 +67,16 @@ class ByteTokenizer:
         return "bytes"
 
 
-class FileTokenizer:
+class FileTokenizer(Tokenizer):
     """A tokenizer in the JSON format of Hugging Face's ``tokenizers``."""
 
     def __init__(self, path: str) -> None:
         self._tokenizer, text = _load(path)
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         ends = (self._tokenizer.token_to_id(name) for name in END_NAMES)
-        self.separator: int | None = next((end for end in ends if end is not None), None)
+        self.separator = next((end for end in ends if end is not None), None)
         self._dtype = token_dtype(self.vocab_size)
         self._fingerprint = fingerprint_of(text)
-
-    def encode(self, text: str) -> Tokens:
-        """Return the tokens of a text, without special tokens around them."""
-        return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the tokens of each text, computed on several cores."""

@@ -6,25 +6,32 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from meshwright.config.builders import Builder, build, parameters_of
 from meshwright.data.arrays import ArraySource
-from meshwright.data.elements import Expected
+from meshwright.data.elements import Expected, no_batches, refuse_class, refuse_wrong_data
 from meshwright.data.fingerprints import fingerprint_of
 from meshwright.data.foreign import read_foreign
-from meshwright.data.given_batches import SequenceData
+from meshwright.data.indexed_data import SequenceData, SourceData, take_rows
 from meshwright.data.protocols import Data, HostBatch, Rows, Source
-from meshwright.data.refusals import no_batches, refuse_class, refuse_wrong_data
 from meshwright.data.samples import Samples, SampleSource
-from meshwright.data.source_data import SourceData, take_rows
 from meshwright.data.streams import IterableData
 from meshwright.errors import UserError
 from meshwright.processes import process_count
 from meshwright.text.units import a_type
 from meshwright.trees import Batch
 
-UserData = Data | Source | Samples | Iterable[Batch] | Callable[..., Batch]
+
+class HasBatches(Protocol):
+    """An object with batches by step; it may also have other methods of `Data`."""
+
+    def batch(self, step: int, batch_size: int) -> Any:
+        """Return the global batch of one update."""
+        ...
+
+
+UserData = HasBatches | Source | Samples | Iterable[Batch] | Callable[..., Batch]
 """Data as users pass it; see `as_data`."""
 
 BATCH_PARAMETERS = ("step", "batch_size")
@@ -34,7 +41,7 @@ _ANY = Expected()
 
 
 @dataclass(frozen=True)
-class FunctionData:
+class FunctionData(Data):
     """Batches returned by a function of the update and the batch size.
 
     Attributes:
@@ -45,7 +52,10 @@ class FunctionData:
     function: Callable[..., HostBatch]
     name: str = "function"
 
-    num_samples = None
+    @property
+    def has_every_batch(self) -> bool:
+        """True: a function has a batch for every step."""
+        return True
 
     def batch(self, step: int, batch_size: int, rows: Rows | None = None) -> HostBatch:
         """Return the function's batch, or these rows of it."""
@@ -63,8 +73,8 @@ class FunctionData:
 
 
 @dataclass(frozen=True)
-class DataAdapter:
-    """Completes a user's object that has ``batch(step, batch_size)`` but not all of `Data`."""
+class DataAdapter(Data):
+    """A user's object that has ``batch(step, batch_size)`` and perhaps more of `Data`."""
 
     given: Any
 
@@ -72,6 +82,11 @@ class DataAdapter:
     def num_samples(self) -> int | None:
         """The object's own number of samples, if it has one."""
         return getattr(self.given, "num_samples", None)
+
+    @property
+    def sequential(self) -> bool:
+        """Whether the object says that it is read by one thread at a time."""
+        return getattr(self.given, "sequential", False)
 
     @property
     def tokenizer(self) -> Any:
@@ -130,7 +145,7 @@ def _plain_data(given: Any, seed: int, expected: Expected, *, samples: bool) -> 
     """Return data that belongs to no library as `Data`."""
     refuse_class(given)
     if callable(getattr(given, "batch", None)) and not hasattr(given, "__getitem__"):
-        return given if _is_data(given) else DataAdapter(given)
+        return given if isinstance(given, Data) else DataAdapter(given)
     if is_source(given):
         return SourceData(given, seed)
     refuse_wrong_data(given)
@@ -189,11 +204,6 @@ def read_data(kind: str, builder: Builder, arguments: dict[str, Any]) -> Data | 
         fix="give it a method batch(self, step, batch_size) that returns a dict of arrays, or name "
         "a function of step and batch_size",
     )
-
-
-def _is_data(given: Any) -> bool:
-    methods = all(callable(getattr(given, name, None)) for name in ("fingerprint", "describe"))
-    return methods and hasattr(given, "num_samples") and "rows" in parameters_of(given.batch)
 
 
 def _iterable_data(given: Iterable[Any], expected: Expected, *, samples: bool) -> IterableData:
@@ -255,12 +265,10 @@ def _function_data(given: Callable[..., Any], seed: int) -> FunctionData:
     if set(BATCH_PARAMETERS) <= set(parameters):
         with_seed = {"seed": seed} if "seed" in parameters else {}
         return FunctionData(partial(given, **with_seed), name)
-    required = [p for p in parameters.values() if p.default is p.empty]
-    if len(required) == 2:
-        return FunctionData(lambda step, batch_size: given(step, batch_size), name)
-    if len(required) == 3:
+    required = len(_required(given))
+    if required == 3:
         return FunctionData(lambda step, batch_size: given(seed, step, batch_size), name)
-    if len(required) == 1 and len(parameters) == 2:
+    if required == 2 or (required == 1 and len(parameters) == 2):
         return FunctionData(lambda step, batch_size: given(step, batch_size), name)
     raise UserError(
         f"the function {name} returns no batches",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from meshwright.distributed.data_parallel import DataParallel
     from meshwright.distributed.device_placement import (
         DevicePlacement,
+        HardwareType,
         distribute_batch,
         get_batch_size_recommendation,
         place_on_device,
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
         GradientAccumulator,
         GradientAccumulatorConfig,
     )
-    from meshwright.distributed.hardware_type import HardwareType
     from meshwright.distributed.loss_scaler import DynamicLossScaler, DynamicLossScalerConfig
     from meshwright.distributed.mesh_manager import DeviceMeshManager
     from meshwright.distributed.metrics import DistributedMetrics
@@ -39,7 +39,7 @@ _NAMES = {
     "DynamicLossScalerConfig": "meshwright.distributed.loss_scaler",
     "GradientAccumulator": "meshwright.distributed.gradient_accumulator",
     "GradientAccumulatorConfig": "meshwright.distributed.gradient_accumulator",
-    "HardwareType": "meshwright.distributed.hardware_type",
+    "HardwareType": "meshwright.distributed.device_placement",
     "Trainer": "meshwright.distributed.distributed_trainer",
     "distribute_batch": "meshwright.distributed.device_placement",
     "get_batch_size_recommendation": "meshwright.distributed.device_placement",

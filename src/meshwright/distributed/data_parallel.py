@@ -10,21 +10,19 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.distributed.leaves import Leaf, check_mesh_axis, place, place_whole, replicate
-from meshwright.distributed.named_axes import (
+from meshwright.distributed.argument_forms import (
     DEFAULT_AXIS,
     AxisName,
+    also_called,
     require_axes,
     resolve_axes,
     tracks_varying,
     varying_axes,
 )
-from meshwright.distributed.other_keywords import also_called
+from meshwright.distributed.leaves import Leaf, check_mesh_axis, place, place_whole, replicate
 from meshwright.errors import UserError
+from meshwright.mesh.axes import BATCH_AXES
 from meshwright.trees import Batch, PyTree
-
-_STATE_AXES = ("fsdp", "data")
-"""Axes that state is sharded over, in order of preference; else the mesh's first axis."""
 
 
 class DataParallel(nnx.Module):
@@ -73,7 +71,8 @@ class DataParallel(nnx.Module):
             return replicate(state, mesh)
         if param_sharding == "shard":
             axis = next(
-                (name for name in _STATE_AXES if name in mesh.shape), str(mesh.axis_names[0])
+                (name for name in reversed(BATCH_AXES) if name in mesh.shape),
+                str(mesh.axis_names[0]),
             )
             return place_whole(state, lambda leaf: _state_sharding(leaf, mesh, axis))
         raise UserError(

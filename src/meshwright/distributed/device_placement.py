@@ -1,15 +1,16 @@
-"""DevicePlacement: putting data on devices, and recommended batch sizes."""
+"""DevicePlacement: putting data on devices. HardwareType: kinds of devices and batch sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypedDict
+from enum import Enum
+from typing import Self, TypedDict
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from meshwright.distributed.hardware_type import HardwareType
+from meshwright.distributed.argument_forms import also_called
 from meshwright.distributed.leaves import (
     Leaf,
     check_mesh_axis,
@@ -18,10 +19,9 @@ from meshwright.distributed.leaves import (
     place_parts,
     replicate,
 )
-from meshwright.distributed.other_keywords import also_called
 from meshwright.distributed.prefetch import prefetch
 from meshwright.errors import UserError
-from meshwright.hardware import BatchSizeRecommendation
+from meshwright.hardware import BatchSizeRecommendation, detect, load_chips, unknown_batch_sizes
 from meshwright.mesh.build import Device, arrange_mesh
 from meshwright.trees import Batch, PyTree
 
@@ -49,13 +49,13 @@ class DevicePlacement:
     """Places pytrees of arrays on one device or on many."""
 
     def __init__(self, default_device: Device | None = None) -> None:
-        """Use this device (JAX's first one by default) for calls that name none."""
+        """Use this device (JAX's first one by default) when a call names no device."""
         self._default_device = jax.local_devices()[0] if default_device is None else default_device
         self._hardware_type = HardwareType.detect([self._default_device])
 
     @property
     def default_device(self) -> Device:
-        """The device for calls that name none."""
+        """The device used when a call names none."""
         return self._default_device
 
     @property
@@ -206,3 +206,38 @@ def _dim_of(name: str, ndim: int, batch_axis: int) -> int | None:
             fix="shard it in a separate call with its own batch_axis",
         )
     return batch_axis % ndim
+
+
+class HardwareType(Enum):
+    """Kinds of devices; variants of a chip with different memory share a member."""
+
+    V100 = "v100"
+    A100 = "a100"
+    H100 = "h100"
+    H200 = "h200"
+    B200 = "b200"
+    GB200 = "gb200"
+    MI300X = "mi300x"
+    TPU_V4 = "tpu_v4"
+    TPU_V5E = "tpu_v5e"
+    TPU_V5P = "tpu_v5p"
+    TPU_V6E = "tpu_v6e"
+    TPU_7X = "tpu_7x"
+    CPU = "cpu"
+    UNKNOWN = "unknown"
+
+    @classmethod
+    def detect(cls, devices: Sequence[Device] | None = None) -> Self:
+        """Return the kind of these devices (all of JAX's by default); UNKNOWN if in doubt."""
+        hardware = detect(devices)
+        family = "unknown" if hardware is None else hardware.chip.family
+        # Users may add chips of their own.
+        return cls(family if family in {kind.value for kind in cls} else "unknown")
+
+    @property
+    def batch_sizes(self) -> BatchSizeRecommendation:
+        """Recommended batch sizes for this kind of device."""
+        for chip in load_chips().values():
+            if chip.family == self.value:
+                return chip.batch_sizes
+        return unknown_batch_sizes()

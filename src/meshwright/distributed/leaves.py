@@ -50,7 +50,7 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def fit_sharding(name: str, leaf: Leaf, sharding: NamedSharding) -> NamedSharding:
-    """Return ``sharding`` limited to the leaf's dims, which it must divide evenly."""
+    """Return ``sharding`` limited to the leaf's dims, which it must shard evenly."""
     shape = np.shape(leaf)
     entries = tuple(sharding.spec)
     if not shape:
@@ -58,7 +58,7 @@ def fit_sharding(name: str, leaf: Leaf, sharding: NamedSharding) -> NamedShardin
     elif any(entry is not None for entry in entries[len(shape) :]):
         raise UserError(
             f"{name} has too few dims to be sharded",
-            why=f"its shape is {shape}, but {sharding.spec} divides dim {len(entries) - 1}",
+            why=f"its shape is {shape}, but {sharding.spec} shards dim {len(entries) - 1}",
             fix="place this leaf separately, with its own sharding",
         )
     fitted = NamedSharding(

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from meshwright.distributed.other_keywords import also_called
+from meshwright.distributed.argument_forms import also_called
 from meshwright.errors import UserError
-from meshwright.step.scaler import LossScale, ScaleRule, all_finite
+from meshwright.step.state import LossScale, ScaleRule, all_finite
 from meshwright.trees import PyTree
 
 

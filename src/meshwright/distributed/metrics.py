@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
-from meshwright.distributed.named_axes import (
+from meshwright.distributed.argument_forms import (
     DEFAULT_AXIS,
     AxisName,
     require_axes,
@@ -104,7 +104,7 @@ class DistributedMetrics(nnx.Module):
     def collect_from_devices(self, metrics: PyTree) -> PyTree:
         """Turn dim 0 of each array into a list of one host value per device.
 
-        Call it outside of compiled functions, on results whose dim 0 counts devices. Scalars stay
+        Call it outside compiled functions, on results whose dim 0 counts devices. Scalars stay
         as they are. With several processes, every process must call it and gets all values.
         """
         return jax.tree.map(_split_rows, metrics)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of the trainer."""
+"""Checks of the arguments of the trainer, and of the sizes in a config."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any, get_args
 from flax import nnx
 from jax.sharding import Mesh
 
+from meshwright import models, tasks
 from meshwright.config.argument_checks import check_takes, wrong_kind
-from meshwright.config.base import shorten
-from meshwright.config.schema import KernelChoice, Precision
-from meshwright.config.synonyms import suggest_value
-from meshwright.errors import UserError
+from meshwright.config.base import shorten, suggest_value
+from meshwright.config.builders import parameters_of
+from meshwright.config.schema import Config, KernelChoice, Precision
+from meshwright.errors import Setting, UserError
 from meshwright.mesh.axes import parse_mesh
 
 
@@ -52,7 +53,7 @@ def check_loss(loss: object, name: str = "loss") -> None:
 
 
 def check_trainable(trainable: Any) -> None:
-    """Refuse what is not an NNX filter."""
+    """Refuse anything that is not an NNX filter."""
     try:
         nnx.filterlib.to_predicate(trainable)
     except (TypeError, ValueError):
@@ -63,12 +64,12 @@ def check_trainable(trainable: Any) -> None:
 
 
 def check_run_name(name: object) -> None:
-    """Refuse a run name that is no text of one line."""
+    """Refuse a run name that is not one line of text."""
     if name is None or (isinstance(name, str) and name.strip() and name.isprintable()):
         return
     raise UserError(
         f"run_name={shorten(name)} is not a name",
-        why="it stands in one line of reports and trackers",
+        why="reports and trackers show it on one line",
         fix='write a short text, such as run_name="baseline, lr 3e-4"',
     )
 
@@ -96,3 +97,42 @@ def check_precision(precision: object) -> None:
             why='"no" is float32 throughout; "bf16" and "fp16" compute in 16 bits',
             fix=f"write precision={' or '.join(repr(name) for name in known)}",
         )
+
+
+def check_rows(config: Config) -> None:
+    """Refuse rows that are longer than a built-in model reads, and tokens that it does not know.
+
+    What the user's own task, data or model does with such numbers is not known.
+    """
+    if config.model.kind not in models.MODEL_KINDS:
+        return
+    task = config.task.arguments() if config.task.kind in tasks.TASK_KINDS else {}
+    data = config.data.arguments() if ":" not in config.data.kind else {}
+    asked = {
+        "task.context_length": task.get("context_length"),
+        "data.sequence_length": data.get("sequence_length"),
+        "task.vocab_size": task.get("vocab_size"),
+    }
+    for key, value in asked.items():
+        size = "vocab_size" if key.endswith("vocab_size") else "context_length"
+        limit = _model_size(config, size)
+        if isinstance(value, int) and isinstance(limit, int) and value > limit:
+            raise _too_large(config, key, value, f"model.{size}", limit)
+
+
+def _model_size(config: Config, name: str) -> object:
+    parameter = parameters_of(models.find_builder(config.model.kind)).get(name)
+    default = None if parameter is None else parameter.default
+    return config.model.arguments().get(name, default)
+
+
+def _too_large(config: Config, key: str, value: int, limit_key: str, limit: int) -> UserError:
+    knows = "tokens" if limit_key == "model.vocab_size" else "positions"
+    fix = f"write {Setting(key, limit)} or less"
+    why = f"it has {limit:,} {knows} ({Setting(limit_key, limit)})"
+    folder = config.model.weights
+    if folder is None:
+        fix += f", or {Setting(limit_key, value)} for a larger model"
+    else:
+        why += f" and starts from the weights in {folder}"
+    return UserError(f"{Setting(key, value)} is more than the model has", why=why, fix=fix)

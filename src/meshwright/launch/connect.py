@@ -9,10 +9,12 @@ from collections.abc import Mapping
 
 from meshwright import processes
 from meshwright.config.distributed_config import DistributedConfig
+from meshwright.config.environment import read_environment, run_name
 from meshwright.errors import EnvironmentProblem, UserError, first_line
 from meshwright.runtime.attempts import ProcessRange
 from meshwright.runtime.jax_internals import jax_has_started
 
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _RUNTIME_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
 _LOST = re.compile(
     r"connection (reset|closed|refused)|broken pipe|socket closed|peer|nccl.*(remote|system) error"
@@ -46,8 +48,6 @@ def connect_processes(
         simulate_devices(own)
     if settings.world_size == 1 or _connected():
         return
-    from meshwright.distributed.multinode import join_processes
-
     if jax_has_started():
         raise EnvironmentProblem(
             f"it is too late to connect {settings.world_size} processes",
@@ -55,6 +55,49 @@ def connect_processes(
             fix="unset WORLD_SIZE and RANK, or connect before anything uses JAX devices",
         )
     join_processes(settings, environ)
+
+
+def join_processes(config: DistributedConfig, environ: Mapping[str, str]) -> None:
+    """Connect this process to the others that the environment describes.
+
+    Args:
+        config: the processes, read from the environment.
+        environ: the environment variables.
+    """
+    host = config.master_addr
+    if config.num_nodes > 1 and "master_addr" not in read_environment(environ):
+        raise UserError(
+            f"the address of process 0 is not known to the {config.world_size} processes on "
+            f"{config.num_nodes} machines",
+            why="the environment does not say where process 0 runs",
+            fix="export MASTER_ADDR=… in each process: the machine of process 0",
+        )
+    processes.connect(
+        f"[{host}]:{config.master_port}"
+        if ":" in host.strip("[]") and "[" not in host
+        else f"{host}:{config.master_port}",
+        config.world_size,
+        config.rank,
+        local_device_ids=own_device_ids(config.num_processes_per_node, config.local_rank, environ),
+        run_name=run_name(environ),
+        notify=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+
+
+def own_device_ids(
+    processes_per_node: int, local_rank: int, environ: Mapping[str, str]
+) -> list[int] | None:
+    """Return the GPUs of this process among the visible ones; None means all of them.
+
+    Several processes on a node use one GPU each, unless each sees only one, or
+    `meshwright launch` has assigned them.
+    """
+    if assigned := environ.get("JAX_LOCAL_DEVICE_IDS"):
+        return [int(number) for number in assigned.split(",")]
+    visible = next((environ[name] for name in _VISIBLE if environ.get(name)), "")
+    if processes_per_node == 1 or len([part for part in visible.split(",") if part]) == 1:
+        return None
+    return [local_rank]
 
 
 def devices_per_process(simulate: int, world_size: int, environ: Mapping[str, str]) -> int:

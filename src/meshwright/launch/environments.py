@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from meshwright.config.engines import process_variables
 from meshwright.config.environment import run_name
+from meshwright.config.launchers import process_variables
 from meshwright.errors import UserError
 from meshwright.launch.options import LaunchOptions
 from meshwright.launch.whole_run import WholeRun, find_run

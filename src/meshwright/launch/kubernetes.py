@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from meshwright.config.engines import DEFAULT_PORT
+from meshwright.config.launchers import DEFAULT_PORT
 from meshwright.errors import ExitCode, UserError
 from meshwright.launch.cluster_options import ClusterKind, ClusterOptions
 from meshwright.launch.options import LaunchOptions

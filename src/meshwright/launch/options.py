@@ -202,7 +202,7 @@ def _check_machines(given: Mapping[str, str]) -> None:
     """Check the flags for several machines against each other."""
     if "--coordinator" in given:
         # Help texts import this module, and must not wait for the libraries of configs.
-        from meshwright.config.engines import DEFAULT_PORT, split_address
+        from meshwright.config.launchers import DEFAULT_PORT, split_address
 
         # Without a port, a job of SLURM takes one that depends on its number.
         default = DEFAULT_PORT if "--slurm" in given else None

@@ -7,7 +7,7 @@ import shlex
 import textwrap
 from pathlib import Path
 
-from meshwright.config.engines import process_variables, split_address
+from meshwright.config.launchers import process_variables, split_address
 from meshwright.errors import ExitCode, UserError
 from meshwright.launch.cluster_options import ClusterOptions
 from meshwright.launch.options import LaunchOptions

@@ -6,8 +6,8 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.config.engines import DEFAULT_PORT, ENVIRONMENT, Found, detect, split_address
 from meshwright.config.environment import read_environment
+from meshwright.config.launchers import DEFAULT_PORT, ENVIRONMENT, Found, detect, split_address
 from meshwright.errors import UserError
 from meshwright.launch.options import LaunchOptions
 from meshwright.text.units import counted
@@ -76,54 +76,62 @@ def _one_of_several(launch: LaunchOptions, nodes: int, environ: Mapping[str, str
     for other, one in ranks.items():
         if other != rank:
             told = one.shown(environ, "node_rank", "rank", "world_size")
-            raise _contradiction(launch, one.engine.name, told)
+            raise _contradiction(launch, one.launcher.title, told)
     host, port = _coordinator(launch, nodes, environ)
     return WholeRun(host, port, rank * launch.nprocs, nodes * launch.nprocs, is_shared=True)
 
 
 def _node_rank(launch: LaunchOptions, nodes: int, found: Found, environ: Mapping[str, str]) -> int:
-    """Return the number of this machine, by an engine that started one launch on each."""
+    """Return the number of this machine, by a launcher that started one launch on each."""
     size, rank = found.numbers["world_size"], found.numbers["rank"]
     if size == nodes:
         return found.numbers.get("node_rank", rank)
-    if found.engine is ENVIRONMENT and size == nodes * launch.nprocs and rank % launch.nprocs == 0:
+    if (
+        found.launcher is ENVIRONMENT
+        and size == nodes * launch.nprocs
+        and rank % launch.nprocs == 0
+    ):
         # WORLD_SIZE may count processes, and RANK the first one of this machine.
         return rank // launch.nprocs
-    raise _contradiction(launch, found.engine.name, found.shown(environ, "world_size", "rank"))
+    raise _contradiction(launch, found.launcher.title, found.shown(environ, "world_size", "rank"))
 
 
 def _coordinator(launch: LaunchOptions, nodes: int, environ: Mapping[str, str]) -> tuple[str, int]:
     """Return the host and the port of process 0."""
-    places = [one for one in detect(environ) if one.place is not None and one.place.host]
-    places.sort(key=lambda one: one.place is not None and one.place.is_given)
-    found = places[-1] if places else None
-    place = None if found is None else found.place
+    addresses = [one for one in detect(environ) if one.address is not None and one.address.host]
+    addresses.sort(key=lambda one: one.address is not None and one.address.is_given)
+    found = addresses[-1] if addresses else None
+    address = None if found is None else found.address
     if launch.coordinator:
         host, port = split_address("--coordinator", launch.coordinator)
-        if found and place and place.is_given and (place.host, place.port or port) != (host, port):
-            raise _contradiction(launch, found.engine.name, found.shown(environ, "address"))
+        if (
+            found
+            and address
+            and address.is_given
+            and (address.host, address.port or port) != (host, port)
+        ):
+            raise _contradiction(launch, found.launcher.title, found.shown(environ, "address"))
         return host, port
-    if place is None:
+    if address is None:
         raise UserError(
             f"--nodes {nodes} needs the address of the first machine",
             why="the environment does not say it",
             fix="add --coordinator HOST:PORT, the same on all machines, such as "
             f"--coordinator 192.168.1.10:{DEFAULT_PORT}",
         )
-    return place.host, place.port or DEFAULT_PORT
+    return address.host, address.port or DEFAULT_PORT
 
 
-def _contradiction(launch: LaunchOptions, engine: str, told: str) -> UserError:
+def _contradiction(launch: LaunchOptions, launcher: str, told: str) -> UserError:
     flags = [
         f"--nodes {launch.nodes}",
         f"--nprocs {launch.nprocs}",
         *([] if launch.node_rank is None else [f"--node-rank {launch.node_rank}"]),
         *([f"--coordinator {launch.coordinator}"] if launch.coordinator else []),
     ]
-    name = "the environment" if engine == "environment" else engine
     return UserError(
-        f"{' '.join(flags)} and {name} contradict each other",
-        why=f"{name} says {told}",
+        f"{' '.join(flags)} and {launcher} contradict each other",
+        why=f"{launcher} says {told}",
         fix="start one launch on each machine, and leave out the flags or unset the variables that "
         "are wrong",
     )

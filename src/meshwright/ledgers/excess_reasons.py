@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.compiled.collectives import Collective
+from meshwright.mesh.axes import BATCH_AXES
 from meshwright.program.weight_reads import WeightRead
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 # A bias has one gradient for each addition, and an embedding one for each lookup.
 _ONCE = _PRODUCTS | {"add", "add_any", "gather"}
 _MOVES = frozenset({"all-to-all", "ragged-all-to-all", "collective-permute"})
-_REPLICAS = frozenset({"data", "fsdp"})
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Reasons:
         return [(c, self._reason(c, left)) for c in collectives]
 
     def _reason(self, collective: Collective, left: list[WeightRead]) -> Reason | None:
-        if _REPLICAS.issuperset(collective.axes):
+        if set(collective.axes) <= set(BATCH_AXES):
             if collective.kind == "all-gather" and collective.op_name.endswith("_constraint"):
                 return self._gather(collective)
             if collective.phase == "backward" and "reduce" in collective.kind:
@@ -100,7 +100,7 @@ def _exchange(collective: Collective) -> Reason:
     if collective.phase == "update":
         how = "gathered for" if collective.kind == "all-gather" else "combined by"
         return Reason(f"parts of all devices {how} {operation}, outside of the loss")
-    samples = _REPLICAS.issuperset(collective.axes)
+    samples = set(collective.axes) <= set(BATCH_AXES)
     if collective.kind in _MOVES:
         return Reason(f"{'samples' if samples else 'values'} moved between devices by {operation}")
     if collective.kind == "all-gather":

@@ -27,7 +27,7 @@ from meshwright.ledgers.ledger_records import (
 from meshwright.ledgers.minimum import Needed, needed_collectives
 from meshwright.ledgers.overlap import Overlaps, read_overlaps
 from meshwright.ledgers.stage_minimum import needed_by_stage
-from meshwright.pipeline.execute.op_counts import OpCounts, count_operations
+from meshwright.pipeline.execute.tick_rows import OpCounts, count_operations
 from meshwright.program.weight_reads import weight_reads
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled

@@ -100,12 +100,12 @@ def activations(assembled: Assembled) -> Iterator[tuple[ShardingEvent, Needed]]:
     if tensor.size == 1:
         return
     seen: set[tuple[str, int]] = set()
-    for event in classes.events_of(tensor.ways):
+    for event in classes.events_of(tensor.splits):
         key = (event.kind, event.source)
         if event.source >= 0 and key in seen:
             continue
         seen.add(key)
-        kept = bool(event.kept & tensor.ways.keys())
+        kept = bool(event.kept & tensor.splits.keys())
         kind = "all-gather" if event.blocking else "reduce-scatter" if kept else "all-reduce"
         sent = ring_bytes(kind, event.total / plan.batch.replicas, tensor.size)
         if event.weight:

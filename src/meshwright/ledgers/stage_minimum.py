@@ -9,8 +9,8 @@ from meshwright.compiled.collectives import ring_bytes
 from meshwright.ledgers.minimum import Needed, activations, reduction
 from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.divide.block_cut import OuterLeaf, Region
-from meshwright.pipeline.execute.op_counts import OpCounts, TickOp
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
+from meshwright.pipeline.execute.tick_rows import OpCounts, TickOp
 from meshwright.program.dims.op import is_inexact, nbytes_of
 from meshwright.program.jaxpr.equations import aval_of
 from meshwright.program.trace.layout import StepLeaf

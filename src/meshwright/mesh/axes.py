@@ -1,33 +1,126 @@
-"""Mesh axes: their names, aliases and order, and the arithmetic of their sizes."""
+"""The table of mesh axes, and the arithmetic of their sizes."""
 
 from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from meshwright.errors import Setting, Spelling, UserError, current_spelling, did_you_mean
 from meshwright.text.units import counted
 
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh axis.
+
+    Attributes:
+        name: its name in settings, meshes and plans.
+        aliases: other names that are accepted; the first is the one `DistributedConfig` writes.
+        place: its place in a mesh, from 0, the outermost, which gets the slowest links. The more
+            an axis sends, the further inside it is.
+        kind: the kind of parallelism, in words.
+        does: what it does, in words that follow ``fsdp=4``.
+        sends: what is sent over it, in words.
+        splits_batch: whether its devices train on different samples.
+        shards_model: whether its devices hold different parts of the model.
+        hidden: by how blocks run, the part of its traffic that is hidden behind computation, as
+            compiled for eight GPUs (benchmarks/results/gpu_overlap.json).
+        remedy: what to try if devices wait too long for it; written when it is needed, as its
+            reader spells settings.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    place: int
+    kind: str
+    does: str
+    sends: str
+    splits_batch: bool = False
+    shards_model: bool = True
+    hidden: Mapping[str, float] = field(default_factory=lambda: {"unroll": 0.0, "scan": 0.0})
+    remedy: Callable[[], str] | None = None
+
+
+MESH_AXES = {
+    axis.name: axis
+    for axis in (
+        Axis(
+            name="data",
+            aliases=("dp",),
+            place=1,
+            kind="data parallel",
+            does="trains copies of the model on different samples",
+            sends="gradient reductions over data",
+            splits_batch=True,
+            shards_model=False,
+            hidden={"unroll": 0.63, "scan": 0.63},
+            remedy=lambda: (
+                f"more samples per update: {Setting('training.micro_batch_size')}, or "
+                f"{Setting('training.gradient_accumulation_steps')} with "
+                f"{Setting('training.sync_gradients_every')}"
+            ),
+        ),
+        Axis(
+            name="fsdp",
+            aliases=(),
+            place=2,
+            kind="fully sharded",
+            does="shards parameters, gradients and optimizer state",
+            sends="gathering weights and reducing gradients over fsdp",
+            splits_batch=True,
+            hidden={"unroll": 0.85, "scan": 0.65},
+            remedy=lambda: (
+                f"more samples per device ({Setting('training.micro_batch_size')}), or "
+                f"{Setting('sharding.keep_gathered', True)} if the weights fit whole"
+            ),
+        ),
+        Axis(
+            name="tensor",
+            aliases=("model", "tp", "mp"),
+            place=3,
+            kind="tensor parallel",
+            does="shards every layer",
+            sends="all-reduces inside layers over tensor",
+            remedy=lambda: (
+                f"less tensor parallelism (a smaller {Setting('mesh.tensor')}), or more samples "
+                "per device"
+            ),
+        ),
+        Axis(
+            name="pipe",
+            aliases=("pipeline", "pp"),
+            place=0,
+            kind="pipeline",
+            does="divides the blocks into stages",
+            sends="activations between stages",
+        ),
+    )
+}
+"""Every mesh axis by name, in the order in which people read about them.
+
+No other module lists axes: a new one is added here, and as a key of ``mesh`` in the config.
+"""
+
+AXES = tuple(sorted(MESH_AXES, key=lambda name: MESH_AXES[name].place))
+"""Names of axes from the slowest links (outermost) to the fastest (innermost)."""
+
+BATCH_AXES = tuple(axis.name for axis in MESH_AXES.values() if axis.splits_batch)
+"""Axes whose devices train on different samples."""
+
+MODEL_AXES = tuple(axis.name for axis in MESH_AXES.values() if axis.shards_model)
+"""Axes whose devices hold different parts of the model."""
+
 PIPE = "pipe"
 """The axis of pipeline stages."""
 
-AXES = (PIPE, "data", "fsdp", "tensor")
-"""Canonical axes from the slowest links (outermost) to the fastest (innermost)."""
-
-ALIASES = {
-    "dp": "data",
-    "model": "tensor",
-    "tp": "tensor",
-    "mp": "tensor",
-    "pipeline": "pipe",
-    "pp": "pipe",
-}
+ALIASES = {alias: axis.name for axis in MESH_AXES.values() for alias in axis.aliases}
 
 INFER = -1
-"""The size that stands for the remaining devices."""
+"""The size of an axis that takes the remaining devices."""
 
 
 def resolve_alias(name: str) -> str:
@@ -49,7 +142,7 @@ def canonical_axis(name: str) -> str:
 
 
 def is_whole(number: object) -> bool:
-    """Whether this is a whole number, of Python or NumPy; true and false are none."""
+    """Whether this is an integer of Python or NumPy; booleans do not count."""
     return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
@@ -110,7 +203,7 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     ``{"fsdp": 4}`` on 8 devices is ``data=2 × fsdp=4``.
     """
     if num_devices < 1:
-        raise UserError(f"a mesh needs devices, and there are {num_devices}")
+        raise UserError(f"a mesh needs at least one device, and there are {num_devices}")
     wanted = asked = canonical_sizes(sizes)
     unknown = [axis for axis, size in wanted.items() if size == INFER]
     if len(unknown) > 1:
@@ -197,10 +290,5 @@ def _mismatch(wanted: Mapping[str, int], num_devices: int) -> UserError:
         f"the mesh does not match the {counted(num_devices, 'device')}",
         why=f"{equation}, {relation}",
         fix="nearest meshes that work: "
-        + "; ".join(mesh_setting(s) for s in _distinct(nearest_sizes(wanted, num_devices))),
+        + "; ".join(dict.fromkeys(map(mesh_setting, nearest_sizes(wanted, num_devices)))),
     )
-
-
-def _distinct(items: Iterable[dict[str, int]]) -> list[dict[str, int]]:
-    seen: list[dict[str, int]] = []
-    return [i for i in items if i not in seen and not seen.append(i)]

@@ -1,4 +1,4 @@
-"""What a drawing of a mesh shows: its axes, and the device, process and colour of each cell."""
+"""What a drawing of a mesh shows: its devices as cells, laid out in blocks of rows and columns."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshwright.errors import UserError
 from meshwright.mesh.axes import describe_sizes, shown_sizes
+from meshwright.text.drawing import Cell
 from meshwright.text.units import counted
 
 _MAX_LEGEND_LINES = 8
@@ -19,10 +20,16 @@ _MAX_LEGEND_LINES = 8
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 """Positions of devices in the mesh, counted in row-major order of the coordinates."""
 
+GAP, EMPTY = -1, -2
+"""Cells without a device: an ellipsis, or nothing (outside the mesh)."""
+
+BlockAt = tuple[int, int]
+"""Coordinates of a block along the two outer axes."""
+
 
 @dataclass(frozen=True)
 class Picture:
-    """A mesh reduced to what is drawn; devices are listed in row-major order of the coordinates.
+    """What is drawn of a mesh; devices are listed in row-major order of the coordinates.
 
     Attributes:
         axes: the axes larger than 1, outermost first, with their sizes.
@@ -42,6 +49,11 @@ class Picture:
         parts = [describe_sizes(self.axes)] if self.axes else []
         parts.append(counted(len(self.ids), "device"))
         return " · ".join([*parts, self.kind or "described, not present"])
+
+    @property
+    def several_processes(self) -> bool:
+        """Whether devices belong to more than one process."""
+        return len(set(self.processes)) > 1
 
     @property
     def process_devices(self) -> dict[int, str]:
@@ -72,12 +84,16 @@ class Picture:
         first, second, rows, columns = padded
         return (first, second, rows, columns), np.arange(len(self.ids)).reshape(shape)
 
-    def coordinate(self, index: int) -> dict[str, int]:
-        """Return the coordinate of a device along each axis."""
-        where = np.unravel_index(index, tuple(self.axes.values())) if self.axes else ()
-        return {axis: int(place) for axis, place in zip(self.axes, where, strict=True)}
+    def cell(self, index: int) -> Cell:
+        """Return the cell of a device: its id, its colour, and where it is."""
+        places = np.unravel_index(index, tuple(self.axes.values())) if self.axes else ()
+        where = ", ".join(f"{axis} {at}" for axis, at in zip(self.axes, places, strict=True))
+        about = f"device {self.ids[index]}, process {self.processes[index]}"
+        return Cell(
+            str(self.ids[index]), self._colour(index), f"{about}{': ' if where else ''}{where}"
+        )
 
-    def colour(self, index: int) -> str:
+    def _colour(self, index: int) -> str:
         """Return ``#rrggbb`` for a device: hue by the outermost axis, lightness by the others.
 
         All colours are light enough for dark text, so one set serves light and dark backgrounds.
@@ -87,6 +103,67 @@ class Picture:
         depth = (index % inner) / max(inner - 1, 1)
         hue = 250.0 + 300.0 * (index // inner) / outer
         return _oklch(0.88 - 0.17 * depth, 0.07 + 0.04 * depth, hue)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The blocks of a drawing, and what is shown of each.
+
+    Attributes:
+        picture: what is drawn.
+        names: axis names of the outer blocks, inner blocks, rows and columns ("" if there is none).
+        grid: devices by (outer block, inner block, row, column); EMPTY outside the mesh.
+        stride: devices of the row axis from one row to the next (more than 1 if it is wrapped).
+        rows: the visible rows, GAP for an ellipsis.
+        columns: the visible columns, GAP for an ellipsis.
+        bands: the blocks drawn side by side, band by band; None for an ellipsis.
+    """
+
+    picture: Picture
+    names: tuple[str, str, str, str]
+    grid: Indices
+    stride: int
+    rows: Sequence[int]
+    columns: Sequence[int]
+    bands: Sequence[Sequence[BlockAt | None]]
+
+    @property
+    def shows_all(self) -> bool:
+        """Whether no coordinate is left out."""
+        gap_between_blocks = any(None in band for band in self.bands)
+        return not (GAP in self.rows or GAP in self.columns or gap_between_blocks)
+
+    @property
+    def row_labels(self) -> list[str]:
+        """The coordinate of each visible row."""
+        return ["⋮" if row == GAP else str(row * self.stride) for row in self.rows]
+
+    @property
+    def column_labels(self) -> list[str]:
+        """The coordinate of each visible column."""
+        return ["…" if column == GAP else str(column) for column in self.columns]
+
+    def title(self, block: BlockAt) -> str:
+        """Return ``pipe 0 · data 1`` for a block; empty when there is only one."""
+        return " · ".join(f"{n} {i}" for n, i in zip(self.names[:2], block, strict=True) if n)
+
+    def devices(self, block: BlockAt) -> Indices:
+        """Return the shown devices of a block by row and column, GAP and EMPTY included."""
+        rows, columns = np.array(self.rows), np.array(self.columns)
+        shown = self.grid[block][np.ix_(rows, columns)]
+        return np.where((rows == GAP)[:, None] | (columns == GAP), GAP, shown)
+
+    def owners(self, block: BlockAt) -> Indices:
+        """Return the process of each shown device, with a rim of EMPTY around the block."""
+        known = np.append(self.picture.processes, [EMPTY, GAP])  # indexed by EMPTY and GAP too
+        return np.pad(known[self.devices(block)], 1, constant_values=EMPTY)
+
+
+def wrap(grid: Indices, stride: int) -> Indices:
+    """Lay a single row of devices out in rows of ``stride``, the last one padded with EMPTY."""
+    flat = grid.ravel()
+    padding = np.full(-len(flat) % stride, EMPTY)
+    return np.concatenate([flat, padding]).reshape(1, 1, -1, stride)
 
 
 def _check_mesh(mesh: object) -> None:

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from meshwright.mesh.picture import Indices, Picture, picture_of
-from meshwright.mesh.terminal_layout import EMPTY, GAP, SPACE, Block, Layout, Limits, fit
+from meshwright.mesh.picture import (
+    EMPTY,
+    GAP,
+    BlockAt,
+    Indices,
+    Layout,
+    Picture,
+    picture_of,
+    wrap,
+)
 from meshwright.text.columns import drawing_width
+from meshwright.text.drawing import TextPainter
 
 MAX_LINES = 30
 """Taller drawings leave out coordinates."""
+
+SPACE = 3
+"""Columns between neighbouring blocks."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most blocks along each outer axis, and the most rows and columns of a block."""
+
+    blocks: int
+    rows: int
+    columns: int
+
 
 _ALL = 1 << 30
 _LIMITS = (
@@ -36,17 +57,13 @@ are the digits of a base-3 index."""
 _ROUND = str.maketrans("┌┐└┘", "╭╮╰╯")
 
 
-def render_mesh(mesh: Mesh | AbstractMesh, *, title: str | None = None) -> RenderableType:
+def render_mesh(mesh: Mesh | AbstractMesh) -> RenderableType:
     """Return a drawing of a mesh for rich.
 
     The innermost axis runs along the columns of a block, the next along its rows, and one block
     is drawn for each coordinate of the outer axes. Coordinates that do not fit are left out.
-
-    Args:
-        mesh: a mesh, or an abstract one.
-        title: replaces the first line, which lists the axes and devices.
     """
-    return MeshDrawing(picture_of(mesh), title)
+    return MeshDrawing(picture_of(mesh))
 
 
 @dataclass(frozen=True)
@@ -54,27 +71,22 @@ class MeshDrawing:
     """A drawing that fits itself to the width it is printed at."""
 
     picture: Picture
-    title: str | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """Yield the lines of the drawing."""
-        yield Text(self.title or self.picture.headline, style="bold")
+        yield Text(self.picture.headline, style="bold")
         yield Text()
         layout, lines = self._fitted(drawing_width(options))
         yield from lines
         yield from _legend(self.picture, layout)
 
     def _fitted(self, width: int) -> tuple[Layout, list[Text]]:
-        layout, lines = self._painted(width, _LIMITS[0])
-        for limits in _LIMITS[1:]:
-            if len(lines) <= MAX_LINES:
-                break
-            layout, lines = self._painted(width, limits)
-        return layout, lines
-
-    def _painted(self, width: int, limits: Limits) -> tuple[Layout, list[Text]]:
-        layout = fit(self.picture, width, limits)
-        return layout, _Painter(self.picture, layout).lines()
+        for limits in _LIMITS[:-1]:
+            painter = _Painter(self.picture, width, limits)
+            if len(lines := painter.lines()) <= MAX_LINES:
+                return painter.layout, lines
+        painter = _Painter(self.picture, width, _LIMITS[-1])
+        return painter.layout, painter.lines()
 
 
 def _legend(picture: Picture, layout: Layout) -> Iterator[Text]:
@@ -88,40 +100,52 @@ def _legend(picture: Picture, layout: Layout) -> Iterator[Text]:
 
 
 class _Painter:
-    """Puts styled pieces of text on lines, block by block."""
+    """Fits a mesh into a number of columns, and paints it block by block."""
 
-    def __init__(self, picture: Picture, layout: Layout) -> None:
-        self._picture = picture
-        self._layout = layout
-        self._pieces: defaultdict[int, list[tuple[int, str, str]]] = defaultdict(list)
+    def __init__(self, picture: Picture, width: int, limits: Limits) -> None:
+        self._painter = TextPainter()
+        self._put = self._painter.label
+        self._cell_width = 2 + max(len(str(device)) for device in picture.ids)
+        names, grid = picture.blocks()
+        fitting = (width - _label_width(names, grid) - 1) // (self._cell_width + 1)
+        stride = 1
+        if len(picture.axes) == 1 and grid.shape[3] > fitting:
+            stride = next((n for n in (32, 16, 8, 4) if n <= fitting), max(fitting, 1))
+            names, grid = ("", "", names[3], ""), wrap(grid, stride)
+        self._left = _label_width(names, grid, stride)
+        outer, inner, rows, columns = (
+            visible(size, most)
+            for size, most in zip(
+                grid.shape,
+                (limits.blocks, limits.blocks, limits.rows, min(max(fitting, 3), limits.columns)),
+                strict=True,
+            )
+        )
+        layout = Layout(picture, names, grid, stride, rows, columns, bands=())
+        longest_title = layout.title((grid.shape[0] - 1, grid.shape[1] - 1))
+        across = 1 + len(columns) * (self._cell_width + 1)
+        self._block_width = max(across, len(longest_title) + 1)
+        bands: list[list[BlockAt | None]] = []
+        for a in outer:
+            blocks = [(a, b) if GAP not in (a, b) else None for b in inner]
+            bands += _fill_bands(blocks, self._block_width, width - self._left)
+        self.layout = replace(layout, bands=bands)
 
     def lines(self) -> list[Text]:
         top = 0
-        for band in self._layout.bands:
+        for band in self.layout.bands:
             top = self._paint_band(top, band) + 1
-        return [self._line(i) for i in range(top - 1)]
+        return self._painter.lines(top - 1)
 
-    def _line(self, i: int) -> Text:
-        line = Text(no_wrap=True, overflow="crop")
-        for column, text, style in sorted(self._pieces[i]):
-            line.append(" " * (column - len(line)))
-            line.append(text, style)
-        return line
-
-    def _put(self, line: int, column: int, text: str, style: str = "") -> None:
-        self._pieces[line].append((column, text, style))
-
-    def _paint_band(self, top: int, band: Sequence[Block]) -> int:
+    def _paint_band(self, top: int, band: Sequence[BlockAt | None]) -> int:
         """Draw blocks side by side and return the first line below them."""
-        layout = self._layout
+        layout, left = self.layout, self._left
         if band == [None]:
-            self._put(top, layout.label_width, "⋮")
+            self._put(top, left, "⋮")
             return top + 1
-        devices = {block: layout.devices(block) for block in band if block}
-        owners = {block: self._owners(shown) for block, shown in devices.items()}
+        owners = {block: layout.owners(block) for block in band if block}
         row_lines = _row_lines(list(owners.values()))
         body = top + bool(layout.title((0, 0))) + bool(layout.names[3])
-        left = layout.label_width
         self._paint_row_labels(body, row_lines)
         for block in band:
             if block is None:
@@ -130,61 +154,53 @@ class _Painter:
                 continue
             self._put(top, left + 1, layout.title(block), "bold")
             self._paint_column_labels(body - 1, left)
-            self._paint_cells(body, left, devices[block], row_lines)
+            self._paint_cells(body, left, layout.devices(block), row_lines)
             self._paint_borders(body, left, owners[block], row_lines)
-            left += layout.block_width + SPACE
+            left += self._block_width + SPACE
         return body + row_lines[-1] + 2
 
-    def _owners(self, devices: Indices) -> Indices:
-        """Return the process of each shown device, with a rim of EMPTY around the block."""
-        known = np.append(self._picture.processes, [EMPTY, GAP])  # indexed by EMPTY and GAP too
-        return np.pad(known[devices], 1, constant_values=EMPTY)
-
     def _paint_row_labels(self, body: int, row_lines: Sequence[int]) -> None:
-        name = self._layout.names[2]
+        name = self.layout.names[2]
         if not name:
             return
         self._put(body + row_lines[0], 0, name, "bold")
         if len(row_lines) > 1:
             self._put(body + row_lines[1], 0, "↓".center(len(name)).rstrip(), "dim")
-        for row, line in zip(self._layout.rows, row_lines, strict=True):
-            label = "⋮" if row == GAP else str(row * self._layout.stride)
-            self._put(body + line, self._layout.label_width - 1 - len(label), label, "dim")
+        for label, line in zip(self.layout.row_labels, row_lines, strict=True):
+            self._put(body + line, self._left - 1 - len(label), label, "dim")
 
     def _paint_column_labels(self, line: int, left: int) -> None:
-        layout = self._layout
-        if not layout.names[3]:
+        name = self.layout.names[3]
+        if not name:
             return
-        if left == layout.label_width:
-            self._put(line, left - len(layout.names[3]) - 3, layout.names[3], "bold")
+        if left == self._left:
+            self._put(line, left - len(name) - 3, name, "bold")
             self._put(line, left - 2, "→", "dim")
-        for place, column in enumerate(layout.columns):
-            label = "…" if column == GAP else str(column)
-            end = left + (place + 1) * (layout.cell_width + 1) - 1
+        for place, label in enumerate(self.layout.column_labels):
+            end = left + (place + 1) * (self._cell_width + 1) - 1
             self._put(line, end - len(label), label, "dim")
 
     def _paint_cells(
         self, body: int, left: int, devices: Indices, row_lines: Sequence[int]
     ) -> None:
-        width = self._layout.cell_width
+        width = self._cell_width
         for (row, column), index in np.ndenumerate(devices):
-            if index == EMPTY:
-                continue
-            label, style = _ellipsis(self._layout, row, column), "dim"
-            if index != GAP:
-                label = str(self._picture.ids[int(index)])
-                style = f"#16181d on {self._picture.colour(int(index))}"
-            where = left + 1 + column * (width + 1)
-            self._put(body + row_lines[row], where, f"{label:>{width - 1}} ", style)
+            line, where = body + row_lines[row], left + 1 + column * (width + 1)
+            if index == GAP:
+                label = _ellipsis(self.layout, row, column)
+                self._put(line, where, f"{label:>{width - 1}} ", "dim")
+            elif index != EMPTY:
+                cell = self.layout.picture.cell(int(index))
+                self._painter.cell(line, where, f"{cell.label:>{width - 1}} ", cell.fill)
 
     def _paint_borders(
         self, body: int, left: int, owners: Indices, row_lines: Sequence[int]
     ) -> None:
-        border = _HEAVY if len(set(self._picture.processes)) > 1 else _LIGHT
+        border = _HEAVY if self.layout.picture.several_processes else _LIGHT
         style = "dim" if border == _LIGHT else ""
         upright = _weights(owners[:, :-1], owners[:, 1:], border, inside=_LIGHT)
         level = _weights(owners[:-1], owners[1:], border, inside=0)
-        step = self._layout.cell_width + 1
+        step = self._cell_width + 1
         for row, line in enumerate(row_lines):
             for column, weight in enumerate(upright[row + 1]):
                 self._put(body + line, left + column * step, " │┃"[weight], style)
@@ -223,3 +239,33 @@ def _weights(one: Indices, other: Indices, border: int, *, inside: int) -> Indic
 def _ellipsis(layout: Layout, row: int, column: int) -> str:
     across, down = layout.columns[column] == GAP, layout.rows[row] == GAP
     return "⋱" if across and down else "…" if across else "⋮"
+
+
+def visible(size: int, most: int) -> list[int]:
+    """Return the shown positions out of ``size``: all, or the first ones, GAP and the last."""
+    return list(range(size)) if size <= most else [*range(most - 2), GAP, size - 1]
+
+
+def _label_width(names: Sequence[str], grid: Indices, stride: int = 1) -> int:
+    """Return the columns left of the first block."""
+    row_label = f"{names[2]} {(grid.shape[2] - 1) * stride} " if names[2] else ""
+    column_label = f"{names[3]} → " if names[3] else ""
+    return max(len(row_label), len(column_label))
+
+
+def _fill_bands(
+    blocks: Sequence[BlockAt | None], block: int, width: int
+) -> list[list[BlockAt | None]]:
+    """Break a row of blocks into bands no wider than ``width``; an ellipsis is one column wide."""
+    if all(b is None for b in blocks):
+        return [[None]]
+    bands: list[list[BlockAt | None]] = [[]]
+    used = 0
+    for item in blocks:
+        size = 1 if item is None else block
+        if bands[-1] and used + size > width:
+            bands.append([])
+            used = 0
+        bands[-1].append(item)
+        used += size + SPACE
+    return bands

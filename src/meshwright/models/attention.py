@@ -66,13 +66,18 @@ def attend(
 def check_groups(*, num_heads: int, num_kv_heads: int) -> None:
     """Refuse query heads that do not divide into groups, one per key/value head."""
     if num_heads % num_kv_heads:
-        raise ValueError(f"num_heads={num_heads} does not divide by num_kv_heads={num_kv_heads}.")
+        raise ValueError(f"num_heads={num_heads} is not divisible by num_kv_heads={num_kv_heads}.")
 
 
-def check_length(length: int, context_length: int) -> None:
-    """Refuse rows of more tokens than the model has positions."""
+def row_positions(tokens: Array, positions: Array | None, context_length: int) -> Array:
+    """Return the position of each token, [T] or [B, T]: as given, or counted from 0.
+
+    Rows of more tokens than the model has positions are refused.
+    """
+    length = tokens.shape[1]
     if length > context_length:
         raise ValueError(
             f"The model knows {context_length} positions, but the batch has {length} "
             f"tokens a row; build it with context_length={length} or shorten the rows."
         )
+    return jnp.arange(length) if positions is None else positions

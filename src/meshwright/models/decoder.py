@@ -15,7 +15,8 @@ from meshwright.models.attention import (
     attend,
     causal_mask,
     check_groups,
-    check_length,
+    residual_std,
+    row_positions,
 )
 
 embedding = partial(nnx.Embed, embedding_init=nnx.initializers.normal(INIT_STD))
@@ -26,12 +27,6 @@ def linear(size: int, out_size: int, *, std: float = INIT_STD, rngs: nnx.Rngs) -
     """Return a layer without bias."""
     init = nnx.initializers.normal(std)
     return nnx.Linear(size, out_size, use_bias=False, kernel_init=init, rngs=rngs)
-
-
-def row_positions(tokens: Array, positions: Array | None, context_length: int) -> Array:
-    """Return the position of each token, [T] or [B, T]: as given, or counted from 0."""
-    check_length(tokens.shape[1], context_length)
-    return jnp.arange(tokens.shape[1]) if positions is None else positions
 
 
 class RMSNorm(nnx.Module):
@@ -195,11 +190,14 @@ class Decoder(nnx.Module):
     """A decoder-only language model: embedding, blocks, norm, output layer.
 
     Args:
-        blocks: makes each block.
+        attention: makes the attention of each block, in their order.
+        mlp_size: F, dims inside the MLP.
+        activation: the activation function of the MLP.
+        norm: makes a norm from its size.
+        block: makes a block from its parts.
         vocab_size: V, tokens in the vocabulary.
         context_length: the longest row of tokens.
         hidden_size: D, width of the residual stream.
-        norm: makes the last norm from its size.
         tied_embeddings: whether the token embedding is also the output layer.
         rngs: stream ``params``.
     """
@@ -207,17 +205,23 @@ class Decoder(nnx.Module):
     def __init__(
         self,
         *,
-        blocks: Sequence[Callable[..., nnx.Module]],
+        attention: Sequence[Callable[..., GroupedAttention]],
+        mlp_size: int,
+        activation: Callable[[Array], Array],
+        norm: Callable[[int], RMSNorm],
+        block: Callable[..., DecoderBlock] = DecoderBlock,
         vocab_size: int,
         context_length: int,
         hidden_size: int,
-        norm: Callable[[int], RMSNorm],
         tied_embeddings: bool,
         rngs: nnx.Rngs,
     ) -> None:
+        out_std = residual_std(len(attention))
+        mlp = partial(GatedMLP, mlp_size=mlp_size, activation=activation, out_std=out_std)
+        block = partial(block, mlp=mlp, norm=norm, hidden_size=hidden_size, rngs=rngs)
         self.context_length = context_length
         self.tokens = embedding(vocab_size, hidden_size, rngs=rngs)
-        self.blocks = nnx.List([block(rngs=rngs) for block in blocks])
+        self.blocks = nnx.List([block(attention=partial(a, out_std=out_std)) for a in attention])
         self.norm = norm(hidden_size)
         self.head = None if tied_embeddings else linear(hidden_size, vocab_size, rngs=rngs)
 

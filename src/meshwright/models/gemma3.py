@@ -5,47 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from meshwright.models.attention import residual_std
 from meshwright.models.decoder import (
     Decoder,
-    GatedMLP,
+    DecoderBlock,
     GroupedAttention,
     RMSNorm,
     Rotary,
 )
 
 
-class Gemma3Block(nnx.Module):
-    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))). [B, T, D] → [B, T, D].
+class Gemma3Block(DecoderBlock):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))). [B, T, D] → [B, T, D]."""
 
-    Args:
-        attention: makes the attention.
-        mlp: makes the MLP.
-        norm: makes a norm from its size.
-        hidden_size: D.
-        rngs: stream ``params``.
-    """
-
-    def __init__(
-        self,
-        *,
-        attention: Callable[..., GroupedAttention],
-        mlp: Callable[..., GatedMLP],
-        norm: Callable[[int], RMSNorm],
-        hidden_size: int,
-        rngs: nnx.Rngs,
-    ) -> None:
-        self.attention_norm = norm(hidden_size)
-        self.attention = attention(hidden_size=hidden_size, rngs=rngs)
+    def __init__(self, *, norm: Callable[[int], RMSNorm], hidden_size: int, **parts: Any) -> None:
+        super().__init__(norm=norm, hidden_size=hidden_size, **parts)
         self.attention_out_norm = norm(hidden_size)
-        self.mlp_norm = norm(hidden_size)
-        self.mlp = mlp(hidden_size=hidden_size, rngs=rngs)
         self.mlp_out_norm = norm(hidden_size)
 
     def __call__(self, x: Array, positions: Array, segment_ids: Array | None) -> Array:
@@ -101,7 +82,6 @@ class Gemma3(Decoder):
     ) -> None:
         # Scales are stored as their difference from 1.
         norm = partial(RMSNorm, epsilon=norm_epsilon, offset=1.0)
-        out_std = residual_std(num_blocks)
         attention = partial(
             GroupedAttention,
             num_heads=num_heads,
@@ -109,19 +89,18 @@ class Gemma3(Decoder):
             head_dim=head_dim,
             norm=norm,
             scale=query_scale,
-            out_std=out_std,
         )
         local = partial(attention, rotary=Rotary(rope_local_base), window=sliding_window)
         whole = partial(attention, rotary=Rotary(rope_base, factor=rope_factor))
-        kinds = [local if n % global_every else whole for n in range(1, num_blocks + 1)]
-        mlp = partial(GatedMLP, mlp_size=mlp_size, activation=jax.nn.gelu, out_std=out_std)
-        block = partial(Gemma3Block, mlp=mlp, norm=norm, hidden_size=hidden_size)
         super().__init__(
-            blocks=[partial(block, attention=kind) for kind in kinds],
+            attention=[local if n % global_every else whole for n in range(1, num_blocks + 1)],
+            mlp_size=mlp_size,
+            activation=jax.nn.gelu,
+            norm=norm,
+            block=Gemma3Block,
             vocab_size=vocab_size,
             context_length=context_length,
             hidden_size=hidden_size,
-            norm=norm,
             tied_embeddings=tied_embeddings,
             rngs=rngs,
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -15,8 +15,8 @@ from meshwright.models.attention import (
     attend,
     causal_mask,
     check_groups,
-    check_length,
     residual_std,
+    row_positions,
 )
 
 QKV = Literal["separate", "fused"]
@@ -28,7 +28,7 @@ _init = nnx.initializers.normal(INIT_STD)
 def check_heads(*, hidden_size: int, num_heads: int, num_kv_heads: int, qkv: QKV) -> None:
     """Refuse head counts that do not divide, and a fused kernel for unequal head counts."""
     if hidden_size % num_heads:
-        raise ValueError(f"hidden_size={hidden_size} does not divide by num_heads={num_heads}.")
+        raise ValueError(f"hidden_size={hidden_size} is not divisible by num_heads={num_heads}.")
     check_groups(num_heads=num_heads, num_kv_heads=num_kv_heads)
     if qkv == "fused" and num_kv_heads != num_heads:
         raise ValueError(
@@ -157,9 +157,7 @@ class Vocabulary(nnx.Module):
 
     def encode(self, tokens: Array, positions: Array | None = None) -> Array:
         """Embed tokens [B, T] and their positions [B, T], by default 0 to T - 1: [B, T, D]."""
-        length = tokens.shape[1]
-        check_length(length, self.context_length)
-        positions = jnp.arange(length) if positions is None else positions
+        positions = row_positions(tokens, positions, self.context_length)
         return self.dropout(self.tokens(tokens) + self.positions(positions))
 
     def decode(self, x: Array) -> Array:
@@ -168,7 +166,68 @@ class Vocabulary(nnx.Module):
         return self.tokens.attend(x) if self.head is None else self.head(x)
 
 
-class GPT(nnx.Module):
+class LanguageModel(nnx.Module):
+    """Vocabulary and transformer blocks: what GPT and its variants share.
+
+    Args:
+        block: makes a block.
+        num_blocks: transformer blocks.
+        vocab_size: V, tokens in the vocabulary.
+        context_length: the longest row of tokens.
+        hidden_size: D, width of the residual stream.
+        dropout: rate on the embedded tokens and on both branches of every block.
+        tied_embeddings: whether the token embedding is also the output layer.
+        rngs: streams ``params`` and ``dropout``.
+    """
+
+    def __init__(
+        self,
+        *,
+        block: Callable[..., nnx.Module],
+        num_blocks: int,
+        vocab_size: int,
+        context_length: int,
+        hidden_size: int,
+        dropout: float,
+        tied_embeddings: bool,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.vocabulary = Vocabulary(
+            vocab_size=vocab_size,
+            context_length=context_length,
+            hidden_size=hidden_size,
+            dropout=dropout,
+            tied_embeddings=tied_embeddings,
+            rngs=rngs,
+        )
+        out_std = residual_std(num_blocks)
+        block = partial(block, hidden_size=hidden_size, dropout=dropout, out_std=out_std)
+        self.blocks = self.make_blocks(block, num_blocks, rngs)
+
+    def __call__(
+        self, tokens: Array, *, segment_ids: Array | None = None, positions: Array | None = None
+    ) -> Array:
+        """Return next-token logits [B, T, V] for tokens [B, T], T at most `context_length`.
+
+        `segment_ids` [B, T] keep documents packed into one row from attending to each other, and
+        `positions` [B, T] let each start at 0.
+        """
+        mask = causal_mask(tokens.shape[1], segment_ids)
+        x = self.run_blocks(self.vocabulary.encode(tokens, positions), mask)
+        return self.vocabulary.decode(x)
+
+    def make_blocks(self, block: Callable[..., nnx.Module], num_blocks: int, rngs: nnx.Rngs) -> Any:
+        """Return the blocks."""
+        return nnx.List([block(rngs=rngs) for _ in range(num_blocks)])
+
+    def run_blocks(self, x: Array, mask: Array) -> Array:
+        """Pass the residual stream x [B, T, D] through all blocks."""
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+class GPT(LanguageModel):
     """Decoder-only language model; the default sizes are those of ``gpt2_tiny``.
 
     Args:
@@ -198,7 +257,10 @@ class GPT(nnx.Module):
         tied_embeddings: bool = True,
         rngs: nnx.Rngs,
     ) -> None:
-        self.vocabulary = Vocabulary(
+        block = partial(Block, num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads, qkv=qkv)
+        super().__init__(
+            block=block,
+            num_blocks=num_blocks,
             vocab_size=vocab_size,
             context_length=context_length,
             hidden_size=hidden_size,
@@ -206,27 +268,3 @@ class GPT(nnx.Module):
             tied_embeddings=tied_embeddings,
             rngs=rngs,
         )
-        block = partial(
-            Block,
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads or num_heads,
-            qkv=qkv,
-            dropout=dropout,
-            out_std=residual_std(num_blocks),
-        )
-        self.blocks = nnx.List([block(rngs=rngs) for _ in range(num_blocks)])
-
-    def __call__(
-        self, tokens: Array, *, segment_ids: Array | None = None, positions: Array | None = None
-    ) -> Array:
-        """Return next-token logits [B, T, V] for tokens [B, T], T at most `context_length`.
-
-        `segment_ids` [B, T] keep documents packed into one row from attending to each other, and
-        `positions` [B, T] let each start at 0.
-        """
-        mask = causal_mask(tokens.shape[1], segment_ids)
-        x = self.vocabulary.encode(tokens, positions)
-        for block in self.blocks:
-            x = block(x, mask)
-        return self.vocabulary.decode(x)

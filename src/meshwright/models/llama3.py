@@ -10,15 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from meshwright.models.attention import residual_std
-from meshwright.models.decoder import (
-    Decoder,
-    DecoderBlock,
-    GatedMLP,
-    GroupedAttention,
-    RMSNorm,
-    Rotary,
-)
+from meshwright.models.decoder import Decoder, GroupedAttention, RMSNorm, Rotary
 
 
 @dataclass(frozen=True)
@@ -91,26 +83,21 @@ class Llama3(Decoder):
             high_frequency=rope_high_frequency,
             original_context=rope_original_context,
         )
-        norm = partial(RMSNorm, epsilon=norm_epsilon)
-        out_std = residual_std(num_blocks)
         attention = partial(
             GroupedAttention,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rotary=rotary,
-            out_std=out_std,
-        )
-        mlp = partial(GatedMLP, mlp_size=mlp_size, activation=jax.nn.silu, out_std=out_std)
-        block = partial(
-            DecoderBlock, attention=attention, mlp=mlp, norm=norm, hidden_size=hidden_size
         )
         super().__init__(
-            blocks=[block] * num_blocks,
+            attention=[attention] * num_blocks,
+            mlp_size=mlp_size,
+            activation=jax.nn.silu,
+            norm=partial(RMSNorm, epsilon=norm_epsilon),
             vocab_size=vocab_size,
             context_length=context_length,
             hidden_size=hidden_size,
-            norm=norm,
             tied_embeddings=tied_embeddings,
             rngs=rngs,
         )

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from meshwright.models.attention import INIT_STD, causal_mask, residual_std
-from meshwright.models.gpt import Attention, Vocabulary
+from meshwright.models.attention import INIT_STD
+from meshwright.models.gpt import Attention, LanguageModel
 
 
 class Experts(nnx.Module):
@@ -91,7 +91,7 @@ class MoEBlock(nnx.Module):
         return x + self.dropout(self.experts(self.experts_norm(x)))
 
 
-class MoEGPT(nnx.Module):
+class MoEGPT(LanguageModel):
     """Decoder-only language model with a mixture of experts in every block.
 
     Args:
@@ -119,7 +119,12 @@ class MoEGPT(nnx.Module):
         dropout: float = 0.1,
         rngs: nnx.Rngs,
     ) -> None:
-        self.vocabulary = Vocabulary(
+        block = partial(
+            MoEBlock, num_heads=num_heads, num_experts=num_experts, expert_size=expert_size
+        )
+        super().__init__(
+            block=block,
+            num_blocks=num_blocks,
             vocab_size=vocab_size,
             context_length=context_length,
             hidden_size=hidden_size,
@@ -127,23 +132,3 @@ class MoEGPT(nnx.Module):
             tied_embeddings=True,
             rngs=rngs,
         )
-        block = partial(
-            MoEBlock,
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_experts=num_experts,
-            expert_size=expert_size,
-            dropout=dropout,
-            out_std=residual_std(num_blocks),
-        )
-        self.blocks = nnx.List([block(rngs=rngs) for _ in range(num_blocks)])
-
-    def __call__(
-        self, tokens: Array, *, segment_ids: Array | None = None, positions: Array | None = None
-    ) -> Array:
-        """Return next-token logits [B, T, V] for tokens [B, T]."""
-        mask = causal_mask(tokens.shape[1], segment_ids)
-        x = self.vocabulary.encode(tokens, positions)
-        for block in self.blocks:
-            x = block(x, mask)
-        return self.vocabulary.decode(x)

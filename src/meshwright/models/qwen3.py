@@ -7,15 +7,7 @@ from functools import partial
 import jax
 from flax import nnx
 
-from meshwright.models.attention import residual_std
-from meshwright.models.decoder import (
-    Decoder,
-    DecoderBlock,
-    GatedMLP,
-    GroupedAttention,
-    RMSNorm,
-    Rotary,
-)
+from meshwright.models.decoder import Decoder, GroupedAttention, RMSNorm, Rotary
 
 
 class Qwen3(Decoder):
@@ -53,7 +45,6 @@ class Qwen3(Decoder):
         rngs: nnx.Rngs,
     ) -> None:
         norm = partial(RMSNorm, epsilon=norm_epsilon)
-        out_std = residual_std(num_blocks)
         attention = partial(
             GroupedAttention,
             num_heads=num_heads,
@@ -61,18 +52,15 @@ class Qwen3(Decoder):
             head_dim=head_dim,
             rotary=Rotary(rope_base),
             norm=norm,
-            out_std=out_std,
-        )
-        mlp = partial(GatedMLP, mlp_size=mlp_size, activation=jax.nn.silu, out_std=out_std)
-        block = partial(
-            DecoderBlock, attention=attention, mlp=mlp, norm=norm, hidden_size=hidden_size
         )
         super().__init__(
-            blocks=[block] * num_blocks,
+            attention=[attention] * num_blocks,
+            mlp_size=mlp_size,
+            activation=jax.nn.silu,
+            norm=norm,
             vocab_size=vocab_size,
             context_length=context_length,
             hidden_size=hidden_size,
-            norm=norm,
             tied_embeddings=tied_embeddings,
             rngs=rngs,
         )

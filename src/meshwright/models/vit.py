@@ -89,7 +89,9 @@ class ViT(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         if image_size % patch_size:
-            raise ValueError(f"image_size={image_size} does not divide by patch_size={patch_size}.")
+            raise ValueError(
+                f"image_size={image_size} is not divisible by patch_size={patch_size}."
+            )
         self.patch_size = patch_size
         length = (image_size // patch_size) ** 2 + class_token
         normal = nnx.initializers.normal(0.02)

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 from meshwright.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from meshwright.distributed.gpipe import GPipePipeline, PipelineStage, pipeline_forward
+    from meshwright.pipeline.by_hand.gpipe import GPipePipeline, PipelineStage, pipeline_forward
     from meshwright.pipeline.by_hand.staged_pipeline import Pipeline
     from meshwright.pipeline.schedule.schedules import get_schedule
 
 _NAMES = {
-    "GPipePipeline": "meshwright.distributed.gpipe",
+    "GPipePipeline": "meshwright.pipeline.by_hand.gpipe",
     "Pipeline": "meshwright.pipeline.by_hand.staged_pipeline",
-    "PipelineStage": "meshwright.distributed.gpipe",
+    "PipelineStage": "meshwright.pipeline.by_hand.gpipe",
     "get_schedule": "meshwright.pipeline.schedule.schedules",
-    "pipeline_forward": "meshwright.distributed.gpipe",
+    "pipeline_forward": "meshwright.pipeline.by_hand.gpipe",
 }
 
 __all__ = ["GPipePipeline", "Pipeline", "PipelineStage", "get_schedule", "pipeline_forward"]

@@ -8,8 +8,7 @@ from enum import StrEnum
 from fractions import Fraction
 
 from meshwright.errors import Setting
-from meshwright.pipeline.divide.block_cut import BlockCut, Region
-from meshwright.pipeline.divide.block_names import modules_of_blocks, odd_modules
+from meshwright.pipeline.divide.block_cut import BlockCut, Region, modules_of_blocks, odd_modules
 from meshwright.pipeline.divide.division import Division
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.pipeline.schedule.advice import bubble_with, pipeline_warnings
@@ -126,20 +125,20 @@ def pipeline_report(pipelined: PipelinedLoss) -> PipelineReport:
                 remedy=_remedy(pipelined, stages),
             ),
             *_uneven_blocks(pipelined.division),
-            *_computed_again(pipelined.cut, stages),
+            *_recomputed(pipelined.cut, stages),
         ),
     )
 
 
-def _computed_again(cut: BlockCut, stages: Sequence[StageFacts]) -> list[str]:
+def _recomputed(cut: BlockCut, stages: Sequence[StageFacts]) -> list[str]:
     """Warn if stages spend much time on values that each of them recomputes."""
     share = _region_flops(cut, cut.shared) / max(1, max(stage.flops for stage in stages))
     if share < SMALLEST_SHARE:
         return []
     return [
         f"blocks of all stages read values computed from samples before them (an encoder's output,"
-        f" a condition), so each stage computes it for itself: {share:.0%} of the slowest one's "
-        f"work; {Setting('mesh.fsdp')} or {Setting('mesh.tensor')} computes it once"
+        f" a condition), so each stage computes them itself: {share:.0%} of the slowest one's "
+        f"work; {Setting('mesh.fsdp')} or {Setting('mesh.tensor')} computes them once"
     ]
 
 
@@ -157,7 +156,7 @@ def _uneven_blocks(division: Division) -> list[str]:
         others.append(str(Setting("pipeline.schedule", "1f1b")))
     others.append(f"{below} or {below + pieces} such blocks")
     return [
-        f"{blocks} blocks do not divide into {stages} stages{chunks}, which have "
+        f"{blocks} blocks cannot be divided evenly into {stages} stages{chunks}, which have "
         f"{', '.join(map(str, division.counts))}: all take as long as the largest, so "
         f"{(places - blocks) / places:.0%} of the time of blocks is lost; "
         f"{', or '.join(others)} would lose none"
@@ -165,7 +164,7 @@ def _uneven_blocks(division: Division) -> list[str]:
 
 
 def _remedy(pipelined: PipelinedLoss, stages: list[StageFacts]) -> str:
-    """Return what helps if the first or last stage is slower, with equal numbers of blocks."""
+    """Return a remedy for a slower first or last stage, with equal numbers of blocks."""
     schedule, count, now = pipelined.schedule, pipelined.num_microbatches, len(stages)
     waits: dict[int, Fraction] = {}
     # A divisor of the stages there are fits the same devices and the same blocks.

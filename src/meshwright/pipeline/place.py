@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from meshwright.config.schema import ShardingConfig
 from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.divide.block_cut import BlockCut
-from meshwright.pipeline.divide.context import StageContext
 from meshwright.pipeline.divide.division import divide_blocks
+from meshwright.pipeline.divide.stages import StageContext
 from meshwright.pipeline.execute.forward_only import PipelinedForward
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.pipeline.schedule.schedules import Schedule
@@ -20,8 +20,7 @@ from meshwright.program.kernels.find_kernels import KernelSearch
 from meshwright.program.on_mesh.mesh_forward import LocalDraws
 from meshwright.program.on_mesh.remat import Remat
 from meshwright.sharding.decide import Decision, batch_axes, decide
-from meshwright.sharding.placement import Placement
-from meshwright.sharding.reasons import OnEachStage
+from meshwright.sharding.placement import Placement, Reason, on_each_stage
 
 
 def decide_stages(
@@ -31,7 +30,7 @@ def decide_stages(
     num_chunks: int,
     search: KernelSearch | None = None,
 ) -> Decision:
-    """Decide the placement of every leaf: blocks on their stages, others divided over all."""
+    """Decide the placement of every leaf: blocks on their stages, others sharded over all."""
     staged = [stack.number for stack in cut.stacks]
     decision = decide(cut.traced, sizes, sharding, staged=staged, search=search)
     at_rest = place_on_stages(cut, decision.at_rest, sizes[PIPE], num_chunks)
@@ -50,9 +49,9 @@ def decide_stages(
 def place_on_stages(
     cut: BlockCut, placements: Sequence[Placement], num_stages: int, num_chunks: int
 ) -> tuple[Placement, ...]:
-    """Return placements with the rows of blocks divided over the stages."""
+    """Return placements with the rows of blocks sharded over the stages."""
     division = divide_blocks(cut.num_blocks, num_stages, num_chunks)
-    reason = OnEachStage(division.most * num_chunks, division.even)
+    reason = on_each_stage(division.most * num_chunks, even=division.even)
     numbers = {stack.number for stack in cut.stacks}
     return tuple(
         _on_pipe(placement, reason) if number in numbers else placement
@@ -82,7 +81,7 @@ def decide_per_device(
     sharding: ShardingConfig,
     num_chunks: int,
 ) -> PerDeviceLoss:
-    """Decide the placements for the loss of one device's samples, which no batch axis divides.
+    """Decide the placements for the loss of one device's samples, which no batch axis shards.
 
     Args:
         cut: the loss of one device's samples.
@@ -113,7 +112,7 @@ def pipelined_loss(
 
     Args:
         cut: the loss cut into stages, rows in the order of stages.
-        decision: all placements, stacks divided over the stages.
+        decision: all placements, stacks sharded over the stages.
         mesh: the mesh.
         schedule: the schedule.
         num_microbatches: microbatches between two flushes.
@@ -139,7 +138,7 @@ def pipelined_forward(
 
 
 def _stage_context(decision: Decision, mesh: Mesh, remat: Remat, *, wide: bool) -> StageContext:
-    """Return the layouts inside of the pipeline, without the pipe axis."""
+    """Return the layouts inside the pipeline, without the pipe axis."""
     return StageContext(
         mesh=mesh,
         pins=decision.pins,
@@ -158,6 +157,6 @@ def _stage_context(decision: Decision, mesh: Mesh, remat: Remat, *, wide: bool) 
     )
 
 
-def _on_pipe(placement: Placement, reason: OnEachStage) -> Placement:
+def _on_pipe(placement: Placement, reason: Reason) -> Placement:
     dims = ((PIPE, *placement.dims[0]), *placement.dims[1:])
     return Placement(placement.path, dims, (reason, *placement.reasons))

@@ -1,4 +1,4 @@
-"""The equivalence certificate: the same training on one device and on the mesh, compared."""
+"""The equivalence certificate: the same run on one device and on the mesh, compared."""
 
 from meshwright.proof.certificate import Certificate, Comparison
 from meshwright.proof.run import verify

@@ -64,7 +64,7 @@ class Comparison(Frozen):
 
 
 class Certificate(Frozen):
-    """The result of `verify`: the same training on one device and on the mesh, compared.
+    """The result of `verify`: the same run on one device and on the mesh, compared.
 
     Attributes:
         equal: whether every comparison is within its tolerance.
@@ -87,9 +87,9 @@ class Certificate(Frozen):
             device by `nnx.jit` and `nnx.value_and_grad` in float32: loss, gradients and state of
             the first update.
         not_compared: what cannot be compared for this model or optimizer, and why.
-        kernels: which parts of the program kernels evaluate, and why others are as written. In
-            float64 their forms for any device are compared with the program as written; in the
-            plan's precision, the kernels themselves.
+        kernels: which parts of the program run as kernels, and why others run as written. In
+            float64, their equivalents for any device are compared with the program as written; in
+            the plan's precision, the kernels themselves.
         warnings: what training warns about, such as a loss that reads the number of devices.
         versions: versions of Meshwright, JAX, Flax and Optax.
         date: when the certificate was made.

@@ -18,7 +18,7 @@ from meshwright.program.jaxpr.names import path_text
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.program.trace.requested_layouts import recorded_layouts
 from meshwright.program.trace.traced_loss import Loss, LossValue, TracedLoss, read_loss
-from meshwright.proof.observed import fetch
+from meshwright.proof.compare import fetch
 
 Gradient = Callable[[dict[str, Any], list[Any], list[Any], float], tuple[LossValue, dict[str, Any]]]
 """From parameters (in the order of the leaves), other leaves, the leaves of one microbatch and a
@@ -29,7 +29,7 @@ mean (with the factor)."""
 def traced_gradient(traced: TracedLoss, *, wide: bool, flops: float) -> Gradient:
     """Return the gradient of a traced program as it is, in float64 if ``wide``.
 
-    ``flops`` is how much it will compute in all.
+    ``flops`` is how much it will compute in total.
     """
     evaluator = wide_evaluator() if wide else Evaluator()
     leaves = traced.leaves
@@ -53,7 +53,7 @@ def traced_gradient(traced: TracedLoss, *, wide: bool, flops: float) -> Gradient
 
 
 def taken_by_nnx_jit(model: Any) -> bool:
-    """Whether `nnx.jit` takes a model: its static attributes, unlike lists, must be hashable."""
+    """Whether `nnx.jit` accepts a model: its static attributes must be hashable, unlike lists."""
     try:
         hash(nnx.graphdef(model))
     except TypeError:
@@ -64,7 +64,7 @@ def taken_by_nnx_jit(model: Any) -> bool:
 class WrittenGradient:
     """The gradient of a loss as its author would compute it: `nnx.value_and_grad` in `nnx.jit`.
 
-    Nothing of Meshwright's tracing is used, not even how it takes a model apart.
+    Nothing of Meshwright's tracing is used, not even how it splits a model into leaves.
 
     Args:
         model: the model.
@@ -72,7 +72,7 @@ class WrittenGradient:
         trainable: NNX filter of what is trained.
         leaves: the names and roles of the model's leaves.
         batch: an example batch.
-        flops: how much it will compute in all.
+        flops: how much it will compute in total.
     """
 
     def __init__(

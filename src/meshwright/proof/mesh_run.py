@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from meshwright.proof.compare import Leaves, Masks, ObservedRun, fetch
 from meshwright.proof.nulls import withhold
-from meshwright.proof.observed import Leaves, Masks, ObservedRun, fetch
 from meshwright.step.assemble import Assembled
-from meshwright.step.scaler import SMALLEST_SCALE
-from meshwright.step.state import TrainState
+from meshwright.step.state import SMALLEST_SCALE, TrainState
 from meshwright.step.train_step import Metrics
 
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.program.trace.layout import Layout
-from meshwright.proof.compare import NULL_GRADIENT, global_norm
-from meshwright.proof.observed import Leaves, Masks
+from meshwright.proof.compare import NULL_GRADIENT, Leaves, Masks, global_norm
 
 
 class NoiseMasks:

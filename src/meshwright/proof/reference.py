@@ -1,7 +1,7 @@
 """The reference: plain training on one device.
 
-With the step it is compared to, it shares only how optax is called: which arguments an update
-takes, and parameters as nested dicts.
+It shares only one thing with the step it is compared to, how optax is called: which arguments an
+update takes, and parameters as nested dicts.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from meshwright.program.evaluate.widen import widened
 from meshwright.program.jaxpr.equations import ClosedJaxpr
 from meshwright.program.jaxpr.names import flatten, nest
 from meshwright.program.trace.model_leaves import Leaf
-from meshwright.proof.compare import global_norm
+from meshwright.proof.compare import Leaves, Masks, ObservedRun, fetch, global_norm
 from meshwright.proof.losses import Gradient
 from meshwright.proof.nulls import NoiseMasks, within
-from meshwright.proof.observed import Leaves, Masks, ObservedRun, fetch
 from meshwright.step.objective import accepted, runs_without_loss
 from meshwright.weighted import Weighted
 
@@ -97,7 +96,7 @@ class OptaxUpdate:
             params: the parameters.
             moments: the optimizer's state.
             gradients: the gradients, perhaps clipped.
-            loss: the loss of the batch, for optimizers that look at it.
+            loss: the loss of the batch, for optimizers that use it.
         """
         if not self.looks_at_loss(params, moments, gradients):
             changed, moments = self._update(dict(params), moments, dict(gradients))
@@ -169,16 +168,6 @@ class _BatchGradient:
 
 
 @dataclass(frozen=True)
-class _FirstGradient:
-    """What the gradient of a batch was computed from, and what it is."""
-
-    values: Sequence[Any]
-    batch: Sequence[Any]
-    scale: float
-    found: _BatchGradient
-
-
-@dataclass(frozen=True)
 class Reference:
     """Training on one device: microbatches one after another, then an optax update.
 
@@ -191,7 +180,9 @@ class Reference:
     gradient: Gradient
     leaves: Sequence[Leaf]
     microbatches: int
-    _known: list[_FirstGradient] = field(default_factory=list["_FirstGradient"], init=False)
+    _first: list[tuple[Any, _BatchGradient]] = field(
+        default_factory=list["tuple[Any, _BatchGradient]"], init=False
+    )
 
     def first_update(
         self, values: Sequence[Any], batch: Sequence[Any], loss_scale: float = 1.0
@@ -209,14 +200,14 @@ class Reference:
     def _first_gradient(
         self, values: Sequence[Any], batch: Sequence[Any], scale: float = 1.0
     ) -> _BatchGradient:
-        """Return what a batch gives, which is computed once for the same lists of values."""
-        for known in self._known:
-            if known.values is values and known.batch is batch and known.scale == scale:
-                return known.found
+        """Return the gradient of a batch, computed once for the same lists of values."""
+        for (known_values, known_batch, known_scale), found in self._first:
+            if known_values is values and known_batch is batch and known_scale == scale:
+                return found
         found = self._batch_gradient(*self._split(values), batch, scale)
         # The first one only: updates that are compared one by one start from new values.
-        if not self._known:
-            self._known.append(_FirstGradient(values, batch, scale, found))
+        if not self._first:
+            self._first.append(((values, batch, scale), found))
         return found
 
     def run(
@@ -292,7 +283,7 @@ class Reference:
     def _batch_gradient(
         self, params: Leaves, state: list[Any], batch: Sequence[Any], scale: float
     ) -> _BatchGradient:
-        """Return what one batch gives, summed in float64 on the host."""
+        """Return the gradient of one batch, summed in float64 on the host."""
         losses, metrics = _Mean(), defaultdict[str, _Mean](_Mean)
         sums: dict[str, Any] = {}
         params, paths, written = dict(params), list(params), set[str]()

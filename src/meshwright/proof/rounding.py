@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
 from meshwright.program.jaxpr.equations import ClosedJaxpr, Equation, Jaxpr, Var, aval_of
+from meshwright.program.trace.traced_loss import TracedLoss
 
 MARGIN = 2.0
 """The tolerance as a multiple of the typical error."""
@@ -42,6 +44,43 @@ _OPERANDS = {
 """By platform and matmul precision, the rounding error of the operands of a float32 product."""
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """How much rounding changes what a program computes.
+
+    Attributes:
+        loss: tolerance of the loss.
+        gradients: tolerance of gradients and state.
+        unit: the largest error of one rounding.
+    """
+
+    loss: float
+    gradients: float
+    unit: float
+
+
+def rounding_of(
+    traced: TracedLoss, *, matmul: str = "default", platform: str = "cpu", casts: bool = False
+) -> Rounding:
+    """Return how much rounding may change a loss, its gradients and state.
+
+    Args:
+        traced: the loss.
+        matmul: the precision of float32 products.
+        platform: of the devices.
+        casts: as for `rounding_tolerance`.
+    """
+    tolerance = rounding_tolerance(traced.closed, matmul=matmul, platform=platform, casts=casts)
+    trained = {n: leaf.dtype for n, leaf in enumerate(traced.leaves) if leaf.role == "param"}
+    # Products in the same format round more than the cast; without any, the cast remains.
+    cast = gradient_rounding(_formats_read(traced.closed, trained))
+    return Rounding(
+        loss=tolerance,
+        gradients=max(tolerance + gradient_rounding(trained.values()), cast),
+        unit=_largest_unit(traced.closed, matmul=matmul, platform=platform),
+    )
+
+
 def rounding_tolerance(
     closed: ClosedJaxpr, *, matmul: str = "default", platform: str = "cpu", casts: bool = False
 ) -> float:
@@ -73,7 +112,7 @@ def rounding_tolerance(
     return MARGIN * (math.sqrt(variance) + _FLOAT32 * math.sqrt(longest))
 
 
-def largest_unit(closed: ClosedJaxpr, *, matmul: str = "default", platform: str = "cpu") -> float:
+def _largest_unit(closed: ClosedJaxpr, *, matmul: str = "default", platform: str = "cpu") -> float:
     """Return the largest error of one rounding in a program, which is at least that of float32."""
     operands = _OPERANDS.get(platform, {}).get(matmul, 0.0)
     products = [
@@ -106,7 +145,7 @@ def gradient_rounding(formats: Iterable[Any]) -> float:
     )
 
 
-def formats_read(closed: ClosedJaxpr, inputs: Collection[int]) -> list[Any]:
+def _formats_read(closed: ClosedJaxpr, inputs: Collection[int]) -> list[Any]:
     """Return the formats that a program casts these of its inputs to.
 
     Their gradients are rounded to them, unless the mesh sums them in float32.

@@ -39,7 +39,17 @@ from meshwright.program.trace.build_model import ModelSource, abstract_model, in
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
 from meshwright.proof.certificate import Certificate, Comparison
-from meshwright.proof.compare import Gaps, exact_gaps, judge, loss_gaps, metric_gaps, null_leaves
+from meshwright.proof.compare import (
+    Gaps,
+    Masks,
+    ObservedRun,
+    exact_gaps,
+    fetch,
+    judge,
+    loss_gaps,
+    metric_gaps,
+    null_leaves,
+)
 from meshwright.proof.losses import (
     Gradient,
     WrittenGradient,
@@ -48,22 +58,14 @@ from meshwright.proof.losses import (
 )
 from meshwright.proof.mesh_run import recording_gradients, train_on_mesh, updates_on_mesh
 from meshwright.proof.nulls import masks_of_step, null_parts
-from meshwright.proof.observed import Masks, ObservedRun, fetch
-from meshwright.proof.one_update import (
+from meshwright.proof.reference import OptaxUpdate, Reference
+from meshwright.proof.rounding import Rounding, random_draws, rounding_of
+from meshwright.proof.update_by_update import (
     ComparedUpdate,
-    Rounding,
+    OwnPrecision,
     compare_updates,
     perturbed,
     widened,
-)
-from meshwright.proof.own_precision import OwnPrecision
-from meshwright.proof.reference import OptaxUpdate, Reference
-from meshwright.proof.rounding import (
-    formats_read,
-    gradient_rounding,
-    largest_unit,
-    random_draws,
-    rounding_tolerance,
 )
 from meshwright.runtime.activity import activity, show_on_terminal
 from meshwright.runtime.versions import package_versions
@@ -82,12 +84,12 @@ INITIAL_TOLERANCE = 1e-5
 may be rounded differently, such as the decomposition behind an orthogonal matrix."""
 
 NOT_COMPARED = (
-    "parameters in the plan's precision: the optimizer looks at the loss itself, and rounding may "
+    "parameters in the plan's precision: the optimizer uses the loss itself, and rounding may "
     "change what it decides"
 )
 
 NOT_WRITTEN = (
-    "the loss as its author wrote it: nnx.jit does not take a model with static attributes that "
+    "the loss as its author wrote it: nnx.jit does not accept a model with static attributes that "
     "cannot be hashed, such as lists"
 )
 
@@ -123,41 +125,54 @@ def verify(
     """
     optimizer = optax.adamw(1e-3) if optimizer is None else optimizer
     _check_single_process()
-    _check_problem(model, loss, plan, batches)
-    _check_settings(optimizer, steps, clip_norm, trainable, devices)
-    problem = _Problem(model, loss, plan, optimizer, clip_norm, seed, trainable, devices)
+    check_takes("model", model, ("rngs",))
+    check_loss(loss)
+    check_kind("plan", plan, Plan, "write an mw.Plan")
+    check_takes("batches", batches, ("update",))
+    check_optimizer(optimizer)
+    check_count("steps", steps)
+    check_clip_norm(clip_norm)
+    check_trainable(trainable)
+    check_devices(devices)
     # In 64-bit mode the model itself would differ; only the evaluation is widened.
     with show_on_terminal(), jax.enable_x64(False):
         with activity("reading the data"):
             global_batches = [read_batch(batches(n)) for n in range(steps)]
         with telling_shortage("comparing the mesh with one device", fix=_smaller()):
-            return _make_proof(problem, global_batches).certify(say)
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """What is to be proven, as `verify` is given it."""
-
-    model: ModelSource
-    loss: Loss
-    plan: Plan
-    optimizer: optax.GradientTransformation
-    clip_norm: float | None
-    seed: int
-    trainable: Filter
-    devices: Sequence[Device] | None
+            proof = _make_proof(
+                model,
+                loss,
+                plan,
+                global_batches,
+                optimizer=optimizer,
+                clip_norm=clip_norm,
+                seed=seed,
+                trainable=trainable,
+                devices=devices,
+            )
+            return proof.certify(say)
 
 
 def _smaller() -> str:
     return (
         "verify also trains in float64, and on one device alone; verify the same mesh with a "
         f"smaller batch ({Setting('training.global_batch_size', ANY)}), fewer blocks or smaller "
-        "layers: what it proves is how the step is divided"
+        "layers: what it proves is how the step is sharded"
     )
 
 
-def _make_proof(problem: _Problem, batches: list[Batch]) -> _Proof:
-    model, loss, plan, optimizer = problem.model, problem.loss, problem.plan, problem.optimizer
+def _make_proof(
+    model: ModelSource,
+    loss: Loss,
+    plan: Plan,
+    batches: list[Batch],
+    *,
+    optimizer: optax.GradientTransformation,
+    clip_norm: float | None,
+    seed: int,
+    trainable: Filter,
+    devices: Sequence[Device] | None,
+) -> _Proof:
     first, steps = batches[0], len(batches)
     assembled = assemble(
         model,
@@ -165,9 +180,9 @@ def _make_proof(problem: _Problem, batches: list[Batch]) -> _Proof:
         recording_gradients(optimizer),
         plan,
         first,
-        clip_norm=problem.clip_norm,
-        trainable=problem.trainable,
-        devices=problem.devices,
+        clip_norm=clip_norm,
+        trainable=trainable,
+        devices=devices,
         runs=steps,
     )
     traced = _trace(loss, assembled, first, plan.precision)
@@ -175,36 +190,22 @@ def _make_proof(problem: _Problem, batches: list[Batch]) -> _Proof:
         recording = recording_gradients(optimizer, params_too=True)
         assembled = assembled.with_optimizer(recording)
     in_float32 = traced if plan.precision == "no" else _trace(loss, assembled, first, "no")
+    written, as_shapes = None, abstract_model(model)
     flops = steps * plan.batch.gradient_accumulation_steps * count_flops(traced)
+    if taken_by_nnx_jit(as_shapes):
+        written = WrittenGradient(as_shapes, loss, trainable, traced.leaves, first, flops)
     return _Proof(
         assembled=assembled,
         traced=traced,
         traced_in_float32=in_float32,
-        written=_written(abstract_model(model), loss, problem.trainable, traced, first, flops),
+        written=written,
         flops=flops,
-        initial_values=_initial_values(model, assembled, problem.seed),
+        initial_values=_initial_values(model, assembled, seed),
         batches=batches,
         optimizer=optimizer,
-        clip_norm=problem.clip_norm,
-        seed=problem.seed,
+        clip_norm=clip_norm,
+        seed=seed,
     )
-
-
-def _check_problem(model: Any, loss: Any, plan: Any, batches: Any) -> None:
-    check_takes("model", model, ("rngs",))
-    check_loss(loss)
-    check_kind("plan", plan, Plan, "write an mw.Plan")
-    check_takes("batches", batches, ("update",))
-
-
-def _check_settings(
-    optimizer: Any, steps: Any, clip_norm: Any, trainable: Any, devices: Any
-) -> None:
-    check_optimizer(optimizer)
-    check_count("steps", steps)
-    check_clip_norm(clip_norm)
-    check_trainable(trainable)
-    check_devices(devices)
 
 
 def _check_single_process() -> None:
@@ -224,7 +225,7 @@ class _Proof:
         assembled: the step in the plan's precision.
         traced: the loss traced for one microbatch, before any pass.
         traced_in_float32: the same without the plan's half precision.
-        written: the gradient of the loss as its author wrote it; None if `nnx.jit` does not take
+        written: the gradient of the loss as its author wrote it; None if `nnx.jit` does not accept
             the model.
         flops: floating-point operations of all updates together.
         initial_values: the model's initial leaf values, created on one device.
@@ -312,7 +313,7 @@ class _Proof:
     def compare_in_float64(
         self, expected: ObservedRun, actual: ObservedRun, nulls: Sequence[str]
     ) -> list[Comparison]:
-        """Compare the two runs; if they differ, measure what rounding changes in float64."""
+        """Compare the two runs; if they differ, measure how much rounding changes in float64."""
 
         def gaps(actual: ObservedRun) -> dict[str, Gaps]:
             return {
@@ -393,16 +394,9 @@ class _Proof:
         return compare_updates([update], self.rounding(traced, casts=True), HOW_WRITTEN)
 
     def rounding(self, traced: TracedLoss, *, casts: bool = False) -> Rounding:
-        matmul = self.assembled.plan.matmul
         platform = self.assembled.mesh.devices.flat[0].platform
-        tolerance = rounding_tolerance(traced.closed, matmul=matmul, platform=platform, casts=casts)
-        trained = {n: leaf.dtype for n, leaf in enumerate(traced.leaves) if leaf.role == "param"}
-        # Products in the same format round more than the cast; without any, the cast remains.
-        cast = gradient_rounding(formats_read(traced.closed, trained))
-        return Rounding(
-            loss=tolerance,
-            gradients=max(tolerance + gradient_rounding(trained.values()), cast),
-            unit=largest_unit(traced.closed, matmul=matmul, platform=platform),
+        return rounding_of(
+            traced, matmul=self.assembled.plan.matmul, platform=platform, casts=casts
         )
 
     @cached_property
@@ -446,14 +440,6 @@ def _initial_values(model: ModelSource, assembled: Assembled, seed: int) -> list
     values = initial_values(model, assembled.model_leaves, seed, compiler_options=options)
     # From the host they go to one device or to many without a compiled program.
     return [v if is_key(v) else np.asarray(v) for v in values]
-
-
-def _written(
-    model: Any, loss: Loss, trainable: Filter, traced: TracedLoss, batch: Batch, flops: float
-) -> Gradient | None:
-    if not taken_by_nnx_jit(model):
-        return None
-    return WrittenGradient(model, loss, trainable, traced.leaves, batch, flops)
 
 
 def _compares(comparisons: Sequence[Comparison], what: str) -> bool:

@@ -11,8 +11,7 @@ import yaml
 from meshwright.config.origins import flatten
 from meshwright.text.json_text import parse_json
 from meshwright.text.masking import mask_tree, mask_value
-from meshwright.tracking.run_files import read_lines, read_metrics
-from meshwright.tracking.settings import run_name
+from meshwright.tracking.run_files import read_lines, read_metrics, run_name
 
 MAX_POINTS = 2000
 """Points of one curve on a page; a longer curve is reduced to the extremes of each interval."""

@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from meshwright.config.schema import ShardingConfig
-from meshwright.mesh.axes import AXES, resolve_alias
+from meshwright.mesh.axes import AXES, BATCH_AXES, resolve_alias
 from meshwright.program.dims import DimClasses, LeafLabel, ProgramDims, find_dim_classes
 from meshwright.program.dims.classes import LeafRole
 from meshwright.program.evaluate.weight_uses import GatherSpecs
@@ -32,12 +32,19 @@ from meshwright.program.on_mesh.shared_inputs import SharedInput, find_shared_in
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
 from meshwright.program.trace.traced_loss import TracedLoss
-from meshwright.sharding.placement import DimAxes, Placement, add_fsdp, add_pipe
-from meshwright.sharding.reasons import ByAnnotation, ByRule, Reason, UnknownAnnotation
+from meshwright.sharding.placement import (
+    BY_ANNOTATION,
+    DimAxes,
+    Placement,
+    Reason,
+    add_fsdp,
+    add_pipe,
+)
 from meshwright.sharding.rules import (
     TENSOR_ROLES,
     annotated,
     apply_rule,
+    by_rule,
     check_on_stages,
     check_rules,
     entry_names,
@@ -62,7 +69,7 @@ class Decision:
         weights: variables of the program that depend on weights alone.
         batch: partition spec of a batch.
         classes: the dim classes of the program.
-        tensor: the dims that the tensor axis divides.
+        tensor: the dims that the tensor axis shards.
         ignored: sharding constraints in the model that are not followed, a sentence each.
         kernels: regions of the program that kernels evaluate.
         search: which kernels were asked for.
@@ -101,7 +108,7 @@ def decide(
         sizes: axis sizes of the mesh.
         sharding: the sharding config.
         staged: numbers of the step leaves that hold blocks of pipeline stages; the others belong
-            to no stage and are divided over all of them.
+            to no stage and are sharded over all of them.
         search: which kernels may evaluate known parts of the program; none by default.
         classes: the dim classes of the loss, if they are known.
     """
@@ -110,16 +117,16 @@ def decide(
     if not sharding.rules:
         check_tensor_size(classes, tensor)
     check_rules(sharding.rules, [leaf.path for leaf in traced.layout.leaves if leaf.is_weight])
-    divided = place_leaves(traced, classes, tensor, sizes, sharding, staged)
-    tensor_only = tuple(_without(placement, "fsdp", "pipe") for placement in divided)
-    without_fsdp = tuple(_without(placement, "fsdp") for placement in divided)
+    sharded = place_leaves(traced, classes, tensor, sizes, sharding, staged)
+    tensor_only = tuple(placement.gathered("fsdp", "pipe") for placement in sharded)
+    without_fsdp = tuple(placement.gathered("fsdp") for placement in sharded)
     axes = batch_axes(sizes)
     of_model = find_model_layouts(classes, sizes=sizes, batch_axes=list(axes))
     return Decision(
-        at_rest=divided if sharding.zero == 3 else tensor_only,
-        optimizer=divided,
-        gradients=without_fsdp if sharding.zero == 1 else divided,
-        gathers=_gathers(traced.layout.step_leaves, divided) if sharding.zero == 3 else {},
+        at_rest=sharded if sharding.zero == 3 else tensor_only,
+        optimizer=sharded,
+        gradients=without_fsdp if sharding.zero == 1 else sharded,
+        gathers=_gathers(traced.layout.step_leaves, sharded) if sharding.zero == 3 else {},
         pins={**_pins(classes, axes, tensor), **of_model.constraints},
         local_ops=find_local_ops(
             classes,
@@ -128,7 +135,7 @@ def decide(
             tensor_size=tensor.size,
         ),
         shared_inputs=find_shared_inputs(
-            classes, sharded=tensor.ways, batch_axes=axes, tensor_dim=tensor.sharded_dim
+            classes, sharded=tensor.splits, batch_axes=axes, tensor_dim=tensor.sharded_dim
         ),
         loop_reads=find_loop_reads(classes, axes),
         weights=find_weights(classes),
@@ -168,8 +175,8 @@ def _pins(
 
 
 def batch_axes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the mesh axes that divide the batch, outermost first, with their sizes."""
-    return {axis: sizes[axis] for axis in ("data", "fsdp") if sizes.get(axis, 1) > 1}
+    """Return the mesh axes that shard the batch, outermost first, with their sizes."""
+    return {axis: sizes[axis] for axis in BATCH_AXES if sizes.get(axis, 1) > 1}
 
 
 def dim_classes(traced: TracedLoss) -> DimClasses:
@@ -191,12 +198,12 @@ def place_leaves(
     sharding: ShardingConfig,
     staged: Collection[int] = (),
 ) -> tuple[Placement, ...]:
-    """Return the placement of each step leaf, divided as far as the mesh does.
+    """Return the placement of each step leaf, sharded as far as the mesh does.
 
     Args:
         traced: the loss.
         classes: its dim classes.
-        tensor: the dims that the tensor axis divides.
+        tensor: the dims that the tensor axis shards.
         sizes: axis sizes of the mesh.
         sharding: the sharding config.
         staged: numbers of the step leaves that hold blocks of pipeline stages.
@@ -232,43 +239,25 @@ def _place(
     rule = find_rule(sharding.rules, step, paths, stages=stages) if leaf.is_weight else None
     if rule is not None and rule[1] not in TENSOR_ROLES:
         if on_stages and not isinstance(rule[1], str):
-            check_on_stages(step, rule[1], ByRule(*rule), stages)
+            check_on_stages(step, rule[1], by_rule(*rule), stages)
         return apply_rule(*rule, step, classes, sizes)
     if rule is not None:
-        on_tensor = apply_rule(*rule, step, classes, sizes)
+        placed = apply_rule(*rule, step, classes, sizes)
     elif leaf.annotation is not None and _names_axes(leaf.annotation):
         if on_stages:
             block_spec = leaf.annotation[int(step.stacked) :]
-            check_on_stages(step, block_spec, ByAnnotation(), stages)
+            check_on_stages(step, block_spec, BY_ANNOTATION, stages)
         return annotated(leaf, sizes)
     else:
-        on_tensor = _by_program(leaf, tensor)
-    placed = on_tensor
+        placed = _by_program(leaf, tensor)
+    smallest = sharding.min_shard_size
     if leaf.is_weight and sizes.get("fsdp", 1) > 1:
-        is_stack = step.stacked or on_stages
-        placed = _over_fsdp(leaf, on_tensor, sizes, sharding, is_stack=is_stack)
+        # Dim 0 of a stack counts blocks; sharding it would put whole blocks on single devices.
+        keep = int(step.stacked or on_stages)
+        placed = add_fsdp(leaf, placed, size=sizes["fsdp"], smallest=smallest, keep=keep)
     if leaf.is_weight and over_pipe:
-        placed = add_pipe(leaf, placed, sizes=sizes, smallest=sharding.min_shard_size)
+        placed = add_pipe(leaf, placed, sizes=sizes, smallest=smallest)
     return placed
-
-
-def _over_fsdp(
-    leaf: Leaf,
-    on_tensor: Placement,
-    sizes: Mapping[str, int],
-    sharding: ShardingConfig,
-    *,
-    is_stack: bool,
-) -> Placement:
-    # Dim 0 of a stack counts blocks; dividing it would put whole blocks on single devices.
-    placed = add_fsdp(
-        leaf,
-        on_tensor.dims,
-        size=sizes["fsdp"],
-        smallest=sharding.min_shard_size,
-        keep=int(is_stack),
-    )
-    return Placement(leaf.path, placed.dims, (*on_tensor.reasons, *placed.reasons))
 
 
 def _by_program(leaf: Leaf, tensor: TensorChoice) -> Placement:
@@ -279,21 +268,16 @@ def _by_program(leaf: Leaf, tensor: TensorChoice) -> Placement:
         dims[choice.dim] = ("tensor",)
     reasons: list[Reason] = []
     if leaf.annotation is not None:
-        reasons.append(UnknownAnnotation(tuple(leaf.annotation)))
+        names = ", ".join(map(str, leaf.annotation))
+        reasons.append(Reason(f"annotated ({names}), no mesh axis"))
     if choice is not None:
-        reasons.append(choice.reason)
+        reasons.append(Reason(choice.reason))
     return Placement(leaf.path, tuple(dims), tuple(reasons))
 
 
 def _names_axes(annotation: Sequence[Any]) -> bool:
     names = [name for entry in annotation for name in entry_names(entry)]
     return bool(names) and all(resolve_alias(name) in AXES for name in names)
-
-
-def _without(placement: Placement, *removed: str) -> Placement:
-    """Return the placement without some axes."""
-    dims = tuple(tuple(axis for axis in axes if axis not in removed) for axes in placement.dims)
-    return Placement(placement.path, dims, placement.reasons)
 
 
 def _gathers(steps: Sequence[StepLeaf], placements: Sequence[Placement]) -> dict[int, GatherSpecs]:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import Setting
+from meshwright.mesh.axes import MODEL_AXES, PIPE
 from meshwright.program.trace.layout import Layout, StepLeaf
 from meshwright.sharding.decide import Decision
-from meshwright.sharding.placement import Placement, bytes_per_device
-from meshwright.sharding.reasons import OnEachStage, WholeOnStage
+from meshwright.sharding.placement import Placement, Reason, bytes_per_device
 
-PARAMETER_AXES = ("fsdp", "tensor")
+PARAMETER_AXES = tuple(axis for axis in MODEL_AXES if axis != PIPE)
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class LeafReport:
         path: canonical path.
         shape: its shape.
         dtype: its dtype.
-        spec: mesh axes per dim; an empty string for a dim that is not divided.
+        spec: mesh axes per dim; an empty string for a dim that is not sharded.
         bytes: size of the whole parameter.
         bytes_per_device: size of its shard.
-        stage: the pipeline stage that holds it; None if all stages do.
-        whole_over: mesh axes that could divide it but do not.
+        stage: the pipeline stage that holds it; None if all of them do.
+        whole_over: mesh axes that could shard it but do not.
         reason: the reason for its placement.
-        remedy: a change that would divide it further; empty if every axis divides it.
+        remedy: a change that would shard it further; empty if every axis shards it.
     """
 
     path: str
@@ -72,10 +72,10 @@ def explain(layout: Layout, decision: Decision, sizes: Mapping[str, int]) -> lis
 def _of_one_block(placement: Placement, sizes: Mapping[str, int]) -> Placement:
     """Return the placement of one block of a stack."""
     reasons = [reason.in_one_block() for reason in placement.reasons]
-    # Stages divide the stack, not the block: without another reason it is whole on its stage.
-    only_staged = all(isinstance(reason, OnEachStage) for reason in reasons)
+    # Stages split the stack, not the block: without another reason it is whole on its stage.
+    only_staged = all(reason.of_stages for reason in reasons)
     if reasons and only_staged and any(n > 1 for axis, n in sizes.items() if axis != "pipe"):
-        reasons.append(WholeOnStage())
+        reasons.append(Reason("the same on all its devices"))
     return Placement(placement.path, placement.dims[1:], tuple(reasons))
 
 

@@ -1,7 +1,8 @@
-"""Placements by sharding rules of the user and by annotations in the model."""
+"""Placements from the user's sharding rules and from annotations in the model."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,11 +12,13 @@ from meshwright.mesh.axes import canonical_axis
 from meshwright.program.dims import DimClasses, Roles
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
-from meshwright.sharding.placement import DimAxes, Placement
-from meshwright.sharding.reasons import ByAnnotation, ByRule, Reason, Rule
+from meshwright.sharding.placement import BY_ANNOTATION, DimAxes, Placement, Reason
+
+Rule = str | Sequence[Any]
+"""``column``, ``row``, ``replicate``, or a partition spec such as ``["fsdp", "tensor"]``."""
 
 TENSOR_ROLES = ("column", "row")
-"""Rules for the tensor axis alone; fsdp still divides another dim."""
+"""Rules for the tensor axis alone; fsdp still shards another dim."""
 
 
 def find_rule(
@@ -47,7 +50,7 @@ def find_rule(
 
 
 MOST_PATHS = 12
-"""As many paths as a message lists."""
+"""How many paths a message lists at most."""
 
 
 def check_rules(rules: Mapping[str, Rule], paths: Sequence[str]) -> None:
@@ -83,7 +86,7 @@ def apply_rule(
 ) -> Placement:
     """Return the placement a rule asks for."""
     leaf = step.leaf
-    reason = ByRule(pattern, rule)
+    reason = by_rule(pattern, rule)
     if rule == "replicate":
         return Placement(leaf.path, ((),) * len(leaf.shape), (reason,))
     if rule in TENSOR_ROLES:
@@ -102,8 +105,13 @@ def apply_rule(
     return _explicit(leaf, entries, reason, sizes)
 
 
+def by_rule(pattern: str, rule: Rule) -> Reason:
+    """Return the reason for a placement that a rule of the user asks for."""
+    return Reason(f"rule `{pattern}`: {rule if isinstance(rule, str) else list(rule)}")
+
+
 def check_on_stages(step: StepLeaf, spec: Sequence[Any], reason: Reason, stages: int) -> None:
-    """Refuse a spec that divides blocks over the stages a second time.
+    """Refuse a spec that shards blocks over the stages a second time.
 
     Args:
         step: a leaf that holds the blocks of pipeline stages.
@@ -119,8 +127,8 @@ def check_on_stages(step: StepLeaf, spec: Sequence[Any], reason: Reason, stages:
         (e[0] if len(e) == 1 else f"[{', '.join(e)}]") if e else "null" for e in without_pipe
     ]
     raise UserError(
-        f"`{step.leaf.path}` cannot be divided over `pipe` a second time",
-        why=f"{reason}; its {blocks} blocks are already divided over pipe={stages}",
+        f"`{step.leaf.path}` cannot be sharded over `pipe` a second time",
+        why=f"{reason}; its {blocks} blocks are already sharded over pipe={stages}",
         fix=f"leave `pipe` out: [{', '.join(entries)}]",
     )
 
@@ -142,7 +150,7 @@ def _role_dim(rule: str, step: StepLeaf, roles: Roles, size: int) -> int | None:
 
 def annotated(leaf: Leaf, sizes: Mapping[str, int]) -> Placement:
     """Return the placement of a parameter that is annotated in the model."""
-    return _explicit(leaf, leaf.annotation or (), ByAnnotation(), sizes)
+    return _explicit(leaf, leaf.annotation or (), BY_ANNOTATION, sizes)
 
 
 def entry_names(entry: Any) -> tuple[str, ...]:
@@ -160,7 +168,7 @@ def _explicit(
         raise UserError(
             f"the partition spec of `{leaf.path}` has {len(spec)} entries",
             why=f"{reason}; the parameter has {rank} dims",
-            fix="write one entry per dim, and null for a dim that is not divided",
+            fix="write one entry per dim, and null for a dim that is not sharded",
         )
     entries = [*spec, *([None] * (rank - len(spec)))]
     dims = tuple(tuple(canonical_axis(name) for name in entry_names(e)) for e in entries)
@@ -169,19 +177,17 @@ def _explicit(
         raise UserError(
             f"the partition spec of `{leaf.path}` names an axis twice",
             why=str(reason),
-            fix="name each axis once: it can divide only one dim",
+            fix="name each axis once: it can shard only one dim",
         )
     return _checked(Placement(leaf.path, dims, (reason,)), leaf.shape, sizes)
 
 
 def _checked(placement: Placement, shape: Sequence[int], sizes: Mapping[str, int]) -> Placement:
     for number, (axes, size) in enumerate(zip(placement.dims, shape, strict=True)):
-        parts = 1
-        for axis in axes:
-            parts *= sizes.get(axis, 1)
+        parts = math.prod(sizes.get(axis, 1) for axis in axes)
         if size % parts:
             raise UserError(
-                f"`{placement.path}` cannot be divided like this",
+                f"`{placement.path}` cannot be sharded like this",
                 why=f"{placement.reason}; dim {number} has size {size}, which {parts} parts "
                 f"({' × '.join(f'{a}={sizes.get(a, 1)}' for a in axes)}) do not divide",
             )

@@ -1,4 +1,4 @@
-"""`shard_fsdp`: the arrays of a pytree sharded over a mesh axis, for custom training loops."""
+"""`shard_fsdp`: shards the arrays of a pytree over a mesh axis, for custom training loops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.config.argument_checks import check_kind, wrong_kind
 from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError, did_you_mean
 from meshwright.program.trace.model_leaves import Leaf
-from meshwright.sharding.placement import DimAxes, add_fsdp, to_spec
+from meshwright.sharding.placement import DimAxes, Placement, add_fsdp, to_spec
 from meshwright.trees import PyTree
 
 _MIN_SHARD_SIZE = ShardingConfig().min_shard_size
@@ -23,17 +23,17 @@ _MIN_SHARD_SIZE = ShardingConfig().min_shard_size
 def shard_fsdp(
     params: PyTree, mesh: Mesh, *, axis_name: str = "fsdp", min_shard_size: int = _MIN_SHARD_SIZE
 ) -> PyTree:
-    """Return the tree with each array divided over an axis, so that each device holds 1/N of it.
+    """Return the tree with each array sharded over an axis, so that each device holds 1/N of it.
 
-    Each array is divided on its largest divisible dim; arrays without one, and small arrays, are
-    replicated. Axes that already divide an array on this mesh continue to do so.
+    Each array is sharded on its largest divisible dim; arrays without one, and small arrays, are
+    replicated. Axes that already shard an array on this mesh continue to do so.
 
     Args:
         params: any pytree of arrays, an `nnx.State`, an NNX model or a dict of them. Optimizer
-            state is divided like its parameters.
+            state is sharded like its parameters.
         mesh: the mesh.
-        axis_name: the mesh axis to divide over.
-        min_shard_size: arrays with fewer elements are not divided.
+        axis_name: the mesh axis to shard over.
+        min_shard_size: arrays with fewer elements are not sharded.
     """
     check_kind("mesh", mesh, Mesh, 'write a mesh, such as mw.build_mesh({"fsdp": 8})')
     check_kind("axis_name", axis_name, str, 'write the name of an axis, such as "fsdp"')
@@ -66,14 +66,15 @@ def shard_fsdp(
 def _sharding(leaf: Any, mesh: Mesh, axis: str, smallest: int) -> NamedSharding:
     as_leaf = Leaf("", tuple(np.shape(leaf)), jnp.result_type(leaf), "param", "array")
     before = _other_axes(leaf, mesh, axis)
-    after = add_fsdp(as_leaf, before, size=mesh.shape[axis], smallest=smallest).dims
+    placed = Placement("", tuple(before))
+    after = add_fsdp(as_leaf, placed, size=mesh.shape[axis], smallest=smallest).dims
     # `add_fsdp` always names the axis fsdp.
     dims = [old if new == old else (axis,) for old, new in zip(before, after, strict=True)]
     return NamedSharding(mesh, to_spec(dims))
 
 
 def _other_axes(leaf: Any, mesh: Mesh, axis: str) -> list[DimAxes]:
-    """Return the axes other than ``axis`` that already divide each dim of an array."""
+    """Return the axes other than ``axis`` that already shard each dim of an array."""
     sharding = getattr(leaf, "sharding", None)
     ndim = np.ndim(leaf)
     if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:

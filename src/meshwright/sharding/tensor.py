@@ -1,29 +1,27 @@
-"""Tensor parallelism: choosing the dim of each parameter that the tensor axis divides."""
+"""Tensor parallelism: choosing the dim of each parameter that the tensor axis shards."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import Setting, UserError
 from meshwright.program.dims import DimClasses, DimFactor, LeafDims
-from meshwright.sharding.reasons import Reason
 from meshwright.sharding.tensor_candidates import (
     Candidate,
     Pattern,
     find_candidates,
-    joint,
-    ways_along,
+    parts_along,
+    reduced_together,
 )
 from meshwright.sharding.tensor_explain import (
     Rejection,
-    cheapest,
-    fused_factor,
+    TensorRole,
     why_placed,
-    why_replicated,
+    why_whole,
 )
-from meshwright.sharding.tensor_reasons import Replicated, TensorRole
 
 SUBSTITUTE_COST = 3
 """A dim class that the axis does not divide is replaced by another only if that one communicates
@@ -31,62 +29,43 @@ at most this many times as much; beyond that, replicating the parameter is cheap
 
 
 @dataclass(frozen=True, slots=True)
-class FusedDim:
-    """A dim that could be divided if its factors were separate dims of the parameter.
-
-    Attributes:
-        dim: position of the dim in the parameter.
-        factors: the sizes of its factors, major first.
-        index: the factor to divide.
-    """
-
-    dim: int
-    factors: tuple[int, ...]
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
 class LeafChoice:
-    """The dim of one leaf that the tensor axis divides.
+    """The dim of one leaf that the tensor axis shards.
 
     Attributes:
-        path: its canonical path.
-        dim: the divided dim; None if every device holds the whole leaf.
+        dim: the sharded dim; None if every device holds the whole leaf.
         role: the role of the dim.
         reason: the reason for the choice.
-        fused: for a replicated leaf, the factor inside a dim that could be divided.
+        obstacle: for a leaf that every device holds whole, what rules out sharding it.
     """
 
-    path: str
     dim: int | None
     role: TensorRole
-    reason: Reason
-    fused: FusedDim | None = None
+    reason: str
+    obstacle: str = ""
 
 
 @dataclass(frozen=True)
 class TensorChoice:
-    """How a model is divided over the tensor axis.
+    """How a model is sharded over the tensor axis.
 
     Attributes:
         size: the size of the axis.
         leaves: the choice for each parameter and state leaf, by canonical path.
-        ways: the number of parts of each divided class; for activations.
-        traffic: bytes that each device sends per update because of tensor parallelism.
+        splits: the number of parts of each sharded class; for activations.
     """
 
     size: int
     leaves: Mapping[str, LeafChoice]
-    ways: Mapping[int, int]
-    traffic: int
+    splits: Mapping[int, int]
 
     def dim_of(self, path: str) -> int | None:
-        """Return the divided dim of a leaf."""
+        """Return the sharded dim of a leaf."""
         return self.leaves[path].dim
 
     def sharded_dim(self, dims: Sequence[tuple[DimFactor, ...]]) -> int | None:
-        """Return the dim of an activation that the axis divides; None if not exactly one fits."""
-        fitting = [d for d, dim in enumerate(dims) if ways_along(dim, self.ways) == self.size]
+        """Return the dim of an activation that the axis shards; None if not exactly one fits."""
+        fitting = [d for d, dim in enumerate(dims) if parts_along(dim, self.splits) == self.size]
         return fitting[0] if len(fitting) == 1 else None
 
 
@@ -97,18 +76,18 @@ def choose_tensor_dims(classes: DimClasses, tensor_size: int) -> TensorChoice:
     candidates of repeated blocks are accepted or rejected together.
     """
     if tensor_size == 1:
-        return TensorChoice(1, {}, {}, 0)
+        return TensorChoice(1, {}, {})
     search = _Search()
     candidates = find_candidates(classes, tensor_size)
     for group in _groups(candidates):
         search.consider(group)
-    ways = {name: candidate.ways[name] for name, candidate in search.by_class.items()}
+    splits = {name: candidate.splits[name] for name, candidate in search.by_class.items()}
     leaves = {
         leaf.path: _leaf_choice(classes, position, leaf, search, tensor_size)
         for position, leaf in enumerate(classes.leaves)
         if leaf.role != "batch"
     }
-    return TensorChoice(tensor_size, leaves, ways, classes.traffic(ways))
+    return TensorChoice(tensor_size, leaves, splits)
 
 
 def check_tensor_size(classes: DimClasses, choice: TensorChoice) -> None:
@@ -119,28 +98,25 @@ def check_tensor_size(classes: DimClasses, choice: TensorChoice) -> None:
         if leaf.is_kernel and choice.dim_of(leaf.path) is None:
             _check_heads(classes, leaf, choice)
     if all(leaf.dim is None for leaf in choice.leaves.values()):
-        reasons = (leaf.reason for leaf in choice.leaves.values())
-        obstacles = dict.fromkeys(r.because for r in reasons if isinstance(r, Replicated))
+        obstacles = dict.fromkeys(leaf.obstacle for leaf in choice.leaves.values())
         raise UserError(
-            f"no parameter can be divided over tensor={choice.size}",
-            why="; ".join(map(str, list(obstacles)[:3])),
+            f"no parameter can be sharded over tensor={choice.size}",
+            why="; ".join(list(obstacles)[:3]),
             fix=f"write {Setting('mesh.tensor', 1)} and put these devices on fsdp or data",
         )
 
 
 def _check_heads(classes: DimClasses, leaf: LeafDims, choice: TensorChoice) -> None:
     for dim in leaf.dims:
-        if not dim or dim[0].id not in classes.heads or dim[0].id in choice.ways:
+        if not dim or dim[0].id not in classes.heads or dim[0].id in choice.splits:
             continue
-        heads = 1
-        for atom in joint(classes, dim):
-            heads *= atom.size
+        heads = math.prod(atom.size for atom in reduced_together(classes, dim))
         if heads < choice.size:
             fits = max(n for n in range(1, heads + 1) if heads % n == 0 and choice.size % n == 0)
             raise UserError(
                 f"tensor={choice.size} is larger than the {heads} attention heads "
                 f"of `{leaf.path.rpartition('.')[0]}`",
-                why=f"attention is divided by whole heads, and {choice.size} devices cannot "
+                why=f"attention is sharded by whole heads, and {choice.size} devices cannot "
                 f"share {heads}",
                 fix=f"write {Setting('mesh.tensor', fits)}, or use a model with a multiple of "
                 f"{choice.size} heads",
@@ -151,8 +127,8 @@ class _Search:
     """The candidates accepted and rejected so far.
 
     Attributes:
-        by_class: for each divided class, the accepted candidate that divides it.
-        accepted: by position of an input, the candidate that divides it.
+        by_class: for each sharded class, the accepted candidate that shards it.
+        accepted: by position of an input, the candidate that shards it.
         rejected: the candidates that were not accepted.
         rejections: by position of an input, its rejected candidates with their rivals.
     """
@@ -178,7 +154,7 @@ class _Search:
             self._reject(group, rivals)
             return
         for candidate in group:
-            self.by_class.update(dict.fromkeys(candidate.ways, candidate))
+            self.by_class.update(dict.fromkeys(candidate.splits, candidate))
             for position in candidate.placed:
                 self.accepted.setdefault(position, candidate)
 
@@ -193,7 +169,7 @@ class _Search:
         for kernel in candidate.kernels:
             if kernel in self.accepted:
                 return self.accepted[kernel]
-        for name in candidate.ways:
+        for name in candidate.splits:
             if name in self.by_class:
                 return self.by_class[name]
         return self._better_but_rejected(candidate)
@@ -203,14 +179,14 @@ class _Search:
 
         That is one whose reductions are all among this one's (the dim of a head instead of the
         heads), or one that communicates much less and is ruled out by its size alone, if such
-        candidates account for most of the bytes that this one would divide.
+        candidates account for most of the bytes that this one would shard.
         """
         others = [
             rejected
             for rejected in self.rejected
             if rejected.obstacle
             and rejected.kernels & candidate.kernels
-            and not rejected.ways.keys() & candidate.ways.keys()
+            and not rejected.splits.keys() & candidate.splits.keys()
         ]
         for other in others:
             if other.cost < candidate.cost and other.reductions <= candidate.reductions:
@@ -247,18 +223,15 @@ def _leaf_choice(
     if candidate is not None:
         dim = candidate.placed[position]
         role = _role(leaf, dim, candidate)
-        return LeafChoice(leaf.path, dim, role, why_placed(classes, leaf, dim, role, candidate))
-    rejections = search.rejections[position]
-    reason = why_replicated(classes, leaf, rejections, size)
-    best = cheapest(rejections)[0] if rejections else None
-    fused = fused_factor(leaf, best) if best and best.obstacle == "inside" else None
-    return LeafChoice(leaf.path, None, "replicated", reason, FusedDim(*fused) if fused else None)
+        return LeafChoice(dim, role, why_placed(classes, leaf, dim, role, candidate))
+    obstacle = why_whole(classes, leaf, search.rejections[position], size)
+    return LeafChoice(None, "replicated", f"not sharded over tensor: {obstacle}", obstacle)
 
 
 def _role(leaf: LeafDims, dim: int, candidate: Candidate) -> TensorRole:
     if not leaf.is_kernel:
         return "follows"
-    names = {atom.id for atom in leaf.dims[dim]} & candidate.ways.keys()
+    names = {atom.id for atom in leaf.dims[dim]} & candidate.splits.keys()
     if names & leaf.uses.get("lookup", frozenset()):
         return "vocabulary"
     if names & leaf.uses.get("row", frozenset()):

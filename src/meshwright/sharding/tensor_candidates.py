@@ -1,4 +1,4 @@
-"""Candidates: the ways to divide a model's dim classes over the tensor axis, with their cost."""
+"""Candidates: the ways to shard a model's dim classes over the tensor axis, with their cost."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ObstacleKind = Literal["", "size", "recurrent", "inside", "attention", "blocked"
 """
 
 
-def ways_along(dim: Dim, ways: Mapping[int, int]) -> int:
-    """Return the number of contiguous parts of a dim whose classes are divided like this."""
+def parts_along(dim: Dim, splits: Mapping[int, int]) -> int:
+    """Return the number of contiguous parts of a dim whose classes are sharded like this."""
     parts = 1
     for atom in dim:
-        atom_parts = ways.get(atom.id, 1)
+        atom_parts = splits.get(atom.id, 1)
         parts *= atom_parts
         if atom_parts != atom.size:
             break
@@ -41,20 +41,20 @@ def ways_along(dim: Dim, ways: Mapping[int, int]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """Dim classes that the tensor axis could divide together.
+    """Dim classes that the tensor axis could shard together.
 
     Attributes:
         classes: the program's classes.
-        ways: the number of parts of each class; their product is the size of the axis.
+        splits: the number of parts of each class; their product is the size of the axis.
         touched: positions (in the program's inputs) of the parameters with such a dim.
-        placed: by position of an input, the dim that would be divided.
+        placed: by position of an input, the dim that would be sharded.
         cost: bytes that each device would send per update.
         obstacle: why it cannot be used; empty if it can.
         pattern: the same for the candidates of repeated blocks.
     """
 
     classes: DimClasses
-    ways: Mapping[int, int]
+    splits: Mapping[int, int]
     touched: tuple[int, ...]
     placed: Mapping[int, int]
     cost: int
@@ -71,11 +71,11 @@ class Candidate:
         """Its classes in the order of the parameters' dims."""
         leaves = (self.classes.leaves[i] for i in self.touched)
         atoms = (atom for leaf in leaves for dim in leaf.dims for atom in dim)
-        return tuple(dict.fromkeys(atom for atom in atoms if atom.id in self.ways))
+        return tuple(dict.fromkeys(atom for atom in atoms if atom.id in self.splits))
 
     @cached_property
     def cover(self) -> int:
-        """Bytes of the parameters it would divide, or could divide without the obstacle."""
+        """Bytes of the parameters it would shard, or could shard without the obstacle."""
         return self.bytes_of(self.touched if self.obstacle else self.placed)
 
     def bytes_of(self, leaves: Iterable[int]) -> int:
@@ -86,7 +86,7 @@ class Candidate:
     @cached_property
     def reductions(self) -> frozenset[int]:
         """Identities of the forward events that reduce or gather its classes."""
-        return frozenset().union(*(reductions_of(self.classes, name) for name in self.ways))
+        return frozenset().union(*(reductions_of(self.classes, name) for name in self.splits))
 
 
 def reductions_of(classes: DimClasses, name: int) -> frozenset[int]:
@@ -99,16 +99,16 @@ def find_candidates(classes: DimClasses, size: int) -> list[Candidate]:
     kernel_dims = [dim for leaf in classes.weights if leaf.is_kernel for dim in leaf.dims if dim]
     sizes = {atom.id: atom.size for dim in kernel_dims for atom in dim}
     single = [((name, size),) for name in sizes if name not in classes.batch]
-    several = [tuple(ways.items()) for ways in _composites(classes, kernel_dims, size)]
+    several = [tuple(splits.items()) for splits in _composites(classes, kernel_dims, size)]
     distinct = dict.fromkeys([*single, *several])
-    return [_candidate(classes, dict(ways), sizes, size) for ways in distinct]
+    return [_candidate(classes, dict(splits), sizes, size) for splits in distinct]
 
 
-def joint(classes: DimClasses, dim: Dim) -> Dim:
+def reduced_together(classes: DimClasses, dim: Dim) -> Dim:
     """Return the leading atoms of a dim that are only ever reduced together with the first.
 
-    Key heads and the query heads that share one are such a pair: dividing the inner one needs no
-    reduction that dividing the outer one does not need as well. The dim inside a head is not:
+    Key heads and the query heads that share one are such a pair: sharding the inner one needs no
+    reduction that sharding the outer one does not need as well. The dim inside a head is not:
     heads stay whole.
     """
     if len(dim) == 1:
@@ -127,75 +127,75 @@ def joint(classes: DimClasses, dim: Dim) -> Dim:
 def _composites(classes: DimClasses, dims: Iterable[Dim], size: int) -> Iterator[Mapping[int, int]]:
     """Yield divisions over several factors of a dim whose first factor alone is too small."""
     for dim in dims:
-        rest, ways = size, dict[int, int]()
-        for atom in joint(classes, dim):
-            ways[atom.id] = math.gcd(rest, atom.size)
-            rest //= ways[atom.id]
-            if rest == 1 or ways[atom.id] != atom.size:
+        rest, splits = size, dict[int, int]()
+        for atom in reduced_together(classes, dim):
+            splits[atom.id] = math.gcd(rest, atom.size)
+            rest //= splits[atom.id]
+            if rest == 1 or splits[atom.id] != atom.size:
                 break
-        if rest == 1 and len(ways) > 1 and not classes.batch & ways.keys():
-            yield ways
+        if rest == 1 and len(splits) > 1 and not classes.batch & splits.keys():
+            yield splits
 
 
 def _candidate(
-    classes: DimClasses, ways: Mapping[int, int], sizes: Mapping[int, int], size: int
+    classes: DimClasses, splits: Mapping[int, int], sizes: Mapping[int, int], size: int
 ) -> Candidate:
-    leaves = [(i, classes.leaves[i]) for i in classes.leaves_with(ways)]
+    leaves = [(i, classes.leaves[i]) for i in classes.leaves_with(splits)]
     touched = [i for i, leaf in leaves if leaf.role in WEIGHTS]
     placed = {
         i: dim
         for i, leaf in leaves
-        if leaf.role != "batch" and (dim := _place(leaf, ways, size)) is not None
+        if leaf.role != "batch" and (dim := _place(leaf, splits, size)) is not None
     }
     return Candidate(
         classes=classes,
-        ways=ways,
+        splits=splits,
         touched=tuple(touched),
         placed=placed,
-        cost=classes.traffic(ways),
-        obstacle=_obstacle(classes, ways, sizes, touched),
-        pattern=_pattern(classes, ways, touched),
+        cost=classes.traffic(splits),
+        obstacle=_obstacle(classes, splits, sizes, touched),
+        pattern=_pattern(classes, splits, touched),
     )
 
 
-def _place(leaf: LeafDims, ways: Mapping[int, int], size: int) -> int | None:
-    dims = _dims_with(leaf, ways)
-    fits = len(dims) == 1 and ways_along(leaf.dims[dims[0]], ways) == size
+def _place(leaf: LeafDims, splits: Mapping[int, int], size: int) -> int | None:
+    dims = _dims_with(leaf, splits)
+    fits = len(dims) == 1 and parts_along(leaf.dims[dims[0]], splits) == size
     return dims[0] if fits else None
 
 
-def _dims_with(leaf: LeafDims, ways: Mapping[int, int]) -> list[int]:
-    return [d for d, dim in enumerate(leaf.dims) if any(atom.id in ways for atom in dim)]
+def _dims_with(leaf: LeafDims, splits: Mapping[int, int]) -> list[int]:
+    return [d for d, dim in enumerate(leaf.dims) if any(atom.id in splits for atom in dim)]
 
 
 def _obstacle(
-    classes: DimClasses, ways: Mapping[int, int], sizes: Mapping[int, int], touched: Sequence[int]
+    classes: DimClasses, splits: Mapping[int, int], sizes: Mapping[int, int], touched: Sequence[int]
 ) -> ObstacleKind:
     leaves = [classes.leaves[i] for i in touched]
-    if any(len(_dims_with(leaf, ways)) > 1 for leaf in leaves):
+    if any(len(_dims_with(leaf, splits)) > 1 for leaf in leaves):
         return "recurrent"
-    if classes.inside_heads & ways.keys():
+    if classes.inside_heads & splits.keys():
         return "attention"
-    if any(event.kind == "block" for event in classes.events_of(ways)):
+    if any(event.kind == "block" for event in classes.events_of(splits)):
         return "blocked"
-    if any(sizes[name] % parts for name, parts in ways.items()):
+    if any(sizes[name] % parts for name, parts in splits.items()):
         return "size"
-    if any(_is_inside(dim, ways) for leaf in leaves for dim in leaf.dims):
+    if any(_is_inside(dim, splits) for leaf in leaves for dim in leaf.dims):
         return "inside"
     return ""
 
 
-def _is_inside(dim: Dim, ways: Mapping[int, int]) -> bool:
-    """Whether an undivided factor precedes a divided one."""
-    divided = [atom.id in ways for atom in dim]
+def _is_inside(dim: Dim, splits: Mapping[int, int]) -> bool:
+    """Whether an unsharded factor precedes a sharded one."""
+    divided = [atom.id in splits for atom in dim]
     return divided != sorted(divided, reverse=True)
 
 
-def _pattern(classes: DimClasses, ways: Mapping[int, int], touched: Sequence[int]) -> Pattern:
+def _pattern(classes: DimClasses, splits: Mapping[int, int], touched: Sequence[int]) -> Pattern:
     """Return where the candidate occurs, with ``*`` for block numbers."""
     places = {
         (re.sub(r"[0-9]+", "*", leaf.path), d, tuple(atom.size for atom in leaf.dims[d]))
         for leaf in (classes.leaves[i] for i in touched)
-        for d in _dims_with(leaf, ways)
+        for d in _dims_with(leaf, splits)
     }
-    return tuple(sorted(ways.values())), frozenset(places)
+    return tuple(sorted(splits.values())), frozenset(places)

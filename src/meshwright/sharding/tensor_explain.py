@@ -3,151 +3,130 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from meshwright.program.dims import DimClasses, DimFactor, LeafDims
-from meshwright.sharding.reasons import Reason
 from meshwright.sharding.tensor_candidates import Candidate
-from meshwright.sharding.tensor_reasons import (
-    Column,
-    DividedAnotherWay,
-    Experts,
-    Factor,
-    FactorName,
-    Factors,
-    Follows,
-    Fused,
-    InsideHeads,
-    Joined,
-    NeededWhole,
-    NoDims,
-    NoProduct,
-    NotDivisible,
-    Obstacle,
-    OtherBlock,
-    PoorSubstitute,
-    Recurrent,
-    Replicated,
-    Row,
-    TensorRole,
-    Vocabulary,
-)
+
+TensorRole = Literal["column", "row", "vocabulary", "expert", "follows", "replicated"]
+"""The role of the dim that the tensor axis shards."""
 
 Rejection = tuple[Candidate, Candidate | None]
 """A rejected candidate and the rival that ruled it out, if any."""
 
-_JOINED: Mapping[str, Joined] = {
+_JOINED: Mapping[str, str] = {
     "contract": "contracted",
     "reduce": "reduced",
     "gather": "gathered",
 }
-"""How the parts of a divided dim are joined, by kind of event; the first that occurs counts."""
+"""How the parts of a sharded dim are joined, by kind of event; the first that occurs counts."""
 
 
-def factors_of(classes: DimClasses, dim: Iterable[DimFactor]) -> Factors:
-    """Return the factors of a dim, each named once; a factor after heads is the size of a head."""
-    factors = list[Factor]()
+def product_of(classes: DimClasses, dim: Iterable[DimFactor]) -> str:
+    """Return a dim as the product of its factors: ``8 heads × 16``.
+
+    Each kind of factor is named once, and a factor after heads is the size of a head.
+    """
+    factors: list[str] = []
     for atom in dim:
-        factor = Factor(atom.size, _name(classes, atom))
-        named = factor in factors or any(other.name == "heads" for other in factors)
-        factors.append(Factor(atom.size) if named else factor)
-    return tuple(factors)
+        named = _named(classes, atom)
+        known = named in factors or any(other.endswith(" heads") for other in factors)
+        factors.append(str(atom.size) if known else named)
+    return " × ".join(factors)
 
 
 def why_placed(
     classes: DimClasses, leaf: LeafDims, dim: int, role: TensorRole, candidate: Candidate
-) -> Reason:
-    """Return the reason for dividing a dim: its role, and where its parts are joined."""
-    factors = factors_of(classes, leaf.dims[dim])
+) -> str:
+    """Return the reason for sharding a dim: its role, and where its parts are joined."""
+    factors = product_of(classes, leaf.dims[dim])
     match role:
         case "follows":
-            return Follows(_first_kernel(candidate, leaf), factors)
+            return f"follows {_first_kernel(candidate, leaf)}, whose {factors} it shares"
         case "vocabulary":
-            return Vocabulary(factors)
+            return f"vocabulary: each device looks up its part of {factors}"
         case "row":
             first = _first_kernel(candidate)
-            return Row(factors, first if first != leaf.path else None)
+            source = "summed over the devices" if first == leaf.path else f"fed by {first}"
+            return f"row: contracts {factors}, {source}"
         case "expert":
-            return Experts(factors)
+            return f"expert: {factors} kernels side by side"
         case "column" | "replicated":
-            return _column(factors, candidate)
+            return f"column: feeds {factors}, {_where_joined(candidate)}"
 
 
-def why_replicated(
+def why_whole(
     classes: DimClasses, leaf: LeafDims, rejections: Sequence[Rejection], size: int
-) -> Replicated:
-    """Return why a leaf is replicated: what rules out the cheapest way to divide it."""
+) -> str:
+    """Return why every device holds a leaf whole: what rules out the cheapest way to shard it."""
     if not any(leaf.dims):
-        return Replicated(NoDims())
+        return "nothing to shard"
     if not rejections:
-        return Replicated(NoProduct())
-    candidate, rival = cheapest(rejections)
+        return "no matrix product or lookup of data to shard"
+    # Of what seemed possible, the cheapest candidate is the one to report.
+    candidate, rival = min(
+        rejections, key=lambda r: (r[0].obstacle in ("blocked", "attention"), r[0].cost)
+    )
     if candidate.obstacle:
-        return Replicated(_obstacle(classes, leaf, candidate, size))
-    return Replicated(_rival(classes, candidate, rival, size))
+        return _obstacle(classes, leaf, candidate, size)
+    return _rival(classes, candidate, rival, size)
 
 
-def cheapest(rejections: Sequence[Rejection]) -> Rejection:
-    """Return the rejection to report: of the cheapest candidate that seemed possible."""
-    return min(rejections, key=lambda r: (r[0].obstacle in ("blocked", "attention"), r[0].cost))
-
-
-def fused_factor(leaf: LeafDims, candidate: Candidate) -> tuple[int, tuple[int, ...], int] | None:
-    """Return a dim, its factors and the one to divide, if that is not the first; else None."""
-    for position, dim in enumerate(leaf.dims):
-        index = next((i for i, atom in enumerate(dim) if atom.id in candidate.ways), 0)
-        if index > 0:
-            return position, tuple(atom.size for atom in dim), index
-    return None
-
-
-def _name(classes: DimClasses, atom: DimFactor) -> FactorName:
+def _named(classes: DimClasses, atom: DimFactor) -> str:
     if atom.id in classes.heads:
-        return "heads"
+        return f"{atom.size} heads"
     if atom.id in classes.channels:
-        return "channels"
-    return "vocabulary" if atom.id in classes.vocabularies else ""
+        return f"{atom.size} channels"
+    return f"vocabulary {atom.size}" if atom.id in classes.vocabularies else str(atom.size)
 
 
-def _obstacle(classes: DimClasses, leaf: LeafDims, candidate: Candidate, size: int) -> Obstacle:
+def _obstacle(classes: DimClasses, leaf: LeafDims, candidate: Candidate, size: int) -> str:
     """Return why a candidate can never be used."""
-    factors = factors_of(classes, candidate.atoms)
+    factors = product_of(classes, candidate.atoms)
     match candidate.obstacle:
         case "size":
-            return NotDivisible(factors, size)
+            verb = "are" if factors.endswith((" heads", " channels")) else "is"
+            return f"{factors} {verb} not divisible by tensor={size}"
         case "recurrent":
-            return Recurrent(_recurrent_leaf(candidate, leaf))
+            owner = _recurrent_leaf(candidate, leaf)
+            whose = f" of {owner}" if owner else ""
+            return f"both dims{whose} are the same class (recurrent)"
         case "inside":
             owner, dim = _owner(candidate, leaf)
-            path = None if owner is leaf else owner.path
-            return Fused(factors, factors_of(classes, dim), path)
+            whose = "its dim" if owner is leaf else f"a dim of {owner.path}"
+            return (
+                f"fused: the factor {factors} is inside {whose} ({product_of(classes, dim)}), "
+                "which no PartitionSpec can express"
+            )
         case "attention":
-            return InsideHeads(factors)
+            return f"attention contracts {factors} within each head"
         case "blocked":
-            event = next(e for e in classes.events_of(candidate.ways) if e.kind == "block")
-            return NeededWhole(factors, event.primitive, event.path)
+            event = next(e for e in classes.events_of(candidate.splits) if e.kind == "block")
+            where = f" in {event.path}" if event.path else ""
+            return f"{event.primitive}{where} needs all of {factors}"
         case "":
             raise AssertionError("the candidate has no obstacle")
 
 
-def _rival(
-    classes: DimClasses, candidate: Candidate, rival: Candidate | None, size: int
-) -> Obstacle:
+def _rival(classes: DimClasses, candidate: Candidate, rival: Candidate | None, size: int) -> str:
     """Return why a candidate that could be used was rejected."""
-    factors = factors_of(classes, candidate.atoms)
+    factors = product_of(classes, candidate.atoms)
     if rival is None:
-        return OtherBlock(factors)
+        # Repeated blocks are sharded alike.
+        return f"another block cannot be sharded along {factors}"
     if not rival.obstacle:
-        return DividedAnotherWay(factors, _first_kernel(rival))
-    first = classes.leaves[min(rival.kernels)]
+        first = _first_kernel(rival)
+        return f"kernels with this dim ({factors}) are sharded another way, such as {first}"
+    better = _obstacle(classes, classes.leaves[min(rival.kernels)], rival, size)
     ratio = candidate.cost / max(1, rival.cost)
-    return PoorSubstitute(_obstacle(classes, first, rival, size), factors, ratio)
+    return f"{better}, and {factors} instead would send {ratio:.1f} times the bytes"
 
 
 def _recurrent_leaf(candidate: Candidate, leaf: LeafDims) -> str | None:
     """Return the leaf two of whose dims are one class: None for this leaf, else a path."""
 
     def count(owner: LeafDims) -> int:
-        return sum(any(atom.id in candidate.ways for atom in dim) for dim in owner.dims)
+        return sum(any(atom.id in candidate.splits for atom in dim) for dim in owner.dims)
 
     if count(leaf) > 1:
         return None
@@ -159,14 +138,15 @@ def _owner(candidate: Candidate, leaf: LeafDims) -> tuple[LeafDims, tuple[DimFac
     """Return a leaf, this one if possible, and its dim that contains the candidate."""
     kernels_first = sorted(candidate.touched, key=lambda i: i not in candidate.kernels)
     for owner in (leaf, *(candidate.classes.leaves[i] for i in kernels_first)):
-        fused = fused_factor(owner, candidate)
-        if fused is not None:
-            return owner, owner.dims[fused[0]]
+        for dim in owner.dims:
+            split = [atom.id in candidate.splits for atom in dim]
+            if any(split) and not split[0]:
+                return owner, dim
     raise AssertionError("the candidate is inside no dim")
 
 
 def _first_kernel(candidate: Candidate, beside: LeafDims | None = None) -> str:
-    """Return a kernel that the candidate divides: of the same module if possible, else a column."""
+    """Return a kernel that the candidate shards: of the same module if possible, else a column."""
     placed = [i for i in candidate.placed if i in candidate.kernels]
     columns = [i for i in placed if not _is_row(candidate, i)]
     paths = [candidate.classes.leaves[i].path for i in columns or placed]
@@ -176,12 +156,12 @@ def _first_kernel(candidate: Candidate, beside: LeafDims | None = None) -> str:
 
 def _is_row(candidate: Candidate, position: int) -> bool:
     rows = candidate.classes.leaves[position].uses.get("row", frozenset())
-    return bool(rows & candidate.ways.keys())
+    return bool(rows & candidate.splits.keys())
 
 
-def _column(factors: Factors, candidate: Candidate) -> Column:
-    first = {event.kind: event for event in reversed(candidate.classes.events_of(candidate.ways))}
+def _where_joined(candidate: Candidate) -> str:
+    first = {event.kind: event for event in reversed(candidate.classes.events_of(candidate.splits))}
     for kind, joined in _JOINED.items():
         if kind in first:
-            return Column(factors, joined, first[kind].path)
-    return Column(factors, "", "")
+            return f"{joined} in {first[kind].path or 'the loss'}"
+    return "never summed"

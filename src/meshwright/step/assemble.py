@@ -41,15 +41,20 @@ from meshwright.sharding.decide import Decision, batch_axes, decide, dim_classes
 from meshwright.sharding.placement import to_spec
 from meshwright.step.initial_state import draw_leaves, start_from
 from meshwright.step.place_batch import place_batch
-from meshwright.step.planned_forward import kernel_search, planned_remat
 from meshwright.step.state import TrainState
-from meshwright.step.step_program import StepProgram, per_device_program, step_program
+from meshwright.step.step_program import (
+    StepProgram,
+    kernel_search,
+    per_device_program,
+    planned_remat,
+    step_program,
+)
 from meshwright.step.train_step import TrainStep
 from meshwright.text.units import counted
 from meshwright.trees import Batch, divide_batch
 
 FEW_SAMPLES = 8
-"""Means and variances of fewer samples are mostly noise."""
+"""Means and variances over fewer samples are mostly noise."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +92,8 @@ class Assembled:
 
         Args:
             seed: the seed of random values.
-            given: arrays of some of the step's leaves, placed as the step has them, by number;
-                random values of these are never computed.
+            given: by number, some of the step's leaves, placed as the step expects them; random
+                values for these are never computed.
             quickly: compile for a single run instead of for speed.
         """
         given, layout = given or {}, self.traced.layout
@@ -206,7 +211,7 @@ def assemble(
         devices: devices of the mesh; all by default.
         wide: compute in float64, for proofs.
         runs: how often the step will run, if only a few times.
-        guarded: leave out updates that are not finite; see `TrainStep`.
+        guarded: do not apply updates that are not finite; see `TrainStep`.
     """
     mesh = build_mesh(plan.mesh, devices)
     with doing("building the model"), device_reads(model, loss) as reads:
@@ -340,7 +345,7 @@ def _local_forward(
     draws = LocalDraws(decision.classes, classes, batch_axes(plan.mesh))
     remat = choose_remat(plan.sharding.remat, keep_gathered=True)
     search = kernel_search(plan, mesh)
-    # The device's own samples are all there is: no axis of the batch divides them again.
+    # A device sees only its own samples: no axis shards them again.
     kernels = find_kernels(traced, classes, lambda frame, variable: None, search)
     return local_forward(traced, draws, mesh, remat, wide=wide, kernels=kernels)
 

@@ -15,8 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshwright.program.trace.layout import StepLeaf
 from meshwright.sharding.placement import to_spec
 from meshwright.step.assemble import Assembled
-from meshwright.step.scaler import LossScale, all_finite
-from meshwright.step.state import TrainState
+from meshwright.step.state import LossScale, TrainState, all_finite
 from meshwright.trees import is_key, key_data
 
 CanonicalState = dict[str, dict[str, Any]]

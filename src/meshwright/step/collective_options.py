@@ -1,10 +1,10 @@
-"""Compiler options with which GPUs send while they compute, chosen by the size of a block.
+"""Compiler options that let GPUs communicate while they compute, by the size of a block.
 
-XLA joins small collectives into large ones. Joined ones wait for the last of their parts, and if
-they hold the weights or gradients of several blocks, little is left to compute meanwhile. In a loop
-over blocks it starts a collective and waits for it in the same iteration, unless it is told to
-carry it over to the next one. A device that is alone has nothing to hide behind computing: there,
-the order that hides it only costs memory. benchmarks/NOTES.md has the figures.
+XLA combines small collectives into large ones, which wait for the last of their parts; if they hold
+the weights or gradients of several blocks, little is left to compute meanwhile. In a loop over
+blocks, XLA waits for a collective in the iteration that starts it, unless an option carries it over
+to the next one. A single device has no communication to hide, and the order that would hide it only
+costs memory. benchmarks/NOTES.md has the figures.
 """
 
 from __future__ import annotations

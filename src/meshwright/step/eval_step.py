@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.compiled.compile_program import compile_program
 from meshwright.errors import UserError
-from meshwright.pipeline.execute.exchange_check import check_exchanges
+from meshwright.pipeline.execute.exchanges import check_exchanges
 from meshwright.pipeline.place import decide_stages, pipelined_forward
 from meshwright.program.on_mesh.mesh_forward import Forward
 from meshwright.program.trace.layout import Layout
@@ -20,9 +20,15 @@ from meshwright.program.trace.traced_loss import Loss, LossOutput, Model, trace_
 from meshwright.runtime.activity import activity
 from meshwright.sharding.decide import decide
 from meshwright.step.assemble import Assembled, set_eval_mode
-from meshwright.step.microbatch import split_strided
-from meshwright.step.planned_forward import kernel_search, planned_forward, planned_remat
-from meshwright.step.step_program import StepProgram, step_program, unstaged_program
+from meshwright.step.place_batch import split_strided
+from meshwright.step.step_program import (
+    StepProgram,
+    kernel_search,
+    planned_forward,
+    planned_remat,
+    step_program,
+    unstaged_program,
+)
 from meshwright.trees import Batch, divide_batch
 from meshwright.weighted import Weighted
 
@@ -43,9 +49,9 @@ def compile_evaluation(
 ) -> Evaluate:
     """Compile the evaluation for batches like this one, split into ``count`` microbatches.
 
-    A batch whose samples do not divide over the mesh comes unsharded, and the compiler divides it
-    unevenly. Scalar means count by the samples they are of, so that batches of different sizes
-    add up.
+    A batch whose samples cannot be sharded evenly comes unsharded, and the compiler shards it
+    unevenly. Scalar means are weighted by their number of samples, so that batches of different
+    sizes add up.
 
     On a mesh with pipeline stages it runs as a pipeline too, so no device holds another stage's
     blocks. If the model cannot be divided into stages in eval mode, it warns and gathers them.
@@ -144,7 +150,7 @@ def _on_mesh(assembled: Assembled, program: StepProgram) -> tuple[Forward, _Plac
     sharding = NamedSharding(assembled.mesh, decision.batch)
 
     def place(leaves: Sequence[Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        # A batch that does not divide comes unsharded; a constraint may divide it unevenly.
+        # A batch that does not divide comes unsharded; a constraint may shard it unevenly.
         divided = [jax.lax.with_sharding_constraint(leaf, sharding) for leaf in batch]
         return translate(leaves), divided
 
@@ -210,7 +216,7 @@ def _in_evaluation_mode(loss: Loss) -> Loss:
 
 
 def _of_samples(value: Any, count: int) -> Any:
-    """Return a scalar mean as a total over so many samples; anything else unchanged."""
+    """Return a scalar mean as a total over ``count`` samples; anything else unchanged."""
     if isinstance(value, Weighted) or jnp.shape(value) != ():
         return value
     return Weighted(jnp.asarray(value, jnp.float32) * count, jnp.full((), count, jnp.float32))

@@ -1,4 +1,7 @@
-"""Loss and gradients of one update, accumulated over microbatches inside the step."""
+"""Loss and gradients of one update, accumulated over microbatches inside the step.
+
+Gradients are reduced over devices after each microbatch, or once for several of them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 
 from meshwright.program.trace.precision_policy import zeros_for_sums
 from meshwright.program.trace.traced_loss import LossValue
@@ -16,6 +21,10 @@ from meshwright.weighted import Weighted
 
 LossFunction = Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], LossValue]
 """From (params, model state, batch leaves) to the value of the loss."""
+
+
+_Kept = tuple[list[Any], dict[int, Any]]
+"""Model state and written parameters: what a microbatch takes over from the one before."""
 
 
 @dataclass(frozen=True)
@@ -71,22 +80,83 @@ def accumulate_gradients(
     whole batch. ``constrain`` fixes the sharding of the running sums. Each microbatch starts from
     the state and the ``written`` parameters of the one before.
     """
-    grad = value_and_grad(function)
-
-    def accumulate(carry: Any, microbatch: list[Any]) -> tuple[Any, Any]:
-        model_state, new, sums = carry
-        (_, value), grads = grad(replaced(params, new), model_state, microbatch, scale)
-        weight = value.objective.weight
-        sums = constrain([s + g * weight for s, g in zip(sums, grads, strict=True)])
-        return (value.state, value.written, sums), (value.objective, value.metrics)
-
-    zeros = constrain(zeros_for_sums(params))
-    start = (list(model_state), {n: params[n] for n in written}, zeros)
-    (model_state, new, sums), (objectives, metrics) = jax.lax.scan(
-        accumulate, start, list(microbatches)
+    kept = (list(model_state), {n: params[n] for n in written})
+    ((model_state, new), sums), (objectives, metrics) = _accumulate(
+        function, params, kept, list(microbatches), scale, constrain
     )
     params = replaced(params, new)
     return finish_gradients(params, sums, objectives, metrics, list(model_state), scale)
+
+
+def accumulate_locally(
+    function: LossFunction,
+    params: Sequence[Any],
+    model_state: Sequence[Any],
+    microbatches: Sequence[Any],
+    *,
+    every: int,
+    mesh: Mesh,
+    batch_axes: Mapping[str, int],
+    joined: bool = False,
+    scale: Array | None = None,
+    written: Sequence[int] = (),
+) -> Gradients:
+    """Return the gradients of stacked microbatches [count, …], reduced once per ``every`` of them.
+
+    ``function`` gets one device's samples. Each device adds up its own weighted gradients; the
+    sums are reduced over devices at the end of each group, ``joined`` to one array or each by
+    itself. The state and the ``written`` parameters do not depend on the samples, so every device
+    computes the same.
+    """
+    reduce = _psum_joined if joined else jax.lax.psum
+    axes = tuple(batch_axes)
+
+    def group_sums(params: list[Any], kept: _Kept, group: list[Any], scale: Array | None) -> Any:
+        (kept, sums), parts = _accumulate(function, params, kept, group, scale)
+        totals = jax.tree.map(lambda part: part.sum(), parts)
+        return kept, *reduce((sums, totals), axes)
+
+    replicated, sharded = PartitionSpec(), PartitionSpec(None, axes)
+    mapped = jax.shard_map(
+        group_sums,
+        mesh=mesh,
+        in_specs=(replicated, replicated, sharded, replicated),
+        out_specs=(replicated, replicated, replicated),
+        axis_names=set(axes),
+        check_vma=False,
+    )
+
+    def next_group(carry: Any, group: list[Any]) -> tuple[Any, Any]:
+        kept, sums = carry
+        kept, more, totals = mapped(list(params), kept, group, scale)
+        return (kept, [a + b for a, b in zip(sums, more, strict=True)]), totals
+
+    groups = [a.reshape(a.shape[0] // every, every, *a.shape[1:]) for a in microbatches]
+    start = ((list(model_state), {n: params[n] for n in written}), zeros_for_sums(params))
+    ((model_state, new), sums), (objectives, metrics) = _loop(next_group, start, groups)
+    params = replaced(params, new)
+    return finish_gradients(params, sums, objectives, metrics, list(model_state), scale)
+
+
+def _accumulate(
+    function: LossFunction,
+    params: Sequence[Any],
+    kept: _Kept,
+    microbatches: list[Any],
+    scale: Array | None,
+    constrain: Callable[[list[Any]], list[Any]] = lambda gradients: gradients,
+) -> tuple[tuple[_Kept, list[Any]], tuple[Weighted, dict[str, Weighted]]]:
+    """Return what the last microbatch keeps and the weighted sums of gradients, and all losses."""
+    grad = value_and_grad(function)
+
+    def accumulate(carry: Any, microbatch: list[Any]) -> tuple[Any, Any]:
+        (model_state, new), sums = carry
+        (_, value), grads = grad(replaced(params, new), model_state, microbatch, scale)
+        weight = value.objective.weight
+        sums = constrain([s + g * weight for s, g in zip(sums, grads, strict=True)])
+        return ((value.state, value.written), sums), (value.objective, value.metrics)
+
+    return _loop(accumulate, (kept, constrain(zeros_for_sums(params))), microbatches)
 
 
 def finish_gradients(
@@ -140,3 +210,24 @@ def _unscale(gradients: Sequence[Any], scale: Array | None) -> list[Any]:
 
 def _sum(stacked: Weighted) -> Weighted:
     return Weighted(stacked.total.sum(), stacked.weight.sum())
+
+
+def _loop(body: Callable[[Any, Any], tuple[Any, Any]], start: Any, rows: list[Any]) -> Any:
+    """Run a body on each row; a single one without a loop, in which CPUs convolve slowly."""
+    if rows[0].shape[0] > 1:
+        return jax.lax.scan(body, start, rows)
+    carry, results = body(start, [row[0] for row in rows])
+    return carry, jax.tree.map(lambda result: result[None], results)
+
+
+def _psum_joined(values: Any, axes: tuple[str, ...]) -> Any:
+    """Sum values over devices with one reduction for all arrays of a dtype."""
+    leaves, tree = jax.tree.flatten(values)
+    summed: dict[int, Array] = {}
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+        own = [number for number, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        joined = jax.lax.psum(jnp.concatenate([leaves[n].ravel() for n in own]), axes)
+        ends = np.cumsum([leaves[n].size for n in own])[:-1]
+        for number, part in zip(own, jnp.split(joined, ends), strict=True):
+            summed[number] = part.reshape(leaves[number].shape)
+    return jax.tree.unflatten(tree, [summed[n] for n in range(len(leaves))])

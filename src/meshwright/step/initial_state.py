@@ -1,16 +1,23 @@
-"""The initial state of a training: drawn parameters and a new optimizer state, born sharded."""
+"""The initial state of a run: random parameters and a new optimizer state, sharded from the start.
+
+The program that initializes a model draws each parameter by code of its own. Compilers may take
+longer for it than for the step, although most outputs differ in nothing but their random key. So it
+is run output by output, and what is computed alike is compiled once. Later models of the same
+process use what earlier ones compiled.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from meshwright.compiled.quick_options import quick_options
 from meshwright.program.blocks.parts import Part, parts_of
@@ -18,13 +25,13 @@ from meshwright.program.jaxpr.equations import (
     Atom,
     ClosedJaxpr,
     Equation,
+    Jaxpr,
     Literal,
     Var,
     aval_of,
     bind,
 )
 from meshwright.program.trace.layout import Layout, StepLeaf
-from meshwright.step.compile_by_kind import ProgramsByKind, repeat_little
 from meshwright.step.state import TrainState
 from meshwright.step.train_step import TrainStep
 from meshwright.trees import is_key
@@ -42,21 +49,21 @@ def draw_leaves(
     given: Mapping[int, Any],
     quickly: bool = False,
 ) -> list[Any]:
-    """Return the step's leaves, each computed by a small program, or by one if they share much.
+    """Return the step's leaves, each from a small program, or all from one if they share much work.
 
     Args:
         closed: the program from the words of a random key to the model's leaves.
         words: the words.
         layout: which of the model's leaves each of the step's leaves holds.
         shardings: of the step's leaves.
-        given: leaves that are not computed, by number.
+        given: by number, leaves that need not be computed.
         quickly: compile for a single run instead of for speed.
     """
     known, rest = _compute_keys(closed, words)
     parts = parts_of(rest, closed.jaxpr.outvars)
     steps = [step for n, step in enumerate(layout.step_leaves) if n not in given]
     options = quick_options() if quickly else None
-    if not repeat_little([parts[source] for step in steps for source in step.sources]):
+    if not _repeat_little([parts[source] for step in steps for source in step.sources]):
         return _draw_together(closed, words, layout, shardings, given, options)
     programs = ProgramsByKind(closed.jaxpr, known, options)
 
@@ -148,7 +155,7 @@ def _on_cpu() -> AbstractContextManager[Any]:
     try:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:
-        # JAX was told to use accelerators only, such as by JAX_PLATFORMS=cuda.
+        # JAX may be restricted to accelerators, such as by JAX_PLATFORMS=cuda.
         return nullcontext()
 
 
@@ -160,3 +167,94 @@ def _is_small(variable: Var) -> bool:
 
 def _read(known: dict[Var, Any], atom: Atom) -> Any:
     return atom.val if isinstance(atom, Literal) else known[atom]
+
+
+REPEATED = 2
+"""Parts that share equations are computed apart if they have at most this many times as many
+equations as the program."""
+
+MOST_KINDS = 512
+"""How many kinds of parts are remembered; beyond that, the oldest are forgotten."""
+
+_functions: dict[Hashable, list[tuple[Part, Any]]] = {}
+
+
+def _repeat_little(parts: Sequence[Part]) -> bool:
+    """Whether computing parts apart repeats little work that they share."""
+    apart = sum(len(part.eqns) for part in parts)
+    together = len({id(eqn) for part in parts for eqn in part.eqns})
+    return apart <= REPEATED * together
+
+
+class ProgramsByKind:
+    """Computes parts of one program; those that are alike share a compiled function.
+
+    Args:
+        whole: the program.
+        known: the values that the parts read.
+        compiler_options: for every function.
+    """
+
+    def __init__(
+        self, whole: Jaxpr, known: Mapping[Var, Any], compiler_options: Mapping[str, Any] | None
+    ) -> None:
+        self._whole, self._known = whole, known
+        self._options = dict(compiler_options or {}) or None
+
+    def compute(self, part: Part, sharding: Sharding) -> Any:
+        """Return the output of a part."""
+        return self._compiled(part, sharding)(*map(self._input, part.inputs))
+
+    def compute_rows(self, parts: Sequence[Part], sharding: Sharding) -> Any | None:
+        """Return the outputs of parts as rows of one array; None if they are not alike."""
+        first = parts[0]
+        if not all(first.is_like(part) for part in parts[1:]):
+            return None
+        inputs = zip(*([self._input(v) for v in part.inputs] for part in parts), strict=True)
+        compiled = self._compiled(first, sharding, rows=len(parts))
+        return compiled(*(np.stack(rows) for rows in inputs))
+
+    def _input(self, variable: Var) -> Any:
+        value = self._known[variable]
+        return np.asarray(jax.random.key_data(value)) if is_key(value.dtype) else value
+
+    def _compiled(self, part: Part, sharding: Sharding, rows: int | None = None) -> Any:
+        formats = tuple(self._format(variable) for variable in part.inputs)
+        options = tuple((self._options or {}).items())
+        kind = (part.outline, formats, sharding, rows, options)
+        for known, function in _functions.get(kind, ()):
+            if known.is_like(part):
+                return function
+        one = self._function(part)
+        several = jax.vmap(lambda _, *inputs: one(*inputs))
+        function = jax.jit(
+            one if rows is None else lambda *inputs: several(jnp.arange(rows), *inputs),
+            out_shardings=sharding,
+            compiler_options=self._options,
+        )
+        if len(_functions) >= MOST_KINDS:
+            del _functions[next(iter(_functions))]
+        _functions.setdefault(kind, []).append((part, function))
+        return function
+
+    def _format(self, variable: Var) -> Hashable:
+        """Return what a function depends on of an input, besides its value."""
+        value = self._known[variable]
+        kind = str(jax.random.key_impl(value)) if is_key(value.dtype) else ""
+        return np.shape(value), str(value.dtype), kind
+
+    def _function(self, part: Part) -> Any:
+        """Return a function of the inputs, with the words of random keys instead of the keys."""
+        compute = part.function(self._whole)
+        known = [self._known[variable] for variable in part.inputs]
+        kinds = [jax.random.key_impl(value) if is_key(value.dtype) else None for value in known]
+
+        def of_words(*inputs: Any) -> Any:
+            return compute(
+                *(
+                    x if kind is None else jax.random.wrap_key_data(x, impl=kind)
+                    for x, kind in zip(inputs, kinds, strict=True)
+                )
+            )
+
+        return of_words

@@ -1,4 +1,4 @@
-"""The loss as optimizers may ask for it: its value, its gradients, and it as a function."""
+"""The loss as optimizers may need it: its value, its gradients, and the function itself."""
 
 from __future__ import annotations
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import optax
 
+from meshwright.errors import MeshwrightError, UserError, first_line
 from meshwright.program.evaluate.widen import widened
 from meshwright.program.jaxpr.names import flatten, nest
 from meshwright.program.trace.layout import Layout, StepLeaf
 from meshwright.program.trace.model_leaves import Leaf
-from meshwright.sharding.placement import Placement, add_fsdp, add_pipe
-from meshwright.sharding.reasons import LikeParameter
+from meshwright.runtime.user_code import add_note, users_frames
+from meshwright.sharding.placement import Placement, Reason, add_fsdp, add_pipe
 from meshwright.step.objective import Objective, runs_without_loss
-from meshwright.step.optimizer_errors import check_optimizer_state, refusing
 from meshwright.step.stackable import Name, owners, treats_stacks_alike
 
 
@@ -46,7 +47,7 @@ class OptimizerLeaf:
 
 
 SMALL = 1024
-"""A leaf with another shape than its parameter stays replicated below so many elements."""
+"""A leaf shaped unlike its parameter stays replicated if it has fewer elements than this."""
 
 
 class FlatOptimizer:
@@ -60,8 +61,8 @@ class FlatOptimizer:
         layout: the step's leaves.
         placements: placement of the optimizer state of each parameter leaf.
         sizes: size of each mesh axis.
-        stacks_alike: whether stacked blocks are updated like single ones, if it is known.
-        compared: the blocks of a stack by which that is found out: all, or the first and the last.
+        stacks_alike: whether stacked blocks are updated like single ones; None finds out.
+        compared: which blocks of a stack are compared to find out: all, or the first and the last.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class FlatOptimizer:
             gradients: the gradients.
             leaves: the optimizer's leaves.
             params: the parameters.
-            objective: for optimizers that look at the loss, such as line searches.
+            objective: the loss, for optimizers that use it, such as line searches.
             wide: compute in float64 what the optimizer computes in float32, such as a schedule.
         """
         tree = self._tree(params)
@@ -208,9 +209,9 @@ class FlatOptimizer:
             dims = like.dims[1:] if unstacked else like.dims
             own = Leaf(text, tuple(leaf.shape), leaf.dtype, "param", "optimizer")
             if _fits(dims, leaf.shape, sizes):
-                placement = Placement(text, dims, (LikeParameter(like.path),))
+                placement = Placement(text, dims, (Reason(f"like {like.path}"),))
             elif sizes.get("fsdp", 1) > 1:
-                placement = add_fsdp(own, placement.dims, size=sizes["fsdp"], smallest=SMALL)
+                placement = add_fsdp(own, placement, size=sizes["fsdp"], smallest=SMALL)
             if "pipe" in like.axes() - placement.axes():
                 # A single block belongs to no stage, so all stages share its state.
                 placement = add_pipe(own, placement, sizes=sizes, smallest=SMALL)
@@ -233,10 +234,39 @@ def _slice(value: Any, number: int) -> Any:
 def _fits(dims: Sequence[Sequence[str]], shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
     if len(dims) != len(shape):
         return False
-    for axes, size in zip(dims, shape, strict=True):
-        parts = 1
-        for axis in axes:
-            parts *= sizes.get(axis, 1)
-        if size % parts:
-            return False
-    return True
+    parts = (math.prod(sizes.get(axis, 1) for axis in axes) for axes in dims)
+    return not any(size % count for size, count in zip(shape, parts, strict=True))
+
+
+@contextmanager
+def refusing(call: str) -> Generator[None]:
+    """Report what an optimizer raises in its ``init`` or ``update``.
+
+    An exception from the user's own code propagates; one from optax itself says what the
+    optimizer needs and does not get.
+    """
+    try:
+        yield
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        if users_frames(error):
+            add_note(error, f"while calling the optimizer's {call}")
+            raise
+        raise UserError(
+            f"the optimizer's {call} failed: {first_line(error)}",
+            why="an optimizer gets gradients, its state and params, and what it takes of value, "
+            "grad, value_fn and grad_fn; masks and labels get params as nested dicts",
+            fix="choose an optimizer that needs no more than these, and masks and labels that fit",
+        ) from error
+
+
+def check_optimizer_state(state: Any) -> None:
+    """Refuse optimizers whose state shows that they need another kind of parameters."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.LookaheadState))
+    if any(isinstance(node, optax.LookaheadState) for node in nodes):
+        raise UserError(
+            "optax.lookahead cannot be used",
+            why="it updates pairs of fast and slow parameters, and a model has only one set",
+            fix="use optax.contrib.schedule_free_adamw, which averages inside its own state",
+        )

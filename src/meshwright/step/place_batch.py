@@ -1,12 +1,13 @@
-"""Placing a host batch on the mesh, each process the rows that its devices hold."""
+"""Placing a host batch on the mesh, and splitting it into microbatches where it is."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from meshwright.trees import Batch
@@ -46,3 +47,19 @@ def place_batch(
         return jax.make_array_from_callback((batch_size, *leaf.shape[1:]), sharding, piece)
 
     return [place(leaf) for leaf in leaves]
+
+
+def split_strided(batch: Sequence[Any], count: int, mesh: Mesh, spec: PartitionSpec) -> list[Any]:
+    """Return arrays [count, B / count, …]: microbatch m holds samples m, m + count, ….
+
+    A device holds contiguous samples of the batch. With every count-th sample in a microbatch, it
+    holds a part of every microbatch; contiguous microbatches would have to be moved. ``spec`` is
+    the partition spec of the batch.
+    """
+    sharding = NamedSharding(mesh, PartitionSpec(None, *spec))
+
+    def split(array: Any) -> Any:
+        rows = array.reshape(array.shape[0] // count, count, *array.shape[1:])
+        return jax.lax.with_sharding_constraint(rows.swapaxes(0, 1), sharding)
+
+    return [split(array) for array in batch]

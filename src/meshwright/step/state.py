@@ -1,4 +1,7 @@
-"""The training state: flat lists of leaves, without a tree to traverse."""
+"""The training state: flat lists of leaves without a tree to traverse, and fp16's loss scale.
+
+The scale is dynamic, and computed on the devices without the host.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,85 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
-from meshwright.step.scaler import LossScale
+INITIAL_SCALE = 2.0**15
+GROWTH_INTERVAL = 2000
+SMALLEST_SCALE, LARGEST_SCALE = 1.0, 2.0**24
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """How the loss scale changes.
+
+    Attributes:
+        initial_scale: the initial scale.
+        growth_factor: multiplies the scale after `growth_interval` finite updates in a row.
+        backoff_factor: multiplies the scale after an update that was not finite.
+        growth_interval: finite updates in a row before the scale grows.
+        min_scale: the smallest scale.
+        max_scale: the largest scale.
+    """
+
+    initial_scale: float = INITIAL_SCALE
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = GROWTH_INTERVAL
+    min_scale: float = SMALLEST_SCALE
+    max_scale: float = LARGEST_SCALE
+
+
+_DEFAULT_RULE = ScaleRule()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossScale:
+    """The loss scale and its history.
+
+    Attributes:
+        scale: factor on the loss before differentiation.
+        good_steps: finite updates since the scale last changed.
+        skipped: updates that were not applied because a gradient was not finite.
+    """
+
+    scale: Array
+    good_steps: Array
+    skipped: Array
+
+    @classmethod
+    def initial(cls, scale: float = INITIAL_SCALE) -> LossScale:
+        """Return the initial scale of a run."""
+        return cls(
+            jnp.asarray(scale, jnp.float32), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        )
+
+    @property
+    def smallest(self) -> Array:
+        """Whether the scale cannot get smaller: what is not finite does not come from it."""
+        return self.scale <= SMALLEST_SCALE
+
+    def after(self, finite: Array, rule: ScaleRule = _DEFAULT_RULE) -> LossScale:
+        """Return the scale of the next update.
+
+        By default it doubles after 2000 finite updates and halves after one that is not finite.
+        """
+        good = jnp.where(finite, self.good_steps + 1, 0)
+        grow = good >= rule.growth_interval
+        growth = jnp.where(grow, rule.growth_factor, 1.0)
+        factor = jnp.where(finite, growth, rule.backoff_factor)
+        return LossScale(
+            jnp.clip(self.scale * factor, rule.min_scale, rule.max_scale),
+            jnp.where(grow, 0, good),
+            self.skipped + jnp.where(finite, 0, 1),
+        )
+
+
+def all_finite(tree: object) -> Array:
+    """Whether every element of every floating leaf is finite."""
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.array([jnp.isfinite(leaf).all() for leaf in leaves], bool).all()
 
 
 @jax.tree_util.register_dataclass

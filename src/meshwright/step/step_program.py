@@ -1,4 +1,4 @@
-"""The program of a step: the loss of one microbatch, traced, rolled and cut into stages."""
+"""The program of a step: the loss of one microbatch, traced, rolled, cut into stages, on a mesh."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from meshwright.pipeline.divide.cut import cut_blocks, ordered_by_stage
 from meshwright.plan import Plan
 from meshwright.program.blocks.to_scan import roll_program
 from meshwright.program.dims.sample_mean import check_mean
-from meshwright.program.on_mesh.mesh_forward import LocalDraws
+from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.kernels.find_kernels import KernelSearch
+from meshwright.program.on_mesh.mesh_forward import Forward, LocalDraws, mesh_evaluator, weight_uses
+from meshwright.program.on_mesh.remat import Remat, choose_remat
 from meshwright.program.trace.model_leaves import ModelLeaves
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss, TracedLoss, trace_loss
-from meshwright.sharding.decide import batch_axes, dim_classes
+from meshwright.sharding.decide import Decision, batch_axes, dim_classes
 from meshwright.trees import Batch, divide_batch, resize_batch
 
 
@@ -60,7 +63,7 @@ def _refuse_written(traced: TracedLoss, stages: int) -> None:
     raise UserError(
         f"the model writes to the parameter `{paths[0]}`{more} in its call, and cannot be divided "
         "into stages",
-        why="each stage has several microbatches under way, and all of them must read the same "
+        why="each stage has several microbatches in flight, and all of them must read the same "
         "parameters",
         fix=f"leave out {Setting('mesh.pipe', stages)}, or compute the value in the call without "
         "writing it to the parameter",
@@ -80,7 +83,7 @@ def per_device_program(
 ) -> StepProgram | None:
     """Return the loss of one device's samples, if each device computes its own gradients.
 
-    None if the compiler divides the whole microbatch instead, or if no mesh axis divides it.
+    None if the compiler shards the whole microbatch instead, or if no mesh axis does.
     """
     axes = batch_axes(plan.mesh)
     if not axes:
@@ -138,3 +141,47 @@ def _check_mean(loss: Loss, model_leaves: ModelLeaves, micro: Batch, plan: Plan)
     first, second = (trace_loss(loss, model_leaves, samples, compute) for samples in (micro, twice))
     names = first.metric_names
     check_mean(dim_classes(first), dim_classes(second), names, first.kept_paths)
+
+
+def planned_forward(
+    traced: TracedLoss, decision: Decision, plan: Plan, mesh: Mesh, *, wide: bool = False
+) -> Forward:
+    """Return the loss on the mesh with the decided placements; ``wide`` computes in float64."""
+    return forward_on(traced, decision, MeshView(mesh), planned_remat(decision, plan), wide=wide)
+
+
+def forward_on(
+    traced: TracedLoss, decision: Decision, view: MeshView, remat: Remat, *, wide: bool = False
+) -> Forward:
+    """Return the loss on a mesh with the decided placements and this rematerialization."""
+    whole = [placement.without("fsdp") for placement in decision.at_rest]
+    evaluator = mesh_evaluator(
+        view,
+        weight_uses(traced, decision.gathers, whole),
+        remat,
+        wide=wide,
+        constraints=decision.pins,
+        local_ops=decision.local_ops,
+        shared_inputs=decision.shared_inputs,
+        loop_reads=decision.loop_reads,
+        weight_only=decision.weights,
+        kernels=decision.kernels,
+    )
+    return Forward(traced, evaluator, remat)
+
+
+def kernel_search(plan: Plan, mesh: Mesh) -> KernelSearch:
+    """Return which kernels the plan asks for on the devices of the mesh."""
+    return KernelSearch(
+        plan.kernels,
+        platform=mesh.devices.flat[0].platform,
+        # Where tensor shards products, joined rows would keep the compiler from adding the
+        # gradients of query, key and value before it reduces them.
+        rows=plan.size("tensor") == 1,
+    )
+
+
+def planned_remat(decision: Decision, plan: Plan) -> Remat:
+    """Return the rematerialization of the plan: what blocks save for the backward pass."""
+    keep = plan.sharding.keep_gathered or not decision.gathers
+    return choose_remat(plan.sharding.remat, keep_gathered=keep)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshwright.compiled.compile_program import CompiledProgram, compile_program
 from meshwright.compiled.gpu_options import gpu_options
 from meshwright.compiled.quick_options import quick_options
-from meshwright.pipeline.execute.exchange_check import check_exchanges
+from meshwright.pipeline.execute.exchanges import check_exchanges
 from meshwright.pipeline.execute.pipelined_loss import PipelinedLoss
 from meshwright.plan import Plan
 from meshwright.program.flops import count_flops
@@ -29,17 +29,15 @@ from meshwright.step.collective_options import collective_options
 from meshwright.step.gradients import (
     Gradients,
     accumulate_gradients,
+    accumulate_locally,
     compute_gradients,
     finish_gradients,
 )
-from meshwright.step.local_accumulation import accumulate_locally
-from meshwright.step.microbatch import split_strided
 from meshwright.step.objective import Objective
 from meshwright.step.optimizer import FlatOptimizer
-from meshwright.step.planned_forward import planned_forward
-from meshwright.step.scaler import LossScale, all_finite
-from meshwright.step.state import TrainState
-from meshwright.step.step_program import sends_through_gloo
+from meshwright.step.place_batch import split_strided
+from meshwright.step.state import LossScale, TrainState, all_finite
+from meshwright.step.step_program import planned_forward, sends_through_gloo
 
 Metrics = dict[str, Array]
 HALTED = "halted"
@@ -74,10 +72,10 @@ class TrainStep:
         local: the loss of one device's samples, if each device computes its own gradients.
         pipeline: the loss and its gradients by stages, on a mesh with a pipe axis.
         wide: compute in float64, for proofs, and compile quickly.
-        runs: how often it will run, if only a few times: a small model's step is then compiled
+        runs: how often it will run, if only a few times; a small model's step is then compiled
             quickly too.
-        guarded: leave the state as it is from the first update on whose loss or gradient is not
-            finite, until ``halted`` is cleared.
+        guarded: after the first update whose loss or gradient is not finite, leave the state
+            unchanged until ``halted`` is cleared.
     """
 
     def __init__(

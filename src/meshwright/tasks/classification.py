@@ -10,8 +10,15 @@ import jax
 import numpy as np
 from jax import Array
 
-from meshwright.tasks.cross_entropy import cross_entropy, is_correct
-from meshwright.tasks.task import Batch, Metrics, read_field, read_weights, weigh
+from meshwright.tasks.task import (
+    Batch,
+    Metrics,
+    cross_entropy,
+    is_correct,
+    read_field,
+    read_weights,
+    weigh,
+)
 from meshwright.weighted import Weighted
 
 

@@ -1,4 +1,4 @@
-"""Language modelling: predict every token from those before it."""
+"""Language modeling: predict every token from those before it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ import numpy as np
 from jax import Array
 
 from meshwright.errors import UserError
-from meshwright.tasks.cross_entropy import cross_entropy, is_correct
-from meshwright.tasks.task import Batch, Metrics, read_field, read_weights, weigh
+from meshwright.tasks.task import (
+    Batch,
+    Metrics,
+    cross_entropy,
+    is_correct,
+    read_field,
+    read_weights,
+    weigh,
+)
 from meshwright.weighted import Weighted
 
 
@@ -92,7 +99,7 @@ def within_document(segments: Array, inputs: Array) -> Array:
     if segments.shape == (batch_size, length + 1):
         return (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
     raise UserError(
-        "The segment_ids do not fit the tokens.",
-        why=f"They have shape {segments.shape}, the inputs have {inputs.shape}.",
-        fix="Give one document number per token.",
+        "the segment_ids do not fit the tokens",
+        why=f"they have shape {segments.shape}, the inputs have {inputs.shape}",
+        fix="give one document number per token",
     )

@@ -12,7 +12,6 @@ from typing import Any, TextIO
 
 from meshwright.text.masking import mask_text
 from meshwright.text.units import human_bytes, human_count, human_seconds
-from meshwright.tracking.metric_text import format_metrics
 from meshwright.tracking.tracker import NullTracker
 
 SHOWN_EVENTS = (
@@ -31,8 +30,8 @@ SHOWN_EVENTS = (
 """Events that are shown; an evaluation is shown by its metrics."""
 
 
-class LineTracker:
-    """Writes aligned lines, with or without the time in front.
+class LineTracker(NullTracker):
+    """Writes aligned lines, with or without the time in front; the caller shows the result.
 
     Args:
         write: takes one line, without its end.
@@ -66,9 +65,6 @@ class LineTracker:
         """Write what happened."""
         if line := format_event(kind, update, message):
             self._write(line)
-
-    def close(self, result: Mapping[str, Any]) -> None:
-        """Do nothing: the caller of the run shows the result."""
 
 
 class LogFile(LineTracker):
@@ -182,3 +178,36 @@ def format_event(kind: str, update: int, message: str) -> str:
         return ""
     at = f" (update {update})" if update and kind != "start" else ""
     return f"{kind}: {mask_text(message)}{at}"
+
+
+HIDDEN = ("input_wait_share", "flops_per_second")
+"""Metrics that are only written to files, to keep lines short."""
+
+
+def format_metrics(values: Mapping[str, float]) -> list[str]:
+    """Return metrics as padded texts: known ones first, then those of the task."""
+    known = [
+        text(values[name]).ljust(width)
+        for name, (width, text) in _FORMATS.items()
+        if name in values
+    ]
+    own = [
+        f"{name} {value:.4g}".ljust(len(name) + 7)
+        for name, value in values.items()
+        if name not in _FORMATS and name not in HIDDEN
+    ]
+    return known + own
+
+
+_FORMATS: dict[str, tuple[int, Callable[[float], str]]] = {
+    "loss": (12, lambda v: f"loss {v:.4f}"),
+    "eval_samples": (12, lambda v: f"{v:,.0f} sample{'' if v == 1 else 's'}"),
+    "learning_rate": (10, lambda v: f"lr {v:.2e}"),
+    "grad_norm": (10, lambda v: f"grad {v:.3g}"),
+    "samples_per_second": (15, lambda v: f"{human_count(v)} samples/s"),
+    "tokens_per_second": (14, lambda v: f"{human_count(v)} tokens/s"),
+    "step_seconds": (12, lambda v: f"{human_seconds(v)}/step"),
+    "mfu": (9, lambda v: f"MFU {v:.1%}"),
+    "memory_bytes": (9, human_bytes),
+}
+"""Known metrics in the order they are shown: column width, and the text of a value."""

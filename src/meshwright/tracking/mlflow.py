@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.tracking.settings import run_name, service_settings
+from meshwright.tracking.run_files import run_name, service_settings
+from meshwright.tracking.tracker import NullTracker
 
 _MAX_PARAMS = 100
 """Parameters MLflow takes in one request."""
 _MAX_PARAM_LENGTH = 500
 
 
-class MlflowTracker:
-    """Sends metrics to an MLflow experiment with the name of the run's project.
+class MlflowTracker(NullTracker):
+    """Sends metrics, but no events, to an MLflow experiment named after the run's project.
 
     Args:
         folder: the run folder, which stores the run id for a resumed run.
@@ -51,9 +52,6 @@ class MlflowTracker:
         now = int(time.time() * 1000)
         metrics = [metric(f"{split}/{k}", float(v), now, update) for k, v in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
-
-    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
-        """Do nothing: MLflow has no events."""
 
     def close(self, result: Mapping[str, Any]) -> None:
         """End the run, as failed if there is no result, or it says so."""

@@ -16,8 +16,13 @@ from rich.text import Text
 from meshwright.runtime.activity import current_activity, leave_to_bar
 from meshwright.text.columns import Indented
 from meshwright.text.units import human_seconds
-from meshwright.tracking.log_lines import Pace, format_event, format_facts, format_metrics_line
-from meshwright.tracking.metric_text import format_metrics
+from meshwright.tracking.log_lines import (
+    Pace,
+    format_event,
+    format_facts,
+    format_metrics,
+    format_metrics_line,
+)
 
 _STYLES = {"warning": "yellow", "incident": "yellow", "stop": "bold"}
 

@@ -66,7 +66,7 @@ def shows_progress(folder: Path | None, progress: bool | None, *, terminal: bool
 
 
 def shown_activities(folder: Path | None, progress: bool | None) -> AbstractContextManager[None]:
-    """Say what takes long inside, on stderr, if a run there shows its progress."""
+    """Show on stderr what takes long inside, if the run shows its progress."""
     shown = shows_progress(folder, progress, terminal=sys.stderr.isatty())
     return show_activities() if shown and is_main() else nullcontext()
 
@@ -88,9 +88,9 @@ def _enabled(config: TrackingConfig) -> list[str]:
 
 
 def _makers(config: TrackingConfig, folder: Path) -> dict[str, Callable[[], Tracker]]:
-    from meshwright.tracking.background import Background
     from meshwright.tracking.mlflow import MlflowTracker
     from meshwright.tracking.tensorboard import TensorBoardTracker
+    from meshwright.tracking.tracker import Background
     from meshwright.tracking.wandb import WandbTracker
 
     return {

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.tracking.tracker import NullTracker
 
-class TensorBoardTracker:
-    """Writes ``train/loss`` and the like below ``tensorboard/`` in the run folder."""
+
+class TensorBoardTracker(NullTracker):
+    """Writes ``train/loss`` and the like, but no events, to ``tensorboard/`` in the run folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "tensorboard"
@@ -35,9 +37,6 @@ class TensorBoardTracker:
         ]
         summary = summaries.Summary(value=scalars)
         self._writer.add_event(events.Event(wall_time=time.time(), step=update, summary=summary))
-
-    def event(self, kind: str, update: int, message: str, details: Mapping[str, Any]) -> None:
-        """Do nothing: TensorBoard has no events."""
 
     def close(self, result: Mapping[str, Any]) -> None:
         """Write what is queued and close the file."""

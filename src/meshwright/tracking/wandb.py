@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.tracking.settings import run_name, service_settings
+from meshwright.tracking.run_files import run_name, service_settings
 
 INIT_TIMEOUT_SECONDS = 60
 """How long a service that does not answer may delay the start."""
 
 
 class WandbTracker:
-    """Sends metrics to a W&B project with the name of the run's project.
+    """Sends metrics to a W&B project named after the run's project.
 
     Args:
         folder: the run folder, from which the run id follows.

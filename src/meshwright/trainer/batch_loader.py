@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 from meshwright.data.batches import read_batches
 from meshwright.data.loader import load_batches
 from meshwright.data.protocols import Data
-from meshwright.data.user_data import FunctionData
 from meshwright.processes import agree, process_count
 from meshwright.runtime.heartbeat import Doing, own_heartbeat
 from meshwright.step.place_batch import local_rows, place_batch
@@ -63,9 +62,7 @@ class BatchLoader:
         try:
             yield self._placed(loaded)
         finally:
-            close = getattr(loaded, "close", None)
-            if close is not None:
-                close()
+            loaded.close()
 
     def _placed(self, loaded: Iterator[Any]) -> Iterator[list[Any]]:
         batches = read_batches(loaded)
@@ -79,9 +76,8 @@ class BatchLoader:
 
     def _all_have(self, batch: Any) -> bool:
         """Whether all processes have a batch; data of unknown size may end earlier in one."""
-        # A function has a batch for every update, and asking each time would cost a round trip.
-        sized = self.data.num_samples is not None or isinstance(self.data, FunctionData)
-        if process_count() == 1 or sized:
+        # Asking each time costs a round trip.
+        if process_count() == 1 or self.data.has_every_batch:
             return batch is not None
         # The others may wait for a process with slow data, which is no wait for their own.
         with own_heartbeat().during(Doing.WAITING):

@@ -32,9 +32,7 @@ from meshwright.config.schema import (
 )
 from meshwright.data.batches import form_of, read_batch
 from meshwright.data.elements import Expected
-from meshwright.data.given_batches import SequenceData
 from meshwright.data.protocols import Data
-from meshwright.data.streams import IterableData
 from meshwright.data.user_data import UserData, as_data
 from meshwright.errors import UserError
 from meshwright.inputs.checks import (
@@ -446,15 +444,11 @@ class Trainer:
     def _read_data(self, data: Any, batch_size: int | None, duration: Duration) -> Data:
         """Return data as `Data`; an iterable that is given again goes on where it was."""
         before = self._memory.data
-        if before is None or before[0] is not data or not isinstance(before[1], IterableData):
+        if before is None or before[0] is not data or not before[1].forward_only:
             expected = Expected(batch_size=batch_size, planned=self._batch_size(None))
             read = as_data(data, self.seed, expected=expected)
             before = self._memory.data = (data, read)
-        read = before[1]
-        if isinstance(read, SequenceData):
-            cycle = read.cycle or duration.epochs is not None
-            return replace(read, cycle=cycle, training=True)
-        return read
+        return before[1].for_training(by_epochs=duration.epochs is not None)
 
     def _read_once(self, data: Any, of: Any) -> Any:
         """Return what a folder's model is to be evaluated on as `Data`, which is read twice."""

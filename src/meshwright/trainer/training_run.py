@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, CheckpointStore
 from meshwright.checkpoint.damage import DamagedCheckpoint
-from meshwright.data.streams import IterableData
 from meshwright.data.token_cache import take_origins
 from meshwright.errors import ANY, NotFinite, OutOfMemory, Setting, UserError, first_line
 from meshwright.planner.fit.fit_check import check_memory, warn_of_compiled
@@ -222,8 +221,7 @@ class TrainingRun:
     def _count_updates(self) -> int | None:
         """Return how many updates to do; None if a time or the end of the data decides."""
         spec = self._spec
-        if spec.duration.epochs is not None and isinstance(spec.data, IterableData):
-            spec.data.stop_after(spec.duration.epochs)
+        if spec.duration.epochs is not None and spec.data.stop_after(spec.duration.epochs):
             return None
         return spec.duration.total_updates(
             num_samples=spec.data.num_samples, batch_size=self._plan.batch.global_batch_size
@@ -231,7 +229,7 @@ class TrainingRun:
 
     def _check_samples(self) -> list[str]:
         data, saves = self._spec.data, self._run_dir is not None or self._point is not None
-        order = data.order if isinstance(data, IterableData) and saves else ""
+        order = data.order if saves else ""
         repeated = repeated_samples(self._plan.batch.global_batch_size, data.num_samples)
         return [*repeated, *([order] if order else [])]
 
@@ -297,7 +295,7 @@ class TrainingRun:
     def _continue_data(self, point: ResumePoint) -> None:
         """Take data that is read in order to where it was, if the checkpoint says where."""
         data, position = self._spec.data, point.metadata.data_position
-        if isinstance(data, IterableData) and position is not None:
+        if position is not None:
             data.go_to(point.update + count_batches(point.metadata.left_out), position)
 
     def _restore(self, tracker: Tracker) -> TrainState:
@@ -503,14 +501,12 @@ class TrainingRun:
         )
 
     def _metadata_at(self, update: int) -> CheckpointMetadata:
-        data = self._spec.data
         progress = self._progress
         number = update + count_batches(progress.left_out)
-        position = data.position(number) if isinstance(data, IterableData) else None
         return replace(
             self._metadata,
             update=update,
-            data_position=position,
+            data_position=self._spec.data.position(number),
             skipped=progress.skipped,
             left_out=tuple(map(tuple, progress.left_out)),
         )

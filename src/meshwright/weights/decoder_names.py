@@ -1,41 +1,42 @@
-"""Names and values of config.json that Llama, Qwen 3 and Gemma 3 share."""
+"""What the families Llama, Qwen 3 and Gemma 3 share: names, and values of config.json."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshwright.weights.family import HfConfig, Row
+from meshwright.weights.config_values import ROTARY
+from meshwright.weights.family import Family, HfConfig, TensorRow
 from meshwright.weights.views import MATRIX, TRANSPOSED, VECTOR
 
 _LAYER = "model.layers.{n}."
 
-ROWS = (
-    Row("tokens.embedding", "model.embed_tokens.weight", MATRIX),
-    Row("norm.scale", "model.norm.weight", VECTOR),
-    Row("head.kernel", "lm_head.weight", TRANSPOSED),
-    Row("blocks.{n}.attention_norm.scale", _LAYER + "input_layernorm.weight", VECTOR),
-    Row("blocks.{n}.attention.query.kernel", _LAYER + "self_attn.q_proj.weight", TRANSPOSED),
-    Row("blocks.{n}.attention.key.kernel", _LAYER + "self_attn.k_proj.weight", TRANSPOSED),
-    Row("blocks.{n}.attention.value.kernel", _LAYER + "self_attn.v_proj.weight", TRANSPOSED),
-    Row("blocks.{n}.attention.out.kernel", _LAYER + "self_attn.o_proj.weight", TRANSPOSED),
-    Row("blocks.{n}.mlp.gate.kernel", _LAYER + "mlp.gate_proj.weight", TRANSPOSED),
-    Row("blocks.{n}.mlp.up.kernel", _LAYER + "mlp.up_proj.weight", TRANSPOSED),
-    Row("blocks.{n}.mlp.down.kernel", _LAYER + "mlp.down_proj.weight", TRANSPOSED),
+_ROWS = (
+    TensorRow("tokens.embedding", "model.embed_tokens.weight", MATRIX),
+    TensorRow("norm.scale", "model.norm.weight", VECTOR),
+    TensorRow("head.kernel", "lm_head.weight", TRANSPOSED),
+    TensorRow("blocks.{n}.attention_norm.scale", _LAYER + "input_layernorm.weight", VECTOR),
+    TensorRow("blocks.{n}.attention.query.kernel", _LAYER + "self_attn.q_proj.weight", TRANSPOSED),
+    TensorRow("blocks.{n}.attention.key.kernel", _LAYER + "self_attn.k_proj.weight", TRANSPOSED),
+    TensorRow("blocks.{n}.attention.value.kernel", _LAYER + "self_attn.v_proj.weight", TRANSPOSED),
+    TensorRow("blocks.{n}.attention.out.kernel", _LAYER + "self_attn.o_proj.weight", TRANSPOSED),
+    TensorRow("blocks.{n}.mlp.gate.kernel", _LAYER + "mlp.gate_proj.weight", TRANSPOSED),
+    TensorRow("blocks.{n}.mlp.up.kernel", _LAYER + "mlp.up_proj.weight", TRANSPOSED),
+    TensorRow("blocks.{n}.mlp.down.kernel", _LAYER + "mlp.down_proj.weight", TRANSPOSED),
 )
 """Norms around the MLP differ between the families; see each."""
 
 HEAD_NORMS = (
-    Row("blocks.{n}.attention.query_norm.scale", _LAYER + "self_attn.q_norm.weight", VECTOR),
-    Row("blocks.{n}.attention.key_norm.scale", _LAYER + "self_attn.k_norm.weight", VECTOR),
+    TensorRow("blocks.{n}.attention.query_norm.scale", _LAYER + "self_attn.q_norm.weight", VECTOR),
+    TensorRow("blocks.{n}.attention.key_norm.scale", _LAYER + "self_attn.k_norm.weight", VECTOR),
 )
 
-MLP_NORM = Row("blocks.{n}.mlp_norm.scale", _LAYER + "post_attention_layernorm.weight", VECTOR)
+MLP_NORM = TensorRow(
+    "blocks.{n}.mlp_norm.scale", _LAYER + "post_attention_layernorm.weight", VECTOR
+)
 
-SPELLINGS = ((r"^(?=(layers|embed_tokens|norm)\.)", "model."),)
+_SPELLINGS = ((r"^(?=(layers|embed_tokens|norm)\.)", "model."),)
 """Files of a model without its head leave out the prefix."""
-
-IGNORED = (r".*\.rotary_emb\.inv_freq",)
 
 _KEYS = {
     "vocab_size": "vocab_size",
@@ -52,14 +53,36 @@ _KEYS = {
 """Keys of config.json by argument."""
 
 
-def common_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the families share, from the values of config.json."""
-    return {argument: values[key] for argument, key in _KEYS.items()}
+def decoder_family(
+    *,
+    rows: tuple[TensorRow, ...],
+    config: Callable[[Mapping[str, Any]], dict[str, Any]],
+    spellings: tuple[tuple[str, str], ...] = (),
+    optional: Mapping[str, Any] | None = None,
+    **own: Any,
+) -> Family:
+    """Return a family of decoders: what they share, completed by what is its own.
 
+    Args:
+        rows: its further rows.
+        config: from the arguments of the model to its further values of config.json.
+        spellings: its further spellings of names.
+        optional: its further keys without a default.
+        own: other fields of `Family`.
+    """
 
-def common_config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
-    """Return the values of config.json that the families share."""
-    values = {key: arguments[argument] for argument, key in _KEYS.items()}
-    # Training on shorter rows does not shorten what the model can read.
-    longest = max(values["max_position_embeddings"], kept.get("max_position_embeddings") or 0)
-    return {**values, "max_position_embeddings": longest}
+    def whole_config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
+        # Training on shorter rows does not shorten what the model can read.
+        key = "max_position_embeddings"
+        return {key: max(arguments["context_length"], kept.get(key) or 0)} | config(arguments)
+
+    return Family(
+        rows=(*_ROWS, *rows),
+        keys=_KEYS,
+        config=whole_config,
+        optional={**ROTARY, **(optional or {})},
+        spellings=(*spellings, *_SPELLINGS),
+        ignored=(r".*\.rotary_emb\.inv_freq",),
+        free=("context_length",),
+        **own,
+    )

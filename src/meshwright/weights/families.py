@@ -140,7 +140,7 @@ _OF_THE_WHOLE = (
 
 
 def find_family(kind: str) -> Family:
-    """Return the family of a model kind; refuse kinds that are published by nobody."""
+    """Return the family of a model kind; refuse kinds without a published form."""
     if kind in FAMILIES:
         return FAMILIES[kind]
     raise UserError(

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from meshwright.errors import UserError
 from meshwright.weights.config_values import complete
-from meshwright.weights.views import View
+from meshwright.weights.views import TRANSPOSED, VECTOR, View
 
 HfConfig = Mapping[str, Any]
 """The content of a config.json."""
 
 
-class Row(NamedTuple):
-    """A line of a family's table; ``{n}`` stands for the number of a block.
+class TensorRow(NamedTuple):
+    """Where an array of the model is in the files; ``{n}`` stands for the number of a block.
 
     Attributes:
         path: the canonical path in the model.
@@ -28,10 +28,30 @@ class Row(NamedTuple):
     name: str
     view: View
 
-    def match(self, path: str) -> str | None:
-        """Return the name for a path in the model; None if the row is about another."""
+    def match(self, path: str) -> TensorRow | None:
+        """Return the row for a path in the model; None if it is about another."""
         found = re.fullmatch(re.escape(self.path).replace(r"\{n\}", r"(\d+)"), path)
-        return None if found is None else self.name.replace("{n}", (*found.groups(), "")[0])
+        if found is None:
+            return None
+        return TensorRow(path, self.name.replace("{n}", (*found.groups(), "")[0]), self.view)
+
+
+def layer_rows(
+    path: str, name: str, kernel: View = TRANSPOSED, bias: View = VECTOR
+) -> tuple[TensorRow, TensorRow]:
+    """Return the rows of a linear layer: its kernel and its bias."""
+    return (
+        TensorRow(f"{path}.kernel", f"{name}.weight", kernel),
+        TensorRow(f"{path}.bias", f"{name}.bias", bias),
+    )
+
+
+def norm_rows(path: str, name: str) -> tuple[TensorRow, TensorRow]:
+    """Return the rows of a norm: its scale and its bias."""
+    return (
+        TensorRow(f"{path}.scale", f"{name}.weight", VECTOR),
+        TensorRow(f"{path}.bias", f"{name}.bias", VECTOR),
+    )
 
 
 @dataclass(frozen=True)
@@ -44,11 +64,12 @@ class Family:
         model_type: the other name in its config.json.
         rows: which array of the model is in which tensor.
         defaults: the values that config.json may leave out.
-        arguments: from config.json, completed by the defaults, to the arguments of the model.
+        keys: the key of config.json that holds an argument of the model, by argument.
+        arguments: from config.json, completed by the defaults, to the other arguments.
         config: from the arguments of the model, and the config.json that its weights came with if
-            any, to config.json.
-        computes: keys of config.json of which the model computes only these values; a key that is
-            missing has the first.
+            any, to the other values of config.json.
+        supported: the values that the model supports of some keys of config.json; a missing key has
+            the first.
         optional: keys of config.json without a default, each with a value of its type.
         other_architectures: further architectures whose weights are read.
         spellings: patterns of names that are spelled differently in some files, and what the rows
@@ -62,11 +83,12 @@ class Family:
     kind: str
     architecture: str
     model_type: str
-    rows: tuple[Row, ...]
+    rows: tuple[TensorRow, ...]
     defaults: Mapping[str, Any]
+    keys: Mapping[str, str]
     arguments: Callable[[HfConfig], dict[str, Any]]
     config: Callable[[Mapping[str, Any], HfConfig], dict[str, Any]]
-    computes: Mapping[str, tuple[Any, ...]]
+    supported: Mapping[str, tuple[Any, ...]]
     optional: Mapping[str, Any] = field(default_factory=dict[str, Any])
     other_architectures: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()
@@ -82,13 +104,20 @@ class Family:
         return name
 
     def read_config(self, config: HfConfig) -> dict[str, Any]:
-        """Return the arguments of the model; refuse what the model does not compute."""
-        for key, allowed in self.computes.items():
+        """Return the arguments of the model; refuse what the model does not support."""
+        for key, allowed in self.supported.items():
             value = config.get(key, allowed[0])
             if value not in allowed:
                 raise UserError(
-                    f"this {self.architecture} cannot be computed",
-                    why=f"its config.json says {key}={value}, and model.kind={self.kind} computes "
+                    f"this {self.architecture} is not supported",
+                    why=f"its config.json says {key}={value}, and model.kind={self.kind} supports "
                     + " or ".join(map(str, allowed)),
                 )
-        return self.arguments(complete(config, self.defaults, self.optional))
+        values = complete(config, self.defaults, self.optional)
+        same = {argument: values[key] for argument, key in self.keys.items() if key in values}
+        return same | self.arguments(values)
+
+    def write_config(self, arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
+        """Return the values of config.json for the arguments of the model, the inverse."""
+        same = {key: arguments[argument] for argument, key in self.keys.items()}
+        return same | self.config(arguments, kept)

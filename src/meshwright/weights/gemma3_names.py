@@ -6,16 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.weights.decoder_names import (
-    HEAD_NORMS,
-    IGNORED,
-    ROWS,
-    SPELLINGS,
-    common_arguments,
-    common_config,
-)
-from meshwright.weights.family import Family, HfConfig, Row
-from meshwright.weights.rotary_config import ROTARY, refuse_other_scaling, rotary, scaling_numbers
+from meshwright.weights.config_values import refuse_other_scaling, rotary, scaling_numbers
+from meshwright.weights.decoder_names import HEAD_NORMS, decoder_family
+from meshwright.weights.family import HfConfig, TensorRow
 from meshwright.weights.views import VECTOR
 
 _DEFAULTS = {
@@ -38,11 +31,12 @@ _PATTERN = 6
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 _LAYER = "model.layers.{n}."
+_AFTER = _LAYER + "post_"
 
 _NORMS = (
-    Row("blocks.{n}.attention_out_norm.scale", _LAYER + "post_attention_layernorm.weight", VECTOR),
-    Row("blocks.{n}.mlp_norm.scale", _LAYER + "pre_feedforward_layernorm.weight", VECTOR),
-    Row("blocks.{n}.mlp_out_norm.scale", _LAYER + "post_feedforward_layernorm.weight", VECTOR),
+    TensorRow("blocks.{n}.attention_out_norm.scale", _AFTER + "attention_layernorm.weight", VECTOR),
+    TensorRow("blocks.{n}.mlp_norm.scale", _LAYER + "pre_feedforward_layernorm.weight", VECTOR),
+    TensorRow("blocks.{n}.mlp_out_norm.scale", _AFTER + "feedforward_layernorm.weight", VECTOR),
 )
 
 
@@ -53,7 +47,6 @@ def _arguments(values: HfConfig) -> dict[str, Any]:
     refuse_other_scaling(local, "default")
     numbers = scaling_numbers(settings, ["factor"] if settings["rope_type"] == "linear" else [])
     return {
-        **common_arguments(values),
         "sliding_window": values["sliding_window"],
         "global_every": _global_every(values),
         "rope_base": settings["rope_theta"],
@@ -73,7 +66,7 @@ def _global_every(values: Mapping[str, Any]) -> int:
         every = types.index(_GLOBAL) + 1
     if types != _layer_types(every, len(types)):
         raise UserError(
-            "this Gemma3ForCausalLM cannot be computed",
+            "this Gemma3ForCausalLM is not supported",
             why=f"its config.json has layer_types={types}, and in model.kind=gemma3 every n-th "
             f"block is {_GLOBAL}",
         )
@@ -84,11 +77,10 @@ def _layer_types(every: int, count: int) -> list[str]:
     return [_LOCAL if number % every else _GLOBAL for number in range(1, count + 1)]
 
 
-def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
+def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     every, factor = arguments["global_every"], arguments["rope_factor"]
     scale = float(arguments.get("query_scale") or arguments["head_dim"])
     return {
-        **common_config(arguments, kept),
         "hidden_activation": "gelu_pytorch_tanh",
         # transformers refuses 256.0 for 256.
         "query_pre_attn_scalar": int(scale) if scale.is_integer() else scale,
@@ -101,15 +93,15 @@ def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
     }
 
 
-GEMMA3 = Family(
+GEMMA3 = decoder_family(
     kind="gemma3",
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
-    rows=(*ROWS, *HEAD_NORMS, *_NORMS),
+    rows=(*HEAD_NORMS, *_NORMS),
     defaults=_DEFAULTS,
     arguments=_arguments,
     config=_config,
-    computes={
+    supported={
         "hidden_activation": ("gelu_pytorch_tanh",),
         "attention_bias": (False,),
         "attn_logit_softcapping": (None,),
@@ -121,11 +113,8 @@ GEMMA3 = Family(
         "sliding_window_pattern": _PATTERN,
         "_sliding_window_pattern": _PATTERN,
         "layer_types": [_LOCAL, _GLOBAL],
-        **ROTARY,
     },
     other_architectures=("Gemma3ForConditionalGeneration", "Gemma3TextModel"),
-    spellings=((r"^(model\.language_model\.)", "model."), (r"^language_model\.", ""), *SPELLINGS),
-    ignored=IGNORED,
+    spellings=((r"^(model\.language_model\.)", "model."), (r"^language_model\.", "")),
     skipped=(r"(model\.)?(vision_tower|multi_modal_projector)\..*", "vision"),
-    free=("context_length",),
 )

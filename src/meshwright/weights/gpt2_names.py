@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.weights.family import Family, HfConfig, Row
-from meshwright.weights.views import MATRIX, TRANSPOSED, VECTOR, View
+from meshwright.weights.family import Family, HfConfig, TensorRow, layer_rows, norm_rows
+from meshwright.weights.views import MATRIX, TRANSPOSED, View
 
 _DEFAULTS = {
     "vocab_size": 50257,
@@ -17,6 +17,16 @@ _DEFAULTS = {
     "n_head": 12,
     "resid_pdrop": 0.1,
     "tie_word_embeddings": True,
+}
+
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "context_length": "n_positions",
+    "num_blocks": "n_layer",
+    "hidden_size": "n_embd",
+    "num_heads": "n_head",
+    "tied_embeddings": "tie_word_embeddings",
+    "dropout": "resid_pdrop",
 }
 
 
@@ -32,49 +42,30 @@ _FUSED, _FUSED_BIAS = View("d (k h c) -> d k h c"), View("(k h c) -> k h c")
 _LAYER = "transformer.h.{n}."
 
 ROWS = (
-    Row("vocabulary.tokens.embedding", "transformer.wte.weight", MATRIX),
-    Row("vocabulary.positions.embedding", "transformer.wpe.weight", MATRIX),
-    Row("vocabulary.norm.scale", "transformer.ln_f.weight", VECTOR),
-    Row("vocabulary.norm.bias", "transformer.ln_f.bias", VECTOR),
-    Row("vocabulary.head.kernel", "lm_head.weight", TRANSPOSED),
-    Row("blocks.{n}.attention_norm.scale", _LAYER + "ln_1.weight", VECTOR),
-    Row("blocks.{n}.attention_norm.bias", _LAYER + "ln_1.bias", VECTOR),
-    Row("blocks.{n}.attention.query.kernel", _LAYER + "attn.c_attn.weight", _columns(0)),
-    Row("blocks.{n}.attention.key.kernel", _LAYER + "attn.c_attn.weight", _columns(1)),
-    Row("blocks.{n}.attention.value.kernel", _LAYER + "attn.c_attn.weight", _columns(2)),
-    Row("blocks.{n}.attention.query.bias", _LAYER + "attn.c_attn.bias", _entries(0)),
-    Row("blocks.{n}.attention.key.bias", _LAYER + "attn.c_attn.bias", _entries(1)),
-    Row("blocks.{n}.attention.value.bias", _LAYER + "attn.c_attn.bias", _entries(2)),
-    Row("blocks.{n}.attention.qkv.kernel", _LAYER + "attn.c_attn.weight", _FUSED),
-    Row("blocks.{n}.attention.qkv.bias", _LAYER + "attn.c_attn.bias", _FUSED_BIAS),
-    Row("blocks.{n}.attention.out.kernel", _LAYER + "attn.c_proj.weight", MATRIX),
-    Row("blocks.{n}.attention.out.bias", _LAYER + "attn.c_proj.bias", VECTOR),
-    Row("blocks.{n}.mlp_norm.scale", _LAYER + "ln_2.weight", VECTOR),
-    Row("blocks.{n}.mlp_norm.bias", _LAYER + "ln_2.bias", VECTOR),
-    Row("blocks.{n}.mlp.up.kernel", _LAYER + "mlp.c_fc.weight", MATRIX),
-    Row("blocks.{n}.mlp.up.bias", _LAYER + "mlp.c_fc.bias", VECTOR),
-    Row("blocks.{n}.mlp.down.kernel", _LAYER + "mlp.c_proj.weight", MATRIX),
-    Row("blocks.{n}.mlp.down.bias", _LAYER + "mlp.c_proj.bias", VECTOR),
+    TensorRow("vocabulary.tokens.embedding", "transformer.wte.weight", MATRIX),
+    TensorRow("vocabulary.positions.embedding", "transformer.wpe.weight", MATRIX),
+    *norm_rows("vocabulary.norm", "transformer.ln_f"),
+    TensorRow("vocabulary.head.kernel", "lm_head.weight", TRANSPOSED),
+    *norm_rows("blocks.{n}.attention_norm", _LAYER + "ln_1"),
+    *layer_rows("blocks.{n}.attention.query", _LAYER + "attn.c_attn", _columns(0), _entries(0)),
+    *layer_rows("blocks.{n}.attention.key", _LAYER + "attn.c_attn", _columns(1), _entries(1)),
+    *layer_rows("blocks.{n}.attention.value", _LAYER + "attn.c_attn", _columns(2), _entries(2)),
+    *layer_rows("blocks.{n}.attention.qkv", _LAYER + "attn.c_attn", _FUSED, _FUSED_BIAS),
+    *layer_rows("blocks.{n}.attention.out", _LAYER + "attn.c_proj", MATRIX),
+    *norm_rows("blocks.{n}.mlp_norm", _LAYER + "ln_2"),
+    *layer_rows("blocks.{n}.mlp.up", _LAYER + "mlp.c_fc", MATRIX),
+    *layer_rows("blocks.{n}.mlp.down", _LAYER + "mlp.c_proj", MATRIX),
 )
 
 
 def _arguments(values: HfConfig) -> dict[str, Any]:
     if values.get("n_inner") not in (None, 4 * values["n_embd"]):
         raise UserError(
-            "this GPT2LMHeadModel cannot be computed",
+            "this GPT2LMHeadModel is not supported",
             why=f"its config.json says n_inner={values['n_inner']}, and model.kind=gpt has MLPs of "
             f"4 · {values['n_embd']} = {4 * values['n_embd']}",
         )
-    return {
-        "vocab_size": values["vocab_size"],
-        "context_length": values["n_positions"],
-        "num_blocks": values["n_layer"],
-        "hidden_size": values["n_embd"],
-        "num_heads": values["n_head"],
-        "num_kv_heads": values["n_head"],
-        "tied_embeddings": values["tie_word_embeddings"],
-        "dropout": values["resid_pdrop"],
-    }
+    return {"num_kv_heads": values["n_head"]}
 
 
 def _config(arguments: Mapping[str, Any], _: HfConfig) -> dict[str, Any]:
@@ -85,19 +76,12 @@ def _config(arguments: Mapping[str, Any], _: HfConfig) -> dict[str, Any]:
             why=f"it has {arguments['num_kv_heads']} key/value heads for {heads} query heads",
             fix="a model for export needs as many of both",
         )
-    dropout = arguments["dropout"]
     return {
-        "vocab_size": arguments["vocab_size"],
-        "n_positions": arguments["context_length"],
         "n_ctx": arguments["context_length"],
-        "n_layer": arguments["num_blocks"],
-        "n_embd": arguments["hidden_size"],
-        "n_head": heads,
         "n_inner": None,
-        "tie_word_embeddings": arguments["tied_embeddings"],
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop"), dropout),
+        "embd_pdrop": arguments["dropout"],
         # The model has no dropout on attention weights.
         "attn_pdrop": 0.0,
     }
@@ -109,9 +93,10 @@ GPT2 = Family(
     model_type="gpt2",
     rows=ROWS,
     defaults=_DEFAULTS,
+    keys=_KEYS,
     arguments=_arguments,
     config=_config,
-    computes={
+    supported={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "layer_norm_epsilon": (1e-5,),
         "scale_attn_weights": (True,),

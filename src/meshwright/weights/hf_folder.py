@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.model_folders import download_command
+from meshwright.config.groups import download_command
 from meshwright.errors import Setting, UserError, first_line
 from meshwright.text.units import a_type
 from meshwright.weights.family import HfConfig
@@ -152,3 +152,28 @@ def _read_json(file: Path) -> Mapping[str, Any]:
         why = f"it holds {a_type(values)} instead of an object with keys"
         raise UserError(f"cannot read {file}", why=why, fix=_AGAIN)
     return values
+
+
+def describe_differences(
+    have: Mapping[str, Sequence[int]],
+    need: Mapping[str, Sequence[int]],
+    where: str = "in the checkpoint",
+) -> list[str]:
+    """Describe how saved arrays differ from those of a model: missing, additional, other shapes.
+
+    Args:
+        have: shapes of what is saved, by name.
+        need: shapes of what the model has, by name.
+        where: where they are saved.
+    """
+    shapes = [
+        f"`{path}` is {list(have[path])} and should be {list(need[path])}"
+        for path in need
+        if path in have and tuple(have[path]) != tuple(need[path])
+    ]
+    kinds = {
+        f"not {where}": listed([path for path in need if path not in have]),
+        "not in the model": listed([path for path in have if path not in need]),
+        "other shapes": listed(shapes, quote=""),
+    }
+    return [f"{kind}: {names}" for kind, names in kinds.items() if names]

@@ -1,9 +1,9 @@
-"""The model of a Hugging Face folder, as a function that builds it."""
+"""The model of a Hugging Face folder: what builds it, and whether a model has its numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from meshwright import models
 from meshwright.config.argument_checks import check_path
 from meshwright.config.builders import build, check_arguments
 from meshwright.errors import UserError
+from meshwright.program.trace.build_model import abstract_model
 from meshwright.weights.families import read_architecture
-from meshwright.weights.hf_folder import Folder, open_folder
+from meshwright.weights.hf_folder import CONFIG, Folder, listed, open_folder
 from meshwright.weights.kept import published_config
 
 
@@ -79,3 +80,45 @@ def hf_model(folder: str | Path, *, pretrained: bool = True, **changes: Any) -> 
         architecture.refuse_contradictions(changes, str(opened.path), fix)
     checked = check_arguments("model", models.find_builder(kind), arguments, supplied=("rngs",))
     return HfModel(opened, kind, checked, pretrained)
+
+
+_FREE = ("context_length",)
+"""Attributes that may differ from the folder's."""
+
+
+def check_numbers(model: Any, folder: Folder) -> None:
+    """Refuse a built-in model with other numbers than the folder's, which have no shape.
+
+    A model of the user's own classes may compute anything, so it is not compared.
+
+    Args:
+        model: the model; its arrays may be shapes.
+        folder: the folder whose weights it gets.
+    """
+    published = abstract_model(hf_model(folder.path))
+    if type(model) is not type(published):
+        return
+    own, theirs = _numbers(model), _numbers(published)
+    differing = [
+        f"{name} is {own[name]} in the model and {theirs[name]} by {CONFIG}"
+        for name in own
+        if name in theirs and own[name] != theirs[name]
+    ]
+    if differing:
+        raise UserError(
+            f"the model is not the one in {folder.path}",
+            why=listed(differing, quote=""),
+            fix="build it with mw.hf_model(folder)",
+        )
+
+
+def _numbers(model: Any) -> dict[str, Any]:
+    """Return the numbers, and records of numbers, among the attributes of a model's modules."""
+    found: dict[str, Any] = {}
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Module) and not isinstance(node, nnx.Dropout):
+            for name, value in vars(node).items():
+                number = isinstance(value, int | float) and not isinstance(value, bool)
+                if (number or is_dataclass(value)) and name not in _FREE:
+                    found[".".join(map(str, (*path, name)))] = value
+    return found

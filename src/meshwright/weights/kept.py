@@ -64,7 +64,7 @@ def published_config(kind: str, arguments: Mapping[str, Any], kept: HfConfig) ->
     """
     family = find_family(kind)
     before = {k: v for k, v in text_model(kept).items() if k not in _RESPELLED}
-    own = family.config(with_defaults(kind, arguments), before)
+    own = family.write_config(with_defaults(kind, arguments), before)
     names = {"architectures": [family.architecture], "model_type": family.model_type}
     return {**before, **own, **names}
 

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.weights.decoder_names import (
-    IGNORED,
-    MLP_NORM,
-    ROWS,
-    SPELLINGS,
-    common_arguments,
-    common_config,
-)
-from meshwright.weights.family import Family, HfConfig
-from meshwright.weights.rotary_config import ROTARY, refuse_other_scaling, rotary, scaling_numbers
+from meshwright.weights.config_values import refuse_other_scaling, rotary, scaling_numbers
+from meshwright.weights.decoder_names import MLP_NORM, decoder_family
+from meshwright.weights.family import HfConfig
 
 _DEFAULTS = {
     "vocab_size": 32000,
@@ -37,43 +30,38 @@ _SCALING = {
 
 def _arguments(values: HfConfig) -> dict[str, Any]:
     heads = values["num_attention_heads"]
-    sizes = {"num_key_value_heads": heads, "head_dim": values["hidden_size"] // heads}
-    values = {**sizes, **values}
     settings = rotary(values, 10_000.0)
     refuse_other_scaling(settings, "default", "llama3")
     scaled = {} if settings["rope_type"] == "default" else _SCALING
     numbers = scaling_numbers(settings, scaled.values())
     return {
-        **common_arguments(values),
+        "num_kv_heads": values.get("num_key_value_heads", heads),
+        "head_dim": values.get("head_dim", values["hidden_size"] // heads),
         "rope_base": settings["rope_theta"],
         "rope_factor": 1.0,
         **{argument: numbers[key] for argument, key in scaled.items()},
     }
 
 
-def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
+def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     factor = arguments.get("rope_factor")
     scaling = {key: arguments[argument] for argument, key in _SCALING.items()}
     return {
-        **common_config(arguments, kept),
         "hidden_act": "silu",
         "rope_theta": arguments["rope_base"],
         "rope_scaling": None if factor in (None, 1) else {"rope_type": "llama3", **scaling},
     }
 
 
-LLAMA = Family(
+LLAMA = decoder_family(
     kind="llama3",
     architecture="LlamaForCausalLM",
     model_type="llama",
-    rows=(*ROWS, MLP_NORM),
+    rows=(MLP_NORM,),
     defaults=_DEFAULTS,
     arguments=_arguments,
     config=_config,
-    computes={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
-    optional={"num_key_value_heads": 8, "head_dim": 128, **ROTARY},
+    supported={"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+    optional={"num_key_value_heads": 8, "head_dim": 128},
     other_architectures=("LlamaModel",),
-    spellings=SPELLINGS,
-    ignored=IGNORED,
-    free=("context_length",),
 )

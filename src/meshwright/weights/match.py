@@ -12,28 +12,14 @@ from numpy.typing import NDArray
 
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.text.units import counted
-from meshwright.weights.array_differences import describe_differences
 from meshwright.weights.families import Architecture, read_architecture, text_model
-from meshwright.weights.family import Row
-from meshwright.weights.hf_folder import CONFIG, Folder, listed
+from meshwright.weights.family import TensorRow
+from meshwright.weights.hf_folder import CONFIG, Folder, describe_differences, listed
 from meshwright.weights.safetensors_format import DTYPES, Tensor
-from meshwright.weights.views import Range, View
+from meshwright.weights.views import Range
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of arrays by canonical path, or of tensors by name."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where an array of the model is in the tensors of a family.
-
-    Attributes:
-        name: the tensor's name, as the family spells it.
-        view: how the array is found in it.
-    """
-
-    name: str
-    view: View
 
 
 @dataclass(frozen=True)
@@ -49,7 +35,7 @@ class Weights:
     folder: Folder
     shapes: Shapes
     skipped: str
-    _places: Mapping[str, Place]
+    _places: Mapping[str, TensorRow]
     _tensors: Mapping[str, Tensor]
     _sizes: Mapping[str, int]
 
@@ -111,28 +97,20 @@ def find_weights(folder: Folder, shapes: Shapes) -> Weights:
     return Weights(folder, shapes, remark, places, have, architecture.sizes)
 
 
-def place_arrays(architecture: Architecture, paths: Iterable[str]) -> dict[str, Place]:
-    """Return where arrays of a model are, by path; those that are nowhere are left out."""
+def place_arrays(architecture: Architecture, paths: Iterable[str]) -> dict[str, TensorRow]:
+    """Return where arrays of a model are, by path; those that are in no tensor are left out."""
     rows = architecture.family.rows
-    found = {path: _place(rows, path) for path in paths}
+    found = {path: next(filter(None, (row.match(path) for row in rows)), None) for path in paths}
     return {path: place for path, place in found.items() if place is not None}
 
 
 def tensor_shapes(
-    places: Mapping[str, Place], shapes: Shapes, sizes: Mapping[str, int]
+    places: Mapping[str, TensorRow], shapes: Shapes, sizes: Mapping[str, int]
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that hold a model's arrays, by name."""
     return {
         place.name: place.view.tensor_shape(shapes[path], sizes) for path, place in places.items()
     }
-
-
-def _place(rows: Sequence[Row], path: str) -> Place | None:
-    for row in rows:
-        name = row.match(path)
-        if name is not None:
-            return Place(name, row.view)
-    return None
 
 
 def _not_needed(architecture: Architecture) -> list[str]:
@@ -150,7 +128,7 @@ def _refuse_formats(folder: Folder, tensors: Iterable[Tensor]) -> None:
     others = {tensor.dtype: tensor.name for tensor in tensors if tensor.dtype not in DTYPES}
     if others:
         raise UserError(
-            f"the weights in {folder.path} have number formats that are not read",
+            f"the weights in {folder.path} have number formats that are not supported",
             why=listed([f"{name} is {dtype}" for dtype, name in others.items()], quote=""),
             fix=f"write {Setting('model.weights', ANY)} with weights in "
             f"{', '.join(dtype.name for dtype in DTYPES.values())}",

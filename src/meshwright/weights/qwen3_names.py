@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.weights.decoder_names import (
-    HEAD_NORMS,
-    IGNORED,
-    MLP_NORM,
-    ROWS,
-    SPELLINGS,
-    common_arguments,
-    common_config,
-)
-from meshwright.weights.family import Family, HfConfig
-from meshwright.weights.rotary_config import ROTARY, refuse_other_scaling, rotary
+from meshwright.weights.config_values import refuse_other_scaling, rotary
+from meshwright.weights.decoder_names import HEAD_NORMS, MLP_NORM, decoder_family
+from meshwright.weights.family import HfConfig
 
 _DEFAULTS = {
     "vocab_size": 151936,
@@ -34,12 +26,11 @@ _DEFAULTS = {
 def _arguments(values: HfConfig) -> dict[str, Any]:
     settings = rotary(values, 10_000.0)
     refuse_other_scaling(settings, "default")
-    return {**common_arguments(values), "rope_base": settings["rope_theta"]}
+    return {"rope_base": settings["rope_theta"]}
 
 
-def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
+def _config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **common_config(arguments, kept),
         "hidden_act": "silu",
         "attention_bias": False,
         "use_sliding_window": False,
@@ -48,22 +39,18 @@ def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
     }
 
 
-QWEN3 = Family(
+QWEN3 = decoder_family(
     kind="qwen3",
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
-    rows=(*ROWS, *HEAD_NORMS, MLP_NORM),
+    rows=(*HEAD_NORMS, MLP_NORM),
     defaults=_DEFAULTS,
     arguments=_arguments,
     config=_config,
-    computes={
+    supported={
         "hidden_act": ("silu",),
         "attention_bias": (False,),
         "use_sliding_window": (False,),
     },
-    optional=ROTARY,
     other_architectures=("Qwen3Model",),
-    spellings=SPELLINGS,
-    ignored=IGNORED,
-    free=("context_length",),
 )

@@ -7,8 +7,8 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.weights.config_values import check_value
-from meshwright.weights.family import Family, HfConfig, Row
-from meshwright.weights.views import TRANSPOSED, VECTOR, View
+from meshwright.weights.family import Family, HfConfig, TensorRow, layer_rows, norm_rows
+from meshwright.weights.views import View
 
 _DEFAULTS = {
     "hidden_size": 768,
@@ -24,43 +24,35 @@ _DEFAULTS = {
 _SIDES = {"image_size": 224, "patch_size": 16}
 """Sizes that may be given for both sides, as a list."""
 
-_HEADS = View("(h c) d -> d h c")
-_HEAD_BIAS = View("(h c) -> h c")
+_HEADS = View("(h c) d -> d h c"), View("(h c) -> h c")
+_PATCHES = View("d c y x -> (y x c) d")
 _LAYER = "vit.encoder.layer.{n}."
+_ATTENTION = _LAYER + "attention."
+
+_KEYS = {
+    "channels_in": "num_channels",
+    "num_blocks": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "mlp_size": "intermediate_size",
+    "norm_epsilon": "layer_norm_eps",
+    "dropout": "hidden_dropout_prob",
+}
 
 ROWS = (
-    Row("class_token", "vit.embeddings.cls_token", View("1 n d -> n d")),
-    Row("positions", "vit.embeddings.position_embeddings", View("1 n d -> n d")),
-    Row(
-        "embed.kernel",
-        "vit.embeddings.patch_embeddings.projection.weight",
-        View("d c y x -> (y x c) d"),
-    ),
-    Row("embed.bias", "vit.embeddings.patch_embeddings.projection.bias", VECTOR),
-    Row("norm.scale", "vit.layernorm.weight", VECTOR),
-    Row("norm.bias", "vit.layernorm.bias", VECTOR),
-    Row("head.kernel", "classifier.weight", TRANSPOSED),
-    Row("head.bias", "classifier.bias", VECTOR),
-    Row("blocks.{n}.attention_norm.scale", _LAYER + "layernorm_before.weight", VECTOR),
-    Row("blocks.{n}.attention_norm.bias", _LAYER + "layernorm_before.bias", VECTOR),
-    Row("blocks.{n}.attention.query.kernel", _LAYER + "attention.attention.query.weight", _HEADS),
-    Row("blocks.{n}.attention.query.bias", _LAYER + "attention.attention.query.bias", _HEAD_BIAS),
-    Row("blocks.{n}.attention.key.kernel", _LAYER + "attention.attention.key.weight", _HEADS),
-    Row("blocks.{n}.attention.key.bias", _LAYER + "attention.attention.key.bias", _HEAD_BIAS),
-    Row("blocks.{n}.attention.value.kernel", _LAYER + "attention.attention.value.weight", _HEADS),
-    Row("blocks.{n}.attention.value.bias", _LAYER + "attention.attention.value.bias", _HEAD_BIAS),
-    Row(
-        "blocks.{n}.attention.out.kernel",
-        _LAYER + "attention.output.dense.weight",
-        View("d (h c) -> h c d"),
-    ),
-    Row("blocks.{n}.attention.out.bias", _LAYER + "attention.output.dense.bias", VECTOR),
-    Row("blocks.{n}.mlp_norm.scale", _LAYER + "layernorm_after.weight", VECTOR),
-    Row("blocks.{n}.mlp_norm.bias", _LAYER + "layernorm_after.bias", VECTOR),
-    Row("blocks.{n}.up.kernel", _LAYER + "intermediate.dense.weight", TRANSPOSED),
-    Row("blocks.{n}.up.bias", _LAYER + "intermediate.dense.bias", VECTOR),
-    Row("blocks.{n}.down.kernel", _LAYER + "output.dense.weight", TRANSPOSED),
-    Row("blocks.{n}.down.bias", _LAYER + "output.dense.bias", VECTOR),
+    TensorRow("class_token", "vit.embeddings.cls_token", View("1 n d -> n d")),
+    TensorRow("positions", "vit.embeddings.position_embeddings", View("1 n d -> n d")),
+    *layer_rows("embed", "vit.embeddings.patch_embeddings.projection", _PATCHES),
+    *norm_rows("norm", "vit.layernorm"),
+    *layer_rows("head", "classifier"),
+    *norm_rows("blocks.{n}.attention_norm", _LAYER + "layernorm_before"),
+    *layer_rows("blocks.{n}.attention.query", _ATTENTION + "attention.query", *_HEADS),
+    *layer_rows("blocks.{n}.attention.key", _ATTENTION + "attention.key", *_HEADS),
+    *layer_rows("blocks.{n}.attention.value", _ATTENTION + "attention.value", *_HEADS),
+    *layer_rows("blocks.{n}.attention.out", _ATTENTION + "output.dense", View("d (h c) -> h c d")),
+    *norm_rows("blocks.{n}.mlp_norm", _LAYER + "layernorm_after"),
+    *layer_rows("blocks.{n}.up", _LAYER + "intermediate.dense"),
+    *layer_rows("blocks.{n}.down", _LAYER + "output.dense"),
 )
 
 
@@ -68,16 +60,9 @@ def _arguments(values: HfConfig) -> dict[str, Any]:
     return {
         "image_size": _side(values, "image_size"),
         "patch_size": _side(values, "patch_size"),
-        "channels_in": values["num_channels"],
-        "num_blocks": values["num_hidden_layers"],
-        "hidden_size": values["hidden_size"],
-        "num_heads": values["num_attention_heads"],
-        "mlp_size": values["intermediate_size"],
         "num_classes": len(values.get("id2label") or range(values.get("num_labels", 2))),
         "class_token": True,
-        "norm_epsilon": values["layer_norm_eps"],
         "exact_gelu": values["hidden_act"] == "gelu",
-        "dropout": values["hidden_dropout_prob"],
     }
 
 
@@ -88,7 +73,7 @@ def _side(values: Mapping[str, Any], key: str) -> int:
         check_value(key, each, _SIDES[key])
     if len(set(sides)) > 1:
         raise UserError(
-            "this ViTForImageClassification cannot be computed",
+            "this ViTForImageClassification is not supported",
             why=f"its config.json says {key}={sides}, and model.kind=vit has square ones",
         )
     return sides[0]
@@ -108,14 +93,8 @@ def _config(arguments: Mapping[str, Any], kept: HfConfig) -> dict[str, Any]:
     return {
         "image_size": arguments["image_size"],
         "patch_size": arguments["patch_size"],
-        "num_channels": arguments["channels_in"],
-        "num_hidden_layers": arguments["num_blocks"],
-        "hidden_size": width,
-        "num_attention_heads": arguments["num_heads"],
         "intermediate_size": 4 * width if mlp is None else mlp,
         "hidden_act": "gelu" if arguments["exact_gelu"] else "gelu_pytorch_tanh",
-        "layer_norm_eps": arguments["norm_epsilon"],
-        "hidden_dropout_prob": arguments["dropout"],
         "attention_probs_dropout_prob": 0.0,
         "qkv_bias": True,
         "id2label": labels,
@@ -133,9 +112,10 @@ VIT = Family(
     model_type="vit",
     rows=ROWS,
     defaults=_DEFAULTS,
+    keys=_KEYS,
     arguments=_arguments,
     config=_config,
-    computes={
+    supported={
         "hidden_act": ("gelu", "gelu_new", "gelu_pytorch_tanh"),
         "qkv_bias": (True,),
     },

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from meshwright.errors import UserError
 from meshwright.weights.families import Architecture, find_family
+from meshwright.weights.family import TensorRow
 from meshwright.weights.hf_folder import CONFIG, INDEX, SINGLE, listed
 from meshwright.weights.kept import KeptFiles, published_config, with_defaults
-from meshwright.weights.match import Place, Shapes, place_arrays, tensor_shapes
+from meshwright.weights.match import Shapes, place_arrays, tensor_shapes
 from meshwright.weights.safetensors_format import DTYPE_NAMES, DTYPES, write_file
 
 FILE_BYTES = 5 * 10**9
@@ -116,7 +117,7 @@ def reading_order(source: Source) -> list[str]:
 
 
 def check_target(target: Path) -> None:
-    """Refuse to write where something is already."""
+    """Refuse a folder that exists already."""
     if target.is_dir() and any(target.iterdir()):
         why = f"it holds {listed(sorted(path.name for path in target.iterdir()))}"
     elif target.exists() and not target.is_dir():
@@ -143,7 +144,7 @@ def _check_dtype(dtype: str) -> str:
     )
 
 
-def _place_all(architecture: Architecture, source: Source) -> dict[str, Place]:
+def _place_all(architecture: Architecture, source: Source) -> dict[str, TensorRow]:
     places = place_arrays(architecture, source.shapes)
     others = [path for path in source.shapes if path not in places]
     if others:
@@ -157,17 +158,17 @@ def _place_all(architecture: Architecture, source: Source) -> dict[str, Place]:
 def _write_tensors(
     folder: Path,
     source: Source,
-    places: Mapping[str, Place],
+    places: Mapping[str, TensorRow],
     tensors: Shapes,
     architecture: Architecture,
     dtype: str,
 ) -> None:
     itemsize = DTYPES[DTYPE_NAMES[dtype]].itemsize
-    files = _divide(tensors, FILE_BYTES // itemsize)
+    files = _split(tensors, FILE_BYTES // itemsize)
     holders = _holders(places)
 
     def arrays(names: Sequence[str]) -> Iterator[NDArray[Any]]:
-        for group in _divide({name: tensors[name] for name in names}, READ_BYTES // 4):
+        for group in _split({name: tensors[name] for name in names}, READ_BYTES // 4):
             read = source.read([path for name in group for path in holders[name]])
             for name in group:
                 tensor = np.empty(tensors[name], DTYPES[DTYPE_NAMES[dtype]])
@@ -188,7 +189,7 @@ def _write_tensors(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _holders(places: Mapping[str, Place]) -> dict[str, list[str]]:
+def _holders(places: Mapping[str, TensorRow]) -> dict[str, list[str]]:
     """Return the paths of the arrays in each tensor, by its name."""
     holders: dict[str, list[str]] = {}
     for path, place in places.items():
@@ -196,8 +197,8 @@ def _holders(places: Mapping[str, Place]) -> dict[str, list[str]]:
     return holders
 
 
-def _divide(tensors: Shapes, most: int) -> list[list[str]]:
-    """Divide tensors into groups of at most this many numbers, or one tensor."""
+def _split(tensors: Shapes, most: int) -> list[list[str]]:
+    """Split tensors into groups of at most this many numbers, or of one tensor."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, shape in tensors.items():

@@ -15,8 +15,8 @@ from quick import quick_compilation
 from small_models import double, fill
 
 import meshwright as mw
-from meshwright.distributed.gpipe import GPipePipeline, PipelineStage, pipeline_forward
 from meshwright.errors import UserError
+from meshwright.pipeline.by_hand.gpipe import GPipePipeline, PipelineStage, pipeline_forward
 from meshwright.pipeline.by_hand.staged_pipeline import Pipeline
 
 WIDTHS = (24, 16, 16, 8, 5)

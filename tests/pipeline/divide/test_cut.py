@@ -108,7 +108,7 @@ class Counted(nnx.Module):
 
 
 def test_only_state_that_depends_on_samples_is_named():
-    with pytest.raises(UserError, match="stages: mean outside of the blocks depends on the sam"):
+    with pytest.raises(UserError, match="stages: mean outside the blocks depends on the sam"):
         cut(Counted)
 
 

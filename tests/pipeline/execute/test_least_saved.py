@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from meshwright.pipeline.execute.least_saved import CHEAP, least_saved
-from meshwright.pipeline.execute.stage_vjp import StageVJP
+from meshwright.pipeline.execute.stage_vjp import HeldValues, StageVJP
 from meshwright.program.evaluate.dependencies import variables
 
 ROWS, WIDTH = 8, 16
@@ -84,7 +84,7 @@ def test_a_block_keeps_its_products_and_little_else():
     x = jax.ShapeDtypeStruct((batch, length, width), jnp.bfloat16)
     kernels = [(width, width), (width, 4 * width), (4 * width, width)]
     weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in kernels]
-    program = StageVJP(attention, weights, (), x, ())
+    program = StageVJP(attention, HeldValues(weights), x, ())
     # In elements: input, query, mixed; the scores; the wide layer. In bytes: two each, and for
     # each row of scores the maximum and the sum.
     tokens = batch * length

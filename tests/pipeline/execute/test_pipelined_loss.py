@@ -25,7 +25,7 @@ from meshwright.config.schema import ShardingConfig
 from meshwright.errors import UserError
 from meshwright.ledgers import make_ledger
 from meshwright.pipeline.execute import executor
-from meshwright.pipeline.execute.exchange_order import ExchangeOrder
+from meshwright.pipeline.execute.exchanges import ExchangeOrder
 from meshwright.plan import Plan
 from meshwright.step.assemble import assemble
 
@@ -287,7 +287,7 @@ def test_stages_hold_their_own_blocks_only():
     assert placed["blocks.*.up.kernel"].dims[0] == ("pipe",)
     assert "fsdp" in placed["blocks.*.up.kernel"].axes()
     assert "1 block on each stage" in placed["blocks.*.up.kernel"].reason
-    # What belongs to no stage is whole while they work, and divided over them in between.
+    # What belongs to no stage is whole while they work, and sharded over them in between.
     assert placed["embed.embedding"].dims == (("fsdp",), ("pipe",))
     assert [p.dims for p in assembled.decision.optimizer] == [
         p.dims for p in assembled.decision.at_rest

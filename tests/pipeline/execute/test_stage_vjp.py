@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.pipeline.execute.stage_vjp import StageVJP
+from meshwright.pipeline.execute.stage_vjp import HeldValues, StageVJP
 from meshwright.program.evaluate.repeated_vector import repeat_vector
 
 
@@ -36,14 +36,15 @@ def values():
 @pytest.mark.parametrize("function", [layers, rematerialized])
 def test_whole_and_in_halves_it_equals_vjp(function):
     weights, fixed, x, others = values()
-    program = StageVJP(function, weights, fixed, x, others)
-    result = program.forward(weights, fixed, x, others)
+    held = HeldValues(weights, fixed)
+    program = StageVJP(function, held, x, others)
+    result = program.forward(held, x, others)
     ct = np.cos(result.y)
     expected_y, pullback = jax.vjp(lambda w, x: function(w, fixed, x, others)[0], weights, x)
     expected = pullback(jnp.asarray(ct))
-    whole = program.backward(weights, fixed, result.saved, ct)
-    dx, cut = program.input_gradient(weights, fixed, result.saved, ct)
-    halves = program.weight_gradient(weights, fixed, result.saved, cut), dx
+    whole = program.backward(held, result.saved, ct)
+    dx, cut = program.input_gradient(held, result.saved, ct)
+    halves = program.weight_gradient(held, result.saved, cut), dx
     np.testing.assert_allclose(result.y, expected_y, rtol=1e-13)
     np.testing.assert_allclose(result.further, result.y.sum(), rtol=1e-13)
     for found in (whole, halves):
@@ -52,8 +53,8 @@ def test_whole_and_in_halves_it_equals_vjp(function):
 
 
 def test_weights_and_their_casts_are_not_kept():
-    arguments = values()
-    program = StageVJP(layers, *arguments)
+    weights, fixed, x, others = values()
+    program = StageVJP(layers, HeldValues(weights, fixed), x, others)
     kept = [shape.shape for shape in program.saved_shapes]
     assert kept
     assert all(shape[0] == 2 for shape in kept), kept
@@ -65,10 +66,11 @@ def products(program, arguments):
 
 def test_each_half_of_a_chain_has_half_of_the_products():
     weights, fixed, x, others = values()
-    program = StageVJP(layers, weights, fixed, x, others)
-    result = program.forward(weights, fixed, x, others)
-    _, cut = program.input_gradient(weights, fixed, result.saved, result.y)
-    call = (weights, fixed, result.saved)
+    held = HeldValues(weights, fixed)
+    program = StageVJP(layers, held, x, others)
+    result = program.forward(held, x, others)
+    _, cut = program.input_gradient(held, result.saved, result.y)
+    call = (held, result.saved)
     assert products(program.backward, (*call, result.y)) == 12
     assert products(program.input_gradient, (*call, result.y)) == 6
     assert products(program.weight_gradient, (*call, cut)) == 6
@@ -84,14 +86,15 @@ def test_sums_that_need_more_than_the_products_belong_to_the_first_half():
     random = np.random.default_rng(0)
     weights = [(random.normal(size=4), random.normal(size=(4, 4))) for _ in range(2)]
     x, ct = random.normal(size=(2, 3, 4)), random.normal(size=(2, 3, 4))
-    program = StageVJP(normalized, weights, 1.0, x, ())
+    program = StageVJP(normalized, HeldValues(weights, 1.0), x, ())
 
     @jax.jit
     def both(weights, x, ct):
-        saved = program.forward(weights, 1.0, x, ()).saved
-        dx, cut = program.input_gradient(weights, 1.0, saved, ct)
+        held = HeldValues(weights, 1.0)
+        saved = program.forward(held, x, ()).saved
+        dx, cut = program.input_gradient(held, saved, ct)
         _, pullback = jax.vjp(lambda w, x: normalized(w, 1.0, x, ())[0], weights, x)
-        return (program.weight_gradient(weights, 1.0, saved, cut), dx), pullback(ct)
+        return (program.weight_gradient(held, saved, cut), dx), pullback(ct)
 
     found, expected = both(weights, x, ct)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -112,12 +115,13 @@ def test_sums_in_two_steps_stay_two_steps_in_halves():
     def function(bias, fixed, x, others):
         return x * fixed + repeat_vector(bias, x.shape), others
 
-    program = StageVJP(function, bias, 2.0, x, ())
-    saved = program.forward(bias, 2.0, x, ()).saved
+    held = HeldValues(bias, 2.0)
+    program = StageVJP(function, held, x, ())
+    saved = program.forward(held, x, ()).saved
 
     def halves(saved, ct):
-        dx, cut = program.input_gradient(bias, 2.0, saved, ct)
-        return dx, program.weight_gradient(bias, 2.0, saved, cut)
+        dx, cut = program.input_gradient(held, saved, ct)
+        return dx, program.weight_gradient(held, saved, cut)
 
     assert str(jax.make_jaxpr(halves)(saved, ct)).count("optimization_barrier") == 1
     _, found = halves(saved, ct)

@@ -13,8 +13,7 @@ from meshwright.cli.inspect import pipeline_svg
 from meshwright.config.batch import solve_batch
 from meshwright.pipeline.schedule.operations import Times
 from meshwright.pipeline.schedule.schedules import get_schedule
-from meshwright.pipeline.schedule.timeline_drawing import render_timeline
-from meshwright.pipeline.schedule.timeline_svg import timeline_svg
+from meshwright.pipeline.schedule.timeline_drawing import TimelineDrawing, timeline_svg
 from meshwright.plan import Plan
 
 
@@ -25,7 +24,7 @@ def timeline_of(name, microbatches, stages):
 
 def lines_of(name, width=100, microbatches=4, stages=2):
     console = Console(width=width, file=io.StringIO())
-    console.print(render_timeline(timeline_of(name, microbatches, stages)))
+    console.print(TimelineDrawing(timeline_of(name, microbatches, stages)))
     return console.file.getvalue().splitlines()
 
 
@@ -74,7 +73,7 @@ def test_both_ends_are_shown_where_not_all_fits():
 def test_unequal_stages_are_drawn_to_scale():
     times = Times(scale=(Fraction(1, 2), Fraction(3, 2)))
     timeline = get_schedule("gpipe").table(2, 2).timeline(times)
-    first, second, _ = (line.plain for line in render_timeline(timeline).lines(40))
+    first, second, _ = (line.plain for line in TimelineDrawing(timeline).lines(40))
     # Forward passes of 1 and 3 columns, backward passes of 2 and 6.
     assert first == "stage 0 FF···········B0····B1"
     assert second == "stage 1 ·F──F──B0    B1    ··"

@@ -13,7 +13,7 @@ from meshwright.hardware import parse_hardware
 from meshwright.ledgers.minimum import needed_collectives
 from meshwright.ledgers.stage_minimum import needed_by_stage
 from meshwright.models import build_model
-from meshwright.pipeline.execute.op_counts import count_operations
+from meshwright.pipeline.execute.tick_rows import count_operations
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimator import ProgramEstimator, _Case

@@ -75,7 +75,7 @@ def test_an_axis_without_which_nothing_fits_says_so():
 
 def test_what_the_user_set_is_not_explained_away():
     words = " ".join(explain_decision(GPT2_MEDIUM, search(GPT2_MEDIUM, task(mesh={"tensor": 4}))))
-    assert "tensor=4 divides every layer. You asked for it." in words
+    assert "tensor=4 shards every layer. You asked for it." in words
 
 
 def test_a_comparison_adds_up():

@@ -74,7 +74,7 @@ def test_a_value_that_jumps_between_blocks_is_named_with_both_ends():
 def test_a_weight_that_is_read_after_the_blocks_is_named_with_its_reader():
     with pytest.raises(mw.UserError) as caught:
         divide(Borrowing)
-    assert "`blocks.*.up.kernel` [4, 8, 8] is read outside of the blocks too" in caught.value.what
+    assert "`blocks.*.up.kernel` [4, 8, 8] is also read outside the blocks" in caught.value.what
     assert "by dot_general in `model`" in caught.value.what
 
 

@@ -8,7 +8,7 @@ from program.programs import equations
 
 import meshwright as mw
 from meshwright.models import build_model
-from meshwright.step.planned_forward import planned_forward
+from meshwright.step.step_program import planned_forward
 from meshwright.tasks.language_modeling import LanguageModeling
 
 LENGTH, BLOCKS = 12, 2

@@ -17,7 +17,7 @@ from meshwright.cli.main import main
 from meshwright.errors import UserError
 from meshwright.program.kernels.find_kernels import NO_KERNELS
 from meshwright.sharding.decide import decide
-from meshwright.step.planned_forward import planned_forward
+from meshwright.step.step_program import planned_forward
 
 WIDTH, LENGTH, CLASSES = 16, 8, 256
 

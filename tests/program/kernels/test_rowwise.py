@@ -17,7 +17,7 @@ from program.kernels.kernel_runs import (
     uses_in,
 )
 
-from meshwright.step.planned_forward import planned_forward
+from meshwright.step.step_program import planned_forward
 
 WIDTH = 16
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config.distributed_config import DistributedConfig
-from meshwright.config.engines import ENGINES, detect, first
+from meshwright.config.launchers import LAUNCHERS, detect, first
 from meshwright.errors import UserError
 from meshwright.text.masking import mask_value
 
@@ -79,19 +79,19 @@ def ranks(environ: Mapping[str, str]) -> list[dict[str, Any]]:
     """
     found: list[dict[str, Any]] = []
     # The innermost launcher, which decides, comes first.
-    for engine in reversed(ENGINES):
+    for launcher in reversed(LAUNCHERS):
         # Only a started process has a rank; an allocation may set the size.
-        if not first(engine.rank, environ)[0] or not engine.started(environ):
+        if not first(launcher.rank, environ)[0] or not launcher.started(environ):
             continue
         keys = {
-            "rank": engine.rank,
-            "world_size": engine.world_size,
-            "local_rank": engine.local_rank,
+            "rank": launcher.rank,
+            "world_size": launcher.world_size,
+            "local_rank": launcher.local_rank,
         }
         given = {key: first(names, environ) for key, names in keys.items()}
         found.append(
             {
-                "source": engine.name,
+                "source": launcher.name,
                 **{key: _integer(text) for key, (_, text) in given.items()},
                 "variables": {key: name for key, (name, _) in given.items() if name},
             }
@@ -103,16 +103,16 @@ def coordinator(environ: Mapping[str, str]) -> dict[str, Any] | None:
     """Return where process 0 listens, and the variable that says so; None for one process."""
     try:
         settings = DistributedConfig.from_environment(environ)
-        places = [(one.place, one.engine.name) for one in detect(environ) if one.place]
+        addresses = [(one.address, one.launcher.name) for one in detect(environ) if one.address]
     except UserError:
         return None
     if settings.world_size == 1:
         return None
     source = next(
         (
-            {"source": name, "variable": place.variables[0]}
-            for place, name in reversed(places)
-            if place.host == settings.master_addr
+            {"source": name, "variable": address.variables[0]}
+            for address, name in reversed(addresses)
+            if address.host == settings.master_addr
         ),
         {"source": "default", "variable": None},
     )

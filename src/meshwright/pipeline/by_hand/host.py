@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import AxisType, Mesh
 
 from meshwright.mesh.build import Device
-from meshwright.pipeline.aliases import Array
 from meshwright.pipeline.by_hand.stage_programs import StageCall, StagePrograms
-from meshwright.pipeline.execute.messages import MessageSplit
+from meshwright.pipeline.execute.stage_records import MessageSplit
 from meshwright.pipeline.schedule.operations import Kind, Op, Shape
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.pipeline.schedule.timeline import simulate
@@ -22,23 +21,6 @@ from meshwright.trees import PyTree
 
 Place = tuple[int, int]
 """A microbatch and a virtual stage."""
-
-
-@dataclass(frozen=True)
-class BatchSums:
-    """Sums over the microbatches of a batch.
-
-    Attributes:
-        gradients: for each stage, the weighted sum of its gradients.
-        total: weighted sum of the losses.
-        weight: sum of the weights.
-        states: the stages' state afterwards.
-    """
-
-    gradients: list[PyTree]
-    total: Array
-    weight: Array
-    states: list[PyTree]
 
 
 class HostExecutor:
@@ -64,17 +46,15 @@ class HostExecutor:
         states: Sequence[PyTree],
         inputs: Sequence[PyTree],
         targets: Sequence[PyTree],
-    ) -> BatchSums:
-        """Run microbatches forward and backward and add up their gradients."""
+    ) -> BatchRun:
+        """Run microbatches forward and backward, and add up their gradients."""
         count = len(self.stages) // self.schedule.num_chunks
         shape = self.schedule.shape(len(inputs), count)
         timeline = simulate(self.schedule.operations(len(inputs), count), shape)
-        run = _BatchRun(self, list(params), list(states), inputs, targets, shape)
+        run = BatchRun(self, list(params), list(states), inputs, targets, shape)
         for span in sorted(timeline.spans, key=lambda span: (span.start, span.stage)):
             run.execute(span.op, shape.virtual(span.op, span.stage))
-        total = sum(run.totals[1:], start=run.totals[0])
-        weight = sum(run.weights[1:], start=run.weights[0])
-        return BatchSums(run.sums, total, weight, run.states)
+        return run
 
 
 class _ForwardRecord(NamedTuple):
@@ -84,8 +64,15 @@ class _ForwardRecord(NamedTuple):
     saved: list[Array]
 
 
-class _BatchRun:
-    """The state of one batch while it passes through the stages."""
+class BatchRun:
+    """A batch that passes through the stages.
+
+    Attributes:
+        sums: for each stage, the weighted sum of its gradients.
+        totals: for each microbatch, the weighted sum of its losses.
+        weights: for each microbatch, the sum of its weights.
+        states: the stages' state after the last microbatch.
+    """
 
     def __init__(
         self,
@@ -123,7 +110,7 @@ class _BatchRun:
         call = StageCall(self.states[at], x, target)
         result = stage.forward(self.params[at], call)
         self.states[at] = result.state
-        # Only shapes of the call are needed again, but unread arrays cost nothing.
+        # Later only the shapes of the call are needed, but unread arrays cost nothing.
         self.calls[microbatch, at] = _ForwardRecord(call, result.saved)
         here = sum(place[1] == at for place in self.calls)
         self.host.most_kept[at] = max(self.host.most_kept[at], here)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
+from jax import Array
 
 from meshwright.errors import UserError
-from meshwright.pipeline.aliases import Array
 from meshwright.program.flops import forward_flops
 from meshwright.text.units import a_type
 from meshwright.trees import PyTree, is_key

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from flax import linen, nnx
 from flax.errors import InvalidRngError
+from jax import Array
 
 from meshwright.errors import UserError, typed_line
-from meshwright.pipeline.aliases import Array
 from meshwright.pipeline.by_hand.layer_forms import Layer
 from meshwright.pipeline.by_hand.stage_checks import describe
 from meshwright.trees import PyTree

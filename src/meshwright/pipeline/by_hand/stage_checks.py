@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from meshwright.config.argument_checks import check_count
-from meshwright.config.base import shorten
+from meshwright.config.argument_checks import check_count, check_kind, wrong_kind
 from meshwright.errors import UserError, typed_line
-from meshwright.mesh.build import Device
+from meshwright.mesh.build import Device, check_devices
 from meshwright.pipeline.execute.slots import is_float
 from meshwright.pipeline.schedule.schedules import Schedule, get_schedule
 from meshwright.text.units import a_type, counted
@@ -20,16 +19,12 @@ from meshwright.trees import PyTree, check_num_samples
 from meshwright.weighted import Weighted
 
 
-def read_schedule(schedule: object, num_chunks: int | None) -> Schedule:
+def read_schedule(schedule: str | Schedule, num_chunks: int | None) -> Schedule:
     """Return a schedule by name, or the schedule itself, after checking its chunks."""
     if num_chunks is not None:
         check_count("num_chunks", num_chunks)
-    if not isinstance(schedule, str | Schedule):
-        raise UserError(
-            f"schedule={schedule!r} is not a schedule",
-            why=f"it is of type {type(schedule).__name__}",
-            fix='write schedule="1f1b", or the result of mw.pipeline.get_schedule',
-        )
+    fix = 'write schedule="1f1b", or the result of mw.pipeline.get_schedule'
+    check_kind("schedule", schedule, (str, Schedule), fix)
     if isinstance(schedule, str):
         schedule = get_schedule(schedule, num_chunks or 2)
     if num_chunks is not None and schedule.num_chunks != num_chunks:
@@ -42,16 +37,10 @@ def read_schedule(schedule: object, num_chunks: int | None) -> Schedule:
 
 
 def read_devices(devices: Sequence[Device] | None) -> list[Device]:
-    """Return the devices, all of them by default."""
-    listed = jax.devices() if devices is None else _listed(devices)
-    if not listed:
-        raise UserError("there are no devices", why="devices is empty", fix="leave devices out")
+    """Return the devices, all of them by default, after checking that none is listed twice."""
+    check_devices(devices)
+    listed = list(jax.devices() if devices is None else devices)
     for number, device in enumerate(listed):
-        if not isinstance(device, jax.Device):
-            raise UserError(
-                f"devices[{number}] is {shorten(device)}, of type {type(device).__name__}",
-                fix="pass JAX devices, such as jax.devices()[:4]",
-            )
         if device in listed[:number]:
             raise UserError(
                 f"devices[{number}] is {device}, which is listed already",
@@ -61,24 +50,10 @@ def read_devices(devices: Sequence[Device] | None) -> list[Device]:
     return listed
 
 
-def _listed(devices: object) -> list[Device]:
-    if isinstance(devices, str) or not isinstance(devices, Iterable):
-        raise UserError(
-            f"devices={shorten(devices)} is not a list of devices",
-            why=f"it is of type {type(devices).__name__}",
-            fix="write devices=jax.devices()[:4]",
-        )
-    return list(devices)
-
-
 def check_seed(seed: object) -> None:
     """Refuse a seed that is not an integer."""
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise UserError(
-            f"seed={shorten(seed)} is not valid",
-            why=f"it is of type {type(seed).__name__}",
-            fix="write an integer",
-        )
+        raise wrong_kind("seed", seed, "write an integer")
 
 
 def check_unused(states: PyTree) -> None:
@@ -102,16 +77,6 @@ def check_output(output: PyTree, samples: int) -> None:
                 why=f"it is {describe(leaf)} for a microbatch of {counted(samples, 'sample')}",
                 fix="keep samples in dim 0; compute values of all samples together in the loss",
             )
-
-
-def check_function(loss: object) -> None:
-    """Refuse a loss that is not callable."""
-    if not callable(loss):
-        raise UserError(
-            f"the loss is of type {type(loss).__name__}",
-            why="it is called for every microbatch",
-            fix="write a function loss(output, target) that returns a scalar",
-        )
 
 
 def check_balance_by(balance_by: object) -> None:
@@ -162,7 +127,7 @@ def check_untraced(**values: PyTree) -> None:
             "a pipeline cannot run inside jax.jit, jax.grad or jax.vmap",
             why="its stages are separate programs on different devices, which cannot be part of "
             f"another program{traced}",
-            fix="call it outside of them; its stages are compiled anyway, and loss_and_gradients "
+            fix="call it outside them; its stages are compiled anyway, and loss_and_gradients "
             "returns gradients",
         )
 

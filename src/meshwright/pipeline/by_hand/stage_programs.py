@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshwright.pipeline.aliases import Array
 from meshwright.pipeline.by_hand.layer_forms import Part
-from meshwright.pipeline.execute.messages import MessageSplit
-from meshwright.pipeline.execute.stage_vjp import StageVJP
+from meshwright.pipeline.execute.stage_records import MessageSplit
+from meshwright.pipeline.execute.stage_vjp import HeldValues, StageVJP
 from meshwright.trees import PyTree
 from meshwright.weighted import Weighted
 
@@ -64,7 +64,7 @@ class StagePrograms:
 
     Args:
         part: the stage's function.
-        mesh: its devices, samples divided over ``data``.
+        mesh: its devices, samples sharded over ``data``.
         first: whether this is the first stage, whose input needs no gradient.
         loss: for the last stage, the loss of (output, target).
     """
@@ -72,10 +72,10 @@ class StagePrograms:
     def __init__(self, part: Part, mesh: Mesh, *, first: bool, loss: Loss | None) -> None:
         self.part, self.mesh, self.first, self.loss = part, mesh, first, loss
         self._programs: dict[Hashable, StageVJP] = {}
-        self._forward = jax.jit(self._run_forward)
-        self._backward = jax.jit(self._run_backward, donate_argnums=0)
-        self._input = jax.jit(self._run_input)
-        self._weight = jax.jit(self._run_weight, donate_argnums=0)
+        self.forward = jax.jit(self._forward)
+        self.backward = jax.jit(self._backward, donate_argnums=0)
+        self.input_gradient = jax.jit(self._input_gradient)
+        self.weight_gradient = jax.jit(self._weight_gradient, donate_argnums=0)
 
     @property
     def samples(self) -> NamedSharding:
@@ -88,7 +88,7 @@ class StagePrograms:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def put(self, x: PyTree) -> PyTree:
-        """Place samples on the stage's devices, replicated if they cannot be divided."""
+        """Place samples on the stage's devices, replicated if they cannot be sharded."""
         count = self.mesh.size
 
         def place(array: Array) -> Array:
@@ -97,50 +97,32 @@ class StagePrograms:
 
         return jax.tree.map(place, x)
 
-    def forward(self, params: PyTree, call: StageCall) -> ForwardResult:
+    def _forward(self, params: PyTree, call: StageCall) -> ForwardResult:
         """Run the stage."""
-        return self._forward(params, call)
-
-    def backward(
-        self, sums: PyTree, params: PyTree, call: StageCall, saved: list[Array], gradient: PyTree
-    ) -> tuple[PyTree, list[Array]]:
-        """Return (sums with the weights' gradients added, gradient of the input)."""
-        return self._backward(sums, params, call, saved, gradient)
-
-    def input_gradient(
-        self, params: PyTree, call: StageCall, saved: list[Array], gradient: PyTree
-    ) -> tuple[list[Array], list[Array]]:
-        """Return (gradient of the input, values that the weight gradient needs)."""
-        return self._input(params, call, saved, gradient)
-
-    def weight_gradient(
-        self, sums: PyTree, params: PyTree, call: StageCall, saved: list[Array], cut: list[Array]
-    ) -> PyTree:
-        """Return sums with the weights' gradients added."""
-        return self._weight(sums, params, call, saved, cut)
-
-    def _run_forward(self, params: PyTree, call: StageCall) -> ForwardResult:
         floats, others = self._split(call.x).split(call.x)
-        program = self._program(params, call)
-        result = program.forward(params, (), floats, StageCall(call.state, others, call.target))
+        others = StageCall(call.state, others, call.target)
+        result = self._program(params, call).forward(HeldValues(params), floats, others)
         state, rest = result.further
         return ForwardResult(result.y, rest, state, result.saved)
 
-    def _run_backward(
+    def _backward(
         self, sums: PyTree, params: PyTree, call: StageCall, saved: list[Array], gradient: PyTree
     ) -> tuple[PyTree, list[Array]]:
-        more, back = self._program(params, call).backward(params, (), saved, gradient)
+        """Return (sums with the weights' gradients added, gradient of the input)."""
+        more, back = self._program(params, call).backward(HeldValues(params), saved, gradient)
         return jax.tree.map(jnp.add, sums, more), back
 
-    def _run_input(
+    def _input_gradient(
         self, params: PyTree, call: StageCall, saved: list[Array], gradient: PyTree
     ) -> tuple[list[Array], list[Array]]:
-        return self._program(params, call).input_gradient(params, (), saved, gradient)
+        """Return (gradient of the input, values that the weight gradient needs)."""
+        return self._program(params, call).input_gradient(HeldValues(params), saved, gradient)
 
-    def _run_weight(
+    def _weight_gradient(
         self, sums: PyTree, params: PyTree, call: StageCall, saved: list[Array], cut: list[Array]
     ) -> PyTree:
-        more = self._program(params, call).weight_gradient(params, (), saved, cut)
+        """Return sums with the weights' gradients added."""
+        more = self._program(params, call).weight_gradient(HeldValues(params), saved, cut)
         return jax.tree.map(jnp.add, sums, more)
 
     def _program(self, params: PyTree, call: StageCall) -> StageVJP:
@@ -160,7 +142,7 @@ class StagePrograms:
                 lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype),
                 (params, floats, StageCall(call.state, others, call.target)),
             )
-            self._programs[key] = StageVJP(function, shapes[0], (), *shapes[1:])
+            self._programs[key] = StageVJP(function, HeldValues(shapes[0]), *shapes[1:])
         return self._programs[key]
 
     def _function(self, params: PyTree, call: StageCall) -> tuple[PyTree, tuple[PyTree, PyTree]]:

@@ -10,15 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jax.sharding import Mesh
 
-from meshwright.config.argument_checks import check_clip_norm, check_count, check_optimizer
+from meshwright.config.argument_checks import (
+    check_clip_norm,
+    check_count,
+    check_optimizer,
+    check_takes,
+)
 from meshwright.config.microbatches import MICROBATCHES_PER_STAGE
 from meshwright.errors import UserError
 from meshwright.mesh.build import Device
-from meshwright.pipeline.aliases import Array
 from meshwright.pipeline.by_hand import stage_checks as checks
-from meshwright.pipeline.by_hand.balance import balance
+from meshwright.pipeline.by_hand.balance import balance, fewer_stages, timeline_of, unused_devices
 from meshwright.pipeline.by_hand.host import HostExecutor, divide_devices
 from meshwright.pipeline.by_hand.layer_forms import (
     Layer,
@@ -31,9 +36,8 @@ from meshwright.pipeline.by_hand.layer_forms import (
 )
 from meshwright.pipeline.by_hand.layers import naming_layer, read_layers
 from meshwright.pipeline.by_hand.stage_programs import Loss, StagePrograms, form_of_arrays
-from meshwright.pipeline.by_hand.suggest import fewer_stages, timeline_of, unused_devices
 from meshwright.pipeline.by_hand.updates import Updates
-from meshwright.pipeline.execute.messages import MessageSplit
+from meshwright.pipeline.execute.stage_records import MessageSplit
 from meshwright.pipeline.schedule.advice import pipeline_warnings
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.pipeline.schedule.timeline import Timeline
@@ -85,7 +89,7 @@ class Pipeline:
         num_chunks: pieces of the model on each stage, for interleaved; 2 by default.
         balance_by: balance stages by flops, or by the memory of parameters.
         devices: devices of the pipeline, all by default; each stage gets the same number and
-            divides samples over them.
+            shards samples over them.
         seed: seed of the parameters of Linen modules.
     """
 
@@ -107,7 +111,7 @@ class Pipeline:
             if count is not None:
                 check_count(name, count)
         checks.check_balance_by(balance_by)
-        checks.check_function(loss)
+        check_takes("loss", loss, ["output", "target"])
         checks.check_seed(seed)
         self._user_layers, self._devices = read_layers(stages), checks.read_devices(devices)
         self.schedule = checks.read_schedule(schedule, num_chunks)
@@ -191,14 +195,14 @@ class Pipeline:
         count = self.num_microbatches
         inputs, expected = self._split("x", x, count), self._split("target", target, count)
         self._check_fit(inputs[0], expected[0])
-        sums = self._host.run(self._params, self._states, inputs, expected)
-        self._states = sums.states
-        weight = np.asarray(sums.weight)
+        run = self._host.run(self._params, self._states, inputs, expected)
+        self._states = run.states
+        weight = np.asarray(sum(run.weights[1:], start=run.weights[0]))
         weight = weight if weight else np.ones_like(weight)
         scaled = jax.tree.map(
-            lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype), sums.gradients, self._params
+            lambda g, p: (g / weight.astype(g.dtype)).astype(p.dtype), run.sums, self._params
         )
-        return sums.total / weight, scaled
+        return sum(run.totals[1:], start=run.totals[0]) / weight, scaled
 
     def init(self, optimizer: optax.GradientTransformation) -> list[PyTree]:
         """Return an optax optimizer's state for each stage, on the stage's devices."""
@@ -218,7 +222,7 @@ class Pipeline:
 
         Args:
             optimizer: any optax transformation. It sees the leaves of one stage at a time.
-            states: what `init` or the update before returned; not to be used again.
+            states: what `init` or the previous update returned; they cannot be reused.
             x: inputs, samples in dim 0.
             target: targets of the loss, as many samples.
             clip_norm: largest norm of the gradients of all stages together.
@@ -311,7 +315,7 @@ class Pipeline:
         return resize_batch(example, size)
 
     def _check_fit(self, x: PyTree, target: PyTree = None) -> None:
-        """Raise if layers or loss fail on these shapes; each set of shapes is checked once."""
+        """Raise if layers or loss fail on these shapes, which are checked once."""
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, target))
         if (key := form_of_arrays(shapes)) in self._checked_forms:
             return
@@ -324,7 +328,7 @@ class Pipeline:
         self._checked_forms.add(key)
 
     def _split(self, name: str, batch: PyTree, count: int) -> list[PyTree]:
-        """Divide a batch into microbatches of nearly equal size; no sample is left out."""
+        """Split a batch into microbatches of nearly equal size; no sample is left out."""
         leaves, tree = jax.tree.flatten(batch)
         samples = leaves[0].shape[0]
         if samples < count:

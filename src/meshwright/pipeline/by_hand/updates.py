@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from numpy.typing import NDArray
 
 from meshwright.errors import UserError, typed_line
-from meshwright.pipeline.aliases import Array
 from meshwright.pipeline.by_hand.stage_programs import StagePrograms
 from meshwright.trees import PyTree
 

@@ -1,7 +1,8 @@
-"""A traced loss cut at its blocks: the scan over the blocks, and the leaves inside and outside."""
+"""A traced loss cut at its blocks: the scan over them, the leaves inside and outside, and names."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,7 +108,7 @@ class StackedInput(LayeredInput):
 
 @dataclass(frozen=True)
 class OuterLeaf:
-    """A step leaf outside of the blocks.
+    """A step leaf outside the blocks.
 
     Attributes:
         number: number of the step leaf.
@@ -124,12 +125,12 @@ class OuterLeaf:
 
 @dataclass(frozen=True)
 class Region:
-    """A part of the program outside of the blocks.
+    """A part of the program outside the blocks.
 
     Attributes:
         outputs: its outputs.
         eqns: its equations.
-        reads: the step leaves outside of the blocks that it reads.
+        reads: the step leaves outside the blocks that it reads.
     """
 
     outputs: tuple[Atom, ...]
@@ -157,7 +158,7 @@ class BlockResult:
 
 @dataclass(frozen=True)
 class NextState:
-    """The program that updates the state outside of the blocks.
+    """The program that updates the state outside the blocks.
 
     Attributes:
         program: computes the changing leaves, in order.
@@ -224,5 +225,39 @@ class BlockCut:
         return [layered for layered in stacked if layered.stack.kind == kind]
 
     def outer_of(self, kind: LeafKind) -> list[OuterLeaf]:
-        """Return the leaves outside of the blocks that are of a kind."""
+        """Return the leaves outside the blocks that are of a kind."""
         return [leaf for leaf in self.outer if leaf.kind == kind]
+
+
+_BLOCKS = re.compile(r"([^.]+\.)*?[^.]*(\*|\d+n(\+\d+)?)(?=\.|$)")
+"""The path of blocks within that of a stack."""
+
+
+def path_of_blocks(stacks: Sequence[BlockStack]) -> str:
+    """Return the path of blocks: ``blocks.*``, ``layers.2n`` for pairs; empty if unknown."""
+    matches = (_BLOCKS.match(stack.path) for stack in stacks)
+    return next((match[0] for match in matches if match), "")
+
+
+def modules_of_blocks(cut: BlockCut) -> list[tuple[int, ...]]:
+    """Return, by block, the numbers of its modules in the model; several where kinds alternate."""
+    leaves = cut.traced.layout.leaves
+    numbers = [set[int]() for _ in range(cut.num_blocks)]
+    for stack in cut.stacks:
+        paths = [leaves[source].path.split(".") for source in stack.step.sources]
+        varying = next((parts for parts in zip(*paths, strict=True) if len(set(parts)) > 1), ())
+        for block_numbers, part in zip(numbers, varying, strict=False):
+            block_numbers.update(int(number) for number in re.findall(r"\d+$", part))
+    return [tuple(sorted(modules)) or (block,) for block, modules in enumerate(numbers)]
+
+
+def odd_modules(cut: BlockCut) -> list[str]:
+    """Return the paths of modules in the list of blocks that differ from the repeated ones."""
+    head = re.sub(r"(\*|\d+n(\+\d+)?)$", "", path_of_blocks(cut.stacks))
+    if not head:
+        return []
+    pattern = re.compile(rf"{re.escape(head)}\d+(?=\.)")
+    # Leaves that no block reads, such as the random keys of a dropout of 0, do not count.
+    weights = (leaf for leaf in cut.outer if leaf.kind == "weight")
+    matches = (pattern.match(leaf.step.leaf.path) for leaf in weights)
+    return list(dict.fromkeys(match[0] for match in matches if match))

@@ -16,8 +16,8 @@ from meshwright.pipeline.divide.block_cut import (
     OuterLeaf,
     Region,
     StackedInput,
+    path_of_blocks,
 )
-from meshwright.pipeline.divide.block_names import path_of_blocks
 from meshwright.pipeline.divide.division import Division, divide_blocks
 from meshwright.program.blocks.differences import describe_operation, user_of
 from meshwright.program.blocks.to_scan import casts_of
@@ -133,7 +133,7 @@ class _Cutter:
         leaf = self.steps[number].leaf
         reader = user_of(eqns, self.jaxpr.invars[number])
         where = f", by {describe_operation(reader)}" if reader else ""
-        what = f"`{leaf.path}` {list(leaf.shape)} is read outside of the blocks too{where}"
+        what = f"`{leaf.path}` {list(leaf.shape)} is also read outside the blocks{where}"
         return _cannot_cut(what, self.traced)
 
     def stack(self, number: int) -> BlockStack:
@@ -144,7 +144,7 @@ class _Cutter:
         if after is self.jaxpr.invars[number]:
             return BlockStack(number, step, "fixed")
         if isinstance(after, Literal) or after not in self.scan.results:
-            what = f"`{step.leaf.path}` is changed outside of the blocks"
+            what = f"`{step.leaf.path}` is changed outside the blocks"
             raise _cannot_cut(what, self.traced)
         return BlockStack(number, step, "changing", self.scan.results.index(after))
 
@@ -162,7 +162,7 @@ class _Cutter:
         return tuple(result for result in results if result.variable in read)
 
     def next_state(self, outer: Sequence[OuterLeaf]) -> NextState | None:
-        """Return the program that updates the state outside of the blocks.
+        """Return the program that updates the state outside the blocks.
 
         Microbatches overlap in a pipeline: the next one starts before this one ends, so its state
         must not depend on the activations of this one.
@@ -182,7 +182,7 @@ class _Cutter:
                 if not known.issuperset(leaf_reads)
             ]
             raise _cannot_cut(
-                f"{', '.join(paths)} outside of the blocks depends on the samples", self.traced
+                f"{', '.join(paths)} outside the blocks depends on the samples", self.traced
             )
         return NextState(program, tuple(reads))
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
+from jax import Array
 
-from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message
 from meshwright.weighted import Weighted
+
+LeafValues = dict[int, Array]
+"""Values of step leaves by the number of the step leaf."""
+
+BlockRow = dict[int, Array]
+"""The leaves of one block, by position among the layered inputs of the scan."""
+
+Message = list[Array]
+"""The arrays that one stage sends to the next."""
 
 
 class Losses(NamedTuple):
-    """Totals and weights of what is minimised, and of what is reported."""
+    """Totals and weights of the objective and of the metrics."""
 
     objective: Weighted
     metrics: dict[str, Weighted]
@@ -25,7 +35,7 @@ class Microbatch:
 
     Attributes:
         batch: the leaves of the batch.
-        state: the changing leaves outside of the blocks, as they are before this microbatch.
+        state: the changing leaves outside the blocks, as they are before this microbatch.
     """
 
     batch: list[Array]
@@ -41,7 +51,7 @@ class BlockInputs:
         weights: the trained leaves of each block.
         fixed: the constant leaves of each block.
         changing: the state that each block replaces.
-        outer: the trained leaves outside of the blocks that blocks read.
+        outer: the trained leaves outside the blocks that blocks read.
         message: the message of the previous stage.
         microbatch: the inputs of the microbatch.
         virtual_stage: the number of the virtual stage.
@@ -63,46 +73,22 @@ class BlockOutputs(NamedTuple):
     changing: list[BlockRow]
 
 
-class EmbedFunction(Protocol):
-    """From a microbatch to the input of the first virtual stage."""
-
-    def __call__(self, outer: LeafValues, microbatch: Microbatch) -> Message:
-        """Run it on the outer weights it reads."""
-        ...
-
-
-class BlocksFunction(Protocol):
-    """The blocks of one virtual stage."""
-
-    def __call__(self, inputs: BlockInputs) -> BlockOutputs:
-        """Run them one after another."""
-        ...
-
-
-class HeadFunction(Protocol):
-    """From the message of the last virtual stage to the losses of a microbatch."""
-
-    def __call__(self, outer: LeafValues, message: Message, microbatch: Microbatch) -> Losses:
-        """Run it on the outer weights it reads."""
-        ...
-
-
 @dataclass(frozen=True)
 class StageFunctions:
     """A model cut into stages, as functions of one microbatch.
 
     Attributes:
-        embed: the part before the blocks.
-        blocks: the blocks of one virtual stage.
-        head: the part after the blocks.
+        embed: from the outer weights it reads and a microbatch to the first block's input.
+        blocks: the blocks of one virtual stage, one after another.
+        head: from the outer weights it reads, the last message and a microbatch to the losses.
         embed_reads: step leaves of the outer weights that ``embed`` reads.
         blocks_read: those that ``blocks`` reads.
         head_reads: those that ``head`` reads.
     """
 
-    embed: EmbedFunction
-    blocks: BlocksFunction
-    head: HeadFunction
+    embed: Callable[[LeafValues, Microbatch], Message]
+    blocks: Callable[[BlockInputs], BlockOutputs]
+    head: Callable[[LeafValues, Message, Microbatch], Losses]
     embed_reads: tuple[int, ...]
     blocks_read: tuple[int, ...]
     head_reads: tuple[int, ...]
@@ -116,7 +102,7 @@ class StageValues:
         weights: trained leaves of its blocks, each [chunks × blocks, …].
         fixed: constant leaves of its blocks.
         changing: state of its blocks, which every forward pass replaces.
-        outer: trained leaves outside of the blocks.
+        outer: trained leaves outside the blocks.
         microbatches: the inputs of the microbatches, each array [microbatches, …].
     """
 

@@ -1,34 +1,34 @@
-"""The evaluation rule inside a pipeline stage: no equation may exchange values between stages."""
+"""The evaluation rule inside a pipeline stage: no equation may exchange values between stages.
+
+Stages run different operations at the same time, and may exchange values only among their own
+devices. Compilers move pieces of a sharded dim by an exchange of all devices of the mesh, and
+stages would deadlock. So dims along which values move, or are looked up, are whole on every device.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from meshwright.pipeline.divide.lookups import (
-    SCATTERS,
-    divided_rows,
-    divides_rows,
-    in_whole_dims,
-    picked,
-    picks_one,
-)
-from meshwright.pipeline.divide.moving_dims import all_whole, make_whole, moving_dims
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
 from meshwright.program.evaluate.evaluator import Environment
 from meshwright.program.evaluate.mesh_view import MeshView
-from meshwright.program.jaxpr.equations import Equation, Literal, Value, aval_of
+from meshwright.program.jaxpr.equations import Equation, Literal, Value, aval_of, bind
 from meshwright.program.on_mesh.mesh_rules import operands_in_param_dtype
 
 
 @dataclass(frozen=True)
 class WithinStage:
-    """Evaluates what moves values along a dim, or looks values up, with that dim whole.
-
-    The compiler would move pieces of a divided dim by an exchange of all devices, and stages that
-    run different operations would deadlock.
+    """Evaluates operations that move or look up values along a dim, with that dim whole.
 
     Attributes:
-        mesh: the mesh, its pipe axis divided by hand.
+        mesh: the mesh, whose pipe axis is manual.
     """
 
     mesh: MeshView
@@ -48,7 +48,7 @@ class WithinStage:
         indexed = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
         target, *others = env.operands(eqn)
         whole = env.with_operands(eqn, [make_whole(target, mesh, indexed), *others])
-        # By the rules that follow: in float64, how a scatter combines is widened as well.
+        # By the following rules: in float64 they also widen the scatter's combiner.
         results = env.evaluator.continue_after(self, eqn, whole)
         return [make_whole(a, mesh, indexed) for a in results]
 
@@ -72,3 +72,168 @@ class WithinStage:
         if picks_one(eqn):
             return [picked(eqn, operands[0], operands[1])]
         return in_whole_dims(eqn, operands, mesh)
+
+
+def moving_dims(eqn: Equation) -> tuple[int, ...]:
+    """Return the dims along which an equation moves values; empty for most."""
+    find = _MOVES.get(eqn.primitive.name)
+    return find(eqn) if find is not None else ()
+
+
+def all_whole(
+    arrays: Sequence[Array], mesh: Mesh | AbstractMesh, dims: Collection[int]
+) -> list[Array]:
+    """Return an equation's operands or results with these dims whole on every device."""
+    rank = max(getattr(a, "ndim", 0) for a in arrays)
+    # Operands with fewer dims are start indices, or values to fill with.
+    return [make_whole(a, mesh, dims) if getattr(a, "ndim", 0) == rank else a for a in arrays]
+
+
+def make_whole(array: Array, mesh: Mesh | AbstractMesh, dims: Collection[int]) -> Array:
+    """Return an array whose dims ``dims`` are whole on every device, the others as they are."""
+    free = PartitionSpec.UNCONSTRAINED
+    spec = PartitionSpec(*(None if dim in dims else free for dim in range(array.ndim)))
+    return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+
+
+def _shape(eqn: Equation) -> tuple[int, ...]:
+    return tuple(aval_of(eqn.invars[0]).shape)
+
+
+def _changed(eqn: Equation) -> tuple[int, ...]:
+    """Return the dims whose size the result does not have."""
+    after = aval_of(eqn.outvars[0]).shape
+    return tuple(d for d, size in enumerate(_shape(eqn)) if size != after[d])
+
+
+def _padded(eqn: Equation) -> tuple[int, ...]:
+    return tuple(d for d, amounts in enumerate(eqn.params["padding_config"]) if any(amounts))
+
+
+def _updated(eqn: Equation) -> tuple[int, ...]:
+    update = aval_of(eqn.invars[1]).shape
+    return tuple(d for d, size in enumerate(_shape(eqn)) if size != update[d])
+
+
+def _windowed(eqn: Equation) -> tuple[int, ...]:
+    return tuple(d for d, size in enumerate(eqn.params["window_dimensions"]) if size > 1)
+
+
+def _named(parameter: str) -> Callable[[Equation], tuple[int, ...]]:
+    def find(eqn: Equation) -> tuple[int, ...]:
+        return tuple(np.atleast_1d(eqn.params[parameter]).tolist())
+
+    return find
+
+
+def _last(eqn: Equation) -> tuple[int, ...]:
+    return (len(_shape(eqn)) - 1,)
+
+
+_MOVES: dict[str, Callable[[Equation], tuple[int, ...]]] = {
+    "rev": _named("dimensions"),
+    "slice": _changed,
+    "dynamic_slice": _changed,
+    "dynamic_update_slice": _updated,
+    "pad": _padded,
+    "concatenate": _named("dimension"),
+    "split": _named("axis"),
+    "sort": _named("dimension"),
+    "top_k": _last,
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _named("axis")),
+    **dict.fromkeys(
+        ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"), _windowed
+    ),
+}
+
+
+SCATTERS = frozenset({"scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"})
+
+
+def divides_rows(eqn: Equation, spec: PartitionSpec | None) -> bool:
+    """Whether an equation looks up whole rows of a table whose rows are sharded."""
+    return spec is not None and len(spec) > 0 and spec[0] is not None and _takes_rows(eqn)
+
+
+def divided_rows(
+    eqn: Equation, table: Array, indices: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec
+) -> Array:
+    """Look up rows of a table whose rows are sharded: each device in its part, then summed."""
+    axes = spec[0] if isinstance(spec[0], tuple) else (spec[0],)
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+    each = table.shape[0] // parts
+    divided = NamedSharding(mesh, PartitionSpec(axes, None, *spec[1:]))
+    pieces = lax.with_sharding_constraint(table.reshape(parts, each, *table.shape[1:]), divided)
+    wanted = _within(eqn, indices[..., 0], table.shape[0])
+    starts = jnp.arange(parts, dtype=wanted.dtype) * each
+    local = wanted[None] - starts.reshape(parts, *[1] * wanted.ndim)
+    mine = (local >= 0) & (local < each)
+    # The compiler cannot shard lookups; the looked-up dims are whole here.
+    rows = jax.vmap(lambda piece, at: jnp.take(piece, at, axis=0, mode="clip"))(pieces, local)
+    mask = mine.reshape(*mine.shape, *[1] * (rows.ndim - mine.ndim))
+    summed = jnp.where(mask, rows, jnp.zeros((), rows.dtype)).sum(0)
+    return _filled(eqn, summed, indices[..., 0], table.shape[0])
+
+
+def picks_one(eqn: Equation) -> bool:
+    """Whether an equation picks elements along the last dim, one for each place in the others."""
+    numbers, rank = eqn.params["dimension_numbers"], len(aval_of(eqn.invars[0]).shape)
+    others = tuple(range(rank - 1))
+    return (
+        numbers.offset_dims == ()
+        and tuple(numbers.start_index_map) == (rank - 1,)
+        and tuple(numbers.operand_batching_dims) == others
+        and tuple(numbers.start_indices_batching_dims) == others
+    )
+
+
+def picked(eqn: Equation, operand: Array, indices: Array) -> Array:
+    """Pick elements along the last dim by comparison, which works however the dim is sharded."""
+    size = operand.shape[-1]
+    at = indices[..., 0]
+    wanted = _within(eqn, at, size)
+    extra = wanted.ndim - (operand.ndim - 1)
+    shape = (*operand.shape[:-1], *[1] * extra, size)
+    here = jnp.arange(size, dtype=wanted.dtype) == wanted[..., None]
+    elements = jnp.where(here, operand.reshape(shape), jnp.zeros((), operand.dtype)).sum(-1)
+    return _filled(eqn, elements, at, size)
+
+
+def in_whole_dims(eqn: Equation, args: list[Array], mesh: Mesh | AbstractMesh) -> list[Array]:
+    """Evaluate a lookup with the dims it indexes whole on every device."""
+    indexed = eqn.params["dimension_numbers"].start_index_map
+    return bind(eqn, [make_whole(args[0], mesh, indexed), *args[1:]])
+
+
+def _takes_rows(eqn: Equation) -> bool:
+    numbers, shape = eqn.params["dimension_numbers"], aval_of(eqn.invars[0]).shape
+    before = len(aval_of(eqn.invars[1]).shape) - 1
+    return (
+        tuple(numbers.start_index_map) == (0,)
+        and tuple(numbers.collapsed_slice_dims) == (0,)
+        and not numbers.operand_batching_dims
+        and tuple(eqn.params["slice_sizes"][1:]) == tuple(shape[1:])
+        and tuple(numbers.offset_dims) == tuple(range(before, before + len(shape) - 1))
+    )
+
+
+def _within(eqn: Equation, at: Array, size: int) -> Array:
+    """Return indices clipped to valid ones; `_filled` handles the others as the mode requires."""
+    at = at.astype(jnp.int32) if at.dtype.itemsize < 4 else at
+    return (
+        at
+        if eqn.params["mode"] == lax.GatherScatterMode.PROMISE_IN_BOUNDS
+        else at.clip(0, size - 1)
+    )
+
+
+def _filled(eqn: Equation, values: Array, at: Array, size: int) -> Array:
+    """Return looked-up values, with the lookup's fill value where an index is out of bounds."""
+    if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
+        return values
+    fill = eqn.params["fill_value"]
+    if fill is None:
+        fill = jnp.nan if jnp.issubdtype(values.dtype, jnp.inexact) else 0
+    valid = (at >= 0) & (at < size)
+    mask = valid.reshape(*valid.shape, *[1] * (values.ndim - valid.ndim))
+    return jnp.where(mask, values, jnp.asarray(fill, values.dtype))

@@ -2,30 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
 
-from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message
+from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.divide.block_cut import BlockCut, LeafKind, Region
-from meshwright.pipeline.divide.context import StageContext
 from meshwright.pipeline.divide.division import Division
 from meshwright.pipeline.divide.stage_functions import (
     BlockInputs,
     BlockOutputs,
+    BlockRow,
+    LeafValues,
     Losses,
+    Message,
     Microbatch,
     StageFunctions,
+    StageValues,
 )
 from meshwright.pipeline.divide.stage_rules import WithinStage
 from meshwright.program.evaluate.evaluator import Environment, Evaluator, ScanBody
-from meshwright.program.evaluate.weight_uses import WeightUse
+from meshwright.program.evaluate.mesh_view import MeshView
+from meshwright.program.evaluate.weight_uses import GatherSpecs, WeightUse
 from meshwright.program.evaluate.widen import is_narrow
 from meshwright.program.jaxpr.equations import Value, Var, aval_of
+from meshwright.program.kernels.find_kernels import Kernels
 from meshwright.program.on_mesh.layer_scans import LayerScans, shared_weights
-from meshwright.program.on_mesh.mesh_forward import mesh_evaluator, weight_uses
+from meshwright.program.on_mesh.mesh_forward import LocalDraws, mesh_evaluator, weight_uses
+from meshwright.program.on_mesh.remat import Remat
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """The mesh and the layouts of a traced loss inside a pipeline.
+
+    Attributes:
+        mesh: the mesh.
+        pins: layouts of activations.
+        weights: variables that depend on weights alone.
+        gathers: by number of the step leaf, the layouts of weights sharded over fsdp, on one stage.
+        whole: by number of the step leaf, its layout when gathered, on one stage.
+        kernels: regions that kernels evaluate.
+        remat: what blocks save for their backward pass.
+        wide: compute in float64.
+        draws: the random draws of a loss of one device's samples; None for one of all samples.
+    """
+
+    mesh: Mesh
+    pins: Mapping[Var, PartitionSpec]
+    weights: Collection[Var]
+    gathers: Mapping[int, GatherSpecs]
+    whole: Sequence[PartitionSpec]
+    kernels: Kernels
+    remat: Remat
+    wide: bool
+    draws: LocalDraws | None = None
+
+    @property
+    def view(self) -> MeshView:
+        """The mesh as a stage sees it."""
+        return MeshView(self.mesh, frozenset({PIPE, *self.batch_axes}))
+
+    @property
+    def platform(self) -> str:
+        """The platform of the devices."""
+        return self.view.platform
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes over which each device has its own samples."""
+        return () if self.draws is None else tuple(self.draws.batch_axes)
 
 
 class Stages:
@@ -53,13 +103,29 @@ class Stages:
             for layered in self.cut.inputs_of(kind)
         }
 
+    def values(
+        self,
+        weights: BlockRow,
+        stacks: LeafValues,
+        outer: LeafValues,
+        microbatches: Microbatch,
+    ) -> StageValues:
+        """Return the values of a stage, given its prepared weights and its step leaves."""
+        return StageValues(
+            weights=weights,
+            fixed=self.prepare(stacks, "fixed"),
+            changing=self.prepare(stacks, "changing"),
+            outer={leaf.number: outer[leaf.number] for leaf in self.cut.outer_of("weight")},
+            microbatches=microbatches,
+        )
+
     def _prepare(self, use: WeightUse | None, stack: Array) -> Array:
         if use is None or self.where.remat.gather_per_block:
             return stack
         return self._evaluator.weights.prepare(stack, use)
 
     def functions(self, outer: Mapping[int, Array]) -> StageFunctions:
-        """Return the stages, given the values of the step leaves outside of the blocks."""
+        """Return the stages, given the values of the step leaves outside the blocks."""
         frozen = {leaf.variable: outer[leaf.number] for leaf in self.cut.outer_of("fixed")}
         cut = self.cut
 
@@ -114,7 +180,7 @@ class Stages:
                 for buffer, result in zip(collected, wanted, strict=True)
             ]
             if not self.division.even:
-                # All stages wait for the longest, so padding blocks run too; results are dropped.
+                # All stages wait for the longest, so padding runs too; its results are dropped.
                 chosen = _choose(block < count, [*carry, *collected], before)
                 carry, collected = chosen[:num_carry], chosen[num_carry:]
             changed.append(self._changed_rows(results))

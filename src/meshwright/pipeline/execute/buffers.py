@@ -5,25 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax import Array
 from numpy.typing import NDArray
 
 from meshwright.pipeline.schedule.operations import Kind
-from meshwright.pipeline.schedule.ticks import TickTable
+from meshwright.pipeline.schedule.timeline import TickTable
 
 ABSENT = -1
-"""The entry of a column where a stage has no such operation in a tick."""
+"""The number in a column where a stage has nothing to do in a tick."""
 
-Grid = NDArray[np.int64]
+_Grid = NDArray[np.int32]
 """One number per tick and stage."""
 
 _PerPass = NDArray[np.int64]
 """One number per microbatch and virtual stage."""
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Columns:
-    """The parameters of one kind of operation, per tick and stage.
+class OpRow:
+    """One kind of operation in a tick of a stage; whole columns are [ticks, stages].
 
     Attributes:
         microbatch: the microbatch; ABSENT if there is nothing to do.
@@ -34,81 +37,79 @@ class Columns:
         cut: the slot of the values that an input gradient saves for the weight gradient.
     """
 
-    microbatch: Grid
-    chunk: Grid
-    reads: Grid
-    saved: Grid
-    cut: Grid
+    microbatch: Array
+    chunk: Array
+    reads: Array
+    saved: Array
+    cut: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TickRow:
+    """What one tick of one stage does; numbers are ABSENT where there is nothing to do.
+
+    Attributes:
+        forward: the forward operation.
+        backward: the backward or input-gradient operation.
+        weight: the weight-gradient operation.
+        activation_in: the slot for the activation that arrives before the tick.
+        gradient_in: the slot for the gradient that arrives before the tick.
+        gradient_own: the slot for the gradient of the loss, after the forward of the last virtual
+            stage.
+        stage: the stage's number.
+        sends: whether any stage sends an activation.
+        sends_back: whether any stage sends a gradient back.
+    """
+
+    forward: OpRow
+    backward: OpRow
+    weight: OpRow
+    activation_in: Array
+    gradient_in: Array
+    gradient_own: Array
+    stage: Array
+    sends: Array
+    sends_back: Array
 
 
 @dataclass(frozen=True)
-class Slots:
-    """A tick table with a slot for every value that outlives its tick.
+class SlotCounts:
+    """How many slots of each kind a tick table needs, and how often something arrives.
 
     Attributes:
-        forward: the forward operations.
-        backward: the backward or input-gradient operations.
-        weight: the weight-gradient operations.
-        activation_in: per tick and stage, the slot for the activation that arrives before it.
-        gradient_in: per tick and stage, the slot for the gradient that arrives before it.
-        gradient_own: per tick and stage, the slot for the gradient of the loss that the last
-            virtual stage's forward gives.
         num_activations: slots for activations that arrived.
         num_gradients: slots for gradients that arrived.
         num_saved: slots for values that forward saves for backward.
         num_cuts: slots for values that input gradients save for weight gradients.
-    """
-
-    forward: Columns
-    backward: Columns
-    weight: Columns
-    activation_in: Grid
-    gradient_in: Grid
-    gradient_own: Grid
-    num_activations: int
-    num_gradients: int
-    num_saved: int
-    num_cuts: int
-
-
-@dataclass(frozen=True)
-class SlotNumbers:
-    """How many slots of each kind a tick table needs.
-
-    Attributes:
-        num_activations: slots for activations that arrived.
-        num_gradients: slots for gradients that arrived.
-        num_saved: slots for values that forward saves for backward.
-        num_cuts: slots for values that input gradients save for weight gradients.
-    """
-
-    num_activations: int
-    num_gradients: int
-    num_saved: int
-    num_cuts: int
-
-
-@dataclass(frozen=True)
-class SlotsNeeded(SlotNumbers):
-    """How many slots a tick table needs, and how often something arrives.
-
-    Attributes:
         activation_ticks: ticks before which an activation arrives at any stage.
         gradient_ticks: ticks before which a gradient arrives at any stage.
     """
 
+    num_activations: int
+    num_gradients: int
+    num_saved: int
+    num_cuts: int
     activation_ticks: int
     gradient_ticks: int
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether input and weight gradients are operations of their own."""
+        return self.num_cuts > 0
 
-def allocate_slots(table: TickTable) -> Slots:
-    """Assign a slot to every value that outlives its tick, reusing slots once they are free."""
-    return _Allocation(table).slots()
+
+def allocate_slots(table: TickTable) -> TickRow:
+    """Return the table as arrays [ticks, stages], with a slot for every value that is kept.
+
+    Slots are reused once they are free; there are as many as `count_slots` says.
+    """
+    return _Allocation(table).rows()
 
 
-def count_slots(table: TickTable) -> SlotsNeeded:
-    """Return how many slots `allocate_slots` would assign, without assigning them."""
-    return _Allocation(table).needed()
+def count_slots(table: TickTable) -> SlotCounts:
+    """Return how many slots `allocate_slots` uses, without assigning them."""
+    return _Allocation(table).counts()
 
 
 class _Lives(NamedTuple):
@@ -132,29 +133,31 @@ class _Allocation:
         self.back = np.maximum(backward, inputs)
         self.stage = np.arange(self.shape.num_virtual) % self.shape.num_stages
 
-    def slots(self) -> Slots:
+    def rows(self) -> TickRow:
         activations, gradients, own = self.activations(), self.gradients(), self.own_gradients()
-        in_slot, num_in = self.pack(activations)
-        ct_slot, num_ct = self.pack(_either(gradients, own))
-        saved_slot, num_saved = self.pack(self.saved())
-        cut_slot, num_cuts = self.pack(self.cuts())
+        in_slot, gradient_slot = self.pack(activations), self.pack(_either(gradients, own))
+        saved_slot, cut_slot = self.pack(self.saved()), self.pack(self.cuts())
         none = np.full_like(self.back, ABSENT)
-        return Slots(
-            forward=self.columns(self.at[Kind.FORWARD], in_slot, saved_slot, cut_slot),
-            backward=self.columns(self.back, ct_slot, saved_slot, cut_slot),
-            weight=self.columns(self.at[Kind.WEIGHT_GRAD], none, saved_slot, cut_slot),
-            activation_in=self.grid(activations.first, in_slot),
-            gradient_in=self.grid(gradients.first, ct_slot),
-            gradient_own=self.grid(own.first, ct_slot),
-            num_activations=num_in,
-            num_gradients=num_ct,
-            num_saved=num_saved,
-            num_cuts=num_cuts,
+        activation_in = self.grid(activations.first, in_slot)
+        gradient_in = self.grid(gradients.first, gradient_slot)
+        stages = np.arange(self.shape.num_stages, dtype=np.int32)
+        # Typed as Any: the record holds NumPy arrays, which the executor sees traced.
+        make: Any = TickRow
+        return make(
+            forward=self.op(self.at[Kind.FORWARD], in_slot, saved_slot, cut_slot),
+            backward=self.op(self.back, gradient_slot, saved_slot, cut_slot),
+            weight=self.op(self.at[Kind.WEIGHT_GRAD], none, saved_slot, cut_slot),
+            activation_in=activation_in,
+            gradient_in=gradient_in,
+            gradient_own=self.grid(own.first, gradient_slot),
+            stage=np.broadcast_to(stages, activation_in.shape),
+            sends=_sent(activation_in),
+            sends_back=_sent(gradient_in),
         )
 
-    def needed(self) -> SlotsNeeded:
+    def counts(self) -> SlotCounts:
         activations, gradients = self.activations(), self.gradients()
-        return SlotsNeeded(
+        return SlotCounts(
             num_activations=self.most(activations),
             num_gradients=self.most(_either(gradients, self.own_gradients())),
             num_saved=self.most(self.saved()),
@@ -164,14 +167,14 @@ class _Allocation:
         )
 
     def activations(self) -> _Lives:
-        """Return the lives of what the virtual stage before sends; the first has none before it."""
+        """Return the lives of activations sent by the previous virtual stage."""
         forward = self.at[Kind.FORWARD]
         lives = self.no_lives()
         lives.first[:, 1:], lives.last[:, 1:] = forward[:, :-1] + 1, forward[:, 1:]
         return lives
 
     def gradients(self) -> _Lives:
-        """Return the lives of what the virtual stage after sends back; the last has none after."""
+        """Return the lives of gradients sent back by the next virtual stage."""
         lives = self.no_lives()
         lives.first[:, :-1], lives.last[:, :-1] = self.back[:, 1:] + 1, self.back[:, :-1]
         return lives
@@ -183,18 +186,18 @@ class _Allocation:
         return lives
 
     def saved(self) -> _Lives:
-        """Return the lives of what forward saves, until no gradient needs it."""
+        """Return the lives of values that forward saves, until the last gradient reads them."""
         return _Lives(self.at[Kind.FORWARD], np.maximum(self.back, self.at[Kind.WEIGHT_GRAD]))
 
     def cuts(self) -> _Lives:
-        """Return the lives of what input gradients save for weight gradients."""
+        """Return the lives of values that input gradients save for weight gradients."""
         return _Lives(self.at[Kind.INPUT_GRAD], self.at[Kind.WEIGHT_GRAD])
 
     def no_lives(self) -> _Lives:
         return _Lives(np.full_like(self.back, ABSENT), np.full_like(self.back, ABSENT))
 
     def most(self, lives: _Lives) -> int:
-        """Return how many values a stage has at a time at most, which is how many slots it needs.
+        """Return the most values that a stage has at a time, which is how many slots it needs.
 
         A slot is free from the tick after the last one of its value.
         """
@@ -204,10 +207,9 @@ class _Allocation:
         np.add.at(changes, (self.stage[virtual], lives.last[lives.exist] + 1), -1)
         return int(changes.cumsum(axis=1).max())
 
-    def pack(self, lives: _Lives) -> tuple[_PerPass, int]:
+    def pack(self, lives: _Lives) -> _PerPass:
         """Return a slot for each value such that no two that exist at the same time share one."""
         slots = np.full_like(lives.first, ABSENT)
-        most = 0
         for stage in range(self.shape.num_stages):
             free_from: list[int] = []
             own = np.nonzero(lives.exist & (self.stage == stage))
@@ -217,21 +219,24 @@ class _Allocation:
                 slot = next((n for n, tick in enumerate(free_from) if tick < first), len(free_from))
                 free_from[slot : slot + 1] = [last]
                 slots[microbatch, virtual] = slot
-            most = max(most, len(free_from))
-        return slots, most
+        return slots
 
-    def grid(self, ticks: _PerPass, values: _PerPass) -> Grid:
+    def grid(self, ticks: _PerPass, values: _PerPass) -> _Grid:
         """Return values by the tick in which they are used, and by stage."""
-        grid = np.full((self.num_ticks, self.shape.num_stages), ABSENT)
+        grid = np.full((self.num_ticks, self.shape.num_stages), ABSENT, np.int32)
         used = ticks != ABSENT
         grid[ticks[used], np.broadcast_to(self.stage, ticks.shape)[used]] = values[used]
         return grid
 
-    def columns(self, ticks: _PerPass, *slots: _PerPass) -> Columns:
+    def op(self, ticks: _PerPass, *slots: _PerPass) -> OpRow:
         microbatch = np.broadcast_to(np.arange(len(ticks))[:, None], ticks.shape)
         chunk = np.arange(self.shape.num_virtual) // self.shape.num_stages
-        values = (microbatch, np.broadcast_to(chunk, ticks.shape), *slots)
-        return Columns(*(self.grid(ticks, each) for each in values))
+        make: Any = OpRow
+        return make(
+            self.grid(ticks, microbatch),
+            np.maximum(self.grid(ticks, np.broadcast_to(chunk, ticks.shape)), 0),
+            *(self.grid(ticks, each) for each in slots),
+        )
 
 
 def _ticks_of_passes(table: TickTable) -> dict[Kind, _PerPass]:
@@ -248,3 +253,9 @@ def _ticks_of_passes(table: TickTable) -> dict[Kind, _PerPass]:
 def _either(one: _Lives, other: _Lives) -> _Lives:
     """Return the lives of values of which each pass has one or the other."""
     return _Lives(*(np.maximum(*pair) for pair in zip(one, other, strict=True)))
+
+
+def _sent(arrivals: _Grid) -> NDArray[np.bool_]:
+    """Return for each tick whether any stage sends, so that something arrives before the next."""
+    arrives = (arrivals != ABSENT).any(axis=1)
+    return np.broadcast_to(np.append(arrives[1:], False)[:, None], arrivals.shape)

@@ -7,17 +7,20 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
-from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message
+from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.divide.stage_functions import (
+    BlockRow,
+    LeafValues,
     Losses,
+    Message,
     StageFunctions,
     StageSums,
     StageValues,
 )
-from meshwright.pipeline.execute.exchange_order import ExchangeOrder, Transfer
-from meshwright.pipeline.execute.op_counts import TickOp, named
+from meshwright.pipeline.execute.buffers import SlotCounts, TickRow
+from meshwright.pipeline.execute.exchanges import ExchangeOrder, Transfer
 from meshwright.pipeline.execute.slots import (
     added,
     empty_slots,
@@ -26,9 +29,9 @@ from meshwright.pipeline.execute.slots import (
     write_slot,
     zeros_like_shapes,
 )
-from meshwright.pipeline.execute.stage_records import BackwardMessage, BlockSums
+from meshwright.pipeline.execute.stage_records import BackwardMessage, BlockWeights
 from meshwright.pipeline.execute.stage_work import StageWork
-from meshwright.pipeline.execute.tick_rows import SlotCounts, TickRow, packed
+from meshwright.pipeline.execute.tick_rows import TickOp, named, packed
 from meshwright.pipeline.schedule.operations import Shape
 
 
@@ -83,8 +86,7 @@ class StageExecutor:
         functions: the model's stages.
         values: the leaves of this stage.
         shape: the size of the pipeline.
-        slots: the number of slots of each kind, and which messages every tick sends.
-        axis: name of the mesh axis of stages.
+        slots: the number of slots of each kind.
         platform: the platform of the devices.
         scale: factor on the loss before differentiation, for half precision.
         constrain: fixes the sharding of the running sums.
@@ -97,18 +99,17 @@ class StageExecutor:
         shape: Shape,
         slots: SlotCounts,
         *,
-        axis: str,
         platform: str,
         scale: Array | None,
         constrain: Callable[[StageSums], StageSums],
     ) -> None:
         self.functions, self.shape, self.slots = functions, shape, slots
-        self.axis, self.platform, self.constrain = axis, platform, constrain
+        self.platform, self.constrain = platform, constrain
         self.order = ExchangeOrder(platform)
         self.work = StageWork(functions, values, shape, scale)
-        # Head and embedding ask whether they run only in ticks where their pass does. On CPUs, a
-        # flag that follows a loop keeps exchanges in order, so they come after the pass there,
-        # unless stages are single devices, which exchange nothing within.
+        # Head and embedding run inside their pass, so that ticks without one need not ask whether
+        # they run. On CPUs, a flag that follows a loop keeps exchanges in order, so they come after
+        # the pass there, unless a stage is a single device and exchanges nothing within itself.
         single = jax.sharding.get_abstract_mesh().size == shape.num_stages
         self._nests = platform != "cpu" or single
 
@@ -136,35 +137,24 @@ class StageExecutor:
         )
 
     def _tick(self, carry: TickCarry, row: TickRow) -> tuple[TickCarry, None]:
-        slots = self.slots
         self.order = ExchangeOrder(self.platform)
         inbox = keep(carry.inbox, carry.arrived, row.activation_in)
         gradients = keep(carry.gradients, carry.arrived_back, row.gradient_in)
         carry = replace(carry, inbox=inbox, gradients=gradients)
         carry, sent = self._forward(carry, row)
         carry, sent_back = self._backward(carry, row)
-        if slots.splits_backward:
+        if self.slots.splits_backward:
             carry = self._weight_gradient(carry, row)
         sums = self.constrain(carry.sums)
         arrived, arrived_back = self.order.exchange(
-            self.axis,
-            Transfer(
-                TickOp.SEND,
-                sent,
-                self.shape.ring(1),
-                None if slots.always_sends else row.sends,
-            ),
-            Transfer(
-                TickOp.SEND_BACK,
-                sent_back,
-                self.shape.ring(-1),
-                None if slots.always_sends_back else row.sends_back,
-            ),
+            PIPE,
+            Transfer(TickOp.SEND, sent, self.shape.ring(1), row.sends),
+            Transfer(TickOp.SEND_BACK, sent_back, self.shape.ring(-1), row.sends_back),
         )
         return replace(carry, sums=sums, arrived=arrived, arrived_back=arrived_back), None
 
     def _forward(self, carry: TickCarry, row: TickRow) -> tuple[TickCarry, Message]:
-        """Run a forward pass if the tick has one; return the new carry and what is sent."""
+        """Run the tick's forward pass, if any; return the new carry and the message to send."""
         op, work = row.forward, self.work
 
         def run(now: tuple[_AfterForward, Message]) -> tuple[_AfterForward, Message]:
@@ -173,7 +163,7 @@ class StageExecutor:
             outer = work.outer(self.functions.embed_reads)
             message = lax.cond(
                 op.reads < 0,
-                # Branches that end in arrays divided in different ways are refused by the compiler.
+                # The compiler refuses branches whose results are sharded differently.
                 named(
                     TickOp.EMBEDDING,
                     lambda: lax.optimization_barrier(self.functions.embed(outer, microbatch)),
@@ -220,12 +210,12 @@ class StageExecutor:
         return self.order.when(TickOp.HEAD, slot >= 0, run, sums)
 
     def _backward(self, carry: TickCarry, row: TickRow) -> tuple[TickCarry, BackwardMessage]:
-        """Run a backward pass if the tick has one; return the new carry and what is sent back."""
+        """Run the tick's backward pass, if any; return the new carry and the gradient to send."""
         op, work = row.backward, self.work
 
         def run(
-            now: tuple[BlockSums, BackwardMessage, BackwardMessage],
-        ) -> tuple[BlockSums, BackwardMessage, BackwardMessage]:
+            now: tuple[BlockWeights, BackwardMessage, BackwardMessage],
+        ) -> tuple[BlockWeights, BackwardMessage, BackwardMessage]:
             sums, cuts, _ = now
             back = read_slot(carry.gradients, op.reads)
             held, saved = work.held(op.chunk), read_slot(carry.saved, op.saved)
@@ -260,7 +250,7 @@ class StageExecutor:
         """Add the gradients of weights whose input gradient an earlier tick has computed."""
         op = row.weight
 
-        def run(sums: BlockSums) -> BlockSums:
+        def run(sums: BlockWeights) -> BlockWeights:
             cut = read_slot(carry.cuts, op.cut)
             saved = read_slot(carry.saved, op.saved)
             weights = self.work.weight_gradient(self.work.held(op.chunk), saved, cut)
@@ -269,7 +259,9 @@ class StageExecutor:
         sums = self.order.when(TickOp.WEIGHT, op.microbatch >= 0, run, self._block_sums(carry))
         return self._with_block_sums(carry, sums)
 
-    def _embed_gradient(self, sums: BlockSums, back: BackwardMessage, row: TickRow) -> BlockSums:
+    def _embed_gradient(
+        self, sums: BlockWeights, back: BackwardMessage, row: TickRow
+    ) -> BlockWeights:
         """After the backward of the first block, add the gradients of the embedding."""
         op, reads = row.backward, self.functions.embed_reads
 
@@ -283,11 +275,11 @@ class StageExecutor:
         outer = self.order.when(TickOp.EMBEDDING, here, run, {n: sums.outer[n] for n in reads})
         return replace(sums, outer=sums.outer | outer)
 
-    def _block_sums(self, carry: TickCarry, more: Sequence[int] = ()) -> BlockSums:
+    def _block_sums(self, carry: TickCarry, more: Sequence[int] = ()) -> BlockWeights:
         """Return the sums to which gradients of blocks, and of these outer weights, are added."""
         outer = {n: carry.sums.outer[n] for n in {*self.functions.blocks_read, *more}}
-        return BlockSums(carry.sums.weights, outer)
+        return BlockWeights(carry.sums.weights, outer)
 
-    def _with_block_sums(self, carry: TickCarry, sums: BlockSums) -> TickCarry:
+    def _with_block_sums(self, carry: TickCarry, sums: BlockWeights) -> TickCarry:
         outer = carry.sums.outer | sums.outer
-        return replace(carry, sums=replace(carry.sums, weights=sums.weights, outer=outer))
+        return replace(carry, sums=replace(carry.sums, weights=sums.rows, outer=outer))

@@ -9,26 +9,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from meshwright.mesh.axes import PIPE
-from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message
 from meshwright.pipeline.divide.block_cut import BlockCut
-from meshwright.pipeline.divide.context import StageContext
 from meshwright.pipeline.divide.division import divide_blocks
 from meshwright.pipeline.divide.stage_functions import (
     BlockInputs,
+    BlockRow,
+    LeafValues,
     Losses,
+    Message,
     Microbatch,
     StageFunctions,
+    StageValues,
 )
-from meshwright.pipeline.divide.stages import Stages
-from meshwright.pipeline.execute.exchange_order import ExchangeOrder, Transfer
-from meshwright.pipeline.execute.op_counts import TickOp
+from meshwright.pipeline.divide.stages import StageContext, Stages
+from meshwright.pipeline.execute.exchanges import ExchangeOrder, Transfer
 from meshwright.pipeline.execute.slots import zeros_like_shapes
+from meshwright.pipeline.execute.tick_rows import TickOp
 from meshwright.pipeline.schedule.operations import Kind, Op, Shape
-from meshwright.pipeline.schedule.ticks import TickTable
+from meshwright.pipeline.schedule.timeline import TickTable
 
 
 def forward_table(num_microbatches: int, num_stages: int, num_chunks: int = 1) -> TickTable:
@@ -117,8 +119,10 @@ class PipelinedForward:
         self, rows: ForwardRow, stacks: LeafValues, outer: LeafValues, batch: list[Array]
     ) -> Losses:
         """Execute the ticks of one stage and return its sums."""
-        forward = self._stage_forward(stacks, outer)
         state = {leaf.number: outer[leaf.number] for leaf in self.cut.outer_of("changing")}
+        weights = self._stages.prepare(stacks, "weight")
+        values = self._stages.values(weights, stacks, outer, Microbatch(batch, state))
+        forward = _StageForward(self._stages.functions(outer), values, self._num_blocks)
         shape = Shape(batch[0].shape[0], self.num_stages, self.num_chunks)
         pairs, last = shape.ring(1), shape.num_virtual - 1
 
@@ -156,17 +160,6 @@ class PipelinedForward:
         (_, losses), _ = lax.scan(tick, (message, losses), rows)
         return losses
 
-    def _stage_forward(self, stacks: LeafValues, outer: LeafValues) -> _StageForward:
-        functions = self._stages.functions(outer)
-        return _StageForward(
-            functions,
-            outer={leaf.number: outer[leaf.number] for leaf in self.cut.outer_of("weight")},
-            num_blocks=self._num_blocks,
-            weights=self._stages.prepare(stacks, "weight"),
-            fixed=self._stages.prepare(stacks, "fixed"),
-            changing=self._stages.prepare(stacks, "changing"),
-        )
-
 
 @dataclass(frozen=True)
 class _StageForward:
@@ -174,22 +167,16 @@ class _StageForward:
 
     Attributes:
         functions: the model's stages.
-        outer: the trained leaves outside of the blocks.
+        values: the leaves of this stage.
         num_blocks: blocks of one chunk.
-        weights: trained leaves of its blocks, each [chunks × blocks, …].
-        fixed: constant leaves of its blocks.
-        changing: state of its blocks.
     """
 
     functions: StageFunctions
-    outer: LeafValues
+    values: StageValues
     num_blocks: int
-    weights: BlockRow
-    fixed: BlockRow
-    changing: BlockRow
 
     def embed(self, microbatch: Microbatch) -> Message:
-        """Return what the first virtual stage receives."""
+        """Return the input of the first virtual stage."""
         return self.functions.embed(self._pick(self.functions.embed_reads), microbatch)
 
     def losses(self, message: Message, microbatch: Microbatch) -> Losses:
@@ -199,15 +186,16 @@ class _StageForward:
     def blocks(
         self, arrived: Message, microbatch: Microbatch, chunk: Array, virtual_stage: Array
     ) -> Message:
-        """Run a chunk's blocks on what has arrived, or on the embedding if they are the first."""
+        """Run a chunk's blocks on the message that arrived, or the first chunk on the embedding."""
         message = lax.cond(
             virtual_stage == 0,
-            # Branches that end in arrays divided in different ways are refused by the compiler.
+            # The compiler refuses branches whose results are sharded differently.
             lambda: lax.optimization_barrier(self.embed(microbatch)),
             lambda: lax.optimization_barrier(arrived),
         )
         weights, fixed, changing = (
-            self._rows(stacks, chunk) for stacks in (self.weights, self.fixed, self.changing)
+            self._rows(stacks, chunk)
+            for stacks in (self.values.weights, self.values.fixed, self.values.changing)
         )
         outer = self._pick(self.functions.blocks_read)
         inputs = BlockInputs(weights, fixed, changing, outer, message, microbatch, virtual_stage)
@@ -223,7 +211,7 @@ class _StageForward:
         ]
 
     def _pick(self, numbers: Sequence[int]) -> LeafValues:
-        return {n: self.outer[n] for n in numbers}
+        return {n: self.values.outer[n] for n in numbers}
 
 
 def _forward_rows(table: TickTable) -> ForwardRow:

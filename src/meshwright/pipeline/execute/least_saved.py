@@ -1,13 +1,29 @@
-"""The fewest bytes to save of a program so that its values can be computed again cheaply."""
+"""What to save of a pass: the fewest bytes from which the rest can be recomputed cheaply."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import jax
 
 from meshwright.program.dims.op import nbytes_of
-from meshwright.program.evaluate.dependencies import variables
-from meshwright.program.jaxpr.equations import Equation, Var, aval_of
+from meshwright.program.evaluate.dependencies import inputs_of, needed_equations, variables
+from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
+from meshwright.program.jaxpr.equations import (
+    REMATS,
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    Value,
+    Var,
+    aval_of,
+    called_jaxpr,
+    structs_of,
+)
+
+BARRIER = "optimization_barrier"
 
 # fmt: off
 CHEAP = frozenset(
@@ -27,8 +43,8 @@ CHEAP = frozenset(
     }
 )
 # fmt: on
-"""Primitives that compilers fuse into whatever reads their result, so that running them again
-costs neither memory nor time worth mentioning. Products, reductions, lookups, random numbers and
+"""Primitives that compilers fuse into whatever reads their result, so that recomputing
+them costs hardly any memory or time. Products, reductions, lookups, random numbers and
 whatever communicates are not among them. A sharding constraint does not: of two values with the
 same bytes, the later one is saved, so its result is, not its operand."""
 
@@ -38,17 +54,17 @@ _NO_LIMIT = 1 << 62
 def least_saved(
     eqns: Sequence[Equation], inputs: Collection[Var], wanted: Iterable[Var]
 ) -> list[Var]:
-    """Return the variables to save so that the wanted ones can be computed again.
+    """Return the variables to save so that the wanted ones can be recomputed.
 
-    They are a smallest cut through the program, in bytes, between what cannot be computed again
+    They are a smallest cut through the program, in bytes, between what cannot be recomputed
     (inputs, and results of equations that are not cheap) and what is wanted. Of several, the one
-    that leaves the least to compute is taken. Values that do not depend on the inputs need not be
+    that leaves the least to recompute is taken. Values that do not depend on the inputs need not be
     saved.
 
     Args:
         eqns: the program.
-        inputs: the variables that are not at hand later, from outside or of the program.
-        wanted: the variables that are.
+        inputs: variables that are not available later, from outside the program or inside it.
+        wanted: variables that are needed later.
     """
     graph = _Flow()
     # Each variable is an edge from the first node to the second: to save it is to cut the edge.
@@ -76,9 +92,116 @@ def least_saved(
     return [v for v, (enters, leaves) in ends.items() if leaves in after and enters not in after]
 
 
-def results_to_keep(eqns: Iterable[Equation]) -> list[Var]:
-    """Return the results of equations that are not cheap to run again."""
-    return [v for eqn in eqns if eqn.primitive.name not in CHEAP for v in eqn.outvars]
+@dataclass(frozen=True)
+class BackwardHalves:
+    """A backward program in two parts.
+
+    Attributes:
+        closed: the whole program, calls and remat inlined.
+        cotangents: its inputs that are gradients of the results.
+        first: the equations of the gradient with respect to x.
+        second: the equations of the weight gradient, given the cut.
+        cut: values of the first part that the second one reads.
+    """
+
+    closed: ClosedJaxpr
+    cotangents: tuple[Var, ...]
+    first: list[Equation]
+    second: list[Equation]
+    cut: list[Var]
+
+
+def split_backward(backward: ClosedJaxpr, num_residuals: int, num_weights: int) -> BackwardHalves:
+    """Split a program (residuals, cotangents) → (weight gradients, x gradients).
+
+    The first half propagates the gradient of the result back through the layers; the second
+    multiplies these gradients with the inputs of the layers. Sums for which the second half would
+    need values that its products do not, such as those for the weights of a norm, belong to the
+    first half, which has these values.
+    """
+    closed = inlined(backward, [_without_remat])
+    jaxpr = closed.jaxpr
+    weight_atoms, x_atoms = jaxpr.outvars[:num_weights], jaxpr.outvars[num_weights:]
+    cotangents = tuple(jaxpr.invars[num_residuals:])
+    first = needed_equations(jaxpr.eqns, x_atoms)
+    products, sums = _by_work(_without(jaxpr.eqns, first), weight_atoms)
+    cut = _cut(jaxpr.eqns, first, cotangents, products)
+    early = [a for a in sums if not _follows(a, jaxpr.eqns, first, cotangents, cut)]
+    first = needed_equations(jaxpr.eqns, [*x_atoms, *early])
+    cut = _cut(jaxpr.eqns, first, cotangents, weight_atoms)
+    second = needed_equations(jaxpr.eqns, weight_atoms, given=cut)
+    return BackwardHalves(closed, cotangents, first, second, cut)
+
+
+def _by_work(
+    eqns: Sequence[Equation], weight_atoms: Sequence[Atom]
+) -> tuple[list[Atom], list[Atom]]:
+    """Return the gradients computed by products or the like, and those computed by sums alone."""
+    products, sums = [], []
+    for atom in weight_atoms:
+        names = {eqn.primitive.name for eqn in needed_equations(eqns, [atom])}
+        (sums if names <= CHEAP | {"reduce_sum", BARRIER} else products).append(atom)
+    return products, sums
+
+
+def _cut(
+    eqns: Sequence[Equation],
+    first: Sequence[Equation],
+    cotangents: Sequence[Var],
+    wanted: Sequence[Atom],
+) -> list[Var]:
+    """Return what the first half has to save for the second to compute these gradients."""
+    rest = needed_equations(_without(eqns, first), wanted)
+    reads = variables([*_reads_in_order(rest), *wanted])
+    kept = [v for eqn in first if eqn.primitive.name not in CHEAP for v in eqn.outvars]
+    return least_saved(first, [*cotangents, *kept], reads)
+
+
+def _follows(
+    atom: Atom,
+    eqns: Sequence[Equation],
+    first: Sequence[Equation],
+    cotangents: Sequence[Var],
+    cut: Sequence[Var],
+) -> bool:
+    """Whether a gradient can be computed from a cut without repeating work of the first half."""
+    steps = needed_equations(eqns, [atom], given=cut)
+    again = {id(eqn) for eqn in first}
+    missing = set(cotangents) - set(cut)
+    return missing.isdisjoint(variables([atom, *_reads_in_order(steps)])) and all(
+        eqn.primitive.name in CHEAP for eqn in steps if id(eqn) in again
+    )
+
+
+def _without(eqns: Sequence[Equation], others: Sequence[Equation]) -> list[Equation]:
+    """Return the equations that are not among others."""
+    left_out = {id(eqn) for eqn in others}
+    return [eqn for eqn in eqns if id(eqn) not in left_out]
+
+
+def _reads_in_order(eqns: Sequence[Equation]) -> list[Var]:
+    """Return the outside variables that equations read, in order of first use."""
+    outside = inputs_of(eqns)
+    return [v for v in variables(a for eqn in eqns for a in eqn.invars) if v in outside]
+
+
+def inlined(closed: ClosedJaxpr, rules: Sequence[Rule]) -> ClosedJaxpr:
+    """Return a program with calls inlined, evaluated by these rules."""
+    inputs = structs_of(closed.jaxpr.invars)
+    return jax.make_jaxpr(lambda *args: Evaluator(rules).run(closed, args))(*inputs)
+
+
+def _without_remat(eqn: Equation, env: Environment) -> list[Value] | None:
+    """Replace remat by its body.
+
+    Forward and backward run in different ticks, where remat has no effect. A barrier between
+    several values would tie both halves together; that of a single one, such as between the two
+    steps of a sum, stays.
+    """
+    if eqn.primitive.name in REMATS:
+        return env.run(called_jaxpr(eqn), env.operands(eqn))
+    ties = eqn.primitive.name == BARRIER and len(eqn.invars) > 1
+    return env.operands(eqn) if ties else None
 
 
 class _Flow:
@@ -131,7 +254,7 @@ class _Flow:
         return levels if levels[self.sink] >= 0 else None
 
     def _augment(self, levels: Sequence[int], tried: list[int]) -> bool:
-        """Send what one more path to the sink takes; return whether there was one."""
+        """Fill one more path to the sink; return whether there was one."""
         path: list[int] = []
         node = self.source
         while node != self.sink:
@@ -144,7 +267,7 @@ class _Flow:
             else:
                 if not path:
                     return False
-                # A dead end: go back, and do not try this way again.
+                # A dead end: go back, and do not take this edge again.
                 node = self._ends[path.pop() ^ 1]
                 tried[node] += 1
                 continue

@@ -7,19 +7,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright.mesh.axes import PIPE
-from meshwright.pipeline.aliases import Array, BlockRow, LeafValues
 from meshwright.pipeline.divide.block_cut import BlockCut
-from meshwright.pipeline.divide.context import StageContext
 from meshwright.pipeline.divide.division import divide_blocks
-from meshwright.pipeline.divide.stage_functions import Losses, Microbatch, StageSums, StageValues
-from meshwright.pipeline.divide.stages import Stages
+from meshwright.pipeline.divide.stage_functions import (
+    LeafValues,
+    Losses,
+    Microbatch,
+    StageSums,
+)
+from meshwright.pipeline.divide.stages import StageContext, Stages
+from meshwright.pipeline.execute.buffers import SlotCounts, TickRow
 from meshwright.pipeline.execute.executor import StageExecutor
-from meshwright.pipeline.execute.outer_sums import OuterSums
-from meshwright.pipeline.execute.tick_rows import SlotCounts, TickRow, table_rows
+from meshwright.pipeline.execute.tick_rows import table_rows
 from meshwright.pipeline.schedule.operations import Shape
 from meshwright.pipeline.schedule.schedules import Schedule
 from meshwright.program.evaluate.evaluator import Evaluator
@@ -137,13 +140,14 @@ class PipelinedLoss:
         scale: Array | None,
     ) -> _StageResults:
         """Run one stage on its leaves."""
-        values, pullback = self._values(stacks, outer, Microbatch(batch, states))
+        trained = {s.number: stacks[s.number] for s in self._cut.stacks if s.kind == "weight"}
+        weights, pullback = jax.vjp(lambda leaves: self._stages.prepare(leaves, "weight"), trained)
+        values = self._stages.values(weights, stacks, outer, Microbatch(batch, states))
         executor = StageExecutor(
             self._stages.functions(outer),
             values,
             shape,
             slots,
-            axis=PIPE,
             platform=self.where.platform,
             scale=scale,
             constrain=self._constrain,
@@ -161,25 +165,8 @@ class PipelinedLoss:
         changed = {row.stack.number: sums.changing[row.position] for row in changing}
         return weights, outer, losses, changed
 
-    def _values(
-        self, stacks: LeafValues, outer: LeafValues, microbatches: Microbatch
-    ) -> tuple[StageValues, Callable[[BlockRow], tuple[LeafValues]]]:
-        """Return the values of a stage, and the pullback to the gradients of its leaves."""
-        stages = self._stages
-        kinds = {stack.number: stack.kind for stack in self._cut.stacks}
-        trained = {n: value for n, value in stacks.items() if kinds[n] == "weight"}
-        weights, pullback = jax.vjp(lambda leaves: stages.prepare(leaves, "weight"), trained)
-        values = StageValues(
-            weights=weights,
-            fixed=stages.prepare(stacks, "fixed"),
-            changing=stages.prepare(stacks, "changing"),
-            outer={leaf.number: outer[leaf.number] for leaf in self._cut.outer_of("weight")},
-            microbatches=microbatches,
-        )
-        return values, pullback
-
     def _outer_states(self, leaves: Sequence[Array], count: int) -> tuple[LeafValues, LeafValues]:
-        """Return, for state outside of blocks, its values before each microbatch and at the end."""
+        """Return, for state outside blocks, its values before each microbatch and at the end."""
         following = self._cut.next_state
         if following is None:
             return {}, {}
@@ -208,3 +195,65 @@ class PipelinedLoss:
         ]
         outer = {number: place(value, number) for number, value in sums.outer.items()}
         return replace(sums, weights=weights, outer=outer)
+
+
+class OuterSums:
+    """Sums the outer weights' gradients over the devices of all stages.
+
+    Args:
+        mesh: the mesh.
+        batch_axes: axes whose devices have sums of their own, besides the stages.
+        sums: by number of the step leaf, the layout of its sum on one stage.
+        gradients: by number of the step leaf, the placement of its gradient afterwards.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        batch_axes: Sequence[str],
+        sums: Sequence[PartitionSpec],
+        gradients: Sequence[Placement],
+    ) -> None:
+        self._mesh, self._axes = mesh, tuple(batch_axes)
+        self._sums, self._gradients = sums, gradients
+        self.stacked = PartitionSpec((PIPE, *batch_axes))
+        """The layout of the sums of all devices, stacked: a new dim 0 counts the devices."""
+
+    def reduced(self, stacked: LeafValues) -> LeafValues:
+        """Return the gradients, in their placement.
+
+        No axis is left to the compiler, which would gather what other axes shard before it
+        scatters a sum over the stages.
+        """
+        if not stacked:
+            return {}
+        each = jax.shard_map(
+            lambda values: {n: self._reduce(n, value[0]) for n, value in values.items()},
+            mesh=self._mesh,
+            in_specs=({n: PartitionSpec(*self.stacked, *self._sums[n]) for n in stacked},),
+            out_specs={n: self._after(n) for n in stacked},
+            check_vma=False,
+        )
+        return each(stacked)
+
+    def _reduce(self, number: int, total: Array) -> Array:
+        dim = self._pipe_dim(number)
+        if dim is None:
+            return lax.psum(total, (PIPE, *self._axes))
+        part = lax.psum_scatter(total, PIPE, scatter_dimension=dim, tiled=True)
+        return lax.psum(part, self._axes) if self._axes else part
+
+    def _pipe_dim(self, number: int) -> int | None:
+        dims = self._gradients[number].dims
+        return next((dim for dim, axes in enumerate(dims) if PIPE in axes), None)
+
+    def _after(self, number: int) -> PartitionSpec:
+        """Return the layout of a sum of which each stage keeps its part, as in its placement."""
+        entries = [*self._sums[number]]
+        dim = self._pipe_dim(number)
+        if dim is None:
+            return PartitionSpec(*entries)
+        entries += [None] * (dim + 1 - len(entries))
+        before = entries[dim] or ()
+        entries[dim] = (*((before,) if isinstance(before, str) else before), PIPE)
+        return PartitionSpec(*entries)

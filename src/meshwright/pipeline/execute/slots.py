@@ -7,16 +7,16 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from meshwright.pipeline.aliases import Array, LeafValues, Shaped
+from meshwright.pipeline.divide.stage_functions import LeafValues
 from meshwright.trees import PyTree
 
 T = TypeVar("T")
 
 
-def is_float(value: Shaped) -> bool:
+def is_float(value: Array | jax.ShapeDtypeStruct) -> bool:
     """Whether a value has a gradient."""
     return jnp.issubdtype(value.dtype, jnp.inexact)
 
@@ -39,7 +39,7 @@ def read_slot(buffers: T, slot: Array) -> T:
 
     if pins_layouts() or not jax.tree.leaves(buffers):
         return jax.tree.map(_pinned, read(slot))
-    # Branches that end in arrays divided in different ways are refused by the compiler.
+    # The compiler refuses branches whose results are sharded differently.
     barrier = lax.optimization_barrier
     return lax.cond(slot >= 0, lambda: barrier(read(slot)), lambda: barrier(read(0)))
 
@@ -63,12 +63,12 @@ def pins_layouts() -> bool:
 
     What computes or reads a value may need another layout, and if nothing is in between, the
     compiler gives it to the slots, and converts all of them in every tick. A layout constraint is
-    in between at no cost. But before JAX 0.12, the compiler gathers what it divides by itself to
+    in between at no cost. But before JAX 0.12, the compiler gathers what it shards by itself to
     apply one; there, slots are read inside a branch, always the first one, and written in a loop.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    divided = any(mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in mesh.manual_axes)
-    return not divided or jax.__version_info__ >= (0, 12)
+    sharded = any(mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in mesh.manual_axes)
+    return not sharded or jax.__version_info__ >= (0, 12)
 
 
 def _pinned(value: Array) -> Array:
@@ -92,7 +92,7 @@ def when(needed: Array, update: Callable[[T], T], values: T) -> T:
     """Return ``update(values)`` if needed, else the values.
 
     It is a loop of zero or one iterations: compilers update the carry of a loop in place, but copy
-    the results of a branch. The buffers may have many gigabytes, in every tick.
+    the results of a branch, which in every tick may be many gigabytes.
     """
     return looped(needed, update, values)[1]
 

@@ -2,13 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+from jax import Array
 
-from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message
-from meshwright.pipeline.divide.stage_functions import Losses, Microbatch
+from meshwright.pipeline.divide.stage_functions import (
+    BlockRow,
+    LeafValues,
+    Losses,
+    Message,
+    Microbatch,
+)
+from meshwright.pipeline.execute.slots import is_float
+from meshwright.trees import PyTree, TreeDef
+
+
+@dataclass(frozen=True)
+class MessageSplit:
+    """Splits messages of one structure into leaves with and without a gradient.
+
+    Attributes:
+        has_gradient: by leaf, whether it has a gradient.
+        tree: the structure of the message.
+    """
+
+    has_gradient: tuple[bool, ...]
+    tree: TreeDef
+
+    @classmethod
+    def of(cls, message: PyTree, *, differentiable: bool = True) -> MessageSplit:
+        """Return the split of messages like this one, given as arrays or shapes.
+
+        Args:
+            message: an example.
+            differentiable: whether floats have a gradient; the input of a model has none.
+        """
+        leaves, tree = jax.tree.flatten(message)
+        return cls(tuple(differentiable and is_float(leaf) for leaf in leaves), tree)
+
+    def split(self, message: PyTree) -> tuple[list[Array], list[Array]]:
+        """Return the leaves with a gradient, and the others."""
+        pairs = list(zip(jax.tree.leaves(message), self.has_gradient, strict=True))
+        return [leaf for leaf, has in pairs if has], [leaf for leaf, has in pairs if not has]
+
+    def join(self, floats: Sequence[Array], others: Sequence[Array]) -> PyTree:
+        """Return the message with these leaves; the inverse of `split`."""
+        first, second = iter(floats), iter(others)
+        leaves = [next(first if has else second) for has in self.has_gradient]
+        return jax.tree.unflatten(self.tree, leaves)
 
 
 @jax.tree_util.register_dataclass
@@ -29,28 +73,14 @@ class BackwardMessage:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockWeights:
-    """The weights that the blocks of a chunk read, or their gradients.
+    """The weights that the blocks of a chunk read, their gradients, or the sums of these.
 
     Attributes:
-        rows: the weights of each block.
-        outer: the weights outside of the blocks.
+        rows: those of each block; sums have a dim 0 that counts chunks.
+        outer: those outside the blocks.
     """
 
     rows: list[BlockRow]
-    outer: LeafValues
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class BlockSums:
-    """The sums to which gradients of blocks are added.
-
-    Attributes:
-        weights: for each block of a chunk, its sums, each [chunks, …].
-        outer: sums for the weights outside of the blocks.
-    """
-
-    weights: list[BlockRow]
     outer: LeafValues
 
 
@@ -70,20 +100,6 @@ class CallInputs:
     changing: list[BlockRow]
     microbatch: Microbatch
     virtual_stage: Array
-
-
-class HeldValues(NamedTuple):
-    """The values that both forward and backward of a chunk read.
-
-    Attributes:
-        weights: its weights.
-        fixed: its constant leaves.
-        casts: weights and constant leaves in the dtypes in which they are read.
-    """
-
-    weights: BlockWeights
-    fixed: list[BlockRow]
-    casts: tuple[BlockWeights, list[BlockRow]]
 
 
 class ChunkResult(NamedTuple):

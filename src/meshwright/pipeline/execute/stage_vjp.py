@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+from jax import Array
 
-from meshwright.pipeline.aliases import Array, TreeDef
-from meshwright.pipeline.execute.casts import KnownCasts, dtypes_read
-from meshwright.pipeline.execute.least_saved import CHEAP, least_saved, results_to_keep
-from meshwright.program.evaluate.dependencies import (
-    inputs_of,
-    needed_equations,
-    variables,
+from meshwright.pipeline.execute.least_saved import (
+    BackwardHalves,
+    inlined,
+    least_saved,
+    split_backward,
 )
-from meshwright.program.evaluate.evaluator import Environment, Evaluator, Rule
+from meshwright.pipeline.execute.slots import is_float
+from meshwright.program.evaluate.dependencies import needed_equations, variables
+from meshwright.program.evaluate.evaluator import Environment, Evaluator
 from meshwright.program.jaxpr.equations import (
-    REMATS,
-    Atom,
     ClosedJaxpr,
     Equation,
+    Literal,
     Value,
     Var,
-    called_jaxpr,
+    aval_of,
+    bind,
     structs_of,
 )
-from meshwright.trees import PyTree
+from meshwright.trees import PyTree, TreeDef
 
 Function = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 """From (weights, fixed, x, others) to (y, further results)."""
-BARRIER = "optimization_barrier"
+
+
+class HeldValues(NamedTuple):
+    """The values that forward and backward both read.
+
+    Attributes:
+        weights: values with gradients.
+        fixed: values without gradients.
+        casts: (weights, fixed) in the dtypes in which they are read; None to cast them where they
+            are read.
+    """
+
+    weights: PyTree
+    fixed: PyTree = ()
+    casts: PyTree = None
 
 
 @dataclass(frozen=True)
@@ -62,21 +77,19 @@ class StageVJP:
 
     What is saved is the least, in bytes, from which all residuals follow without much work: values
     that depend on weights and fixed values alone (casts, gathered or transposed weights) and what
-    compilers fuse into its consumers (activation functions, normalized values, masks) are computed
-    again.
+    compilers fuse into its consumers (activation functions, normalized values, masks) are
+    recomputed.
 
     Args:
         function: from (weights, fixed, x, others) to (y, further results). Gradients are taken
             with respect to weights and x.
-        weights: examples or shapes of its weights, the same in forward and backward.
-        fixed: examples or shapes of values without gradients, the same in forward and backward.
+        held: examples or shapes of its weights and fixed values.
         x: examples or shapes of its input.
         others: examples or shapes of inputs without gradients, which differ from call to call.
     """
 
-    def __init__(
-        self, function: Function, weights: PyTree, fixed: PyTree, x: PyTree, others: PyTree
-    ) -> None:
+    def __init__(self, function: Function, held: HeldValues, x: PyTree, others: PyTree) -> None:
+        weights, fixed, _ = held
         self._forward, trees = _trace_forward(function, weights, fixed, x, others)
         self._results, self._num_results = trees.results, trees.results.num_leaves
         jaxpr = self._forward.jaxpr
@@ -106,19 +119,17 @@ class StageVJP:
     def dtypes_read(self) -> PyTree:
         """The dtype in which each leaf of (weights, fixed) is read.
 
-        Casts that are made in advance may be passed to all methods as ``casts``, nested like this.
+        Casts that are made in advance, nested like this, may be passed as `HeldValues.casts`.
         """
         constant = self._forward.jaxpr.invars[: self._num_constant]
         return jax.tree.unflatten(
-            self._constant_tree, dtypes_read(self._forward.jaxpr.eqns, constant)
+            self._constant_tree, _dtypes_read(self._forward.jaxpr.eqns, constant)
         )
 
-    def forward(
-        self, weights: PyTree, fixed: PyTree, x: PyTree, others: PyTree, casts: PyTree = None
-    ) -> ForwardValues:
+    def forward(self, held: HeldValues, x: PyTree, others: PyTree) -> ForwardValues:
         """Evaluate the function."""
-        evaluator = _evaluator((weights, fixed), casts)
-        arguments = jax.tree.leaves((weights, fixed, x, others))
+        evaluator = _evaluator(held)
+        arguments = jax.tree.leaves((held.weights, held.fixed, x, others))
         env = evaluator.environment(self._forward, arguments)
         evaluator.equations(self._forward.jaxpr.eqns, env)
         out = [env.value(atom) for atom in self._forward.jaxpr.outvars[: self._num_results]]
@@ -126,46 +137,31 @@ class StageVJP:
         return ForwardValues(y, further, [env.values[v] for v in self._saved])
 
     def backward(
-        self,
-        weights: PyTree,
-        fixed: PyTree,
-        saved: Sequence[Array],
-        gradient: PyTree,
-        casts: PyTree = None,
+        self, held: HeldValues, saved: Sequence[Array], gradient: PyTree
     ) -> tuple[PyTree, PyTree]:
         """Return the gradients with respect to weights and x, given the gradient of the result."""
-        evaluator = _evaluator((weights, fixed), casts)
-        residuals = self._all_residuals(weights, fixed, saved, evaluator)
+        evaluator = _evaluator(held)
+        residuals = self._all_residuals(held, saved, evaluator)
         out = evaluator.run(self._backward, [*residuals, *jax.tree.leaves(gradient)])
         weights = jax.tree.unflatten(self._weights_tree, out[: self._num_weights])
-        return weights, self._unflatten_x(out[self._num_weights :])
+        return weights, jax.tree.unflatten(self._x_tree, out[self._num_weights :])
 
     def input_gradient(
-        self,
-        weights: PyTree,
-        fixed: PyTree,
-        saved: Sequence[Array],
-        gradient: PyTree,
-        casts: PyTree = None,
+        self, held: HeldValues, saved: Sequence[Array], gradient: PyTree
     ) -> tuple[PyTree, list[Array]]:
         """Return the gradient with respect to x, and the values the weight gradient needs."""
-        env = self._halves_environment(weights, fixed, saved, casts)
+        env = self._halves_environment(held, saved)
         env.values.update(zip(self._halves.cotangents, jax.tree.leaves(gradient), strict=True))
         env.evaluator.equations(self._halves.first, env)
         atoms = self._halves.closed.jaxpr.outvars[self._num_weights :]
-        x = self._unflatten_x([env.value(atom) for atom in atoms])
+        x = jax.tree.unflatten(self._x_tree, [env.value(atom) for atom in atoms])
         return x, [env.values[v] for v in self._halves.cut]
 
     def weight_gradient(
-        self,
-        weights: PyTree,
-        fixed: PyTree,
-        saved: Sequence[Array],
-        cut: Sequence[Array],
-        casts: PyTree = None,
+        self, held: HeldValues, saved: Sequence[Array], cut: Sequence[Array]
     ) -> PyTree:
         """Return the gradient with respect to weights."""
-        env = self._halves_environment(weights, fixed, saved, casts)
+        env = self._halves_environment(held, saved)
         env.values.update(zip(self._halves.cut, cut, strict=True))
         env.evaluator.equations(self._halves.second, env)
         atoms = self._halves.closed.jaxpr.outvars[: self._num_weights]
@@ -182,41 +178,37 @@ class StageVJP:
         return jax.make_jaxpr(run)(structs_of(self._residuals), y)
 
     @cached_property
-    def _halves(self) -> _Halves:
+    def _halves(self) -> BackwardHalves:
         return split_backward(self._backward, len(self._residuals), self._num_weights)
 
-    def _halves_environment(
-        self, weights: PyTree, fixed: PyTree, saved: Sequence[Array], casts: PyTree
-    ) -> Environment:
-        """Return what both halves of the backward pass start with: the residuals."""
-        evaluator = _evaluator((weights, fixed), casts)
-        residuals = self._all_residuals(weights, fixed, saved, evaluator)
+    def _halves_environment(self, held: HeldValues, saved: Sequence[Array]) -> Environment:
+        """Return the environment that both halves of the backward pass start from."""
+        evaluator = _evaluator(held)
+        residuals = self._all_residuals(held, saved, evaluator)
         jaxpr, consts = self._halves.closed.jaxpr, self._halves.closed.consts
         values = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, residuals, strict=False))
         return Environment(evaluator, values)
 
     def _all_residuals(
-        self, weights: PyTree, fixed: PyTree, saved: Sequence[Array], evaluator: Evaluator
+        self, held: HeldValues, saved: Sequence[Array], evaluator: Evaluator
     ) -> list[Array]:
         """Return all residuals, from those that were saved."""
         jaxpr, consts = self._forward.jaxpr, self._forward.consts
         values = dict(zip(jaxpr.constvars, consts, strict=True))
-        constant = jax.tree.leaves((weights, fixed))
+        constant = jax.tree.leaves((held.weights, held.fixed))
         values.update(zip(jaxpr.invars[: self._num_constant], constant, strict=True))
         values.update(zip(self._saved, saved, strict=True))
         env = Environment(evaluator, values)
         env.evaluator.equations(self._recomputed, env)
         return [env.value(atom) for atom in self._residuals]
 
-    def _unflatten_x(self, out: Sequence[Array]) -> PyTree:
-        return jax.tree.unflatten(self._x_tree, out)
 
-
-def _evaluator(constant: PyTree, casts: PyTree) -> Evaluator:
-    if casts is None:
+def _evaluator(held: HeldValues) -> Evaluator:
+    if held.casts is None:
         return Evaluator()
-    return Evaluator([KnownCasts(jax.tree.leaves(constant), jax.tree.leaves(casts))])
+    values = jax.tree.leaves((held.weights, held.fixed))
+    return Evaluator([_KnownCasts(values, jax.tree.leaves(held.casts))])
 
 
 def _trace_forward(
@@ -236,115 +228,58 @@ def _trace_forward(
         return [*results, *residuals]
 
     closed = jax.make_jaxpr(run)(weights, fixed, x, others)
-    return _inlined(closed, []), trees[-1]
+    return inlined(closed, []), trees[-1]
 
 
-@dataclass(frozen=True)
-class _Halves:
-    """A backward program in two parts.
+_CAST = "convert_element_type"
+_MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
+"""Primitives that commute with a cast, as between a bias and its use."""
 
-    Attributes:
-        closed: the whole program, calls and remat inlined.
-        cotangents: its inputs that are gradients of the results.
-        first: the equations of the gradient with respect to x.
-        second: the equations of the weight gradient, given the cut.
-        cut: values of the first part that the second one reads.
+
+def _dtypes_read(eqns: Iterable[Equation], inputs: Sequence[Var]) -> list[Any]:
+    """Return the dtype in which a program reads each input: that of its cast to fewer bytes."""
+    own = {variable: number for number, variable in enumerate(inputs)}
+    dtypes = [aval_of(variable).dtype for variable in inputs]
+    for eqn in eqns:
+        first = eqn.invars[0] if len(eqn.invars) == 1 else None
+        if first is None or isinstance(first, Literal) or first not in own:
+            continue
+        result = aval_of(eqn.outvars[0])
+        if eqn.primitive.name in _MOVES:
+            own[eqn.outvars[0]] = own[first]
+        elif eqn.primitive.name == _CAST and is_float(result) and is_float(aval_of(first)):
+            number = own[first]
+            if result.dtype.itemsize < dtypes[number].itemsize:
+                dtypes[number] = result.dtype
+    return dtypes
+
+
+class _KnownCasts:
+    """A rule that uses casts made before, for the values they were made of.
+
+    Args:
+        values: the values.
+        casts: the casts of each; those of the same dtype are left out.
     """
 
-    closed: ClosedJaxpr
-    cotangents: tuple[Var, ...]
-    first: list[Equation]
-    second: list[Equation]
-    cut: list[Var]
+    def __init__(self, values: Sequence[Value], casts: Sequence[Value]) -> None:
+        # By identity. The values are kept, so that no other value can get the same number.
+        self._casts = {
+            id(value): (value, cast)
+            for value, cast in zip(values, casts, strict=True)
+            if value.dtype != cast.dtype
+        }
 
-
-def split_backward(backward: ClosedJaxpr, num_residuals: int, num_weights: int) -> _Halves:
-    """Split a program (residuals, cotangents) → (weight gradients, x gradients).
-
-    The first half propagates the gradient of the result back through the layers; the second
-    multiplies these gradients with the inputs of the layers. Sums for which the second half would
-    need values that its products do not, such as those for the weights of a norm, belong to the
-    first half, where these values are at hand.
-    """
-    closed = _inlined(backward, [_inline])
-    jaxpr = closed.jaxpr
-    weight_atoms, x_atoms = jaxpr.outvars[:num_weights], jaxpr.outvars[num_weights:]
-    cotangents = tuple(jaxpr.invars[num_residuals:])
-    first = needed_equations(jaxpr.eqns, x_atoms)
-    products, sums = _by_work(_without(jaxpr.eqns, first), weight_atoms)
-    cut = _cut(jaxpr.eqns, first, cotangents, products)
-    early = [a for a in sums if not _follows(a, jaxpr.eqns, first, cotangents, cut)]
-    first = needed_equations(jaxpr.eqns, [*x_atoms, *early])
-    cut = _cut(jaxpr.eqns, first, cotangents, weight_atoms)
-    second = needed_equations(jaxpr.eqns, weight_atoms, given=cut)
-    return _Halves(closed, cotangents, first, second, cut)
-
-
-def _by_work(
-    eqns: Sequence[Equation], weight_atoms: Sequence[Atom]
-) -> tuple[list[Atom], list[Atom]]:
-    """Return the gradients that equations compute by products or the like, and by mere sums."""
-    products, sums = [], []
-    for atom in weight_atoms:
-        names = {eqn.primitive.name for eqn in needed_equations(eqns, [atom])}
-        (sums if names <= CHEAP | {"reduce_sum", BARRIER} else products).append(atom)
-    return products, sums
-
-
-def _cut(
-    eqns: Sequence[Equation],
-    first: Sequence[Equation],
-    cotangents: Sequence[Var],
-    wanted: Sequence[Atom],
-) -> list[Var]:
-    """Return what the first half has to keep so that the second can compute these gradients."""
-    rest = needed_equations(_without(eqns, first), wanted)
-    reads = variables([*_reads_in_order(rest), *wanted])
-    return least_saved(first, [*cotangents, *results_to_keep(first)], reads)
-
-
-def _follows(
-    atom: Atom,
-    eqns: Sequence[Equation],
-    first: Sequence[Equation],
-    cotangents: Sequence[Var],
-    cut: Sequence[Var],
-) -> bool:
-    """Whether a gradient can be computed from a cut without repeating work of the first half."""
-    steps = needed_equations(eqns, [atom], given=cut)
-    again = {id(eqn) for eqn in first}
-    missing = set(cotangents) - set(cut)
-    return missing.isdisjoint(variables([atom, *_reads_in_order(steps)])) and all(
-        eqn.primitive.name in CHEAP for eqn in steps if id(eqn) in again
-    )
-
-
-def _without(eqns: Sequence[Equation], others: Sequence[Equation]) -> list[Equation]:
-    """Return the equations that are not among others."""
-    left_out = {id(eqn) for eqn in others}
-    return [eqn for eqn in eqns if id(eqn) not in left_out]
-
-
-def _reads_in_order(eqns: Sequence[Equation]) -> list[Var]:
-    """Return the outside variables that equations read, in order of first use."""
-    outside = inputs_of(eqns)
-    return [v for v in variables(a for eqn in eqns for a in eqn.invars) if v in outside]
-
-
-def _inlined(closed: ClosedJaxpr, rules: Sequence[Rule]) -> ClosedJaxpr:
-    """Return a program with calls inlined, evaluated by these rules."""
-    inputs = structs_of(closed.jaxpr.invars)
-    return jax.make_jaxpr(lambda *args: Evaluator(rules).run(closed, args))(*inputs)
-
-
-def _inline(eqn: Equation, env: Environment) -> list[Value] | None:
-    """Replace remat by its body.
-
-    Forward and backward run in different ticks, where remat has no effect. A barrier between
-    several values would tie both halves together; that of a single one, such as between the two
-    steps of a sum, stays.
-    """
-    if eqn.primitive.name in REMATS:
-        return env.run(called_jaxpr(eqn), env.operands(eqn))
-    ties = eqn.primitive.name == BARRIER and len(eqn.invars) > 1
-    return env.operands(eqn) if ties else None
+    def __call__(self, eqn: Equation, env: Environment) -> list[Value] | None:
+        """Return the cast if the equation is one of a known value."""
+        name = eqn.primitive.name
+        if len(eqn.invars) != 1 or not (name == _CAST or name in _MOVES):
+            return None
+        _, cast = self._casts.get(id(env.value(eqn.invars[0])), (None, None))
+        if cast is None:
+            return None
+        if name == _CAST:
+            return [cast] if eqn.params["new_dtype"] == cast.dtype else None
+        (moved,) = bind(eqn, env.operands(eqn))
+        self._casts[id(moved)] = (moved, bind(eqn, [cast])[0])
+        return [moved]

@@ -8,29 +8,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
-from meshwright.pipeline.aliases import Array, BlockRow, LeafValues, Message
 from meshwright.pipeline.divide.stage_functions import (
     BlockInputs,
+    BlockRow,
+    LeafValues,
     Losses,
+    Message,
     Microbatch,
     StageFunctions,
     StageSums,
     StageValues,
 )
-from meshwright.pipeline.execute.messages import MessageSplit
 from meshwright.pipeline.execute.slots import add_row, added, times, zeros_like_shapes
 from meshwright.pipeline.execute.stage_records import (
     BackwardMessage,
-    BlockSums,
     BlockWeights,
     CallInputs,
     ChunkResult,
     HeadGradient,
-    HeldValues,
+    MessageSplit,
 )
-from meshwright.pipeline.execute.stage_vjp import StageVJP
+from meshwright.pipeline.execute.stage_vjp import HeldValues, StageVJP
 from meshwright.pipeline.schedule.operations import Shape
 from meshwright.program.trace.precision_policy import zeros_for_sums
 from meshwright.trees import PyTree
@@ -111,8 +111,7 @@ class StageWork:
     ) -> ChunkResult:
         """Run a chunk's blocks."""
         floats, inputs = self._operands(message, changing, chunk, microbatch, stage)
-        held = self.held(chunk)
-        result = self.vjp.forward(held.weights, held.fixed, floats, inputs, held.casts)
+        result = self.vjp.forward(self.held(chunk), floats, inputs)
         others, rows = result.further
         return ChunkResult(self.split.join(result.y, others), result.saved, rows)
 
@@ -137,25 +136,21 @@ class StageWork:
         self, held: HeldValues, saved: list[Array], back: BackwardMessage
     ) -> tuple[BlockWeights, BackwardMessage]:
         """Return the gradients of a chunk's weights and of its message."""
-        weights, gradient = self.vjp.backward(
-            held.weights, held.fixed, saved, back.values, held.casts
-        )
+        weights, gradient = self.vjp.backward(held, saved, back.values)
         return weights, BackwardMessage(gradient, back.weight)
 
     def input_gradient(
         self, held: HeldValues, saved: list[Array], back: BackwardMessage
     ) -> tuple[BackwardMessage, BackwardMessage]:
         """Return the gradient of a chunk's message, and what the weight gradient needs."""
-        gradient, cut = self.vjp.input_gradient(
-            held.weights, held.fixed, saved, back.values, held.casts
-        )
+        gradient, cut = self.vjp.input_gradient(held, saved, back.values)
         return BackwardMessage(gradient, back.weight), BackwardMessage(cut, back.weight)
 
     def weight_gradient(
         self, held: HeldValues, saved: list[Array], cut: BackwardMessage
     ) -> BlockWeights:
         """Return the gradients of a chunk's weights."""
-        return self.vjp.weight_gradient(held.weights, held.fixed, saved, cut.values, held.casts)
+        return self.vjp.weight_gradient(held, saved, cut.values)
 
     def embed_gradient(self, number: Array, back: BackwardMessage) -> LeafValues:
         """Return the gradients of the weights that the embedding reads."""
@@ -168,15 +163,15 @@ class StageWork:
         return gradients
 
     def add(
-        self, sums: BlockSums, gradients: BlockWeights, chunk: Array, weight: Array | None
-    ) -> BlockSums:
+        self, sums: BlockWeights, gradients: BlockWeights, chunk: Array, weight: Array | None
+    ) -> BlockWeights:
         """Return sums with the gradients of a chunk's weights added."""
         weights = [
             {n: add_row(a, times(row[n], weight), chunk) for n, a in totals.items()}
-            for totals, row in zip(sums.weights, gradients.rows, strict=True)
+            for totals, row in zip(sums.rows, gradients.rows, strict=True)
         ]
         mine = {n: sums.outer[n] for n in gradients.outer}
-        return BlockSums(weights, sums.outer | added(mine, gradients.outer, weight))
+        return BlockWeights(weights, sums.outer | added(mine, gradients.outer, weight))
 
     def stacked(self, weights: list[BlockRow]) -> BlockRow:
         """Return the sums of all blocks as stacks, in the order of the stage's leaves."""
@@ -214,10 +209,10 @@ class StageWork:
 
         zero = jnp.zeros((), jnp.int32)
         message = zeros_like_shapes(self.message_shapes)
-        weights, fixed = self._constant(self.values, zero)
+        held = HeldValues(*self._constant(self.values, zero))
         changing, microbatch = self.values.changing, self.microbatch(zero)
         floats, inputs = self._operands(message, changing, zero, microbatch, zero)
-        return StageVJP(chunk, weights, fixed, floats, inputs)
+        return StageVJP(chunk, held, floats, inputs)
 
     def _cast(self) -> StageValues:
         """Return the stage's values in the dtypes in which its blocks read them."""

@@ -1,106 +1,35 @@
-"""The tick table as arrays: one row per tick, one column per stage."""
+"""The tick table as arrays, one row per tick, and how often each stage runs which operation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from numpy.typing import NDArray
 
 from meshwright.pipeline.execute.buffers import (
     ABSENT,
-    Columns,
-    Grid,
-    SlotNumbers,
-    Slots,
+    OpRow,
+    SlotCounts,
+    TickRow,
     allocate_slots,
+    count_slots,
 )
-from meshwright.pipeline.schedule.ticks import TickTable
-
-Flags = NDArray[np.bool_]
-Numbers = NDArray[np.int32]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class OpRow:
-    """An operation of a tick; see `buffers.Columns`."""
-
-    microbatch: Array
-    chunk: Array
-    reads: Array
-    saved: Array
-    cut: Array
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TickRow:
-    """What one tick of one stage does; numbers are negative where there is nothing to do.
-
-    Attributes:
-        forward: the forward operation.
-        backward: the backward or input-gradient operation.
-        weight: the weight-gradient operation.
-        activation_in: the slot for the activation that has arrived.
-        gradient_in: the slot for the gradient that has arrived.
-        gradient_own: the slot for the gradient of the loss.
-        stage: the stage's number.
-        sends: whether any stage sends an activation.
-        sends_back: whether any stage sends a gradient back.
-    """
-
-    forward: OpRow
-    backward: OpRow
-    weight: OpRow
-    activation_in: Array
-    gradient_in: Array
-    gradient_own: Array
-    stage: Array
-    sends: Array
-    sends_back: Array
-
-
-@dataclass(frozen=True)
-class SlotCounts(SlotNumbers):
-    """The number of slots of each kind, and which messages every tick sends.
-
-    Attributes:
-        always_sends: whether every tick sends an activation.
-        always_sends_back: whether every tick sends a gradient back.
-    """
-
-    always_sends: bool
-    always_sends_back: bool
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether input and weight gradients are operations of their own."""
-        return self.num_cuts > 0
+from meshwright.pipeline.schedule.schedules import Schedule
+from meshwright.pipeline.schedule.timeline import TickTable
 
 
 def table_rows(table: TickTable, rounds: int = 1) -> tuple[SlotCounts, TickRow]:
     """Return a table as arrays [ticks, stages], repeated ``rounds`` times on new microbatches."""
-    slots = allocate_slots(table)
-    sends = _any_next(slots.activation_in)
-    sends_back = _any_next(slots.gradient_in)
-    counts = SlotCounts(
-        slots.num_activations,
-        slots.num_gradients,
-        slots.num_saved,
-        slots.num_cuts,
-        always_sends=bool(sends.all()),
-        always_sends_back=bool(sends_back.all()),
-    )
-    one = _arrays(slots, table.shape.num_stages, sends, sends_back)
-    count = table.shape.num_microbatches
+    one, count = allocate_slots(table), table.shape.num_microbatches
     parts = [_later(one, number * count) for number in range(rounds)]
-    return counts, jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+    return count_slots(table), jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
 
 def packed(rows: TickRow) -> tuple[Array, Callable[[Array], TickRow]]:
@@ -119,35 +48,6 @@ def packed(rows: TickRow) -> tuple[Array, Callable[[Array], TickRow]]:
     return jnp.stack([column.astype(jnp.int32) for column in columns], 1), read
 
 
-def _arrays(slots: Slots, num_stages: int, sends: Flags, sends_back: Flags) -> TickRow:
-    ticks = len(slots.activation_in)
-    stage = np.broadcast_to(np.arange(num_stages, dtype=np.int32), (ticks, num_stages))
-    every = np.ones(num_stages, bool)
-    # Typed as Any: the record holds NumPy arrays, which the executor sees traced.
-    make: Any = TickRow
-    return make(
-        *(_op(columns) for columns in (slots.forward, slots.backward, slots.weight)),
-        activation_in=_grid(slots.activation_in),
-        gradient_in=_grid(slots.gradient_in),
-        gradient_own=_grid(slots.gradient_own),
-        stage=stage,
-        sends=sends[:, None] & every,
-        sends_back=sends_back[:, None] & every,
-    )
-
-
-def _op(columns: Columns) -> OpRow:
-    make: Any = OpRow
-    chunk = np.maximum(_grid(columns.chunk), 0)
-    return make(
-        _grid(columns.microbatch),
-        chunk,
-        _grid(columns.reads),
-        _grid(columns.saved),
-        _grid(columns.cut),
-    )
-
-
 def _later(row: TickRow, by: int) -> TickRow:
     def shift(op: OpRow) -> OpRow:
         moved: Any = np.where(op.microbatch == ABSENT, ABSENT, op.microbatch + by).astype(np.int32)
@@ -158,10 +58,91 @@ def _later(row: TickRow, by: int) -> TickRow:
     )
 
 
-def _any_next(arrivals: Grid) -> Flags:
-    """Return for each tick whether anything arrives before the next one."""
-    return np.append((arrivals != ABSENT).any(axis=1)[1:], False)
+class TickOp(StrEnum):
+    """The operations of a tick, by their names in the compiled program.
+
+    Stages send in one direction (send, send_back), or where the program asks once for both, in a
+    branch that sends in one direction only, and in one that sends in both.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    WEIGHT = "weight"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    SEND = "send"
+    SEND_BACK = "send_back"
+    ONLY_SEND = "only_send"
+    ONLY_SEND_BACK = "only_send_back"
+    BOTH_SEND = "both_send"
+    BOTH_SEND_BACK = "both_send_back"
 
 
-def _grid(values: Grid) -> Numbers:
-    return values.astype(np.int32)
+F = TypeVar("F", bound=Callable[..., object])
+
+_MARK = "tick-"
+_NAMED = re.compile(rf"{_MARK}(\w+)")
+
+
+def named(operation: TickOp, function: F) -> F:
+    """Return the function, its traced operations named after an operation of a tick."""
+    return jax.named_scope(_MARK + operation)(function)
+
+
+@dataclass(frozen=True)
+class OpCounts:
+    """How often each stage runs which operation in one update.
+
+    Attributes:
+        ticks: number of ticks.
+        counts: for each operation, how often each stage runs it.
+    """
+
+    ticks: int
+    counts: Mapping[TickOp, Sequence[int]]
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.counts[TickOp.FORWARD])
+
+    def times(self, op_name: str, count: int, stage: int) -> int:
+        """Return how often a stage runs an instruction.
+
+        Args:
+            op_name: the instruction's name in the traced program.
+            count: how often it would run if it were part of every tick.
+            stage: the stage.
+        """
+        operations = _NAMED.findall(op_name)
+        if not operations:
+            return count
+        return count // self.ticks * self.counts[TickOp(operations[-1])][stage]
+
+
+def count_operations(
+    schedule: Schedule, num_microbatches: int, num_stages: int, rounds: int = 1
+) -> OpCounts:
+    """Count the operations in the table that stages execute."""
+    table = schedule.table(num_microbatches, num_stages)
+    _, rows = table_rows(table, rounds)
+    forward, backward = (np.asarray(op.microbatch) >= 0 for op in (rows.forward, rows.backward))
+    starts = forward & (np.asarray(rows.forward.reads) < 0)
+    stages = np.arange(num_stages)
+    ahead, back = (np.isin(stages, [a for a, _ in table.shape.ring(step)]) for step in (1, -1))
+    sends, sends_back = np.asarray(rows.sends), np.asarray(rows.sends_back)
+    runs = {
+        TickOp.FORWARD: forward,
+        TickOp.BACKWARD: backward,
+        TickOp.WEIGHT: np.asarray(rows.weight.microbatch) >= 0,
+        TickOp.EMBEDDING: starts,
+        TickOp.HEAD: np.asarray(rows.gradient_own) >= 0,
+        TickOp.SEND: sends & ahead,
+        TickOp.SEND_BACK: sends_back & back,
+        TickOp.ONLY_SEND: sends & ~sends_back & ahead,
+        TickOp.ONLY_SEND_BACK: ~sends & sends_back & back,
+        TickOp.BOTH_SEND: sends & sends_back & ahead,
+        TickOp.BOTH_SEND_BACK: sends & sends_back & back,
+    }
+    counts = {name: [int(n) for n in mask.sum(0)] for name, mask in runs.items()}
+    return OpCounts(len(forward), counts)

@@ -31,7 +31,7 @@ def pipeline_warnings(
     replicas: int = 1,
     remedy: str = "move layers away from it, or use fewer stages",
 ) -> list[str]:
-    """Return what is worth changing, one sentence each.
+    """Return suggested changes, one sentence each.
 
     Args:
         schedule: the schedule.
@@ -100,7 +100,7 @@ def _large_bubble(
 
 
 def _setting(count: int, samples: int, replicas: int) -> str:
-    """Say how to get so many microbatches, with the nearest batch sizes they divide."""
+    """Return the setting for this many microbatches, with the nearest batch sizes if needed."""
     setting, by = Setting("pipeline.num_microbatches", count), count * replicas
     if samples % by == 0:
         return str(setting)

@@ -1,4 +1,4 @@
-"""The operations of a pipeline, what they depend on, and how long they take."""
+"""The operations of a pipeline: what they depend on, how long they take, and when they run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Op:
 
     @property
     def hands_back(self) -> bool:
-        """Whether it computes the gradient the stage before waits for."""
+        """Whether it computes the gradient that the previous stage waits for."""
         return self.kind in (Kind.BACKWARD, Kind.INPUT_GRAD)
 
     @property
@@ -72,7 +72,7 @@ class Result(Enum):
     __hash__ = object.__hash__
 
 
-class Event(NamedTuple):
+class OpResult(NamedTuple):
     """The result of an operation, which others wait for.
 
     Attributes:
@@ -134,24 +134,24 @@ class Shape:
         """Return the virtual stage of an operation."""
         return op.chunk * self.num_stages + stage
 
-    def gives(self, op: Op, stage: int) -> Event | None:
-        """Return the event that an operation produces for others, if any."""
+    def gives(self, op: Op, stage: int) -> OpResult | None:
+        """Return the result that other operations wait for, if any."""
         if op.kind is Kind.FORWARD:
-            return Event(Result.OUTPUT, op.microbatch, self.virtual(op, stage))
+            return OpResult(Result.OUTPUT, op.microbatch, self.virtual(op, stage))
         if op.hands_back:
-            return Event(Result.INPUT_GRADIENT, op.microbatch, self.virtual(op, stage))
+            return OpResult(Result.INPUT_GRADIENT, op.microbatch, self.virtual(op, stage))
         return None
 
-    def needs(self, op: Op, stage: int) -> list[Event]:
-        """Return the events that an operation waits for."""
+    def needs(self, op: Op, stage: int) -> list[OpResult]:
+        """Return the results that an operation waits for."""
         m, at = op.microbatch, self.virtual(op, stage)
         if op.kind is Kind.FORWARD:
-            return [Event(Result.OUTPUT, m, at - 1)] if at > 0 else []
+            return [OpResult(Result.OUTPUT, m, at - 1)] if at > 0 else []
         if op.kind is Kind.WEIGHT_GRAD:
-            return [Event(Result.INPUT_GRADIENT, m, at)]
-        own_output = Event(Result.OUTPUT, m, at)
+            return [OpResult(Result.INPUT_GRADIENT, m, at)]
+        own_output = OpResult(Result.OUTPUT, m, at)
         last = at == self.num_virtual - 1
-        return [own_output] if last else [own_output, Event(Result.INPUT_GRADIENT, m, at + 1)]
+        return [own_output] if last else [own_output, OpResult(Result.INPUT_GRADIENT, m, at + 1)]
 
 
 @dataclass(frozen=True)
@@ -186,3 +186,43 @@ class Times:
             Kind.WEIGHT_GRAD: self.weight_grad,
         }[op.kind]
         return Fraction(whole) * (self.scale[stage] if self.scale else 1) / num_chunks
+
+
+@dataclass(frozen=True)
+class Span:
+    """One operation of one stage, from ``start`` to ``end``."""
+
+    stage: int
+    op: Op
+    start: Fraction
+    end: Fraction
+
+
+@dataclass(frozen=True, repr=False)
+class Spans:
+    """When every operation of a pipeline starts and ends.
+
+    Attributes:
+        shape: the pipeline's size.
+        spans: the operations.
+        makespan: from the first operation's start to the last one's end.
+    """
+
+    shape: Shape
+    spans: tuple[Span, ...]
+    makespan: Fraction
+
+    @property
+    def bubble(self) -> Fraction:
+        """The share of the stages' time in which they wait."""
+        busy = sum((span.end - span.start for span in self.spans), Fraction(0))
+        return 1 - busy / (self.makespan * self.shape.num_stages)
+
+    @property
+    def efficiency(self) -> Fraction:
+        """The share of the stages' time in which they work."""
+        return 1 - self.bubble
+
+    def of_stage(self, stage: int) -> list[Span]:
+        """Return a stage's operations in order."""
+        return sorted((s for s in self.spans if s.stage == stage), key=lambda s: (s.start, s.end))

@@ -12,7 +12,7 @@ from meshwright.config.argument_checks import check_count, check_kind
 from meshwright.config.microbatches import multiples_around
 from meshwright.errors import Setting, UserError, did_you_mean
 from meshwright.pipeline.schedule.operations import Kind, Op, Shape
-from meshwright.pipeline.schedule.ticks import TickTable, in_lockstep
+from meshwright.pipeline.schedule.timeline import TickTable, in_lockstep
 from meshwright.text.units import counted
 
 
@@ -27,16 +27,13 @@ class Schedule(ABC):
 
     name: ClassVar[str] = ""
     """Its name in a config."""
+    splits_backward: ClassVar[bool] = False
+    """Whether input and weight gradients are operations of their own."""
 
     @property
     def num_chunks(self) -> int:
         """Pieces of the model on each stage."""
         return 1
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether input and weight gradients are operations of their own."""
-        return False
 
     def shape(self, num_microbatches: int, num_stages: int) -> Shape:
         """Return the pipeline's size, if this schedule can run it."""
@@ -46,16 +43,19 @@ class Schedule(ABC):
     def operations(self, num_microbatches: int, num_stages: int) -> list[list[Op]]:
         """Return the operations of each stage, in order."""
 
-    @abstractmethod
     def table(self, num_microbatches: int, num_stages: int) -> TickTable:
-        """Return the operations of all stages, tick by tick."""
+        """Return the operations of all stages, tick by tick: one per stage and tick."""
+        shape = self.shape(num_microbatches, num_stages)
+        return in_lockstep(self.operations(num_microbatches, num_stages), shape)
 
-    @abstractmethod
     def bubble(self, num_microbatches: int, num_stages: int) -> Fraction:
         """Return the share of time a stage waits if all stages are equally fast.
 
         A forward pass is assumed to cost as much as each of the two gradients.
         """
+        self.shape(num_microbatches, num_stages)
+        late = num_stages - 1
+        return Fraction(late, self._work_per_microbatch * num_microbatches + late)
 
     def efficiency(self, num_microbatches: int, num_stages: int) -> Fraction:
         """Return the share of time a stage works: ``1 - bubble``."""
@@ -70,19 +70,13 @@ class Schedule(ABC):
             goal = Fraction(0)
         if not 0 < goal < 1:
             raise UserError(f"an efficiency of {efficiency} cannot be reached", fix="write 0.9")
-        # bubble = (S-1) / (k·M + S-1), where k is 1, the chunks, or the operations of a microbatch.
-        work = self._work_per_microbatch
-        exact = goal * (num_stages - 1) / ((1 - goal) * work)
+        exact = goal * (num_stages - 1) / ((1 - goal) * self._work_per_microbatch)
         return max(1, -(-exact.numerator // exact.denominator))
 
     @property
     def _work_per_microbatch(self) -> int:
-        return 1
-
-    def _warm_up_share(self, num_microbatches: int, num_stages: int) -> Fraction:
-        self.shape(num_microbatches, num_stages)
-        late = num_stages - 1
-        return Fraction(late, self._work_per_microbatch * num_microbatches + late)
+        """The factor k of the bubble, (S-1) / (k·M + S-1)."""
+        return self.num_chunks
 
 
 @dataclass(frozen=True)
@@ -98,18 +92,71 @@ class GPipe(Schedule):
         ops = [Op(Kind.FORWARD, m) for m in every] + [Op(Kind.BACKWARD, m) for m in every]
         return [list(ops) for _ in range(shape.num_stages)]
 
-    def table(self, num_microbatches: int, num_stages: int) -> TickTable:
-        """Return the operations of all stages, tick by tick."""
-        shape = self.shape(num_microbatches, num_stages)
-        return in_lockstep(self.operations(num_microbatches, num_stages), shape)
 
-    def bubble(self, num_microbatches: int, num_stages: int) -> Fraction:
-        """Return (S-1) / (M+S-1)."""
-        return self._warm_up_share(num_microbatches, num_stages)
+@dataclass(frozen=True)
+class OneForwardOneBackward(Schedule):
+    """After a warm-up, each stage runs one backward for each forward.
+
+    A stage holds the activations of at most as many microbatches as there are stages, or twice as
+    many in lockstep.
+    """
+
+    name: ClassVar[str] = "1f1b"
+
+    def operations(self, num_microbatches: int, num_stages: int) -> list[list[Op]]:
+        """Return the operations of each stage, in order."""
+        shape = self.shape(num_microbatches, num_stages)
+        lists: list[list[Op]] = []
+        for stage in range(shape.num_stages):
+            behind = shape.num_stages - 1 - stage
+            # With chunks, a second pass over the later stages keeps them busy meanwhile.
+            trips = 2 if self.num_chunks > 1 else 1
+            ahead = trips * behind + (self.num_chunks - 1) * shape.num_stages
+            lists.append(self._alternating(shape, ahead))
+        return lists
+
+    def table(self, num_microbatches: int, num_stages: int) -> TickTable:
+        """Return the operations tick by tick: up to one forward and one backward per tick.
+
+        The gradient of the first microbatch returns after two passes over the stages, so each stage
+        runs twice as many microbatches ahead as in `operations`.
+        """
+        shape = self.shape(num_microbatches, num_stages)
+        total = shape.num_microbatches * shape.num_chunks
+        first_backward = shape.num_virtual - 1
+        last = shape.num_stages - 1
+        ticks: list[list[tuple[Op, ...]]] = []
+        for tick in range(total + first_backward + last):
+            row: list[tuple[Op, ...]] = []
+            for stage in range(shape.num_stages):
+                forward, backward = tick - stage, tick - first_backward - (last - stage)
+                ops = [self._nth(Kind.FORWARD, forward, shape)] if 0 <= forward < total else []
+                if 0 <= backward < total:
+                    ops.append(self._nth(Kind.BACKWARD, backward, shape))
+                row.append(tuple(ops))
+            ticks.append(row)
+        return TickTable(shape, tuple(tuple(row) for row in ticks))
+
+    def _alternating(self, shape: Shape, ahead: int) -> list[Op]:
+        total = shape.num_microbatches * shape.num_chunks
+        ahead = min(ahead, total)
+        ops = [self._nth(Kind.FORWARD, n, shape) for n in range(ahead)]
+        for n in range(total - ahead):
+            ops.append(self._nth(Kind.FORWARD, ahead + n, shape))
+            ops.append(self._nth(Kind.BACKWARD, n, shape))
+        ops += [self._nth(Kind.BACKWARD, n, shape) for n in range(total - ahead, total)]
+        return ops
+
+    def _nth(self, kind: Kind, number: int, shape: Shape) -> Op:
+        """Return a stage's n-th forward or backward; backwards visit the chunks in reverse."""
+        microbatch, chunk = shape.nth_pass(number)
+        return Op(
+            kind, microbatch, shape.num_chunks - 1 - chunk if kind is Kind.BACKWARD else chunk
+        )
 
 
 @dataclass(frozen=True)
-class Interleaved(Schedule):
+class Interleaved(OneForwardOneBackward):
     """One forward, one backward, with several chunks of the model on each stage.
 
     A microbatch passes all stages once per chunk, so that the pipeline fills faster.
@@ -139,88 +186,6 @@ class Interleaved(Schedule):
             )
         return Shape(num_microbatches, num_stages, self.chunks)
 
-    def operations(self, num_microbatches: int, num_stages: int) -> list[list[Op]]:
-        """Return the operations of each stage, in order."""
-        shape = self.shape(num_microbatches, num_stages)
-        lists: list[list[Op]] = []
-        for stage in range(shape.num_stages):
-            behind = shape.num_stages - 1 - stage
-            # With chunks, a second pass over the later stages keeps them busy meanwhile.
-            trips = 2 if self.chunks > 1 else 1
-            ahead = trips * behind + (self.chunks - 1) * shape.num_stages
-            lists.append(self._alternating(shape, ahead))
-        return lists
-
-    def table(self, num_microbatches: int, num_stages: int) -> TickTable:
-        """Return the operations tick by tick: up to one forward and one backward per tick.
-
-        The gradient of the first microbatch returns after two passes over the stages, so each stage
-        runs twice as many microbatches ahead as in `operations`.
-        """
-        shape = self.shape(num_microbatches, num_stages)
-        total = shape.num_microbatches * shape.num_chunks
-        first_backward = shape.num_virtual - 1
-        last = shape.num_stages - 1
-        ticks: list[list[tuple[Op, ...]]] = []
-        for tick in range(total + first_backward + last):
-            row: list[tuple[Op, ...]] = []
-            for stage in range(shape.num_stages):
-                forward, backward = tick - stage, tick - first_backward - (last - stage)
-                ops = [self._nth(Kind.FORWARD, forward, shape)] if 0 <= forward < total else []
-                if 0 <= backward < total:
-                    ops.append(self._nth(Kind.BACKWARD, backward, shape))
-                row.append(tuple(ops))
-            ticks.append(row)
-        return TickTable(shape, tuple(tuple(row) for row in ticks))
-
-    def bubble(self, num_microbatches: int, num_stages: int) -> Fraction:
-        """Return (S-1) / (vM+S-1)."""
-        return self._warm_up_share(num_microbatches, num_stages)
-
-    @property
-    def _work_per_microbatch(self) -> int:
-        return self.chunks
-
-    def _alternating(self, shape: Shape, ahead: int) -> list[Op]:
-        total = shape.num_microbatches * shape.num_chunks
-        ahead = min(ahead, total)
-        ops = [self._nth(Kind.FORWARD, n, shape) for n in range(ahead)]
-        for n in range(total - ahead):
-            ops.append(self._nth(Kind.FORWARD, ahead + n, shape))
-            ops.append(self._nth(Kind.BACKWARD, n, shape))
-        ops += [self._nth(Kind.BACKWARD, n, shape) for n in range(total - ahead, total)]
-        return ops
-
-    def _nth(self, kind: Kind, number: int, shape: Shape) -> Op:
-        """Return a stage's n-th forward or backward; backwards visit the chunks in reverse."""
-        microbatch, chunk = shape.nth_pass(number)
-        return Op(
-            kind, microbatch, shape.num_chunks - 1 - chunk if kind is Kind.BACKWARD else chunk
-        )
-
-
-@dataclass(frozen=True)
-class OneForwardOneBackward(Schedule):
-    """After a warm-up, each stage runs one backward for each forward.
-
-    A stage holds the activations of at most as many microbatches as there are stages, or twice as
-    many in lockstep.
-    """
-
-    name: ClassVar[str] = "1f1b"
-
-    def operations(self, num_microbatches: int, num_stages: int) -> list[list[Op]]:
-        """Return the operations of each stage, in order."""
-        return Interleaved(chunks=1).operations(num_microbatches, num_stages)
-
-    def table(self, num_microbatches: int, num_stages: int) -> TickTable:
-        """Return the operations tick by tick: up to one forward and one backward per tick."""
-        return Interleaved(chunks=1).table(num_microbatches, num_stages)
-
-    def bubble(self, num_microbatches: int, num_stages: int) -> Fraction:
-        """Return (S-1) / (M+S-1)."""
-        return self._warm_up_share(num_microbatches, num_stages)
-
 
 @dataclass(frozen=True)
 class ZeroBubbleH1(Schedule):
@@ -231,21 +196,12 @@ class ZeroBubbleH1(Schedule):
     """
 
     name: ClassVar[str] = "zb_h1"
-
-    @property
-    def splits_backward(self) -> bool:
-        """Input and weight gradients are operations of their own."""
-        return True
+    splits_backward: ClassVar[bool] = True
 
     def operations(self, num_microbatches: int, num_stages: int) -> list[list[Op]]:
         """Return the operations of each stage, in order."""
         shape = self.shape(num_microbatches, num_stages)
         return [_delayed(shape, stage) for stage in range(shape.num_stages)]
-
-    def table(self, num_microbatches: int, num_stages: int) -> TickTable:
-        """Return the operations tick by tick: one per stage and tick."""
-        shape = self.shape(num_microbatches, num_stages)
-        return in_lockstep(self.operations(num_microbatches, num_stages), shape)
 
     def bubble(self, num_microbatches: int, num_stages: int) -> Fraction:
         """Return (S-1) / (3M+S-1); more with fewer microbatches than stages."""

@@ -1,15 +1,24 @@
-"""Timelines: when each stage works and when it waits, simulated from its operations."""
+"""When each stage works and when it waits: stages on their own, or in lockstep, tick by tick."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 
 from meshwright.errors import UserError
-from meshwright.pipeline.schedule.operations import Event, Kind, Op, Operations, Shape, Times
-from meshwright.pipeline.schedule.spans import Span, Spans
-from meshwright.pipeline.schedule.timeline_drawing import render_timeline
+from meshwright.pipeline.schedule.operations import (
+    Kind,
+    Op,
+    Operations,
+    OpResult,
+    Shape,
+    Span,
+    Spans,
+    Times,
+)
+from meshwright.pipeline.schedule.timeline_drawing import TimelineDrawing
 
 
 class Timeline(Spans):
@@ -19,14 +28,14 @@ class Timeline(Spans):
         return f"Timeline({self.shape}, waits {float(self.bubble) * 100:.1f}%)"
 
     def __str__(self) -> str:
-        lines = render_timeline(self).lines(shutil.get_terminal_size().columns)
+        lines = TimelineDrawing(self).lines(shutil.get_terminal_size().columns)
         return "\n".join(line.plain for line in lines)
 
 
 def simulate(lists: Operations, shape: Shape, times: Times | None = None) -> Timeline:
     """Run every stage through its list, each operation as soon as its inputs exist."""
     times = times or Times()
-    done: dict[Event, Fraction] = {}
+    done: dict[OpResult, Fraction] = {}
     free = [Fraction(0)] * shape.num_stages
     position = [0] * shape.num_stages
     spans: list[Span] = []
@@ -42,9 +51,9 @@ def simulate(lists: Operations, shape: Shape, times: Times | None = None) -> Tim
                 start = max([free[stage], *(done[need] for need in needs)])
                 free[stage] = start + times.of(op, stage, shape.num_chunks)
                 spans.append(Span(stage, op, start, free[stage]))
-                event = shape.gives(op, stage)
-                if event:
-                    done[event] = free[stage]
+                result = shape.gives(op, stage)
+                if result:
+                    done[result] = free[stage]
                 position[stage] += 1
                 moved = True
             else:
@@ -52,15 +61,6 @@ def simulate(lists: Operations, shape: Shape, times: Times | None = None) -> Tim
         if not moved and waiting:
             raise _deadlock(lists, position, sorted(waiting))
     return Timeline(shape, tuple(spans), max(free))
-
-
-def check_operations(lists: Operations, shape: Shape) -> None:
-    """Refuse lists with missing or repeated operations, and those that deadlock."""
-    if len(lists) != shape.num_stages:
-        raise UserError(f"there are {len(lists)} lists for {shape.num_stages} stages")
-    for stage, ops in enumerate(lists):
-        _check_complete(ops, shape, stage)
-    simulate(lists, shape)
 
 
 def in_flight(lists: Operations) -> list[int]:
@@ -77,22 +77,91 @@ def _most_in_flight(ops: Sequence[Op]) -> int:
     return most
 
 
-def _check_complete(ops: Sequence[Op], shape: Shape, stage: int) -> None:
-    seen: dict[tuple[int, int], list[Kind]] = {}
-    for op in ops:
-        seen.setdefault((op.microbatch, op.chunk), []).append(op.kind)
-    wanted = {(m, c) for m in range(shape.num_microbatches) for c in range(shape.num_chunks)}
-    complete = ([Kind.FORWARD, Kind.BACKWARD], [Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD])
-    for place in sorted(wanted | seen.keys()):
-        kinds = seen.get(place, [])
-        if place not in wanted or kinds not in complete:
-            text = " ".join(kind.value for kind in kinds) or "nothing"
-            raise UserError(
-                f"stage {stage} does {text} for microbatch {place[0]}, chunk {place[1]}",
-                why="each microbatch of each chunk needs F then B, or F then I then W, once",
-            )
-
-
 def _deadlock(lists: Operations, position: Sequence[int], waiting: Sequence[int]) -> UserError:
     positions = ", ".join(f"stage {stage} at {lists[stage][position[stage]]}" for stage in waiting)
     return UserError("the stages of this schedule wait for each other forever", why=positions)
+
+
+Tick = tuple[tuple[Op, ...], ...]
+"""The operations of each stage in one tick, in order."""
+
+
+@dataclass(frozen=True, repr=False)
+class TickTable:
+    """The operations of all stages; a tick lasts as long as its slowest stage.
+
+    Messages sent in a tick arrive before the next one.
+
+    Attributes:
+        shape: the pipeline's size.
+        ticks: the ticks in order.
+    """
+
+    shape: Shape
+    ticks: tuple[Tick, ...]
+
+    def __repr__(self) -> str:
+        return f"TickTable({self.shape}, {len(self.ticks)} ticks)"
+
+    def __str__(self) -> str:
+        """Return a table with one line per tick and one column per stage."""
+        names = ["tick", *(f"stage {n}" for n in range(self.shape.num_stages))]
+        lines = [names] + [
+            [str(number), *(" ".join(map(str, ops)) for ops in tick)]
+            for number, tick in enumerate(self.ticks)
+        ]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rows = (zip(line, widths, strict=True) for line in lines)
+        return "\n".join("  ".join(f"{c:<{w}}" for c, w in row).rstrip() for row in rows)
+
+    def placed(self) -> Iterator[tuple[int, int, Op]]:
+        """Yield (tick, stage, operation) in the order of execution."""
+        for number, tick in enumerate(self.ticks):
+            for stage, ops in enumerate(tick):
+                for op in ops:
+                    yield number, stage, op
+
+    def operations(self) -> list[list[Op]]:
+        """Return the operations of each stage, in order."""
+        stages = range(self.shape.num_stages)
+        return [[op for tick in self.ticks for op in tick[stage]] for stage in stages]
+
+    def timeline(self, times: Times | None = None) -> Timeline:
+        """Return when each operation runs if operations take this long."""
+        times = times or Times()
+        spans: list[Span] = []
+        start = Fraction(0)
+        for tick in self.ticks:
+            ends = [start]
+            for stage, ops in enumerate(tick):
+                now = start
+                for op in ops:
+                    end = now + times.of(op, stage, self.shape.num_chunks)
+                    spans.append(Span(stage, op, now, end))
+                    now = end
+                ends.append(now)
+            start = max(ends)
+        return Timeline(self.shape, tuple(spans), start)
+
+
+def in_lockstep(lists: Operations, shape: Shape) -> TickTable:
+    """Place operations one per stage and tick, each as early as its inputs allow."""
+    done: set[OpResult] = set()
+    position = [0] * shape.num_stages
+    ticks: list[Tick] = []
+    while any(at < len(ops) for at, ops in zip(position, lists, strict=True)):
+        row: list[tuple[Op, ...]] = []
+        new: list[OpResult] = []
+        for stage, ops in enumerate(lists):
+            op = ops[position[stage]] if position[stage] < len(ops) else None
+            if op is None or not done.issuperset(shape.needs(op, stage)):
+                row.append(())
+                continue
+            row.append((op,))
+            position[stage] += 1
+            result = shape.gives(op, stage)
+            new += [result] if result else []
+        assert any(row), "stages wait for each other"
+        done.update(new)
+        ticks.append(tuple(row))
+    return TickTable(shape, tuple(ticks))

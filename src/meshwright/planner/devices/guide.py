@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from meshwright.errors import UserError, did_you_mean
 from meshwright.hardware import Chip, Hardware, chip_by_name, load_chips, load_links
+from meshwright.mesh.axes import BATCH_AXES
 from meshwright.planner.devices.links import axis_links, collective_seconds
 from meshwright.text.units import human_count
 
@@ -246,7 +247,7 @@ def _interconnect(name: str, gb_per_s: float, chip: Chip, width: int) -> Interco
     # The activations forward and their gradients backward, of two bytes each.
     pipe = 2 * 2 * width / sent / (blocks * _BLOCK_FLOPS * width**2 / rate)
     axes = ["tensor"] if tensor <= 1 else []
-    axes += ["fsdp", "data"] if tokens <= _BUSY_TOKENS else []
+    axes += reversed(BATCH_AXES) if tokens <= _BUSY_TOKENS else []
     axes += ["pipe"] if pipe <= 1 else []
     return Interconnect(name, gb_per_s, tensor, round(tokens), pipe, ", ".join(axes) or "none")
 

@@ -15,6 +15,7 @@ from flax.nnx.filterlib import Filter
 
 from meshwright.config.schema import Precision
 from meshwright.hardware import Chip, Hardware
+from meshwright.mesh.axes import MODEL_AXES
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeEstimate
 from meshwright.planner.estimate.gradient_programs import (
@@ -234,7 +235,7 @@ class ProgramEstimator:
     def _kernel_seconds(self, case: _Case) -> tuple[float, float]:
         """Return the seconds of one microbatch's kernels: in loops, and outside of them."""
         plan, chip = case.plan, case.hardware.chip
-        divided = (*map(plan.size, ("tensor", "fsdp", "pipe")), plan.sharding.zero)
+        divided = (*map(plan.size, MODEL_AXES), plan.sharding.zero)
         key = (
             case.variant,
             plan.precision,
@@ -259,7 +260,7 @@ class ProgramEstimator:
         rows = plan.batch.micro_batch_size / SAMPLES
         if tensor.size > 1:
             classes = self._programs.classes(plan.precision, blocks_of(plan))
-            yield from tensor_traffic(classes.events_of(tensor.ways), plan, rows)
+            yield from tensor_traffic(classes.events_of(tensor.splits), plan, rows)
         blocks = program.blocks
         if plan.size("pipe") > 1 and blocks is not None:
             carried = nbytes_of(blocks.carried, self._sizes(case, program))

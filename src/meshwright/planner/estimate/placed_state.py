@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from meshwright.mesh.axes import PIPE
 from meshwright.planner.workload.sizes import LeafShares
 from meshwright.program.trace.layout import Layout, StepLeaf
 from meshwright.sharding.placement import Placement
@@ -90,11 +91,11 @@ def place_state(
         whole = 1 / without
         least = 1 / placement.shards(sizes)
         # Below zero 3, parameters outside of stages are whole on all of them.
-        kept = ("fsdp",) if number in staged else ("fsdp", "pipe")
+        kept = ("fsdp",) if number in staged else ("fsdp", PIPE)
         at_rest = least if zero == 3 else 1 / _shards(placement, sizes, *kept)
         gradient = whole if zero == 1 else least
         shares[number] = LeafShares(whole, at_rest, gradient)
-        apart = ("fsdp", "pipe") if staged and number not in staged else ("fsdp",)
+        apart = ("fsdp", PIPE) if staged and number not in staged else ("fsdp",)
         reduced[number] = step.leaf.nbytes / _shards(placement, sizes, *apart)
         parameters += round(step.leaf.nbytes * at_rest)
         if step.leaf.role == "param":

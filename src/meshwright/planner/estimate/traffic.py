@@ -11,19 +11,13 @@ from typing import NamedTuple
 
 from meshwright.compiled.collectives import ring_bytes
 from meshwright.hardware import Hardware
+from meshwright.mesh.axes import MESH_AXES
 from meshwright.plan import Plan
 from meshwright.planner.devices.links import AxisLink, axis_links, collective_seconds
 from meshwright.planner.estimate.estimate import AxisTraffic
 from meshwright.planner.estimate.placed_state import PlacedState, WeightKind
 from meshwright.program.dims import ShardingEvent
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
-
-_HIDDEN: Mapping[str, Mapping[str, float]] = {
-    "unroll": {"fsdp": 0.85, "data": 0.63, "tensor": 0.0, "pipe": 0.0},
-    "scan": {"fsdp": 0.65, "data": 0.63, "tensor": 0.0, "pipe": 0.0},
-}
-"""By how blocks run, the part of each axis's traffic that runs behind products, as compiled for
-eight GPUs (benchmarks/results/gpu_overlap.json)."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +150,7 @@ def time_traffic(
     traffic: dict[str, AxisTraffic] = {}
     room = compute
     for axis, (nbytes, seconds) in sums.items():
-        hidden = min(_HIDDEN[plan.sharding.blocks][axis] * seconds, room)
+        hidden = min(MESH_AXES[axis].hidden[plan.sharding.blocks] * seconds, room)
         room -= hidden
         traffic[axis] = AxisTraffic(nbytes, seconds, seconds - hidden)
     return traffic

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshwright.mesh.axes import describe_sizes
+from meshwright.mesh.axes import MESH_AXES, describe_sizes
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate
 from meshwright.text.units import counted, human_bytes, human_seconds
@@ -21,22 +21,8 @@ CATEGORIES = (
 )
 """What memory is used for, in the order of drawings."""
 
-TRAFFIC = {
-    "data": "gradient reductions over data",
-    "fsdp": "gathering weights and reducing gradients over fsdp",
-    "tensor": "all-reduces inside layers over tensor",
-    "pipe": "activations between stages",
-}
-
 _SENT_OVER = "communication over "
 """Begins the name of time that a mesh axis takes: what computing does not hide."""
-
-_AXIS_NAMES = {
-    "data": "data parallel",
-    "fsdp": "fully sharded",
-    "tensor": "tensor parallel",
-    "pipe": "pipeline",
-}
 
 
 def memory_parts(memory: MemoryEstimate) -> dict[str, int]:
@@ -53,7 +39,7 @@ def time_parts(estimate: Estimate) -> dict[str, float]:
 
 def kind_of_mesh(mesh: Mapping[str, int]) -> str:
     """Return what a mesh does: ``fully sharded and tensor parallel``; empty for one device."""
-    names = [_AXIS_NAMES[axis] for axis in ("data", "fsdp", "tensor", "pipe") if axis in mesh]
+    names = [axis.kind for axis in MESH_AXES.values() if axis.name in mesh]
     if len(names) < 2:
         return "".join(names)
     return f"{', '.join(names[:-1])} and {names[-1]}"
@@ -167,8 +153,8 @@ def _more_time(slow: Estimate, fast: Estimate) -> str:
 
 def _cause(name: str) -> str:
     axis = name.removeprefix(_SENT_OVER)
-    if axis in TRAFFIC:
-        return f"of exposed {TRAFFIC[axis]}"
+    if axis in MESH_AXES:
+        return f"of exposed {MESH_AXES[axis].sends}"
     return {"computing": "computing", "pipeline bubble": "waiting in the pipeline"}[name]
 
 

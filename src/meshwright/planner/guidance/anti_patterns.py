@@ -10,7 +10,7 @@ from meshwright.config.batch import microbatches_setting
 from meshwright.config.microbatches import MICROBATCHES_PER_STAGE, multiples_around
 from meshwright.errors import Setting
 from meshwright.hardware import MEMORY_SHARE
-from meshwright.mesh.axes import describe_sizes
+from meshwright.mesh.axes import MODEL_AXES, describe_sizes
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
@@ -67,7 +67,7 @@ def find_anti_patterns(
 
 
 def _replicated(estimate: Estimate, share: float) -> AntiPattern | None:
-    whole = all(estimate.plan.size(axis) == 1 for axis in ("fsdp", "tensor", "pipe"))
+    whole = all(estimate.plan.size(axis) == 1 for axis in MODEL_AXES)
     if not whole or estimate.fits(share):
         return None
     return AntiPattern(
@@ -219,7 +219,7 @@ def _uneven_batch(estimate: Estimate) -> AntiPattern | None:
 
 def _over_sharded(estimator: Estimator, estimate: Estimate) -> AntiPattern | None:
     plan, time = estimate.plan, estimate.time
-    parts = math.prod(plan.size(axis) for axis in ("fsdp", "tensor", "pipe"))
+    parts = math.prod(plan.size(axis) for axis in MODEL_AXES)
     own = estimator.num_parameters // parts
     if parts == 1 or own >= TINY_SHARD or time.exposed < NOTABLE * time.step:
         return None

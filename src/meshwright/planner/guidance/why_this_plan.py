@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from meshwright.errors import Setting
 from meshwright.hardware import Hardware, load_chips
-from meshwright.mesh.axes import AXES, describe_sizes
+from meshwright.mesh.axes import AXES, MESH_AXES, MODEL_AXES, describe_sizes
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.estimate.words import slower_because
@@ -20,11 +20,6 @@ from meshwright.text.units import counted, human_bytes, human_seconds
 
 LOOKED_AT = 12
 """How many of the fastest meshes without an axis are searched to explain it."""
-_DOES = {
-    "fsdp": "shards parameters, gradients and optimizer state",
-    "tensor": "divides every layer",
-    "pipe": "divides the blocks into stages",
-}
 
 
 def alone(estimator: Estimator, task: PlanTask) -> Estimate:
@@ -32,7 +27,7 @@ def alone(estimator: Estimator, task: PlanTask) -> Estimate:
     remat = REMATS[-1] if estimator.num_blocks else REMATS[0]
     device = Hardware(chip=task.hardware.chip, count=1)
     single = replace(task, hardware=device, global_batch_size=1, pins=type(task.pins)())
-    sizes = {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1}
+    sizes = dict.fromkeys(AXES, 1)
     return estimator.estimate(make_candidate(single, sizes, Variant(remat), 1), device)
 
 
@@ -105,9 +100,10 @@ def _axes(estimator: Estimator, result: SearchResult, *, fits: bool) -> Iterator
         yield "There is one device, so nothing is divided."
     if plan.size("data") > 1:
         yield _data(result.best, fits=fits)
-    for axis in ("fsdp", "tensor", "pipe"):
+    for axis in MODEL_AXES:
         if plan.size(axis) > 1:
-            yield f"{axis}={plan.size(axis)} {_DOES[axis]}. {without(estimator, result, axis)}"
+            does = f"{axis}={plan.size(axis)} {MESH_AXES[axis].does}"
+            yield f"{does}. {without(estimator, result, axis)}"
 
 
 def _data(best: Estimate, *, fits: bool) -> str:
@@ -214,5 +210,6 @@ def reason_for(result: SearchResult, estimate: Estimate, *, fits_alone: bool) ->
     fastest = all(each.time.step >= best.time.step for each in result.plans)
     speed = "and is fastest" if fastest else "and nothing simpler is as fast"
     cause = speed if fits_alone else "because a whole copy does not fit on one device"
-    does = " and ".join(f"{axis}={mesh[axis]} {_DOES[axis]}" for axis in _DOES if axis in mesh)
+    used = [axis for axis in MODEL_AXES if axis in mesh]
+    does = " and ".join(f"{axis}={mesh[axis]} {MESH_AXES[axis].does}" for axis in used)
     return f"{does}, {cause}"

@@ -14,7 +14,7 @@ from meshwright.config.origins import chosen_keys, trace_origins
 from meshwright.config.schema import Config
 from meshwright.errors import Setting
 from meshwright.hardware import MEMORY_SHARE, Hardware
-from meshwright.mesh.axes import AXES, INFER
+from meshwright.mesh.axes import AXES, BATCH_AXES, INFER
 from meshwright.plan import mesh_sizes, precision, resolve_mesh
 from meshwright.planner.search.candidates import Pins, PlanTask
 from meshwright.text.units import counted
@@ -110,7 +110,7 @@ def _global_batch(config: Config, pins: Pins, num_devices: int) -> tuple[int, li
     given = config.training.global_batch_size
     if given is not None:
         return given, []
-    fixed = math.prod(pins.mesh.get(axis, 1) for axis in ("tensor", "pipe"))
+    fixed = math.prod(pins.mesh.get(axis, 1) for axis in AXES if axis not in BATCH_AXES)
     replicas = max(1, num_devices // fixed)
     micro = pins.micro_batch_size or DEFAULT_MICRO_BATCH_SIZE
     batch = micro * replicas * (pins.gradient_accumulation_steps or 1)

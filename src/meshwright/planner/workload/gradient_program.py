@@ -26,7 +26,7 @@ from meshwright.program.on_mesh.remat import choose_remat
 from meshwright.program.trace.traced_loss import TracedLoss
 from meshwright.sharding.decide import decide
 from meshwright.step.gradients import compute_gradients
-from meshwright.step.planned_forward import forward_on
+from meshwright.step.step_program import forward_on
 
 SAMPLES = 2
 """Samples that programs are traced for. A dim of size one would not be recognized as samples."""

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from meshwright.mesh.axes import BATCH_AXES
 from meshwright.program.evaluate.mesh_view import MeshView
 from meshwright.program.jaxpr.equations import Equation, Value, aval_of
-
-_SAMPLES = ("data", "fsdp")
 
 
 def is_grouped(eqn: Equation) -> bool:
@@ -42,7 +41,7 @@ class GroupedLayout:
         self._numbers = eqn.params["dimension_numbers"]
         lhs, out = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
         samples = math.gcd(lhs[self._numbers.lhs_spec[0]], out[self._numbers.out_spec[0]])
-        axes = tuple(axis for axis in _SAMPLES if sizes.get(axis, 1) > 1)
+        axes = tuple(axis for axis in BATCH_AXES if sizes.get(axis, 1) > 1)
         tensor = ("tensor",) if sizes.get("tensor", 1) > 1 else ()
         count = eqn.params["feature_group_count"]
         by_channel = bool(tensor) and count % sizes["tensor"] == 0

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from meshwright.mesh.axes import AXES, PIPE, resolve_alias
+from meshwright.mesh.axes import AXES, BATCH_AXES, PIPE, resolve_alias
 from meshwright.program.dims import DimClasses, DimFactor, ProgramDims, all_programs
 from meshwright.program.jaxpr.equations import Equation, Literal, Var, aval_of, name_stack
 from meshwright.program.jaxpr.names import module_of
@@ -173,11 +173,11 @@ def _axes(
     """
     dims = [None if dim is None else [resolve_alias(n) for n in dim] for dim in request.dims]
     for number, dim in enumerate(dims):
-        if not dim or not is_batch[number] or not set(dim) & {"data", "fsdp"}:
+        if not dim or not is_batch[number] or not set(dim) & set(BATCH_AXES):
             continue
         elsewhere = {axis for n, other in enumerate(dims) if n != number for axis in other or ()}
         own = [axis for axis in batch_axes if axis in dim or axis not in elsewhere]
-        dims[number] = [*own, *(axis for axis in dim if axis not in {*own, "data", "fsdp"})]
+        dims[number] = [*own, *(axis for axis in dim if axis not in {*own, *BATCH_AXES})]
     return dims
 
 

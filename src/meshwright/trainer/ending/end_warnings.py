@@ -28,7 +28,7 @@ def warn_of_end(
         _warn_ran_out(result.stop.text)
     elif steps != 0 and not done:
         _warn_nothing_done(result.updates, steps or result.updates)
-    if dropped := getattr(data, "num_dropped", 0):
+    if dropped := data.num_dropped:
         _warn_dropped(dropped, batch_size)
 
 

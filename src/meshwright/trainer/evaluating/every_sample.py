@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,18 +11,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.data.batches import form_of, read_batch, read_batches
-from meshwright.data.given_batches import SequenceData
 from meshwright.data.loader import load_batches
 from meshwright.data.protocols import Data, Rows
-from meshwright.data.source_data import SourceData, SyntheticData
-from meshwright.data.streams import IterableData
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import agree, process_count
 from meshwright.step.assemble import Assembled
 from meshwright.step.place_batch import local_rows, place_batch
-
-SYNTHETIC_BATCHES = 16
-"""Batches of an evaluation on synthetic data, which have no end of their own."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +56,9 @@ class EverySample:
         self, assembled: Assembled, data: Data, *, limit: int | None = None, in_order: bool = False
     ) -> None:
         plan = assembled.plan
-        if in_order and isinstance(data, SourceData):
-            data = replace(data, shuffle=False)
-        self._synthetic = limit is None and isinstance(data, SyntheticData)
-        if self._synthetic:
-            limit = SYNTHETIC_BATCHES
-        if isinstance(data, IterableData):
-            data.one_pass = True
-        if isinstance(data, SequenceData):
-            data = replace(data, cycle=False)
-        self.data, self._limit, self._plan = data, limit, plan
+        self._synthetic = limit is None and data.eval_batches is not None
+        self._limit = data.eval_batches if limit is None else limit
+        self.data, self._plan = data.for_one_pass(in_order=in_order), plan
         self._sharding = assembled.step.shardings.batch
         self._unsharded = NamedSharding(assembled.mesh, PartitionSpec())
         # Pipeline stages work on several microbatches at a time.
@@ -84,7 +71,7 @@ class EverySample:
         if self._synthetic:
             return (
                 f"each evaluation uses {self.num_samples:,} synthetic samples "
-                f"({SYNTHETIC_BATCHES} batches), since they have no end; write "
+                f"({self._limit} batches), since they have no end; write "
                 f"{Setting('training.eval_batches', ANY)} for another number"
             )
         available = self.data.num_samples
@@ -97,12 +84,7 @@ class EverySample:
 
     def first(self) -> Any:
         """Return the first batch, or one sample, on the host; raise if there is none."""
-        if isinstance(self.data, IterableData):
-            first = self.data.first_batch(1)
-        elif isinstance(self.data, SequenceData):
-            first = self.data.first()
-        else:
-            first = self.data.batch(0, 1) if self.num_samples else None
+        first = self.data.first_batch(1)
         if first is None:
             raise no_data()
         return read_batch(first)
@@ -113,7 +95,7 @@ class EverySample:
         Args:
             first: what `first` returned. Without a number of samples, other batches may differ.
         """
-        if isinstance(self.data, IterableData):
+        if self.data.forward_only:
             return []
         size = self._size
         if self.num_samples is None:
@@ -150,7 +132,7 @@ class EverySample:
         return self._micro * self._max_microbatches
 
     def _count_samples(self) -> int | None:
-        if isinstance(self.data, SequenceData | IterableData):
+        if not self.data.any_batch_size:
             return None
         available = self.data.num_samples
         if self._limit is None:
@@ -159,15 +141,10 @@ class EverySample:
         return limit if available is None else min(limit, available)
 
     def _check(self, *, predicting: bool) -> None:
-        data = self.data
-        if isinstance(data, SequenceData | IterableData):
-            if data.first() is None:
-                raise no_data()
-            endless = data.length is None if isinstance(data, IterableData) else data.endless
-        else:
-            endless = data.num_samples is None
-        if endless and self._limit is None:
-            raise _endless(data, predicting=predicting)
+        if not self.data.any_batch_size and self.data.first_batch(1) is None:
+            raise no_data()
+        if self.data.endless and self._limit is None:
+            raise _endless(self.data, predicting=predicting)
 
     def _full_batches(self, count: int) -> Iterator[PlacedBatch]:
         rows = _local_rows(self._sharding, self._size)
@@ -200,7 +177,7 @@ class EverySample:
 
     def _stop(self) -> int | None:
         """Return how many batches to read of data that comes in batches, or as a stream."""
-        if self._limit is None or not getattr(self.data, "samples", False):
+        if self._limit is None or not self.data.samples:
             return self._limit
         return self._limit * max(1, self._plan.batch.global_batch_size // self._size)
 

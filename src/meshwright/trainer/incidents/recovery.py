@@ -182,8 +182,8 @@ class Recovery:
         )
 
     def _samples(self, number: int) -> list[int] | None:
-        ids: Any = getattr(self._data, "ids", None)
-        return None if ids is None else [int(each) for each in ids(number, self._batch_size)]
+        ids = self._data.ids(number, self._batch_size)
+        return None if ids is None else [int(each) for each in ids]
 
     def _log(
         self,

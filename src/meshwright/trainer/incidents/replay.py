@@ -27,8 +27,7 @@ from meshwright.program.trace.build_model import ModelSource
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.recipe import make_recipe
 from meshwright.step.assemble import Assembled, assemble
-from meshwright.step.scaler import LossScale
-from meshwright.step.state import TrainState
+from meshwright.step.state import LossScale, TrainState
 from meshwright.trainer.incidents.read_record import FlightRecord, read_record
 from meshwright.trainer.incidents.replay_text import describe_replay, replay_json
 from meshwright.trainer.incidents.responsible import Responsible, find_responsible, first_origin

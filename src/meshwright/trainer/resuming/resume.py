@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointReader, find_store
+from meshwright.checkpoint.array_paths import as_named_now, names_on_disk
 from meshwright.checkpoint.damage import (
     Damage,
     DamagedCheckpoint,
@@ -18,7 +19,6 @@ from meshwright.checkpoint.damage import (
     list_set_aside,
     set_aside,
 )
-from meshwright.checkpoint.older_paths import as_named_now, names_on_disk
 from meshwright.config.origins import flatten
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.processes import broadcast, is_main

@@ -25,9 +25,7 @@ from meshwright.config.schema import (
     TrackingConfig,
 )
 from meshwright.data.batches import read_batch
-from meshwright.data.given_batches import SequenceData
 from meshwright.data.protocols import Data
-from meshwright.data.streams import IterableData
 from meshwright.errors import UserError
 from meshwright.runtime.user_code import doing
 from meshwright.step.assemble import Assembled
@@ -167,9 +165,16 @@ def check_evaluation(data: Any, every: Any, batches: Any) -> None:
 
 def first_batch(data: Data, batch_size: int | None) -> Any:
     """Return the first global batch, whose shapes all others must have."""
-    if isinstance(data, SequenceData | IterableData):
-        with doing("reading batch 0"):
-            first = data.first_batch(batch_size) if isinstance(data, IterableData) else data.first()
+    if data.any_batch_size:
+        if batch_size is None:
+            raise UserError(
+                "the size of a global batch is not known",
+                why=f"the data ({data.describe()}) can be read in batches of any size",
+                fix="write batch_size=64, or as many samples as one update takes",
+            )
+        check_count("batch_size", batch_size, MOST_SAMPLES)
+    with doing("reading batch 0"):
+        first = data.first_batch(batch_size)
         if first is None:
             raise UserError(
                 "there are no batches to train on",
@@ -177,12 +182,3 @@ def first_batch(data: Data, batch_size: int | None) -> Any:
                 fix="give at least one batch; a generator can only be read once",
             )
         return read_batch(first)
-    if batch_size is None:
-        raise UserError(
-            "the size of a global batch is not known",
-            why=f"the data ({data.describe()}) can be read in batches of any size",
-            fix="write batch_size=64, or as many samples as one update takes",
-        )
-    check_count("batch_size", batch_size, MOST_SAMPLES)
-    with doing("reading batch 0"):
-        return read_batch(data.batch(0, batch_size))

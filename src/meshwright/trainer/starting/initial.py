@@ -13,9 +13,9 @@ from meshwright.step.state import TrainState
 from meshwright.trainer.resuming.resume import ResumePoint
 from meshwright.trainer.starting.warm_start import warm_start
 from meshwright.weights.hf_folder import open_folder
+from meshwright.weights.hf_model import check_numbers
 from meshwright.weights.kept import read_kept
 from meshwright.weights.load import load_state, weights_of
-from meshwright.weights.same_model import check_numbers
 
 
 @dataclass(frozen=True)

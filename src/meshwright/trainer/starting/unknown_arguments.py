@@ -7,13 +7,13 @@ from collections.abc import Collection
 from functools import wraps
 from typing import Any, TypeVar
 
+from meshwright.config.base import SYNONYMS
 from meshwright.config.schema import (
     CheckpointConfig,
     PipelineConfig,
     ShardingConfig,
     TrackingConfig,
 )
-from meshwright.config.synonyms import SYNONYMS
 from meshwright.errors import ANY, UserError, did_you_mean
 
 Kind = TypeVar("Kind")

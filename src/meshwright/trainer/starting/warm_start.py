@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import read_params
-from meshwright.checkpoint.older_paths import as_named_now
+from meshwright.checkpoint.array_paths import as_named_now
 from meshwright.errors import ANY, Setting, UserError
 from meshwright.sharding.rules import matches
 from meshwright.step.assemble import Assembled
 from meshwright.step.state import TrainState
-from meshwright.weights.array_differences import describe_differences
-from meshwright.weights.hf_folder import listed
+from meshwright.weights.hf_folder import describe_differences, listed
 
 
 def warm_start(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.checkpoint import FOLDER, CheckpointMetadata, CheckpointStore
-from meshwright.checkpoint.by_path import ArraysByPath
+from meshwright.checkpoint.array_paths import ArraysByPath
 from meshwright.config.argument_checks import check_path
 from meshwright.data.elements import Expected
 from meshwright.data.user_data import as_data

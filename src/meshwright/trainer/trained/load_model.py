@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshwright.checkpoint import CheckpointReader, find_store
+from meshwright.checkpoint.array_paths import as_named_now
 from meshwright.checkpoint.damage import Damage, DamagedCheckpoint, all_damaged
 from meshwright.checkpoint.export import read_groups
-from meshwright.checkpoint.older_paths import as_named_now
 from meshwright.checkpoint.reader import FOLDER
 from meshwright.config.argument_checks import check_path
-from meshwright.config.model_folders import is_hub_name
+from meshwright.config.groups import is_hub_name
 from meshwright.config.schema import Config
 from meshwright.errors import UserError
 from meshwright.inputs.user_model import model_source
@@ -30,9 +30,8 @@ from meshwright.recipe import make_model_source
 from meshwright.runtime.user_code import is_users_file
 from meshwright.step.assemble import set_eval_mode
 from meshwright.trees import is_key
-from meshwright.weights.array_differences import describe_differences
 from meshwright.weights.families import read_architecture
-from meshwright.weights.hf_folder import CONFIG, is_hf_folder, open_folder
+from meshwright.weights.hf_folder import CONFIG, describe_differences, is_hf_folder, open_folder
 from meshwright.weights.hf_model import hf_model
 from meshwright.weights.kept import read_kept
 from meshwright.weights.match import find_weights

@@ -1,10 +1,10 @@
-"""Every engine is recognized by the variables it sets, and two that disagree are refused."""
+"""Every launcher is recognized by the variables it sets, and two that disagree are refused."""
 
 import pytest
 
 from meshwright.config import DistributedConfig
-from meshwright.config.engines import ENGINES, detect, process_variables
 from meshwright.config.environment import read_environment, run_name
+from meshwright.config.launchers import LAUNCHERS, detect, process_variables
 from meshwright.errors import UserError
 
 TORCHRUN = {
@@ -37,7 +37,7 @@ SKYPILOT = {
 
 
 @pytest.mark.parametrize(
-    ("environ", "engine", "expected", "address"),
+    ("environ", "launcher", "expected", "address"),
     [
         (TORCHRUN, "environment", (16, 9, 1, 2, 8), ("10.0.0.1", 29400)),
         (JAX, "JAX", (4, 3, 0, 4, 1), ("job-0.svc", 6666)),
@@ -49,8 +49,8 @@ SKYPILOT = {
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_every_engine_says_who_this_process_is(environ, engine, expected, address):
-    assert [found.engine.name for found in detect(environ) if found.is_complete] == [engine]
+def test_every_launcher_says_who_this_process_is(environ, launcher, expected, address):
+    assert [found.launcher.name for found in detect(environ) if found.is_complete] == [launcher]
     c = DistributedConfig.from_environment(environ)
     assert (c.world_size, c.rank, c.local_rank, c.num_nodes, c.num_processes_per_node) == expected
     assert (c.master_addr, c.master_port) == address
@@ -108,7 +108,7 @@ def test_engines_that_agree_or_run_inside_of_each_other_are_fine(outer, inner, e
 
 
 def test_a_number_of_processes_without_a_rank_never_trains_alone():
-    with pytest.raises(UserError, match="WORLD_SIZE=2 tells of other processes, and RANK is not"):
+    with pytest.raises(UserError, match=r"WORLD_SIZE=2 means .* other processes, but RANK is not"):
         DistributedConfig.from_environment({"WORLD_SIZE": "2"})
     assert DistributedConfig.from_environment({"WORLD_SIZE": "2"}, rank=1).rank == 1
 
@@ -124,4 +124,4 @@ def test_a_launcher_replaces_all_variables_that_describe_a_process():
     for environ in (TORCHRUN, JAX, OPEN_MPI, PMI, SLURM, KUBERNETES, SKYPILOT):
         left = {k: v for k, v in environ.items() if k not in names}
         assert not [found for found in detect(left) if found.numbers]
-    assert len({engine.name for engine in ENGINES}) == len(ENGINES)
+    assert len({launcher.name for launcher in LAUNCHERS}) == len(LAUNCHERS)

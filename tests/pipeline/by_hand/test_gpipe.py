@@ -7,9 +7,9 @@ import pytest
 from flax import linen, nnx
 from small_models import fill
 
-from meshwright.distributed.gpipe import GPipePipeline, PipelineStage, pipeline_forward
 from meshwright.errors import UserError
 from meshwright.pipeline import Pipeline
+from meshwright.pipeline.by_hand.gpipe import GPipePipeline, PipelineStage, pipeline_forward
 
 SPEC = {"in_features": 8, "out_features": 4}
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from meshwright.mesh.build import build_mesh
-from meshwright.pipeline.divide.lookups import divided_rows, divides_rows, picked, picks_one
+from meshwright.pipeline.divide.stage_rules import divided_rows, divides_rows, picked, picks_one
 
 TABLE = np.arange(24.0, dtype=np.float32).reshape(8, 3)
 ROWS = np.array([[0, 3], [7, 4]])

@@ -1,9 +1,10 @@
-"""Which named axes surround the code being traced, and over which of them a value varies."""
+"""Forms of arguments: named axes, and arguments that have more than one keyword."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 
@@ -11,7 +12,7 @@ from meshwright.errors import UserError
 from meshwright.runtime.jax_internals import surrounding_axes
 
 DEFAULT_AXIS = "batch"
-"""The default axis name; outside of any named axis it means that arrays are global."""
+"""The default axis name; outside any named axis it means that arrays are global."""
 
 AxisName = str | Sequence[str]
 """One named axis, or several."""
@@ -35,7 +36,7 @@ def resolve_axes(axis_name: AxisName) -> tuple[str, ...]:
         f"no axis `{unbound[0]}` surrounds this call",
         why=f"the axes here are {', '.join(surrounding)}"
         if surrounding
-        else "the call is outside of shard_map and vmap, so arrays are global and already reduced",
+        else "the call is outside shard_map and vmap, so arrays are global and already reduced",
         fix=f"pass axis_name={surrounding[0]!r}"
         if len(surrounding) == 1
         else "pass the axis_name of the surrounding shard_map or vmap, or leave the call out "
@@ -49,7 +50,7 @@ def require_axes(axis_name: AxisName, operation: str) -> tuple[str, ...]:
     if not axes:
         raise UserError(
             f"{operation} needs a named axis",
-            why="the call is outside of shard_map and vmap: arrays are global, so there is one "
+            why="the call is outside shard_map and vmap: arrays are global, so there is one "
             "value, not one per device",
             fix="call it inside jax.shard_map with axis_name=…, or leave it out under jax.jit",
         )
@@ -72,3 +73,34 @@ def _is_bound(name: str) -> bool:
     except NameError:
         return False
     return True
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def also_called(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Accept further keywords: ``also_called(grads="gradients")`` takes both.
+
+    Args:
+        names: for each further keyword, the parameter it stands for.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> R:
+            for other, name in names.items():
+                if other not in kwargs:
+                    continue
+                if name in kwargs:
+                    raise UserError(
+                        f"{function.__name__} got both {name}= and {other}=",
+                        why="they are the same argument",
+                        fix=f"write {name}= only",
+                    )
+                kwargs[name] = kwargs.pop(other)
+            return function(*args, **kwargs)
+
+        return cast(Callable[P, R], call)
+
+    return decorate

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.compiled.collectives import read_collectives
 from meshwright.mesh.build import build_mesh
-from meshwright.step.microbatch import split_strided
+from meshwright.step.place_batch import split_strided
 
 MESHES = [({"data": 8}, "data"), ({"data": 2, "fsdp": 4}, ("data", "fsdp")), ({"tensor": 8}, None)]
 

@@ -1,7 +1,7 @@
-"""What starts processes (torchrun, SLURM, MPI, Kubernetes, …), and the variables each of them sets.
+"""What starts processes (torchrun, SLURM, MPI, Kubernetes, …), and the variables that each sets.
 
-One table: an engine is a record of the variables that hold the rank, the number of processes and
-the address of process 0. Supporting another one takes another record.
+Each launcher is a record of the variables that hold the rank, the number of processes and the
+address of process 0. Supporting another one takes another record.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Variables = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class CoordinatorAddress:
     """Where process 0 listens.
 
     Attributes:
         host: its host name or address.
         port: its port; None for the default.
         variables: the variables that say so.
-        is_given: whether somebody wrote it down, so that another address contradicts it; one that
-            is derived from a list of machines does not.
+        is_given: whether it was set explicitly, so that another address contradicts it. An address
+            that is derived from a list of machines contradicts nothing.
     """
 
     host: str
@@ -37,20 +37,20 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Engine:
-    """The variables by which an engine describes its processes.
+class Launcher:
+    """A launcher, and the variables in which it describes its processes.
 
     Attributes:
         name: what users call it.
-        rank: the number of this process; without it, the engine has not started this process.
+        rank: the number of this process; if it is not set, the launcher did not start it.
         world_size: the number of processes.
         local_rank: the number of this process on its machine.
         per_node: the processes on this machine.
         nodes: the number of machines.
         node_rank: the number of this machine.
-        job: what all processes of one run share, and no other run has.
-        place: finds the address of process 0.
-        started: whether the engine started this process, and not only set variables around it.
+        job: what the processes of one run share, and those of other runs do not.
+        address: finds the address of process 0.
+        started: whether the launcher started this process, or only an outer one, such as a script.
         whole_node: whether each process has a machine, or a container, of its own.
     """
 
@@ -62,9 +62,14 @@ class Engine:
     nodes: Variables = ()
     node_rank: Variables = ()
     job: Variables = ()
-    place: Callable[[Environ], Place | None] = lambda _: None
+    address: Callable[[Environ], CoordinatorAddress | None] = lambda _: None
     started: Callable[[Environ], bool] = lambda _: True
     whole_node: bool = False
+
+    @property
+    def title(self) -> str:
+        """Its name in a sentence."""
+        return "the environment" if self.name == "environment" else self.name
 
     @property
     def numbers(self) -> dict[str, Variables]:
@@ -81,20 +86,20 @@ class Engine:
 
 @dataclass(frozen=True)
 class Found:
-    """What an engine says about this process.
+    """What a launcher says about this process.
 
     Attributes:
-        engine: the engine.
+        launcher: the launcher.
         numbers: rank, world_size, local_rank, num_processes_per_node, num_nodes and node_rank, as
             far as they are set.
-        place: where process 0 listens; None if the engine does not say.
+        address: where process 0 listens; None if the launcher does not say.
         job: the name of the run; empty if it has none.
         variables: by setting, the variable it was read from.
     """
 
-    engine: Engine
+    launcher: Launcher
     numbers: dict[str, int] = field(default_factory=dict[str, int])
-    place: Place | None = None
+    address: CoordinatorAddress | None = None
     job: str = ""
     variables: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -110,25 +115,25 @@ class Found:
 
 
 def detect(environ: Environ) -> list[Found]:
-    """Return what each engine says that started this process, the most decisive last."""
+    """Return what each launcher of this process says; later ones take precedence."""
     return [
-        read_engine(engine, environ)
-        for engine in ENGINES
-        if engine.started(environ) and (first(engine.rank, environ)[1] or _is_plain(engine))
+        read_launcher(launcher, environ)
+        for launcher in LAUNCHERS
+        if launcher.started(environ) and (first(launcher.rank, environ)[1] or _is_plain(launcher))
     ]
 
 
-def read_engine(engine: Engine, environ: Environ) -> Found:
-    """Return what the variables of one engine say."""
+def read_launcher(launcher: Launcher, environ: Environ) -> Found:
+    """Return what the variables of one launcher say."""
     numbers, variables = dict[str, int](), dict[str, str]()
-    for key, names in engine.numbers.items():
+    for key, names in launcher.numbers.items():
         name, text = first(names, environ)
         if text:
             numbers[key], variables[key] = _integer(name, text), name
-    place = engine.place(environ)
-    if place is not None:
-        variables |= {"address": place.variables[0]}
-    return Found(engine, numbers, place, _job(engine, environ), variables)
+    address = launcher.address(environ)
+    if address is not None:
+        variables |= {"address": address.variables[0]}
+    return Found(launcher, numbers, address, _job(launcher, environ), variables)
 
 
 def first(names: Sequence[str], environ: Environ) -> tuple[str, str]:
@@ -138,9 +143,12 @@ def first(names: Sequence[str], environ: Environ) -> tuple[str, str]:
 
 
 def process_variables() -> set[str]:
-    """Return all variables that describe a process, for launchers that describe it anew."""
+    """Return all variables that describe a process, for launchers that replace them."""
     names = {
-        name for engine in ENGINES for variables in engine.numbers.values() for name in variables
+        name
+        for launcher in LAUNCHERS
+        for variables in launcher.numbers.values()
+        for name in variables
     }
     return names | {"MASTER_ADDR", "MASTER_PORT", _JAX_ADDRESS, _TORCHRUN_LISTENS}
 
@@ -190,9 +198,9 @@ def split_address(source: str, address: str, *, default_port: int | None = None)
     return host, int(port)
 
 
-def _is_plain(engine: Engine) -> bool:
-    """Whether a part of the variables counts too, since users export them one by one."""
-    return engine in (JAX, ENVIRONMENT)
+def _is_plain(launcher: Launcher) -> bool:
+    """Whether it counts even if its variables are incomplete: users export these by hand."""
+    return launcher in (JAX, ENVIRONMENT)
 
 
 def _integer(name: str, text: str) -> int:
@@ -206,35 +214,35 @@ def _integer(name: str, text: str) -> int:
         ) from None
 
 
-def _job(engine: Engine, environ: Environ) -> str:
-    parts = [environ.get(name, "").strip() for name in engine.job]
-    return f"{engine.name} {'.'.join(parts)}" if parts and all(parts) else ""
+def _job(launcher: Launcher, environ: Environ) -> str:
+    parts = [environ.get(name, "").strip() for name in launcher.job]
+    return f"{launcher.name} {'.'.join(parts)}" if parts and all(parts) else ""
 
 
-def _slurm_place(environ: Environ) -> Place | None:
+def _slurm_address(environ: Environ) -> CoordinatorAddress | None:
     name, nodes = first(_SLURM_NODES, environ)
     job = environ.get("SLURM_JOB_ID", "").strip()
     # Jobs that share a machine get different ports, the same ones that JAX would choose.
     port = int(job) % 2**12 + 61440 if job.isdecimal() else None
-    return Place(first_host(nodes), port, (name,)) if nodes else None
+    return CoordinatorAddress(first_host(nodes), port, (name,)) if nodes else None
 
 
-def _open_mpi_place(environ: Environ) -> Place | None:
+def _open_mpi_address(environ: Environ) -> CoordinatorAddress | None:
     # Open MPI 4 names the machine of mpirun: `1234.0;tcp://10.96.0.1,10.148.0.1:34911`.
     name = "OMPI_MCA_orte_hnp_uri"
     match = re.search(r"tcp://([^,:;\s]+)", environ.get(name, ""))
-    return Place(match[1], None, (name,)) if match else None
+    return CoordinatorAddress(match[1], None, (name,)) if match else None
 
 
-def _jax_place(environ: Environ) -> Place | None:
+def _jax_address(environ: Environ) -> CoordinatorAddress | None:
     address = environ.get(_JAX_ADDRESS, "").strip()
     if not address:
         return None
     host, port = split_address(_JAX_ADDRESS, address)
-    return Place(host, port, (_JAX_ADDRESS,), is_given=True)
+    return CoordinatorAddress(host, port, (_JAX_ADDRESS,), is_given=True)
 
 
-def _kubernetes_place(environ: Environ) -> Place | None:
+def _kubernetes_address(environ: Environ) -> CoordinatorAddress | None:
     """Return the first pod of an indexed Job: ``<job>-0.<service>``.
 
     A pod is called like its Job and its index; the headless service gives it that name.
@@ -242,28 +250,30 @@ def _kubernetes_place(environ: Environ) -> Place | None:
     given = environ.get(_COORDINATOR, "").strip()
     if given:
         host, port = split_address(_COORDINATOR, given, default_port=DEFAULT_PORT)
-        return Place(host, port, (_COORDINATOR,), is_given=True)
+        return CoordinatorAddress(host, port, (_COORDINATOR,), is_given=True)
     pod, index = (environ.get(name, "").strip() for name in ("HOSTNAME", "JOB_COMPLETION_INDEX"))
     job = pod.removesuffix(f"-{index}")
     if job in ("", pod):
         return None
     service = environ.get("MESHWRIGHT_SERVICE", "").strip()
-    return Place(f"{job}-0.{service or job}", None, ("HOSTNAME", "MESHWRIGHT_SERVICE"))
+    return CoordinatorAddress(f"{job}-0.{service or job}", None, ("HOSTNAME", "MESHWRIGHT_SERVICE"))
 
 
-def _skypilot_place(environ: Environ) -> Place | None:
+def _skypilot_address(environ: Environ) -> CoordinatorAddress | None:
     lines = environ.get("SKYPILOT_NODE_IPS", "").split()
-    return Place(lines[0], None, ("SKYPILOT_NODE_IPS",)) if lines else None
+    return CoordinatorAddress(lines[0], None, ("SKYPILOT_NODE_IPS",)) if lines else None
 
 
-def _plain_place(environ: Environ) -> Place | None:
+def _plain_address(environ: Environ) -> CoordinatorAddress | None:
     host, text = (environ.get(name, "").strip() for name in ("MASTER_ADDR", "MASTER_PORT"))
     port = _integer("MASTER_PORT", text) if text else None
     if port is not None and environ.get(_TORCHRUN_LISTENS) == "True":
         port = port + 1 if port < 65535 else port - 1
     if not host and port is None:
         return None
-    return Place(host, port, ("MASTER_ADDR" if host else "MASTER_PORT",), is_given=bool(host))
+    return CoordinatorAddress(
+        host, port, ("MASTER_ADDR" if host else "MASTER_PORT",), is_given=bool(host)
+    )
 
 
 DEFAULT_PORT = 29500
@@ -276,7 +286,7 @@ _TORCHRUN_LISTENS = "TORCHELASTIC_USE_AGENT_STORE"
 _SLURM_NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
 
-SLURM = Engine(
+SLURM = Launcher(
     "SLURM",
     rank=("SLURM_PROCID",),
     world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
@@ -284,54 +294,54 @@ SLURM = Engine(
     nodes=("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
     node_rank=("SLURM_NODEID",),
     job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
-    place=_slurm_place,
+    address=_slurm_address,
     started=is_slurm_task,
 )
-OPEN_MPI = Engine(
+OPEN_MPI = Launcher(
     "Open MPI",
     rank=("OMPI_COMM_WORLD_RANK",),
     world_size=("OMPI_COMM_WORLD_SIZE",),
     local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
     per_node=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    place=_open_mpi_place,
+    address=_open_mpi_address,
 )
-PMI = Engine(
+PMI = Launcher(
     "PMI",
     rank=("PMI_RANK",),
     world_size=("PMI_SIZE",),
     local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
     per_node=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
 )
-SKYPILOT = Engine(
+SKYPILOT = Launcher(
     "SkyPilot",
     rank=("SKYPILOT_NODE_RANK",),
     world_size=("SKYPILOT_NUM_NODES",),
     nodes=("SKYPILOT_NUM_NODES",),
     node_rank=("SKYPILOT_NODE_RANK",),
     job=("SKYPILOT_TASK_ID",),
-    place=_skypilot_place,
+    address=_skypilot_address,
     whole_node=True,
 )
-KUBERNETES = Engine(
+KUBERNETES = Launcher(
     "Kubernetes",
     rank=("JOB_COMPLETION_INDEX",),
     world_size=("MESHWRIGHT_NUM_PROCESSES",),
     nodes=("MESHWRIGHT_NUM_PROCESSES",),
     node_rank=("JOB_COMPLETION_INDEX",),
-    place=_kubernetes_place,
+    address=_kubernetes_address,
     # An indexed Job may also be a list of separate runs.
     started=lambda environ: bool(environ.get("MESHWRIGHT_NUM_PROCESSES", "").strip()),
     whole_node=True,
 )
-JAX = Engine(
+JAX = Launcher(
     "JAX",
     rank=("JAX_PROCESS_ID",),
     world_size=("JAX_NUM_PROCESSES",),
-    place=_jax_place,
+    address=_jax_address,
     # As for JAX itself: a process uses all GPUs it sees.
     whole_node=True,
 )
-ENVIRONMENT = Engine(
+ENVIRONMENT = Launcher(
     "environment",
     rank=("RANK",),
     world_size=("WORLD_SIZE",),
@@ -339,8 +349,8 @@ ENVIRONMENT = Engine(
     per_node=("LOCAL_WORLD_SIZE",),
     node_rank=("GROUP_RANK",),
     job=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-    place=_plain_place,
+    address=_plain_address,
 )
 
-ENGINES = (SLURM, OPEN_MPI, PMI, SKYPILOT, KUBERNETES, JAX, ENVIRONMENT)
-"""All engines; where several started a process, one inside the other, the innermost comes last."""
+LAUNCHERS = (SLURM, OPEN_MPI, PMI, SKYPILOT, KUBERNETES, JAX, ENVIRONMENT)
+"""All launchers, outermost first where one of them runs inside another."""

@@ -1,4 +1,4 @@
-"""The exchanges of a tick, run in a fixed order on CPUs so that devices cannot deadlock."""
+"""Exchanges between stages: their order within a tick, and a check that none can hang."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
+from jax.sharding import Mesh
 
-from meshwright.pipeline.aliases import Array
-from meshwright.pipeline.execute.op_counts import TickOp, named
+from meshwright.compiled.divergence import divergent_permutes
+from meshwright.errors import Setting, UserError
+from meshwright.mesh.axes import PIPE
 from meshwright.pipeline.execute.slots import looped
+from meshwright.pipeline.execute.tick_rows import TickOp, named
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -63,11 +66,11 @@ class ExchangeOrder:
         """
         previous = self._previous
         if self._waits and previous is not None:
-            # Always false, but known only when the previous exchange is over.
+            # Always false, but known only after the previous exchange.
             needed = needed | previous
 
         def run(values: T) -> T:
-            # Traced more than once, perhaps, always from the same start.
+            # This may be traced more than once, each time from the same start.
             self._previous = previous
             return update(values)
 
@@ -112,3 +115,28 @@ class ExchangeOrder:
 
 def _permuted(axis: str, transfer: Transfer[T], values: T) -> T:
     return jax.tree.map(lambda value: lax.ppermute(value, axis, transfer.pairs), values)
+
+
+def check_exchanges(program: str, mesh: Mesh) -> None:
+    """Refuse a compiled program whose stages would wait for each other forever.
+
+    Args:
+        program: its text, ``compiled.as_text()``.
+        mesh: the mesh it is for.
+    """
+    sizes = {str(axis): size for axis, size in mesh.shape.items()}
+    permutes = divergent_permutes(program, sizes, PIPE)
+    if not permutes:
+        return
+    first = permutes[0]
+    where = f" in `{first.module}`" if first.module else ""
+    others = {a: n for a, n in sizes.items() if a != PIPE and n > 1}
+    axes = " and ".join(f"{axis}={size}" for axis, size in others.items())
+    raise UserError(
+        f"the model cannot be divided into pipeline stages on this mesh: the compiler moves "
+        f"pieces of an array for `{first.operation}`{where} between the devices of a stage",
+        why=f"the array is sharded over {axes}, and stages, which work at different times, "
+        "would wait for each other forever",
+        fix=f"leave out one of these axes or {Setting('mesh.pipe')}, or do not shard the array "
+        f"({Setting('sharding.rules')})",
+    )

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshwright.step.scaler import (
+from meshwright.step.state import (
     GROWTH_INTERVAL,
     INITIAL_SCALE,
     LARGEST_SCALE,

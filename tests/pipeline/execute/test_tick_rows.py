@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from meshwright.pipeline.execute.exchange_order import ExchangeOrder, Transfer
-from meshwright.pipeline.execute.op_counts import TickOp, count_operations
+from meshwright.pipeline.execute.exchanges import ExchangeOrder, Transfer
+from meshwright.pipeline.execute.tick_rows import TickOp, count_operations
 from meshwright.pipeline.schedule.schedules import get_schedule
 
 M, S = 8, 4

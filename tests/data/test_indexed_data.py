@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.checkpoint import CheckpointMetadata
 from meshwright.data.fingerprints import fingerprint_of
-from meshwright.data.source_data import SyntheticData
+from meshwright.data.indexed_data import SyntheticData
 from meshwright.data.user_data import as_data, is_batch_function, read_data
 from meshwright.errors import UserError
 from meshwright.tasks.classification import Classification
@@ -81,7 +81,7 @@ def test_a_failure_while_it_is_made_names_the_users_line():
     with pytest.raises(UserError, match=r"data\.kind=own:broken cannot be built") as caught:
         read_data("own:broken", broken, {})
     line, *frames = caught.value.why.splitlines()
-    assert line.startswith("test_source_data.py, line ")
+    assert line.startswith("test_indexed_data.py, line ")
     assert line.endswith("OSError: no such disk")
     assert frames[0].startswith(f'File "{__file__}", line ')
 
