@@ -1,7 +1,7 @@
 """Compares predicted with measured memory and time of updates on one GPU.
 
-Each point is a model, rows of a batch, what the backward pass computes again, whether blocks are
-rolled, and microbatches. The constants of the time model (planner/workload/kernel_times) were
+Each point is a model, rows of a batch, what the backward pass recomputes, whether blocks are
+rolled, and microbatches. The times of kernels (`KERNEL_TIMES` in planner/workload/gpu_rules) were
 fitted to the points marked `fitted`; the others were not looked at before.
 
     python benchmarks/gpu_planner.py [--only llama] [--at-once 6]
@@ -25,7 +25,7 @@ from gpu_peers import gpu_name
 MEMORY, TIME_MEDIAN, TIME_WORST = 0.10, 0.08, 0.20
 """The errors that are asked for, at most."""
 COMPILED = "compiled"
-"""What a process says when it is ready to run."""
+"""What a process prints when it is ready to run."""
 
 
 class Point(NamedTuple):
@@ -110,11 +110,11 @@ def _run_beside(points: Sequence[Point], at_once: int) -> dict[Point, dict[str, 
 
 
 class _Compiling:
-    """A process that compiles a point, and runs it when it is told to."""
+    """A process that compiles a point, and runs it when asked."""
 
     def __init__(self, point: Point, env: dict[str, str]) -> None:
         self._point, self._errors = point, tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._told = ""
+        self._output = ""
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--point", json.dumps(point)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=env,
@@ -126,45 +126,67 @@ class _Compiling:
         for text in self._process.stdout:
             if text.strip() == COMPILED:
                 return
-            self._told = text
+            self._output = text
 
     def run(self) -> dict[str, Any]:
         """Run it, and return the figures of the point."""
         out, _ = self._process.communicate("\n")
-        told = (self._told + out).strip().splitlines()[-1:]
-        if told:
-            return json.loads(told[0])
+        last = (self._output + out).strip().splitlines()[-1:]
+        if last:
+            return json.loads(last[0])
         self._errors.seek(0)
         error = (self._errors.read().strip().splitlines() or ["no output"])[-1]
         return {**self._point._asdict(), "failed": error[:300]}
 
 
-def measure(point: Point) -> dict[str, Any]:
-    """Predict, compile and run one point."""
-    import jax
+class Planned(NamedTuple):
+    """What a point trains, and how."""
+
+    model: Any
+    task: Any
+    optimizer: Any
+    plan: Any
+
+    def estimator(self) -> Any:
+        """Return what estimates plans for the model."""
+        from meshwright.planner.estimate.estimator import ProgramEstimator
+
+        batch = self.task.example_batch(8)
+        return ProgramEstimator(self.model, self.task.loss, self.optimizer, batch)
+
+
+def planned(point: Point) -> Planned:
+    """Return the model and the plan of a point."""
     import optax
 
-    from meshwright.compiled.memory import memory_of
     from meshwright.config.batch import solve_batch
     from meshwright.config.schema import ShardingConfig
-    from meshwright.hardware import detect, parse_hardware
     from meshwright.plan import Plan
-    from meshwright.planner.estimate.estimator import ProgramEstimator
-    from meshwright.step.assemble import assemble
 
-    model, task = build(point.model)
     sharding = ShardingConfig.model_validate({"blocks": point.blocks, "remat": point.remat})
     batch = solve_batch(
         replicas=1, micro_batch_size=point.rows, gradient_accumulation_steps=point.microbatches
     )
     plan = Plan(mesh={}, batch=batch, sharding=sharding, precision="bf16")
-    optimizer = optax.adamw(1e-4, weight_decay=0.1)
+    return Planned(*build(point.model), optax.adamw(1e-4, weight_decay=0.1), plan)
+
+
+def measure(point: Point) -> dict[str, Any]:
+    """Predict, compile and run one point."""
+    import jax
+
+    from meshwright.compiled.memory import memory_of
+    from meshwright.hardware import detect, parse_hardware
+    from meshwright.planner.fit.fit_check import batch_shapes
+    from meshwright.step.assemble import assemble
+
+    whole = planned(point)
+    model, task, optimizer, plan = whole
     hardware = detect(jax.devices()[:1])
     if hardware is None or hardware.chip.platform == "cpu":
         hardware = parse_hardware("1xH200")
     started = time.perf_counter()
-    estimator = ProgramEstimator(model, task.loss, optimizer, task.example_batch(8))
-    estimate = estimator.estimate(plan, hardware)
+    estimate = whole.estimator().estimate(plan, hardware)
     row: dict[str, Any] = {
         **point._asdict(),
         "predicted_bytes": estimate.memory.compiled,
@@ -173,16 +195,9 @@ def measure(point: Point) -> dict[str, Any]:
     }
     if not gpu_name():
         return row
-    samples = task.synthetic_batch(0, batch.global_batch_size)
+    samples = task.synthetic_batch(0, plan.batch.global_batch_size)
     assembled = assemble(model, task.loss, optimizer, plan, samples, clip_norm=1.0, guarded=True)
-    step = assembled.step
-    shapes = [
-        jax.ShapeDtypeStruct(
-            (batch.global_batch_size, *leaf.shape[1:]), leaf.dtype, sharding=step.shardings.batch
-        )
-        for leaf in assembled.traced.batch
-    ]
-    compiled = step.lower(shapes).compile()
+    compiled = assembled.step.lower(batch_shapes(assembled)).compile()
     memory = memory_of(compiled)
     row |= {"bytes": memory.total, "state_bytes": memory.argument, "ms": run(assembled, compiled)}
     row["memory_error"] = row["predicted_bytes"] / row["bytes"] - 1

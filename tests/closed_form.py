@@ -67,8 +67,7 @@ class ClosedForm:
             batch=4 * micro_tokens * plan.batch.gradient_accumulation_steps,
             gathered=int(24 * self.hidden**2 / plan.size("tensor")) if plan.size("fsdp") > 1 else 0,
             activations=int(saved / plan.size("tensor")),
-            working=int(6 * micro_tokens * self.vocabulary / plan.size("tensor")),
-            reserved=10**9,
+            working=10**9 + int(6 * micro_tokens * self.vocabulary / plan.size("tensor")),
             all_gradients=int(4 * own) if once else 4 * shard,
         )
 

@@ -29,7 +29,7 @@ from meshwright.errors import UserError
 from meshwright.ledgers import lower_step
 from meshwright.mesh.simulate import simulate_devices
 from meshwright.plan import make_plan
-from meshwright.planner.fit.least_memory import batch_shapes
+from meshwright.planner.fit.fit_check import batch_shapes
 from meshwright.recipe import make_recipe
 from meshwright.trees import resize_batch
 

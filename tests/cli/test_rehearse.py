@@ -49,6 +49,9 @@ def test_a_rehearsal_needs_no_data_and_agrees_with_the_ledger(capfd, tmp_path, m
     assert memory["batch_bytes"] == 2 * (784 + 1) * 4
     assert 0 <= memory["argument_bytes"] - memory["state_bytes"] - memory["batch_bytes"] <= 8
     assert figures["state"]["error"] == 0.0
+    # Memory besides state and batch is another on GPUs.
+    assert figures["temporary values"]["predicted"] is None
+    assert figures["all of the program"]["predicted"] is None
     assert {f["source"] for f in report["figures"]} == {"compiled", "modelled"}
     assert figures["sending over data"]["value"] > 0
     assert list(tmp_path.iterdir()) == []
@@ -75,8 +78,12 @@ def test_the_table_says_how_each_figure_is_known(capfd):
     out, _ = capfd.readouterr()
     assert "compiled for 8 × cpu (virtual) in " in out
     state = next(line for line in out.splitlines() if line.startswith("state "))
-    assert state.split()[-1] == "exact"
     assert " compiled " in state
+    assert state.split()[1:3] == state.split()[-2:]
+    assert next(line for line in out.splitlines() if line.startswith("temporary")).endswith(
+        "compiled"
+    )
+    assert "%" not in out
     assert "Compiled for CPUs: " in out
 
 
@@ -222,15 +229,25 @@ def test_a_proof_compares_predictions_with_what_is_compiled(rehearsed):
         "compile_seconds": rehearsed.compile_seconds,
     }
     guess = estimate(rehearsed, off=0.25)
-    (proved,) = prove([guess], [], lambda given: report if given is guess else {})
-    assert proved.errors["state"] == 0.0
-    assert proved.errors["rest"] == pytest.approx(0.25, abs=1e-4)
-    assert 0 < proved.errors["total"] < 0.25
-    assert proved.errors["sent over fsdp"] == pytest.approx(0.25)
-    assert proved.to_json()["figures"]["state"]["error"] == 0.0
-    table = str(proof_table([proved]).rows)
-    assert "exact" in table
-    assert "+25.0%" in table
+
+    def figures(*, for_gpus):
+        (proved,) = prove([guess], [], for_gpus=for_gpus, compile_plan=lambda given: report)
+        return proved.to_json()["figures"], proof_table([proved])
+
+    found, table = figures(for_gpus=True)
+    assert found["state"]["error"] == 0.0
+    assert found["rest"]["error"] == pytest.approx(0.25, abs=1e-4)
+    assert 0 < found["total"]["error"] < 0.25
+    assert found["sent over fsdp"]["error"] == pytest.approx(0.25)
+    assert "exact" in str(table.rows)
+    assert "+25.0%" in str(table.rows)
+    # Programs for CPUs are compared in what is the same on all devices, without percentages.
+    found, table = figures(for_gpus=False)
+    assert found["state"]["predicted"] == found["state"]["compiled"] == rehearsed.state
+    assert found["total"] == {"predicted": None, "compiled": rehearsed.memory.total, "error": None}
+    assert found["rest"]["predicted"] is None
+    assert found["sent over fsdp"]["predicted"] is not None
+    assert "%" not in str(table.rows)
 
 
 @pytest.mark.full
@@ -255,13 +272,13 @@ def test_a_rehearsal_starts_as_many_devices_as_the_hardware_has(tmp_path):
     ("hardware", "said"),
     [
         ("8xH100", "pip install 'jax[cuda12]'"),
-        ("8xMI300X", "says little about MI300X.\n"),
-        ("8xTPU-v5e", "says little about TPU-v5e.\n"),
+        ("8xMI300X", "what is predicted for MI300X.\n"),
+        ("8xTPU-v5e", "what is predicted for TPU-v5e.\n"),
     ],
 )
 def test_a_proof_by_cpu_programs_says_that_it_is_one(capfd, monkeypatch, hardware, said):
     monkeypatch.setattr("meshwright.planner.devices.absent_gpus.COMPILERS", ())
-    monkeypatch.setattr("meshwright.planner.rehearse.prove.prove", lambda *_: [])
+    monkeypatch.setattr("meshwright.planner.rehearse.prove.prove", lambda *_, **__: [])
     monkeypatch.setenv("COLUMNS", "1000")
     words = ("plan", *SMALL, "mesh.data=8", "--prove")
     assert main([*words, f"hardware={hardware}"]) == 0

@@ -16,6 +16,9 @@ from quick import quick_module
 import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.errors import ExitCode, OutOfMemory
+from meshwright.hardware import parse_hardware
+from meshwright.planner.estimate.estimator import ProgramEstimator
+from meshwright.planner.fit.out_of_memory import MemoryAdvice
 from meshwright.trainer import training_run
 
 __all__ = ["quick_module"]
@@ -59,6 +62,10 @@ def trainer(loss="loss", **settings):
     return mw.Trainer(model=NAMES["Net"], loss=NAMES[loss], optimizer=optax.adam(1e-3), **settings)
 
 
+def estimator(loss):
+    return ProgramEstimator(NAMES["Net"], NAMES[loss], optax.adam(1e-3), rows())
+
+
 def rows(count=32):
     return {"x": np.ones((count, 8), np.float32)}
 
@@ -82,8 +89,21 @@ def test_a_step_that_the_cpu_refuses_is_told_with_its_memory_and_remedies():
     assert "128 B of batch" in needs
     assert "largest temporary values" in error.why
     assert "256.0 TB f32[8000000,8000000]" in error.why
-    assert "the planner predicts " in error.why
+    # On CPUs, what a change saves is not predicted.
+    assert "the planner predicts " not in error.why
     title, *remedies = error.fix.splitlines()
+    assert title == "what needs less memory, with the same global batch:"
+    assert "  gradient_accumulation_steps=4" in remedies
+    assert not any(" less" in line for line in remedies)
+
+
+def test_on_gpus_remedies_are_listed_by_what_they_save(monkeypatch):
+    monkeypatch.setattr(
+        "meshwright.planner.fit.out_of_memory.detect", lambda devices: parse_hardware("8xH100")
+    )
+    assembled = trainer("wide_loss").assemble(rows())
+    advice = MemoryAdvice(assembled, make_estimator=lambda: estimator("wide_loss"))
+    title, *remedies = advice.remedies()
     assert title == "what needs less memory, with the same global batch:"
     listed = [re.fullmatch(r"  (.+): ([\d.]+) (\wB|B) less, which .*", line) for line in remedies]
     assert "gradient_accumulation_steps=4" in [found[1] for found in listed]
@@ -168,7 +188,7 @@ def test_a_run_that_ends_without_memory_keeps_its_checkpoints_and_resumes(
     assert err.count("error: ") == 1
     assert "Traceback" not in err
     remedy = ("training.micro_batch_size=32", "training.gradient_accumulation_steps=2")
-    assert f"\n    {' '.join(remedy)}: " in err
+    assert f"\n    {' '.join(remedy)}\n" in err
     # Another precision would be another run.
     assert "precision=bf16" not in err
     code, err = command("train", *words, *remedy)

@@ -18,6 +18,5 @@ def config_estimator(config: Config, global_batch_size: int) -> Estimator:
             recipe.loss,
             recipe.optimizer,
             recipe.example_batch(1),
-            guarded=recipe.guarded,
             precision=precision(config),
         )

@@ -33,7 +33,6 @@ from meshwright.plan import mesh_sizes
 from meshwright.planner.devices.absent_gpus import can_compile_for
 from meshwright.planner.devices.links import check_network
 from meshwright.planner.devices.local_hardware import find_hardware
-from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.guidance.budget import Goal, parse_goal, parse_price
 from meshwright.planner.guidance.nothing_fits import NothingFits
 from meshwright.planner.guidance.plan_report import (
@@ -94,7 +93,7 @@ def run(request: Request) -> int:
     if arguments.has("--prove"):
         from meshwright.planner.rehearse.prove import proof_table
 
-        proved, note = _prove(estimator, report, arguments.overrides)
+        proved, note = _prove(report, arguments.overrides)
         found["proof"] = [each.to_json() for each in proved]
         found["remarks"] += [note] if note else []
         lines = [Indented(note, 2, first=0)] if note else []
@@ -123,23 +122,17 @@ def _check_planned(config: Config, hardware: Hardware) -> None:
     )
 
 
-def _prove(
-    estimator: Estimator, report: PlanReport, overrides: Sequence[str]
-) -> tuple[list[ProvedPlan], str]:
+def _prove(report: PlanReport, overrides: Sequence[str]) -> tuple[list[ProvedPlan], str]:
     """Compile the ranked plans, compare with what is predicted, and say what that is worth.
 
-    They are compiled for their hardware if there is a compiler for it here, else for CPUs, for
-    which they are then predicted as well.
+    They are compiled for their hardware if there is a compiler for it here, else for CPUs.
     """
     from meshwright.planner.rehearse.prove import cpu_note, prove
 
     ranked = list(report.result.plans)
-    if all(can_compile_for(each.hardware) for each in ranked):
-        return prove(ranked, overrides), ""
-    plans = [each.plan for each in ranked]
-    cpu = chip_by_name("CPU")
-    estimates = [estimator.estimate(p, Hardware(chip=cpu, count=p.num_devices)) for p in plans]
-    return prove(estimates, overrides), cpu_note(report.result.task.hardware)
+    for_gpus = all(can_compile_for(each.hardware) for each in ranked)
+    note = "" if for_gpus else cpu_note(report.result.task.hardware)
+    return prove(ranked, overrides, for_gpus=for_gpus), note
 
 
 def read_share(arguments: Arguments) -> float:

@@ -220,7 +220,7 @@ def _picture(
         Text(rehearsal.plan.describe(), style="bold"),
         Text(f"compiled for {rehearsal.compiled_for} in {rehearsal.compile_seconds} s"),
         Text(),
-        figures_table(figures),
+        figures_table(figures, errors=rehearsal.for_gpus),
         Text(),
         *(Indented(line, 2, first=0) for line in lines),
         *(Indented(f"remark: {remark}", 2, first=0) for remark in report["remarks"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,8 +27,6 @@ class Axis:
         sends: what is sent over it, in words.
         splits_batch: whether its devices train on different samples.
         shards_model: whether its devices hold different parts of the model.
-        hidden: by how blocks run, the part of its traffic that is hidden behind computation, as
-            compiled for eight GPUs (benchmarks/results/gpu_overlap.json).
         remedy: what to try if devices wait too long for it; written when it is needed, as its
             reader spells settings.
     """
@@ -41,7 +39,6 @@ class Axis:
     sends: str
     splits_batch: bool = False
     shards_model: bool = True
-    hidden: Mapping[str, float] = field(default_factory=lambda: {"unroll": 0.0, "scan": 0.0})
     remedy: Callable[[], str] | None = None
 
 
@@ -57,7 +54,6 @@ MESH_AXES = {
             sends="gradient reductions over data",
             splits_batch=True,
             shards_model=False,
-            hidden={"unroll": 0.63, "scan": 0.63},
             remedy=lambda: (
                 f"more samples per update: {Setting('training.micro_batch_size')}, or "
                 f"{Setting('training.gradient_accumulation_steps')} with "
@@ -72,7 +68,6 @@ MESH_AXES = {
             does="shards parameters, gradients and optimizer state",
             sends="gathering weights and reducing gradients over fsdp",
             splits_batch=True,
-            hidden={"unroll": 0.85, "scan": 0.65},
             remedy=lambda: (
                 f"more samples per device ({Setting('training.micro_batch_size')}), or "
                 f"{Setting('sharding.keep_gathered', True)} if the weights fit whole"

@@ -11,7 +11,7 @@ from meshwright.mesh.build import abstract_mesh
 from meshwright.mesh.svg_drawing import mesh_svg
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.words import kind_of_mesh, memory_parts, settings_of, time_parts
-from meshwright.planner.guidance.notes import SENT, change_lines, gradients_note, scaling_note
+from meshwright.planner.guidance.notes import SENT, change_lines, memory_note, scaling_note
 from meshwright.planner.guidance.plan_report import PlanReport
 from meshwright.planner.search.scaling import ScalingPoint
 from meshwright.runtime.versions import own_version
@@ -116,7 +116,7 @@ def _memory(plans: Sequence[Estimate], share: float) -> str:
         for each in plans
     ]
     note = _note(f"the line is {share:.0%} of a device")
-    note += _note(gradients_note(plans[0].memory))
+    note += _note(memory_note(plans[0].memory))
     return _legend(list(memory_parts(plans[0].memory))) + "".join(rows) + note
 
 

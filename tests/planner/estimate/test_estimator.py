@@ -6,7 +6,6 @@ import jax
 import optax
 import pytest
 
-from meshwright.compiled.memory import memory_of
 from meshwright.config.batch import solve_batch
 from meshwright.config.schema import ShardingConfig
 from meshwright.hardware import parse_hardware
@@ -17,7 +16,8 @@ from meshwright.pipeline.execute.tick_rows import count_operations
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.plan import Plan
 from meshwright.planner.estimate.estimator import ProgramEstimator, _Case
-from meshwright.planner.estimate.gradient_programs import GradientPrograms, variant_of
+from meshwright.planner.estimate.traced_programs import GradientPrograms, variant_of
+from meshwright.planner.fit.fit_check import least_memory
 from meshwright.planner.search.search import BOUND_SLACK
 from meshwright.planner.workload.gradient_program import SAMPLES
 from meshwright.planner.workload.in_memory import peak_of
@@ -30,14 +30,14 @@ OPTIMIZER = optax.adamw(1e-3)
 TASK = find_task("language_modeling")(vocab_size=VOCABULARY, context_length=LENGTH)
 
 
-def model(rngs, dropout=0.0):
-    sizes = {"vocab_size": VOCABULARY, "context_length": LENGTH, "dropout": dropout}
+def model(rngs):
+    sizes = {"vocab_size": VOCABULARY, "context_length": LENGTH, "dropout": 0.0}
     return build_model("gpt", rngs=rngs, num_blocks=BLOCKS, hidden_size=WIDTH, num_heads=4, **sizes)
 
 
 @pytest.fixture(scope="module")
 def estimator():
-    return ProgramEstimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8), guarded=False)
+    return ProgramEstimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8))
 
 
 def make_plan(mesh, rows=4, microbatches=1, precision="no", **sharding):
@@ -50,24 +50,13 @@ def make_plan(mesh, rows=4, microbatches=1, precision="no", **sharding):
     return Plan(mesh=mesh, batch=batch, sharding=chosen, precision=precision, **pipeline)
 
 
-def assembled_for(plan, model=model, **options):
+def assembled_for(plan):
     batch = TASK.example_batch(plan.batch.global_batch_size)
-    options |= {"clip_norm": 1.0, "devices": jax.devices()[: plan.num_devices]}
-    return assemble(model, TASK.loss, OPTIMIZER, plan, batch, **options)
+    devices = jax.devices()[: plan.num_devices]
+    return assemble(model, TASK.loss, OPTIMIZER, plan, batch, clip_norm=1.0, devices=devices)
 
 
-def compiled_bytes(assembled):
-    rows = assembled.plan.batch.global_batch_size
-    shapes = [
-        jax.ShapeDtypeStruct(
-            (rows, *leaf.shape[1:]), leaf.dtype, sharding=assembled.step.shardings.batch
-        )
-        for leaf in assembled.traced.batch
-    ]
-    return memory_of(assembled.step.lower(shapes).compile()).total
-
-
-def on(plan, chip="CPU"):
+def on(plan, chip="H100"):
     return parse_hardware(f"{plan.num_devices}x{chip}")
 
 
@@ -102,34 +91,21 @@ def test_the_state_is_exact_on_every_mesh(estimator, mesh, zero):
     assert estimator.estimate(plan, on(plan)).memory.state == exact - 4
 
 
-@pytest.mark.parametrize("remat", ["none", "dots"])
-@pytest.mark.parametrize("mesh", [{}, {"fsdp": 4, "tensor": 2}], ids=str)
-def test_memory_is_close_to_the_compiled_program(estimator, mesh, remat):
-    plan = make_plan(mesh, rows=16, remat=remat)
-    predicted = estimator.estimate(plan, on(plan)).memory
-    assert predicted.compiled == pytest.approx(compiled_bytes(assembled_for(plan)), rel=0.15)
+def test_cpus_leave_as_much_again_as_is_known_exactly(estimator):
+    plan = make_plan({"fsdp": 4, "tensor": 2}, rows=8, microbatches=2)
+    memory = estimator.estimate(plan, on(plan, "CPU")).memory
+    least = least_memory(assembled_for(plan))
+    assert (memory.parameters, memory.optimizer) == (least.parameters, least.optimizer)
+    assert (memory.gradients, memory.batch) == (least.gradients, least.batch)
+    assert memory.total == 2 * least.total
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_guarded_updates_copy_the_optimizers_state_on_cpus(microbatches):
-    """And dropout keeps both words of its random bits: both are a fifth of this plan."""
-
-    def dropping(rngs):
-        return model(rngs, dropout=0.1)
-
-    plan = make_plan({"data": 2}, rows=8, microbatches=microbatches, remat="full")
-    guarded = ProgramEstimator(dropping, TASK.loss, OPTIMIZER, TASK.example_batch(8))
-    predicted = guarded.estimate(plan, on(plan)).memory.compiled
-    compiled = compiled_bytes(assembled_for(plan, dropping, guarded=True))
-    assert predicted == pytest.approx(compiled, rel=0.1)
-
-
-def test_activations_grow_with_rows_and_shrink_with_what_is_computed_again(estimator):
+def test_activations_grow_with_rows_and_shrink_with_what_is_recomputed(estimator):
     def activations(rows, remat):
         plan = make_plan({}, rows=rows, remat=remat)
         return estimator.estimate(plan, on(plan)).memory.activations
 
-    assert activations(16, "none") == pytest.approx(2 * activations(8, "none"), rel=0.02)
+    assert activations(64, "none") == pytest.approx(2 * activations(32, "none"), rel=0.02)
     assert activations(8, "none") > activations(8, "dots") > activations(8, "full")
 
 
@@ -213,12 +189,12 @@ def test_stages_reduce_whole_gradients_of_what_is_outside_of_them(estimator, sta
     assert traffic["data"].sent_bytes == pytest.approx(max(sent), rel=2e-3)
 
 
-def test_a_stage_keeps_what_it_computes_again_for_all_of_its_blocks(estimator):
+def test_a_stage_keeps_what_it_recomputes_for_all_of_its_blocks(estimator):
     def working(stages):
         plan = make_plan({"pipe": stages}, microbatches=8, remat="full")
         return estimator.estimate(plan, on(plan)).memory.working
 
-    # One device keeps the same for each block, if nothing is computed again.
+    # One device keeps the same for each block, if nothing is recomputed.
     once, half = (make_plan({}, rows=rows) for rows in (4, 2))
     kept = [estimator.estimate(plan, on(plan)).memory.activations for plan in (once, half)]
     of_block = 2 * (kept[0] - kept[1]) / BLOCKS
@@ -249,28 +225,28 @@ def test_what_plans_share_does_not_depend_on_their_order(estimator):
         make_plan({"fsdp": 2, "tensor": 2}, precision="bf16", remat="full"),
         make_plan({"data": 2, "fsdp": 2}, precision="bf16", remat="full"),
     ]
-    fresh = ProgramEstimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8), guarded=False)
-    first = [estimator.estimate(plan, on(plan, "H100")) for plan in plans]
-    last = [fresh.estimate(plan, on(plan, "H100")) for plan in reversed(plans)]
+    fresh = ProgramEstimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8))
+    first = [estimator.estimate(plan, on(plan)) for plan in plans]
+    last = [fresh.estimate(plan, on(plan)) for plan in reversed(plans)]
     for alone, shared in zip(first, reversed(last), strict=True):
         assert alone.memory == shared.memory
         assert alone.time == shared.time
 
 
 def test_bounds_take_one_program_for_all_meshes_and_are_hardly_too_long():
-    fresh = ProgramEstimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8), guarded=False)
+    fresh = ProgramEstimator(model, TASK.loss, OPTIMIZER, TASK.example_batch(8))
     plans = [make_plan(mesh, microbatches=8, precision="bf16") for mesh in MESHES]
-    bounds = [fresh.bound(plan, on(plan, "H100")) for plan in plans]
+    bounds = [fresh.bound(plan, on(plan)) for plan in plans]
     assert fresh._gradients._traced.cache_info().currsize == 1
     for plan, bound in zip(plans, bounds, strict=True):
-        own = fresh.estimate(plan, on(plan, "H100"))
+        own = fresh.estimate(plan, on(plan))
         assert own.time.step / 2 < bound.time.step <= own.time.step / BOUND_SLACK
         assert bound.memory.state == own.memory.state
     assert fresh._gradients._traced.cache_info().currsize > 1
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
-def test_joined_rows_change_nothing_where_the_rest_is_computed_again(estimator, remat):
+def test_joined_rows_change_nothing_where_the_rest_is_recomputed(estimator, remat):
     hardware = parse_hardware("2xH100")
     plan = make_plan({"tensor": 2}, precision="bf16", remat=remat)
     joined = variant_of(plan, hardware)
@@ -330,17 +306,17 @@ def test_gpus_hold_the_last_iteration_of_a_loop_twice_where_weights_are_gathered
         make_plan({"fsdp": 8}, rows, precision="bf16", remat="full", keep_gathered=kept)
         for kept in (False, True)
     ]
-    twice, once = (estimator.estimate(plan, on(plan, "H100")).memory for plan in plans)
+    twice, once = (estimator.estimate(plan, on(plan)).memory for plan in plans)
     assert once.activations >= BLOCKS * rows * saved
     assert twice.activations == once.activations + rows * saved
-    on_cpus = [estimator.estimate(plan, on(plan)).memory.activations for plan in plans]
-    assert on_cpus[0] == on_cpus[1]
+    others = [estimator.estimate(plan, on(plan, "TPU-v5e")).memory.activations for plan in plans]
+    assert others[0] == others[1]
 
 
 def test_what_several_products_read_is_saved_once(estimator):
     """Query, key and value read the same rows; a checkpoint rounds them once for each."""
     plan = make_plan({"fsdp": 8}, precision="bf16")
-    program = estimator._gradients.of(plan, variant_of(plan, on(plan, "H100")))
+    program = estimator._gradients.of(plan, variant_of(plan, on(plan)))
     shapes = [
         [math.prod(a.size for a in dim) for dim in w.dims] for w in program.blocks.forward.writes
     ]
@@ -350,7 +326,7 @@ def test_what_several_products_read_is_saved_once(estimator):
 
 def test_casts_of_weights_that_a_loop_saves_are_divided_as_the_weights_are(estimator):
     plan = make_plan({"fsdp": 8}, precision="bf16")
-    case = _Case(plan, on(plan, "H100"), variant_of(plan, on(plan, "H100")))
+    case = _Case(plan, on(plan), variant_of(plan, on(plan)))
     program = estimator._gradients.of(plan, case.variant)
     sizes = estimator._sizes(case, program)
     casts = [array for array in program.blocks.forward.writes if array.cast_of is not None]
@@ -362,6 +338,6 @@ def test_casts_of_weights_that_a_loop_saves_are_divided_as_the_weights_are(estim
 
 def test_the_weights_of_a_block_are_sent_together_however_blocks_run(estimator):
     plans = [make_plan({"fsdp": 8}, precision="bf16", blocks=how) for how in ("scan", "unroll")]
-    rolled, unrolled = (estimator.estimate(p, on(p, "H100")).time.traffic["fsdp"] for p in plans)
+    rolled, unrolled = (estimator.estimate(p, on(p)).time.traffic["fsdp"] for p in plans)
     assert rolled.sent_bytes == pytest.approx(unrolled.sent_bytes)
     assert rolled.seconds == pytest.approx(unrolled.seconds, rel=0.02)

@@ -15,8 +15,7 @@ from meshwright.errors import ExitCode, OutOfMemory
 from meshwright.hardware import detect
 from meshwright.planner.devices.capacity import Capacity, device_capacity, known_hardware
 from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeEstimate
-from meshwright.planner.fit.fit_check import _warn, check_memory, warn_of_compiled
-from meshwright.planner.fit.least_memory import least_memory
+from meshwright.planner.fit.fit_check import _warn, check_memory, least_memory, warn_of_compiled
 from meshwright.text.units import human_bytes
 
 WIDTH, ROWS, DEVICES = 1024, 16, 8

@@ -8,7 +8,7 @@ from closed_form import GPT2_MEDIUM, ClosedForm
 from meshwright.errors import UserError
 from meshwright.hardware import parse_hardware
 from meshwright.planner.guidance.budget import Goal
-from meshwright.planner.guidance.notes import change_lines, gradients_note, scaling_note
+from meshwright.planner.guidance.notes import change_lines, memory_note, scaling_note
 from meshwright.planner.guidance.nothing_fits import nothing_fits
 from meshwright.planner.guidance.plan_report import PlanGoal, make_report
 from meshwright.planner.search.candidates import Pins, PlanTask
@@ -35,12 +35,21 @@ class NeedsFsdp(ClosedForm):
 
 def test_gradients_that_follow_the_peak_are_explained():
     memory = search(GPT2_MEDIUM, task(), top=1).best.memory
-    assert gradients_note(memory) == ""
+    assert memory_note(memory) == ""
     peak = "follow this peak, in memory that activations no longer need"
     later = replace(memory, gradients=0, all_gradients=10**9)
-    assert gradients_note(later) == f"1.0 GB of gradients {peak}"
+    assert memory_note(later) == f"1.0 GB of gradients {peak}"
     some = replace(memory, gradients=10**8, all_gradients=10**9)
-    assert gradients_note(some) == f"of 1.0 GB of gradients, the others {peak}"
+    assert memory_note(some) == f"of 1.0 GB of gradients, the others {peak}"
+
+
+def test_the_margin_of_plans_for_cpus_is_explained():
+    memory = search(GPT2_MEDIUM, task(), top=1).best.memory
+    note = memory_note(replace(memory, reserved=10**9))
+    assert note == (
+        "on CPUs only state, gradients and batch are predicted; as much again is left for "
+        "everything else"
+    )
 
 
 def test_more_than_linear_scaling_is_explained_only_where_it_happens():

@@ -23,7 +23,7 @@ from meshwright.step.step_program import step_program
 from meshwright.tasks import find_task
 
 WORDS = {"vocab_size": 512, "context_length": 64}
-TRANSFORMER = {"num_blocks": 8, "hidden_size": 64, "num_heads": 4}
+TRANSFORMER = {"num_blocks": 4, "hidden_size": 64, "num_heads": 4}
 KINDS = {
     "gpt": (WORDS | TRANSFORMER, "language_modeling", WORDS),
     "gemma3": (

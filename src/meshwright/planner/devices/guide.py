@@ -92,7 +92,7 @@ class LargestModel:
     Attributes:
         hardware: the devices.
         replicated: parameters if each device has the whole state, as in data parallelism.
-        sharded: parameters if the state is divided by all devices, as in FSDP.
+        sharded: parameters if the state is sharded over all devices, as in FSDP.
     """
 
     hardware: str

@@ -9,6 +9,14 @@ from functools import cached_property
 from meshwright.hardware import MEMORY_SHARE, Hardware
 from meshwright.plan import Plan
 
+CPU_MARGIN = 1.0
+"""Memory that plans for CPUs leave for what is not predicted there, such as activations, relative
+to state, gradients and batch."""
+MARGIN_WORDS = (
+    "on CPUs only state, gradients and batch are predicted; as much again is left for everything "
+    "else"
+)
+
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -22,7 +30,7 @@ class MemoryEstimate:
         gathered: weights that are gathered or cast at the moment of the peak.
         activations: values that the backward pass needs, at the moment of the peak.
         working: everything else at the moment of the peak.
-        reserved: what the runtime and its libraries keep for themselves; not in `compiled`.
+        reserved: a margin for what is not predicted; not in `compiled`.
         all_gradients: all gradients, which exist together before the optimizer runs; exact. When
             most memory is in use, there may be fewer.
     """

@@ -17,17 +17,17 @@ from meshwright.config.schema import Precision
 from meshwright.hardware import Chip, Hardware
 from meshwright.mesh.axes import MODEL_AXES
 from meshwright.plan import Plan
-from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate, TimeEstimate
-from meshwright.planner.estimate.gradient_programs import (
-    PLATFORMS,
+from meshwright.planner.estimate.estimate import CPU_MARGIN, Estimate, MemoryEstimate, TimeEstimate
+from meshwright.planner.estimate.model_states import ModelStates, state_key
+from meshwright.planner.estimate.placed_state import PlacedState
+from meshwright.planner.estimate.traced_programs import (
     GradientPrograms,
+    TracedPrograms,
+    blocks_of,
     gathers_twice,
     least_work,
     variant_of,
 )
-from meshwright.planner.estimate.model_states import ModelStates, state_key
-from meshwright.planner.estimate.placed_state import PlacedState
-from meshwright.planner.estimate.traced_programs import TracedPrograms, blocks_of
 from meshwright.planner.estimate.traffic import (
     OutsideOfStages,
     Sent,
@@ -36,11 +36,15 @@ from meshwright.planner.estimate.traffic import (
     time_traffic,
     weight_traffic,
 )
+from meshwright.planner.workload.gpu_rules import (
+    DELAYED_GRADIENTS,
+    LAST_ITERATION_TWICE,
+    STAGE_MICROBATCHES,
+    STAGE_OVERHEAD,
+)
 from meshwright.planner.workload.gradient_program import SAMPLES, GradientProgram, Variant
-from meshwright.planner.workload.in_memory import Lent, Peak, peak_of, working_in
-from meshwright.planner.workload.kernel_times import seconds_of
-from meshwright.planner.workload.size_table import Use
-from meshwright.planner.workload.sizes import DeviceSizes
+from meshwright.planner.workload.in_memory import Peak, peak_of, working_in
+from meshwright.planner.workload.sizes import DeviceSizes, Use
 from meshwright.planner.workload.stage_parts import (
     BlockParts,
     count_slots,
@@ -48,7 +52,7 @@ from meshwright.planner.workload.stage_parts import (
     saved_by_iteration,
     share_of_waiting,
 )
-from meshwright.planner.workload.work_table import Works
+from meshwright.planner.workload.work_table import Works, seconds_of
 from meshwright.program.dims import DimClasses
 from meshwright.program.dims.sample_mean import find_mixing
 from meshwright.program.dims.sample_values import MixedSamplesError
@@ -57,9 +61,6 @@ from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 from meshwright.program.trace.traced_loss import Loss
 from meshwright.sharding.tensor import TensorChoice
 from meshwright.trees import Batch, resize_batch, tokens_per_sample
-
-_STAGE_OVERHEAD: Mapping[str, float] = {"gpipe": 1.4, "1f1b": 1.4, "interleaved": 1.5, "zb_h1": 1.7}
-"""Time of a stage relative to its share of the work (benchmarks/results/gpu_pipeline.json)."""
 
 
 class Estimator(Protocol):
@@ -77,17 +78,17 @@ class Estimator(Protocol):
 
     @property
     def tensor_sizes(self) -> frozenset[int]:
-        """The sizes of a tensor axis, up to 64, that divide what it would divide."""
+        """The sizes of a tensor axis, up to 64, that divide the dims it would shard."""
         ...
 
     @property
     def keeps_statistics(self) -> bool:
-        """Whether the model keeps numbers of the samples, such as the means of BatchNorm."""
+        """Whether the model keeps statistics of the samples, such as the means of BatchNorm."""
         ...
 
     @property
     def sample_mixing(self) -> MixedSamplesError | None:
-        """Where the loss treats samples other than one by one or by sums; None if it does not."""
+        """Where the loss mixes samples other than by sums; None if it does not."""
         ...
 
     @property
@@ -116,7 +117,7 @@ class ProgramEstimator:
     """Estimates plans from the traced program of a model.
 
     Programs are traced for two samples and one device, once for each way to save activations;
-    what a plan needs follows from how its mesh divides their arrays. Nothing is allocated.
+    what a plan needs follows from how its mesh shards their arrays. Nothing is allocated.
 
     Args:
         model: builds the model from `nnx.Rngs`.
@@ -124,7 +125,6 @@ class ProgramEstimator:
         optimizer: any optax transformation.
         batch: a batch of any size, as arrays or shapes.
         trainable: NNX filter of what is trained.
-        guarded: whether updates that are not finite change nothing.
         precision: the compute format of most plans that will be asked for, in which the model is
             traced to describe it.
     """
@@ -137,10 +137,8 @@ class ProgramEstimator:
         batch: Batch,
         *,
         trainable: Filter = nnx.Param,
-        guarded: bool = True,
         precision: Precision = "no",
     ) -> None:
-        self._guarded = guarded
         self._precision: Precision = precision
         self._leaves = describe_model(model, trainable)
         self._samples = resize_batch(batch, SAMPLES)
@@ -166,17 +164,17 @@ class ProgramEstimator:
 
     @property
     def tensor_sizes(self) -> frozenset[int]:
-        """The sizes of a tensor axis, up to 64, that divide what it would divide."""
+        """The sizes of a tensor axis, up to 64, that divide the dims it would shard."""
         return self._states.tensor_sizes(self._precision)
 
     @property
     def keeps_statistics(self) -> bool:
-        """Whether the model keeps numbers of the samples, such as the means of BatchNorm."""
+        """Whether the model keeps statistics of the samples, such as the means of BatchNorm."""
         return self._programs.keeps_statistics
 
     @property
     def sample_mixing(self) -> MixedSamplesError | None:
-        """Where the loss treats samples other than one by one or by sums; None if it does not."""
+        """Where the loss mixes samples other than by sums; None if it does not."""
         return self._mixing(self._precision)
 
     @property
@@ -220,7 +218,8 @@ class ProgramEstimator:
         compute = steps * (in_loops / stages + outside)
         bubble = 0.0
         if stages > 1:
-            compute *= _STAGE_OVERHEAD.get(plan.schedule or "", 1.4)
+            overheads = STAGE_OVERHEAD.value
+            compute *= overheads.get(_staged(plan)[0], overheads["1f1b"])
             waits = share_of_waiting(*_staged(plan))
             bubble = compute * waits / (1 - waits)
         peak = chip.tflops_per_device * 1e12 * _peak_share(chip, plan.precision)
@@ -269,38 +268,32 @@ class ProgramEstimator:
             yield from stage_traffic(carried, messages, _outside_of_stages(plan, state))
 
     def _memory(self, case: _Case) -> MemoryEstimate:
-        plan = case.plan
-        state, peak = self._states.of(plan), self._peak(case)
+        plan, state = case.plan, self._states.of(case.plan)
         steps = plan.batch.gradient_accumulation_steps
-        sample = sum(leaf.size * leaf.dtype.itemsize for leaf in self._batch_leaves()) / SAMPLES
+        traced = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._samples))
+        batch = round(traced / SAMPLES * plan.batch.micro_batch_size * steps)
         sums = state.sums if steps > 1 else 0
+        if case.variant.platform == "cpu":
+            return _with_margin(state, batch, max(state.gradients, sums))
         if steps > 1 and plan.size("pipe") == 1 and _delays_gradients(case):
             sums += state.gradients
+        peak = self._peak(case)
         # Before the optimizer runs there are all gradients, and nothing else.
         last = max(state.gradients, sums)
         missing = max(0.0, last - peak.nbytes - sums)
-        copies = state.optimizer if self._copies_optimizer(case) else 0
         return MemoryEstimate(
             parameters=state.parameters,
             optimizer=state.optimizer,
             gradients=round(peak.uses["gradients"] + sums + missing),
-            batch=round(sample * plan.batch.micro_batch_size * steps),
+            batch=batch,
             gathered=round(peak.uses["gathered"]),
             activations=round(peak.uses["activations"]),
-            working=round(peak.uses["working"] + copies),
-            all_gradients=max(state.gradients, sums),
+            working=round(peak.uses["working"]),
+            all_gradients=last,
         )
 
-    def _copies_optimizer(self, case: _Case) -> bool:
-        """Whether the optimizer's state is copied before anything else.
-
-        The CPU's compiler does that where updates that are not finite keep the old values. The
-        program may use the memory of the original until it writes the new state.
-        """
-        return self._guarded and case.hardware.chip.platform == "cpu"
-
-    def _computed_again(self, case: _Case) -> float:
-        """Return what a block of a stage keeps when its backward pass computes it again."""
+    def _recomputed(self, case: _Case) -> float:
+        """Return what a block of a stage keeps when its backward pass recomputes it."""
         if case.plan.sharding.remat != "full":
             return 0.0
         kept = case._replace(variant=case.variant._replace(remat="none"))
@@ -310,14 +303,10 @@ class ProgramEstimator:
         return saved_by_iteration(program.blocks.forward, self._sizes(kept, program))
 
     def _held_twice(self, case: _Case, program: GradientProgram, sizes: DeviceSizes) -> float:
-        """Return the bytes that a loop over blocks saves and that stay where they were as well.
-
-        GPUs gather the weights of an iteration during the one before it, so that the last one runs
-        outside of the loop. The backward pass reads what it has computed, not only its saved rows.
-        """
+        """Return the bytes of the rule `LAST_ITERATION_TWICE`; 0 where it does not apply."""
         plan, blocks = case.plan, program.blocks
-        on_gpu = PLATFORMS[case.hardware.chip.platform] == "gpu"
-        if blocks is None or not gathers_twice(plan) or not on_gpu or blocks_of(plan) != "scan":
+        applies = LAST_ITERATION_TWICE.on(case.variant.platform) and blocks_of(plan) == "scan"
+        if blocks is None or not gathers_twice(plan) or not applies:
             return 0.0
         return saved_by_iteration(blocks.forward, sizes)
 
@@ -326,9 +315,8 @@ class ProgramEstimator:
     ) -> Peak:
         """Return the peak of a pipeline stage.
 
-        Besides the slots of its schedule, it runs blocks or computes the loss. With its blocks it
-        has two microbatches at hand: one that it writes to a slot, and one that it has read. What
-        it computes again it keeps for all of its blocks, ``again`` bytes for each after the first.
+        Besides the slots of its schedule, it runs blocks or computes the loss. What it recomputes
+        takes ``again`` bytes for each block after the first (rule `STAGE_RECOMPUTES`).
         """
         blocks = program.blocks
         assert blocks is not None
@@ -337,7 +325,8 @@ class ProgramEstimator:
         each = nbytes_of(blocks.saved, sizes) * depth
         carried = nbytes_of(blocks.carried, sizes) * slots.carried
         working = partial(working_in, program.timeline, sizes, blocks.backward)
-        own = working(inside=True) + 2 * each + again * max(0.0, depth - 1)
+        at_hand = STAGE_MICROBATCHES.value * each
+        own = working(inside=True) + at_hand + again * max(0.0, depth - 1)
         state = self._states.of(plan)
         outside = _outside_of_stages(plan, state)
         gathered = outside.parameters + _computed_with(plan, state, outside.parameters)
@@ -348,30 +337,22 @@ class ProgramEstimator:
             "activations": each * (slots.saved + slots.cuts) + carried,
             "working": max(own, working(inside=False) + _part_sums(program, sizes)),
         }
-        return Peak(sum(uses.values()), uses, whole.largest)
-
-    def _batch_leaves(self) -> list[Any]:
-        return [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(self._samples)
-        ]
+        return Peak(sum(uses.values()), uses)
 
     def _peak(self, case: _Case) -> Peak:
         plan = case.plan
         program = self._gradients.of(plan, case.variant)
         sizes = self._sizes(case, program)
-        sums = plan.batch.gradient_accumulation_steps > 1
-        key = (state_key(plan), case.variant, plan.batch.micro_batch_size, sums,
-               case.hardware.chip.platform)  # fmt: skip
+        key = (state_key(plan), case.variant, plan.batch.micro_batch_size)
         if key not in self._peaks:
-            copied = self._states.of(plan).moments if self._copies_optimizer(case) else ()
-            self._peaks[key] = peak_of(program.timeline, sizes, Lent(copied, gradients=sums))
+            self._peaks[key] = peak_of(program.timeline, sizes)
         whole, blocks = self._peaks[key], program.blocks
         if plan.size("pipe") == 1:
             whole = _with(whole, "activations", self._held_twice(case, program, sizes))
             return _with(whole, "working", _part_sums(program, sizes))
         if blocks is None:
             return whole
-        return self._stage_peak(plan, whole, program, sizes, self._computed_again(case))
+        return self._stage_peak(plan, whole, program, sizes, self._recomputed(case))
 
     def _sizes(self, case: _Case, program: GradientProgram) -> DeviceSizes:
         plan = case.plan
@@ -384,20 +365,20 @@ class ProgramEstimator:
         key = (case.variant, plan.precision, blocks, plan.size("tensor"))
         if key not in self._parts:
             self._parts[key] = _parts(program.classes, self._states.tensor_choice(plan))
-        limits = {c: most / (program.token_rows * SAMPLES) for c, most in program.row_limit.items()}
+        parts = program.loss_parts
+        limits = {c: most / (parts.token_rows * SAMPLES) for c, most in parts.row_limit.items()}
         return DeviceSizes(
             rows,
             program.classes.batch,
             self._parts[key],
             self._states.of(plan).shares,
-            transposes=case.hardware.chip.platform == "cpu",
             row_limit=limits,
             loops=program.blocks is None or _depth(plan, program.blocks) > 1,
         )
 
 
 def _parts(classes: DimClasses, tensor: TensorChoice) -> dict[int, int]:
-    """Return into how many parts a tensor axis divides each class of dims."""
+    """Return into how many parts a tensor axis shards each class of dims."""
     parts: dict[int, int] = {}
     for leaf in classes.leaves:
         choice = tensor.leaves.get(leaf.path)
@@ -406,13 +387,26 @@ def _parts(classes: DimClasses, tensor: TensorChoice) -> dict[int, int]:
     return parts
 
 
-def _delays_gradients(case: _Case) -> bool:
-    """Whether what hides communication delays products for gradients until all of them are there.
+def _with_margin(state: PlacedState, batch: int, gradients: int) -> MemoryEstimate:
+    """Return the memory on CPUs: state, gradients and batch, and as much again for the rest."""
+    exact = state.parameters + state.optimizer + gradients + batch
+    return MemoryEstimate(
+        parameters=state.parameters,
+        optimizer=state.optimizer,
+        gradients=gradients,
+        batch=batch,
+        gathered=0,
+        activations=0,
+        working=0,
+        reserved=round(CPU_MARGIN * exact),
+        all_gradients=gradients,
+    )
 
-    One GPU has nothing to hide, and CPUs hide nothing.
-    """
-    platform = PLATFORMS[case.hardware.chip.platform]
-    return platform != "cpu" and not (platform == "gpu" and case.plan.num_devices == 1)
+
+def _delays_gradients(case: _Case) -> bool:
+    """Whether the rule `DELAYED_GRADIENTS` applies: one GPU has no communication to hide."""
+    platform = case.variant.platform
+    return DELAYED_GRADIENTS.on(platform) and (platform != "gpu" or case.plan.num_devices > 1)
 
 
 def _staged(plan: Plan) -> tuple[str, int, int, int]:
@@ -422,10 +416,10 @@ def _staged(plan: Plan) -> tuple[str, int, int, int]:
 
 def _outside_of_stages(plan: Plan, state: PlacedState) -> OutsideOfStages:
     """Return what is outside of stages on each of them."""
-    divided, zero = plan.size("fsdp"), plan.sharding.zero
+    shards, zero = plan.size("fsdp"), plan.sharding.zero
     return OutsideOfStages(
-        gradients=state.outside / (divided if zero > 1 else 1),
-        parameters=state.outside / (divided if zero == 3 else 1),
+        gradients=state.outside / (shards if zero > 1 else 1),
+        parameters=state.outside / (shards if zero == 3 else 1),
     )
 
 
@@ -450,13 +444,13 @@ def _depth(plan: Plan, blocks: BlockParts) -> float:
 def _part_sums(program: GradientProgram, sizes: DeviceSizes) -> float:
     """Return the bytes that a loss in parts adds its gradients up in; 0 if it is not in parts."""
     in_parts = any(sizes.rows > limit for limit in sizes.row_limit.values())
-    return program.part_sums if in_parts else 0
+    return program.loss_parts.sums if in_parts else 0
 
 
 def _with(peak: Peak, use: Use, nbytes: float) -> Peak:
     """Return a peak with more bytes of one use."""
     uses: dict[Use, float] = {**peak.uses, use: peak.uses[use] + nbytes}
-    return Peak(peak.nbytes + nbytes, uses, peak.largest)
+    return Peak(peak.nbytes + nbytes, uses)
 
 
 def _peak_share(chip: Chip, precision: Precision) -> float:

@@ -42,7 +42,6 @@ class PlacedState:
     Attributes:
         parameters: bytes of parameters and of the model's other state.
         optimizer: bytes of the optimizer's state.
-        moments: bytes of each array of the optimizer's state.
         gradients: bytes of reduced gradients.
         sums: bytes of the sums of gradients over microbatches.
         shares: by number of the step leaf, which part of it the device has.
@@ -53,7 +52,6 @@ class PlacedState:
 
     parameters: int
     optimizer: int
-    moments: tuple[int, ...]
     gradients: int
     sums: int
     shares: Mapping[int, LeafShares]
@@ -104,9 +102,9 @@ def place_state(
             gradients += round(step.leaf.nbytes * gradient)
             sums += round(4 * step.leaf.nbytes / step.leaf.dtype.itemsize * gradient)
     placed = optimizer.placed([divided[n] for n in trained], sizes)
-    moments = tuple(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed)
+    moments = sum(leaf.nbytes // leaf.placement.shards(sizes) for leaf in placed)
     kinds = _weight_kinds(leaves, shares, reduced)
-    return PlacedState(parameters, sum(moments), moments, gradients, sums, shares, kinds, outside)
+    return PlacedState(parameters, moments, gradients, sums, shares, kinds, outside)
 
 
 def _weight_kinds(

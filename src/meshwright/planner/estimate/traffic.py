@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from meshwright.compiled.collectives import ring_bytes
 from meshwright.hardware import Hardware
-from meshwright.mesh.axes import MESH_AXES
 from meshwright.plan import Plan
 from meshwright.planner.devices.links import AxisLink, axis_links, collective_seconds
 from meshwright.planner.estimate.estimate import AxisTraffic
 from meshwright.planner.estimate.placed_state import PlacedState, WeightKind
+from meshwright.planner.workload.gpu_rules import HIDDEN_TRAFFIC
 from meshwright.program.dims import ShardingEvent
 from meshwright.program.trace.precision_policy import COMPUTE_DTYPES
 
@@ -150,7 +150,7 @@ def time_traffic(
     traffic: dict[str, AxisTraffic] = {}
     room = compute
     for axis, (nbytes, seconds) in sums.items():
-        hidden = min(MESH_AXES[axis].hidden[plan.sharding.blocks] * seconds, room)
+        hidden = min(HIDDEN_TRAFFIC.value[plan.sharding.blocks].get(axis, 0.0) * seconds, room)
         room -= hidden
         traffic[axis] = AxisTraffic(nbytes, seconds, seconds - hidden)
     return traffic

@@ -1,9 +1,14 @@
-"""Whether a step can fit into memory, checked before it is compiled."""
+"""Whether a step can fit into memory: what it needs at least, checked before it is compiled."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
 
 from meshwright.compiled.memory import MemoryUse
 from meshwright.config.schema import ShardingConfig
@@ -12,7 +17,6 @@ from meshwright.hardware import detect
 from meshwright.mesh.axes import canonical_sizes, mesh_setting, shown_sizes
 from meshwright.planner.devices.capacity import SHARED, Capacity, device_capacity
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.fit.least_memory import LeastMemory, least_memory
 from meshwright.sharding.decide import decide
 from meshwright.step.assemble import Assembled
 from meshwright.text.units import human_bytes
@@ -26,8 +30,44 @@ MOST_DEVICES = 4096
 
 
 @dataclass(frozen=True)
-class Change:
-    """A change after which the exact part of a plan would fit.
+class LeastMemory:
+    """Bytes per device that a step needs before it computes anything.
+
+    Attributes:
+        parameters: trained parameters and the model's other state.
+        optimizer: the optimizer's state.
+        gradients: gradients that exist at the same time; 0 if each can be used and dropped.
+        batch: the samples of an update.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    batch: int
+
+    @property
+    def state(self) -> int:
+        """Bytes of the training state."""
+        return self.parameters + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """All of them together."""
+        return self.state + self.gradients + self.batch
+
+    def __str__(self) -> str:
+        named = {
+            "parameters": self.parameters,
+            "optimizer state": self.optimizer,
+            "gradients": self.gradients,
+            "batch": self.batch,
+        }
+        return " + ".join(f"{human_bytes(n)} of {what}" for what, n in named.items() if n)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A change after which what a plan needs at least would fit.
 
     Attributes:
         text: the change as its reader would write it.
@@ -36,6 +76,47 @@ class Change:
 
     text: str
     bytes: int
+
+
+def least_memory(assembled: Assembled) -> LeastMemory:
+    """Return what a step needs at least, from the placement of every leaf."""
+    step, layout = assembled.step, assembled.traced.layout
+    state = step.abstract_state()
+    # Gradients must all be finite before the first parameter changes, or they are added up.
+    together = state.halted is not None or assembled.plan.batch.gradient_accumulation_steps > 1
+    placed = zip(layout.step_leaves, assembled.decision.gradients, strict=True)
+    gradients = [
+        jax.ShapeDtypeStruct(
+            leaf.leaf.shape, leaf.leaf.dtype, sharding=NamedSharding(assembled.mesh, place.spec)
+        )
+        for leaf, place in placed
+        if leaf.leaf.role == "param"
+    ]
+    return LeastMemory(
+        parameters=bytes_on_device([state.params, state.model_state]),
+        optimizer=bytes_on_device(state.optimizer),
+        gradients=bytes_on_device(gradients) if together else 0,
+        batch=bytes_on_device(batch_shapes(assembled)),
+    )
+
+
+def batch_shapes(assembled: Assembled) -> list[jax.ShapeDtypeStruct]:
+    """Return the leaves of a global batch as shapes on the mesh."""
+    size = assembled.plan.batch.global_batch_size
+    return [
+        jax.ShapeDtypeStruct(
+            (size, *leaf.shape[1:]), leaf.dtype, sharding=assembled.step.shardings.batch
+        )
+        for leaf in assembled.traced.batch
+    ]
+
+
+def bytes_on_device(tree: Any) -> int:
+    """Return the bytes that the shards of arrays, or of their shapes, have on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def check_memory(
@@ -126,35 +207,29 @@ def _exceeding(update: str, needs: int, capacity: Capacity) -> list[str]:
     ]
 
 
-def _changes(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> Iterator[Change]:
+def _changes(assembled: Assembled, least: LeastMemory, capacity: Capacity) -> Iterator[Alternative]:
     """Yield changes that would fit, the smallest first."""
-    plan, limit = assembled.plan, capacity.bytes
+    plan, fully = assembled.plan, assembled.plan.sharding.model_copy(update={"zero": 3})
     if plan.size("pipe") > 1:
-        # How leaves are divided over other stages is only known once the model is cut again.
-        return
-    if plan.size("fsdp") > 1 and plan.sharding.zero < 3:
-        sharding = plan.sharding.model_copy(update={"zero": 3})
-        needs = _divided(assembled, plan.mesh, sharding, least)
-        if needs <= limit:
-            yield Change(str(Setting("sharding.zero", 3)), needs)
-    if plan.size("data") > 1:
-        sizes = _sizes({**plan.mesh, "data": 1, "fsdp": plan.size("data") * plan.size("fsdp")})
-        needs = _divided(assembled, sizes, plan.sharding, least)
-        if needs <= limit:
-            yield Change(mesh_setting(sizes), needs)
-    if capacity.shared:
+        # How other stages shard the leaves is only known once the model is cut again.
         return
     sizes = _sizes({**plan.mesh, "data": 1, "fsdp": plan.size("data") * plan.size("fsdp")})
+    tried: list[tuple[str, Mapping[str, int], ShardingConfig]] = []
+    if plan.size("fsdp") > 1 and plan.sharding.zero < 3:
+        tried.append((str(Setting("sharding.zero", 3)), plan.mesh, fully))
+    if plan.size("data") > 1:
+        tried.append((mesh_setting(sizes), sizes, plan.sharding))
     count = plan.num_devices
-    while (count := 2 * count) <= MOST_DEVICES:
+    while not capacity.shared and (count := 2 * count) <= MOST_DEVICES:
         sizes = _sizes({**sizes, "fsdp": 2 * sizes.get("fsdp", 1)})
-        needs = _divided(assembled, sizes, plan.sharding, least)
-        if needs <= limit:
-            yield Change(f"{mesh_setting(sizes)} on {count} devices", needs)
-            return
+        tried.append((f"{mesh_setting(sizes)} on {count} devices", sizes, plan.sharding))
+    for text, mesh, sharding in tried:
+        needs = _bytes_on(assembled, mesh, sharding, least)
+        if needs <= capacity.bytes:
+            yield Alternative(text, needs)
 
 
-def _divided(
+def _bytes_on(
     assembled: Assembled, sizes: Mapping[str, int], sharding: ShardingConfig, least: LeastMemory
 ) -> int:
     """Return what another mesh of fsdp and tensor would need at least, with as large a batch."""

@@ -16,10 +16,9 @@ from meshwright.compiled.shortage import (
     explaining_shortage,
 )
 from meshwright.errors import OutOfMemory, UserError
-from meshwright.hardware import Hardware
-from meshwright.planner.devices.capacity import known_hardware
+from meshwright.hardware import Hardware, detect
 from meshwright.planner.estimate.estimator import Estimator
-from meshwright.planner.fit.least_memory import least_memory
+from meshwright.planner.fit.fit_check import least_memory
 from meshwright.planner.fit.remedies import Remedy, find_remedies, rank_remedies, unranked
 from meshwright.program.blocks.block_lists import find_block_lists
 from meshwright.program.blocks.to_scan import roll_program
@@ -130,9 +129,12 @@ class MemoryAdvice:
 
     @cached_property
     def _predicts(self) -> tuple[Hardware, Estimator] | None:
-        """The hardware and an estimator that knows this plan's memory; None if there is none."""
-        hardware = known_hardware(list(self._assembled.mesh.devices.flat))
-        if self._make_estimator is None or hardware is None:
+        """The hardware and an estimator that knows this plan's memory; None if there is none.
+
+        On CPUs, what a change saves is not predicted.
+        """
+        hardware = detect(list(self._assembled.mesh.devices.flat))
+        if self._make_estimator is None or hardware is None or hardware.chip.platform == "cpu":
             return None
         try:
             estimator = self._make_estimator()

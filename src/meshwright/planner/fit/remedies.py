@@ -24,8 +24,8 @@ class Remedy:
     Attributes:
         plan: the changed plan.
         text: the change as its reader would write it.
-        saving: bytes per device that it is predicted to save; None if nobody has predicted it.
-        fits: whether the changed plan is predicted to fit; None if nobody has predicted it.
+        saving: bytes per device that it is predicted to save; None without a prediction.
+        fits: whether the changed plan is predicted to fit; None without a prediction.
         samples: samples of a microbatch, if the change is that there are fewer.
     """
 
@@ -55,7 +55,7 @@ def find_remedies(
 
     Args:
         plan: the plan that needs too much memory.
-        has_blocks: whether the model has blocks that can be computed again.
+        has_blocks: whether the model has blocks that can be recomputed.
         rolls_blocks: whether they are alike, and can become a scan.
         trains: whether gradients are computed; evaluations keep nothing for them.
         same_results: leave out what a resumed run refuses, such as another precision.
@@ -63,7 +63,7 @@ def find_remedies(
             have no more.
     """
     sharding = _sharding(plan, has_blocks, rolls_blocks) if trains else ()
-    found = [*_fewer_samples(plan), *sharding, *_divided(plan)]
+    found = [*_fewer_samples(plan), *sharding, *_sharded_state(plan)]
     if plan.precision == "no" and not same_results:
         half: Precision = "bf16"
         found.append(Remedy(_changed(plan, precision=half), str(Setting("precision", half))))
@@ -75,7 +75,7 @@ def rank_remedies(
 ) -> list[Remedy]:
     """Return remedies with their predicted savings, those that fit and the largest first.
 
-    Those that are predicted to save nothing, or nothing can be said about, are left out. Of smaller
+    Those that are predicted to save nothing, or cannot be predicted, are left out. Of smaller
     microbatches only the largest that fits is kept, or the smallest if none does.
     """
     now = estimator.estimate(plan, hardware).memory.total
@@ -97,7 +97,7 @@ def rank_remedies(
 
 
 def unranked(remedies: Sequence[Remedy]) -> list[Remedy]:
-    """Return remedies for lack of predictions: the largest and the smallest of microbatches."""
+    """Return remedies without predictions: of smaller microbatches the largest and the smallest."""
     sizes = [remedy.samples for remedy in remedies if remedy.samples]
     kept = {None, *sizes[:1], *sizes[-1:]}
     return [remedy for remedy in remedies if remedy.samples in kept]
@@ -133,8 +133,8 @@ def _sharding(plan: Plan, has_blocks: bool, rolls_blocks: bool) -> Iterator[Reme
         yield Remedy(_changed(plan, sharding=sharding), str(Setting(f"sharding.{name}", value)))
 
 
-def _divided(plan: Plan) -> Iterator[Remedy]:
-    """Yield the plan with its copies of the state divided over the same devices."""
+def _sharded_state(plan: Plan) -> Iterator[Remedy]:
+    """Yield the plan with its state sharded over the same devices, instead of copied."""
     copies = plan.size("data")
     if copies > 1:
         sizes = _outermost_first({**plan.mesh, "data": 1, "fsdp": copies * plan.size("fsdp")})

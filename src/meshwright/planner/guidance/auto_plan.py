@@ -10,6 +10,7 @@ from meshwright.hardware import Hardware
 from meshwright.plan import Plan
 from meshwright.planner.devices.capacity import known_hardware
 from meshwright.planner.devices.local_hardware import measure_local
+from meshwright.planner.estimate.estimate import MARGIN_WORDS
 from meshwright.planner.estimate.estimator import Estimator
 from meshwright.planner.estimate.words import microbatches_of, short_plan
 from meshwright.planner.guidance.nothing_fits import nothing_fits
@@ -57,9 +58,10 @@ def choose_plan(estimator: Estimator, task: PlanTask, setting: str) -> AutoPlan:
     # What is usual in a plan is not in a table, but it was asked for here.
     usual = [microbatches_of(plan)] if plan.batch.gradient_accumulation_steps == 1 else []
     chosen = ", ".join([short_plan(plan), *usual])
+    margin = f" ({MARGIN_WORDS})" if best.memory.reserved else ""
     line = (
         f"{setting}: {chosen}; {reason_for(result, best, fits_alone=fits)}; "
         f"{human_seconds(best.time.step)} per update and "
-        f"{human_bytes(best.memory.total)} per device, estimated for {task.hardware}"
+        f"{human_bytes(best.memory.total)} per device{margin}, estimated for {task.hardware}"
     )
     return AutoPlan(plan, line)

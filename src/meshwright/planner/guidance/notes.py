@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.mesh.axes import describe_sizes
-from meshwright.planner.estimate.estimate import Estimate, MemoryEstimate
+from meshwright.planner.estimate.estimate import MARGIN_WORDS, Estimate, MemoryEstimate
 from meshwright.planner.estimate.words import settings_of
 from meshwright.planner.search.scaling import ScalingPoint
 from meshwright.planner.search.what_if import WhatIf
@@ -14,8 +14,10 @@ from meshwright.text.units import counted, human_bytes
 SENT = "communication is what is sent over an axis of the mesh while nothing is computed"
 
 
-def gradients_note(memory: MemoryEstimate) -> str:
-    """Say why fewer gradients are counted than there are; empty if all of them are."""
+def memory_note(memory: MemoryEstimate) -> str:
+    """Explain a margin, or why fewer gradients are counted than there are; empty if neither."""
+    if memory.reserved:
+        return MARGIN_WORDS
     if memory.gradients >= 0.99 * memory.all_gradients:
         return ""
     size = human_bytes(memory.all_gradients)

@@ -10,7 +10,7 @@ from rich.text import Text
 from meshwright.mesh.axes import describe_sizes
 from meshwright.planner.estimate.estimate import Estimate
 from meshwright.planner.estimate.words import kind_of_mesh, memory_parts, settings_of, time_parts
-from meshwright.planner.guidance.notes import SENT, change_lines, gradients_note, scaling_note
+from meshwright.planner.guidance.notes import SENT, change_lines, memory_note, scaling_note
 from meshwright.planner.guidance.plan_report import PlanReport
 from meshwright.planner.search.obstacles import Rejection
 from meshwright.planner.search.scaling import ScalingPoint
@@ -109,7 +109,7 @@ def _memory(best: Estimate, share: float) -> Iterator[RenderableType]:
     for shade, (name, size) in zip(SHADES, parts.items(), strict=False):
         yield Text(f"  {shade} {name:<12} {human_bytes(size):>9}")
     yield Text(f"    {'free':<12} {human_bytes(limit - best.memory.total):>9} to the limit")
-    yield from _note(gradients_note(best.memory))
+    yield from _note(memory_note(best.memory))
 
 
 def _note(text: str) -> list[RenderableType]:

@@ -57,6 +57,9 @@ def make_figures(
 ) -> list[Figure]:
     """Return all figures of a rehearsed step.
 
+    A program for CPUs is compared in what is the same on all devices: state, batch and what is
+    sent.
+
     Args:
         rehearsal: the step.
         hardware: the hardware it is for; None leaves out times of communication.
@@ -65,18 +68,28 @@ def make_figures(
     return [*_memory(rehearsal, estimate), *_times(rehearsal, hardware, estimate)]
 
 
-def figures_table(figures: Sequence[Figure]) -> Columns:
-    """Return figures as a table, a row each."""
-    head = ("per device and update", "", "how it is known")
-    rows = [(f.name, _shown(f.value, f.unit), f.source) for f in figures]
-    if all(f.predicted is None for f in figures):
-        return Columns(head, rows, right=("",))
-    guesses = [
-        ("", "") if f.predicted is None else (_shown(f.predicted, f.unit), percent(f.error))
+def figures_table(figures: Sequence[Figure], *, errors: bool = True) -> Columns:
+    """Return figures as a table, a row each.
+
+    Args:
+        figures: the figures.
+        errors: whether to show how far predictions are off.
+    """
+    head = ("per device and update", "", "how it is known", "predicted", "error")
+    rows = [
+        (
+            f.name,
+            _shown(f.value, f.unit),
+            f.source,
+            "" if f.predicted is None else _shown(f.predicted, f.unit),
+            "" if f.predicted is None else percent(f.error),
+        )
         for f in figures
     ]
-    whole = [(*row, *guess) for row, guess in zip(rows, guesses, strict=True)]
-    return Columns((*head, "predicted", "error"), whole, right=("", "predicted", "error"))
+    predicted = any(f.predicted is not None for f in figures)
+    shown = 5 if predicted and errors else 4 if predicted else 3
+    right = tuple(name for name in ("", "predicted", "error") if name in head[:shown])
+    return Columns(head[:shown], [row[:shown] for row in rows], right=right)
 
 
 def percent(error: float | None) -> str:
@@ -106,10 +119,12 @@ def sending_seconds(ledger: Ledger, hardware: Hardware) -> dict[str, float]:
 def _memory(rehearsal: Rehearsal, estimate: Estimate | None) -> Iterator[Figure]:
     memory, expected = rehearsal.memory, None if estimate is None else estimate.memory
     rest = memory.total - memory.argument
-    predicted = (None,) * 4
+    predicted: list[int | None] = [None] * 4
     if expected is not None:
+        predicted[:2] = expected.state, expected.batch
+    if expected is not None and rehearsal.for_gpus:
         other = expected.compiled - expected.state - expected.batch
-        predicted = (expected.state, expected.batch, other, expected.compiled)
+        predicted[2:] = other, expected.compiled
     names = ("state", "batch", "temporary values", "all of the program")
     values = (rehearsal.state, rehearsal.batch, rest, memory.total)
     for name, value, guess in zip(names, values, predicted, strict=True):
@@ -130,7 +145,7 @@ def _times(
         sent = None if traffic is None else traffic.sent_bytes
         yield Figure(f"sent over {axis}", own.sent_bytes, "bytes", "compiled", sent)
         if axis in alone:
-            seconds = None if traffic is None else traffic.seconds
+            seconds = traffic.seconds if traffic is not None and rehearsal.for_gpus else None
             yield Figure(f"sending over {axis}", alone[axis], "seconds", "modelled", seconds)
     exposed = sum(
         seconds * (1 - (ledger.axes[axis].overlapped or 0.0)) for axis, seconds in alone.items()

@@ -1,4 +1,4 @@
-"""Proving estimates: the plans are compiled, and what was predicted is compared with the result."""
+"""Proofs of estimates: plans are compiled, and compared with what was predicted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from meshwright.errors import EnvironmentProblem
 from meshwright.hardware import Hardware
 from meshwright.planner.devices.absent_gpus import INSTALL
 from meshwright.planner.estimate.estimate import Estimate
-from meshwright.planner.rehearse.figures import percent, relative_error
+from meshwright.planner.rehearse.figures import Figure, percent
 from meshwright.planner.rehearse.rehearsal import CPU_PROGRAM
 from meshwright.planner.search.plan_file import without_planned
 from meshwright.runtime.activity import activity
@@ -39,6 +40,8 @@ class ProvedPlan:
         state: bytes of the training state in the compiled program.
         total: bytes of the whole program.
         sent: bytes that a device sends per update, by axis.
+        for_gpus: whether it was compiled for GPUs. Programs for CPUs are compared in what is the
+            same on all devices: state and what is sent.
         compiled_for: the devices it was compiled for.
         compile_seconds: how long that took.
     """
@@ -47,25 +50,25 @@ class ProvedPlan:
     state: int
     total: int
     sent: Mapping[str, int]
+    for_gpus: bool
     compiled_for: str
     compile_seconds: float
 
-    @property
-    def errors(self) -> dict[str, float | None]:
-        """How far each prediction is off, as a share of the compiled figure."""
-        return {name: relative_error(*pair) for name, pair in self.pairs().items()}
-
-    def pairs(self) -> dict[str, tuple[float, float]]:
-        """Return what was predicted and what was compiled, by name."""
+    def figures(self) -> list[Figure]:
+        """Return what was compiled, with what was predicted."""
         memory, traffic = self.estimate.memory, self.estimate.time.traffic
-        predicted = {axis: own.sent_bytes for axis, own in traffic.items()}
-        sent = {f"sent over {a}": (predicted.get(a, 0.0), own) for a, own in self.sent.items()}
-        return {
-            "state": (memory.state, self.state),
-            "rest": (memory.compiled - memory.state, self.total - self.state),
-            "total": (memory.compiled, self.total),
-            **sent,
-        }
+        total = memory.compiled if self.for_gpus else None
+        rest = memory.compiled - memory.state if self.for_gpus else None
+        sent = {axis: own.sent_bytes for axis, own in traffic.items()}
+        return [
+            Figure("state", self.state, "bytes", "compiled", memory.state),
+            Figure("rest", self.total - self.state, "bytes", "compiled", rest),
+            Figure("total", self.total, "bytes", "compiled", total),
+            *(
+                Figure(f"sent over {axis}", own, "bytes", "compiled", sent.get(axis, 0.0))
+                for axis, own in self.sent.items()
+            ),
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -74,31 +77,53 @@ class ProvedPlan:
             "compiled_for": self.compiled_for,
             "compile_seconds": self.compile_seconds,
             "figures": {
-                name: {"predicted": guess, "compiled": found, "error": relative_error(guess, found)}
-                for name, (guess, found) in self.pairs().items()
+                each.name: {
+                    "predicted": each.predicted,
+                    "compiled": each.value,
+                    "error": each.error,
+                }
+                for each in self.figures()
             },
         }
 
 
 def prove(
-    estimates: Sequence[Estimate], overrides: Sequence[str], compile_plan: Compile | None = None
+    estimates: Sequence[Estimate],
+    overrides: Sequence[str],
+    *,
+    for_gpus: bool,
+    compile_plan: Compile | None = None,
 ) -> list[ProvedPlan]:
-    """Compile the plans of estimates, each in a process of its own, for their hardware.
+    """Compile the plans of estimates, each in a process of its own.
 
     Args:
         estimates: the estimates, such as those of the best plans.
         overrides: the settings of the command line that describe the model and the task.
+        for_gpus: whether to compile for the GPUs of the estimates, or for virtual CPU devices.
         compile_plan: compiles a plan instead.
     """
-    compile_plan = compile_plan or (lambda estimate: rehearse_apart(estimate, overrides))
+    compile_plan = compile_plan or partial(rehearse_apart, overrides=overrides, for_gpus=for_gpus)
     proved: list[ProvedPlan] = []
     for number, estimate in enumerate(estimates, start=1):
         with activity(f"compiling plan {number} of {len(estimates)}"):
-            proved.append(read_report(estimate, compile_plan(estimate)))
+            report = compile_plan(estimate)
+        proved.append(
+            ProvedPlan(
+                estimate=estimate,
+                state=report["memory"]["state_bytes"],
+                total=report["memory"]["total_bytes"],
+                sent=report["sent_bytes"],
+                for_gpus=for_gpus,
+                compiled_for=report["compiled_for"],
+                compile_seconds=report["compile_seconds"],
+            )
+        )
     return proved
 
 
-def rehearse_apart(estimate: Estimate, overrides: Sequence[str]) -> Mapping[str, Any]:
+def rehearse_apart(
+    estimate: Estimate, overrides: Sequence[str], *, for_gpus: bool
+) -> Mapping[str, Any]:
     """Rehearse a plan in another process, which has enough virtual CPU devices if it needs them."""
     kept = [w for w in without_planned(overrides) if w.partition("=")[0] not in _DEVICES]
     with tempfile.TemporaryDirectory(prefix="meshwright-prove-") as folder:
@@ -106,7 +131,10 @@ def rehearse_apart(estimate: Estimate, overrides: Sequence[str]) -> Mapping[str,
         file.write_text(estimate.plan.to_yaml(), encoding="utf-8")
         command = [sys.executable, "-P", "-m", "meshwright", "rehearse", *kept, f"plan={file}"]
         done = subprocess.run(
-            [*command, *_target(estimate), "--json"], capture_output=True, text=True, check=False
+            [*command, *_target(estimate, for_gpus=for_gpus), "--json"],
+            capture_output=True,
+            text=True,
+            check=False,
         )
     if done.returncode:
         raise EnvironmentProblem(
@@ -117,24 +145,11 @@ def rehearse_apart(estimate: Estimate, overrides: Sequence[str]) -> Mapping[str,
     return json.loads(done.stdout)
 
 
-def _target(estimate: Estimate) -> list[str]:
+def _target(estimate: Estimate, *, for_gpus: bool) -> list[str]:
     """Return what to compile for: the GPUs of the estimate, or virtual CPU devices."""
-    if estimate.hardware.chip.platform == "cpu":
-        return [f"simulate={estimate.plan.num_devices}", "--on", "cpu"]
-    return [f"hardware={estimate.hardware}", "--on", "gpu"]
-
-
-def read_report(estimate: Estimate, report: Mapping[str, Any]) -> ProvedPlan:
-    """Return what the report of a rehearsal says about an estimate."""
-    memory = report["memory"]
-    return ProvedPlan(
-        estimate=estimate,
-        state=memory["state_bytes"],
-        total=memory["total_bytes"],
-        sent=report["sent_bytes"],
-        compiled_for=report["compiled_for"],
-        compile_seconds=report["compile_seconds"],
-    )
+    if for_gpus:
+        return [f"hardware={estimate.hardware}", "--on", "gpu"]
+    return [f"simulate={estimate.plan.num_devices}", "--on", "cpu"]
 
 
 def proof_table(proved: Sequence[ProvedPlan]) -> Columns:
@@ -142,16 +157,17 @@ def proof_table(proved: Sequence[ProvedPlan]) -> Columns:
     rows = [
         (
             plan.estimate.plan.describe() if not number else "",
-            name,
-            human_bytes(guess),
-            human_bytes(found),
-            percent(relative_error(guess, found)),
+            each.name,
+            "" if each.predicted is None else human_bytes(each.predicted),
+            human_bytes(each.value),
+            percent(each.error),
         )
         for plan in proved
-        for number, (name, (guess, found)) in enumerate(plan.pairs().items())
+        for number, each in enumerate(plan.figures())
     ]
-    head = ("plan", "per device", "predicted", "compiled", "error")
-    return Columns(head, rows, right=head[2:])
+    shown = 5 if any(plan.for_gpus for plan in proved) else 4
+    head = ("plan", "per device", "predicted", "compiled", "error")[:shown]
+    return Columns(head, [row[:shown] for row in rows], right=head[2:])
 
 
 def cpu_note(planned: Hardware) -> str:
@@ -170,6 +186,6 @@ def cpu_note(planned: Hardware) -> str:
         else ""
     )
     return (
-        f"{CPU_PROGRAM} Predictions for CPUs are compared here, and how far they are off says "
-        f"little about {chip.name}.{compiler}"
+        f"{CPU_PROGRAM} The rest and the total are therefore not compared with what is predicted "
+        f"for {chip.name}.{compiler}"
     )

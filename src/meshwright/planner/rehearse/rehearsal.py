@@ -15,14 +15,14 @@ from meshwright.compiled.memory import MemoryUse
 from meshwright.compiled.quick_options import quick_options
 from meshwright.ledgers import Ledger, lower_step, read_ledger
 from meshwright.plan import Plan
-from meshwright.planner.fit.least_memory import batch_shapes, least_memory
+from meshwright.planner.fit.fit_check import batch_shapes, least_memory
 from meshwright.planner.fit.out_of_memory import KnownProgram, MemoryAdvice
 from meshwright.runtime.activity import activity
 from meshwright.step.assemble import Assembled
 
 CPU_PROGRAM = (
     "Compiled for CPUs: state, batch and what is sent are the same on accelerators. Temporary "
-    "values and time are not: CPUs have other kernels, and keep more."
+    "values and time are not, because CPUs have other kernels."
 )
 """What a program for virtual CPU devices says about others."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -31,7 +31,7 @@ SAME = frozenset(
 CASTS = frozenset({"convert_element_type", "reduce_precision"})
 
 OPAQUE = (PLANNED, PLANNED_GRADIENT)
-"""How calls are named that stand for one kernel: only their operands and results exist."""
+"""Names of calls that stand for one kernel: only their operands and results exist."""
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class Array:
     """A value of the program.
 
     Attributes:
-        dims: for each dim its factors, whose classes say along which dims it can be divided.
+        dims: for each dim its factors, whose classes say along which dims it can be sharded.
         itemsize: bytes of an element.
         leaf: the number of the program's input that it is; None for other values.
         of_weights: whether it is computed from weights alone.
@@ -101,7 +101,7 @@ class Operations:
     """A program.
 
     Attributes:
-        frame: the program as it was walked.
+        frame: the traced program with its dims.
         inputs: its arguments.
         operations: what it does, in order.
         outputs: its results; None for literals.
@@ -112,17 +112,9 @@ class Operations:
     operations: list[Operation]
     outputs: list[Array | None]
 
-    def arrays(self) -> Iterator[Array]:
-        """Yield every array, those of loops included."""
-        yield from self.inputs
-        for operation in self.operations:
-            yield from operation.writes
-            for body in operation.bodies:
-                yield from body.arrays()
-
 
 def list_operations(frame: ProgramDims, weights: Collection[int] = ()) -> Operations:
-    """Return the operations of a walked program.
+    """Return the operations of a traced program.
 
     Args:
         frame: the program.

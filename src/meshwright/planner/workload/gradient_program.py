@@ -36,7 +36,7 @@ class Variant(NamedTuple):
     """What a program depends on besides the model.
 
     Attributes:
-        remat: what the backward pass computes again.
+        remat: what the backward pass recomputes.
         gathers: whether weights are gathered block by block.
         rows: whether products may join all dims of activations but their features.
         kernels: what evaluates known parts.
@@ -50,6 +50,20 @@ class Variant(NamedTuple):
     platform: str
 
 
+class LossParts(NamedTuple):
+    """How a loss is computed in parts; with the defaults, in one.
+
+    Attributes:
+        row_limit: by class of the logits' last dim, the most rows of a part.
+        token_rows: rows of the logits for one sample.
+        sums: bytes of the gradient of the last projection, to which all parts add.
+    """
+
+    row_limit: Mapping[int, int] = {}
+    token_rows: float = 1.0
+    sums: int = 0
+
+
 @dataclass(frozen=True)
 class TracedGradients:
     """A loss and its gradients for a few samples, as operations.
@@ -58,18 +72,13 @@ class TracedGradients:
         operations: what is computed, with loops over repeated blocks if they are rolled.
         classes: the dims of its arrays.
         trained: the number of the step leaf whose gradient each of the first results is.
-        row_limit: by class of the logits' last dim, rows of a part at most, where the loss is
-            computed in parts.
-        token_rows: rows of the logits for one sample.
-        part_sums: bytes of the gradient of the last projection, which parts add up to.
+        loss_parts: how the loss is computed in parts.
     """
 
     operations: Operations
     classes: DimClasses
     trained: Sequence[int]
-    row_limit: Mapping[int, int]
-    token_rows: float
-    part_sums: int
+    loss_parts: LossParts
 
 
 @dataclass(frozen=True)
@@ -81,18 +90,14 @@ class GradientProgram:
         timeline: how long its arrays are in memory.
         classes: the dims of its arrays.
         blocks: its loop over repeated blocks; None if they are not rolled.
-        row_limit: as in `TracedGradients`.
-        token_rows: the same.
-        part_sums: the same.
+        loss_parts: how the loss is computed in parts.
     """
 
     work: WorkTable
     timeline: Timeline
     classes: DimClasses
     blocks: BlockParts | None
-    row_limit: Mapping[int, int]
-    token_rows: float
-    part_sums: int = 0
+    loss_parts: LossParts
 
 
 def trace_gradients(
@@ -137,8 +142,8 @@ def trace_gradients(
     found = find_dim_classes(closed, labels)
     weights = frozenset(n for n, step in enumerate(leaves) if step.leaf.is_weight)
     operations = list_operations(found.root, weights)
-    limits, rows, sums = _loss_parts(decision.kernels.regions.values(), found)
-    return TracedGradients(operations, found, trained, limits, rows, sums)
+    parts = _loss_parts(decision.kernels.regions.values(), found)
+    return TracedGradients(operations, found, trained, parts)
 
 
 def schedule_gradients(
@@ -165,14 +170,11 @@ def schedule_gradients(
         Timeline(find_lifetimes(kernels)),
         traced.classes,
         find_blocks(kernels),
-        traced.row_limit,
-        traced.token_rows,
-        traced.part_sums,
+        traced.loss_parts,
     )
 
 
-def _loss_parts(regions: Any, classes: DimClasses) -> tuple[dict[int, int], float, int]:
-    """Return rows of a part by class of the logits' last dim, rows of a sample, bytes of sums."""
+def _loss_parts(regions: Any, classes: DimClasses) -> LossParts:
     limits: dict[int, int] = {}
     rows, sums = 1.0, 0
     for region in regions:
@@ -188,4 +190,4 @@ def _loss_parts(regions: Any, classes: DimClasses) -> tuple[dict[int, int], floa
         limits |= dict.fromkeys(ids, most_rows(shape[-1]))
         rows = max(rows, math.prod(shape[:-1]) / SAMPLES)
         sums += 4 * math.prod(aval_of(region.kernel.match.kernel).shape)
-    return limits, rows, sums
+    return LossParts(limits, rows, sums)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from meshwright.planner.workload.array_operations import Array
-from meshwright.planner.workload.kernel import Kernel
-from meshwright.planner.workload.size_table import USES, Form, Sizes, SizeTable, Use
-
-_LARGE = 1 / 200
-"""Arrays smaller than this part of the peak fill gaps, so that their place does not matter."""
+from meshwright.planner.workload.gpu_rules import PACKED_ARRAYS
+from meshwright.planner.workload.kernel_schedule import Kernel
+from meshwright.planner.workload.sizes import USES, DeviceSizes, SizeTable, Use
 
 
 @dataclass(frozen=True)
@@ -24,14 +21,14 @@ class Lifetime:
 
     Attributes:
         array: the array.
-        form: whether it is the array itself, or a copy.
+        copied: whether it is a copy of an input, and not the array itself.
         start: the moment it is written.
         end: the last moment it is read.
         crosses: whether it is written in the forward pass and read in the backward pass.
     """
 
     array: Array
-    form: Form
+    copied: bool
     start: int
     end: int
     crosses: bool
@@ -44,25 +41,10 @@ class Peak:
     Attributes:
         nbytes: how many.
         uses: what they are used for.
-        largest: the largest arrays, largest first, and their bytes.
     """
 
     nbytes: float
     uses: Mapping[Use, float]
-    largest: tuple[tuple[Array, float], ...] = ()
-
-
-class Lent(NamedTuple):
-    """Arguments that are copied first, so that a program may use their memory.
-
-    Attributes:
-        nbytes: the bytes of each.
-        gradients: whether gradients may lie there: not if they are read when the arguments are
-            written.
-    """
-
-    nbytes: Sequence[float]
-    gradients: bool
 
 
 class Timeline:
@@ -76,9 +58,9 @@ class Timeline:
         self.lifetimes = lifetimes
         self.start = np.array([each.start for each in lifetimes])
         self.end = np.array([each.end for each in lifetimes])
-        self._sizes = SizeTable([each.array for each in lifetimes], [e.form for e in lifetimes])
+        self._sizes = SizeTable([each.array for each in lifetimes], [e.copied for e in lifetimes])
 
-    def sizes(self, sizes: Sizes) -> np.ndarray:
+    def sizes(self, sizes: DeviceSizes) -> np.ndarray:
         """Return the bytes of each array on one device."""
         return self._sizes.nbytes(sizes)
 
@@ -94,33 +76,32 @@ def _walk(
     kernels: Sequence[Kernel], moment: int, found: list[Lifetime], *, backward: bool | None
 ) -> int:
     """Add the lifetimes of a program that begins at a moment; return the moment after it."""
-    started: dict[tuple[int, Form], tuple[Array, int, bool]] = {}
+    started: dict[tuple[int, bool], tuple[Array, int, bool]] = {}
 
-    def begin(array: Array, form: Form, late: bool) -> None:
-        started[id(array), form] = (array, moment, late)
+    def begin(array: Array, copied: bool, late: bool) -> None:
+        started[id(array), copied] = (array, moment, late)
 
-    def end(array: Array, form: Form, last: int, late: bool) -> None:
-        begun = started.pop((id(array), form), None)
+    def end(array: Array, copied: bool, last: int, late: bool) -> None:
+        begun = started.pop((id(array), copied), None)
         if begun is not None and last >= begun[1]:
             crosses = late and not begun[2]
-            found.append(Lifetime(array, form, begun[1], last, crosses))
+            found.append(Lifetime(array, copied, begun[1], last, crosses))
 
     for kernel in kernels:
         late = kernel.operation.backward if backward is None else backward
         for array in kernel.reused:
-            end(array, "stored", moment - 1, late)
+            end(array, False, moment - 1, late)
         for array in kernel.writes:
-            begin(array, "stored", late)
+            begin(array, False, late)
         for array in kernel.copied:
-            begin(array, "copied", late)
-        found += [Lifetime(a, "rearranged", moment, moment, False) for a in kernel.rearranged]
+            begin(array, True, late)
         after = moment
         for body in kernel.bodies:
             after = max(after, _walk(body, moment, found, backward=late) - 1)
         for array in kernel.freed:
-            end(array, "stored", after, late)
+            end(array, False, after, late)
         for array in kernel.released:
-            end(array, "copied", after, late)
+            end(array, True, after, late)
         moment = after + 1
     for key in list(started):
         end(started[key][0], key[1], moment - 1, True)
@@ -138,7 +119,9 @@ def _moments(kernel: Kernel) -> int:
     return max([1, *(sum(map(_moments, body)) for body in kernel.bodies)])
 
 
-def working_in(timeline: Timeline, sizes: Sizes, span: tuple[int, int], *, inside: bool) -> float:
+def working_in(
+    timeline: Timeline, sizes: DeviceSizes, span: tuple[int, int], *, inside: bool
+) -> float:
     """Return the most bytes at a time of what only a loop needs, or only what is around it.
 
     Neither gradients nor gathered weights are counted.
@@ -166,72 +149,41 @@ def working_in(timeline: Timeline, sizes: Sizes, span: tuple[int, int], *, insid
     return float(np.cumsum(changes).max())
 
 
-def peak_of(timeline: Timeline, sizes: Sizes, lent: Lent | None = None) -> Peak:
+def peak_of(timeline: Timeline, sizes: DeviceSizes) -> Peak:
     """Return the peak of a program, its arguments not included.
 
     Args:
         timeline: how long its arrays are in memory.
         sizes: how large they are.
-        lent: arguments whose memory it may use.
     """
     lifetimes, start, end = timeline.lifetimes, timeline.start, timeline.end
     if not lifetimes:
         return Peak(0.0, dict.fromkeys(USES, 0.0))
     nbytes = timeline.sizes(sizes)
-    if lent is not None and lent.nbytes:
-        nbytes = np.where(_in_arguments(nbytes, timeline, lent), 0.0, nbytes)
     changes = np.zeros(end.max() + 2)
     np.add.at(changes, start, nbytes)
     np.add.at(changes, end + 1, -nbytes)
     live = np.cumsum(changes)
     at = int(live.argmax())
     most = float(live[at])
-    here = np.flatnonzero((start <= at) & (end >= at))
     uses: dict[Use, float] = dict.fromkeys(USES, 0.0)
-    for number in here:
-        each = lifetimes[int(number)]
-        uses[_use(each, sizes)] += float(nbytes[number])
-    packed = _packed(nbytes, start, end, most * _LARGE)
+    for number in np.flatnonzero((start <= at) & (end >= at)).tolist():
+        uses[_use(lifetimes[number], sizes)] += float(nbytes[number])
+    packed = _packed(nbytes, start, end, most * PACKED_ARRAYS.value)
     uses["working"] += max(0.0, packed - most)
-    order = here[np.argsort(-nbytes[here])][:8]
-    largest = tuple((lifetimes[n].array, float(nbytes[n])) for n in order)
-    return Peak(max(most, packed), uses, largest)
+    return Peak(max(most, packed), uses)
 
 
-def _use(each: Lifetime, sizes: Sizes) -> Use:
-    if each.form == "stored":
+def _use(each: Lifetime, sizes: DeviceSizes) -> Use:
+    if not each.copied:
         return sizes.use(each.array, crosses=each.crosses)
-    return "gathered" if each.form == "copied" and each.array.leaf is not None else "working"
-
-
-def _in_arguments(nbytes: np.ndarray, timeline: Timeline, lent: Lent) -> np.ndarray:
-    """Return which arrays lie in arguments: the largest are placed first, each where it just fits.
-
-    Small ones fill gaps elsewhere.
-    """
-    found = np.zeros(len(nbytes), bool)
-    places = sorted(lent.nbytes)
-    taken: list[list[tuple[int, int]]] = [[] for _ in places]
-    smallest = max(places[-1] * _LARGE, 1)
-    for number in np.argsort(-nbytes, kind="stable").tolist():
-        if nbytes[number] < smallest:
-            break
-        if not lent.gradients and timeline.lifetimes[number].array.gradient is not None:
-            continue
-        first, last = int(timeline.start[number]), int(timeline.end[number])
-        for place in range(bisect_left(places, nbytes[number]), len(places)):
-            if all(last < written or first > read for written, read in taken[place]):
-                taken[place].append((first, last))
-                found[number] = True
-                break
-    return found
+    return "gathered" if each.array.leaf is not None else "working"
 
 
 def _packed(nbytes: np.ndarray, start: np.ndarray, end: np.ndarray, least: float) -> float:
-    """Return the bytes of a heap in which each array has a fixed place, as compilers assign them.
+    """Return the bytes of a heap in which each array has a fixed place (rule `PACKED_ARRAYS`).
 
-    Compilers place the largest arrays first, or those that live longest, whichever needs less.
-    Small arrays are added as they are.
+    Arrays of fewer than ``least`` bytes are added as they are.
     """
     large = np.flatnonzero(nbytes >= max(least, 1))
     small = np.flatnonzero(nbytes < max(least, 1))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from meshwright.pipeline.execute.least_saved import CHEAP
 from meshwright.planner.workload.array_operations import SAME, Array, Operation, Operations
-from meshwright.planner.workload.kernel import Kernel
-from meshwright.planner.workload.random_bits import add_counters, second_words
+from meshwright.planner.workload.gpu_rules import FILLED_DIMS, PRODUCTS_STAY
 from meshwright.program.jaxpr.equations import scan_counts
 
 _FUSED = CHEAP | {
@@ -25,35 +25,8 @@ _FUSED = CHEAP | {
     "threefry2x32",
 }
 
-_FILLED = 8
-"""Products in half precision on GPUs need dims that are multiples of this."""
-
 _SLICES = frozenset({"dynamic_slice", "slice", "split"})
 """Operations that read a part of their operand."""
-
-_EXPENSIVE = frozenset(
-    {
-        "cbrt",
-        "cos",
-        "div",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "logistic",
-        "pow",
-        "rem",
-        "rsqrt",
-        "sin",
-        "sqrt",
-        "tanh",
-    }
-)
-"""Fused operations that are not computed twice for two kernels on CPUs."""
 
 _REDUCTIONS = frozenset(
     {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod",
@@ -61,11 +34,38 @@ _REDUCTIONS = frozenset(
 )  # fmt: skip
 """Operations that compute what they read while they read it."""
 
-
 _ROUNDS = frozenset({"reduce_precision"})
-"""What checkpoints do to values that they save."""
+"""How checkpoints mark the values that they save."""
 
 Sources = Mapping[int, tuple[Array, Array]]
+"""The arrays that something reads, and those whose sizes say how much of each, by id."""
+
+
+@dataclass(eq=False)
+class Kernel:
+    """Something that runs on the device, and what is in memory meanwhile.
+
+    Attributes:
+        operation: the operation that ends it.
+        reads: what it reads: an array, and the array whose size says how much of it.
+        writes: the arrays that it allocates.
+        reused: arrays whose memory its results take over.
+        freed: arrays that nobody reads afterwards.
+        copied: inputs that are copied for it: weights that are gathered, rows of a loop.
+        released: copies that nobody reads afterwards.
+        bodies: the kernels of a loop's body, or of branches.
+        times: how often they run.
+    """
+
+    operation: Operation
+    reads: list[tuple[Array, Array]]
+    writes: list[Array]
+    reused: list[Array] = field(default_factory=list[Array])
+    freed: list[Array] = field(default_factory=list[Array])
+    copied: list[Array] = field(default_factory=list[Array])
+    released: list[Array] = field(default_factory=list[Array])
+    bodies: list[list[Kernel]] = field(default_factory=list["list[Kernel]"])
+    times: int = 1
 
 
 def schedule(
@@ -101,7 +101,6 @@ class _Scheduler:
         self._inputs = {id(array) for array in program.inputs}
         products = (op for op in self._operations if op.name == "dot_general")
         self._products = {id(array) for op in products for array in op.writes}
-        self._words = second_words(self._operations) if platform == "cpu" else {}
         self._stored = self._find_stored()
 
     def kernels(self) -> list[Kernel]:
@@ -110,15 +109,12 @@ class _Scheduler:
         for operation in self._operations:
             read = self._sources(operation, sources, self._stored)
             writes = [array for array in operation.writes if id(array) in self._stored]
-            writes += [self._words[id(array)] for array in writes if id(array) in self._words]
             for array in operation.writes:
                 if id(array) not in self._stored:
                     sources[id(array)] = read
             if writes or operation.name not in _FUSED:
                 kernels.append(self._kernel(operation, read, writes))
         self._end_lives(kernels)
-        if self._platform == "cpu" and not self._in_loop:
-            add_counters(kernels)
         return kernels
 
     def _is_same(self, operation: Operation) -> bool:
@@ -130,7 +126,7 @@ class _Scheduler:
             return True
         if operation.name not in _ROUNDS or reads[0] is None:
             return False
-        # What is saved for several products is saved once.
+        # The rule SAVED_ONCE: several products read the same rounded values.
         (result,) = operation.writes
         key = (id(self._find(reads[0])), operation.backward, str(operation.eqn.params))
         first = self._saved.setdefault(key, result)
@@ -160,7 +156,7 @@ class _Scheduler:
     def _is_stored(self, operation: Operation, array: Array, read: Sources) -> bool:
         if id(array) in self._same:
             return False
-        if operation.name not in _FUSED or id(array) in self._outputs or id(array) in self._words:
+        if operation.name not in _FUSED or id(array) in self._outputs:
             return True
         readers = {id(reader): reader for reader in self._readers.get(id(array), [])}
         direct = [reader for reader in readers.values() if _needs_array(reader)]
@@ -171,10 +167,8 @@ class _Scheduler:
             return True
         if len(readers) < 2:
             return False
-        # Computed for each reader again, unless that takes longer than to read it.
+        # The rule RECOMPUTED_SUMS, for operands that are about as large as the result.
         large = sum(2 * whole.nbytes >= array.nbytes for whole, _ in read.values())
-        if self._platform == "cpu":
-            return operation.name in _EXPENSIVE or large > 1
         return large * len(readers) > large + 1 + len(readers)
 
     def _sources(
@@ -197,7 +191,6 @@ class _Scheduler:
 
     def _kernel(self, operation: Operation, read: Sources, writes: list[Array]) -> Kernel:
         kernel = Kernel(operation, list(read.values()), writes, times=operation.times)
-        kernel.rearranged = _rearranged(operation)
         rows: list[Array] | None = None
         for body in operation.bodies:
             if operation.name == "scan":
@@ -208,14 +201,12 @@ class _Scheduler:
         return kernel
 
     def _end_lives(self, kernels: Sequence[Kernel]) -> None:
-        """Say where arrays are freed, and whose memory is used again."""
+        """Note where arrays are freed, and whose memory is reused."""
         last: dict[int, int] = {}
         arrays: dict[int, Array] = {}
         for time, kernel in enumerate(kernels):
             for array in (*kernel.writes, *(array for array, _ in kernel.reads)):
                 last[id(array)], arrays[id(array)] = time, array
-        for key, word in self._words.items():
-            last[id(word)] = last.get(key, 0)
         own = [id(array) for kernel in kernels for array in kernel.writes]
         for key in dict.fromkeys(own):
             if self._in_loop or key not in self._outputs:
@@ -250,36 +241,30 @@ class _Scheduler:
     def _can_replace(self, result: Array, array: Array) -> bool:
         if result is array or result.nbytes != array.nbytes:
             return False
-        # GPUs do not write over a product: the gradient of logits has memory of its own.
-        if self._platform == "gpu" and id(array) in self._products:
+        if PRODUCTS_STAY.on(self._platform) and id(array) in self._products:
             return False
         return not self._is_filled(result)
 
     def _is_filled(self, array: Array) -> bool:
         """Whether a product reads a copy of an array, with its last dim filled up."""
-        if self._platform != "gpu" or array.itemsize > 2 or not array.dims:
+        if not FILLED_DIMS.on(self._platform) or array.itemsize > 2 or not array.dims:
             return False
-        rest = math.prod(atom.size for atom in array.dims[-1]) % _FILLED
+        rest = math.prod(atom.size for atom in array.dims[-1]) % FILLED_DIMS.value
         readers = self._readers.get(id(self._find(array)), [])
         return rest > 0 and any(operation.name == "dot_general" for operation in readers)
 
     def _copy_inputs(self, kernels: Sequence[Kernel]) -> None:
-        """Say where weights are gathered and rows of a loop copied, once for each pass."""
+        """Note where weights are gathered and rows of a loop copied, once for each pass."""
         spans: dict[tuple[int, bool], tuple[Array, int, int]] = {}
-        # The CPU's compiler copies all rows before anything else, also those that are summed.
-        rows_first = self._platform == "cpu" and self._in_loop
         for time, kernel in enumerate(kernels):
-            copies = _needs_array(kernel.operation) or (
-                rows_first and kernel.operation.name in _REDUCTIONS
-            )
-            if kernel.bodies or not copies:
+            if kernel.bodies or not _needs_array(kernel.operation):
                 continue
             for array, _ in kernel.reads:
                 if array.leaf is None and id(array) not in self._rows:
                     continue
                 if id(array) in self._inputs:
                     key = (id(array), kernel.operation.backward)
-                    first = spans[key][1] if key in spans else 0 if rows_first else time
+                    first = spans[key][1] if key in spans else time
                     spans[key] = (array, first, time)
         for array, first, final in spans.values():
             kernels[first].copied.append(array)
@@ -305,19 +290,6 @@ def _written_twice(operation: Operation) -> dict[int, Array]:
         if first.setdefault((id(value), *rounded), result) is not result:
             found[id(result)] = first[id(value), *rounded]
     return found
-
-
-def _rearranged(operation: Operation) -> list[Array]:
-    """Return what a product copies first: not in the order [batch, rows, contracted]."""
-    if operation.name != "dot_general":
-        return []
-    contracted, batch = operation.eqn.params["dimension_numbers"]
-    left = operation.reads[0]
-    if left is None:
-        return []
-    first, last = len(batch[0]), len(left.dims) - len(contracted[0])
-    in_order = tuple(batch[0]) == tuple(range(first)) and min(contracted[0], default=last) >= last
-    return [] if in_order else [left]
 
 
 def _needs_array(operation: Operation) -> bool:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
 
 from meshwright.planner.workload.array_operations import Array
-from meshwright.planner.workload.size_table import Use
+
+Use = Literal["gradients", "gathered", "activations", "working"]
+USES: tuple[Use, ...] = ("gradients", "gathered", "activations", "working")
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,9 @@ class DeviceSizes:
     Attributes:
         rows: samples of the device, relative to those that the program was traced for.
         batch: the classes of samples.
-        tensor: by class, into how many parts the tensor axis divides it.
+        tensor: by class, into how many parts the tensor axis shards it.
         leaves: by number, which part of a weight the device has.
-        transposes: whether products copy operands whose dims are in another order.
-        row_limit: by class, rows at most of arrays with that class: what is computed in parts.
+        row_limit: by class, the most rows of arrays with that class: those computed in parts.
         loops: whether loops run more than once, and copy the rows that they read.
     """
 
@@ -45,7 +49,6 @@ class DeviceSizes:
     batch: frozenset[int]
     tensor: Mapping[int, int] = field(default_factory=dict[int, int])
     leaves: Mapping[int, LeafShares] = field(default_factory=dict[int, LeafShares])
-    transposes: bool = False
     row_limit: Mapping[int, float] = field(default_factory=dict[int, float])
     loops: bool = True
     _known: dict[Array, float] = field(default_factory=dict[Array, float])
@@ -66,10 +69,6 @@ class DeviceSizes:
             return 0.0
         return array.nbytes * leaf.whole
 
-    def of_rearranged(self, array: Array) -> float:
-        """Return the bytes of a product's operand that is copied first."""
-        return self.of(array) if self.transposes else 0.0
-
     def use(self, array: Array, *, crosses: bool) -> Use:
         """Return what an array is used for; ``crosses`` if it lives through both passes."""
         if array.gradient is not None:
@@ -82,6 +81,7 @@ class DeviceSizes:
         if array.gradient is not None:
             return self.leaves.get(array.gradient, WHOLE).gradient
         if array.cast_of is not None:
+            # The rule SHARDED_CASTS.
             return self.leaves.get(array.cast_of, WHOLE).at_rest
         classes = array.classes
         share = 1.0
@@ -90,3 +90,46 @@ class DeviceSizes:
             share = min([self.rows, *limits])
         parts = [self.tensor[c] for c in classes if c in self.tensor]
         return share / max(parts, default=1)
+
+
+class SizeTable:
+    """Arrays grouped by what decides which part of them a device has.
+
+    Args:
+        arrays: the arrays.
+        copied: whether each is a copy of an input, and not the array itself; none is by default.
+    """
+
+    def __init__(self, arrays: Sequence[Array], copied: Sequence[bool] | None = None) -> None:
+        self._whole = np.array([array.nbytes for array in arrays], float)
+        groups: dict[tuple[object, ...], int] = {}
+        self._first: list[tuple[Array, bool, int]] = []
+        self._group = np.zeros(len(arrays), int)
+        forms = zip(arrays, copied or [False] * len(arrays), strict=True)
+        for number, (array, copy) in enumerate(forms):
+            group = groups.setdefault(_alike(array, copy), len(groups))
+            self._group[number] = group
+            if group == len(self._first):
+                self._first.append((array, copy, array.nbytes))
+
+    def shares(self, sizes: DeviceSizes) -> np.ndarray:
+        """Return the part of each array that a device has."""
+        found = [_share(array, copy, whole, sizes) for array, copy, whole in self._first]
+        return np.array(found, float)[self._group]
+
+    def nbytes(self, sizes: DeviceSizes) -> np.ndarray:
+        """Return the bytes of each array on a device."""
+        return self._whole * self.shares(sizes)
+
+
+def _alike(array: Array, copied: bool) -> tuple[object, ...]:
+    """Return what arrays have in common of which a device has the same part."""
+    known = array.leaf, array.of_row, array.gradient, array.cast_of
+    return copied, array.classes, *known, array.nbytes > 0
+
+
+def _share(array: Array, copied: bool, whole: int, sizes: DeviceSizes) -> float:
+    """Return the part of an array of ``whole`` bytes that a device has."""
+    if not whole:
+        return 0.0
+    return (sizes.of_copy(array) if copied else sizes.of(array)) / whole

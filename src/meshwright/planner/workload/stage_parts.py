@@ -11,7 +11,7 @@ from meshwright.pipeline.execute.least_saved import least_saved
 from meshwright.pipeline.schedule.schedules import get_schedule
 from meshwright.planner.workload.array_operations import Array
 from meshwright.planner.workload.in_memory import span_of
-from meshwright.planner.workload.kernel import Kernel
+from meshwright.planner.workload.kernel_schedule import Kernel
 from meshwright.planner.workload.sizes import DeviceSizes
 from meshwright.program.jaxpr.equations import aval_of, scan_counts
 

@@ -1,4 +1,4 @@
-"""What the kernels of a program do on a device: their arithmetic, and the bytes they move."""
+"""What kernels do on a device, in arithmetic and memory traffic, and how long that takes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.hardware import Chip
 from meshwright.planner.workload.array_operations import OPAQUE, Array, Operation
-from meshwright.planner.workload.kernel import Kernel
-from meshwright.planner.workload.size_table import Form, Sizes, SizeTable
+from meshwright.planner.workload.gpu_rules import KERNEL_TIMES, PLATFORMS, KernelTimes
+from meshwright.planner.workload.kernel_schedule import Kernel
+from meshwright.planner.workload.sizes import DeviceSizes, SizeTable
 from meshwright.program.flops import equation_flops
 from meshwright.program.kernels.fused_attention import PLANNED, PLANNED_GRADIENT
 
@@ -68,26 +70,26 @@ class WorkTable:
         self._kind, self._times = np.array(rows.kinds, object), np.array(rows.times, int)
         self._computing = np.array([row for row, _, _ in rows.products], int)
         self._flops = np.array([flops for _, flops, _ in rows.products], float)
-        self._divided = SizeTable([array for _, _, array in rows.products])
+        self._sharded = SizeTable([array for _, _, array in rows.products])
         self._moving = np.array([move.row for move in rows.moves], int)
         self._passes = np.array([move.passes for move in rows.moves], float)
-        forms: list[Form] = [move.form for move in rows.moves]
-        self._moved = SizeTable([move.array for move in rows.moves], forms)
-        self._limit = SizeTable([move.limit for move in rows.moves], forms)
+        copied = [move.copied for move in rows.moves]
+        self._moved = SizeTable([move.array for move in rows.moves], copied)
+        self._limit = SizeTable([move.limit for move in rows.moves], copied)
         self._choices = rows.choices
 
-    def on(self, sizes: Sizes) -> Works:
+    def on(self, sizes: DeviceSizes) -> Works:
         """Return what the kernels do on a device."""
         count = len(self._kind)
         nbytes = np.minimum(self._moved.nbytes(sizes), self._limit.nbytes(sizes))
         moved = np.bincount(self._moving, self._passes * nbytes, count)
         flops = np.zeros(count)
-        flops[self._computing] = self._flops * self._divided.shares(sizes)
+        flops[self._computing] = self._flops * self._sharded.shares(sizes)
         own = Works(self._kind, flops, moved, self._times)
         return _joined([own, *(_longest(tables, sizes) for tables in self._choices)])
 
 
-def _longest(tables: Sequence[WorkTable], sizes: Sizes) -> Works:
+def _longest(tables: Sequence[WorkTable], sizes: DeviceSizes) -> Works:
     return max((table.on(sizes) for table in tables), key=lambda works: works.amount)
 
 
@@ -109,11 +111,11 @@ class _Move(NamedTuple):
     passes: int
     array: Array
     limit: Array
-    form: Form = "stored"
+    copied: bool = False
 
 
 class _Rows:
-    """The kernels of a program, those of loops among them."""
+    """The kernels of a program, including those of loops."""
 
     def __init__(self) -> None:
         self.kinds: list[str] = []
@@ -184,19 +186,45 @@ def _moves(kernel: Kernel, row: int) -> Iterator[_Move]:
     for array, part in kernel.reads:
         yield _Move(row, 1, array, part)
     for array in kernel.copied:
-        yield _Move(row, 2, array, array, "copied")
+        yield _Move(row, 2, array, array, copied=True)
 
 
 def _operands(operation: Operation) -> Array:
-    """Return an array with all dims of a product: devices that divide one divide its work."""
+    """Return an array with all dims of a product: sharding any of them shards its work."""
     arrays = [a for a in (*operation.reads[:2], *operation.writes[:1]) if a is not None]
     return Array(tuple(dim for array in arrays for dim in array.dims), 1)
 
 
 def _attention(operation: Operation, kind: str, thousandths: int) -> tuple[float, Array]:
-    """Return the operations of attention, and the array that is divided as they are."""
+    """Return the operations of attention, and the array that is sharded as they are."""
     query, key = operation.reads[0], operation.reads[1]
     assert query is not None
     assert key is not None
     length = math.prod(atom.size for atom in key.dims[1])
     return 2 * _ATTENTION_PRODUCTS[kind] * query.size * length * thousandths / 1000, query
+
+
+def seconds_of(
+    works: Works, chip: Chip, product_rate: float, times: KernelTimes = KERNEL_TIMES.value
+) -> np.ndarray:
+    """Return the seconds of one run of each kernel.
+
+    Args:
+        works: what the kernels do.
+        chip: where they run.
+        product_rate: operations per second that large products reach.
+        times: the constants.
+    """
+    memory = works.nbytes / (chip.hbm_tb_per_s_per_device * 1e12 * chip.hbm_share)
+    seconds = np.where(works.kind == "sum", times.row_sum, times.read_once) * memory
+    for kind, share in (("product", 1.0), ("convolution", times.convolution)):
+        compute = works.flops / (product_rate * times.product * share)
+        exposed = times.exposed_traffic * np.minimum(compute, memory)
+        seconds = np.where(works.kind == kind, np.maximum(compute, memory) + exposed, seconds)
+    shares = {PLANNED: times.attention, PLANNED_GRADIENT: times.attention_gradient}
+    for kind, share in shares.items():
+        attention = np.maximum(works.flops / (product_rate * share), memory)
+        seconds = np.where(works.kind == kind, attention, seconds)
+    seconds += chip.launch_us * 1e-6
+    iteration = times.iteration if PLATFORMS[chip.platform] == "gpu" else 0.0
+    return np.where(works.kind == "loop", iteration, seconds)

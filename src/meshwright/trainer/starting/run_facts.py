@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.mesh.svg_drawing import mesh_svg
 from meshwright.pipeline.schedule.timeline_drawing import timeline_svg
-from meshwright.planner.fit.least_memory import bytes_on_device
+from meshwright.planner.fit.fit_check import bytes_on_device
 from meshwright.processes import process_count
 from meshwright.program.flops import count_flops, peak_flops
 from meshwright.runtime.versions import package_versions

@@ -1,0 +1,186 @@
+"""The rules for GPUs, in one table: what compilers and kernels do that a program does not say.
+
+A rule names the record in benchmarks/results that shows it. `benchmarks/fit_gpu_times.py` fits the
+times of kernels; `tests/planner/test_gpu_records.py` predicts the recorded plans again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+Value = TypeVar("Value")
+
+PLATFORMS: Mapping[str, str] = {"cuda": "gpu", "rocm": "gpu", "tpu": "tpu", "cpu": "cpu"}
+"""By the platform of a chip, whose kernels it runs."""
+
+_GPUS = ("gpu",)
+
+
+class KernelTimes(NamedTuple):
+    """Constants of the time of kernels.
+
+    Attributes:
+        attention: share of a chip's attainable product rate that attention reaches.
+        attention_gradient: the same for its backward pass.
+        product: rate of a product's arithmetic, relative to a large product with its memory
+            traffic.
+        exposed_traffic: the part of a product's memory traffic that its arithmetic does not hide.
+        read_once: the part of what other kernels read and write that is left when compilers join
+            those that read the same arrays.
+        row_sum: time of kernels that add up rows, such as those of a bias, relative to their memory
+            traffic: few of a GPU's processors work on a sum, and they add it in two steps.
+        convolution: rate of convolutions, relative to that of products.
+        iteration: seconds of one iteration of a loop besides its kernels, on GPUs: the host asks
+            whether the loop continues, and nothing overlaps.
+    """
+
+    attention: float
+    attention_gradient: float
+    product: float
+    exposed_traffic: float
+    read_once: float
+    row_sum: float
+    convolution: float
+    iteration: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule(Generic[Value]):
+    """What a compiler or a kernel does, and how that is known.
+
+    Attributes:
+        models: what it does.
+        record: the record that shows it.
+        rows: a part of the names of the rows that show it; empty for all of them.
+        jax: the JAX release of that record.
+        value: its constant; None without one.
+        platforms: where it applies; on all accelerators by default.
+    """
+
+    models: str
+    record: str
+    rows: str
+    jax: str
+    value: Value
+    platforms: tuple[str, ...] = ("gpu", "tpu")
+
+    def on(self, platform: str) -> bool:
+        """Whether it applies to the kernels of a platform."""
+        return platform in self.platforms
+
+
+PRODUCTS_STAY = Rule(
+    models="Nothing is written over the result of a product: the gradient of logits has its own "
+    "memory.",
+    record="gpu_memory",
+    rows="GPT-2 124M, one GPU",
+    jax="0.11.2",
+    value=None,
+    platforms=_GPUS,
+)
+FILLED_DIMS = Rule(
+    models="Products in half precision read copies of operands whose last dim is not a multiple of "
+    "this.",
+    record="gpu_memory",
+    rows="ViT-B",
+    jax="0.11.2",
+    value=8,
+    platforms=_GPUS,
+)
+RECOMPUTED_SUMS = Rule(
+    models="A fused value with several readers is recomputed for each, unless that reads more from "
+    "memory than storing the value does.",
+    record="gpu_memory",
+    rows="GPT-2 124M, one GPU",
+    jax="0.11.2",
+    value=None,
+)
+SAVED_ONCE = Rule(
+    models="What a checkpoint rounds for several products is saved once.",
+    record="gpu_memory",
+    rows="GPT-2 124M, fsdp=8",
+    jax="0.11.2",
+    value=None,
+)
+SHARDED_CASTS = Rule(
+    models="Weights that a loop casts and saves stay sharded as they are between updates.",
+    record="gpu_memory",
+    rows="GPT-2 124M, fsdp=8, blocks=scan",
+    jax="0.11.2",
+    value=None,
+)
+LAST_ITERATION_TWICE = Rule(
+    models="A loop gathers the weights of an iteration during the one before it, so that the last "
+    "one runs outside of the loop: its results stay in memory besides the rows that it saves.",
+    record="gpu_memory",
+    rows="fsdp=8, blocks=scan",
+    jax="0.11.2",
+    value=None,
+    platforms=_GPUS,
+)
+DELAYED_GRADIENTS = Rule(
+    models="With several microbatches, products for gradients are delayed until all of them exist, "
+    "to hide communication. A single GPU has none to hide.",
+    record="gpu_memory",
+    rows="4 microbatches",
+    jax="0.11.2",
+    value=None,
+)
+PACKED_ARRAYS = Rule(
+    models="Every array has a fixed place; the largest are placed first, or those that live "
+    "longest, whichever needs less. Arrays below this part of the peak fill gaps.",
+    record="gpu_memory",
+    rows="",
+    jax="0.11.2",
+    value=1 / 200,
+)
+STAGE_MICROBATCHES = Rule(
+    models="Besides the slots of its schedule, a stage holds the saved values of this many "
+    "microbatches: one that it writes to a slot, and one that it has read.",
+    record="gpu_memory",
+    rows="pipe=",
+    jax="0.11.2",
+    value=2,
+)
+STAGE_RECOMPUTES = Rule(
+    models="What a stage recomputes, it keeps for all of its blocks.",
+    record="gpu_memory",
+    rows="pipe=2 × fsdp=2 × tensor=2, remat=full",
+    jax="0.11.2",
+    value=None,
+)
+KERNEL_TIMES = Rule(
+    models="How long kernels take, by their arithmetic and their memory traffic.",
+    record="gpu_planner",
+    rows="",
+    jax="0.11.2",
+    value=KernelTimes(
+        attention=0.62,
+        attention_gradient=0.475,
+        product=1.07,
+        exposed_traffic=0.58,
+        read_once=0.55,
+        row_sum=1.7,
+        convolution=0.55,
+        iteration=170e-6,
+    ),
+)
+STAGE_OVERHEAD: Rule[Mapping[str, float]] = Rule(
+    models="Time of a stage by schedule, relative to its share of the work.",
+    record="gpu_pipeline",
+    rows="",
+    jax="0.11.2",
+    value={"gpipe": 1.4, "1f1b": 1.4, "interleaved": 1.5, "zb_h1": 1.7},
+)
+HIDDEN_TRAFFIC: Rule[Mapping[str, Mapping[str, float]]] = Rule(
+    models="By how blocks run, the part of an axis's traffic that runs behind products; else none.",
+    record="gpu_overlap",
+    rows="",
+    jax="0.12.0.1",
+    value={
+        "unroll": {"fsdp": 0.85, "data": 0.63},
+        "scan": {"fsdp": 0.65, "data": 0.63},
+    },
+)
