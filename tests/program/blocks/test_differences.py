@@ -1,4 +1,4 @@
-"""Why blocks cannot be rolled or divided is told by the value that is in the way."""
+"""Messages about blocks that cannot be rolled or split into stages name the value in the way."""
 
 import optax
 import pytest

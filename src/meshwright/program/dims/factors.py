@@ -1,8 +1,8 @@
 """Dims as products of factors, merged by union-find into classes of the same dim.
 
 A dim is a tuple of factors, major first. Unifying two dims splits their factors until they match
-(128 and 8 × 16 become 8 × 16 on both sides) and merges them pair by pair. A factor that is not
-split is an atom; atoms with the same id form a class and can only be sharded together.
+(128 and 8 × 16 become 8 × 16 on both sides) and merges them pair by pair. Factors with the same id
+form a class: they can only be sharded together.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 
-class Atom(NamedTuple):
-    """One factor of a dim.
+class DimFactor(NamedTuple):
+    """One factor of a dim, which is not split any further.
 
     Attributes:
         id: the class it belongs to, equal for all dims that must be sharded together.
@@ -24,19 +24,19 @@ class Atom(NamedTuple):
     size: int
 
 
-class Factor:
-    """A node of the union-find; ``split`` has the factors it is split into, major first."""
+class Node:
+    """A factor in the union-find; ``split`` has the factors it is split into, major first."""
 
     __slots__ = ("parent", "serial", "size", "split")
 
     def __init__(self, size: int, serial: int) -> None:
         self.size = size
         self.serial = serial
-        self.parent: Factor | None = None
-        self.split: tuple[Factor, Factor] | None = None
+        self.parent: Node | None = None
+        self.split: tuple[Node, Node] | None = None
 
 
-Dim = tuple[Factor, ...]
+Dim = tuple[Node, ...]
 Dims = tuple[Dim, ...]
 
 NO_DIM: Dim = ()
@@ -79,17 +79,22 @@ class Factors:
                     factor.split = self._factor(common), self._factor(factor.size // common)
         return tuple(reversed(left_stack))
 
-    def _factor(self, size: int) -> Factor:
+    def _factor(self, size: int) -> Node:
         self._next += 1
-        return Factor(size, self._next)
+        return Node(size, self._next)
 
 
-def atoms(dim: Dim) -> tuple[Atom, ...]:
-    """Return the atoms of a dim, major first."""
-    return tuple(Atom(leaf.serial, leaf.size) for leaf in _leaves(dim))
+def factors_of(dim: Dim) -> tuple[DimFactor, ...]:
+    """Return the factors of a dim, major first."""
+    return tuple(DimFactor(leaf.serial, leaf.size) for leaf in _leaves(dim))
 
 
-def _root(factor: Factor) -> Factor:
+def class_ids(dims: Iterable[Dim]) -> frozenset[int]:
+    """Return the classes of all factors of some dims."""
+    return frozenset(leaf.serial for dim in dims for leaf in _leaves(dim))
+
+
+def _root(factor: Node) -> Node:
     while factor.parent is not None:
         if factor.parent.parent is not None:
             factor.parent = factor.parent.parent
@@ -97,13 +102,13 @@ def _root(factor: Factor) -> Factor:
     return factor
 
 
-def _leaves(dim: Dim) -> Iterable[Factor]:
+def _leaves(dim: Dim) -> Iterable[Node]:
     stack = list(reversed(dim))
     while stack:
         yield _pop(stack)
 
 
-def _pop(stack: list[Factor]) -> Factor:
+def _pop(stack: list[Node]) -> Node:
     """Take the next factor that is not split, replacing split ones by their factors."""
     while True:
         top = _root(stack.pop())
@@ -112,7 +117,7 @@ def _pop(stack: list[Factor]) -> Factor:
         stack.extend(reversed(top.split))
 
 
-def _merge(a: Factor, b: Factor) -> None:
+def _merge(a: Node, b: Node) -> None:
     if a is b:
         return
     # The older one becomes the root, so that a class keeps its id while it grows.

@@ -1,13 +1,13 @@
-"""Equal blocks that are joined unequally, such as by skips, rewritten so that all joints are equal.
+"""Rewriting equal blocks that are connected in different ways, as by skip connections.
 
-What the model computes between two blocks is their joint. The rewritten program runs the same
-switch before every block: branch b is the joint before block b, and values that are read later
-than by the next block travel with the activation, in slots.
+The connection of two blocks is what the model computes between them. The rewritten program runs the
+same switch before every block: branch b is the connection before block b. Values that are read
+later than by the next block are passed along with the activation, in slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.program.blocks.block_lists import BlockList, find_block_lists
+from meshwright.program.blocks.connection_values import ConnectionValues, connection_values
 from meshwright.program.blocks.differences import (
     equation_difference,
     first_difference,
     results_of,
     shapes,
 )
-from meshwright.program.blocks.joint_values import JointValues, joint_values
 from meshwright.program.blocks.prove_equal import (
     Column,
     Placeholder,
@@ -52,73 +52,61 @@ from meshwright.program.trace.layout import Layout
 from meshwright.program.trace.traced_loss import TracedLoss
 
 _LARGEST_SHARE = 1 / 3
-"""The largest share of a list's weights that joints may read: every stage holds these."""
+"""The largest share of a list's weights that connections may read: every stage holds these."""
 
 
-@dataclass(frozen=True)
-class EvenProgram:
-    """A traced loss whose blocks are all joined by the same operations.
-
-    Attributes:
-        traced: the program.
-        apart: paths of the leaves in the list of blocks that only joints read.
-    """
-
-    traced: TracedLoss
-    apart: frozenset[str] = frozenset()
-
-
-def even_joints(
+def with_even_connections(
     traced: TracedLoss, same_leaves: Callable[[frozenset[str], str, str], bool]
-) -> EvenProgram:
-    """Return a program in which the blocks of its longest list are joined equally, if possible.
+) -> tuple[TracedLoss, frozenset[str]]:
+    """Return a program in which the blocks of its longest list are connected equally, if possible.
+
+    With it come the paths of the leaves in that list that only connections read.
 
     Args:
         traced: the loss.
         same_leaves: whether two modules have the same leaves, some paths aside.
     """
     jaxpr = traced.closed.jaxpr
-    lists = find_block_lists(jaxpr.eqns)
+    lists, none = find_block_lists(jaxpr.eqns), frozenset[str]()
     if not lists:
-        return EvenProgram(traced)
+        return traced, none
     blocks = max(lists, key=lambda blocks: blocks.num_blocks)
-    none: frozenset[str] = frozenset()
     rolled = roll_block_list(jaxpr, blocks, lambda a, b: same_leaves(none, a, b))
     if isinstance(rolled, RolledBlockList) and rolled.blocks.elements == blocks.elements:
-        return EvenProgram(traced)
-    joined = _joined_blocks(jaxpr, blocks)
-    if joined is None:
-        return EvenProgram(traced)
-    apart = _leaves_of_joints(traced, joined)
+        return traced, none
+    connected = _connected_blocks(jaxpr, blocks)
+    if connected is None:
+        return traced, none
+    apart = _leaves_of_connections(traced, connected)
     paths = [blocks.block_path(n) for n in range(blocks.num_blocks)]
     alike = all(same_leaves(apart, paths[0], path) for path in paths)
     in_all = any(_in_all(traced.layout, paths, leaf) for leaf in apart)
     if not alike or in_all or _share(traced.layout, blocks, apart) > _LARGEST_SHARE:
-        return EvenProgram(traced)
-    return EvenProgram(_Writer(traced, joined).program(), apart)
+        return traced, none
+    return _Writer(traced, connected).program(), apart
 
 
 @dataclass(frozen=True)
-class JoinedBlocks:
-    """Equal blocks and the joints before them.
+class ConnectedBlocks:
+    """Equal blocks and the connections before them.
 
     Attributes:
         blocks: the list of modules.
         bodies: the equations of each block.
-        joints: the equations before each block and after the previous one; none for the first.
+        connections: the equations before each block and after the previous one; none for the first.
         start: first equation of the first block.
         stop: first equation after the last block.
     """
 
     blocks: BlockList
     bodies: list[Sequence[Equation]]
-    joints: list[Sequence[Equation]]
+    connections: list[Sequence[Equation]]
     start: int
     stop: int
 
 
-def _joined_blocks(jaxpr: Jaxpr, blocks: BlockList) -> JoinedBlocks | None:
-    """Separate blocks from joints; what blocks have in common is at their ends."""
+def _connected_blocks(jaxpr: Jaxpr, blocks: BlockList) -> ConnectedBlocks | None:
+    """Separate blocks from connections; what blocks have in common is at their ends."""
     stops = [stop for _, stop in blocks.ranges]
     modules: list[Sequence[Equation]] = [jaxpr.eqns[start:stop] for start, stop in blocks.ranges]
     length = _common_length(modules)
@@ -126,13 +114,15 @@ def _joined_blocks(jaxpr: Jaxpr, blocks: BlockList) -> JoinedBlocks | None:
         return None
     starts = [stop - length for stop in stops]
     befores = [starts[0], *stops[:-1]]
-    joints: list[Sequence[Equation]] = [
+    connections: list[Sequence[Equation]] = [
         jaxpr.eqns[before:start] for before, start in zip(befores, starts, strict=True)
     ]
-    if any(eqn.primitive.name in WITHOUT_RESULT for joint in joints for eqn in joint):
+    if any(
+        eqn.primitive.name in WITHOUT_RESULT for connection in connections for eqn in connection
+    ):
         return None
     bodies = [module[-length:] for module in modules]
-    return JoinedBlocks(blocks, bodies, joints, starts[0], stops[-1])
+    return ConnectedBlocks(blocks, bodies, connections, starts[0], stops[-1])
 
 
 def _common_length(modules: Sequence[Sequence[Equation]]) -> int:
@@ -152,8 +142,8 @@ def _alike(one: Equation, other: Equation) -> bool:
     return equation_difference(one, other) is None and shapes(one) == shapes(other)
 
 
-def _leaves_of_joints(traced: TracedLoss, joined: JoinedBlocks) -> frozenset[str]:
-    """Return the paths of the leaves that only joints read, not blocks."""
+def _leaves_of_connections(traced: TracedLoss, connected: ConnectedBlocks) -> frozenset[str]:
+    """Return the paths of the leaves that only connections read, not blocks."""
     leaves = {
         variable: step.leaf.path
         for variable, step in zip(
@@ -164,11 +154,11 @@ def _leaves_of_joints(traced: TracedLoss, joined: JoinedBlocks) -> frozenset[str
         source = eqn.invars[0] if eqn.primitive.name == "convert_element_type" else None
         if isinstance(source, Var) and source in leaves:
             leaves[eqn.outvars[0]] = leaves[source]
-    in_joints, in_blocks = (
+    in_connections, in_blocks = (
         {leaves[v] for eqns in parts for v in variables_read(eqns) if v in leaves}
-        for parts in (joined.joints, joined.bodies)
+        for parts in (connected.connections, connected.bodies)
     )
-    return frozenset(in_joints - in_blocks)
+    return frozenset(in_connections - in_blocks)
 
 
 def _in_all(layout: Layout, paths: Sequence[str], leaf: str) -> bool:
@@ -187,13 +177,13 @@ def _share(layout: Layout, blocks: BlockList, paths: frozenset[str]) -> float:
 
 
 class _Writer:
-    """Re-traces a program with its joints as branches of one switch."""
+    """Re-traces a program with its connections as branches of one switch."""
 
-    def __init__(self, traced: TracedLoss, joined: JoinedBlocks) -> None:
-        self.traced, self.joined = traced, joined
+    def __init__(self, traced: TracedLoss, connected: ConnectedBlocks) -> None:
+        self.traced, self.connected = traced, connected
         self.jaxpr = traced.closed.jaxpr
-        moving = set(results_of(self.jaxpr.eqns[joined.start : joined.stop]))
-        columns = outer_columns(joined.bodies)
+        moving = set(results_of(self.jaxpr.eqns[connected.start : connected.stop]))
+        columns = outer_columns(connected.bodies)
         # Positions that read the same value in every block share a name.
         keys = {place: tuple(map(id, atoms)) for place, atoms in columns.items()}
         received: dict[tuple[int, ...], Column] = {}
@@ -203,26 +193,26 @@ class _Writer:
         self.received = list(received.values())
         self.names = {key: Placeholder(aval_of(atoms[0])) for key, atoms in received.items()}
         self.name_at = {place: self.names[key] for place, key in keys.items() if key in received}
-        self.joints = [self._first_joint(), *joined.joints[1:]]
-        self.values: JointValues = joint_values(
+        self.connections = [self._first_connection(), *connected.connections[1:]]
+        self.values: ConnectionValues = connection_values(
             self.jaxpr,
             len(traced.layout.step_leaves),
-            (joined.start, joined.stop),
-            joined.bodies,
-            self.joints,
+            (connected.start, connected.stop),
+            connected.bodies,
+            self.connections,
             self.received,
         )
-        self.branches = [self._branch(number) for number in range(len(joined.bodies))]
+        self.branches = [self._branch(number) for number in range(len(connected.bodies))]
 
-    def _first_joint(self) -> list[Equation]:
-        """Return what the first block receives, computed from values that later joints read too.
+    def _first_connection(self) -> list[Equation]:
+        """Return how the first block's inputs are computed from values that later connections read.
 
-        Both would otherwise have to travel, or be computed by every stage.
+        Otherwise both would have to be passed along, or be computed by every stage.
         """
-        before = self.jaxpr.eqns[: self.joined.start]
+        before = self.jaxpr.eqns[: self.connected.start]
         computed = set(results_of(before))
-        joints = [eqn for joint in self.joined.joints[1:] for eqn in joint]
-        read = {v for v in inputs_of(joints) if v in computed}
+        connections = [eqn for connection in self.connected.connections[1:] for eqn in connection]
+        read = {v for v in inputs_of(connections) if v in computed}
         dependent = dependent_variables(before, read) - read
         eqns = [eqn for eqn in before if not dependent.isdisjoint(eqn.outvars)]
         return needed_equations(eqns, [atoms[0] for atoms in self.received])
@@ -233,20 +223,20 @@ class _Writer:
         return replace(self.traced, closed=closed)
 
     def _run(self, *inputs: Any) -> list[Any]:
-        evaluator, joined, values = Evaluator(), self.joined, self.values
+        evaluator, connected, values = Evaluator(), self.connected, self.values
         env: dict[Any, Any] = dict(
             zip(self.jaxpr.constvars, self.traced.closed.consts, strict=True)
         )
         env.update(zip(self.jaxpr.invars, inputs, strict=True))
-        evaluator.extend(env, self.jaxpr.eqns[: joined.start])
+        evaluator.extend(env, self.jaxpr.eqns[: connected.start])
         slots = [jnp.zeros(aval.shape, aval.dtype) for aval in values.slots]
         latest = [
             jnp.zeros(aval_of(result).shape, aval_of(result).dtype) if v is None else env[v]
             for v, result in zip(values.before, values.results[0], strict=True)
         ]
         constants = [env[v] for v in values.constants]
-        for number in range(len(joined.bodies)):
-            with jax.named_scope(MODULE_MARK + joined.blocks.block_path(number)):
+        for number in range(len(connected.bodies)):
+            with jax.named_scope(MODULE_MARK + connected.blocks.block_path(number)):
                 received, slots = jax.lax.switch(
                     np.int32(number), self.branches, latest, slots, constants
                 )
@@ -254,37 +244,38 @@ class _Writer:
             evaluator.extend(env, self._body(number))
             latest = [env[v] for v in values.results[number]]
         env.update((v, slots[values.slot_of[v]]) for v in values.kept[-1])
-        evaluator.extend(env, self.jaxpr.eqns[joined.stop :])
-        return [_read(atom, env) for atom in self.jaxpr.outvars]
+        evaluator.extend(env, self.jaxpr.eqns[connected.stop :])
+        return [read_atom(atom, env) for atom in self.jaxpr.outvars]
 
     def _body(self, number: int) -> list[Equation]:
-        """Return the equations of a block, which read what its joint passes to it by name."""
+        """Return the equations of a block, which read what its connection passes to it by name."""
         eqns: list[Equation] = []
-        for n, eqn in enumerate(self.joined.bodies[number]):
+        for n, eqn in enumerate(self.connected.bodies[number]):
             places = enumerate(eqn.invars)
             operands: list[Any] = [self.name_at.get((n, place), atom) for place, atom in places]
             eqns.append(eqn.replace(invars=operands))
         return eqns
 
     def _branch(self, number: int) -> Callable[..., tuple[list[Any], list[Any]]]:
-        """Return a joint: from results of the last block, slots and constants to what follows."""
+        """Return a connection as a function of the last block's results, slots and constants."""
         values = self.values
 
-        def joint(
+        def connection(
             latest: list[Any], slots: list[Any], constants: list[Any]
         ) -> tuple[list[Any], list[Any]]:
             env: dict[Any, Any] = dict(zip(values.constants, constants, strict=True))
             env.update((v, slots[values.slot_of[v]]) for v in values.kept[number])
             before = values.results[number - 1] if number else values.before
             env.update(zip(before, latest, strict=True))
-            Evaluator().extend(env, self.joints[number])
+            Evaluator().extend(env, self.connections[number])
             after = list(slots)
             for variable in values.kept[number + 1]:
                 after[values.slot_of[variable]] = env[variable]
-            return [_read(atoms[number], env) for atoms in self.received], after
+            return [read_atom(atoms[number], env) for atoms in self.received], after
 
-        return joint
+        return connection
 
 
-def _read(atom: Atom, env: dict[Any, Any]) -> Any:
+def read_atom(atom: Atom, env: Mapping[Any, Any]) -> Any:
+    """Return the value of an atom, given the values of variables."""
     return jnp.asarray(atom.val, aval_of(atom).dtype) if isinstance(atom, Literal) else env[atom]

@@ -1,4 +1,4 @@
-"""Which values travel from joint to joint, and in which slots."""
+"""Which values connections of blocks pass along until they are read, and in which slots."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from meshwright.program.jaxpr.equations import Atom, Equation, Jaxpr, Var, aval_
 
 
 @dataclass(frozen=True)
-class JointValues:
-    """What the joints of blocks read, and where it is until then.
+class ConnectionValues:
+    """What the connections of blocks read, and where it is until then.
 
     Attributes:
-        constants: values from before the blocks that joints read and every stage can compute.
-        before: by result of blocks that joints read, what the first joint gets in its place.
+        constants: values from before the blocks that connections read and every stage can compute.
+        before: by result of blocks that connections read, what the first connection gets instead.
         results: by block, these results.
         slots: the shape and dtype of each slot.
         slot_of: by variable, the number of its slot.
-        kept: for each joint, the variables in slots when it starts; last, those after all blocks.
+        kept: the variables in slots when each connection starts; last, those after all blocks.
     """
 
     constants: tuple[Var, ...]
@@ -37,45 +37,47 @@ class JointValues:
     kept: tuple[tuple[Var, ...], ...]
 
 
-def joint_values(
+def connection_values(
     jaxpr: Jaxpr,
     num_leaves: int,
     span: tuple[int, int],
     bodies: Sequence[Sequence[Equation]],
-    joints: Sequence[Sequence[Equation]],
+    connections: Sequence[Sequence[Equation]],
     received: Sequence[Sequence[Atom]],
-) -> JointValues:
-    """Find the values that joints read, and assign slots to them.
+) -> ConnectionValues:
+    """Find the values that connections read, and assign slots to them.
 
     Args:
         jaxpr: the program.
         num_leaves: how many of its inputs are leaves of the model.
         span: the equations from the first block to the last, as [start, stop).
         bodies: the equations of each block.
-        joints: the equations before each block.
-        received: by value that blocks receive from joints, its variable in each block.
+        connections: the equations before each block.
+        received: by value that blocks receive from connections, its variable in each block.
     """
     every = [results_of(body) for body in bodies]
     of_blocks = {v: b for b, results in enumerate(every) for v in results}
-    of_joints = {v: b for b, joint in enumerate(joints) for v in results_of(joint)}
-    last = _last_reads(jaxpr.eqns[span[1] :], jaxpr.outvars, joints, received, of_joints)
+    of_connections = {
+        v: b for b, connection in enumerate(connections) for v in results_of(connection)
+    }
+    last = _last_reads(jaxpr.eqns[span[1] :], jaxpr.outvars, connections, received, of_connections)
     positions = [n for n in range(len(every[0])) if any(results[n] in last for results in every)]
-    outside = [v for v in last if v not in of_blocks and v not in of_joints]
+    outside = [v for v in last if v not in of_blocks and v not in of_connections]
     samples = dependent_variables(jaxpr.eqns[: span[0]], jaxpr.invars[num_leaves:])
     before = _before_first([every[0][n] for n in positions], [v for v in outside if v in samples])
-    # A joint stores its own results and those of the block before it.
+    # A connection stores its own results and those of the block before it.
     arrival = {v: b + 2 for v, b in of_blocks.items() if v in last}
-    arrival |= {v: b + 1 for v, b in of_joints.items() if v in last}
+    arrival |= {v: b + 1 for v, b in of_connections.items() if v in last}
     arrival |= {v: 1 for v in before if v is not None}
     kept = tuple(
-        tuple(v for v, first in arrival.items() if first <= joint <= last[v])
-        for joint in range(len(joints) + 1)
+        tuple(v for v, first in arrival.items() if first <= connection <= last[v])
+        for connection in range(len(connections) + 1)
     )
     results = tuple(tuple(results[n] for n in positions) for results in every)
     origins = {v: n for row in (before, *results) for n, v in enumerate(row) if v is not None}
     slot_of = _assign_slots(kept, origins)
     avals = {slot: aval_of(v) for v, slot in slot_of.items()}
-    return JointValues(
+    return ConnectionValues(
         constants=tuple(v for v in outside if v not in arrival),
         before=before,
         results=results,
@@ -88,7 +90,7 @@ def joint_values(
 def _before_first(results: Sequence[Var], outside: Sequence[Var]) -> tuple[Var | None, ...]:
     """Return, for each result, a value of its shape and dtype that is computed before the blocks.
 
-    It enters the first joint in the place of a result, so that it is computed only once.
+    It enters the first connection in the place of a result, so that it is computed only once.
     """
     left = list(outside)
     before: list[Var | None] = []
@@ -108,21 +110,21 @@ def _kind(variable: Var) -> tuple[Any, Any]:
 def _last_reads(
     after: Sequence[Equation],
     outputs: Sequence[Atom],
-    joints: Sequence[Sequence[Equation]],
+    connections: Sequence[Sequence[Equation]],
     received: Sequence[Sequence[Atom]],
-    of_joints: Mapping[Var, int],
+    of_connections: Mapping[Var, int],
 ) -> dict[Var, int]:
-    """Return, by variable that joints read or pass to blocks, the last joint that does so.
+    """Return, by variable that connections read or pass to blocks, the last one that does so.
 
-    For one that is also read after the blocks, it is the number of joints.
+    For one that is also read after the blocks, it is the number of connections.
     """
     last: dict[Var, int] = {}
-    for number, joint in enumerate(joints):
+    for number, connection in enumerate(connections):
         passed = [atoms[number] for atoms in received]
-        read = [*variables(passed), *inputs_of(joint)]
+        read = [*variables(passed), *inputs_of(connection)]
         last.update(dict.fromkeys(read, number))
     read_after = {*variables_read(after), *variables(outputs)}
-    last.update((v, len(joints)) for v in read_after if v in last or v in of_joints)
+    last.update((v, len(connections)) for v in read_after if v in last or v in of_connections)
     return last
 
 

@@ -1,4 +1,4 @@
-"""Noticing that a model or loss asks JAX for its devices or processes while it is traced."""
+"""Functions of JAX that are replaced while a model is built or its loss is traced."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+from jax.core import Tracer
 
 from meshwright.runtime.user_code import is_users_file
 
@@ -26,7 +27,7 @@ _READS = (
 
 @contextmanager
 def device_reads(*users: Any) -> Generator[list[str]]:
-    """Collect warnings about reads by the user's code while the context is active.
+    """Collect warnings where the user's code asks JAX for its devices or processes.
 
     Args:
         users: functions and classes of the user; in their modules the functions may be imported
@@ -58,9 +59,25 @@ def _noticed(name: str, original: Callable[..., Any], found: dict[str, None]) ->
             where = f"{file}:{caller.f_lineno}"
             found[
                 f"{where} calls jax.{name}() while the model is built or the loss is traced; what "
-                "is computed from it changes with the number of devices or processes; write a "
-                "number of your own instead (the loss sees the global batch)"
+                "is computed from it changes with the number of devices or processes; use a "
+                "constant instead (the loss sees the global batch)"
             ] = None
         return original(*args, **kwargs)
 
     return read
+
+
+@contextmanager
+def brief_about_sharding() -> Generator[None]:
+    """Do not look for the origin of a traced array that is asked for its sharding.
+
+    Traced arrays have none. Before 0.12, JAX looks up all operations that the array comes from to
+    say so, and Flax drops the message: that was half of the time it took to trace a deep model
+    with dropout.
+    """
+
+    def sharding(tracer: Any) -> None:
+        raise AttributeError(f"a traced array ({tracer.aval}) has no `sharding`")
+
+    with mock.patch.object(Tracer, "sharding", property(sharding)):
+        yield

@@ -7,7 +7,7 @@ from flax import nnx
 from program.programs import trace
 from small_models import WIDTH, Residuals, square_loss, vectors
 
-from meshwright.program.backward import weights_in_backward
+from meshwright.program.weight_reads import weights_in_backward
 
 
 class Chain(nnx.Module):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.program.on_mesh.gather_ahead import after_last_block, run_block
 from meshwright.program.on_mesh.remat import choose_remat
+from meshwright.program.on_mesh.run_blocks import after_last, run_ahead
 
 NUM_BLOCKS = 4
 POLICIES = {kind: choose_remat(kind, keep_gathered=False).policy for kind in ("none", "full")}
@@ -32,9 +32,9 @@ def ahead(weights, x, stopped, policy):
     before = []
     for number, own in enumerate(weights):
         others = [x, jnp.int32(number), jax.random.key(number)]
-        results, before = run_block(block, policy, own, others, before)
+        results, before = run_ahead(block, policy, own, others, before)
         if number == len(weights) - 1:
-            results = after_last_block(results, before)
+            results = after_last(results, before)
         (y,) = results
         x = x + (jax.lax.stop_gradient(y) if number in stopped else y)
     return (x**2).sum()

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from meshwright.program.on_mesh.kernel_gradients import product_gradient
-from meshwright.program.on_mesh.products import use_weight
+from meshwright.program.on_mesh.products import product_gradient, use_weight
 
 CASES = {
     "pointwise": ((2, 6, 6, 3), (1, 1, 3, 5), {}),

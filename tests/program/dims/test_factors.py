@@ -5,15 +5,15 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.program.dims.atoms import Factors, atoms
+from meshwright.program.dims.factors import Factors, factors_of
 
 
 def ids(dim):
-    return [atom.id for atom in atoms(dim)]
+    return [factor.id for factor in factors_of(dim)]
 
 
 def sizes(dim):
-    return [atom.size for atom in atoms(dim)]
+    return [factor.size for factor in factors_of(dim)]
 
 
 def test_a_dim_takes_the_factors_of_the_dims_it_is_merged_with():
@@ -74,7 +74,7 @@ def test_aligned_factors_name_the_same_digits_of_an_index(left_sizes, right_size
     misfit = factors.unify(left, right)
 
     assert math.prod(sizes(left)) == math.prod(sizes(right)) == scale
-    merged = len(atoms(left)) - len(atoms(misfit))
+    merged = len(factors_of(left)) - len(factors_of(misfit))
     assert ids(left)[:merged] == ids(right)[:merged]
     if not misfit:
         assert ids(left) == ids(right)
